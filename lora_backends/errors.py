@@ -1,0 +1,28 @@
+"""The errors of the library: each says what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LoRABackendError(Exception):
+    """The base of every error that this library raises on purpose."""
+
+
+class InvalidInputError(LoRABackendError, ValueError):
+    """The arguments contradict each other, the plan, the weights or the interface."""
+
+
+class UnsupportedInputError(LoRABackendError, NotImplementedError):
+    """The request is meaningful, but this backend or loader cannot carry it out exactly."""
+
+
+class BackendUnavailableError(LoRABackendError, RuntimeError):
+    """The backend asked for by name is not registered, not importable or does not run here."""
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest allowed word, or an empty string."""
+    close = difflib.get_close_matches(given, list(allowed), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

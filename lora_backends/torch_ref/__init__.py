@@ -1,0 +1,100 @@
+"""`torch_ref`: the plain-torch definition, on any device, differentiable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from lora_backends.backend import LoRABackend, LoRAPlan
+from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.checks import accumulator_dtype, as_device
+from lora_backends.torch_ref import reference
+from lora_backends.weights import LoRAWeights
+
+
+@dataclass(eq=False)
+class TorchRefPlan(LoRAPlan):
+    """The tokens of each active slot, in order of the slots."""
+
+    segments: reference.Segments
+
+
+class TorchRefBackend(LoRABackend):
+    """Loops over the active slots with torch's own matrix products: short, right and portable.
+
+    Results on one device are deterministic. They are not batch-invariant, because the matrix
+    library may choose another order of sums for another number of rows.
+    """
+
+    name = "torch_ref"
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "xpu", "mps", "meta")
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    differentiable = True
+    auto_priority = {"cpu": 10, "cuda": 10, "xpu": 10, "mps": 10}
+    plan_type = TorchRefPlan
+    deterministic = True
+
+    @classmethod
+    @override
+    def unavailable_reasons(cls, device: torch.device | str) -> list[str]:
+        reasons = super().unavailable_reasons(device)
+        if not reasons and as_device(device).type not in ("cpu", "cuda", "meta"):
+            try:
+                torch.empty(0, device=device)
+            except (RuntimeError, AssertionError, NotImplementedError) as error:
+                reasons.append(f"torch cannot use {device} here: {error}.")
+        return reasons
+
+    @override
+    def prepare_batch(self, batch: LoRABatch, out: TorchRefPlan | None = None) -> TorchRefPlan:
+        segments: reference.Segments = [
+            (slot, _rows_of(batch.token_slots, slot, self.device))
+            for slot in sorted(set(batch.token_slots.tolist()))
+            if slot != NO_ADAPTER
+        ]
+        if out is None:
+            return TorchRefPlan(batch.num_tokens, batch.num_slots, segments)
+        out.segments = segments
+        return out
+
+    @override
+    def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: Any) -> torch.Tensor:
+        return reference.shrink(x, weights, plan.segments, accumulator_dtype(x.dtype))
+
+    @override
+    def run_lora_b(
+        self,
+        h: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if base_output is None:
+            shape = (plan.num_tokens, weights.out_features)
+            base_output = torch.zeros(shape, dtype=weights.dtype, device=self.device)
+        return reference.expand(h, weights, plan.segments, base_output)
+
+    @override
+    def run_embedding(
+        self,
+        token_ids: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        h = reference.shrink_one_hot(
+            token_ids, weights, plan.segments, accumulator_dtype(weights.dtype)
+        )
+        return self.run_lora_b(h, weights, plan, base_output)
+
+
+def _rows_of(token_slots: torch.Tensor, slot: int, device: torch.device) -> reference.Rows:
+    """Return where `slot` stands in `token_slots`: a slice if those tokens are neighbours."""
+    rows = (token_slots == slot).nonzero().flatten()
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == rows.numel():
+        return slice(first, last + 1)
+    return rows.to(device)

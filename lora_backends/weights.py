@@ -1,0 +1,183 @@
+"""The stacked LoRA weights of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from lora_backends.errors import InvalidInputError
+
+
+@dataclass(frozen=True, eq=False)
+class LoRAWeights:
+    """The A and B matrices of every slot for one layer, with rank and scaling per slice.
+
+    A fused qkv layer of widths (8, 2, 2) over 16 inputs, 4 slots of rank at most 2::
+
+        LoRAWeights(
+            lora_a,    # [4, 3, 2, 16]
+            lora_b,    # [4, 12, 2]
+            ranks,     # [4, 3] int32, e.g. [[2, 0, 2], ...]: slot 0 has no adapter on k
+            scalings,  # [4, 3] float32
+            output_slices=(8, 2, 2),
+        )
+
+    Tensors are kept, not copied, so a pool may rewrite a slot in place; `ranks` and `scalings`
+    are the exception where their dtype or device has to change. Values beyond a slot's own rank
+    may be anything, NaN included.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or devices contradict each other, or a rank is not in
+            0..max_rank. Reading the ranks waits for the device once, here.
+    """
+
+    lora_a: torch.Tensor  # [num_slots, num_slices, max_rank, in_features]
+    lora_b: torch.Tensor  # [num_slots, out_features, max_rank]
+    ranks: torch.Tensor  # [num_slots, num_slices] int32, 0..max_rank; 0: slice not adapted
+    scalings: torch.Tensor  # [num_slots, num_slices] float32
+    output_slices: tuple[int, ...]  # one width > 0 per slice, sum == out_features
+    bias: torch.Tensor | None = None  # [num_slots, out_features], added as it is
+
+    def __post_init__(self) -> None:
+        _check_tensors(self)
+        object.__setattr__(self, "output_slices", _as_widths(self.output_slices))
+        device = self.lora_a.device
+        object.__setattr__(self, "ranks", _as_ranks(self.ranks).to(device))
+        object.__setattr__(self, "scalings", torch.as_tensor(self.scalings).to(device).float())
+        _check_shapes(self)
+        wrong = (self.ranks < 0) | (self.ranks > self.max_rank)
+        if bool(wrong.any()):
+            slot, slice_index = (int(i) for i in wrong.nonzero()[0])
+            raise InvalidInputError(
+                f"a rank is out of range\n"
+                f"  given: ranks[{slot}, {slice_index}] = {int(self.ranks[slot, slice_index])}\n"
+                f"  allowed: 0 to {self.max_rank} (max_rank, the third axis of lora_a)"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """Number of adapters that the stack has room for."""
+        return self.lora_a.shape[0]
+
+    @property
+    def num_slices(self) -> int:
+        """Number of projections fused in this layer."""
+        return self.lora_a.shape[1]
+
+    @property
+    def max_rank(self) -> int:
+        """Padded rank width of the stack."""
+        return self.lora_a.shape[2]
+
+    @property
+    def in_features(self) -> int:
+        """Width of x; the vocabulary of an embedding."""
+        return self.lora_a.shape[3]
+
+    @property
+    def out_features(self) -> int:
+        """Width of y, all slices together."""
+        return self.lora_b.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of lora_a and lora_b."""
+        return self.lora_a.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of every tensor."""
+        return self.lora_a.device
+
+    @property
+    def slice_offsets(self) -> tuple[int, ...]:
+        """First output column of every slice, then out_features: num_slices + 1 ints."""
+        return tuple(accumulate(self.output_slices, initial=0))
+
+    def __repr__(self) -> str:
+        return (
+            f"LoRAWeights(num_slots={self.num_slots}, max_rank={self.max_rank}, "
+            f"in_features={self.in_features}, output_slices={self.output_slices}, "
+            f"dtype={self.dtype}, device={self.device}, bias={self.bias is not None})"
+        )
+
+
+def _as_widths(output_slices: Sequence[int]) -> tuple[int, ...]:
+    widths = tuple(output_slices)
+    if not widths or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in widths):
+        raise InvalidInputError(
+            f"output_slices is not a tuple of widths\n  given: {output_slices!r}\n"
+            f"  allowed: at least one int >= 1, one per slice"
+        )
+    return widths
+
+
+def _as_ranks(ranks: torch.Tensor) -> torch.Tensor:
+    tensor = torch.as_tensor(ranks)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise InvalidInputError(
+            f"ranks are not integers\n  given: dtype {tensor.dtype}\n  allowed: int32"
+        )
+    return tensor.to(torch.int32)
+
+
+def _check_tensors(weights: LoRAWeights) -> None:
+    a, b, bias = weights.lora_a, weights.lora_b, weights.bias
+    for name, tensor in (("lora_a", a), ("lora_b", b), ("bias", bias)):
+        if tensor is None and name == "bias":
+            continue
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise InvalidInputError(
+                f"{name} is not a floating-point tensor\n  given: {kind}\n"
+                f"  allowed: float16, bfloat16, float32 or float64"
+            )
+        if tensor.device != a.device:
+            raise InvalidInputError(
+                f"weights are on different devices\n"
+                f"  given: lora_a on {a.device}, {name} on {tensor.device}\n  allowed: one device"
+            )
+    if a.dtype != b.dtype:
+        raise InvalidInputError(
+            f"lora_a and lora_b differ in dtype\n  given: {a.dtype} and {b.dtype}\n"
+            f"  allowed: one dtype for both"
+        )
+
+
+def _check_shapes(weights: LoRAWeights) -> None:
+    a, b = weights.lora_a, weights.lora_b
+    if a.ndim != 4:
+        raise InvalidInputError(
+            f"lora_a has the wrong number of axes\n  given: {list(a.shape)}\n"
+            f"  allowed: [num_slots, num_slices, max_rank, in_features]"
+        )
+    num_slots, num_slices, max_rank, _ = a.shape
+    out_features = sum(weights.output_slices)
+    expected = {
+        "lora_b": (b, [num_slots, out_features, max_rank]),
+        "ranks": (weights.ranks, [num_slots, num_slices]),
+        "scalings": (weights.scalings, [num_slots, num_slices]),
+        "bias": (weights.bias, [num_slots, out_features]),
+    }
+    if len(weights.output_slices) != num_slices:
+        raise InvalidInputError(
+            f"output_slices does not match lora_a\n"
+            f"  given: {len(weights.output_slices)} widths {weights.output_slices}, "
+            f"lora_a {list(a.shape)}\n  allowed: one width per slice, {num_slices} here"
+        )
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and list(tensor.shape) != shape:
+            raise InvalidInputError(
+                f"{name} has the wrong shape\n  given: {list(tensor.shape)}\n"
+                f"  allowed: {shape}, from lora_a {list(a.shape)} and "
+                f"output_slices {weights.output_slices}"
+            )
+    for name, tensor in (("lora_a", a), ("lora_b", b), ("bias", weights.bias)):
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise InvalidInputError(
+                f"the last axis of {name} is not contiguous\n"
+                f"  given: strides {tuple(tensor.stride())}\n  to do: pass {name}.contiguous()"
+            )
