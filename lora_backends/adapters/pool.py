@@ -1,0 +1,180 @@
+"""`AdapterPool`: the stacked weights of every layer of one base model, filled slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_backends.adapters.checkpoint import read_checkpoint
+from lora_backends.adapters.slots import SlotTable
+from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec
+from lora_backends.errors import InvalidInputError
+from lora_backends.weights import LoRAWeights
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where an adapter went."""
+
+    name: str
+    slot: int
+    evicted: str | None  # the name that lost this slot
+
+
+class AdapterPool:
+    """Slots for adapters of one base model; `weights` has what a backend takes.
+
+    A layer's stack is allocated when the first adapter that touches it is loaded, and keeps its
+    address from then on. A load reads, checks and converts everything before it writes, so a
+    failed load leaves every slot as it was.
+
+    Args:
+        modules: what the base model has, by module path.
+        max_adapters: number of slots.
+        max_rank: width of every stack.
+        dtype: dtype of the stacks, the model's; a checkpoint is rounded to it.
+        device: where the stacks live.
+
+    Raises:
+        InvalidInputError: a number is less than 1.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, ModuleSpec],
+        max_adapters: int = 8,
+        max_rank: int = 64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if max_rank < 1:
+            raise InvalidInputError(f"max_rank is {max_rank}; allowed: 1 or more")
+        self.modules = dict(modules)
+        self.slots = SlotTable(max_adapters)
+        self.max_rank = max_rank
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._stacks: dict[str, LoRAWeights] = {}
+        self._users: dict[str, set[int]] = {}  # module path -> slots whose adapter touches it
+
+    def load(
+        self,
+        name: str,
+        folder: str | Path,
+        accept: Callable[[Checkpoint], None] | None = None,
+        replace_existing: bool = False,
+    ) -> Loaded:
+        """Read a PEFT checkpoint into a slot: a free one, else the least recently used.
+
+        Args:
+            name: what the adapter is called from now on.
+            folder: with adapter_config.json and the weights.
+            accept: looks at what was read and raises to refuse it.
+            replace_existing: whether a loaded adapter of this name may be overwritten.
+
+        Returns:
+            The slot, and the adapter that was evicted for it.
+
+        Raises:
+            InvalidInputError: the name is taken, the files do not fit the base model, or every
+                slot is pinned.
+            UnsupportedInputError: a feature that cannot be reproduced exactly.
+        """
+        if not isinstance(name, str) or not name:
+            raise InvalidInputError(f"an adapter's name is a non-empty str; given: {name!r}")
+        if name in self.slots and not replace_existing:
+            raise InvalidInputError(
+                f"an adapter named {name!r} is loaded already\n"
+                f"  to do: unload it first, or pass replace_existing=True"
+            )
+        checkpoint = read_checkpoint(folder, self.modules, self.max_rank)
+        if accept is not None:
+            accept(checkpoint)
+        return self.add(name, checkpoint)
+
+    def add(self, name: str, checkpoint: Checkpoint) -> Loaded:
+        """Put a checkpoint that was read before into a slot, replacing one of the same name."""
+        slot, evicted = self.slots.candidate(name)
+        staged = {module: self._stage(delta) for module, delta in checkpoint.modules.items()}
+        stacks = {module: self._stack(module, delta) for module, delta in staged.items()}
+        self._stacks |= stacks
+        self._clear(slot)
+        for module, delta in staged.items():
+            self._write(module, slot, delta)
+        self.slots.assign(name, slot, evicted)
+        return Loaded(name, slot, evicted)
+
+    def unload(self, name: str) -> None:
+        """Free the slot of `name`; its rows of every stack count as rank 0 from now on.
+
+        Raises:
+            InvalidInputError: it is not loaded, or pinned or in use.
+        """
+        self._clear(self.slots.release(name))
+
+    def weights(self, module: str) -> LoRAWeights | None:
+        """Return the stack of a module, or None where no loaded adapter touches it."""
+        return self._stacks[module] if self._users.get(module) else None
+
+    @property
+    def active_modules(self) -> list[str]:
+        """Paths of the modules that a loaded adapter touches."""
+        return [module for module, users in self._users.items() if users]
+
+    def _stage(self, delta: ModuleDelta) -> ModuleDelta:
+        """Return the delta in the pool's dtype, on its device."""
+        staged = replace(
+            delta,
+            lora_a=delta.lora_a.to(self.device, self.dtype),
+            lora_b=delta.lora_b.to(self.device, self.dtype),
+            bias=None if delta.bias is None else delta.bias.to(self.device, torch.float32),
+        )
+        for name, tensor in (("lora_A", staged.lora_a), ("lora_B", staged.lora_b)):
+            if not bool(tensor.isfinite().all()):
+                raise InvalidInputError(
+                    f"{name} of {delta.module} does not fit {self.dtype}: a value overflows\n"
+                    f"  to do: load the base model in bfloat16 or float32"
+                )
+        return staged
+
+    def _stack(self, module: str, delta: ModuleDelta) -> LoRAWeights:
+        """Return the stack of a module, new or with a bias where it needs one."""
+        stack = self._stacks.get(module) or self._new_stack(self.modules[module])
+        if delta.bias is not None and stack.bias is None:
+            shape = (self.slots.num_slots, stack.out_features)
+            stack = replace(stack, bias=torch.zeros(shape, device=self.device))
+        return stack
+
+    def _new_stack(self, spec: ModuleSpec) -> LoRAWeights:
+        num_slots = self.slots.num_slots
+        like: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        return LoRAWeights(
+            lora_a=torch.zeros((num_slots, 1, self.max_rank, spec.in_features), **like),
+            lora_b=torch.zeros((num_slots, spec.out_features, self.max_rank), **like),
+            ranks=torch.zeros((num_slots, 1), dtype=torch.int32, device=self.device),
+            scalings=torch.zeros((num_slots, 1), device=self.device),
+            output_slices=(spec.out_features,),
+        )
+
+    def _write(self, module: str, slot: int, delta: ModuleDelta) -> None:
+        stack = self._stacks[module]
+        stack.lora_a[slot, 0, : delta.rank] = delta.lora_a
+        stack.lora_b[slot, :, : delta.rank] = delta.lora_b
+        stack.scalings[slot, 0] = delta.scaling
+        stack.ranks[slot, 0] = delta.rank
+        if delta.bias is not None and stack.bias is not None:
+            stack.bias[slot] = delta.bias
+        self._users.setdefault(module, set()).add(slot)
+
+    def _clear(self, slot: int) -> None:
+        for module, users in self._users.items():
+            if slot in users:
+                stack = self._stacks[module]
+                stack.ranks[slot] = 0
+                if stack.bias is not None:
+                    stack.bias[slot] = 0
+                users.discard(slot)

@@ -1,0 +1,51 @@
+"""What a reader of checkpoints is told about the base model, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+Kind = Literal["linear", "embedding"]
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """What the base model has at one module path."""
+
+    kind: Kind
+    in_features: int  # embedding: the size of the vocabulary
+    out_features: int  # embedding: its dimension
+    embed_scale: float = 1.0  # a scaled embedding (Gemma) multiplies its output by this
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleDelta:
+    """One module's LoRA in one checkpoint: `delta(x) = scaling * B (A x) + bias`.
+
+    An embedding's x is one-hot: its delta for token id i is `scaling * B A[:, i]`. The matrices
+    may be views into the mapped file: copy them before the file is rewritten.
+    """
+
+    module: str  # path inside the base model, e.g. "model.layers.0.self_attn.q_proj"
+    kind: Kind
+    rank: int  # > 0
+    scaling: float  # alpha / r, or alpha / sqrt(r) for rsLoRA; embed_scale is folded in
+    lora_a: Tensor  # [rank, in_features], floating, finite, on the CPU
+    lora_b: Tensor  # [out_features, rank], floating, finite, on the CPU
+    bias: Tensor | None  # [out_features] float32, scaling is folded in
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """One PEFT LoRA checkpoint, read and checked."""
+
+    folder: Path
+    modules: Mapping[str, ModuleDelta]  # by module path, in sorted order
+    base_weights: Mapping[str, Tensor]
+    """Module path to the full base weight `[out_features, in_features]` (embedding: `[vocab, dim]`)
+    that the file holds beside the LoRA of an embedding or a head: it has to equal the base model's.
+    """

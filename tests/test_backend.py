@@ -1,0 +1,201 @@
+"""The interface: what is checked before a backend's own code runs, and the defaults."""
+
+import pytest
+import torch
+from conftest import small_batch, small_weights
+
+from lora_backends import (
+    InvalidInputError,
+    LoRABackend,
+    LoRABackendError,
+    LoRABatch,
+    UnsupportedInputError,
+    get_backend,
+)
+from lora_backends.torch_ref import TorchRefBackend
+
+
+class Minimal(LoRABackend):
+    """Three methods, a plan that is no LoRAPlan: all that an author has to write."""
+
+    def prepare_batch(self, batch, out=None):
+        if out is None:
+            return {"slots": batch.token_slots.clone()}
+        out["slots"].copy_(batch.token_slots)
+        return out
+
+    def run_lora_a(self, x, weights, plan):
+        h = x.new_zeros(weights.num_slices, x.shape[0], weights.max_rank, dtype=torch.float32)
+        for t, slot in enumerate(plan["slots"].tolist()):
+            for s in range(weights.num_slices):
+                r = int(weights.ranks[slot, s]) if slot >= 0 else 0
+                h[s, t, :r] = weights.lora_a[slot, s, :r].float() @ x[t].float()
+        return h
+
+    def run_lora_b(self, h, weights, plan, base_output=None):
+        y = base_output
+        if y is None:
+            y = torch.zeros(h.shape[1], weights.out_features, dtype=weights.dtype)
+        for t, slot in enumerate(plan["slots"].tolist()):
+            for s in range(weights.num_slices if slot >= 0 else 0):
+                o, e = weights.slice_offsets[s : s + 2]
+                r = int(weights.ranks[slot, s])
+                delta = weights.lora_b[slot, o:e, :r].float() @ h[s, t, :r]
+                y[t, o:e] += (weights.scalings[slot, s] * delta).to(y.dtype)
+        return y
+
+
+@pytest.fixture
+def job():
+    """Return a function that calls one method of torch_ref with one argument changed."""
+    backend = get_backend("torch_ref", device="cpu")
+    good = {
+        "x": torch.randn(7, 10),
+        "weights": small_weights(),
+        "plan": backend.prepare_batch(small_batch()),
+        "base_output": torch.zeros(7, 14),
+    }
+
+    def call(method="run_linear", **change):
+        arguments = good | change
+        if method == "run_lora_a":
+            arguments.pop("base_output")
+        if method == "run_lora_b":
+            arguments["h"] = arguments.get("h", torch.zeros(3, 7, 3))
+            arguments.pop("x")
+        return getattr(backend, method)(**arguments)
+
+    return call
+
+
+def test_three_methods_make_a_backend():
+    backend, reference = Minimal(), TorchRefBackend()
+    weights, x = small_weights(), torch.randn(7, 10)
+    for method in ("run_linear", "run_qkv", "run_logits"):
+        actual = getattr(backend, method)(x, weights, backend.prepare_batch(small_batch()))
+        plan = reference.prepare_batch(small_batch())
+        torch.testing.assert_close(actual, getattr(reference, method)(x, weights, plan))
+    ids = torch.arange(7)
+    plan = backend.prepare_batch(small_batch())
+    expected = reference.run_embedding(ids, weights, reference.prepare_batch(small_batch()))
+    torch.testing.assert_close(backend.run_embedding(ids, weights, plan), expected)
+    assert Minimal.name == "Minimal" and not Minimal.unavailable_reasons("cpu")
+
+
+def test_a_backend_without_the_three_methods_cannot_be_made():
+    class Half(LoRABackend):
+        def prepare_batch(self, batch, out=None):
+            return batch
+
+    with pytest.raises(TypeError, match="run_lora_a"):
+        Half()
+
+
+def test_an_override_is_checked_and_may_call_its_parent():
+    class Doubled(TorchRefBackend):
+        def run_linear(self, x, weights, plan, base_output=None):
+            return 2 * super().run_linear(x, weights, plan, base_output)
+
+    backend = Doubled()
+    plan = backend.prepare_batch(small_batch())
+    x = torch.randn(7, 10)
+    expected = 2 * TorchRefBackend().run_linear(x, small_weights(), plan)
+    assert torch.equal(backend.run_linear(x, small_weights(), plan), expected)
+    with pytest.raises(InvalidInputError):
+        backend.run_linear(x[:3], small_weights(), plan)
+
+
+def test_row_strided_views_are_taken(job):
+    x, base = torch.randn(7, 40), torch.zeros(7, 30)
+    expected = job(x=x[:, 3:13].contiguous(), base_output=torch.zeros(7, 14))
+    result = job(x=x[:, 3:13], base_output=base[:, 9:23])
+    assert torch.equal(result, expected)
+    assert (base[:, :9] == 0).all() and (base[:, 23:] == 0).all()
+
+
+STRIDED = torch.zeros(20, 7).T
+BAD = [
+    ("run_linear", {"x": torch.zeros(6, 10)}, r"x is \[6, 10\]; allowed: \[7, 10\]"),
+    ("run_linear", {"x": torch.zeros(7, 9)}, r"x is \[7, 9\]"),
+    ("run_linear", {"x": torch.zeros(7)}, "two axes"),
+    ("run_linear", {"x": torch.zeros(7, 10).half()}, "one dtype for both"),
+    ("run_linear", {"x": STRIDED[:, :10]}, "last axis of x"),
+    ("run_linear", {"x": torch.zeros(7, 10, device="meta")}, "x is on meta"),
+    ("run_linear", {"base_output": torch.zeros(7, 13)}, r"allowed: \[7, 14\]"),
+    (
+        "run_linear",
+        {"base_output": torch.zeros(1, 14).expand(7, 14)},
+        "rows of base_output overlap",
+    ),
+    ("run_linear", {"base_output": STRIDED[:, :14]}, "last axis of base_output"),
+    ("run_linear", {"weights": None}, "NoneType; allowed: LoRAWeights"),
+    ("run_linear", {"plan": 3}, "TorchRefPlan"),
+    ("run_lora_a", {"x": torch.zeros(6, 10)}, r"x is \[6, 10\]"),
+    ("run_lora_b", {"h": torch.zeros(3, 7, 2)}, r"allowed: \[3, 7, 3\]"),
+    ("run_lora_b", {"h": torch.zeros(3, 7, 3).half()}, "h.dtype is float16"),
+    ("run_gate_up", {}, "the layer has 3 slices; run_gate_up takes 2"),
+    ("run_qkv", {"weights": small_weights(slices=(6, 3))}, "run_qkv takes 3"),
+]
+
+
+@pytest.mark.parametrize(("method", "change", "told"), BAD)
+def test_contradictory_arguments_are_refused_before_anything_is_written(job, method, change, told):
+    base = change.get("base_output", torch.zeros(7, 14))
+    before = base.clone()
+    with pytest.raises(InvalidInputError, match=told) as raised:
+        job(method, **{"base_output": base} | change)
+    assert f"backend 'torch_ref' cannot run {method}" in str(raised.value)
+    assert torch.equal(base, before)
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        (torch.tensor([0] * 6 + [10]), r"range over 0..10; allowed: 0..9"),
+        (torch.tensor([0] * 6 + [-1]), r"range over -1..0"),
+        (torch.zeros(7), r"\[7\] int32 or int64"),
+        (torch.zeros(6, dtype=torch.int64), r"allowed: \[7\]"),
+    ],
+)
+def test_bad_token_ids_are_refused(ids, told):
+    backend = TorchRefBackend()
+    with pytest.raises(InvalidInputError, match=told):
+        backend.run_embedding(ids, small_weights(), backend.prepare_batch(small_batch()))
+
+
+def test_x_and_base_output_may_not_be_one_tensor():
+    backend = TorchRefBackend()
+    weights = small_weights(slices=(10,))
+    x = torch.randn(7, 10)
+    with pytest.raises(InvalidInputError, match="share memory"):
+        backend.run_linear(x, weights, backend.prepare_batch(small_batch()), x)
+
+
+def test_a_plan_for_other_slots_or_tokens_is_refused(job):
+    backend = TorchRefBackend()
+    plan = backend.prepare_batch(LoRABatch([0] * 7, 5))
+    with pytest.raises(InvalidInputError, match="plan is for 5 slots, the weights have 4"):
+        job(plan=plan)
+    with pytest.raises(InvalidInputError, match="num_slots=5, the batch has 4"):
+        backend.prepare_batch(small_batch(), out=plan)
+    with pytest.raises(InvalidInputError, match="num_tokens=7, the batch has 1"):
+        backend.prepare_batch(LoRABatch([0], 5), out=plan)
+    with pytest.raises(InvalidInputError, match="allowed: a LoRABatch"):
+        backend.prepare_batch([0, 1])
+
+
+def test_what_a_backend_does_not_support_is_another_error():
+    backend = Minimal()
+    plan = backend.prepare_batch(small_batch())
+    with pytest.raises(UnsupportedInputError, match="supported: bfloat16, float16, float32"):
+        backend.run_linear(torch.randn(7, 10).double(), small_weights(torch.float64), plan)
+    with pytest.raises(UnsupportedInputError, match="requires a gradient"):
+        backend.run_linear(torch.randn(7, 10, requires_grad=True), small_weights(), plan)
+    with torch.no_grad():
+        backend.run_linear(torch.randn(7, 10, requires_grad=True), small_weights(), plan)
+
+
+def test_every_error_has_one_root():
+    assert issubclass(InvalidInputError, LoRABackendError)
+    assert issubclass(InvalidInputError, ValueError)
+    assert issubclass(UnsupportedInputError, NotImplementedError)

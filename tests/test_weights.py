@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from lora_backends import InvalidInputError, LoRAWeights
+
+GOOD = {
+    "lora_a": torch.zeros(4, 3, 2, 16),
+    "lora_b": torch.zeros(4, 12, 2),
+    "ranks": torch.tensor([[2, 0, 2]] * 4, dtype=torch.int32),
+    "scalings": torch.ones(4, 3),
+    "output_slices": (8, 2, 2),
+}
+
+
+def test_sizes_are_read_off_the_tensors():
+    weights = LoRAWeights(**GOOD)
+    assert (weights.num_slots, weights.num_slices, weights.max_rank) == (4, 3, 2)
+    assert (weights.in_features, weights.out_features) == (16, 12)
+    assert weights.slice_offsets == (0, 8, 10, 12)
+
+
+def test_tensors_are_kept_so_that_a_slot_can_be_rewritten():
+    weights = LoRAWeights(**GOOD)
+    assert weights.lora_a is GOOD["lora_a"]
+    assert weights.ranks.data_ptr() == GOOD["ranks"].data_ptr()
+    assert weights.scalings.data_ptr() == GOOD["scalings"].data_ptr()
+
+
+def test_ranks_and_scalings_take_their_dtype():
+    weights = LoRAWeights(**GOOD | {"ranks": GOOD["ranks"].long(), "scalings": [[1, 2, 3]] * 4})
+    assert weights.ranks.dtype == torch.int32
+    assert weights.scalings.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"lora_a": torch.zeros(4, 2, 16)}, "number of axes"),
+        ({"lora_b": torch.zeros(4, 11, 2)}, r"lora_b has the wrong shape\n  given: \[4, 11, 2\]"),
+        ({"lora_b": torch.zeros(4, 12, 2).half()}, "differ in dtype"),
+        ({"lora_a": torch.zeros(4, 3, 2, 16).int()}, "not a floating-point"),
+        ({"lora_a": [1]}, "not a floating-point"),
+        ({"ranks": torch.tensor([[3, 0, 2]] * 4)}, r"ranks\[0, 0\] = 3"),
+        ({"ranks": torch.tensor([[-1, 0, 2]] * 4)}, r"ranks\[0, 0\] = -1"),
+        ({"ranks": torch.ones(4, 3)}, "not integers"),
+        ({"ranks": torch.ones(3, 3, dtype=torch.int32)}, "ranks has the wrong shape"),
+        ({"scalings": torch.ones(4)}, "scalings has the wrong shape"),
+        ({"output_slices": (8, 4)}, "2 widths"),
+        ({"output_slices": (8, 4, 0)}, "widths"),
+        ({"output_slices": ()}, "widths"),
+        ({"bias": torch.zeros(4, 11)}, "bias has the wrong shape"),
+        ({"bias": torch.zeros(4, 12, device="meta")}, "different devices"),
+        ({"lora_a": torch.zeros(4, 3, 16, 2).transpose(2, 3)}, "not contiguous"),
+    ],
+)
+def test_contradictions_are_refused_with_what_was_given(change, told):
+    with pytest.raises(InvalidInputError, match=told):
+        LoRAWeights(**GOOD | change)
