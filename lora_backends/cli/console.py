@@ -1,0 +1,42 @@
+"""What the commands share: consoles, progress and tables that stay plain when piped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+PIPED_WIDTH = 110
+
+
+def output() -> Console:
+    """Return the console of standard output: no colour and a fixed width when piped."""
+    console = Console(highlight=False, emoji=False)
+    return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)
+
+
+@contextmanager
+def step(what: str) -> Iterator[None]:
+    """Show on standard error that `what` is going on, then how long it took."""
+    console = Console(stderr=True, highlight=False)
+    start = time.perf_counter()
+    with console.status(f"{what} ..."):
+        yield
+    console.print(f"{what}: {time.perf_counter() - start:.1f} s", style="dim", markup=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; a column whose name starts with ">" is aligned to the right."""
+    console = output()
+    style = box.ROUNDED if console.is_terminal else box.ASCII
+    view = Table(title=title or None, box=style, title_justify="left", show_lines=True)
+    for column in columns:
+        justify = "right" if column.startswith(">") else "left"
+        view.add_column(column.removeprefix(">"), justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in rows:
+        view.add_row(*(cell.replace("[", r"\[") for cell in row))
+    console.print(view)

@@ -1,0 +1,230 @@
+"""`lora-backends generate`: one batch of a real model, every row with its own adapter."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lora_backends.cli.console import output, step, table
+from lora_backends.cli.generate_config import GenerateConfig, PromptConfig
+from lora_backends.errors import BackendUnavailableError, InvalidInputError
+from lora_backends.registry import backend_names, unavailable_reasons
+
+if TYPE_CHECKING:
+    from lora_backends.hf import MultiLoRAModel
+    from lora_backends.hf.generation import Prompts
+
+
+def generate(
+    config: Annotated[Path | None, typer.Option(help="TOML file with the job.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of the base model.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A PEFT checkpoint; repeatable.")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A row of the batch; repeatable; replaces the file's.")
+    ] = None,
+    use: Annotated[
+        list[str] | None,
+        typer.Option(help="Adapter of each --prompt in order, or one for all; - is the base."),
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Backend, or auto.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... or auto.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Length of an answer.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run each row alone, too; status 1 if it differs.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Time the base model, every backend and PEFT.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Answer prompts in one batch of a Transformers model, each row through its own adapter."""
+    settings = _settings(
+        config,
+        adapters=_adapters(adapter),
+        prompts=_prompts(prompt, use),
+        model=None if model is None else {"path": model},
+        backend=backend,
+        device=device,
+        max_new_tokens=max_new_tokens,
+    )
+    report = _run(settings, check, compare)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _print(report)
+    if any(row.get("same_alone") is False for row in report["rows"]):
+        raise typer.Exit(1)
+
+
+def _settings(config: Path | None, **given: Any) -> GenerateConfig:
+    overrides = {key: value for key, value in given.items() if value is not None}
+    if config is None:
+        settings = GenerateConfig(**overrides)
+    else:
+        settings = GenerateConfig.from_file(config, **overrides)
+    if not settings.prompts:
+        raise InvalidInputError(
+            "no prompts\n  to do: give --prompt TEXT, or [[prompts]] in the configuration"
+        )
+    return settings
+
+
+def _adapters(given: list[str] | None) -> dict[str, str] | None:
+    if not given:
+        return None
+    for item in given:
+        if not all(item.partition("=")):
+            raise InvalidInputError(f"--adapter {item!r}\n  allowed: NAME=FOLDER")
+    return {item.partition("=")[0]: item.partition("=")[2] for item in given}
+
+
+def _prompts(texts: list[str] | None, use: list[str] | None) -> list[PromptConfig] | None:
+    if not texts:
+        if use:
+            raise InvalidInputError("--use goes with --prompt: one adapter per prompt")
+        return None
+    names = (use or ["-"]) * (len(texts) if len(use or "-") == 1 else 1)
+    if len(names) != len(texts):
+        raise InvalidInputError(
+            f"{len(names)} times --use for {len(texts)} times --prompt\n"
+            f"  allowed: one per prompt, or one for all"
+        )
+    pairs = zip(texts, names, strict=True)
+    return [PromptConfig(text=t, adapter=None if name == "-" else name) for t, name in pairs]
+
+
+def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]:
+    """Load the model, answer, check and compare as asked; return the report that is printed."""
+    from lora_backends.hf.generation import encode, rows_that_differ_alone
+
+    model, tokenizer = _load(settings)
+    adapters = [prompt.adapter for prompt in settings.prompts]
+    texts = [prompt.text for prompt in settings.prompts]
+    prompts = encode(tokenizer, texts, settings.chat, model.backend.device)
+    with step(f"answering {len(texts)} prompts in one batch with {model.backend.name}"):
+        sequences = model.generate(adapters=adapters, **prompts.inputs(settings.max_new_tokens))
+    answers = prompts.answers(sequences)
+    rows: list[dict[str, Any]] = [
+        {"prompt": text, "adapter": adapter, "answer": tokenizer.decode(answer).strip()}
+        for text, adapter, answer in zip(texts, adapters, answers, strict=True)
+    ]
+    report: dict[str, Any] = {"backend": model.backend.name, "rows": rows}
+    if check:
+        with step("running every row alone"):
+            different = rows_that_differ_alone(
+                model, prompts, adapters, answers, settings.max_new_tokens
+            )
+        for index, row in enumerate(rows):
+            row["same_alone"] = index not in different
+    if compare:
+        report["tokens_per_second"] = _compare(model, prompts, settings)
+    return report
+
+
+def _load(settings: GenerateConfig) -> tuple[MultiLoRAModel, Any]:
+    with step("importing torch and transformers"):
+        try:
+            import transformers
+        except ImportError as error:
+            raise BackendUnavailableError(
+                "generate needs transformers\n  to do: pip install 'lora-backends[hf]'"
+            ) from error
+        import torch
+
+        from lora_backends.hf import MultiLoRAModel
+
+    location = settings.model.location()
+    options: dict[str, Any] = {}
+    if settings.model.gguf_file is not None:
+        options["gguf_file"] = settings.model.gguf_file
+    dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with step(f"loading {settings.model.gguf_file or location}"):
+        try:
+            base = transformers.AutoModelForCausalLM.from_pretrained(
+                location, dtype=dtype, **options
+            ).to(device)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(location, **options)
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(f"cannot load the model {location}: {error}") from error
+    with step(f"loading {len(settings.adapters)} adapters"):
+        return MultiLoRAModel.from_config(base.eval(), settings), tokenizer
+
+
+def _compare(
+    model: MultiLoRAModel, prompts: Prompts, settings: GenerateConfig
+) -> dict[str, float | None]:
+    """Return tokens per second of the base, every backend that runs here, and PEFT."""
+    from lora_backends.hf import MultiLoRAModel
+    from lora_backends.hf.generation import peft_mixed_batch, tokens_per_second
+
+    adapters = [prompt.adapter for prompt in settings.prompts]
+    new_tokens = settings.max_new_tokens
+    inputs = prompts.inputs(new_tokens, min_new_tokens=new_tokens)
+    base: Any = model.detach()
+    speeds: dict[str, float | None] = {}
+
+    def timed(name: str, call: Any) -> None:
+        with step(f"timing {name}"):
+            speeds[name] = round(tokens_per_second(call, len(adapters), new_tokens), 1)
+
+    timed("base model, no adapters", lambda: base.generate(**inputs))
+    for name in backend_names():
+        if unavailable_reasons(name, model.backend.device):
+            continue
+        update = {"backend": name, "backend_options": {}}
+        candidate = MultiLoRAModel.from_config(base, settings.model_copy(update=update))
+        timed(f"lora_backends, {name}", lambda m=candidate: m.generate(adapters=adapters, **inputs))
+        candidate.detach()
+    used = {name: settings.adapters[name] for name in dict.fromkeys(adapters) if name}
+    try:
+        with peft_mixed_batch(base, used, adapters) as (peft_model, names):
+            timed("PEFT, mixed batch", lambda: peft_model.generate(adapter_names=names, **inputs))
+    except ImportError:
+        speeds["PEFT, mixed batch"] = None
+    return speeds
+
+
+def _print(report: dict[str, Any]) -> None:
+    rows = report["rows"]
+    checked = "same_alone" in rows[0]
+    columns = ["prompt", "adapter", "answer", *(["as when run alone"] if checked else [])]
+    same = {True: "yes", False: "NO"}
+    table(
+        f"one batch of {len(rows)} rows, backend {report['backend']}",
+        columns,
+        [
+            [row["prompt"], row["adapter"] or "(base)", row["answer"]]
+            + ([same[row["same_alone"]]] if checked else [])
+            for row in rows
+        ],
+    )
+    speeds = report.get("tokens_per_second")
+    if speeds:
+        base = next(iter(speeds.values()))
+        table(
+            "speed of the same batch",
+            ["", ">tokens/s", ">of the base"],
+            [
+                [name, f"{speed:.0f}", f"{speed / base:.2f}"]
+                if speed is not None
+                else [name, "not installed", ""]
+                for name, speed in speeds.items()
+            ],
+        )
+    if checked:
+        equal = sum(row["same_alone"] for row in rows)
+        output().print(f"{equal} of {len(rows)} rows give the same tokens as when run alone")

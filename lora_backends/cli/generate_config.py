@@ -1,0 +1,69 @@
+"""What `lora-backends generate` reads from its file: `LoRAConfig` and the job."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+
+from lora_backends.config import LoRAConfig
+from lora_backends.errors import InvalidInputError
+
+
+class ModelConfig(BaseModel):
+    """Where the base model is: a folder or hub id, or an installed package that carries it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str | None = None
+    """A folder, or the id of a model on the Hugging Face hub."""
+    package: str | None = None
+    """An installed Python package whose folder holds the model; it is not imported."""
+    gguf_file: str | None = None
+    """The GGUF file in that folder, where the model is one."""
+
+    def location(self) -> str:
+        """Return what `from_pretrained` takes.
+
+        Raises:
+            InvalidInputError: neither or both are given, or the package is not installed.
+        """
+        if (self.path is None) == (self.package is None):
+            raise InvalidInputError(
+                f"which model?\n  given: path={self.path!r}, package={self.package!r}\n"
+                f"  allowed: one of the two, under [model] or as --model"
+            )
+        if self.path is not None:
+            return str(Path(self.path).expanduser())
+        assert self.package is not None
+        found = importlib.util.find_spec(self.package)
+        if found is None or not found.submodule_search_locations:
+            raise InvalidInputError(
+                f"the package {self.package!r} that carries the model is not installed"
+            )
+        return found.submodule_search_locations[0]
+
+
+class PromptConfig(BaseModel):
+    """One row of the batch."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    text: str = Field(min_length=1)
+    """What the user says."""
+    adapter: str | None = None
+    """The adapter that answers; the base model if left out."""
+
+
+class GenerateConfig(LoRAConfig):
+    """A `LoRAConfig` with a model, prompts, and how to generate."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """The base model."""
+    prompts: list[PromptConfig] = Field(default_factory=list)
+    """The rows of the batch."""
+    max_new_tokens: StrictInt = Field(default=40, ge=1)
+    """How long an answer may be."""
+    chat: StrictBool = True
+    """Whether prompts go through the tokenizer's chat template."""

@@ -1,0 +1,120 @@
+"""One call of a model: which adapter every row uses, and the plans of its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from lora_backends.backend import LoRABackend
+from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+
+RowAdapters: TypeAlias = str | None | Sequence[str | None]
+"""One row's adapter: a name, None, or one of those per token of the row."""
+
+
+def adapter_names(adapters: Sequence[RowAdapters]) -> set[str]:
+    """Return the distinct names in `adapters`.
+
+    Raises:
+        InvalidInputError: `adapters` is not one entry per row.
+    """
+    if isinstance(adapters, str) or not isinstance(adapters, Sequence):
+        raise InvalidInputError(
+            f"adapters is {adapters!r}\n  allowed: a list with one adapter name or None per row, "
+            f"e.g. adapters=[{adapters!r}]"
+        )
+    names: set[str] = set()
+    for row, entry in enumerate(adapters):
+        for name in [entry] if entry is None or isinstance(entry, str) else entry:
+            if name is not None and not isinstance(name, str):
+                raise InvalidInputError(
+                    f"adapters[{row}] holds {name!r}\n  allowed: an adapter's name or None"
+                )
+            if name is not None:
+                names.add(name)
+    return names
+
+
+class Request:
+    """The slots of one call, cut into the batches that its forward passes see.
+
+    Args:
+        adapters: per row a name or None, or one of those per token.
+        slots: name to slot.
+        num_slots: slots of the stacked weights.
+        backend: what makes the plans.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[RowAdapters],
+        slots: Mapping[str, int],
+        num_slots: int,
+        backend: LoRABackend,
+    ) -> None:
+        self.backend = backend
+        self.num_slots = num_slots
+        lookup: dict[str | None, int] = {None: NO_ADAPTER}
+        lookup.update(slots)
+        self.per_token = any(e is not None and not isinstance(e, str) for e in adapters)
+        self.row_slots = [
+            [lookup[name] for name in ([e] if e is None or isinstance(e, str) else e)]
+            for e in adapters
+        ]
+        if any(not row for row in self.row_slots):
+            raise InvalidInputError("a row of adapters is empty; allowed: one entry per token")
+        self.idle = all(slot == NO_ADAPTER for row in self.row_slots for slot in row)
+        self.rows = self.length = self.past = 0
+        self._plans: dict[tuple[int, int, int], Any] = {}
+
+    def begin_forward(self, rows: int, length: int, past: int) -> None:
+        """Note the shape of the forward pass that starts: [rows, length] after `past` tokens.
+
+        Beams and several returned sequences repeat every row next to itself.
+
+        Raises:
+            InvalidInputError: `rows` is no multiple of the number of adapters given.
+        """
+        if not self.row_slots or rows % len(self.row_slots):
+            raise InvalidInputError(
+                f"adapters has {len(self.row_slots)} entries for a batch of {rows} rows\n"
+                f"  allowed: one adapter name or None per row"
+            )
+        self.rows, self.length, self.past = rows, length, past
+
+    def plan(self, shape: Sequence[int], path: str) -> Any:
+        """Return the plan for a module's input of `shape` [rows, tokens, ...] or [tokens, ...].
+
+        Raises:
+            UnsupportedInputError: tokens of the input cannot be told to rows of the batch.
+        """
+        if len(shape) >= 2 and shape[0] == self.rows:
+            tokens = int(torch.Size(shape[1:]).numel())
+        elif len(shape) == 1 and shape[0] == self.rows * self.length:
+            tokens = self.length
+        else:
+            raise UnsupportedInputError(
+                f"module {path} sees an input of shape {list(shape)} (without its last axis) in "
+                f"a forward pass of {self.rows} rows of {self.length} tokens\n"
+                f"  allowed: [rows, tokens] or [rows * tokens], so that each token has a row"
+            )
+        key = (self.rows, tokens, self.past if self.per_token else 0)
+        if key not in self._plans:
+            if self.per_token:
+                self._plans.clear()  # every step has its own; do not keep them all
+            batch = LoRABatch(self._token_slots(tokens), self.num_slots)
+            self._plans[key] = self.backend.prepare_batch(batch)
+        return self._plans[key]
+
+    def _token_slots(self, tokens: int) -> torch.Tensor:
+        """Return the slots of the last `tokens` tokens of each row, row after row."""
+        repeats = self.rows // len(self.row_slots)
+        end = self.past + self.length
+        chosen = []
+        for row in self.row_slots:
+            padded = row + [row[-1]] * (end - len(row))
+            chosen += [padded[end - tokens : end]] * repeats
+        return torch.tensor(chosen, dtype=torch.int64).flatten()

@@ -1,0 +1,74 @@
+"""Where a Transformers model can take LoRA: its linear layers and its token embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lora_backends.adapters.specs import ModuleSpec
+
+
+@dataclass(frozen=True)
+class Site:
+    """One module of the base model that a checkpoint may adapt."""
+
+    path: str
+    module: nn.Module
+    spec: ModuleSpec
+    refusal: str | None  # why its LoRA cannot be reproduced row by row
+
+
+def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Site]:
+    """Return every Linear, Conv1D and Embedding of `base` by its path.
+
+    Args:
+        base: a Transformers causal language model.
+        dtype: the dtype of the stacked weights.
+        device: their device.
+
+    Returns:
+        Path to site, in the order of `named_modules`.
+    """
+    get_embeddings = getattr(base, "get_input_embeddings", None)
+    token_embedding = get_embeddings() if get_embeddings is not None else None
+    sites = {}
+    for path, module in base.named_modules():
+        spec = _spec(module)
+        if spec is not None:
+            refusal = _refusal(path, module, module is token_embedding, dtype, device)
+            sites[path] = Site(path, module, spec, refusal)
+    return sites
+
+
+def _spec(module: nn.Module) -> ModuleSpec | None:
+    if isinstance(module, nn.Linear):
+        return ModuleSpec("linear", module.in_features, module.out_features)
+    if isinstance(module, Conv1D):
+        return ModuleSpec("linear", module.weight.shape[0], module.weight.shape[1])
+    if isinstance(module, nn.Embedding):
+        scale = float(getattr(module, "embed_scale", 1.0))
+        return ModuleSpec("embedding", module.num_embeddings, module.embedding_dim, scale)
+    return None
+
+
+def _refusal(
+    path: str,
+    module: nn.Module,
+    is_token_embedding: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    weight: torch.Tensor = cast(Any, module).weight  # a parameter, or a quantized buffer
+    if isinstance(module, nn.Embedding) and not is_token_embedding:
+        return "it is not the token embedding, so its input has no rows of the batch"
+    if "experts" in path.split("."):
+        return "it is an expert, whose tokens are routed and no longer in rows of the batch"
+    if weight.is_floating_point() and weight.dtype != dtype:
+        return f"its weight is {weight.dtype}, the model's dtype is {dtype}"
+    if weight.device != device:
+        return f"its weight is on {weight.device}, the model on {device}"
+    return None
