@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
-from pydantic import Field, StrictInt, ValidationError, field_validator
+from pydantic import BaseModel, Field, StrictInt, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -180,10 +180,9 @@ class LoRAConfig(BaseSettings):
             key = ".".join(str(part) for part in detail["loc"])
             top = str(detail["loc"][0]) if detail["loc"] else ""
             if detail["type"] == "extra_forbidden":
-                fields = list(cls.model_fields)
-                problem = (
-                    f"unknown key{did_you_mean(top, fields)}\n    allowed: {', '.join(fields)}"
-                )
+                fields = _fields_beside(cls, detail["loc"])
+                guess = did_you_mean(str(detail["loc"][-1]), fields)
+                problem = f"unknown key{guess}\n    allowed: {', '.join(fields)}"
             else:
                 problem = f"{detail['msg']} (given: {detail['input']!r})"
             lines.append(f"  - {key} in {cls._where(top, arguments)}: {problem}")
@@ -199,3 +198,16 @@ class LoRAConfig(BaseSettings):
             return f"the environment variable {variable}"
         file = _FILE.get()
         return str(file.path) if file else "the defaults"
+
+
+def _fields_beside(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    """Return the fields of the table that holds the key at `location`."""
+    for part in location[:-1]:
+        if isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            model = next(
+                t
+                for t in (annotation, *get_args(annotation))
+                if isinstance(t, type) and issubclass(t, BaseModel)
+            )
+    return list(model.model_fields)

@@ -1,13 +1,12 @@
-"""What the tests share: a small layer and the oracle of the arithmetic, written per token."""
+"""Tiny random models, adapters that PEFT saved for them, and an environment without settings."""
 
 import os
+import warnings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-
-from lora_backends import LoRABatch, LoRAWeights
 
 
 @pytest.fixture(autouse=True)
@@ -17,46 +16,86 @@ def _no_settings_from_outside(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def small_weights(dtype=torch.float32, bias=False, slices=(6, 3, 5), seed=0):
-    """Return a layer of 4 slots whose ranks differ and whose padding is NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    num_slices, out_features = len(slices), sum(slices)
-    ranks = torch.tensor([[3, 2, 0], [1, 1, 1], [0, 0, 0], [2, 3, 1]], dtype=torch.int32)
-    ranks = ranks[:, :num_slices].contiguous()
-    lora_a = torch.randn(4, num_slices, 3, 10, generator=generator).to(dtype)
-    lora_b = torch.randn(4, out_features, 3, generator=generator).to(dtype)
-    offsets = [sum(slices[:s]) for s in range(num_slices + 1)]
-    for slot in range(4):
-        for s in range(num_slices):
-            lora_a[slot, s, ranks[slot, s] :] = float("nan")
-            lora_b[slot, offsets[s] : offsets[s + 1], ranks[slot, s] :] = float("nan")
-    return LoRAWeights(
-        lora_a=lora_a,
-        lora_b=lora_b,
-        ranks=ranks,
-        scalings=torch.randn(4, num_slices, generator=generator),
-        output_slices=slices,
-        bias=torch.randn(4, out_features, generator=generator).to(dtype) if bias else None,
+VOCAB, DIM = 40, 16
+
+
+def _llama(tied=False, attention_bias=False):
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        attention_bias=attention_bias,
     )
+    return transformers.LlamaForCausalLM(config)
 
 
-def small_batch():
-    return LoRABatch([3, -1, 0, 1, 0, 2, 3], num_slots=4)
+def _gpt2():
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=DIM, n_layer=2, n_head=2, n_positions=32
+    )
+    return transformers.GPT2LMHeadModel(config)
 
 
-def per_token(x, weights, batch, base_output):
-    """Return y in float64, straight from the formula, token by token."""
-    y = base_output.double().clone()
-    offsets = weights.slice_offsets
-    for t, slot in enumerate(batch.token_slots.tolist()):
-        if slot == -1:
-            continue
-        for s in range(weights.num_slices):
-            r = int(weights.ranks[slot, s])
-            columns = slice(offsets[s], offsets[s + 1])
-            h = weights.lora_a[slot, s, :r].double() @ x[t].double()
-            delta = weights.lora_b[slot, columns, :r].double() @ h
-            y[t, columns] += weights.scalings[slot, s].double() * delta
-        if weights.bias is not None:
-            y[t] += weights.bias[slot].double()
-    return y
+def _gemma():
+    import transformers
+
+    config = transformers.Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
+_BUILDERS = {
+    "llama": _llama,
+    "llama_tied": lambda: _llama(tied=True),
+    "llama_bias": lambda: _llama(attention_bias=True),
+    "gpt2": _gpt2,
+    "gemma": _gemma,
+}
+
+
+@pytest.fixture
+def make_base():
+    """Return a function that builds the same tiny model at each call."""
+
+    def make(name):
+        torch.manual_seed(7)
+        return _BUILDERS[name]().eval()
+
+    return make
+
+
+@pytest.fixture
+def save_adapter(tmp_path, make_base):
+    """Return a function that saves a PEFT adapter with random A, B and bias, and its folder."""
+
+    def save(base="llama", *, name="adapter", std=1.0, seed=11, safetensors=True, **config):
+        import peft
+
+        folder = tmp_path / name
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = peft.get_peft_model(make_base(base), peft.LoraConfig(**config))
+            generator = torch.Generator().manual_seed(seed)
+            for path, parameter in model.named_parameters():
+                if "lora_" in path and "monteclora" not in path:
+                    values = std * torch.randn(parameter.shape, generator=generator)
+                    parameter.data.copy_(values)
+            model.save_pretrained(folder, safe_serialization=safetensors)
+        return folder
+
+    return save

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import small_batch, small_weights
+from layers import small_batch, small_weights
 
 from lora_backends import (
     InvalidInputError,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import per_token, small_batch, small_weights
+from layers import per_token, small_batch, small_weights
 
 from lora_backends import LoRABackend, LoRABatch, get_backend
 

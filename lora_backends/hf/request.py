@@ -28,7 +28,8 @@ def adapter_names(adapters: Sequence[RowAdapters]) -> set[str]:
         )
     names: set[str] = set()
     for row, entry in enumerate(adapters):
-        for name in [entry] if entry is None or isinstance(entry, str) else entry:
+        per_token = isinstance(entry, Sequence) and not isinstance(entry, str)
+        for name in entry if per_token else [entry]:  # type: ignore[union-attr]
             if name is not None and not isinstance(name, str):
                 raise InvalidInputError(
                     f"adapters[{row}] holds {name!r}\n  allowed: an adapter's name or None"

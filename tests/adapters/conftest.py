@@ -1,97 +1,18 @@
-"""Tiny random models, adapters that PEFT saved for them, and folders written by hand."""
+"""Adapters loaded by PEFT itself, and folders written by hand."""
 
 import json
-import os
 import warnings
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import peft
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lora_backends.adapters import ModuleSpec
 
-VOCAB, DIM = 40, 16
 Q_PROJ = "model.layers.0.self_attn.q_proj"
-
-
-def _llama(tied=False, attention_bias=False):
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=DIM,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-        attention_bias=attention_bias,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def _gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=DIM, n_layer=2, n_head=2, n_positions=32
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _gemma():
-    config = transformers.Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=DIM,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    return transformers.Gemma3ForCausalLM(config)
-
-
-_BUILDERS = {
-    "llama": _llama,
-    "llama_tied": lambda: _llama(tied=True),
-    "llama_bias": lambda: _llama(attention_bias=True),
-    "gpt2": _gpt2,
-    "gemma": _gemma,
-}
-
-
-@pytest.fixture
-def make_base():
-    """Return a function that builds the same tiny model at each call."""
-
-    def make(name):
-        torch.manual_seed(7)
-        return _BUILDERS[name]().eval()
-
-    return make
-
-
-@pytest.fixture
-def save_adapter(tmp_path, make_base):
-    """Return a function that saves a PEFT adapter with random A, B and bias, and its folder."""
-
-    def save(base="llama", *, safetensors=True, **config):
-        folder = tmp_path / "adapter"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = peft.get_peft_model(make_base(base), peft.LoraConfig(**config))
-            generator = torch.Generator().manual_seed(11)
-            for name, parameter in model.named_parameters():
-                if "lora_" in name and "monteclora" not in name:
-                    values = torch.randn(parameter.shape, generator=generator)
-                    parameter.data.copy_(values)
-            model.save_pretrained(folder, safe_serialization=safetensors)
-        return folder
-
-    return save
 
 
 @pytest.fixture

@@ -1,0 +1,88 @@
+import pytest
+
+from lora_backends import InvalidInputError, LoRAConfig
+from lora_backends.cli.generate_config import GenerateConfig
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text):
+        path = tmp_path / "lora.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_arguments_override_the_environment_which_overrides_the_file(file, monkeypatch):
+    path = file("max_rank = 16\nmax_adapters = 3\ndevice = 'meta'\n[adapters]\na = 'x'\n")
+    monkeypatch.setenv("LORA_BACKENDS_MAX_RANK", "32")
+    monkeypatch.setenv("LORA_BACKENDS_MAX_ADAPTERS", "5")
+    config = LoRAConfig.from_file(path, max_adapters=7)
+    assert (config.max_adapters, config.max_rank, config.device) == (7, 32, "meta")
+    assert config.adapters == {"a": path.parent / "x"}
+    assert config.backend == "auto"
+
+
+def test_tables_come_from_the_environment_as_json(monkeypatch):
+    monkeypatch.setenv("LORA_BACKENDS_BACKEND_OPTIONS", '{"segment_size": 32}')
+    assert LoRAConfig().backend_options == {"segment_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_rnk = 3", "max_rnk in FILE: unknown key; did you mean 'max_rank'"),
+        ("max_rank = '16'", "max_rank in FILE: Input should be a valid integer"),
+        ("max_rank = true", "max_rank in FILE: Input should be a valid integer"),
+        ("max_adapters = 0", "max_adapters in FILE: Input should be greater than or equal to 1"),
+        ("backend = 'torchref'", "did you mean 'torch_ref'"),
+        ("backend = 3", "backend in FILE: Input should be a valid string"),
+        ("dtype = 'float8'", "Input should be 'float16', 'bfloat16', 'float32' or 'auto'"),
+        ("adapters = 'a'", "adapters in FILE: Input should be a valid dictionary"),
+        ("[adapters]\na = 3", "adapters.a in FILE"),
+        ("max_rank = ", "FILE is not valid TOML"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_file(file, text, told):
+    path = file(text)
+    with pytest.raises(InvalidInputError) as raised:
+        LoRAConfig.from_file(path)
+    assert told.replace("FILE", str(path)) in str(raised.value)
+
+
+def test_every_problem_is_told_at_once(file):
+    with pytest.raises(InvalidInputError) as raised:
+        LoRAConfig.from_file(file("max_rank = 0\nmax_adapters = 0\n"))
+    assert "max_rank" in str(raised.value) and "max_adapters" in str(raised.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InvalidInputError, match="nothing.toml"):
+        LoRAConfig.from_file(tmp_path / "nothing.toml")
+
+
+def test_a_wrong_environment_variable_is_named(monkeypatch):
+    monkeypatch.setenv("LORA_BACKENDS_MAX_RANK", "many")
+    with pytest.raises(InvalidInputError, match="environment variable LORA_BACKENDS_MAX_RANK"):
+        LoRAConfig()
+
+
+def test_an_unknown_environment_variable_is_named(monkeypatch):
+    monkeypatch.setenv("LORA_BACKENDS_BAKEND", "torch_ref")
+    with pytest.raises(InvalidInputError, match="did you mean 'LORA_BACKENDS_BACKEND'"):
+        LoRAConfig()
+
+
+def test_unknown_arguments_are_named():
+    with pytest.raises(InvalidInputError, match="bakend in the arguments: unknown key"):
+        LoRAConfig(bakend="torch_ref")
+
+
+def test_a_nested_unknown_key_gets_the_names_of_its_own_table(file):
+    path = file("[[prompts]]\ntext = 'hi'\nadaptor = 'pirate'\n")
+    with pytest.raises(InvalidInputError) as raised:
+        GenerateConfig.from_file(path)
+    message = str(raised.value)
+    assert "prompts.0.adaptor" in message and "did you mean 'adapter'" in message
+    assert "allowed: text, adapter" in message
