@@ -72,10 +72,19 @@ class TorchRefBackend(LoRABackend):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if base_output is None:
-            shape = (plan.num_tokens, weights.out_features)
-            base_output = torch.zeros(shape, dtype=weights.dtype, device=self.device)
-        return reference.expand(h, weights, plan.segments, base_output)
+        y = self._output(base_output, weights, plan)
+        return reference.expand(h, weights, plan.segments, y)
+
+    @override
+    def run_linear(
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = self._output(base_output, weights, plan)
+        return reference.linear(x, weights, plan.segments, y, accumulator_dtype(x.dtype))
 
     @override
     def run_embedding(
@@ -89,6 +98,15 @@ class TorchRefBackend(LoRABackend):
             token_ids, weights, plan.segments, accumulator_dtype(weights.dtype)
         )
         return self.run_lora_b(h, weights, plan, base_output)
+
+    def _output(
+        self, base_output: torch.Tensor | None, weights: LoRAWeights, plan: TorchRefPlan
+    ) -> torch.Tensor:
+        """Return the tensor that is added to: base_output, else zeros in the weights' dtype."""
+        if base_output is not None:
+            return base_output
+        shape = (plan.num_tokens, weights.out_features)
+        return torch.zeros(shape, dtype=weights.dtype, device=self.device)
 
 
 def _rows_of(token_slots: torch.Tensor, slot: int, device: torch.device) -> reference.Rows:

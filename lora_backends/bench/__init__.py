@@ -1,0 +1,1 @@
+"""What measurements share: where they were made, and how they are written down."""
