@@ -30,7 +30,7 @@ demo: $(STAMP)  ## one batch of a real model, every row with its own adapter
 	@$(BIN)/lora-backends generate --config examples/quickstart.toml --check --compare
 
 test: $(STAMP) lint  ## lint, type-check and pass the tests
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 lint: $(STAMP)  ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .

@@ -288,14 +288,21 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     inputs = {**kwargs, "input_ids": args[0]} if args else kwargs
     rows, length = _rows_and_length(inputs)
-    cache = kwargs.get("past_key_values")
-    request = active[1]
-    if request.per_token and isinstance(kwargs.get("logits_to_keep"), torch.Tensor):
+    active[1].begin_forward(rows, length, _past(kwargs) if active[1].per_token else 0)
+
+
+def _past(kwargs: Mapping[str, Any]) -> int:
+    """Return how many tokens of each row went before: asked only where slots differ by token.
+
+    On a GPU the answer may wait for the device.
+    """
+    if isinstance(kwargs.get("logits_to_keep"), torch.Tensor):
         raise UnsupportedInputError(
             "logits_to_keep is a tensor of positions and adapters differ by token\n"
             "  allowed: an int, or one adapter per row"
         )
-    request.begin_forward(rows, length, int(cache.get_seq_length()) if cache is not None else 0)
+    cache = kwargs.get("past_key_values")
+    return int(cache.get_seq_length()) if cache is not None else 0
 
 
 def _rows_and_length(inputs: Mapping[str, Any]) -> tuple[int, int]:
