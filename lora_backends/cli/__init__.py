@@ -8,6 +8,7 @@ import typer
 
 from lora_backends.cli.generate import generate
 from lora_backends.cli.list import list_backends
+from lora_backends.cli.verify import verify
 from lora_backends.errors import LoRABackendError
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command("list")(list_backends)
 app.command("generate")(generate)
+app.command("verify")(verify)
 
 
 def main() -> None:

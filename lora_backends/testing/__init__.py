@@ -1,0 +1,52 @@
+"""The conformance kit: what a backend has to keep, as properties, strategies and assertions.
+
+``verify("my_backend")`` runs all of it; it needs ``pip install lora-backends[test]``.
+"""
+
+from lora_backends.testing.assertions import assert_close, assert_same_bits, assert_same_values
+from lora_backends.testing.cases import EDGES, LoRACase, case_from
+from lora_backends.testing.inputs import GuardedOutput, LoRAInputs
+from lora_backends.testing.oracles import (
+    Expected,
+    expected_embedding,
+    expected_expand,
+    expected_linear,
+    expected_shrink,
+    rounded_exactly,
+)
+from lora_backends.testing.profiles import DEFAULT, THOROUGH, Profile
+from lora_backends.testing.properties import Property
+from lora_backends.testing.pytest_suite import conformance_tests
+from lora_backends.testing.report import Failure, PropertyResult, Report
+from lora_backends.testing.strategies import lora_cases, token_slots
+from lora_backends.testing.suite import check_case, properties, verify
+
+__all__ = [
+    "DEFAULT",
+    "EDGES",
+    "THOROUGH",
+    "Expected",
+    "Failure",
+    "GuardedOutput",
+    "LoRACase",
+    "LoRAInputs",
+    "Profile",
+    "Property",
+    "PropertyResult",
+    "Report",
+    "assert_close",
+    "assert_same_bits",
+    "assert_same_values",
+    "case_from",
+    "check_case",
+    "conformance_tests",
+    "expected_embedding",
+    "expected_expand",
+    "expected_linear",
+    "expected_shrink",
+    "lora_cases",
+    "properties",
+    "rounded_exactly",
+    "token_slots",
+    "verify",
+]

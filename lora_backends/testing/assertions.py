@@ -1,0 +1,116 @@
+"""Comparisons that say where and by how much two results differ."""
+
+from __future__ import annotations
+
+import torch
+
+from lora_backends.testing.inputs import LoRAInputs, bits
+from lora_backends.testing.oracles import Expected
+
+
+def assert_close(actual: torch.Tensor, expected: Expected, inputs: LoRAInputs) -> None:
+    """Check ``|actual - expected| <= bound`` for every element; a NaN never is within.
+
+    Args:
+        actual: y, [num_tokens, out_features], or h, [num_slices, num_tokens, max_rank].
+        expected: value and bound, of the same shape.
+        inputs: what the call was given, to name slot, slice and rank.
+
+    Raises:
+        AssertionError: with the worst index, its slot, rank and slice, both values, error and
+            bound, and how many elements exceed it.
+    """
+    _assert_shape(actual, expected.value, inputs)
+    result = actual.detach().cpu().double()
+    error = (result - expected.value).abs()
+    exceeds = ~(error <= expected.bound)  # NaN exceeds
+    if not bool(exceeds.any()):
+        return
+    excess = torch.where(exceeds, (error / expected.bound.clamp(min=1e-300)).nan_to_num(1e300), 0)
+    index = _index(excess)
+    raise AssertionError(
+        f"{int(exceeds.sum())} of {exceeds.numel()} elements exceed the bound; the worst:\n"
+        f"  {_where(index, inputs)}\n"
+        f"  actual   {result[index].item():.9g}\n"
+        f"  expected {expected.value[index].item():.9g}\n"
+        f"  error    {error[index].item():.3g}, bound {expected.bound[index].item():.3g}"
+    )
+
+
+def assert_same_values(actual: torch.Tensor, wanted: torch.Tensor, inputs: LoRAInputs) -> None:
+    """Check that two results are equal value by value; the sign of a zero is free, NaN differs.
+
+    Args:
+        actual: as in `assert_close`.
+        wanted: of the same shape and dtype.
+        inputs: what the call was given.
+
+    Raises:
+        AssertionError: with the first index that differs.
+    """
+    _assert_dtype(actual, wanted)
+    _assert_shape(actual, wanted, inputs)
+    left, right = actual.detach().cpu(), wanted.detach().cpu()
+    _assert_none(left != right, left, right, inputs, "differ")
+
+
+def assert_same_bits(actual: torch.Tensor, wanted: torch.Tensor, inputs: LoRAInputs) -> None:
+    """Check that two results are equal bit for bit, so that NaN and the sign of a zero count.
+
+    Args:
+        actual: as in `assert_close`.
+        wanted: of the same shape and dtype.
+        inputs: what the call was given.
+
+    Raises:
+        AssertionError: with the first index that differs.
+    """
+    _assert_dtype(actual, wanted)
+    _assert_shape(actual, wanted, inputs)
+    different = bits(actual) != bits(wanted)
+    _assert_none(different, actual.cpu(), wanted.cpu(), inputs, "differ in their bits")
+
+
+def _assert_none(
+    different: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    inputs: LoRAInputs,
+    verb: str,
+) -> None:
+    if not bool(different.any()):
+        return
+    index = _index(different)
+    raise AssertionError(
+        f"{int(different.sum())} of {different.numel()} elements {verb}; the first:\n"
+        f"  {_where(index, inputs)}\n"
+        f"  actual   {left[index].item()!r}\n"
+        f"  expected {right[index].item()!r}"
+    )
+
+
+def _assert_dtype(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    if actual.dtype != wanted.dtype:
+        raise AssertionError(f"the result is {actual.dtype}, not {wanted.dtype}")
+
+
+def _assert_shape(actual: torch.Tensor, wanted: torch.Tensor, inputs: LoRAInputs) -> None:
+    if actual.shape != wanted.shape:
+        raise AssertionError(
+            f"the result is {list(actual.shape)}, not {list(wanted.shape)}\n  given: {inputs!r}"
+        )
+
+
+def _index(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the index of the first largest element."""
+    values = tensor.to(torch.float64)
+    return tuple(int(i) for i in torch.unravel_index(values.argmax(), values.shape))
+
+
+def _where(index: tuple[int, ...], inputs: LoRAInputs) -> str:
+    """Describe an index of h (three axes) or y (two axes)."""
+    if len(index) == 3:
+        slice_index, token, rank = index
+        return f"h[{slice_index}, {token}, {rank}]: {inputs.location(token, slice_index)}"
+    token, column = index
+    return f"y[{token}, {column}]: {inputs.location(token, inputs.slice_of(column))}"

@@ -1,0 +1,206 @@
+"""`LoRACase`: the structure of a call and a seed, from which all tensors follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Literal
+
+import torch
+
+from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.errors import InvalidInputError
+from lora_backends.testing.inputs import LoRAInputs, guarded
+from lora_backends.weights import LoRAWeights
+
+TILE_EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 127, 128, 129)
+"""Sizes at the edges of the tiles that kernels use."""
+
+LARGEST_EXACT = 256
+"""Integers up to here are exact in bfloat16; |h| of an integer case stays within."""
+
+
+@dataclass(frozen=True, repr=False)
+class LoRACase:
+    """One call, reproducible from its ``repr``: structure is written out, values follow a seed.
+
+    Two tokens of slot 0 and one without adapter, one slice of 8 columns, rank 2 of at most 4::
+
+        LoRACase(slots=(0, -1, 0), ranks=((2,),), max_rank=4, in_features=5, output_slices=(8,),
+                 scalings=((0.5,),), dtype=torch.float16)
+
+    Values beyond each rank, around every view and in rows of x without an adapter are NaN.
+    """
+
+    slots: tuple[int, ...]  # slot per token, -1 for none
+    ranks: tuple[tuple[int, ...], ...]  # [num_slots][num_slices], 0..max_rank
+    max_rank: int  # padded rank width
+    in_features: int  # width of x; the vocabulary of an embedding
+    output_slices: tuple[int, ...]  # width per slice
+    scalings: tuple[tuple[float, ...], ...]  # [num_slots][num_slices]
+    dtype: torch.dtype = torch.float32  # of x and the weights
+    base: torch.dtype | None = None  # of base_output; None: without one
+    bias: bool = False
+    x_pad: int = 0  # guard columns on either side of x
+    base_pad: int = 0  # guard columns on either side of base_output
+    weights_pad: int = 0  # guard columns beside the rows of lora_a, lora_b and bias
+    values: Literal["real", "integer"] = "real"  # normal, or small integers whose sums are exact
+    seed: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, those without an adapter included."""
+        return len(self.slots)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of the weights."""
+        return len(self.ranks)
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether all sums are exact, so that the result is unique bit for bit."""
+        return self.values == "integer"
+
+    def build(self, device: torch.device | str = "cpu") -> LoRAInputs:
+        """Return the tensors; they depend on the case alone, never on the device."""
+        generator = torch.Generator().manual_seed(self.seed)
+        draw = _integers if self.is_integer else _normals
+        num_slices, out_features = len(self.output_slices), sum(self.output_slices)
+        a_shape = (self.num_slots, num_slices, self.max_rank, self.in_features)
+        x = draw((self.num_tokens, self.in_features), generator)
+        if self.is_integer:
+            x[:, torch.randperm(self.in_features, generator=generator)[LARGEST_EXACT:]] = 0
+        x[[slot == NO_ADAPTER for slot in self.slots]] = float("nan")
+        a = draw(a_shape, generator)
+        b = draw((self.num_slots, out_features, self.max_rank), generator, 15)
+        bias = draw((self.num_slots, out_features), generator)
+        base = _base_values((self.num_tokens, out_features), generator, self.is_integer)
+        token_ids = torch.randint(self.in_features, (self.num_tokens,), generator=generator)
+        ranks = torch.tensor(self.ranks, dtype=torch.int32).reshape(self.num_slots, num_slices)
+        _poison_beyond_ranks(a, b, ranks, self.output_slices)
+
+        def placed(values: torch.Tensor, pad: int) -> torch.Tensor:
+            return guarded(values.to(device, self.dtype), pad, float("nan"))
+
+        weights = LoRAWeights(
+            lora_a=placed(a, self.weights_pad),
+            lora_b=placed(b, self.weights_pad),
+            ranks=ranks.to(device),
+            scalings=torch.tensor(self.scalings).reshape(ranks.shape).to(device),
+            output_slices=self.output_slices,
+            bias=placed(bias, self.weights_pad) if self.bias else None,
+        )
+        return LoRAInputs(
+            x=placed(x, self.x_pad),
+            token_ids=token_ids.to(device),
+            weights=weights,
+            batch=LoRABatch(self.slots, self.num_slots),
+            base=None if self.base is None else base.to(device, self.base),
+            x_pad=self.x_pad,
+            base_pad=self.base_pad,
+        )
+
+    def edges(self) -> frozenset[str]:
+        """Return the names of the edges that this case stands on, of `EDGES`."""
+        return frozenset(name for name, stands_on in EDGES.items() if stands_on(self))
+
+    def __repr__(self) -> str:
+        given = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if field.default is MISSING or getattr(self, field.name) != field.default
+        ]
+        return f"LoRACase({', '.join(given)})"
+
+
+def case_from(text: str) -> LoRACase:
+    """Return the case that an expression names, as a report prints it.
+
+    Args:
+        text: ``LoRACase(...)`` with literals and dtypes such as ``torch.float16``.
+
+    Returns:
+        The case.
+
+    Raises:
+        InvalidInputError: the text is no such expression.
+    """
+    names = {"LoRACase": LoRACase, "torch": torch, "__builtins__": {}}
+    try:
+        case = eval(text, names)  # the user's own command line
+    except Exception as error:
+        raise InvalidInputError(
+            f"the case cannot be read: {type(error).__name__}: {error}\n  given: {text}\n"
+            f"  allowed: LoRACase(...), as a report prints it"
+        ) from error
+    if not isinstance(case, LoRACase):
+        raise InvalidInputError(f"the case is a {type(case).__name__}\n  allowed: LoRACase(...)")
+    return case
+
+
+def _active(case: LoRACase) -> set[int]:
+    return {slot for slot in case.slots if slot != NO_ADAPTER}
+
+
+def _has_gap(case: LoRACase) -> bool:
+    active = _active(case)
+    return bool(active) and active != set(range(max(active) + 1))
+
+
+EDGES: Mapping[str, Callable[[LoRACase], bool]] = {
+    "empty batch": lambda case: case.num_tokens == 0,
+    "no adapter anywhere": lambda case: case.num_tokens > 0 and not _active(case),
+    "one token": lambda case: case.num_tokens == 1,
+    "one adapter owns all tokens": lambda case: case.num_tokens > 1 and len(set(case.slots)) == 1,
+    "tokens with and without adapter": lambda case: (
+        NO_ADAPTER in case.slots and bool(_active(case))
+    ),
+    "unsorted slots": lambda case: list(case.slots) != sorted(case.slots),
+    "gap between slots": _has_gap,
+    "tile edge minus one": lambda case: case.num_tokens in (15, 31, 47, 63, 127),
+    "tile edge": lambda case: case.num_tokens in (16, 32, 48, 64, 128),
+    "tile edge plus one": lambda case: case.num_tokens in (17, 33, 49, 65, 129),
+    "rank 0": lambda case: any(0 in case.ranks[slot] for slot in _active(case)),
+    "full rank": lambda case: any(case.max_rank in case.ranks[slot] for slot in _active(case)),
+    "unequal ranks": lambda case: len({r for slot in _active(case) for r in case.ranks[slot]}) > 1,
+    "one slice": lambda case: len(case.output_slices) == 1,
+    "unequal slices": lambda case: len(set(case.output_slices)) > 1,
+    "odd widths": lambda case: (
+        case.in_features % 2 == 1 and any(width % 2 for width in case.output_slices)
+    ),
+    "bias": lambda case: case.bias,
+    "scaling 0": lambda case: any(0.0 in case.scalings[slot] for slot in _active(case)),
+    "negative scaling": lambda case: any(min(case.scalings[slot]) < 0 for slot in _active(case)),
+    "no base_output": lambda case: case.base is None,
+    "base_output of another dtype": lambda case: case.base not in (None, case.dtype),
+    "strided x": lambda case: case.x_pad > 0,
+    "strided base_output": lambda case: case.base is not None and case.base_pad > 0,
+    "strided weights": lambda case: case.weights_pad > 0,
+}
+"""Name of every edge to the predicate on a case; the report of `verify` counts them."""
+
+
+def _normals(shape: tuple[int, ...], generator: torch.Generator, largest: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def _integers(shape: tuple[int, ...], generator: torch.Generator, largest: int = 1) -> torch.Tensor:
+    return torch.randint(-largest, largest + 1, shape, generator=generator).float()
+
+
+def _base_values(shape: tuple[int, int], generator: torch.Generator, integer: bool) -> torch.Tensor:
+    """Return values of base_output: normal, or quarters of eight bits, exact in every dtype."""
+    if integer:
+        return torch.randint(-128, 129, shape, generator=generator) * 0.25
+    return 4 * torch.randn(shape, generator=generator)
+
+
+def _poison_beyond_ranks(
+    a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor, output_slices: tuple[int, ...]
+) -> None:
+    """Set what lies beyond each slot's and slice's rank to NaN, in place."""
+    beyond = torch.arange(a.shape[2]) >= ranks[..., None]  # [num_slots, num_slices, max_rank]
+    a[beyond] = float("nan")
+    widths = torch.tensor(output_slices)
+    b[beyond.repeat_interleave(widths, dim=1)] = float("nan")

@@ -1,0 +1,142 @@
+"""What one call of a backend takes, made so that a wrong access shows.
+
+Every tensor is a view inside a larger buffer: a read past it meets NaN, a write past it changes
+a sentinel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.weights import LoRAWeights
+
+SENTINEL = 77.0
+"""What stands around a y; adding anything to it shows, at every dtype."""
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bit patterns of `tensor` as integers on the CPU, so that NaN and -0.0 count."""
+    values = tensor.detach().cpu().contiguous()
+    return values.view(_BITS[values.element_size()]) if values.is_floating_point() else values
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same bit patterns."""
+    return left.dtype == right.dtype and torch.equal(bits(left), bits(right))
+
+
+def guarded(values: torch.Tensor, pad: int, fill: float) -> torch.Tensor:
+    """Return a copy of `values`, [..., n], as a view with `pad` columns of `fill` on either side.
+
+    The last axis stays contiguous; the row stride is ``n + 2 * pad``.
+    """
+    if pad == 0:
+        return values.clone(memory_format=torch.contiguous_format)
+    shape = (*values.shape[:-1], values.shape[-1] + 2 * pad)
+    view = values.new_full(shape, fill)[..., pad : pad + values.shape[-1]]
+    return view.copy_(values)
+
+
+class GuardedOutput:
+    """A base_output inside a buffer of sentinels: guard rows above and below, columns beside.
+
+    Args:
+        values: [num_tokens, out_features], what it starts from.
+        pad: guard columns on either side; the row stride is ``out_features + 2 * pad``.
+    """
+
+    def __init__(self, values: torch.Tensor, pad: int) -> None:
+        tokens, width = values.shape
+        self._buffer = values.new_full((tokens + 2, width + 2 * pad), SENTINEL)
+        self._pad = pad
+        self.view = self._buffer[1 : tokens + 1, pad : pad + width]
+        self.view.copy_(values)
+
+    def assert_untouched(self) -> None:
+        """Raise AssertionError if a sentinel has changed."""
+        changed = self._buffer.detach().cpu() != SENTINEL
+        tokens, width = self.view.shape
+        changed[1 : tokens + 1, self._pad : self._pad + width] = False
+        if bool(changed.any()):
+            row, column = (int(i) for i in changed.nonzero()[0])
+            raise AssertionError(
+                f"base_output is a view of [{tokens}, {width}] with row stride "
+                f"{self.view.stride(0)}; the element at row {row - 1}, column "
+                f"{column - self._pad}, outside of it, was written: "
+                f"{self._buffer[row, column].item()} instead of {SENTINEL}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class LoRAInputs:
+    """The arguments of one call, on one device; every property varies them by `replace`."""
+
+    x: torch.Tensor  # [num_tokens, in_features]; rows without an adapter are NaN
+    token_ids: torch.Tensor  # [num_tokens] int64, 0 <= id < in_features
+    weights: LoRAWeights
+    batch: LoRABatch
+    base: torch.Tensor | None  # [num_tokens, out_features], the values of base_output
+    x_pad: int  # guard columns beside x
+    base_pad: int  # guard columns beside base_output
+
+    @property
+    def slots(self) -> list[int]:
+        """Slot per token."""
+        values: list[int] = self.batch.token_slots.tolist()
+        return values
+
+    def new_base(self) -> GuardedOutput | None:
+        """Return a fresh guarded base_output; None if the case has none."""
+        return None if self.base is None else GuardedOutput(self.base, self.base_pad)
+
+    def replace(
+        self,
+        *,
+        x: torch.Tensor | None = None,
+        weights: LoRAWeights | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> LoRAInputs:
+        """Return these inputs with another x (copied into guards), weights or slots per token."""
+        used = weights or self.weights
+        return replace(
+            self,
+            x=self.x if x is None else guarded(x, self.x_pad, float("nan")),
+            weights=used,
+            batch=LoRABatch(self.slots if slots is None else list(slots), used.num_slots),
+        )
+
+    def select(self, rows: Sequence[int]) -> LoRAInputs:
+        """Return the inputs of some tokens, in the given order."""
+        index = torch.tensor(list(rows), dtype=torch.int64, device=self.x.device)
+        slots = [self.slots[row] for row in rows]
+        return replace(
+            self,
+            x=guarded(self.x[index], self.x_pad, float("nan")),
+            token_ids=self.token_ids[index],
+            batch=LoRABatch(slots, self.weights.num_slots),
+            base=None if self.base is None else self.base[index],
+        )
+
+    def without_base_and_bias(self) -> LoRAInputs:
+        """Return the inputs whose result is the delta alone."""
+        return replace(self, base=None, weights=replace(self.weights, bias=None))
+
+    def location(self, token: int, slice_index: int) -> str:
+        """Describe whose value (token, slice) is: ``slot 2, slice 0 of rank 5, scaling 2.0``."""
+        slot = self.slots[token]
+        if slot == NO_ADAPTER:
+            return f"token {token} without adapter, slice {slice_index}"
+        rank = int(self.weights.ranks[slot, slice_index])
+        scaling = float(self.weights.scalings[slot, slice_index])
+        return f"token {token}, slot {slot}, slice {slice_index}, rank {rank}, scaling {scaling:g}"
+
+    def slice_of(self, column: int) -> int:
+        """Return the slice that an output column belongs to."""
+        offsets = self.weights.slice_offsets
+        return next(s for s in range(self.weights.num_slices) if column < offsets[s + 1])

@@ -1,0 +1,224 @@
+"""A stateful machine: adapters come and go in a pool while plans are made, refilled and run.
+
+The model is a dictionary of float64 deltas, one per slot and layer; the backend sees tensors that
+are rewritten in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from lora_backends.backend import LoRABackend
+from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.testing.assertions import assert_close
+from lora_backends.testing.inputs import LoRAInputs
+from lora_backends.testing.oracles import Expected
+from lora_backends.testing.properties.runs import expected, linear
+from lora_backends.weights import LoRAWeights
+
+NUM_SLOTS = 3
+MAX_RANK = 4
+LAYERS = ((7, (6, 3), True), (16, (17,), False))  # in_features, output_slices, bias
+
+
+@dataclass
+class Pool:
+    """The slots of two layers on the device, and the dictionary that says what they hold."""
+
+    dtype: torch.dtype
+    device: torch.device
+    layers: list[LoRAWeights] = field(default_factory=list)
+    deltas: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (slot, layer)
+    biases: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for in_features, slices, bias in LAYERS:
+            shape = (NUM_SLOTS, len(slices), MAX_RANK, in_features)
+            self.layers.append(
+                LoRAWeights(
+                    lora_a=self._nan(*shape),
+                    lora_b=self._nan(NUM_SLOTS, sum(slices), MAX_RANK),
+                    ranks=torch.zeros(shape[:2], dtype=torch.int32, device=self.device),
+                    scalings=torch.zeros(shape[:2], device=self.device),
+                    output_slices=slices,
+                    bias=self._nan(NUM_SLOTS, sum(slices)).zero_() if bias else None,
+                )
+            )
+
+    def _nan(self, *shape: int) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
+
+    def load(self, slot: int, rank: int, scaling: float, seed: int) -> None:
+        """Write an adapter into a slot of every layer, over whatever stands there."""
+        self.evict(slot)
+        generator = torch.Generator().manual_seed(seed)
+        for index, weights in enumerate(self.layers):
+            delta = torch.zeros(weights.out_features, weights.in_features, dtype=torch.float64)
+            for s in range(weights.num_slices):
+                own = max(0, rank - s)  # unequal, and 0 in a later slice of rank 1
+                cols = slice(weights.slice_offsets[s], weights.slice_offsets[s + 1])
+                a = torch.randn(own, weights.in_features, generator=generator).to(self.dtype)
+                b = torch.randn(cols.stop - cols.start, own, generator=generator).to(self.dtype)
+                weights.lora_a[slot, s, :own] = a.to(self.device)
+                weights.lora_b[slot, cols, :own] = b.to(self.device)
+                weights.ranks[slot, s], weights.scalings[slot, s] = own, scaling
+                delta[cols] = scaling * b.double() @ a.double()
+            self.deltas[slot, index] = delta
+            if weights.bias is not None:
+                bias = torch.randn(weights.out_features, generator=generator).to(self.dtype)
+                weights.bias[slot] = bias.to(self.device)
+                self.biases[slot, index] = bias.double()
+
+    def evict(self, slot: int) -> None:
+        """Free a slot of every layer: rank 0, no bias, and garbage where the adapter stood."""
+        for index, weights in enumerate(self.layers):
+            weights.lora_a[slot] = torch.nan
+            weights.lora_b[slot] = torch.nan
+            weights.ranks[slot], weights.scalings[slot] = 0, 0.0
+            if weights.bias is not None:
+                weights.bias[slot] = 0.0
+            self.deltas.pop((slot, index), None)
+            self.biases.pop((slot, index), None)
+
+    def wanted(self, inputs: LoRAInputs, layer: int) -> torch.Tensor:
+        """Return y in float64, from the dictionary alone."""
+        assert inputs.base is not None
+        y = inputs.base.cpu().double()
+        x = inputs.x.cpu().double()
+        for token, slot in enumerate(inputs.slots):
+            if (slot, layer) in self.deltas:
+                y[token] += self.deltas[slot, layer] @ x[token]
+            if (slot, layer) in self.biases:
+                y[token] += self.biases[slot, layer]
+        return y
+
+
+@dataclass
+class Flight:
+    """A plan and the batch that it stands for now."""
+
+    plan: Any
+    slots: list[int]
+
+
+class Observer(Protocol):
+    """Who is told of every run of the machine, and of the steps of those that fail."""
+
+    def begin(self) -> None:
+        """Note that a run begins."""
+
+    def failed(self, error: Exception, size: int, case: str) -> None:
+        """Note that a run failed after `size` steps; `case` lists them."""
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Load, replace and evict adapters; prepare and refill plans; run them, interleaved."""
+
+    backend: LoRABackend
+    observer: Observer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observer.begin()
+        self.steps: list[str] = []
+        self.flights: dict[int, Flight] = {}
+        dtypes = self.backend.dtypes
+        dtype = torch.float32 if torch.float32 in dtypes else dtypes[0]
+        self.pool = Pool(dtype, self.backend.device)
+
+    @contextmanager
+    def _step(self, text: str) -> Iterator[None]:
+        self.steps.append(text)
+        try:
+            yield
+        except Exception as error:
+            self.observer.failed(error, len(self.steps), "\n".join(self.steps))
+            raise
+
+    @rule(
+        slot=st.integers(0, NUM_SLOTS - 1),
+        rank=st.sampled_from((MAX_RANK, 1)),
+        scaling=st.sampled_from((1.0, 2.0, -0.5)),
+        seed=st.integers(0, 99),
+    )
+    def load(self, slot: int, rank: int, scaling: float, seed: int) -> None:
+        """Load an adapter into a slot, or replace the one there."""
+        with self._step(f"load slot {slot}: rank {rank}, scaling {scaling}, seed {seed}"):
+            self.pool.load(slot, rank, scaling, seed)
+
+    @rule(slot=st.integers(0, NUM_SLOTS - 1))
+    def evict(self, slot: int) -> None:
+        """Free a slot; plans in flight may still name it."""
+        with self._step(f"evict slot {slot}"):
+            self.pool.evict(slot)
+
+    @rule(
+        name=st.integers(0, 1),
+        slots=st.lists(st.integers(NO_ADAPTER, NUM_SLOTS - 1), min_size=0, max_size=20),
+    )
+    def prepare(self, name: int, slots: list[int]) -> None:
+        """Make plan 0 or 1 anew, of any size."""
+        with self._step(f"plan {name} = prepare {slots}"):
+            plan = self.backend.prepare_batch(LoRABatch(slots, NUM_SLOTS))
+            self.flights[name] = Flight(plan, slots)
+
+    @initialize()
+    def begin(self) -> None:
+        """Make both plans, so that everything can be run from the first step on."""
+        self.prepare(0, [0, 1, 2])
+        self.prepare(1, [2, 0, NO_ADAPTER, 1])
+
+    @rule(name=st.integers(0, 1), data=st.data())
+    def refill(self, name: int, data: st.DataObject) -> None:
+        """Refill a plan in place with another batch of as many tokens."""
+        flight = self.flights[name]
+        size = len(flight.slots)
+        one = st.integers(NO_ADAPTER, NUM_SLOTS - 1)
+        flight.slots = data.draw(st.lists(one, min_size=size, max_size=size))
+        with self._step(f"refill plan {name}: {flight.slots}"):
+            batch = LoRABatch(flight.slots, NUM_SLOTS)
+            if self.backend.prepare_batch(batch, out=flight.plan) is not flight.plan:
+                raise AssertionError("prepare_batch(batch, out=plan) returned another plan")
+
+    @rule(name=st.integers(0, 1), seed=st.integers(0, 9))
+    def run(self, name: int, seed: int) -> None:
+        """Run every layer on one plan and compare with the dictionary."""
+        with self._step(f"run plan {name}, seed {seed}"):
+            for layer in range(len(LAYERS)):
+                self._check_run(self.flights[name], layer, seed)
+
+    def _check_run(self, flight: Flight, layer: int, seed: int) -> None:
+        inputs = _layer_inputs(self.pool.layers[layer], flight.slots, seed)
+        bound = expected(self.backend, inputs).bound
+        y = linear(self.backend, inputs, flight.plan)
+        slack = 1e-12 * (1 + bound)  # the dictionary's own sums, in another order
+        wanted = self.pool.wanted(inputs, layer)
+        assert_close(y, Expected(wanted, bound + slack * (bound > 0)), inputs)
+
+
+def _layer_inputs(weights: LoRAWeights, slots: list[int], seed: int) -> LoRAInputs:
+    """Return random x and base_output for one layer of the pool."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(slots), weights.in_features, generator=generator)
+    base = torch.randn(len(slots), weights.out_features, generator=generator)
+    return LoRAInputs(
+        x=x.to(weights.device, weights.dtype),
+        token_ids=torch.zeros(len(slots), dtype=torch.int64, device=weights.device),
+        weights=weights,
+        batch=LoRABatch(slots, NUM_SLOTS),
+        base=base.to(weights.device, weights.dtype),
+        x_pad=0,
+        base_pad=1,
+    )
+
+
+def machine_for(backend: LoRABackend, observer: Observer) -> type[PoolMachine]:
+    """Return the machine's class for one backend, its runs told to `observer`."""
+    return type("PoolMachine", (PoolMachine,), {"backend": backend, "observer": observer})

@@ -1,0 +1,234 @@
+"""What a result must be: float64 with a bound on the error, or exact for small integers.
+
+The formula is that of the interface, written as a gather over tokens; no backend is used. The
+derivation of the bound is in docs/explanation/numerics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.weights import LoRAWeights
+
+_UNIT_ROUNDOFF = {
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+}
+_SMALLEST = {  # what an underflow may lose; denormals count as lost but for float16
+    torch.float16: 2.0**-24,
+    torch.bfloat16: 2.0**-126,
+    torch.float32: 2.0**-126,
+    torch.float64: 2.0**-1022,
+}
+_CHUNK = 1 << 22  # float64 values gathered at once
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """A result in float64 and how far a right backend may be from it, element by element."""
+
+    value: torch.Tensor  # float64, CPU
+    bound: torch.Tensor  # float64, same shape, >= 0; 0: equal
+
+    def __add__(self, other: Expected) -> Expected:
+        return Expected(self.value + other.value, self.bound + other.bound)
+
+
+def gamma(operations: int, unit: float) -> float:
+    """Return ``k u / (1 - k u)``: the relative error that k roundings of unit u add up to."""
+    return operations * unit / (1 - operations * unit)
+
+
+def sum_unit(dtype: torch.dtype) -> float:
+    """Return the relative error of one addition: float32 that may truncate, or float64."""
+    return 2.0**-52 if dtype == torch.float64 else 2.0**-23
+
+
+def expected_shrink(
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    batch: LoRABatch,
+    intermediate: torch.dtype = torch.float32,
+) -> Expected:
+    """Return h and its bound, ``gamma(2n) * sum |x| |a|`` for sums of n products.
+
+    Args:
+        x: [num_tokens, in_features].
+        weights: the layer.
+        batch: the slots.
+        intermediate: the dtype that h is kept in; narrower than float32 it is rounded once more.
+
+    Returns:
+        [num_slices, num_tokens, max_rank]; zero, with bound 0, beyond a rank and without adapter.
+    """
+    tokens = batch.num_tokens
+    shape = (weights.num_slices, tokens, weights.max_rank)
+    value, magnitude = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
+    width = max(1, weights.num_slices * weights.max_rank * weights.in_features)
+    x_all, a_all = x.detach().cpu(), weights.lora_a.detach().cpu()
+    for rows in _chunks(tokens, width):
+        mask = _rank_mask(weights, batch.token_slots[rows])  # [T, S, R]
+        a = _masked(a_all[batch.token_slots[rows].clamp(min=0)], mask[..., None])  # [T, S, R, I]
+        x_rows = _masked(x_all[rows], (batch.token_slots[rows] != NO_ADAPTER)[:, None])
+        value[:, rows] = torch.einsum("ti,tsri->str", x_rows, a)
+        magnitude[:, rows] = torch.einsum("ti,tsri->str", x_rows.abs(), a.abs())
+    bound = _sum_bound(magnitude, weights.in_features, weights.dtype)
+    if intermediate in (torch.float16, torch.bfloat16):
+        bound += _UNIT_ROUNDOFF[intermediate] * (value.abs() + bound) + _SMALLEST[intermediate]
+    within = _rank_mask(weights, batch.token_slots).permute(1, 0, 2)
+    return Expected(value, bound * within)
+
+
+def expected_expand(
+    h: Expected,
+    weights: LoRAWeights,
+    batch: LoRABatch,
+    base_output: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> Expected:
+    """Return y and its bound, from h with its own.
+
+    Args:
+        h: [num_slices, num_tokens, max_rank]; a given h has bound 0.
+        weights: the layer.
+        batch: the slots.
+        base_output: [num_tokens, out_features] before the call, or None.
+        out_dtype: dtype of y.
+
+    Returns:
+        [num_tokens, out_features]; the bound is 0 where y keeps base_output.
+    """
+    tokens, out_features = batch.num_tokens, weights.out_features
+    base = torch.zeros(tokens, out_features, dtype=torch.float64)
+    if base_output is not None:
+        base = base_output.detach().cpu().double()
+    value, bound = base.clone(), torch.zeros_like(base)
+    b_all = weights.lora_b.detach().cpu()
+    scalings = weights.scalings.detach().cpu().double()
+    for rows in _chunks(tokens, max(1, out_features * weights.max_rank)):
+        slots = batch.token_slots[rows]
+        safe, mask = slots.clamp(min=0), _rank_mask(weights, slots)  # [T], [T, S, R]
+        for s, (start, end) in enumerate(_columns(weights)):
+            b = _masked(b_all[safe, start:end], mask[:, s, None])  # [T, N, R]
+            scaling = scalings[safe, s, None]
+            h_rows = _masked(h.value[s, rows], mask[:, s])
+            h_error = _masked(h.bound[s, rows], mask[:, s])
+            delta = scaling * torch.einsum("tr,tnr->tn", h_rows, b)
+            from_h = torch.einsum("tr,tnr->tn", h_error, b.abs())
+            magnitude = torch.einsum("tr,tnr->tn", h_rows.abs() + h_error, b.abs())
+            sums = _sum_bound(magnitude, weights.max_rank + 2, weights.dtype)
+            value[rows, start:end] += delta
+            bound[rows, start:end] = scaling.abs() * (from_h + sums)
+    bias = torch.zeros_like(base)
+    if weights.bias is not None:
+        bias = _masked(
+            weights.bias.detach().cpu()[batch.token_slots.clamp(min=0)],
+            (batch.token_slots != NO_ADAPTER)[:, None],
+        )
+    delta = value - base
+    unit = sum_unit(weights.dtype)
+    bound += gamma(4, unit) * (base.abs() + delta.abs() + bound + bias.abs())
+    value += bias
+    bound += _UNIT_ROUNDOFF[out_dtype] * (value.abs() + bound) + _SMALLEST[out_dtype]
+    return Expected(value, bound * touched(weights, batch))
+
+
+def expected_linear(
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    batch: LoRABatch,
+    base_output: torch.Tensor | None = None,
+    *,
+    intermediate: torch.dtype = torch.float32,
+) -> Expected:
+    """Return ``y = base_output + scaling * (x A^T) B^T + bias`` and its bound.
+
+    Args:
+        x: [num_tokens, in_features].
+        weights: the layer.
+        batch: the slots.
+        base_output: [num_tokens, out_features] before the call, or None.
+        intermediate: the dtype a backend keeps h in between the two products.
+
+    Returns:
+        [num_tokens, out_features].
+    """
+    h = expected_shrink(x, weights, batch, intermediate)
+    out_dtype = x.dtype if base_output is None else base_output.dtype
+    return expected_expand(h, weights, batch, base_output, out_dtype)
+
+
+def expected_embedding(
+    token_ids: torch.Tensor,
+    weights: LoRAWeights,
+    batch: LoRABatch,
+    base_output: torch.Tensor | None = None,
+    *,
+    intermediate: torch.dtype = torch.float32,
+) -> Expected:
+    """Return `expected_linear` for ``x = one_hot(token_ids)``."""
+    one_hot = torch.nn.functional.one_hot(token_ids.cpu().long(), weights.in_features)
+    return expected_linear(
+        one_hot.to(weights.dtype), weights, batch, base_output, intermediate=intermediate
+    )
+
+
+def rounded_exactly(expected: Expected, dtype: torch.dtype) -> torch.Tensor:
+    """Return the one result that a case of small integers has: exact sums, rounded once.
+
+    Raises:
+        ValueError: a sum is not exact in float32, so the case is none of small integers.
+    """
+    exact = expected.value.float()
+    if not torch.equal(exact.double(), expected.value):
+        raise ValueError("the sums of this case are not exact in float32; use values='integer'")
+    return expected.value.to(dtype) if dtype == torch.float64 else exact.to(dtype)
+
+
+def touched(weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
+    """Return which elements of y may change: a rank above 0, or a bias, and an adapter.
+
+    Returns:
+        [num_tokens, out_features] bool.
+    """
+    slots = batch.token_slots
+    adapted = weights.ranks.detach().cpu()[slots.clamp(min=0)] > 0  # [T, S]
+    if weights.bias is not None:
+        adapted = torch.ones_like(adapted)
+    adapted &= (slots != NO_ADAPTER)[:, None]
+    return adapted.repeat_interleave(torch.tensor(weights.output_slices), dim=1)
+
+
+def _sum_bound(magnitude: torch.Tensor, terms: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the error of a sum of products whose absolute values sum to `magnitude`."""
+    lost = 2 * terms * _SMALLEST[torch.float64 if dtype == torch.float64 else torch.float32]
+    return gamma(2 * terms, sum_unit(dtype)) * magnitude + lost
+
+
+def _rank_mask(weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:
+    """Return which h are within the token's own rank: [num_tokens, num_slices, max_rank] bool."""
+    ranks = weights.ranks.detach().cpu()[slots.clamp(min=0)]
+    within = torch.arange(weights.max_rank) < ranks[..., None]
+    return within & (slots != NO_ADAPTER)[:, None, None]
+
+
+def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return float64 values, zero where `mask` is false, whatever stood there."""
+    return torch.where(mask, values.double(), 0.0)
+
+
+def _columns(weights: LoRAWeights) -> list[tuple[int, int]]:
+    offsets = weights.slice_offsets
+    return list(zip(offsets[:-1], offsets[1:], strict=True))
+
+
+def _chunks(tokens: int, values_per_token: int) -> Iterator[slice]:
+    step = max(1, _CHUNK // values_per_token)
+    for start in range(0, tokens, step):
+        yield slice(start, min(tokens, start + step))

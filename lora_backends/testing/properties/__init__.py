@@ -1,0 +1,24 @@
+"""The rules that every backend keeps, one function each, in the order in which they run."""
+
+from lora_backends.testing.properties import (  # noqa: I001  the order of the report
+    results,
+    values,
+    relations,
+    algebra,
+    plans,
+    errors,
+    device,
+)
+from lora_backends.testing.properties.core import PROPERTIES, Property
+
+__all__ = [
+    "PROPERTIES",
+    "Property",
+    "algebra",
+    "device",
+    "errors",
+    "plans",
+    "relations",
+    "results",
+    "values",
+]

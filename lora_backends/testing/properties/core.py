@@ -1,0 +1,91 @@
+"""What a property is, and the registry that `verify` runs in order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from lora_backends.backend import LoRABackend
+from lora_backends.testing.cases import LoRACase
+
+Check: TypeAlias = Callable[[LoRABackend, LoRACase], None]
+Requirement: TypeAlias = Callable[[LoRABackend], str | None]
+
+EXACT = "bit for bit"
+BOUNDED = "within the bound"
+BY_CLAIM = "bit for bit on integers and where claimed, else within the bound"
+
+
+@dataclass(frozen=True)
+class Property:
+    """One rule that every backend keeps, checked on many drawn cases."""
+
+    name: str  # as in --property
+    rule: str  # the rule in one sentence
+    agreement: str  # EXACT, BOUNDED or BY_CLAIM
+    check: Check  # raises AssertionError on a case that breaks the rule
+    examples: int  # cases drawn by the default profile
+    cases: Mapping[str, Any] = field(default_factory=dict)  # arguments of `lora_cases`
+    requires: tuple[Requirement, ...] = ()  # each returns why it does not apply, or None
+
+    def not_applicable(self, backend: LoRABackend) -> str | None:
+        """Return why this property says nothing about `backend`; None if it applies."""
+        reasons = (requirement(backend) for requirement in self.requires)
+        return next((reason for reason in reasons if reason), None)
+
+
+PROPERTIES: dict[str, Property] = {}
+"""Every property by name, in the order in which they run."""
+
+
+def prop(
+    rule: str,
+    *,
+    agreement: str = EXACT,
+    examples: int = 25,
+    requires: tuple[Requirement, ...] = (),
+    **cases: Any,
+) -> Callable[[Check], Check]:
+    """Register a check as a property under the name of its function.
+
+    Args:
+        rule: the rule in one sentence.
+        agreement: EXACT, BOUNDED or BY_CLAIM.
+        examples: cases drawn by the default profile.
+        requires: what has to hold for the property to apply.
+        cases: arguments of `lora_cases`, e.g. ``num_slices=3``.
+
+    Returns:
+        A decorator that returns the check unchanged.
+    """
+
+    def register(check: Check) -> Check:
+        name = check.__name__
+        if name in PROPERTIES:
+            raise ValueError(f"there are two properties named {name!r}")
+        PROPERTIES[name] = Property(name, rule, agreement, check, examples, cases, requires)
+        return check
+
+    return register
+
+
+def deterministic(backend: LoRABackend) -> str | None:
+    """Require `LoRABackend.deterministic`."""
+    return None if backend.deterministic else "the backend does not claim to be deterministic"
+
+
+def batch_invariant(backend: LoRABackend) -> str | None:
+    """Require `LoRABackend.batch_invariant`."""
+    return None if backend.batch_invariant else "the backend does not claim batch invariance"
+
+
+def no_interpreter(backend: LoRABackend) -> str | None:
+    """Require that kernels do not run in Triton's interpreter.
+
+    It patches the language while a kernel runs, one kernel at a time, and copies whole storages.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton's interpreter runs one kernel at a time and copies whole storages"
+    return None

@@ -1,0 +1,156 @@
+"""Tensors beyond 2^31 elements, and captured CUDA graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+
+import torch
+
+from lora_backends.backend import LoRABackend
+from lora_backends.testing.assertions import assert_close
+from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.inputs import LoRAInputs
+from lora_backends.testing.properties.core import BY_CLAIM, EXACT, no_interpreter, prop
+from lora_backends.testing.properties.plans import composed, compositions, device_tensors
+from lora_backends.testing.properties.runs import assert_agree, expected, linear
+
+HALF = 1 << 31
+"""Elements between a row and the one that an offset wrapped in int32 confuses with it."""
+ROOM = 1 << 16
+"""Elements for the rows themselves."""
+
+
+def room_for_large_tensors(backend: LoRABackend) -> str | None:
+    """Require memory for 2^32 elements of 2 bytes: only mapped on the CPU, real on a device."""
+    needed = 4 * HALF
+    if backend.device.type == "cpu":
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        lacks = total < needed + (2 << 30)
+    elif backend.device.type == "cuda":
+        lacks = torch.cuda.mem_get_info(backend.device)[0] < needed + (2 << 30)
+    else:
+        return f"not tried on devices of type {backend.device.type}"
+    if lacks:
+        return f"{backend.device} has less than {needed + (2 << 30) >> 30} GiB of memory"
+    if torch.float16 not in backend.dtypes and torch.bfloat16 not in backend.dtypes:
+        return "the backend supports no dtype of 16 bits"
+    return None
+
+
+@prop(
+    "Offsets beyond 2^31 elements do not wrap.",
+    agreement=EXACT,
+    examples=4,
+    values="integer",
+    requires=(no_interpreter, room_for_large_tensors),
+    num_slices=1,
+)
+def large_offsets_do_not_wrap(backend: LoRABackend, case: LoRACase) -> None:
+    """lora_a, lora_b, x or base_output has a stride of 2^30 elements or more.
+
+    Where the offset wraps, the memory holds NaN, and belongs to the same storage.
+    """
+    dtype = torch.float16 if torch.float16 in backend.dtypes else torch.bfloat16
+    case = dataclasses.replace(
+        case,
+        slots=(1, 0, 1),
+        ranks=((3,), (4,)),
+        scalings=((1.0,), (0.5,)),
+        max_rank=4,
+        dtype=dtype,
+        base=dtype,
+    )
+    small = case.build(backend.device)
+    wanted = expected(backend, small)
+    storage = torch.empty(2 * (HALF + ROOM), dtype=dtype, device=backend.device)
+    for far, inputs, base in _stretched(small, storage):
+        y = backend.run_linear(inputs.x, inputs.weights, backend.prepare_batch(inputs.batch), base)
+        try:
+            assert_close(y, wanted, inputs)
+        except AssertionError as error:
+            raise AssertionError(f"{far} is stretched beyond 2^31 elements: {error}") from None
+
+
+def _stretched(
+    small: LoRAInputs, storage: torch.Tensor
+) -> Iterator[tuple[str, LoRAInputs, torch.Tensor]]:
+    """Yield (which tensor is stretched, inputs, base_output); the storage serves one at a time."""
+    weights = small.weights
+    assert small.base is not None
+    a = _spread(weights.lora_a, storage)
+    yield "lora_a", small.replace(weights=dataclasses.replace(weights, lora_a=a)), small.base + 0
+    b = _spread(weights.lora_b, storage)
+    yield "lora_b", small.replace(weights=dataclasses.replace(weights, lora_b=b)), small.base + 0
+    x = _spread(small.x, storage)
+    yield "x", dataclasses.replace(small, x=x), small.base + 0
+    yield "base_output", small, _spread(small.base, storage)
+
+
+def _spread(tensor: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose last row along the first axis begins 2^31 elements after the first.
+
+    The first row stands so that the last one, its offset wrapped, is looked for at ROOM.
+    """
+    storage[: 2 * ROOM] = torch.nan
+    inner = tensor[0].contiguous()
+    strides = (HALF // (tensor.shape[0] - 1), *inner.stride())
+    return storage.as_strided(tensor.shape, strides, HALF + ROOM).copy_(tensor)
+
+
+def cuda_graphs(backend: LoRABackend) -> str | None:
+    """Require a CUDA device and `LoRABackend.cuda_graphs`."""
+    if backend.device.type != "cuda":
+        return f"graphs are captured on CUDA devices, not on {backend.device.type}"
+    return None if backend.cuda_graphs else "the backend does not claim that it can be captured"
+
+
+def _capture(
+    backend: LoRABackend, inputs: LoRAInputs, plan: object
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
+    """Return (graph, x, y): a captured run_linear that reads x and adds to y in place."""
+    assert inputs.base is not None
+    x, y = inputs.x.clone(), inputs.base.clone()
+    warm = torch.cuda.Stream(backend.device)  # type: ignore[no-untyped-call]
+    warm.wait_stream(torch.cuda.current_stream(backend.device))
+    with torch.cuda.stream(warm):
+        backend.run_linear(x, inputs.weights, plan, y.clone())
+    torch.cuda.current_stream(backend.device).wait_stream(warm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.run_linear(x, inputs.weights, plan, y)
+    return graph, x, y
+
+
+@prop(
+    "A captured graph follows its refilled plan.",
+    agreement=BY_CLAIM,
+    examples=20,
+    base=True,
+    values="either",
+    requires=(cuda_graphs,),
+    min_tokens=1,
+)
+def graph_replay_equals_eager(backend: LoRABackend, case: LoRACase) -> None:
+    """Captured once, replayed over changing compositions and x; weights are rewritten too."""
+    inputs = case.build(backend.device)
+    assert inputs.base is not None
+    quiet = inputs.replace(slots=compositions(case)[1])
+    plan = backend.prepare_batch(quiet.batch)
+    addresses = device_tensors(plan)
+    graph, x, y = _capture(backend, quiet, plan)
+    for turn, slots in enumerate(compositions(case)):
+        turned = composed(inputs, slots, case.seed + turn)
+        backend.prepare_batch(turned.batch, out=plan)
+        if device_tensors(plan) != addresses:
+            raise AssertionError("a refill moved tensors of the plan that the graph reads")
+        x.copy_(turned.x)
+        y.copy_(inputs.base)
+        graph.replay()
+        torch.cuda.synchronize(backend.device)
+        wanted = linear(backend, turned)
+        bound = 2 * expected(backend, turned).bound
+        exact = case.is_integer
+        claimed = backend.deterministic
+        assert_agree(y, wanted, bound, turned, exact=exact, claimed=claimed)

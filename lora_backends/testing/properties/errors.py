@@ -1,0 +1,146 @@
+"""Bad input: a typed error that says what was given, and nothing written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import torch
+
+from lora_backends.backend import LoRABackend
+from lora_backends.batch import LoRABatch
+from lora_backends.checks import dtype_name
+from lora_backends.errors import InvalidInputError, LoRABackendError, UnsupportedInputError
+from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.inputs import LoRAInputs, bits
+from lora_backends.testing.properties.core import EXACT, prop
+from lora_backends.weights import LoRAWeights
+
+BadCall: TypeAlias = tuple[str, type[LoRABackendError], Callable[[torch.Tensor], object]]
+
+
+@prop(
+    "Bad input is refused with a typed error before anything is written.",
+    agreement=EXACT,
+    examples=8,
+    base=True,
+    min_tokens=2,
+)
+def bad_input_is_refused_before_anything_is_written(backend: LoRABackend, case: LoRACase) -> None:
+    """Contradictory arguments and unsupported dtypes; the error says what was given."""
+    inputs = case.build(backend.device)
+    assert inputs.base is not None
+    for what, error, call in _bad_calls(backend, inputs):
+        base = inputs.base.clone()
+        try:
+            call(base)
+        except error as raised:
+            if "given:" not in str(raised):
+                raise AssertionError(f"the error for {what} does not say what was given") from None
+        except Exception as raised:
+            raise AssertionError(
+                f"{what} raised {type(raised).__name__}, not {error.__name__}: {raised}"
+            ) from raised
+        else:
+            raise AssertionError(f"{what} was accepted; it must raise {error.__name__}")
+        if not torch.equal(bits(base), bits(inputs.base)):
+            raise AssertionError(f"{what} was refused after base_output had been written")
+
+
+def _bad_calls(backend: LoRABackend, inputs: LoRAInputs) -> Iterator[BadCall]:
+    """Yield (what is wrong, the error wanted, the call on a base_output)."""
+    weights, plan = inputs.weights, backend.prepare_batch(inputs.batch)
+    tokens, width = inputs.x.shape
+    x = torch.ones(tokens, width, dtype=inputs.x.dtype, device=inputs.x.device)
+    yield from _bad_rows(backend, weights, plan, x)
+    yield from _bad_bases(backend, weights, plan, x)
+    longer = LoRABatch([*inputs.slots, 0], weights.num_slots)
+    yield (
+        "a plan of another number of tokens",
+        InvalidInputError,
+        lambda base: backend.run_linear(x, weights, backend.prepare_batch(longer), base),
+    )
+    roomier = LoRABatch(inputs.slots, weights.num_slots + 1)
+    yield (
+        "a plan of another number of slots",
+        InvalidInputError,
+        lambda base: backend.run_linear(x, weights, backend.prepare_batch(roomier), base),
+    )
+    yield (
+        "a refill with another number of tokens",
+        InvalidInputError,
+        lambda base: backend.prepare_batch(longer, out=plan),
+    )
+    ids = torch.full((tokens,), width, device=x.device)
+    if x.device.type == "cpu":
+        yield (
+            "a token id beyond the vocabulary",
+            InvalidInputError,
+            lambda base: backend.run_embedding(ids, weights, plan, base),
+        )
+    h = torch.zeros(weights.num_slices, tokens, weights.max_rank + 1, device=x.device)
+    yield (
+        "an h of another max_rank",
+        InvalidInputError,
+        lambda base: backend.run_lora_b(h, weights, plan, base),
+    )
+    if weights.num_slices != 3:
+        yield (
+            f"run_qkv of {weights.num_slices} slices",
+            InvalidInputError,
+            lambda base: backend.run_qkv(x, weights, plan, base),
+        )
+    foreign = next((d for d in _ALL_DTYPES if d not in backend.dtypes), None)
+    if foreign is not None:
+        other = dataclasses.replace(
+            weights, lora_a=weights.lora_a.to(foreign), lora_b=weights.lora_b.to(foreign)
+        )
+        yield (
+            f"weights in {dtype_name(foreign)}",
+            UnsupportedInputError,
+            lambda base: backend.run_linear(x.to(foreign), other, plan, base),
+        )
+
+
+_ALL_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _bad_rows(
+    backend: LoRABackend, weights: LoRAWeights, plan: object, x: torch.Tensor
+) -> Iterator[BadCall]:
+    """Yield calls with a wrong x."""
+    other = torch.float16 if x.dtype != torch.float16 else torch.float32
+    wrong = {
+        "an x too wide": torch.cat([x, x[:, :1]], 1),
+        "an x with too few tokens": x[1:],
+        "an x of three axes": x[None],
+        "an x of another dtype than the weights": x.to(other),
+    }
+    if x.shape[1] > 1:
+        wrong["an x whose last axis is not contiguous"] = x.repeat(1, 2)[:, ::2]
+    for what, bad in wrong.items():
+        yield (
+            what,
+            InvalidInputError,
+            lambda base, bad=bad: backend.run_linear(bad, weights, plan, base),  # type: ignore[misc]
+        )
+
+
+def _bad_bases(
+    backend: LoRABackend, weights: LoRAWeights, plan: object, x: torch.Tensor
+) -> Iterator[BadCall]:
+    """Yield calls with a wrong base_output."""
+    wrong: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "a base_output with too few rows": lambda base: base[1:],
+        "a base_output too narrow": lambda base: base[:, 1:],
+        "a base_output whose rows overlap": lambda base: base[:1].expand(base.shape),
+        "a base_output of integers' dtype": lambda base: base.to(torch.int32),
+    }
+    for what, spoil in wrong.items():
+        error = UnsupportedInputError if "dtype" in what else InvalidInputError
+        yield (
+            what,
+            error,
+            lambda base, spoil=spoil: backend.run_linear(x, weights, plan, spoil(base)),  # type: ignore[misc]
+        )

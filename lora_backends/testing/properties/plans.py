@@ -1,0 +1,265 @@
+"""Plans: refilled in place, several in flight, used by many layers; no state in the backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lora_backends.backend import LoRABackend
+from lora_backends.batch import NO_ADAPTER
+from lora_backends.testing.assertions import assert_same_bits
+from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.inputs import LoRAInputs
+from lora_backends.testing.properties.core import BY_CLAIM, no_interpreter, prop
+from lora_backends.testing.properties.runs import (
+    assert_right,
+    check_linear,
+    expected,
+    gather_slots,
+    linear,
+)
+from lora_backends.weights import LoRAWeights
+
+
+def compositions(case: LoRACase) -> list[list[int]]:
+    """Return compositions of as many tokens that differ as much as possible from each other.
+
+    The drawn one; none with an adapter; one adapter owning all; every token the next slot; the
+    drawn one shifted by a slot and shuffled; the drawn one again.
+    """
+    tokens, slots = case.num_tokens, case.num_slots
+    shuffled = [(slot + 1) % slots if slot >= 0 else slot for slot in case.slots]
+    random.Random(case.seed).shuffle(shuffled)
+    return [
+        list(case.slots),
+        [NO_ADAPTER] * tokens,
+        [slots - 1] * tokens,
+        [token % slots for token in range(tokens)],
+        shuffled,
+        list(case.slots),
+    ]
+
+
+def composed(inputs: LoRAInputs, slots: list[int], seed: int) -> LoRAInputs:
+    """Return the inputs for another composition; every row that gains an adapter gets values."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-1, 2, inputs.x.shape, generator=generator).to(inputs.x)
+    x[torch.tensor(slots, dtype=torch.int64) == NO_ADAPTER] = float("nan")
+    return inputs.replace(x=x, slots=slots)
+
+
+@prop(
+    "A plan refilled in place follows every new composition.",
+    values="either",
+    agreement=BY_CLAIM,
+    examples=20,
+)
+def a_refilled_plan_follows_the_batch(backend: LoRABackend, case: LoRACase) -> None:
+    """The same plan comes back, its device tensors keep their addresses, y is right each time."""
+    inputs = case.build(backend.device)
+    plan = None
+    for turn, slots in enumerate(compositions(case)):
+        turned = composed(inputs, slots, case.seed + turn)
+        if plan is None:
+            plan = backend.prepare_batch(turned.batch)
+            addresses = device_tensors(plan)
+        elif backend.prepare_batch(turned.batch, out=plan) is not plan:
+            raise AssertionError("prepare_batch(batch, out=plan) returned another plan")
+        check_linear(backend, case, turned, plan)
+        if device_tensors(plan) != addresses:
+            raise AssertionError(
+                "a refill moved tensors of the plan that a captured graph reads: "
+                f"{addresses} became {device_tensors(plan)}"
+            )
+
+
+def device_tensors(plan: Any) -> dict[str, int]:
+    """Return the address of every tensor of `plan` on an accelerator, by the path of its field."""
+    found: dict[str, int] = {}
+    _collect(plan, "plan", found)
+    return found
+
+
+def _collect(value: Any, path: str, found: dict[str, int]) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.device.type not in ("cpu", "meta"):
+            found[path] = value.data_ptr()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _collect(getattr(value, field.name, None), f"{path}.{field.name}", found)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _collect(item, f"{path}[{key!r}]", found)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _collect(item, f"{path}[{index}]", found)
+
+
+@prop("A refilled plan equals a fresh one.", values="either", agreement=BY_CLAIM, examples=20)
+def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> None:
+    """Nothing of the former batch is left, in a batch of any other composition."""
+    inputs = case.build(backend.device)
+    for former in compositions(case)[1:4]:
+        plan = backend.prepare_batch(inputs.replace(slots=former).batch)
+        plan = backend.prepare_batch(inputs.batch, out=plan)
+        y = check_linear(backend, case, inputs, plan)
+        if backend.deterministic:
+            assert_same_bits(y, linear(backend, inputs), inputs)
+
+
+@prop("Two plans in flight do not disturb each other.", values="either", agreement=BY_CLAIM)
+def two_plans_in_flight_are_independent(backend: LoRABackend, case: LoRACase) -> None:
+    """Of the same size and of another, run in turns, one refilled in between."""
+    inputs = case.build(backend.device)
+    other = composed(inputs, compositions(case)[4], case.seed)
+    half = inputs.select(range(case.num_tokens // 2))
+    flight = [(part, backend.prepare_batch(part.batch)) for part in (inputs, other, half)]
+    for part, plan in (flight[0], flight[2], flight[1]):
+        check_linear(backend, case, part, plan)
+    backend.prepare_batch(inputs.replace(slots=compositions(case)[3]).batch, out=flight[1][1])
+    for part, plan in (flight[0], flight[2]):
+        check_linear(backend, case, part, plan)
+
+
+@prop("Steps of two plans may be interleaved.", values="either", agreement=BY_CLAIM)
+def steps_of_two_plans_interleave(backend: LoRABackend, case: LoRACase) -> None:
+    """Both shrinks first, then both expands: h belongs to the caller."""
+    inputs = case.build(backend.device)
+    other = composed(inputs, compositions(case)[4], case.seed)
+    pairs = [(part, backend.prepare_batch(part.batch)) for part in (inputs, other)]
+    shrunk = [backend.run_lora_a(part.x, part.weights, plan) for part, plan in pairs]
+    for (part, plan), h in zip(pairs, shrunk, strict=True):
+        base = part.new_base()
+        view = None if base is None else base.view
+        y = backend.run_lora_b(h, part.weights, plan, view)
+        wanted = expected(backend, part)
+        if part.base is None and y.dtype != part.x.dtype:
+            raise AssertionError(f"run_lora_b returned {y.dtype}, not {part.x.dtype}")
+        assert_right(y, wanted, part, case.is_integer)
+
+
+@prop("One plan serves layers of any shape.", values="either", agreement=BY_CLAIM, examples=20)
+def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) -> None:
+    """Other output widths, input width, ranks and number of slices; then the first layer again."""
+    plan = backend.prepare_batch(case.build(backend.device).batch)
+    widths = case.output_slices
+    layers = (
+        case,
+        dataclasses.replace(case, output_slices=tuple(w + 1 for w in widths)),
+        dataclasses.replace(case, output_slices=tuple(3 * w + 16 for w in widths)),
+        dataclasses.replace(case, in_features=case.in_features + 5, bias=not case.bias),
+        dataclasses.replace(case, max_rank=case.max_rank + 3),
+        _with_one_more_slice(case),
+        case,
+    )
+    for layer in layers:
+        check_linear(backend, layer, layer.build(backend.device), plan)
+
+
+def _with_one_more_slice(case: LoRACase) -> LoRACase:
+    return dataclasses.replace(
+        case,
+        output_slices=(*case.output_slices, 7),
+        ranks=tuple((*ranks, case.max_rank) for ranks in case.ranks),
+        scalings=tuple((*scalings, 0.5) for scalings in case.scalings),
+    )
+
+
+@prop("Layers that share an address are told apart.", values="either", agreement=BY_CLAIM)
+def layers_sharing_an_address_are_told_apart(backend: LoRABackend, case: LoRACase) -> None:
+    """Views of one storage: the same first byte with other shapes, then another offset."""
+    inputs = case.build(backend.device)
+    plan = backend.prepare_batch(inputs.batch)
+    for weights in _views(inputs.weights):
+        narrow = inputs.replace(x=inputs.x[:, : weights.in_features], weights=weights)
+        base = None if narrow.base is None else narrow.base[:, : weights.out_features]
+        check_linear(backend, case, dataclasses.replace(narrow, base=base), plan)
+
+
+def _views(weights: LoRAWeights) -> list[LoRAWeights]:
+    """Return the whole, fewer inputs, fewer outputs, and the slots in reverse from the second."""
+    width = weights.output_slices[0]
+    first = dataclasses.replace(
+        weights,
+        lora_a=weights.lora_a[:, :1],
+        lora_b=weights.lora_b[:, : (width + 1) // 2],
+        ranks=weights.ranks[:, :1],
+        scalings=weights.scalings[:, :1],
+        output_slices=((width + 1) // 2,),
+        bias=None if weights.bias is None else weights.bias[:, : (width + 1) // 2],
+    )
+    fewer = dataclasses.replace(
+        weights, lora_a=weights.lora_a[..., : (weights.in_features + 1) // 2]
+    )
+    return [weights, fewer, first, weights]
+
+
+@prop("Weights rewritten in place are followed.", values="either", agreement=BY_CLAIM)
+def weights_rewritten_in_place_are_followed(backend: LoRABackend, case: LoRACase) -> None:
+    """A pool loads another adapter into a slot: A, B, ranks, scalings and bias change."""
+    inputs = case.build(backend.device)
+    plan = backend.prepare_batch(inputs.batch)
+    check_linear(backend, case, inputs, plan)
+    weights, loaded = inputs.weights, gather_slots(inputs, _rotated(case.num_slots))
+    for field in ("lora_a", "lora_b", "ranks", "scalings", "bias"):
+        tensor = getattr(weights, field)
+        if tensor is not None:
+            tensor.copy_(getattr(loaded, field).clone())
+    weights.scalings.mul_(-2)
+    check_linear(backend, case, inputs, plan)
+
+
+def _rotated(count: int) -> list[int]:
+    return [(index + 1) % count for index in range(count)]
+
+
+@prop(
+    "Runs of several threads do not disturb each other.",
+    values="either",
+    agreement=BY_CLAIM,
+    examples=8,
+    requires=(no_interpreter,),
+)
+def threads_do_not_disturb_each_other(backend: LoRABackend, case: LoRACase) -> None:
+    """Three threads, each with a plan of its own, at the same time."""
+    inputs = case.build(backend.device)
+    works = [
+        composed(inputs, slots, case.seed + turn)
+        for turn, slots in enumerate(compositions(case)[2:5])
+    ]
+    start = threading.Barrier(len(works))
+
+    def work(part: LoRAInputs) -> None:
+        start.wait()
+        for _ in range(2):
+            check_linear(backend, case, part)
+
+    for failure in _run_together([_bound(work, part) for part in works]):
+        raise AssertionError(f"with three threads at a time: {failure}") from failure
+
+
+def _bound(work: Callable[[LoRAInputs], None], part: LoRAInputs) -> Callable[[], None]:
+    return lambda: work(part)
+
+
+def _run_together(works: list[Callable[[], None]]) -> list[BaseException]:
+    """Run every work in a thread of its own and return what they raised."""
+    failures: list[BaseException] = []
+
+    def guard(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # handed to the caller's thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=guard, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failures

@@ -1,0 +1,205 @@
+"""How the results of two related calls are related, whatever the values.
+
+On integer cases every relation holds bit for bit; on normal values it does where the backend
+claims it, and within the bound otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+
+from lora_backends.backend import LoRABackend
+from lora_backends.testing import oracles
+from lora_backends.testing.assertions import assert_close, assert_same_bits
+from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.inputs import LoRAInputs
+from lora_backends.testing.properties.core import BY_CLAIM, EXACT, deterministic, prop
+from lora_backends.testing.properties.core import batch_invariant as claims_batch_invariance
+from lora_backends.testing.properties.runs import (
+    assert_agree,
+    expected,
+    gather_slots,
+    linear,
+)
+
+
+def _assert_agree(
+    backend: LoRABackend,
+    case: LoRACase,
+    left: tuple[LoRAInputs, torch.Tensor],
+    right: torch.Tensor,
+    claimed: bool,
+) -> None:
+    """Check that y of `left` equals `right` as far as the case and the claim promise."""
+    inputs, actual = left
+    bound = 2 * expected(backend, inputs).bound
+    assert_agree(actual, right, bound, inputs, exact=case.is_integer, claimed=claimed)
+
+
+@prop("Two runs on equal inputs are equal.", requires=(deterministic,), examples=30)
+def two_runs_are_equal(backend: LoRABackend, case: LoRACase) -> None:
+    """Bit for bit, on one plan and on another of the same batch."""
+    inputs = case.build(backend.device)
+    plan = backend.prepare_batch(inputs.batch)
+    first = linear(backend, inputs, plan)
+    for again in (plan, backend.prepare_batch(inputs.batch)):
+        assert_same_bits(linear(backend, case.build(backend.device), again), first, inputs)
+
+
+@prop(
+    "A row's result does not depend on the rest of the batch.",
+    examples=30,
+    requires=(claims_batch_invariance,),
+)
+def rows_do_not_depend_on_the_batch(backend: LoRABackend, case: LoRACase) -> None:
+    """Some rows alone, bit for bit as within the batch."""
+    inputs = case.build(backend.device)
+    y = linear(backend, inputs)
+    for row in {0, case.num_tokens // 2, case.num_tokens - 1} & set(range(case.num_tokens)):
+        alone = inputs.select([row])
+        assert_same_bits(linear(backend, alone), y[row : row + 1], alone)
+
+
+@prop("Permuting tokens permutes rows.", values="either", agreement=BY_CLAIM)
+def permuting_tokens_permutes_rows(backend: LoRABackend, case: LoRACase) -> None:
+    """Row for row the same result in another order of the batch."""
+    inputs = case.build(backend.device)
+    order = list(range(case.num_tokens))
+    random.Random(case.seed).shuffle(order)
+    permuted = inputs.select(order)
+    y = linear(backend, inputs)[order]
+    left = (permuted, linear(backend, permuted))
+    _assert_agree(backend, case, left, y, backend.batch_invariant)
+
+
+@prop("Splitting a batch in two changes no row.", values="either", agreement=BY_CLAIM)
+def splitting_a_batch_changes_nothing(backend: LoRABackend, case: LoRACase) -> None:
+    """At the start, in the middle, or anywhere."""
+    inputs = case.build(backend.device)
+    cut = random.Random(case.seed).randint(0, case.num_tokens)
+    parts = (inputs.select(range(cut)), inputs.select(range(cut, case.num_tokens)))
+    joined = torch.cat([linear(backend, part) for part in parts])
+    left = (inputs, linear(backend, inputs))
+    _assert_agree(backend, case, left, joined, backend.batch_invariant)
+
+
+@prop("Renumbering slots changes nothing.", values="either", agreement=BY_CLAIM)
+def renumbering_slots_changes_nothing(backend: LoRABackend, case: LoRACase) -> None:
+    """The adapters stand in another order, and the tokens follow them."""
+    inputs = case.build(backend.device)
+    order = list(range(case.num_slots))
+    random.Random(case.seed).shuffle(order)
+    moved = {-1: -1} | {old: new for new, old in enumerate(order)}
+    renumbered = inputs.replace(
+        weights=gather_slots(inputs, order), slots=[moved[slot] for slot in case.slots]
+    )
+    left = (inputs, linear(backend, inputs))
+    y = linear(backend, renumbered)
+    _assert_agree(backend, case, left, y, backend.deterministic and backend.batch_invariant)
+
+
+@prop("Equal adapters are interchangeable.", values="either", agreement=BY_CLAIM)
+def equal_adapters_are_interchangeable(backend: LoRABackend, case: LoRACase) -> None:
+    """A copy of every adapter in a slot of its own; every other token moves to the copy."""
+    inputs = case.build(backend.device)
+    doubled = gather_slots(inputs, list(range(case.num_slots)) * 2)
+    moved = [
+        slot + case.num_slots if slot >= 0 and token % 2 else slot
+        for token, slot in enumerate(case.slots)
+    ]
+    left = (inputs, linear(backend, inputs))
+    right = linear(backend, inputs.replace(weights=doubled, slots=moved))
+    _assert_agree(backend, case, left, right, backend.batch_invariant)
+
+
+@prop("Slots that no token uses change nothing.", values="either", agreement=BY_CLAIM)
+def unused_slots_change_nothing(backend: LoRABackend, case: LoRACase) -> None:
+    """Their weights and bias are NaN, and further slots of NaN are appended."""
+    inputs = case.build(backend.device)
+    spoiled = case.build(backend.device)
+    unused = sorted(set(range(case.num_slots)) - set(case.slots))
+    _spoil(spoiled, unused)
+    y = linear(backend, inputs)
+    left = (spoiled, linear(backend, spoiled))
+    _assert_agree(backend, case, left, y, backend.deterministic)
+    appended = inputs.replace(weights=gather_slots(inputs, [*range(case.num_slots), 0, 0]))
+    _spoil(appended, [case.num_slots, case.num_slots + 1])
+    left = (appended, linear(backend, appended))
+    _assert_agree(backend, case, left, y, backend.deterministic and backend.batch_invariant)
+
+
+def _spoil(inputs: LoRAInputs, slots: list[int]) -> None:
+    """Fill everything of some slots with NaN, in place."""
+    weights = inputs.weights
+    for tensor in (weights.lora_a, weights.lora_b, weights.bias):
+        if tensor is not None:
+            tensor[slots] = float("nan")
+
+
+@prop(
+    "A zero A, a zero B or rank 0 keeps base_output.",
+    agreement=EXACT,
+    base=True,
+    bias=False,
+    examples=20,
+)
+def zero_adapters_keep_base_output(backend: LoRABackend, case: LoRACase) -> None:
+    """A sum with zero; rank 0 keeps the bits, -0.0 included."""
+    inputs = case.build(backend.device)
+    assert inputs.base is not None
+    for field in ("lora_a", "lora_b", "ranks"):
+        zeroed = case.build(backend.device)
+        getattr(zeroed.weights, field).zero_()
+        y = linear(backend, zeroed)
+        if not torch.equal(y, inputs.base):
+            raise AssertionError(f"y differs from base_output where {field} is all zero")
+
+
+@prop(
+    "The content of the padding beyond a rank changes nothing.", values="either", agreement=BY_CLAIM
+)
+def padding_beyond_a_rank_is_never_read(backend: LoRABackend, case: LoRACase) -> None:
+    """NaN there, or zero, or a large number: the same result."""
+    inputs = case.build(backend.device)
+    y = linear(backend, inputs)
+    for filler in (0.0, 3e4):
+        filled = case.build(backend.device)
+        for tensor in (filled.weights.lora_a, filled.weights.lora_b):
+            tensor.nan_to_num_(nan=filler)
+        left = (filled, linear(backend, filled))
+        _assert_agree(backend, case, left, y, backend.deterministic)
+
+
+@prop(
+    "A wider stack of the same adapters gives the same result.", values="either", agreement=BY_CLAIM
+)
+def wider_padding_changes_nothing(backend: LoRABackend, case: LoRACase) -> None:
+    """max_rank grows, the ranks stay."""
+    inputs = case.build(backend.device)
+    weights, more = inputs.weights, 1 + case.seed % 17
+    pad_a, pad_b = (0, 0, 0, more), (0, more)
+    wider = replace(
+        weights,
+        lora_a=torch.nn.functional.pad(weights.lora_a, pad_a, value=float("nan")),
+        lora_b=torch.nn.functional.pad(weights.lora_b, pad_b, value=float("nan")),
+    )
+    left = (inputs, linear(backend, inputs))
+    _assert_agree(backend, case, left, linear(backend, inputs.replace(weights=wider)), False)
+
+
+@prop("Doubling the scaling doubles the delta.", values="either", agreement=BY_CLAIM)
+def doubling_the_scaling_doubles_the_delta(backend: LoRABackend, case: LoRACase) -> None:
+    """A power of two moves exponents alone; denormal results are compared within the bound."""
+    inputs = case.build(backend.device).without_base_and_bias()
+    doubled = inputs.replace(weights=replace(inputs.weights, scalings=2 * inputs.weights.scalings))
+    single, y = linear(backend, inputs), linear(backend, doubled)
+    twice = 2 * single
+    normal = single.abs() >= torch.finfo(y.dtype).smallest_normal
+    wanted = torch.where(normal | case.is_integer, twice, y)
+    left = (doubled, y)
+    _assert_agree(backend, case, left, wanted, backend.deterministic)
+    reference = oracles.Expected(twice.cpu().double(), 2 * expected(backend, doubled).bound)
+    assert_close(y, reference, doubled)

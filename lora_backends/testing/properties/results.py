@@ -1,0 +1,166 @@
+"""What is written and what is returned: shape, dtype, identity, and everything left alone."""
+
+from __future__ import annotations
+
+import torch
+
+from lora_backends.backend import LoRABackend
+from lora_backends.batch import NO_ADAPTER
+from lora_backends.testing import oracles
+from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.inputs import GuardedOutput, LoRAInputs, bits, same_bits
+from lora_backends.testing.properties.core import prop
+from lora_backends.testing.properties.runs import OPERATIONS, given_h, linear, operations_for
+
+
+@prop("The result is [num_tokens, out_features] of the promised dtype.", examples=20)
+def results_have_the_promised_shape_and_dtype(backend: LoRABackend, case: LoRACase) -> None:
+    """Without base_output: x.dtype, lora_b.dtype for run_lora_b and run_embedding."""
+    inputs = case.build(backend.device)
+    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    shape = (case.num_tokens, sum(case.output_slices))
+    for name in operations_for(inputs.weights):
+        base = inputs.new_base()
+        y = OPERATIONS[name](backend, inputs, h, plan, None if base is None else base.view)
+        dtype = case.base or case.dtype
+        if tuple(y.shape) != shape or y.dtype != dtype or y.device != backend.device:
+            raise AssertionError(
+                f"{name} returned {list(y.shape)} {y.dtype} on {y.device}, "
+                f"not {list(shape)} {dtype} on {backend.device}"
+            )
+
+
+@prop("base_output is added to in place and is itself what is returned.", examples=20, base=True)
+def base_output_is_returned_itself(backend: LoRABackend, case: LoRACase) -> None:
+    """The object given is the object returned."""
+    inputs = case.build(backend.device)
+    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    for name in operations_for(inputs.weights):
+        base = inputs.new_base()
+        assert base is not None
+        if OPERATIONS[name](backend, inputs, h, plan, base.view) is not base.view:
+            raise AssertionError(f"{name} returned another tensor than the base_output given")
+
+
+@prop("Nothing outside the view that base_output is gets written.", examples=25, base=True)
+def only_the_view_is_written(backend: LoRABackend, case: LoRACase) -> None:
+    """Guard rows and columns around y keep their sentinels."""
+    inputs = case.build(backend.device)
+    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    for name in operations_for(inputs.weights):
+        base = inputs.new_base()
+        assert base is not None
+        OPERATIONS[name](backend, inputs, h, plan, base.view)
+        base.assert_untouched()
+
+
+@prop(
+    "Rows without an adapter, and slices of rank 0 without bias, keep their bits.",
+    base=True,
+    examples=35,
+)
+def untouched_elements_keep_their_bits(backend: LoRABackend, case: LoRACase) -> None:
+    """Whatever stands there: NaN, infinities, -0.0 and denormals."""
+    inputs = case.build(backend.device)
+    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    assert inputs.base is not None
+    kept = ~oracles.touched(inputs.weights, inputs.batch)
+    values = _odd_values(inputs.base.cpu(), kept).to(backend.device)
+    before = bits(values)
+    for name in operations_for(inputs.weights):
+        base = GuardedOutput(values, case.base_pad)
+        OPERATIONS[name](backend, inputs, h, plan, base.view)
+        changed = (bits(base.view) != before) & kept
+        if bool(changed.any()):
+            token, column = (int(i) for i in changed.nonzero()[0])
+            where = inputs.location(token, inputs.slice_of(column))
+            raise AssertionError(
+                f"{name} changed y[{token}, {column}], which keeps base_output:\n  {where}\n"
+                f"  before {values[token, column].item()!r}\n"
+                f"  after  {base.view[token, column].item()!r}"
+            )
+
+
+def _odd_values(base: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Return `base` with -0.0, NaN, infinities and a denormal in turn wherever `where` is true."""
+    tiny = torch.finfo(base.dtype).smallest_normal / 4
+    odd = torch.tensor([-0.0, float("nan"), float("inf"), -float("inf"), tiny], dtype=base.dtype)
+    turns = torch.arange(base.numel()).remainder(len(odd)).reshape(base.shape)
+    return torch.where(where, odd[turns], base)
+
+
+@prop("Without base_output, rows without an adapter are zero.", examples=20, base=False)
+def rows_start_from_zero(backend: LoRABackend, case: LoRACase) -> None:
+    """A new result is zero wherever nothing is added."""
+    inputs = case.build(backend.device)
+    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    kept = ~oracles.touched(inputs.weights, inputs.batch)
+    for name in operations_for(inputs.weights):
+        y = OPERATIONS[name](backend, inputs, h, plan, None).detach().cpu()
+        if bool((y[kept] != 0).any()):
+            raise AssertionError(f"{name} returned other than 0 where nothing is added")
+
+
+@prop("x, the weights, token_ids, h and the batch are not modified.", examples=20)
+def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
+    """Every argument but base_output keeps its bits."""
+    inputs = case.build(backend.device)
+    h = given_h(case, inputs)
+    before = {name: bits(tensor) for name, tensor in _arguments(inputs, h).items()}
+    plan = backend.prepare_batch(inputs.batch)
+    backend.run_lora_a(inputs.x, inputs.weights, plan)
+    for operation in operations_for(inputs.weights):
+        base = inputs.new_base()
+        OPERATIONS[operation](backend, inputs, h, plan, None if base is None else base.view)
+        for name, tensor in _arguments(inputs, h).items():
+            if not torch.equal(bits(tensor), before[name]):
+                raise AssertionError(f"run_lora_a or {operation} modified {name}")
+
+
+def _arguments(inputs: LoRAInputs, h: torch.Tensor) -> dict[str, torch.Tensor]:
+    weights = inputs.weights
+    named = {
+        "x": inputs.x,
+        "h": h,
+        "token_ids": inputs.token_ids,
+        "batch.token_slots": inputs.batch.token_slots,
+        "weights.lora_a": weights.lora_a,
+        "weights.lora_b": weights.lora_b,
+        "weights.ranks": weights.ranks,
+        "weights.scalings": weights.scalings,
+    }
+    return named if weights.bias is None else {**named, "weights.bias": weights.bias}
+
+
+@prop("A result is no view of an argument, of the plan or of an earlier result.", base=False)
+def results_are_independent(backend: LoRABackend, case: LoRACase) -> None:
+    """A second run leaves the result of the first alone."""
+    inputs = case.build(backend.device)
+    plan = backend.prepare_batch(inputs.batch)
+    first = linear(backend, inputs, plan)
+    h = backend.run_lora_a(inputs.x, inputs.weights, plan)
+    y_before, h_before = first.clone(), h.clone()
+    other = inputs.replace(x=-inputs.x)
+    linear(backend, other, plan)
+    backend.run_lora_a(other.x, inputs.weights, plan)
+    if not same_bits(first, y_before) or not same_bits(h, h_before):
+        raise AssertionError("a later run on the same plan changed an earlier result")
+
+
+@prop("Empty batches and batches without any adapter change nothing and return.", examples=10)
+def batches_without_work_change_nothing(backend: LoRABackend, case: LoRACase) -> None:
+    """No tokens at all, then as many tokens as drawn, none with an adapter."""
+    inputs = case.build(backend.device)
+    nan_rows = torch.full_like(inputs.x, float("nan"))
+    idle = inputs.replace(x=nan_rows, slots=[NO_ADAPTER] * case.num_tokens)
+    for quiet in (inputs.select([]), idle):
+        plan = backend.prepare_batch(quiet.batch)
+        h = backend.run_lora_a(quiet.x, quiet.weights, plan)
+        if bool((h != 0).any()):
+            raise AssertionError("run_lora_a returned other than 0 without any adapter")
+        for name in operations_for(quiet.weights):
+            base = quiet.new_base()
+            y = OPERATIONS[name](backend, quiet, h, plan, None if base is None else base.view)
+            wanted = torch.zeros_like(y) if quiet.base is None else quiet.base
+            if not same_bits(y, wanted):
+                raise AssertionError(f"{name} changed y in a batch without any adapter")

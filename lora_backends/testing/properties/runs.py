@@ -1,0 +1,146 @@
+"""Running operations of a backend on the inputs of a case, and judging what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from lora_backends.backend import LoRABackend
+from lora_backends.batch import NO_ADAPTER
+from lora_backends.checks import accumulator_dtype
+from lora_backends.testing import oracles
+from lora_backends.testing.assertions import assert_close, assert_same_bits, assert_same_values
+from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.inputs import LoRAInputs, guarded
+from lora_backends.testing.oracles import Expected
+from lora_backends.weights import LoRAWeights
+
+Operation: TypeAlias = Callable[
+    [LoRABackend, LoRAInputs, torch.Tensor, Any, torch.Tensor | None], torch.Tensor
+]
+
+OPERATIONS: dict[str, Operation] = {
+    "run_linear": lambda b, i, h, plan, base: b.run_linear(i.x, i.weights, plan, base),
+    "run_lora_b": lambda b, i, h, plan, base: b.run_lora_b(h, i.weights, plan, base),
+    "run_embedding": lambda b, i, h, plan, base: b.run_embedding(
+        i.token_ids, i.weights, plan, base
+    ),
+    "run_logits": lambda b, i, h, plan, base: b.run_logits(i.x, i.weights, plan, base),
+    "run_qkv": lambda b, i, h, plan, base: b.run_qkv(i.x, i.weights, plan, base),
+    "run_gate_up": lambda b, i, h, plan, base: b.run_gate_up(i.x, i.weights, plan, base),
+}
+"""Every operation that returns y: (backend, inputs, h, plan, base_output) to y."""
+
+_SLICES = {"run_qkv": 3, "run_gate_up": 2}
+
+
+def operations_for(weights: LoRAWeights) -> list[str]:
+    """Return the operations that take a layer with as many slices."""
+    return [
+        name for name in OPERATIONS if _SLICES.get(name, weights.num_slices) == weights.num_slices
+    ]
+
+
+def linear(
+    backend: LoRABackend, inputs: LoRAInputs, plan: Any | None = None, name: str = "run_linear"
+) -> torch.Tensor:
+    """Return y of one operation on a fresh plan, or on `plan`, over a fresh base_output."""
+    if plan is None:
+        plan = backend.prepare_batch(inputs.batch)
+    base = inputs.new_base()
+    view = None if base is None else base.view
+    return OPERATIONS[name](backend, inputs, torch.empty(0), plan, view)
+
+
+def expected(backend: LoRABackend, inputs: LoRAInputs) -> Expected:
+    """Return what `linear` must return, for the intermediate dtype that the backend declares."""
+    return oracles.expected_linear(
+        inputs.x,
+        inputs.weights,
+        inputs.batch,
+        inputs.base,
+        intermediate=backend.intermediate_dtype,
+    )
+
+
+def assert_right(actual: torch.Tensor, wanted: Expected, inputs: LoRAInputs, exact: bool) -> None:
+    """Check a result against an oracle: its one value for integers, else within the bound."""
+    if exact:
+        assert_same_values(actual, oracles.rounded_exactly(wanted, actual.dtype), inputs)
+    else:
+        assert_close(actual, wanted, inputs)
+
+
+def check_linear(
+    backend: LoRABackend, case: LoRACase, inputs: LoRAInputs, plan: Any | None = None
+) -> torch.Tensor:
+    """Run run_linear, check it against the oracle of the case's values, and return it."""
+    y = linear(backend, inputs, plan)
+    assert_right(y, expected(backend, inputs), inputs, case.is_integer)
+    return y
+
+
+def assert_agree(
+    actual: torch.Tensor,
+    wanted: torch.Tensor,
+    bound: torch.Tensor,
+    inputs: LoRAInputs,
+    *,
+    exact: bool,
+    claimed: bool,
+) -> None:
+    """Check that two runs agree.
+
+    Args:
+        actual: the one result.
+        wanted: the other.
+        bound: how far apart they may be where nothing more is promised.
+        inputs: of `actual`, for the report.
+        exact: integers, where both have one possible value.
+        claimed: the backend promises equal bits.
+    """
+    if exact:
+        assert_same_values(actual, wanted, inputs)
+    elif claimed:
+        assert_same_bits(actual, wanted, inputs)
+    else:
+        assert_close(actual, Expected(wanted.detach().cpu().double(), bound), inputs)
+
+
+def given_h(case: LoRACase, inputs: LoRAInputs) -> torch.Tensor:
+    """Return an h for run_lora_b, a strided view, NaN beyond each rank and without adapter."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    weights = inputs.weights
+    shape = (weights.num_slices, inputs.batch.num_tokens, weights.max_rank)
+    if case.is_integer:
+        h = torch.randint(-8, 9, shape, generator=generator).float()
+    else:
+        h = torch.randn(shape, generator=generator)
+    slots = inputs.batch.token_slots
+    ranks = weights.ranks.cpu()[slots.clamp(min=0)]  # [T, S]
+    within = torch.arange(weights.max_rank) < ranks.T[..., None]  # [S, T, R]
+    h[~(within & (slots != NO_ADAPTER)[None, :, None])] = float("nan")
+    sums = accumulator_dtype(weights.dtype)
+    return guarded(h.to(weights.device, sums), inputs.x_pad, float("nan"))
+
+
+def gather_slots(inputs: LoRAInputs, order: list[int]) -> LoRAWeights:
+    """Return the weights with slot ``order[i]`` at place i."""
+    weights = inputs.weights
+    return replace(
+        weights,
+        lora_a=weights.lora_a[order],
+        lora_b=weights.lora_b[order],
+        ranks=weights.ranks[order],
+        scalings=weights.scalings[order],
+        bias=None if weights.bias is None else weights.bias[order],
+    )
+
+
+def columns(weights: LoRAWeights, slice_index: int) -> slice:
+    """Return the output columns of a slice."""
+    offsets = weights.slice_offsets
+    return slice(offsets[slice_index], offsets[slice_index + 1])

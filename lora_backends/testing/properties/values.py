@@ -1,0 +1,197 @@
+"""Every operation against the two oracles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lora_backends.backend import LoRABackend
+from lora_backends.checks import accumulator_dtype
+from lora_backends.testing import oracles
+from lora_backends.testing.assertions import assert_close, assert_same_values
+from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.oracles import Expected
+from lora_backends.testing.properties.core import BOUNDED, BY_CLAIM, prop
+from lora_backends.testing.properties.runs import (
+    assert_right,
+    check_linear,
+    expected,
+    given_h,
+    linear,
+)
+
+
+@prop("On small integers run_linear has one right result.", examples=70, values="integer")
+def integers_are_exact(backend: LoRABackend, case: LoRACase) -> None:
+    """All sums are exact, so the one rounding into y leaves a single value."""
+    check_linear(backend, case, case.build(backend.device))
+
+
+@prop("run_linear is within the bound of float64.", agreement=BOUNDED, examples=120)
+def run_linear_is_within_the_bound(backend: LoRABackend, case: LoRACase) -> None:
+    """The differential test, over everything that a case draws."""
+    check_linear(backend, case, case.build(backend.device))
+
+
+@prop(
+    "Decode and prefill of many tokens are right.",
+    examples=15,
+    values="either",
+    min_tokens=65,
+    agreement=BY_CLAIM,
+)
+def many_tokens_are_right(backend: LoRABackend, case: LoRACase) -> None:
+    """A batch that fills more than one tile of any size."""
+    check_linear(backend, case, case.build(backend.device))
+
+
+@prop(
+    "run_lora_a returns float32 h, zero beyond a rank and without adapter.",
+    values="either",
+    agreement=BY_CLAIM,
+    examples=60,
+)
+def shrink_is_right(backend: LoRABackend, case: LoRACase) -> None:
+    """Shape, dtype, the zeros, and the values within the bound."""
+    inputs = case.build(backend.device)
+    plan = backend.prepare_batch(inputs.batch)
+    h = backend.run_lora_a(inputs.x, inputs.weights, plan)
+    sums = accumulator_dtype(case.dtype)
+    if h.dtype != sums:
+        raise AssertionError(f"run_lora_a returned {h.dtype}, not {sums}")
+    assert_right(
+        h,
+        oracles.expected_shrink(inputs.x, inputs.weights, inputs.batch),
+        inputs,
+        case.is_integer,
+    )
+
+
+@prop(
+    "run_lora_b never reads h or lora_b beyond a rank.",
+    values="either",
+    agreement=BY_CLAIM,
+    examples=60,
+)
+def expand_is_right(backend: LoRABackend, case: LoRACase) -> None:
+    """Alone, on an h that is NaN beyond each rank and in rows without an adapter."""
+    inputs = case.build(backend.device)
+    h = given_h(case, inputs)
+    base = inputs.new_base()
+    plan = backend.prepare_batch(inputs.batch)
+    view = None if base is None else base.view
+    y = backend.run_lora_b(h, inputs.weights, plan, view)
+    given = Expected(h.detach().cpu().double(), torch.zeros(h.shape, dtype=torch.float64))
+    wanted = oracles.expected_expand(
+        given, inputs.weights, inputs.batch, inputs.base, case.base or case.dtype
+    )
+    assert_right(y, wanted, inputs, case.is_integer)
+
+
+@prop("run_lora_b of run_lora_a is run_linear.", values="either", agreement=BY_CLAIM)
+def two_steps_equal_run_linear(backend: LoRABackend, case: LoRACase) -> None:
+    """Fused or not, it is the same arithmetic."""
+    inputs = case.build(backend.device)
+    plan = backend.prepare_batch(inputs.batch)
+    h = backend.run_lora_a(inputs.x, inputs.weights, plan)
+    base = inputs.new_base()
+    y = backend.run_lora_b(h, inputs.weights, plan, None if base is None else base.view)
+    if case.is_integer:
+        assert_same_values(y, linear(backend, inputs, plan), inputs)
+    else:
+        wanted = oracles.expected_linear(inputs.x, inputs.weights, inputs.batch, inputs.base)
+        assert_close(y, wanted, inputs)
+
+
+def _check_variant(backend: LoRABackend, case: LoRACase, name: str) -> None:
+    inputs = case.build(backend.device)
+    y = linear(backend, inputs, name=name)
+    assert_right(y, expected(backend, inputs), inputs, case.is_integer)
+
+
+@prop("run_qkv is run_linear of three slices.", values="either", num_slices=3, agreement=BY_CLAIM)
+def run_qkv_is_right(backend: LoRABackend, case: LoRACase) -> None:
+    """Against the same oracle."""
+    _check_variant(backend, case, "run_qkv")
+
+
+@prop("run_gate_up is run_linear of two slices.", values="either", num_slices=2, agreement=BY_CLAIM)
+def run_gate_up_is_right(backend: LoRABackend, case: LoRACase) -> None:
+    """Against the same oracle."""
+    _check_variant(backend, case, "run_gate_up")
+
+
+@prop(
+    "run_logits is run_linear over the sampled rows.",
+    values="either",
+    agreement=BY_CLAIM,
+    num_slices=1,
+)
+def run_logits_is_right(backend: LoRABackend, case: LoRACase) -> None:
+    """With a plan made for the sampled rows."""
+    inputs = case.build(backend.device)
+    sampled = inputs.select(range(0, case.num_tokens, 2))
+    y = linear(backend, sampled, name="run_logits")
+    assert_right(y, expected(backend, sampled), sampled, case.is_integer)
+
+
+@prop(
+    "run_embedding is run_linear of one-hot rows, for int32 and int64 ids.",
+    values="either",
+    agreement=BY_CLAIM,
+    examples=40,
+)
+def run_embedding_is_right(backend: LoRABackend, case: LoRACase) -> None:
+    """in_features is the vocabulary; ids may repeat."""
+    inputs = case.build(backend.device)
+    ids = inputs.token_ids.to(torch.int32 if case.seed % 2 else torch.int64)
+    base = inputs.new_base()
+    plan = backend.prepare_batch(inputs.batch)
+    view = None if base is None else base.view
+    y = backend.run_embedding(ids, inputs.weights, plan, view)
+    wanted = oracles.expected_embedding(
+        ids, inputs.weights, inputs.batch, inputs.base, intermediate=backend.intermediate_dtype
+    )
+    assert_right(y, wanted, inputs, case.is_integer)
+
+
+class _PoisonedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills what `torch.empty` and its kin return with NaN, or with a large integer."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _EMPTY and result.device.type != "meta":
+            result.fill_(float("nan") if result.is_floating_point() else 100)
+        return result
+
+
+_EMPTY = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+)
+
+
+@prop(
+    "What torch.empty returns is written before it is read.",
+    values="either",
+    agreement=BY_CLAIM,
+    examples=30,
+)
+def memory_is_written_before_it_is_read(backend: LoRABackend, case: LoRACase) -> None:
+    """The run meets NaN in every tensor that it allocates without a value."""
+    inputs = case.build(backend.device)
+    wanted = expected(backend, inputs)
+    with _PoisonedMemory():  # type: ignore[no-untyped-call]
+        y = linear(backend, inputs)
+        plan = backend.prepare_batch(inputs.batch)
+        h = backend.run_lora_a(inputs.x, inputs.weights, plan)
+    assert_right(y, wanted, inputs, case.is_integer)
+    shrunk = oracles.expected_shrink(inputs.x, inputs.weights, inputs.batch)
+    assert_right(h, shrunk, inputs, case.is_integer)

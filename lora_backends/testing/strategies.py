@@ -1,0 +1,152 @@
+"""Hypothesis strategies for whole cases: structure is drawn, values follow from a drawn seed.
+
+Everything shrinks towards few tokens of slot 0, one slot, one slice, width and rank 1, float32
+without base_output.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from hypothesis import event
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from lora_backends.batch import NO_ADAPTER
+from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.profiles import DEFAULT, Profile
+
+Values: TypeAlias = Literal["real", "integer", "either"]
+
+REAL_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.3, -1.7, 5.656854249492381)
+EXACT_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.25, -2.0)
+PADS = (0, 1, 3, 8)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def run_lengths(profile: Profile = DEFAULT) -> SearchStrategy[int]:
+    """Draw a number of tokens: small, or at the edge of a tile."""
+    return st.one_of(st.integers(1, 4), st.integers(0, 20), st.sampled_from(profile.lengths))
+
+
+def token_slots(num_slots: int, profile: Profile = DEFAULT) -> SearchStrategy[tuple[int, ...]]:
+    """Draw the slots of a batch: runs of one slot, in drawn order, sorted or shuffled.
+
+    Args:
+        num_slots: slots of the weights; -1 is drawn too.
+        profile: bounds the number of tokens.
+    """
+    some = st.integers(NO_ADAPTER, num_slots - 1)
+    slot = st.one_of(st.integers(0, num_slots - 1), some)
+    lengths = run_lengths(profile)
+    runs = st.one_of(
+        st.lists(st.tuples(slot, lengths), max_size=3),
+        st.lists(st.tuples(slot, lengths), min_size=2, max_size=6),
+        st.tuples(st.tuples(some, lengths)),  # one adapter, or none, owns all
+        st.lists(slot, min_size=1, max_size=16).map(lambda slots: [(s, 1) for s in slots]),
+    )
+    order = st.sampled_from(("drawn", "sorted", "shuffled"))
+    beside_tile = st.sampled_from((None, -1, 0, 1))
+    limit = st.just(profile.max_tokens)
+    return st.builds(_ordered, runs, order, st.integers(0, 99), beside_tile, limit)
+
+
+def _ordered(
+    runs: Sequence[tuple[int, int]],
+    order: str,
+    seed: int,
+    beside_tile: int | None,
+    max_tokens: int,
+) -> tuple[int, ...]:
+    slots = [slot for slot, length in runs for _ in range(length)][:max_tokens]
+    if beside_tile is not None and len(slots) > 16:
+        slots = slots[: len(slots) // 16 * 16 + beside_tile]
+    if order == "sorted":
+        slots.sort()
+    elif order == "shuffled":
+        random.Random(seed).shuffle(slots)
+    return tuple(slots)
+
+
+def layer_widths(profile: Profile = DEFAULT) -> SearchStrategy[int]:
+    """Draw in_features or the width of a slice: small, odd, or beside the edge of a tile."""
+    return st.one_of(st.integers(1, 8), st.integers(1, 40), st.sampled_from(profile.widths))
+
+
+def rank_tables(
+    num_slots: int, num_slices: int, max_rank: int
+) -> SearchStrategy[tuple[tuple[int, ...], ...]]:
+    """Draw ranks[num_slots][num_slices]: all full, or each of its own, 0 included."""
+    one = st.one_of(st.integers(0, max_rank), st.sampled_from((max_rank, 0)))
+    return st.one_of(
+        st.just(((max_rank,) * num_slices,) * num_slots), _tables(one, num_slots, num_slices)
+    )
+
+
+def _tables(
+    values: SearchStrategy[int] | SearchStrategy[float], num_slots: int, num_slices: int
+) -> SearchStrategy[tuple[tuple[int, ...], ...]]:
+    row = st.tuples(*[values] * num_slices)
+    return st.tuples(*[row] * num_slots)
+
+
+@st.composite
+def lora_cases(
+    draw: DrawFn,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+    *,
+    profile: Profile = DEFAULT,
+    values: Values = "real",
+    num_slices: int | None = None,
+    base: bool | None = None,
+    bias: bool | None = None,
+    min_tokens: int = 0,
+) -> LoRACase:
+    """Draw a whole case.
+
+    Args:
+        draw: given by Hypothesis.
+        dtypes: dtypes of x, weights and base_output, e.g. ``Backend.dtypes``.
+        profile: how large.
+        values: normal values, small integers whose sums are exact, or either.
+        num_slices: fixes the number of slices.
+        base: fixes whether there is a base_output.
+        bias: fixes whether there is a bias.
+        min_tokens: pads the batch with tokens of slot 0.
+
+    Returns:
+        A `LoRACase`; the edges it stands on are Hypothesis events.
+    """
+    ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
+    dtype = draw(st.sampled_from(ordered))
+    num_slots = draw(st.integers(1, profile.max_slots))
+    slots = draw(token_slots(num_slots, profile))
+    slots += (0,) * (min_tokens - len(slots))
+    slices = num_slices or draw(st.integers(1, profile.max_slices))
+    max_rank = draw(st.sampled_from(profile.ranks))
+    integer = draw(st.booleans()) if values == "either" else values == "integer"
+    scalings = EXACT_SCALINGS if integer else REAL_SCALINGS
+    with_base = draw(st.booleans()) if base is None else base
+    other_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
+    case = LoRACase(
+        slots=slots,
+        ranks=draw(rank_tables(num_slots, slices, max_rank)),
+        max_rank=max_rank,
+        in_features=draw(layer_widths(profile)),
+        output_slices=draw(st.tuples(*[layer_widths(profile)] * slices)),
+        scalings=draw(_tables(st.sampled_from(scalings), num_slots, slices)),
+        dtype=dtype,
+        base=draw(other_dtype) if with_base else None,
+        bias=draw(st.booleans()) if bias is None else bias,
+        x_pad=draw(st.sampled_from(PADS)),
+        base_pad=draw(st.sampled_from(PADS)) if with_base else 0,
+        weights_pad=draw(st.sampled_from((0, 0, 1, 8))),
+        values="integer" if integer else "real",
+        seed=draw(st.integers(0, 999)),
+    )
+    for edge in sorted(case.edges()):
+        event(edge)
+    return case

@@ -1,0 +1,251 @@
+"""`verify`: every property, on cases drawn by Hypothesis from one seed."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity, given
+from hypothesis.stateful import run_state_machine_as_test
+
+from lora_backends.backend import LoRABackend
+from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.registry import get_backend
+from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.machine import machine_for
+from lora_backends.testing.profiles import DEFAULT, PROFILES, Profile
+from lora_backends.testing.properties import PROPERTIES, Property
+from lora_backends.testing.report import Failure, PropertyResult, Report
+from lora_backends.testing.strategies import lora_cases
+
+Progress: TypeAlias = Callable[[Property, PropertyResult | None], None]
+
+MACHINE = Property(
+    name="pool_machine",
+    rule="Adapters may be loaded, replaced and evicted while plans are made, refilled and run.",
+    agreement="within the bound",
+    check=lambda backend, case: None,  # drawn as steps, not as cases
+    examples=25,
+)
+STEPS = 30
+"""Steps of one run of the machine."""
+
+
+def properties() -> dict[str, Property]:
+    """Return every property by name, in the order in which they run."""
+    return {**PROPERTIES, MACHINE.name: MACHINE}
+
+
+def verify(
+    backend: LoRABackend | str,
+    device: torch.device | str | None = None,
+    profile: Profile | str = DEFAULT,
+    seed: int = 0,
+    *,
+    only: Iterable[str] | None = None,
+    fail_fast: bool = False,
+    shrink: bool = True,
+    progress: Progress | None = None,
+) -> Report:
+    """Check that a backend computes what the interface says.
+
+    Args:
+        backend: a registered name, or an instance.
+        device: where a backend given by name runs; None: as `get_backend`.
+        profile: "default", "thorough", or sizes of your own.
+        seed: from which all cases follow.
+        only: names of properties; None: all of `properties`.
+        fail_fast: stop after the first property that fails.
+        shrink: look for the smallest failing case, for `Profile.shrink_seconds` at most.
+        progress: told every property before it runs, with None, and after it, with its result.
+
+    Returns:
+        The report; `Report.passed` says whether every property that applies holds.
+
+    Raises:
+        BackendUnavailableError: the name is not registered or does not run on the device.
+        InvalidInputError: an unknown property or profile.
+    """
+    if isinstance(backend, str):
+        backend = get_backend(backend, device=device)
+    sizes = PROFILES[_known(profile, PROFILES, "profile")] if isinstance(profile, str) else profile
+    every = properties()
+    names = list(every if only is None else only)
+    edges: Counter[str] = Counter()
+    results = []
+    for name in names:
+        found = every[_known(name, every, "property")]
+        if progress:
+            progress(found, None)
+        attempt = _Attempt(found, backend, sizes, seed, shrink, edges)
+        result = _run(attempt, _run_machine if found is MACHINE else _run_cases)
+        results.append(result)
+        if progress:
+            progress(found, result)
+        if fail_fast and result.status == "failed":
+            break
+    return Report(backend.name, str(backend.device), sizes.name, seed, tuple(results), dict(edges))
+
+
+def _known(name: str, allowed: Iterable[str], kind: str) -> str:
+    if name not in allowed:
+        raise InvalidInputError(
+            f"there is no {kind} named {name!r}{did_you_mean(name, allowed)}\n"
+            f"  allowed: {', '.join(allowed)}"
+        )
+    return name
+
+
+def check_case(backend: LoRABackend, name: str, case: LoRACase) -> Report:
+    """Check one property on one case, e.g. the smallest of a report.
+
+    Args:
+        backend: the backend.
+        name: of the property.
+        case: built by hand, or pasted from a report.
+
+    Returns:
+        A report with one result.
+
+    Raises:
+        InvalidInputError: an unknown property, or the machine, which takes no case.
+    """
+    found = PROPERTIES[_known(name, PROPERTIES, "property on cases")]
+    attempt = _Attempt(found, backend, DEFAULT, 0, False, Counter())
+    result = _run(attempt, lambda running: running.check(case))
+    return Report(backend.name, str(backend.device), "one case", 0, (result,), dict(attempt.edges))
+
+
+class _TimeIsUp(BaseException):
+    """Ends a search for smaller failing cases; Hypothesis lets it pass."""
+
+
+@dataclass
+class _Attempt:
+    """One property on one backend: what to draw, and the smallest failure so far."""
+
+    prop: Property
+    backend: LoRABackend
+    profile: Profile
+    seed: int
+    shrink: bool
+    edges: Counter[str]
+    examples: int = 0
+    smallest: tuple[int, int, str] | None = None  # tokens or steps, length, case
+    error: Exception | None = None
+    shrink_until: float = field(default=float("inf"))
+
+    def settings(self) -> hypothesis.settings:
+        phases = [Phase.generate, *([Phase.shrink] if self.shrink else [])]
+        return hypothesis.settings(
+            max_examples=max(1, round(self.prop.examples * self.profile.effort)),
+            database=None,
+            deadline=None,
+            derandomize=False,
+            phases=phases,
+            print_blob=False,
+            report_multiple_bugs=False,
+            stateful_step_count=STEPS,
+            suppress_health_check=list(HealthCheck),
+            verbosity=Verbosity.quiet,
+        )
+
+    def begin(self) -> None:
+        """Count an example; raise if the time to shrink is up."""
+        if time.monotonic() > self.shrink_until:
+            raise _TimeIsUp
+        if self.error is None:
+            self.examples += 1
+
+    def check(self, case: LoRACase) -> None:
+        """Run the property on one case."""
+        self.begin()
+        if self.error is None:
+            self.edges.update(case.edges())
+        try:
+            self.prop.check(self.backend, case)
+        except Exception as error:
+            self.failed(error, case.num_tokens, repr(case))
+            raise
+
+    def failed(self, error: Exception, size: int, case: str) -> None:
+        """Keep a failing case if it is the smallest so far."""
+        if self.error is None:
+            self.shrink_until = time.monotonic() + self.profile.shrink_seconds
+        key = (size, len(case), case)
+        if self.smallest is None or key <= self.smallest:
+            self.smallest, self.error = key, error
+
+
+def _run(attempt: _Attempt, execute: Callable[[_Attempt], None]) -> PropertyResult:
+    found, start = attempt.prop, time.perf_counter()
+    reason = found.not_applicable(attempt.backend)
+    if reason:
+        return PropertyResult(found.name, found.rule, "not applicable", 0, 0.0, reason)
+    try:
+        execute(attempt)
+    except (Exception, _TimeIsUp):
+        if attempt.error is None:
+            raise  # of the suite itself: no case has failed
+    seconds = time.perf_counter() - start
+    if attempt.error is None or attempt.smallest is None:
+        return PropertyResult(found.name, found.rule, "passed", attempt.examples, seconds)
+    failure = _failure(attempt, attempt.error, attempt.smallest[2])
+    return PropertyResult(
+        found.name, found.rule, "failed", attempt.examples, seconds, failure=failure
+    )
+
+
+def _seed_of(attempt: _Attempt) -> int:
+    """Return a seed of the property's own, so that it draws the same cases when it runs alone."""
+    return zlib.crc32(f"{attempt.seed}/{attempt.prop.name}".encode())
+
+
+def _run_cases(attempt: _Attempt) -> None:
+    dtypes = attempt.backend.dtypes
+    cases = lora_cases(dtypes, profile=attempt.profile, **attempt.prop.cases)
+
+    @hypothesis.seed(_seed_of(attempt))
+    @attempt.settings()
+    @given(cases)
+    def check(case: LoRACase) -> None:
+        attempt.check(case)
+
+    check()
+
+
+def _run_machine(attempt: _Attempt) -> None:
+    machine: Any = machine_for(attempt.backend, attempt)
+    hypothesis.seed(_seed_of(attempt))(machine)
+    run_state_machine_as_test(machine, settings=attempt.settings())
+
+
+def _failure(attempt: _Attempt, error: Exception, case: str) -> Failure:
+    name, backend = attempt.prop.name, attempt.backend
+    where = f"lora-backends verify {backend.name} --device {backend.device} --property {name}"
+    thorough = " --thorough" if attempt.profile.name == "thorough" else ""
+    return Failure(
+        message=_message(error),
+        case=case,
+        command=f"{where} --seed {attempt.seed}{thorough}",
+        replay=""
+        if attempt.prop is MACHINE
+        else f'{where} --case "{case}"',  # a case has no double quotes
+    )
+
+
+def _message(error: Exception) -> str:
+    """Return what an assertion says; for another exception, its type and where it was raised."""
+    if isinstance(error, AssertionError):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"{type(error).__name__}: {error}\n  raised at {last.filename}:{last.lineno} ({last.name})"
+    )

@@ -1,0 +1,95 @@
+"""Every registered backend that runs here keeps every property of the conformance suite."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_backends import backend_names, unavailable_reasons
+from lora_backends.testing import properties, verify
+from lora_backends.testing.report import failure_text
+
+CUSTOM = Path(__file__).parents[1] / "examples" / "custom_backend"
+GPU = [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Run small cases on one thread: faster than two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("prop", list(properties()))
+@pytest.mark.parametrize("device", ["cpu", *GPU])
+@pytest.mark.parametrize("name", backend_names())
+def test_a_registered_backend_keeps(name, device, prop):
+    reasons = unavailable_reasons(name, device)
+    if reasons:
+        pytest.skip(" ".join(reasons))
+    (result,) = verify(name, device, only=[prop]).results
+    if result.status == "not applicable":
+        pytest.skip(result.reason)
+    if result.status == "failed":
+        pytest.fail(failure_text(result), pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Install the example package as a distribution and return the environment that sees it."""
+    source = tmp_path_factory.mktemp("source") / "custom_backend"
+    shutil.copytree(CUSTOM, source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    target = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    pip += ["--no-build-isolation", "--disable-pip-version-check", "--target", str(target)]
+    done = subprocess.run([*pip, str(source)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return {**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1"}
+
+
+def run(environment, *command):
+    return subprocess.run(
+        [sys.executable, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=environment["PYTHONPATH"],
+    )
+
+
+def test_an_installed_package_is_found_by_its_entry_point(installed):
+    code = "import lora_backends as lb; print(lb.backend_names(), lb.get_backend('gather', 'cpu'))"
+    done = run(installed, "-c", code)
+    assert "'gather'" in done.stdout, done.stderr
+    assert "<GatherBackend 'gather' on cpu>" in done.stdout
+
+
+def test_an_installed_package_passes_verify_by_its_name(installed):
+    code = (
+        "from lora_backends.testing import verify; report = verify('gather', 'cpu'); "
+        "print(report.to_text()); raise SystemExit(not report.passed)"
+    )
+    done = run(installed, "-c", code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ", 0 failed, " in done.stdout
+
+
+def test_the_packages_own_test_file_runs_the_suite(installed, tmp_path):
+    test_file = tmp_path / "test_gather.py"
+    test_file.write_text((CUSTOM / "test_gather.py").read_text())
+    only = "run_qkv_is_right or graph_replay"
+    done = run(installed, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-k", only,
+               f"--rootdir={tmp_path}", str(test_file))  # fmt: skip
+    assert "1 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "graphs are captured on CUDA devices" in done.stdout
+
+
+def test_without_the_package_its_name_is_unknown():
+    assert "gather" not in backend_names()

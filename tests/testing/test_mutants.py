@@ -1,0 +1,54 @@
+"""Every deliberately wrong backend fails the suite, and each property finds some fault."""
+
+from pathlib import Path
+
+import pytest
+from mutants import MUTANTS
+
+from lora_backends.testing import properties, verify
+from lora_backends.testing.suite import MACHINE
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "testing.md"
+CRASHES = {"EmptyBatchCrashes"}
+NOT_ON_THE_CPU = {"graph_replay_equals_eager"}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_fails_the_default_profile(mutant, record_property):
+    report = verify(mutant.backend("cpu"), only=[mutant.caught_by], shrink=False)
+    if report.passed:  # the draw depends on what else is imported; then another property does it
+        report = verify(mutant.backend("cpu"), shrink=False, fail_fast=True)
+    assert not report.passed
+    (failure,) = report.failures
+    record_property("caught_by", failure.name)
+    # a mutant that crashes would prove nothing about the arithmetic
+    assert ("raised at" in failure.failure.message) == (mutant.name in CRASHES)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_is_caught_by_the_property_named_in_the_reference(mutant):
+    backend = mutant.backend("cpu")
+    only = [mutant.caught_by]
+    assert any(not verify(backend, only=only, shrink=False, seed=s).passed for s in range(5))
+
+
+def test_there_are_at_least_25_mutants():
+    assert len(MUTANTS) >= 25
+
+
+def test_every_property_catches_a_mutant():
+    assert {mutant.caught_by for mutant in MUTANTS.values()} == set(properties()) - NOT_ON_THE_CPU
+
+
+def test_the_reference_lists_every_mutant_with_its_property():
+    for mutant in MUTANTS.values():
+        assert f"| {mutant.fault} | `{mutant.caught_by}` |" in REFERENCE.read_text()
+
+
+def test_the_reference_lists_every_property_with_its_rule():
+    for prop in properties().values():
+        assert f"| `{prop.name}` | {prop.rule} | {prop.agreement} |" in REFERENCE.read_text()
+
+
+def test_the_machine_is_the_last_property():
+    assert list(properties())[-1] == MACHINE.name

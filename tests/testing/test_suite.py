@@ -1,0 +1,236 @@
+"""`verify`: what it reports, how small failing cases become, and that a seed repeats them."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+from mutants import MUTANTS, TwoSteps
+
+from lora_backends import InvalidInputError
+from lora_backends.testing import DEFAULT, LoRACase, case_from, check_case, properties, verify
+
+CLI = """
+from lora_backends.cli import app, main
+from lora_backends.cli.verify import verify
+if not any(command.name == "verify" for command in app.registered_commands):
+    app.command("verify")(verify)
+main()
+"""
+
+
+def run_cli(*arguments):
+    command = [sys.executable, "-c", CLI, "verify", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+class Counting(TwoSteps):
+    """torch_ref that counts what would be launches of kernels."""
+
+    launches = 0
+
+    def run_lora_a(self, *args, **kwargs):
+        self.launches += 1
+        return super().run_lora_a(*args, **kwargs)
+
+    def run_lora_b(self, *args, **kwargs):
+        self.launches += 1
+        return super().run_lora_b(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def full_run():
+    """Return a counting backend and the report of the whole default profile on it."""
+    backend = Counting("cpu")
+    return backend, verify(backend)
+
+
+def test_a_right_backend_passes(full_run):
+    assert full_run[1].passed, full_run[1].to_text()
+
+
+def test_the_default_profile_stays_within_its_time(full_run):
+    backend, report = full_run
+    assert report.seconds < 120
+    # under the Triton interpreter, where a launch takes about 50 ms, six minutes
+    assert backend.launches * 0.05 < 330
+
+
+def test_the_default_profile_stands_on_every_edge_many_times(full_run):
+    from lora_backends.testing import EDGES
+
+    assert {edge for edge in EDGES if full_run[1].edges.get(edge, 0) < 20} == set()
+
+
+def test_what_does_not_apply_says_why(full_run):
+    reasons = {r.name: r.reason for r in full_run[1].results if r.status == "not applicable"}
+    assert reasons["rows_do_not_depend_on_the_batch"] == (
+        "the backend does not claim batch invariance"
+    )
+    assert "not on cpu" in reasons["graph_replay_equals_eager"]
+
+
+def test_properties_that_the_triton_interpreter_cannot_run_say_so(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    names = ["threads_do_not_disturb_each_other", "large_offsets_do_not_wrap"]
+    results = verify("torch_ref", "cpu", only=names).results
+    assert {result.status for result in results} == {"not applicable"}
+    assert all("Triton's interpreter" in result.reason for result in results)
+
+
+def test_the_report_is_json(full_run):
+    report = json.loads(full_run[1].to_json())
+    assert report["passed"] is True
+    assert [result["name"] for result in report["results"]] == list(properties())
+
+
+@pytest.fixture(scope="module")
+def tail_report():
+    mutant = MUTANTS["TailTokenSkipped"]
+    return verify(mutant.backend("cpu"), only=[mutant.caught_by])
+
+
+def test_a_skipped_tail_token_is_shown_with_few_tokens(tail_report):
+    (result,) = tail_report.failures
+    case = case_from(result.failure.case)
+    assert case.num_tokens <= 2
+    assert (case.num_slots, case.max_rank, case.in_features) == (1, 1, 1)
+
+
+def test_the_report_of_a_failure_names_case_place_bound_and_commands(tail_report):
+    text = tail_report.to_text()
+    case = tail_report.failures[0].failure.case
+    for part in (
+        f"smallest case:\n    {case}",
+        "y[0, 0]: token 0, slot 0, slice 0, rank 1",
+        ", bound ",
+        "verify TailTokenSkipped --device cpu --property run_linear_is_within_the_bound --seed 0",
+        f'--case "{case}"',
+    ):
+        assert part in text
+
+
+def test_a_fault_at_the_edge_of_a_tile_is_shown_with_one_tile():
+    mutant = MUTANTS["LastTokenOfTileSkipped"]
+    (result,) = verify(mutant.backend("cpu"), only=[mutant.caught_by]).failures
+    assert case_from(result.failure.case).num_tokens == 16
+
+
+def test_the_smallest_case_fails_alone(tail_report):
+    failure = tail_report.failures[0].failure
+    backend = MUTANTS["TailTokenSkipped"].backend("cpu")
+    again = check_case(backend, tail_report.failures[0].name, case_from(failure.case))
+    assert again.failures[0].failure.message == failure.message
+
+
+def test_the_machine_reports_the_steps_that_fail():
+    mutant = MUTANTS["RefillIgnored"]
+    (result,) = verify(mutant.backend("cpu"), only=["pool_machine"]).failures
+    assert "load slot" in result.failure.case
+    assert "refill plan" in result.failure.case
+    assert len(result.failure.case.splitlines()) <= 6
+
+
+def test_shrinking_stops_when_its_time_is_up():
+    class Slow(MUTANTS["OneTileOnly"].backend):
+        def run_linear(self, *args, **kwargs):
+            time.sleep(0.05)
+            return super().run_linear(*args, **kwargs)
+
+    hasty = dataclasses.replace(DEFAULT, shrink_seconds=0.2)
+    start = time.monotonic()
+    report = verify(Slow("cpu"), profile=hasty, only=["many_tokens_are_right"])
+    assert not report.passed
+    assert time.monotonic() - start < 10
+
+
+def test_a_seed_draws_the_same_cases_again():
+    drawn = []
+
+    class Recording(TwoSteps):
+        def prepare_batch(self, batch, out=None):
+            drawn[-1].append(batch.token_slots.tolist())
+            return super().prepare_batch(batch, out)
+
+    for seed in (3, 3, 4):
+        drawn.append([])
+        verify(Recording("cpu"), seed=seed, only=["integers_are_exact"])
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != drawn[2]
+
+
+def test_a_crash_is_reported_with_its_type_and_place():
+    mutant = MUTANTS["EmptyBatchCrashes"]
+    (result,) = verify(mutant.backend("cpu"), only=[mutant.caught_by], shrink=False).failures
+    assert result.failure.message.startswith("RuntimeError: ")
+    assert "arithmetic.py:" in result.failure.message
+
+
+def test_fail_fast_stops_after_the_first_failure():
+    report = verify(MUTANTS["WrongSlot"].backend("cpu"), shrink=False, fail_fast=True)
+    assert [result.status for result in report.results].count("failed") == 1
+    assert report.results[-1].status == "failed"
+
+
+def test_progress_is_told_each_property_before_and_after():
+    told = []
+    names = ["run_qkv_is_right", "run_gate_up_is_right"]
+    verify("torch_ref", "cpu", only=names, progress=lambda prop, r: told.append((prop.name, r)))
+    assert [name for name, _ in told] == [names[0], names[0], names[1], names[1]]
+    assert [result is None for _, result in told] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("arguments", [{"only": ["run_qkv_is_rigth"]}, {"profile": "defautl"}])
+def test_an_unknown_name_is_refused_with_the_nearest(arguments):
+    with pytest.raises(InvalidInputError, match="did you mean 'run_qkv_is_right'|'default'"):
+        verify("torch_ref", "cpu", **arguments)
+
+
+def test_a_wrong_intermediate_dtype_passes_once_it_is_declared():
+    import torch
+
+    class Declared(MUTANTS["NarrowH"].backend):
+        intermediate_dtype = torch.bfloat16
+
+    names = ["run_linear_is_within_the_bound"]
+    assert not verify(MUTANTS["NarrowH"].backend("cpu"), only=names, shrink=False).passed
+    assert verify(Declared("cpu"), only=names, shrink=False).passed
+
+
+def test_the_command_exits_0_and_prints_a_line_per_property_where_all_pass():
+    done = run_cli("torch_ref", "--device", "cpu", "--property", "run_qkv_is_right")
+    assert done.returncode == 0
+    assert done.stdout.startswith("ok     run_qkv_is_right: 25 cases")
+    assert "torch_ref on cpu: 1 passed, 0 failed" in done.stdout
+    assert done.stderr == ""
+
+
+def test_the_command_prints_json_alone():
+    done = run_cli("torch_ref", "--device", "cpu", "--property", "run_qkv_is_right", "--json")
+    report = json.loads(done.stdout)
+    assert Counter(result["status"] for result in report["results"]) == {"passed": 1}
+
+
+def test_the_command_runs_one_case():
+    case = repr(LoRACase((0,), ((1,),), 1, 1, (1,), ((1.0,),)))
+    done = run_cli("torch_ref", "--property", "integers_are_exact", "--case", case)
+    assert done.returncode == 0, done.stderr
+    assert "1 cases" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such"], "no LoRA backend named 'no_such'"),
+        (["torch_ref", "--property", "nothing"], "there is no property named 'nothing'"),
+        (["torch_ref", "--case", "LoRACase()"], "--case goes with one --property"),
+    ],
+)
+def test_the_command_exits_2_where_nothing_can_be_run(arguments, message):
+    done = run_cli(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
