@@ -13,13 +13,9 @@ from mutants import MUTANTS, TwoSteps
 from lora_backends import InvalidInputError
 from lora_backends.testing import DEFAULT, LoRACase, case_from, check_case, properties, verify
 
-CLI = """
-from lora_backends.cli import app, main
-from lora_backends.cli.verify import verify
-if not any(command.name == "verify" for command in app.registered_commands):
-    app.command("verify")(verify)
-main()
-"""
+CLI = "from lora_backends.cli import main; main()"
+
+pytestmark = pytest.mark.xdist_group("suite")
 
 
 def run_cli(*arguments):
