@@ -43,11 +43,12 @@ def _describe(name: str, device: str | None) -> dict[str, Any]:
         "differentiable": found.differentiable,
         "deterministic": found.deterministic,
         "batch_invariant": found.batch_invariant,
+        "cuda_graphs": found.cuda_graphs,
     }
 
 
 def _row(backend: dict[str, Any]) -> list[str]:
-    capabilities = ("deterministic", "batch_invariant", "differentiable")
+    capabilities = ("deterministic", "batch_invariant", "differentiable", "cuda_graphs")
     return [
         backend["name"],
         "yes" if backend["runs_here"] else "no: " + " ".join(backend["reasons"]),

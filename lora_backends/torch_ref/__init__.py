@@ -30,7 +30,7 @@ class TorchRefBackend(LoRABackend):
     """
 
     name = "torch_ref"
-    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "xpu", "mps", "meta")
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "xpu", "mps")
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     differentiable = True
     auto_priority = {"cpu": 10, "cuda": 10, "xpu": 10, "mps": 10}
@@ -41,7 +41,7 @@ class TorchRefBackend(LoRABackend):
     @override
     def unavailable_reasons(cls, device: torch.device | str) -> list[str]:
         reasons = super().unavailable_reasons(device)
-        if not reasons and as_device(device).type not in ("cpu", "cuda", "meta"):
+        if not reasons and as_device(device).type not in ("cpu", "cuda"):
             try:
                 torch.empty(0, device=device)
             except (RuntimeError, AssertionError, NotImplementedError) as error:
