@@ -7,12 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 
 from lora_backends import checks
 from lora_backends.batch import LoRABatch
 from lora_backends.weights import LoRAWeights
+
+_GUARDED: WeakSet[Callable[..., Any]] = WeakSet()
+"""Methods that check their arguments first."""
 
 
 @dataclass(eq=False)
@@ -50,8 +54,8 @@ class LoRABackend(ABC):
         UnsupportedInputError: arguments that this backend cannot run; nothing has been written.
     """
 
-    name: ClassVar[str] = ""
-    """The name it is registered under; the class name where it is left empty."""
+    name: str = ""
+    """The name it was asked for by; else the class's own, which is its name if none is given."""
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     """Types of `torch.device` it runs on; ROCm devices are of type cuda."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
@@ -77,8 +81,9 @@ class LoRABackend(ABC):
         if "name" not in cls.__dict__:
             cls.name = cls.__name__
         for operation in checks.CHECKS:
-            if operation in cls.__dict__:
-                setattr(cls, operation, _checked(operation, cls.__dict__[operation]))
+            method = getattr(cls, operation)  # its own, or of a mixin
+            if method not in _GUARDED:
+                setattr(cls, operation, _checked(operation, method))
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = checks.as_device(device)
@@ -171,7 +176,17 @@ class LoRABackend(ABC):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`run_linear` for the three slices q, k and v of a fused attention projection."""
+        """`run_linear` for the three slices q, k and v of a fused attention projection.
+
+        Args:
+            x: as in `run_linear`.
+            weights: a layer of three slices.
+            plan: as in `run_linear`.
+            base_output: as in `run_linear`, [num_tokens, q + k + v].
+
+        Returns:
+            [num_tokens, out_features].
+        """
         return self.run_linear(x, weights, plan, base_output)
 
     def run_gate_up(
@@ -181,7 +196,17 @@ class LoRABackend(ABC):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`run_linear` for the two slices gate and up of a fused MLP projection."""
+        """`run_linear` for the two slices gate and up of a fused MLP projection.
+
+        Args:
+            x: as in `run_linear`.
+            weights: a layer of two slices.
+            plan: as in `run_linear`.
+            base_output: as in `run_linear`, [num_tokens, gate + up].
+
+        Returns:
+            [num_tokens, out_features].
+        """
         return self.run_linear(x, weights, plan, base_output)
 
     def run_embedding(
@@ -194,7 +219,8 @@ class LoRABackend(ABC):
         """Run the LoRA of an embedding: ``run_linear`` with ``x = one_hot(token_ids)``.
 
         This default picks the columns of lora_a that the batch needs and shrinks an identity, so
-        it takes memory for num_tokens x num_tokens values; a backend that gathers overrides it.
+        it takes memory for num_tokens x num_tokens values and waits for the device once; a
+        backend that gathers overrides it.
 
         Args:
             token_ids: [num_tokens] int32 or int64, 0 <= id < in_features (the vocabulary). The
@@ -250,6 +276,7 @@ def _checked(operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
         check(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 
+    _GUARDED.add(call)
     return call
 
 

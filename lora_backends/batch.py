@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from lora_backends.errors import InvalidInputError
@@ -35,11 +37,11 @@ class LoRABatch:
     num_slots: int  # >= 1
 
     def __init__(self, token_slots: torch.Tensor | Sequence[int] | Any, num_slots: int) -> None:
-        _check_num_slots(num_slots)
+        num_slots = _as_num_slots(num_slots)
         slots = _as_int64(token_slots, "token_slots")
         _check_range(slots, num_slots)
         object.__setattr__(self, "token_slots", slots)
-        object.__setattr__(self, "num_slots", int(num_slots))
+        object.__setattr__(self, "num_slots", num_slots)
 
     @classmethod
     def from_sequences(
@@ -74,9 +76,14 @@ class LoRABatch:
                 f"a sequence has a negative length\n"
                 f"  given: lengths {length_per_sequence.tolist()}\n  allowed: 0 or more"
             )
-        _check_num_slots(num_slots)
-        _check_range(slot_per_sequence, num_slots)
-        return cls(slot_per_sequence.repeat_interleave(length_per_sequence), num_slots)
+        _check_range(slot_per_sequence, _as_num_slots(num_slots))
+        try:
+            slots = slot_per_sequence.repeat_interleave(length_per_sequence)
+        except RuntimeError as error:
+            raise InvalidInputError(
+                f"the sequences do not fit into memory\n  given: {length_per_sequence.sum()} tokens"
+            ) from error
+        return cls(slots, num_slots)
 
     @property
     def num_tokens(self) -> int:
@@ -87,11 +94,16 @@ class LoRABatch:
         return f"LoRABatch({self.token_slots.tolist()}, num_slots={self.num_slots})"
 
 
-def _check_num_slots(num_slots: int) -> None:
-    if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
+def _as_num_slots(num_slots: Any) -> int:
+    try:
+        count = 0 if isinstance(num_slots, bool) else operator.index(num_slots)
+    except TypeError:
+        count = 0
+    if count < 1:
         raise InvalidInputError(
             f"num_slots is not a number of slots\n  given: {num_slots!r}\n  allowed: an int >= 1"
         )
+    return count
 
 
 def _check_range(slots: torch.Tensor, num_slots: int) -> None:
@@ -114,6 +126,8 @@ def _as_int64(values: torch.Tensor | Sequence[int] | Any, name: str) -> torch.Te
             f"  to do: keep the slots of a batch on the host; {name}.cpu() waits for the device"
         )
     try:
+        if isinstance(values, np.ndarray):
+            values = np.ascontiguousarray(values)  # torch takes no negative strides
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
@@ -129,4 +143,7 @@ def _as_int64(values: torch.Tensor | Sequence[int] | Any, name: str) -> torch.Te
             f"  given: shape {list(tensor.shape)}, dtype {tensor.dtype}\n"
             f"  allowed: one dimension, an integer dtype"
         )
-    return tensor.to(torch.int64, copy=True).contiguous()
+    result = tensor.to(torch.int64, copy=True).contiguous()
+    if not tensor.dtype.is_signed and bool((result < 0).any()):
+        raise InvalidInputError(f"{name} holds values beyond int64\n  given: dtype {tensor.dtype}")
+    return result

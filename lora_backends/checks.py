@@ -60,13 +60,15 @@ def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """Return a `torch.device`; a CUDA device without a number becomes the current one."""
+    """Return the `torch.device` that tensors on `device` tell: with a number on CUDA alone."""
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidInputError(
             f"no such device\n  given: {device!r}\n  allowed: cpu, cuda, cuda:N, ...\n  {error}"
         ) from error
+    if parsed.type == "cpu":
+        return torch.device("cpu")  # tensors on "cpu:0" say "cpu"
     if parsed.type == "cuda" and parsed.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return parsed
@@ -102,7 +104,7 @@ def check_prepare_batch(backend: LoRABackend, batch: LoRABatch, out: Any | None 
                 f"({backend.plan_type.__name__})"
             )
         for field in ("num_tokens", "num_slots"):
-            planned, wanted = getattr(out, field, None), getattr(batch, field)
+            planned, wanted = _planned(out, field), getattr(batch, field)
             if planned is not None and planned != wanted:
                 problems.invalid.append(
                     f"out was made for {field}={planned}, the batch has {wanted}; "
@@ -133,9 +135,10 @@ def check_run_lora_b(
     """Guard `run_lora_b`."""
     problems = Problems()
     if _weights_fit(problems, backend, weights, plan):
-        tokens = _planned_tokens(plan, h.shape[1] if _is_tensor(h) and h.ndim == 3 else 0)
+        shape_of_h = h.shape if isinstance(h, torch.Tensor) and h.ndim == 3 else (0, 0, 0)
+        tokens = _planned_or(_planned(plan, "num_tokens"), shape_of_h[1])
         shape = (weights.num_slices, tokens, weights.max_rank)
-        if not _is_tensor(h) or tuple(h.shape) != shape:
+        if not isinstance(h, torch.Tensor) or tuple(h.shape) != shape:
             problems.invalid.append(
                 f"h is {describe(h)}; allowed: {list(shape)}, [num_slices, num_tokens, max_rank]"
             )
@@ -146,7 +149,8 @@ def check_run_lora_b(
                 problems.invalid.append("the last axis of h is not contiguous")
             _check_device(problems, backend, "h", h)
             _check_base(problems, backend, base_output, weights, tokens)
-            _check_gradients(problems, backend, h, weights, base_output)
+            if not problems.invalid:
+                _check_gradients(problems, backend, h, weights, base_output)
     problems.raise_if_any(
         backend, "run_lora_b", h=h, weights=weights, plan=plan, base_output=base_output
     )
@@ -173,9 +177,10 @@ def _check_linear(
         _check_same_dtype(problems, x_name, x, weights)
         if not problems.invalid:
             _check_base(problems, backend, base_output, weights, x.shape[0])
-            if base_output is not None and x.numel() and x.data_ptr() == base_output.data_ptr():
+        if not problems.invalid:
+            if base_output is not None and _overlap(x, base_output):
                 problems.invalid.append(
-                    f"{x_name} and base_output share memory; pass a copy of one of them"
+                    f"{x_name} and base_output overlap in memory; pass a copy of one of them"
                 )
             _check_gradients(problems, backend, x, weights, base_output)
     problems.raise_if_any(
@@ -237,20 +242,24 @@ def check_run_embedding(
     """Guard `run_embedding`."""
     problems = Problems()
     if _weights_fit(problems, backend, weights, plan):
-        tokens = _planned_tokens(plan, token_ids.shape[0] if _is_tensor(token_ids) else 0)
+        is_vector = isinstance(token_ids, torch.Tensor) and token_ids.ndim == 1
+        tokens = _planned_or(_planned(plan, "num_tokens"), token_ids.shape[0] if is_vector else 0)
         if (
-            not _is_tensor(token_ids)
+            not is_vector
             or token_ids.dtype not in (torch.int32, torch.int64)
-            or tuple(token_ids.shape) != (tokens,)
+            or token_ids.shape[0] != tokens
+            or not token_ids.is_contiguous()
         ):
             problems.invalid.append(
-                f"token_ids is {describe(token_ids)}; allowed: [{tokens}] int32 or int64"
+                f"token_ids is {describe(token_ids)}; allowed: [{tokens}] int32 or int64, "
+                f"contiguous"
             )
         else:
             _check_device(problems, backend, "token_ids", token_ids)
             _check_token_range(problems, token_ids, weights.in_features)
             _check_base(problems, backend, base_output, weights, tokens)
-            _check_gradients(problems, backend, None, weights, base_output)
+            if not problems.invalid:
+                _check_gradients(problems, backend, None, weights, base_output)
     problems.raise_if_any(
         backend,
         "run_embedding",
@@ -274,14 +283,29 @@ CHECKS: dict[str, Callable[..., None]] = {
 """Every method of the interface, and the check that runs before it."""
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def _planned(plan: Any, field: str) -> int | None:
+    """Return a plan's num_tokens or num_slots; a plan that does not tell is not checked."""
+    value = getattr(plan, field, None)
+    return value if isinstance(value, int) else None
 
 
-def _planned_tokens(plan: Any, otherwise: int) -> int:
-    """Return the plan's number of tokens; a foreign plan that does not tell is not checked."""
-    tokens = getattr(plan, "num_tokens", None)
-    return tokens if isinstance(tokens, int) else otherwise
+def _planned_or(planned: int | None, otherwise: int) -> int:
+    return otherwise if planned is None else planned
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether two matrices share an element; columns of one buffer may lie side by side."""
+    x_first, y_first = x.data_ptr(), y.data_ptr()
+    x_row, y_row = x.stride(0) * x.element_size(), y.stride(0) * y.element_size()
+    x_width, y_width = x.shape[1] * x.element_size(), y.shape[1] * y.element_size()
+    x_end = x_first + (x.shape[0] - 1) * x_row + x_width
+    y_end = y_first + (y.shape[0] - 1) * y_row + y_width
+    if x_first >= y_end or y_first >= x_end or not x.numel() or not y.numel():
+        return False
+    if x_row != y_row or x_row == 0:
+        return True
+    apart = (y_first - x_first) % x_row  # where a row of y starts within a row of x's buffer
+    return apart < x_width or apart + y_width > x_row
 
 
 def _last_axis_contiguous(tensor: torch.Tensor) -> bool:
@@ -299,8 +323,8 @@ def _weights_fit(problems: Problems, backend: LoRABackend, weights: LoRAWeights,
             f"returned ({backend.plan_type.__name__})"
         )
         return False
-    num_slots = getattr(plan, "num_slots", weights.num_slots)
-    if num_slots != weights.num_slots:
+    num_slots = _planned(plan, "num_slots")
+    if num_slots is not None and num_slots != weights.num_slots:
         problems.invalid.append(
             f"the plan is for {num_slots} slots, the weights have {weights.num_slots}; "
             f"prepare the batch with num_slots={weights.num_slots}"
@@ -329,7 +353,7 @@ def _check_rows(
     if not isinstance(x, torch.Tensor) or x.ndim != 2:
         problems.invalid.append(f"{name} is {describe(x)}; allowed: a tensor of two axes")
         return
-    tokens = _planned_tokens(plan, x.shape[0])
+    tokens = _planned_or(_planned(plan, "num_tokens"), x.shape[0])
     if tuple(x.shape) != (tokens, width):
         problems.invalid.append(
             f"{name} is {list(x.shape)}; allowed: [{tokens}, {width}], the plan's tokens and the "
@@ -401,10 +425,17 @@ def _check_gradients(
     weights: LoRAWeights,
     base_output: torch.Tensor | None = None,
 ) -> None:
-    """Refuse to lose a gradient silently."""
-    if backend.differentiable or not torch.is_grad_enabled():
+    """Refuse to lose a gradient silently, and to write to a leaf of the graph."""
+    if not torch.is_grad_enabled():
         return
-    tensors = (x, weights.lora_a, weights.lora_b, base_output)
+    if base_output is not None and base_output.requires_grad and base_output.is_leaf:
+        problems.invalid.append(
+            "base_output is a leaf that requires a gradient, so it cannot be added to in place; "
+            "pass base_output.clone(), or call under torch.no_grad()"
+        )
+    if backend.differentiable:
+        return
+    tensors = (x, weights.lora_a, weights.lora_b, weights.bias, base_output)
     if any(tensor is not None and tensor.requires_grad for tensor in tensors):
         problems.unsupported.append(
             "a tensor requires a gradient, which this backend does not compute; "

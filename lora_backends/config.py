@@ -16,13 +16,13 @@ from pydantic_settings import (
     EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 from typing_extensions import override
 
-from lora_backends.errors import InvalidInputError, did_you_mean
-from lora_backends.registry import AUTO, backend_names
-
-ENV_PREFIX = "LORA_BACKENDS_"
+from lora_backends.checks import as_device
+from lora_backends.errors import InvalidInputError, UnknownBackendError, did_you_mean
+from lora_backends.registry import AUTO, ENV_PREFIX, backend_names
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,19 @@ class _FileSource(PydanticBaseSettingsSource):
 
     @override
     def __call__(self) -> dict[str, Any]:
+        """Leave out what a stronger source gives: tables are replaced whole, not merged.
+
+        Options belong to a backend: those of the file go when another backend is asked for.
+        """
         file = _FILE.get()
-        return dict(file.values) if file else {}
+        values = (
+            {k: v for k, v in file.values.items() if k not in self.current_state} if file else {}
+        )
+        if file and self.current_state.get("backend", file.values.get("backend")) != (
+            file.values.get("backend")
+        ):
+            values.pop("backend_options", None)
+        return values
 
 
 class _EnvSource(EnvSettingsSource):
@@ -58,9 +69,13 @@ class _EnvSource(EnvSettingsSource):
         self, field_name: str, field: Any, value: Any, value_is_complex: bool
     ) -> Any:
         prepared = super().prepare_field_value(field_name, field, value, value_is_complex)
-        if field.annotation is int and isinstance(prepared, str) and prepared.strip().isdigit():
+        if field.annotation is int and isinstance(prepared, str) and prepared.strip().isdecimal():
             return int(prepared)
         return prepared
+
+    @override
+    def __call__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__call__().items() if k not in self.current_state}
 
 
 class LoRAConfig(BaseSettings):
@@ -68,7 +83,8 @@ class LoRAConfig(BaseSettings):
 
     Every field may be given as an argument, as an environment variable with the prefix
     ``LORA_BACKENDS_`` (tables as JSON), or in a TOML file (`from_file`), in this order of
-    precedence::
+    precedence. A table is taken whole from the strongest source that has it, and options in a file
+    go with the file's backend::
 
         backend = "auto"
         max_rank = 16
@@ -89,7 +105,7 @@ class LoRAConfig(BaseSettings):
     """A registered name or "auto"."""
     device: str = AUTO
     """"cpu", "cuda", "cuda:1", ... or "auto"."""
-    dtype: Literal["float16", "bfloat16", "float32", "auto"] = "auto"
+    dtype: Literal["float16", "bfloat16", "float32", "float64", "auto"] = "auto"
     """Dtype that a model is loaded in; "auto": as its checkpoint says."""
     max_adapters: StrictInt = Field(default=8, ge=1)
     """Slots: adapters that may be loaded at once."""
@@ -105,7 +121,14 @@ class LoRAConfig(BaseSettings):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise InvalidInputError(self._explain(error, values)) from error
+            unknown = any("no backend named" in detail["msg"] for detail in error.errors())
+            kind = UnknownBackendError if unknown else InvalidInputError
+            raise kind(self._explain(error, values)) from error
+        except SettingsError as error:
+            raise InvalidInputError(
+                f"the environment is wrong: {error}\n  allowed: tables as JSON, e.g. "
+                f"{ENV_PREFIX}BACKEND_OPTIONS='{{\"tile\": 32}}'"
+            ) from error
 
     @classmethod
     def from_file(cls, path: str | Path, **overrides: Any) -> Self:
@@ -162,6 +185,18 @@ class LoRAConfig(BaseSettings):
                 f"registered: {', '.join(names)}"
             )
         return backend
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if device != AUTO:
+            as_device(device)  # an InvalidInputError is a ValueError
+        return device
+
+    @field_validator("adapters")
+    @classmethod
+    def _expanded(cls, adapters: dict[str, Path]) -> dict[str, Path]:
+        return {name: folder.expanduser() for name, folder in adapters.items()}
 
     @classmethod
     def _check_environment(cls) -> None:

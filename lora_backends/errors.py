@@ -22,6 +22,10 @@ class BackendUnavailableError(LoRABackendError, RuntimeError):
     """The backend asked for by name is not registered, not importable or does not run here."""
 
 
+class UnknownBackendError(BackendUnavailableError, InvalidInputError):
+    """No backend of that name is registered: given as an argument or in a configuration."""
+
+
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest allowed word, or an empty string."""
     close = difflib.get_close_matches(given, list(allowed), n=1)

@@ -7,6 +7,7 @@ imports nothing; a plugin that fails to import hurts only the one who asks for i
 from __future__ import annotations
 
 import inspect
+import os
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,20 @@ import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.checks import as_device
-from lora_backends.errors import BackendUnavailableError, InvalidInputError, did_you_mean
+from lora_backends.errors import (
+    BackendUnavailableError,
+    InvalidInputError,
+    LoRABackendError,
+    UnknownBackendError,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from lora_backends.config import LoRAConfig
 
 GROUP = "lora_backends"
 AUTO = "auto"
+ENV_PREFIX = "LORA_BACKENDS_"
 
 
 def backend_names() -> list[str]:
@@ -44,10 +52,9 @@ def backend_class(name: str) -> type[LoRABackend]:
     entry = _entry_point(name)
     try:
         loaded = entry.load()
-    except Exception as error:  # whatever a plugin raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever a plugin does while it is imported
         raise BackendUnavailableError(
-            f"backend {name!r} does not import: {type(error).__name__}: {error}\n"
-            f"  registered by: {_origin(entry)}"
+            f"backend {name!r} does not import: {_told(error)}\n  registered by: {_origin(entry)}"
         ) from error
     if not (isinstance(loaded, type) and issubclass(loaded, LoRABackend)):
         raise BackendUnavailableError(
@@ -71,7 +78,7 @@ def unavailable_reasons(name: str, device: torch.device | str | None = None) -> 
         found = backend_class(name)
     except BackendUnavailableError as error:
         return [str(error)]
-    return found.unavailable_reasons(_resolve_device(device))
+    return _reasons(name, found, _resolve_device(device))
 
 
 def get_backend(
@@ -94,71 +101,97 @@ def get_backend(
         A new backend. A name that was given never falls back to another.
 
     Raises:
-        BackendUnavailableError: the name is not registered or does not run on the device.
-        InvalidInputError: an option that the backend does not have, or a wrong value.
+        BackendUnavailableError: the name is not registered, does not run on the device, or fails
+            while it is made.
+        InvalidInputError: an option that the backend does not have.
     """
-    if device is None or not isinstance(name, str):
+    if not isinstance(name, str):
         config = _as_config(name)
         device = config.device if device is None else device
-        if not isinstance(name, str):
-            name, options = config.backend, {**config.backend_options, **options}
+        name, options = config.backend, {**config.backend_options, **options}
+    elif device is None:
+        device = os.environ.get(ENV_PREFIX + "DEVICE")
     resolved = _resolve_device(device)
     if name == AUTO:
-        return _create(_best_class(resolved), resolved, options)
+        return _create_best(resolved, options)
     found = backend_class(name)
-    reasons = found.unavailable_reasons(resolved)
+    reasons = _reasons(name, found, resolved)
     if reasons:
         lines = "".join(f"\n  - {reason}" for reason in reasons)
         raise BackendUnavailableError(
             f"backend {name!r} does not run on {resolved}:{lines}\n"
             f"  runs there: {', '.join(_runnable_names(resolved)) or 'none'}"
         )
-    return _create(found, resolved, options)
+    return _create(name, found, resolved, options)
 
 
-def _as_config(name: str | LoRAConfig | None) -> LoRAConfig:
+def _as_config(config: LoRAConfig | None) -> LoRAConfig:
     """Return the configuration given, else the one that the environment holds."""
     from lora_backends.config import LoRAConfig  # kernels need no settings library
 
-    if name is None or isinstance(name, str):
+    if config is None:
         return LoRAConfig()
-    if isinstance(name, LoRAConfig):
-        return name
+    if isinstance(config, LoRAConfig):
+        return config
     raise InvalidInputError(
-        f"a backend is chosen by its name or a LoRAConfig\n  given: a {type(name).__name__}"
+        f"a backend is chosen by its name or a LoRAConfig\n  given: a {type(config).__name__}"
     )
 
 
-def _create(found: type[LoRABackend], device: torch.device, options: dict[str, Any]) -> LoRABackend:
+def _create(
+    name: str, found: type[LoRABackend], device: torch.device, options: dict[str, Any]
+) -> LoRABackend:
     parameters = inspect.signature(found).parameters
     allowed = [parameter for parameter in parameters if parameter != "device"]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for option in options:
         if option not in allowed and not takes_any:
             raise InvalidInputError(
-                f"backend {found.name!r} has no option {option!r}{did_you_mean(option, allowed)}\n"
+                f"backend {name!r} has no option {option!r}{did_you_mean(option, allowed)}\n"
                 f"  allowed: {', '.join(allowed) or 'none; this backend has no options'}"
             )
-    return found(device=device, **options)
+    try:
+        backend = found(device=device, **options)
+    except LoRABackendError:
+        raise
+    except Exception as error:  # whatever a plugin raises
+        raise BackendUnavailableError(f"backend {name!r} fails: {_told(error)}") from error
+    backend.name = name  # commands and errors name what can be asked for
+    return backend
 
 
-def _best_class(device: torch.device) -> type[LoRABackend]:
-    """Return the class of the highest priority that runs on `device`; broken plugins lose."""
-    candidates: list[tuple[int, str, type[LoRABackend]]] = []
+def _create_best(device: torch.device, options: dict[str, Any]) -> LoRABackend:
+    """Return the backend of the highest priority that runs on `device`; broken plugins lose."""
+    candidates = []
     for name in backend_names():
         try:
             found = backend_class(name)
-            priority = found.auto_priority.get(device.type)
-            if priority is not None and not found.unavailable_reasons(device):
-                candidates.append((priority, name, found))
-        except BackendUnavailableError:
+            priority = int(dict(found.auto_priority)[device.type])
+        except (BackendUnavailableError, KeyError, TypeError, ValueError):
             continue  # named by `lora-backends list` and by whoever asks for it
-    if not candidates:
-        raise BackendUnavailableError(
-            f"no backend runs on {device}\n"
-            f"  registered: {', '.join(backend_names()) or 'none; is lora-backends installed?'}"
-        )
-    return max(candidates, key=lambda candidate: candidate[:2])[2]
+        if not _reasons(name, found, device):
+            candidates.append((priority, name, found))
+    for _, name, found in sorted(candidates, key=lambda c: c[:2], reverse=True):
+        try:
+            return _create(name, found, device, options)
+        except BackendUnavailableError:
+            continue
+    raise BackendUnavailableError(
+        f"no backend runs on {device}\n"
+        f"  registered: {', '.join(backend_names()) or 'none; is lora-backends installed?'}"
+    )
+
+
+def _reasons(name: str, found: type[LoRABackend], device: torch.device) -> list[str]:
+    """Return a backend's own reasons; that it cannot even tell is one."""
+    try:
+        return list(found.unavailable_reasons(device))
+    except Exception as error:  # whatever a plugin raises
+        return [f"{name} fails to tell whether it runs: {_told(error)}."]
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _runnable_names(device: torch.device) -> list[str]:
@@ -175,7 +208,7 @@ def _entry_point(name: str) -> EntryPoint:
     found = list(entry_points(group=GROUP, name=name)) if isinstance(name, str) else []
     if not found:
         names = backend_names()
-        raise BackendUnavailableError(
+        raise UnknownBackendError(
             f"no LoRA backend named {name!r}{did_you_mean(str(name), names) or ';'} "
             f"registered: {', '.join(names) or 'none; is lora-backends installed?'}"
         )

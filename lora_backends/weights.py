@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from lora_backends.errors import InvalidInputError
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What weights may be made of; a backend supports some of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,17 +50,12 @@ class LoRAWeights:
         _check_tensors(self)
         object.__setattr__(self, "output_slices", _as_widths(self.output_slices))
         device = self.lora_a.device
-        object.__setattr__(self, "ranks", _as_ranks(self.ranks).to(device))
-        object.__setattr__(self, "scalings", torch.as_tensor(self.scalings).to(device).float())
+        object.__setattr__(self, "ranks", _as_numbers(self.ranks, "ranks", "int32").to(device))
+        scalings = _as_numbers(self.scalings, "scalings", "float32")
+        object.__setattr__(self, "scalings", scalings.to(device, torch.float32))
         _check_shapes(self)
-        wrong = (self.ranks < 0) | (self.ranks > self.max_rank)
-        if bool(wrong.any()):
-            slot, slice_index = (int(i) for i in wrong.nonzero()[0])
-            raise InvalidInputError(
-                f"a rank is out of range\n"
-                f"  given: ranks[{slot}, {slice_index}] = {int(self.ranks[slot, slice_index])}\n"
-                f"  allowed: 0 to {self.max_rank} (max_rank, the third axis of lora_a)"
-            )
+        _check_ranks(self.ranks, self.max_rank)
+        object.__setattr__(self, "ranks", self.ranks.to(torch.int32))
 
     @property
     def num_slots(self) -> int:
@@ -106,8 +106,11 @@ class LoRAWeights:
 
 
 def _as_widths(output_slices: Sequence[int]) -> tuple[int, ...]:
-    widths = tuple(output_slices)
-    if not widths or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in widths):
+    try:
+        widths = tuple(0 if isinstance(w, bool) else operator.index(w) for w in output_slices)
+    except TypeError:
+        widths = ()
+    if not widths or min(widths) < 1:
         raise InvalidInputError(
             f"output_slices is not a tuple of widths\n  given: {output_slices!r}\n"
             f"  allowed: at least one int >= 1, one per slice"
@@ -115,13 +118,33 @@ def _as_widths(output_slices: Sequence[int]) -> tuple[int, ...]:
     return widths
 
 
-def _as_ranks(ranks: torch.Tensor) -> torch.Tensor:
-    tensor = torch.as_tensor(ranks)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+def _as_numbers(values: Any, name: str, wanted: str) -> torch.Tensor:
+    """Return `values` as a tensor of the kind of numbers that is wanted, in its own dtype."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
-            f"ranks are not integers\n  given: dtype {tensor.dtype}\n  allowed: int32"
+            f"{name} cannot be read as a tensor\n  given: {type(values).__name__} ({error})\n"
+            f"  allowed: [num_slots, num_slices] {wanted}"
+        ) from error
+    odd = tensor.is_complex() or tensor.dtype == torch.bool
+    if odd or (wanted == "int32" and tensor.is_floating_point()):
+        raise InvalidInputError(
+            f"{name} has the wrong dtype\n  given: {tensor.dtype}\n  allowed: {wanted}"
         )
-    return tensor.to(torch.int32)
+    return tensor
+
+
+def _check_ranks(ranks: torch.Tensor, max_rank: int) -> None:
+    wide = ranks.to(torch.int64)
+    wrong = (wide < 0) | (wide > max_rank)
+    if bool(wrong.any()):
+        slot, slice_index = (int(i) for i in wrong.nonzero()[0])
+        raise InvalidInputError(
+            f"a rank is out of range\n"
+            f"  given: ranks[{slot}, {slice_index}] = {int(wide[slot, slice_index])}\n"
+            f"  allowed: 0 to {max_rank} (max_rank, the third axis of lora_a)"
+        )
 
 
 def _check_tensors(weights: LoRAWeights) -> None:
@@ -129,7 +152,7 @@ def _check_tensors(weights: LoRAWeights) -> None:
     for name, tensor in (("lora_a", a), ("lora_b", b), ("bias", bias)):
         if tensor is None and name == "bias":
             continue
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise InvalidInputError(
                 f"{name} is not a floating-point tensor\n  given: {kind}\n"

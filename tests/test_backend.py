@@ -5,6 +5,7 @@ import torch
 from layers import small_batch, small_weights
 
 from lora_backends import (
+    BackendUnavailableError,
     InvalidInputError,
     LoRABackend,
     LoRABackendError,
@@ -128,6 +129,7 @@ BAD = [
         "rows of base_output overlap",
     ),
     ("run_linear", {"base_output": STRIDED[:, :14]}, "last axis of base_output"),
+    ("run_linear", {"base_output": [1]}, r"base_output is \(list\)"),
     ("run_linear", {"weights": None}, "NoneType; allowed: LoRAWeights"),
     ("run_linear", {"plan": 3}, "TorchRefPlan"),
     ("run_lora_a", {"x": torch.zeros(6, 10)}, r"x is \[6, 10\]"),
@@ -141,11 +143,11 @@ BAD = [
 @pytest.mark.parametrize(("method", "change", "told"), BAD)
 def test_contradictory_arguments_are_refused_before_anything_is_written(job, method, change, told):
     base = change.get("base_output", torch.zeros(7, 14))
-    before = base.clone()
+    before = torch.as_tensor(base).clone()
     with pytest.raises(InvalidInputError, match=told) as raised:
         job(method, **{"base_output": base} | change)
     assert f"backend 'torch_ref' cannot run {method}" in str(raised.value)
-    assert torch.equal(base, before)
+    assert torch.equal(torch.as_tensor(base), before)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,8 @@ def test_contradictory_arguments_are_refused_before_anything_is_written(job, met
         (torch.tensor([0] * 6 + [-1]), r"range over -1..0"),
         (torch.zeros(7), r"\[7\] int32 or int64"),
         (torch.zeros(6, dtype=torch.int64), r"allowed: \[7\]"),
+        (torch.tensor(1), r"allowed: \[7\]"),
+        (torch.zeros(14, dtype=torch.int64)[::2], "contiguous"),
     ],
 )
 def test_bad_token_ids_are_refused(ids, told):
@@ -167,7 +171,7 @@ def test_x_and_base_output_may_not_be_one_tensor():
     backend = TorchRefBackend()
     weights = small_weights(slices=(10,))
     x = torch.randn(7, 10)
-    with pytest.raises(InvalidInputError, match="share memory"):
+    with pytest.raises(InvalidInputError, match="overlap in memory"):
         backend.run_linear(x, weights, backend.prepare_batch(small_batch()), x)
 
 
@@ -199,3 +203,71 @@ def test_every_error_has_one_root():
     assert issubclass(InvalidInputError, LoRABackendError)
     assert issubclass(InvalidInputError, ValueError)
     assert issubclass(UnsupportedInputError, NotImplementedError)
+    assert issubclass(UnsupportedInputError, LoRABackendError)
+    assert issubclass(BackendUnavailableError, RuntimeError)
+    assert issubclass(BackendUnavailableError, LoRABackendError)
+
+
+def test_what_a_mixin_brings_is_checked_too():
+    class Mixin:
+        def run_linear(self, x, weights, plan, base_output=None):
+            base_output.zero_()
+            return base_output
+
+    class Mixed(Mixin, TorchRefBackend):
+        pass
+
+    backend, base = Mixed(), torch.ones(7, 14)
+    with pytest.raises(InvalidInputError):
+        backend.run_linear(torch.zeros(9, 1), small_weights(), None, base)
+    assert (base == 1).all()
+
+
+def test_columns_of_one_buffer_may_lie_side_by_side_but_not_overlap():
+    backend, weights = TorchRefBackend(), small_weights()
+    plan, buffer = backend.prepare_batch(small_batch()), torch.randn(7, 30)
+    x = buffer[:, :10].clone()
+    expected = backend.run_linear(x, weights, plan, buffer[:, 10:24].clone())
+    assert torch.equal(
+        backend.run_linear(buffer[:, :10], weights, plan, buffer[:, 10:24]), expected
+    )
+    for first in (1, 9):
+        with pytest.raises(InvalidInputError, match="overlap in memory"):
+            backend.run_linear(buffer[:, :10], weights, plan, buffer[:, first : first + 14])
+    backend.run_linear(buffer[:, 20:], weights, plan, buffer[:, 6:20])
+    with pytest.raises(InvalidInputError, match="overlap in memory"):
+        backend.run_linear(buffer[:, 19:29], weights, plan, buffer[:, 6:20])
+
+
+def test_a_leaf_that_requires_a_gradient_is_not_written_to(job):
+    with pytest.raises(InvalidInputError, match="leaf that requires a gradient"):
+        job(base_output=torch.zeros(7, 14, requires_grad=True))
+
+
+def test_a_bias_that_requires_a_gradient_is_not_lost():
+    weights = small_weights(bias=True)
+    weights.bias.requires_grad_()
+    backend = Minimal()
+    with pytest.raises(UnsupportedInputError, match="requires a gradient"):
+        backend.run_linear(torch.randn(7, 10), weights, backend.prepare_batch(small_batch()))
+
+
+def test_a_plan_whose_sizes_are_no_ints_is_not_checked():
+    class Odd(Minimal):
+        def prepare_batch(self, batch, out=None):
+            class Plan(dict):
+                num_tokens = torch.tensor([1, 2])
+                num_slots = torch.tensor([1, 2])
+
+            return Plan(slots=batch.token_slots)
+
+    backend = Odd()
+    plan = backend.prepare_batch(small_batch())
+    backend.run_linear(torch.randn(7, 10), small_weights(), plan)
+    backend.prepare_batch(small_batch(), out=plan)
+
+
+def test_a_numbered_cpu_is_the_cpu():
+    backend = TorchRefBackend("cpu:0")
+    plan = backend.prepare_batch(small_batch())
+    assert backend.run_linear(torch.randn(7, 10), small_weights(), plan).shape == (7, 14)

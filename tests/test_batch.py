@@ -11,6 +11,7 @@ from lora_backends import NO_ADAPTER, InvalidInputError, LoRABatch
         [0, -1, 2, 2],
         (0, -1, 2, 2),
         np.array([0, -1, 2, 2], dtype=np.int16),
+        np.array([2, 2, -1, 0])[::-1],
         torch.tensor([0, -1, 2, 2], dtype=torch.int32),
     ],
 )
@@ -49,6 +50,7 @@ def test_sequences_repeat_their_slot():
         (["a"], 3, "cannot be read"),
         ([0], 0, "num_slots"),
         ([0], True, "num_slots"),
+        (np.array([2**64 - 1], dtype=np.uint64), 3, "beyond int64"),
         ([0], 1.0, "num_slots"),
         (torch.zeros(2, dtype=torch.int64, device="meta"), 1, "meta"),
     ],
@@ -65,3 +67,7 @@ def test_bad_slots_are_refused_with_what_was_given(slots, num_slots, told):
 def test_bad_sequences_are_refused(slots, lengths, told):
     with pytest.raises(InvalidInputError, match=told):
         LoRABatch.from_sequences(slots, lengths, 2)
+
+
+def test_numpy_integers_count_slots():
+    assert LoRABatch([0], np.int64(3)).num_slots == 3

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lora_backends.cli import app
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import BackendUnavailableError, InvalidInputError
 
 
 def run(*arguments):
@@ -52,6 +52,8 @@ def test_an_error_is_one_message_without_traceback():
         (["--prompt", "a", "--adapter", "pirate"], "allowed: NAME=FOLDER"),
         (["--prompt", "a", "--prompt", "b", "--use", "x", "--use", "y", "--use", "z"], "3 times"),
         (["--use", "x"], "--use goes with --prompt"),
+        (["--prompt", ""], "prompts.0.text"),
+        (["--prompt", "a", "--model", "m", "--device", "banana"], "no such device"),
         (["--prompt", "a", "--model", "nowhere/at/all"], "cannot load the model"),
         (["--prompt", "a", "--model", "m", "--backend", "tritn"], "no backend named 'tritn'"),
         (["--prompt", "a", "--model", "m", "--max-new-tokens", "0"], "max_new_tokens"),
@@ -132,3 +134,15 @@ def test_a_row_that_differs_when_run_alone_is_status_1(tiny_job, monkeypatch):
 def test_an_unknown_adapter_is_named(tiny_job):
     result = run("generate", "--config", str(tiny_job), "--prompt", "a", "--use", "onne")
     assert "no adapter named 'onne'; did you mean 'one'" in str(result.exception)
+
+
+def test_a_device_that_is_not_here_is_refused_before_the_model_is_loaded(tiny_job):
+    result = run("generate", "--config", str(tiny_job), "--device", "cuda:99")
+    assert isinstance(result.exception, BackendUnavailableError)
+    assert "does not run on cuda:99" in str(result.exception)
+
+
+def test_base_rows_alone_can_be_compared(tiny_job):
+    result = run("generate", "--config", str(tiny_job), "--prompt", "a", "--compare", "--json")
+    assert result.exit_code == 0, result.output
+    assert "base model, no adapters" in json.loads(result.stdout)["tokens_per_second"]

@@ -1,6 +1,6 @@
 import pytest
 
-from lora_backends import InvalidInputError, LoRAConfig
+from lora_backends import BackendUnavailableError, InvalidInputError, LoRAConfig
 from lora_backends.cli.generate_config import GenerateConfig
 
 
@@ -38,7 +38,10 @@ def test_tables_come_from_the_environment_as_json(monkeypatch):
         ("max_adapters = 0", "max_adapters in FILE: Input should be greater than or equal to 1"),
         ("backend = 'torchref'", "did you mean 'torch_ref'"),
         ("backend = 3", "backend in FILE: Input should be a valid string"),
-        ("dtype = 'float8'", "Input should be 'float16', 'bfloat16', 'float32' or 'auto'"),
+        (
+            "dtype = 'float8'",
+            "Input should be 'float16', 'bfloat16', 'float32', 'float64' or 'auto'",
+        ),
         ("adapters = 'a'", "adapters in FILE: Input should be a valid dictionary"),
         ("[adapters]\na = 3", "adapters.a in FILE"),
         ("max_rank = ", "FILE is not valid TOML"),
@@ -86,3 +89,35 @@ def test_a_nested_unknown_key_gets_the_names_of_its_own_table(file):
     message = str(raised.value)
     assert "prompts.0.adaptor" in message and "did you mean 'adapter'" in message
     assert "allowed: text, adapter" in message
+
+
+def test_a_table_is_replaced_whole(file, monkeypatch):
+    path = file("[adapters]\na = 'x'\n")
+    assert LoRAConfig.from_file(path, adapters={}).adapters == {}
+    monkeypatch.setenv("LORA_BACKENDS_ADAPTERS", '{"b": "/y"}')
+    assert list(LoRAConfig.from_file(path).adapters) == ["b"]
+    assert list(LoRAConfig.from_file(path, adapters={"c": "/z"}).adapters) == ["c"]
+
+
+def test_options_in_a_file_go_with_its_backend(file):
+    path = file("backend = 'auto'\n[backend_options]\ntile = 8\n")
+    assert LoRAConfig.from_file(path).backend_options == {"tile": 8}
+    assert LoRAConfig.from_file(path, backend="torch_ref").backend_options == {}
+    assert LoRAConfig.from_file(path, backend="auto").backend_options == {"tile": 8}
+
+
+def test_broken_json_in_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("LORA_BACKENDS_BACKEND_OPTIONS", "{bad")
+    with pytest.raises(InvalidInputError, match="backend_options"):
+        LoRAConfig()
+
+
+def test_a_device_that_is_none_is_refused():
+    with pytest.raises(InvalidInputError, match="device in the arguments"):
+        LoRAConfig(device="banana")
+
+
+def test_an_unknown_backend_is_unavailable_and_invalid():
+    for error in (InvalidInputError, BackendUnavailableError):
+        with pytest.raises(error, match="did you mean 'torch_ref'"):
+            LoRAConfig(backend="torchref")

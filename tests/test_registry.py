@@ -73,7 +73,6 @@ def test_a_plugin_is_found_by_name_with_its_options(install):
 def test_auto_takes_the_highest_priority_that_runs(install):
     install("lb_plugin_b", PLUGIN.replace("PRIORITY", "99"), "plugin", "lb_plugin_b:Plugin")
     assert get_backend("auto", device="cpu").name == "plugin"
-    assert get_backend("auto", device="meta" if False else "cpu").device == torch.device("cpu")
 
 
 def test_auto_never_takes_a_backend_that_declares_no_priority(install):
@@ -89,6 +88,57 @@ def test_a_broken_plugin_hurts_only_the_one_who_asks_for_it(install):
         get_backend("plugin", device="cpu")
     assert "lb_plugin_d 1.0" in str(raised.value)
     assert "no_such_module_here" in unavailable_reasons("plugin", "cpu")[0]
+
+
+BROKEN = {
+    "leaves": "raise SystemExit(3)",
+    "cannot tell": PLUGIN.replace("PRIORITY", "99")
+    + """
+        @classmethod
+        def unavailable_reasons(cls, device):
+            raise ModuleNotFoundError("no_such_module_here")
+""",
+    "cannot be made": PLUGIN.replace("PRIORITY", "99").replace(
+        "self.tile = tile", "raise RuntimeError('no_such_module_here')"
+    ),
+    "takes no device": PLUGIN.replace("PRIORITY", "99")
+    .replace('device="cpu", *, tile: int = 16', "")
+    .replace("super().__init__(device)", "pass"),
+    "is abstract": """
+    from lora_backends import LoRABackend
+
+    class Plugin(LoRABackend):
+        auto_priority = {"cpu": 99}
+""",
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_plugin_that_fails_in_any_way_is_passed_over_by_auto(install, how):
+    install("lb_plugin_x", BROKEN[how], "plugin", "lb_plugin_x:Plugin")
+    assert get_backend("auto", device="cpu").name != "plugin"
+    unavailable_reasons("plugin", "cpu")
+    with pytest.raises(BackendUnavailableError, match="plugin"):
+        get_backend("plugin", device="cpu")
+
+
+@pytest.mark.parametrize("priority", ["None", "'high'"])
+def test_a_priority_that_is_none_is_passed_over(install, priority):
+    code = PLUGIN.replace('{"cpu": PRIORITY}', priority)
+    install("lb_plugin_y", code, "plugin", "lb_plugin_y:Plugin")
+    assert get_backend("auto", device="cpu").name != "plugin"
+    assert get_backend("plugin", device="cpu").name == "plugin"
+
+
+def test_a_backend_is_called_by_the_name_that_it_is_registered_under(install):
+    install("lb_plugin_z", PLUGIN.replace("PRIORITY", "0"), "other", "lb_plugin_z:Plugin")
+    assert get_backend("other", device="cpu").name == "other"
+
+
+def test_a_name_given_does_not_ask_the_environment_for_one(monkeypatch):
+    monkeypatch.setenv("LORA_BACKENDS_BACKEND", "nosuch")
+    monkeypatch.setenv("LORA_BACKENDS_DEVICE", "cpu")
+    assert get_backend("torch_ref").device == torch.device("cpu")
 
 
 def test_an_entry_point_that_is_no_backend_is_named(install):

@@ -113,3 +113,19 @@ def test_gradients_flow_to_x_and_both_matrices(backend, bias):
 
     base = torch.randn(7, 14, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(run, (x, finite["lora_a"], finite["lora_b"], base))
+
+
+def test_a_scaling_of_rank_0_is_never_read(backend):
+    weights, plan = small_weights(bias=True), backend.prepare_batch(small_batch())
+    x = torch.randn(7, 10)
+    expected = backend.run_linear(x, weights, plan)
+    weights.scalings[weights.ranks == 0] = torch.nan
+    assert torch.equal(backend.run_linear(x, weights, plan), expected)
+
+
+def test_a_float64_base_output_keeps_its_digits(backend):
+    base = torch.full((7, 14), 1 + 1e-12, dtype=torch.float64)
+    y = backend.run_linear(
+        torch.zeros(7, 10), small_weights(), backend.prepare_batch(small_batch()), base.clone()
+    )
+    assert torch.equal(y, base)

@@ -63,8 +63,8 @@ class GatherBackend(LoRABackend):
             within = mask[:, s]  # [T, R]
             b = torch.where(within[:, None], weights.lora_b[plan.slots, start:end], 0).float()
             delta = torch.einsum("tr,tnr->tn", torch.where(within, h[s], 0), b)
-            delta = delta * weights.scalings[plan.slots, s, None]
             touched = within[:, :1]  # a rank above 0
+            delta = delta * torch.where(touched, weights.scalings[plan.slots, s, None], 0)
             if weights.bias is not None:
                 delta = delta + weights.bias[plan.slots, start:end]
                 touched = plan.active

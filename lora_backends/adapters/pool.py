@@ -51,8 +51,9 @@ class AdapterPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if max_rank < 1:
-            raise InvalidInputError(f"max_rank is {max_rank}; allowed: 1 or more")
+        for key, number in (("max_adapters", max_adapters), ("max_rank", max_rank)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise InvalidInputError(f"{key} is {number!r}; allowed: an int, 1 or more")
         self.modules = dict(modules)
         self.slots = SlotTable(max_adapters)
         self.max_rank = max_rank
@@ -86,6 +87,8 @@ class AdapterPool:
         """
         if not isinstance(name, str) or not name:
             raise InvalidInputError(f"an adapter's name is a non-empty str; given: {name!r}")
+        if not isinstance(folder, (str, Path)):
+            raise InvalidInputError(f"a checkpoint is a folder; given: {folder!r}")
         if name in self.slots and not replace_existing:
             raise InvalidInputError(
                 f"an adapter named {name!r} is loaded already\n"
@@ -98,14 +101,15 @@ class AdapterPool:
 
     def add(self, name: str, checkpoint: Checkpoint) -> Loaded:
         """Put a checkpoint that was read before into a slot, replacing one of the same name."""
-        slot, evicted = self.slots.candidate(name)
         staged = {module: self._stage(delta) for module, delta in checkpoint.modules.items()}
-        stacks = {module: self._stack(module, delta) for module, delta in staged.items()}
-        self._stacks |= stacks
-        self._clear(slot)
-        for module, delta in staged.items():
-            self._write(module, slot, delta)
-        self.slots.assign(name, slot, evicted)
+        with self.slots.lock:  # no call may take the slot while it is written
+            slot, evicted = self.slots.candidate(name)
+            stacks = {module: self._stack(module, delta) for module, delta in staged.items()}
+            self._stacks |= stacks
+            self._clear(slot)
+            for module, delta in staged.items():
+                self._write(module, slot, delta)
+            self.slots.assign(name, slot, evicted)
         return Loaded(name, slot, evicted)
 
     def unload(self, name: str) -> None:
@@ -114,7 +118,8 @@ class AdapterPool:
         Raises:
             InvalidInputError: it is not loaded, or pinned or in use.
         """
-        self._clear(self.slots.release(name))
+        with self.slots.lock:
+            self._clear(self.slots.release(name))
 
     def weights(self, module: str) -> LoRAWeights | None:
         """Return the stack of a module, or None where no loaded adapter touches it."""

@@ -25,9 +25,11 @@ class SlotTable:
             raise InvalidInputError(f"max_adapters is {num_slots}; allowed: 1 or more")
         self.num_slots = num_slots
         self._slots: OrderedDict[str, int] = OrderedDict()  # oldest use first
-        self._pins: Counter[str] = Counter()  # by pin() and by calls in flight
+        self._pins: Counter[str] = Counter()  # by pin()
+        self._uses: Counter[str] = Counter()  # by calls in flight
         self._evicted: dict[str, str] = {}  # name -> what took its slot
-        self._lock = RLock()
+        self.lock = RLock()
+        """Held while slots change; a pool holds it from `candidate` to `assign`."""
 
     @property
     def names(self) -> list[str]:
@@ -40,7 +42,7 @@ class SlotTable:
         Raises:
             InvalidInputError: `name` is not loaded; says so if it was evicted.
         """
-        with self._lock:
+        with self.lock:
             if name not in self._slots:
                 raise InvalidInputError(self._missing(name))
             self._slots.move_to_end(name)
@@ -55,19 +57,15 @@ class SlotTable:
         Raises:
             InvalidInputError: every slot is pinned, or `name` itself is in use.
         """
-        with self._lock:
+        with self.lock:
             if name in self._slots:
-                if self._pins[name]:
-                    raise InvalidInputError(
-                        f"adapter {name!r} is pinned or in use, so it cannot be replaced\n"
-                        f"  to do: unpin it, or wait until the call that uses it has ended"
-                    )
+                self._check_free(name, "replaced")
                 return self._slots[name], None
             free = set(range(self.num_slots)) - set(self._slots.values())
             if free:
                 return min(free), None
             for oldest in self._slots:
-                if not self._pins[oldest]:
+                if not self._pins[oldest] and not self._uses[oldest]:
                     return self._slots[oldest], oldest
             raise InvalidInputError(
                 f"no slot for adapter {name!r}: all {self.num_slots} are pinned or in use\n"
@@ -77,9 +75,9 @@ class SlotTable:
 
     def assign(self, name: str, slot: int, evicted: str | None) -> None:
         """Record the outcome of `candidate`."""
-        with self._lock:
+        with self.lock:
             if evicted is not None:
-                del self._slots[evicted]
+                self._forget(evicted)
                 self._evicted[evicted] = name
             self._slots[name] = slot
             self._slots.move_to_end(name)
@@ -91,19 +89,19 @@ class SlotTable:
         Raises:
             InvalidInputError: `name` is not loaded, or pinned or in use.
         """
-        with self._lock:
+        with self.lock:
             slot = self.slot(name)
-            if self._pins[name]:
-                raise InvalidInputError(
-                    f"adapter {name!r} is pinned or in use, so it cannot be unloaded\n"
-                    f"  to do: unpin it, or wait until the call that uses it has ended"
-                )
-            del self._slots[name]
+            self._check_free(name, "unloaded")
+            self._forget(name)
             return slot
 
     def pin(self, name: str) -> None:
-        """Keep `name` from being evicted, replaced or unloaded until `unpin`; pins count."""
-        with self._lock:
+        """Keep `name` from being evicted, replaced or unloaded until `unpin`; pins count.
+
+        Raises:
+            InvalidInputError: `name` is not loaded.
+        """
+        with self.lock:
             self.slot(name)
             self._pins[name] += 1
 
@@ -113,7 +111,7 @@ class SlotTable:
         Raises:
             InvalidInputError: `name` is not loaded or has no pin.
         """
-        with self._lock:
+        with self.lock:
             self.slot(name)
             if not self._pins[name]:
                 raise InvalidInputError(f"adapter {name!r} is not pinned")
@@ -124,16 +122,28 @@ class SlotTable:
         """Hold the slots of `names` for the length of a call; yields name to slot."""
         held: list[str] = []
         try:
-            with self._lock:
+            with self.lock:
                 slots = {name: self.slot(name) for name in names}
                 for name in slots:
-                    self._pins[name] += 1
+                    self._uses[name] += 1
                     held.append(name)
             yield slots
         finally:
-            with self._lock:
+            with self.lock:
                 for name in held:
-                    self._pins[name] -= 1
+                    self._uses[name] -= 1
+
+    def _check_free(self, name: str, what: str) -> None:
+        if self._pins[name] or self._uses[name]:
+            reason = "pinned" if self._pins[name] else "in use by a running call"
+            raise InvalidInputError(
+                f"adapter {name!r} is {reason}, so it cannot be {what}\n"
+                f"  to do: unpin it, or wait until the call that uses it has ended"
+            )
+
+    def _forget(self, name: str) -> None:
+        del self._slots[name]
+        del self._pins[name], self._uses[name]
 
     def _missing(self, name: str) -> str:
         loaded = f"loaded: {', '.join(sorted(self._slots)) or 'none'}"

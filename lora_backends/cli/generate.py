@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lora_backends.cli.console import output, step, table
-from lora_backends.cli.generate_config import GenerateConfig, PromptConfig
+from lora_backends.cli.generate_config import GenerateConfig
 from lora_backends.errors import BackendUnavailableError, InvalidInputError
-from lora_backends.registry import backend_names, unavailable_reasons
+from lora_backends.registry import backend_names, get_backend, unavailable_reasons
 
 if TYPE_CHECKING:
     from lora_backends.hf import MultiLoRAModel
@@ -86,19 +86,23 @@ def _adapters(given: list[str] | None) -> dict[str, str] | None:
     return {item.partition("=")[0]: item.partition("=")[2] for item in given}
 
 
-def _prompts(texts: list[str] | None, use: list[str] | None) -> list[PromptConfig] | None:
+def _prompts(texts: list[str] | None, use: list[str] | None) -> list[dict[str, str]] | None:
     if not texts:
         if use:
             raise InvalidInputError("--use goes with --prompt: one adapter per prompt")
         return None
-    names = (use or ["-"]) * (len(texts) if len(use or "-") == 1 else 1)
+    names = use or ["-"]
+    if len(names) == 1:
+        names = names * len(texts)
     if len(names) != len(texts):
         raise InvalidInputError(
             f"{len(names)} times --use for {len(texts)} times --prompt\n"
             f"  allowed: one per prompt, or one for all"
         )
-    pairs = zip(texts, names, strict=True)
-    return [PromptConfig(text=t, adapter=None if name == "-" else name) for t, name in pairs]
+    return [
+        {"text": text} if name == "-" else {"text": text, "adapter": name}
+        for text, name in zip(texts, names, strict=True)
+    ]
 
 
 def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]:
@@ -145,9 +149,7 @@ def _load(settings: GenerateConfig) -> tuple[MultiLoRAModel, Any]:
     if settings.model.gguf_file is not None:
         options["gguf_file"] = settings.model.gguf_file
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = get_backend(settings).device  # tells before the model is loaded if it does not run
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with step(f"loading {settings.model.gguf_file or location}"):
@@ -188,6 +190,8 @@ def _compare(
         timed(f"lora_backends, {name}", lambda m=candidate: m.generate(adapters=adapters, **inputs))
         candidate.detach()
     used = {name: settings.adapters[name] for name in dict.fromkeys(adapters) if name}
+    if not used:
+        return speeds
     try:
         with peft_mixed_batch(base, used, adapters) as (peft_model, names):
             timed("PEFT, mixed batch", lambda: peft_model.generate(adapter_names=names, **inputs))

@@ -67,6 +67,11 @@ class MultiLoRAModel:
         dtype, device = _dtype_and_device(base)
         if not isinstance(backend, LoRABackend):
             backend = get_backend(backend, device=device, **(backend_options or {}))
+        elif backend_options:
+            raise InvalidInputError(
+                f"backend_options {dict(backend_options)} for a backend that is made already\n"
+                f"  to do: give its name with the options, or the backend without"
+            )
         self.backend = backend
         self._sites = find_sites(base, dtype, device)
         specs = {path: site.spec for path, site in self._sites.items()}
@@ -76,7 +81,24 @@ class MultiLoRAModel:
 
     @classmethod
     def from_config(cls, base: nn.Module, config: LoRAConfig) -> Self:
-        """Wrap `base` as a `LoRAConfig` says, and load its adapters."""
+        """Wrap `base` as a `LoRAConfig` says, and load its adapters.
+
+        Args:
+            base: a Transformers causal language model.
+            config: backend, slots and adapters; its device and dtype are the model's own.
+
+        Returns:
+            The model, all adapters loaded.
+
+        Raises:
+            InvalidInputError: as `load_adapter`, or more adapters than slots; `base` is as it was.
+            UnsupportedInputError: as `load_adapter`; `base` is as it was.
+        """
+        if len(config.adapters) > config.max_adapters:
+            raise InvalidInputError(
+                f"the configuration names {len(config.adapters)} adapters for "
+                f"{config.max_adapters} slots\n  to do: raise max_adapters"
+            )
         model = cls(
             base,
             backend=config.backend,
@@ -84,8 +106,12 @@ class MultiLoRAModel:
             max_rank=config.max_rank,
             backend_options=config.backend_options,
         )
-        for name, folder in config.adapters.items():
-            model.load_adapter(name, folder)
+        try:
+            for name, folder in config.adapters.items():
+                model.load_adapter(name, folder)
+        except BaseException:
+            model.detach()
+            raise
         return model
 
     @property
@@ -130,11 +156,19 @@ class MultiLoRAModel:
         self._update_hooks()
 
     def pin_adapter(self, name: str) -> None:
-        """Keep an adapter from being evicted, replaced or unloaded until `unpin_adapter`."""
+        """Keep an adapter from being evicted, replaced or unloaded until `unpin_adapter`.
+
+        Raises:
+            InvalidInputError: it is not loaded.
+        """
         self.pool.slots.pin(name)
 
     def unpin_adapter(self, name: str) -> None:
-        """Take back one `pin_adapter`."""
+        """Take back one `pin_adapter`.
+
+        Raises:
+            InvalidInputError: it is not loaded or not pinned.
+        """
         self.pool.slots.unpin(name)
 
     @torch.no_grad()
@@ -143,7 +177,7 @@ class MultiLoRAModel:
 
         Args:
             adapters: per row an adapter's name or None. A row may also be a sequence with a name
-                or None per token, for adapters that apply to a part of the row.
+                or None per token of this call, for adapters that apply to a part of the row.
             inputs: of the base model, at least input_ids or inputs_embeds.
 
         Returns:
@@ -152,8 +186,7 @@ class MultiLoRAModel:
         Raises:
             InvalidInputError: an unknown name, or not one entry per row (or token).
         """
-        rows = _rows_and_length(inputs)
-        with self._active(adapters, rows):
+        with self._active(adapters, _rows_and_length(inputs), after_cache=True):
             return self.base(**inputs)
 
     @torch.no_grad()
@@ -168,7 +201,8 @@ class MultiLoRAModel:
 
         Args:
             inputs: token ids of the prompts, unless input_ids is given by name.
-            adapters: as in a call; tokens after a prompt use the last entry of its row.
+            adapters: as in a call, entries per token from the start of the prompt, what a given
+                cache holds included; tokens after the prompt use the last entry of their row.
             kwargs: of the base model's `generate`.
 
         Returns:
@@ -178,11 +212,13 @@ class MultiLoRAModel:
             InvalidInputError: as a call.
         """
         prompts = kwargs if inputs is None else {**kwargs, "input_ids": inputs}
-        with self._active(adapters, _rows_and_length(prompts)):
+        with self._active(adapters, _rows_and_length(prompts), after_cache=False):
             return cast(Any, self.base).generate(**prompts)
 
     def detach(self) -> nn.Module:
         """Take every hook off, drop the adapters and return the base model as it was."""
+        if self._forward_hook is None:
+            return self.base
         for hook in [*self._hooks.values(), self._forward_hook]:
             hook.remove()
         self._hooks.clear()
@@ -195,7 +231,10 @@ class MultiLoRAModel:
 
     @contextmanager
     def _active(
-        self, adapters: Sequence[RowAdapters], rows_and_length: tuple[int, int]
+        self,
+        adapters: Sequence[RowAdapters],
+        rows_and_length: tuple[int, int],
+        after_cache: bool,
     ) -> Iterator[None]:
         self._check_attached()
         names = adapter_names(adapters)
@@ -212,7 +251,8 @@ class MultiLoRAModel:
                     f"  allowed: one name or None for the row, or one per token"
                 )
         with self.pool.slots.in_use(names) as slots:
-            request = Request(adapters, slots, self.pool.slots.num_slots, self.backend)
+            num_slots = self.pool.slots.num_slots
+            request = Request(adapters, slots, num_slots, self.backend, after_cache)
             token = _ACTIVE.set((self, request))
             try:
                 yield
@@ -307,8 +347,9 @@ def _past(kwargs: Mapping[str, Any]) -> int:
 
 def _rows_and_length(inputs: Mapping[str, Any]) -> tuple[int, int]:
     for key in ("input_ids", "inputs_embeds"):
-        if inputs.get(key) is not None and inputs[key].shape[1]:
-            return inputs[key].shape[0], inputs[key].shape[1]
+        tokens = inputs.get(key)
+        if isinstance(tokens, torch.Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
+            return tokens.shape[0], tokens.shape[1]
     raise InvalidInputError(
         f"no tokens to run on\n  given: {', '.join(inputs) or 'nothing'}\n"
         f"  allowed: input_ids [rows, tokens] or inputs_embeds [rows, tokens, hidden]"

@@ -47,6 +47,8 @@ class Request:
         slots: name to slot.
         num_slots: slots of the stacked weights.
         backend: what makes the plans.
+        after_cache: entries per token start behind what the key-value cache holds when the call
+            begins; otherwise they count from the start of the row.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class Request:
         slots: Mapping[str, int],
         num_slots: int,
         backend: LoRABackend,
+        after_cache: bool,
     ) -> None:
         self.backend = backend
+        self._first: int | None = None if after_cache else 0  # position of the first entry
         self.num_slots = num_slots
         lookup: dict[str | None, int] = {None: NO_ADAPTER}
         lookup.update(slots)
@@ -84,7 +88,9 @@ class Request:
                 f"adapters has {len(self.row_slots)} entries for a batch of {rows} rows\n"
                 f"  allowed: one adapter name or None per row"
             )
-        self.rows, self.length, self.past = rows, length, past
+        if self._first is None:
+            self._first = past
+        self.rows, self.length, self.past = rows, length, past - self._first
 
     def plan(self, shape: Sequence[int], path: str) -> Any:
         """Return the plan for a module's input of `shape` [rows, tokens, ...] or [tokens, ...].

@@ -13,9 +13,6 @@ from lora_backends.errors import InvalidInputError
 from lora_backends.testing.inputs import LoRAInputs, guarded
 from lora_backends.weights import LoRAWeights
 
-TILE_EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 127, 128, 129)
-"""Sizes at the edges of the tiles that kernels use."""
-
 LARGEST_EXACT = 256
 """Integers up to here are exact in bfloat16; |h| of an integer case stays within."""
 
@@ -29,7 +26,8 @@ class LoRACase:
         LoRACase(slots=(0, -1, 0), ranks=((2,),), max_rank=4, in_features=5, output_slices=(8,),
                  scalings=((0.5,),), dtype=torch.float16)
 
-    Values beyond each rank, around every view and in rows of x without an adapter are NaN.
+    Values beyond each rank, scalings of rank 0, what lies around every view and rows of x without
+    an adapter are NaN.
     """
 
     slots: tuple[int, ...]  # slot per token, -1 for none
@@ -41,6 +39,7 @@ class LoRACase:
     dtype: torch.dtype = torch.float32  # of x and the weights
     base: torch.dtype | None = None  # of base_output; None: without one
     bias: bool = False
+    wide_bias: bool = False  # the bias is float32 whatever the dtype of the weights
     x_pad: int = 0  # guard columns on either side of x
     base_pad: int = 0  # guard columns on either side of base_output
     weights_pad: int = 0  # guard columns beside the rows of lora_a, lora_b and bias
@@ -80,16 +79,20 @@ class LoRACase:
         ranks = torch.tensor(self.ranks, dtype=torch.int32).reshape(self.num_slots, num_slices)
         _poison_beyond_ranks(a, b, ranks, self.output_slices)
 
-        def placed(values: torch.Tensor, pad: int) -> torch.Tensor:
-            return guarded(values.to(device, self.dtype), pad, float("nan"))
+        scalings = torch.tensor(self.scalings).reshape(ranks.shape)
+        scalings = scalings.masked_fill(ranks == 0, float("nan"))
+        bias_dtype = torch.float32 if self.wide_bias else self.dtype
+
+        def placed(values: torch.Tensor, pad: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            return guarded(values.to(device, dtype), pad, float("nan"))
 
         weights = LoRAWeights(
             lora_a=placed(a, self.weights_pad),
             lora_b=placed(b, self.weights_pad),
             ranks=ranks.to(device),
-            scalings=torch.tensor(self.scalings).reshape(ranks.shape).to(device),
+            scalings=scalings.to(device),
             output_slices=self.output_slices,
-            bias=placed(bias, self.weights_pad) if self.bias else None,
+            bias=placed(bias, self.weights_pad, bias_dtype) if self.bias else None,
         )
         return LoRAInputs(
             x=placed(x, self.x_pad),
@@ -170,6 +173,9 @@ EDGES: Mapping[str, Callable[[LoRACase], bool]] = {
         case.in_features % 2 == 1 and any(width % 2 for width in case.output_slices)
     ),
     "bias": lambda case: case.bias,
+    "bias of another dtype": lambda case: (
+        case.bias and case.wide_bias and case.dtype != torch.float32
+    ),
     "scaling 0": lambda case: any(0.0 in case.scalings[slot] for slot in _active(case)),
     "negative scaling": lambda case: any(min(case.scalings[slot]) < 0 for slot in _active(case)),
     "no base_output": lambda case: case.base is None,

@@ -110,7 +110,7 @@ def expected_expand(
         base = base_output.detach().cpu().double()
     value, bound = base.clone(), torch.zeros_like(base)
     b_all = weights.lora_b.detach().cpu()
-    scalings = weights.scalings.detach().cpu().double()
+    scalings = _masked(weights.scalings.detach().cpu(), weights.ranks.detach().cpu() > 0)
     for rows in _chunks(tokens, max(1, out_features * weights.max_rank)):
         slots = batch.token_slots[rows]
         safe, mask = slots.clamp(min=0), _rank_mask(weights, slots)  # [T], [T, S, R]

@@ -45,7 +45,7 @@ def token_slots(num_slots: int, profile: Profile = DEFAULT) -> SearchStrategy[tu
     runs = st.one_of(
         st.lists(st.tuples(slot, lengths), max_size=3),
         st.lists(st.tuples(slot, lengths), min_size=2, max_size=6),
-        st.tuples(st.tuples(some, lengths)),  # one adapter, or none, owns all
+        st.tuples(st.tuples(some, st.one_of(lengths, st.just(1)))),  # one, or none, owns all
         st.lists(slot, min_size=1, max_size=16).map(lambda slots: [(s, 1) for s in slots]),
     )
     order = st.sampled_from(("drawn", "sorted", "shuffled"))
@@ -131,6 +131,7 @@ def lora_cases(
     scalings = EXACT_SCALINGS if integer else REAL_SCALINGS
     with_base = draw(st.booleans()) if base is None else base
     other_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
+    with_bias = draw(st.booleans()) if bias is None else bias
     case = LoRACase(
         slots=slots,
         ranks=draw(rank_tables(num_slots, slices, max_rank)),
@@ -140,7 +141,8 @@ def lora_cases(
         scalings=draw(_tables(st.sampled_from(scalings), num_slots, slices)),
         dtype=dtype,
         base=draw(other_dtype) if with_base else None,
-        bias=draw(st.booleans()) if bias is None else bias,
+        bias=with_bias,
+        wide_bias=draw(st.booleans()) if with_bias else False,
         x_pad=draw(st.sampled_from(PADS)),
         base_pad=draw(st.sampled_from(PADS)) if with_base else 0,
         weights_pad=draw(st.sampled_from((0, 0, 1, 8))),

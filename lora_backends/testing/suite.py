@@ -118,9 +118,37 @@ def check_case(backend: LoRABackend, name: str, case: LoRACase) -> Report:
         InvalidInputError: an unknown property, or the machine, which takes no case.
     """
     found = PROPERTIES[_known(name, PROPERTIES, "property on cases")]
+    _check_fits(case, found)
     attempt = _Attempt(found, backend, DEFAULT, 0, False, Counter())
     result = _run(attempt, lambda running: running.check(case))
     return Report(backend.name, str(backend.device), "one case", 0, (result,), dict(attempt.edges))
+
+
+def _check_fits(case: LoRACase, prop: Property) -> None:
+    """Refuse a case that no backend could run, or that the property is not about."""
+    try:
+        case.build("cpu")
+    except Exception as error:
+        raise InvalidInputError(
+            f"the case contradicts itself\n  given: {case}\n  {type(error).__name__}: {error}"
+        ) from error
+    slices = prop.cases.get("num_slices")
+    wanted = {
+        f"{slices} slices": slices in (None, len(case.output_slices)),
+        "a base_output": not prop.cases.get("base") or case.base is not None,
+        "no base_output": prop.cases.get("base") is not False or case.base is None,
+        "a bias": not prop.cases.get("bias") or case.bias,
+        "values='integer'": prop.cases.get("values") != "integer" or case.is_integer,
+        f"{prop.cases.get('min_tokens')} tokens or more": (
+            case.num_tokens >= prop.cases.get("min_tokens", 0)
+        ),
+    }
+    lacking = [what for what, holds in wanted.items() if not holds]
+    if lacking:
+        raise InvalidInputError(
+            f"the property {prop.name} takes other cases\n  given: {case}\n"
+            f"  allowed: {', '.join(lacking)}"
+        )
 
 
 class _TimeIsUp(BaseException):

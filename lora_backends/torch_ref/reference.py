@@ -82,13 +82,15 @@ def add_slice(
 ) -> None:
     """Add to y the delta of one slot and one slice; h: [rows, rank], the rank's own width."""
     rank, columns = h.shape[1], slice(*weights.slice_offsets[s : s + 2])
-    if rank == 0 and weights.bias is None:
-        return
-    delta = scaling * (h @ weights.lora_b[slot, columns, :rank].to(h.dtype).T)
+    terms = []
+    if rank > 0:
+        terms.append(scaling * (h @ weights.lora_b[slot, columns, :rank].to(h.dtype).T))
     if weights.bias is not None:
-        delta = delta + weights.bias[slot, columns].to(h.dtype)
+        terms.append(weights.bias[slot, columns].to(h.dtype))
+    if not terms:
+        return
     view = y[:, columns]
-    total = (view[rows].to(delta.dtype) + delta).to(y.dtype)  # rounded once
+    total = (view[rows].to(torch.promote_types(h.dtype, y.dtype)) + sum(terms)).to(y.dtype)
     if isinstance(rows, torch.Tensor):
         view.index_copy_(0, rows, total)  # index_add_ wakes every thread for a few rows on a CPU
     else:

@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 
@@ -105,3 +107,44 @@ def test_a_load_that_finds_every_slot_pinned_changes_nothing(pool, tmp_path):
     with pytest.raises(InvalidInputError, match="all 2 are pinned"):
         pool.add("c", checkpoint(tmp_path))
     assert same(before, snapshot(pool))
+
+
+def test_a_slot_that_is_written_cannot_be_taken_by_a_starting_call(pool, tmp_path, monkeypatch):
+    """A call that starts while its adapter is being evicted waits, and then finds it gone."""
+    for name in ("a", "b"):
+        pool.add(name, checkpoint(tmp_path))
+    began, outcomes = threading.Event(), []
+
+    def start_call():
+        began.wait()
+        try:
+            with pool.slots.in_use(["a"]):
+                outcomes.append("ran")
+        except InvalidInputError:
+            outcomes.append("refused")
+
+    thread = threading.Thread(target=start_call)
+    write = pool._write
+
+    def slow_write(*arguments):
+        began.set()
+        thread.join(timeout=0.2)
+        write(*arguments)
+
+    monkeypatch.setattr(pool, "_write", slow_write)
+    thread.start()
+    pool.add("c", checkpoint(tmp_path))
+    thread.join()
+    assert outcomes == ["refused"]
+
+
+@pytest.mark.parametrize("numbers", [(0, 1), (1, 0), ("2", 1), (1, "8"), (True, 1)])
+def test_sizes_are_positive_ints(numbers):
+    with pytest.raises(InvalidInputError, match="an int, 1 or more"):
+        AdapterPool(SPECS, *numbers)
+
+
+@pytest.mark.parametrize("folder", [None, 3])
+def test_a_folder_is_a_path(pool, folder):
+    with pytest.raises(InvalidInputError, match="a checkpoint is a folder"):
+        pool.load("a", folder)

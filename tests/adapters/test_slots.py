@@ -77,3 +77,23 @@ def test_an_evicted_name_is_told_apart_from_an_unknown_one():
 def test_a_pool_has_at_least_one_slot():
     with pytest.raises(InvalidInputError, match="max_adapters is 0"):
         SlotTable(0)
+
+
+def test_a_pin_cannot_be_taken_from_a_running_call():
+    table = put(SlotTable(1), "a")
+    with table.in_use(["a"]):
+        with pytest.raises(InvalidInputError, match="not pinned"):
+            table.unpin("a")
+        with pytest.raises(InvalidInputError, match="in use by a running call"):
+            table.release("a")
+    table.release("a")
+
+
+def test_a_name_that_comes_back_has_no_old_pins():
+    table = put(SlotTable(1), "a")
+    table.pin("a")
+    table.unpin("a")
+    table.release("a")
+    put(table, "a")
+    with pytest.raises(InvalidInputError, match="not pinned"):
+        table.unpin("a")

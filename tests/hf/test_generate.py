@@ -99,6 +99,20 @@ def test_an_adapter_may_begin_inside_a_row(job):
     assert (mixed[4:] - plain[4:]).abs().max() > 1e-3
 
 
+def test_entries_per_token_count_from_what_a_callers_cache_holds(job):
+    model, _, inputs = job
+    ids = inputs["input_ids"]
+    rows = [[None] * 5 + ["first"], ["second"] * 3 + [None] * 3, ["first", None] * 3]
+    full = model(adapters=rows, input_ids=ids).logits
+    head = model(adapters=[row[:3] for row in rows], input_ids=ids[:, :3], use_cache=True)
+    tail = model(
+        adapters=[row[3:] for row in rows],
+        input_ids=ids[:, 3:],
+        past_key_values=head.past_key_values,
+    )
+    torch.testing.assert_close(tail.logits, full[:, 3:], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_new_tokens_use_the_last_entry_of_their_row(job, use_cache):
     model, _, inputs = job

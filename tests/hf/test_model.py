@@ -251,3 +251,36 @@ def test_a_half_precision_model_rounds_its_adapters_once(make_base, save_adapter
     weights = model.pool.weights("model.layers.0.self_attn.q_proj")
     assert weights.lora_a.dtype == torch.bfloat16
     assert logits(model, "a").dtype == torch.bfloat16
+
+
+def test_detach_may_be_called_twice(model):
+    base = model.base
+    assert model.detach() is base and model.detach() is base
+
+
+def test_a_configuration_that_cannot_be_loaded_leaves_no_hook(make_base, save_adapter, tmp_path):
+    base = make_base("llama")
+    adapters = {"a": save_adapter(**PLAIN), "b": tmp_path / "nowhere"}
+    config = LoRAConfig(backend="torch_ref", adapters=adapters)
+    with pytest.raises(InvalidInputError, match="nowhere"):
+        MultiLoRAModel.from_config(base, config)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in base.modules())
+
+
+def test_a_configuration_with_more_adapters_than_slots_is_refused(make_base, save_adapter):
+    folder = save_adapter(**PLAIN)
+    config = LoRAConfig(max_adapters=1, adapters={"a": folder, "b": folder})
+    with pytest.raises(InvalidInputError, match="2 adapters for 1 slots"):
+        MultiLoRAModel.from_config(make_base("llama"), config)
+
+
+def test_options_do_not_go_with_a_backend_that_is_made_already(make_base):
+    backend = get_backend("torch_ref", device="cpu")
+    with pytest.raises(InvalidInputError, match="made already"):
+        MultiLoRAModel(make_base("llama"), backend, backend_options={"tile": 3})
+
+
+@pytest.mark.parametrize("ids", [[[1, 2]], torch.tensor([1, 2])])
+def test_input_ids_are_rows_of_tokens(model, ids):
+    with pytest.raises(InvalidInputError, match="no tokens to run on"):
+        model(adapters=[None], input_ids=ids)

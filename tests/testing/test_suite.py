@@ -18,6 +18,10 @@ CLI = "from lora_backends.cli import main; main()"
 pytestmark = pytest.mark.xdist_group("suite")
 
 
+ONE_SLICE = repr(LoRACase((0,), ((1,),), 1, 1, (1,), ((1.0,),)))
+NO_SUCH_SLOT = repr(LoRACase((5,), ((1,),), 1, 1, (1,), ((1.0,),)))
+
+
 def run_cli(*arguments):
     command = [sys.executable, "-c", CLI, "verify", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -211,7 +215,7 @@ def test_the_command_prints_json_alone():
 
 
 def test_the_command_runs_one_case():
-    case = repr(LoRACase((0,), ((1,),), 1, 1, (1,), ((1.0,),)))
+    case = repr(LoRACase((0,), ((1,),), 1, 1, (1,), ((1.0,),), values="integer"))
     done = run_cli("torch_ref", "--property", "integers_are_exact", "--case", case)
     assert done.returncode == 0, done.stderr
     assert "1 cases" in done.stdout
@@ -223,6 +227,14 @@ def test_the_command_runs_one_case():
         (["no_such"], "no LoRA backend named 'no_such'"),
         (["torch_ref", "--property", "nothing"], "there is no property named 'nothing'"),
         (["torch_ref", "--case", "LoRACase()"], "--case goes with one --property"),
+        (
+            ["torch_ref", "--property", "run_qkv_is_right", "--case", ONE_SLICE],
+            "run_qkv_is_right takes other cases",
+        ),
+        (
+            ["torch_ref", "--property", "run_linear_is_within_the_bound", "--case", NO_SUCH_SLOT],
+            "the case contradicts itself",
+        ),
     ],
 )
 def test_the_command_exits_2_where_nothing_can_be_run(arguments, message):

@@ -132,7 +132,8 @@ def _delta(weights: LoRAWeights, slot: int) -> torch.Tensor:
         rank, cols = int(weights.ranks[slot, s]), columns(weights, s)
         a = weights.lora_a[slot, s, :rank].cpu().double()
         b = weights.lora_b[slot, cols, :rank].cpu().double()
-        delta[cols] = float(weights.scalings[slot, s]) * b @ a
+        if rank:
+            delta[cols] = float(weights.scalings[slot, s]) * b @ a
     return delta
 
 

@@ -55,23 +55,8 @@ def _bad_calls(backend: LoRABackend, inputs: LoRAInputs) -> Iterator[BadCall]:
     x = torch.ones(tokens, width, dtype=inputs.x.dtype, device=inputs.x.device)
     yield from _bad_rows(backend, weights, plan, x)
     yield from _bad_bases(backend, weights, plan, x)
-    longer = LoRABatch([*inputs.slots, 0], weights.num_slots)
-    yield (
-        "a plan of another number of tokens",
-        InvalidInputError,
-        lambda base: backend.run_linear(x, weights, backend.prepare_batch(longer), base),
-    )
-    roomier = LoRABatch(inputs.slots, weights.num_slots + 1)
-    yield (
-        "a plan of another number of slots",
-        InvalidInputError,
-        lambda base: backend.run_linear(x, weights, backend.prepare_batch(roomier), base),
-    )
-    yield (
-        "a refill with another number of tokens",
-        InvalidInputError,
-        lambda base: backend.prepare_batch(longer, out=plan),
-    )
+    if isinstance(getattr(plan, "num_tokens", None), int):  # a plan that tells its size
+        yield from _bad_plans(backend, inputs, plan, x)
     ids = torch.full((tokens,), width, device=x.device)
     if x.device.type == "cpu":
         yield (
@@ -101,6 +86,30 @@ def _bad_calls(backend: LoRABackend, inputs: LoRAInputs) -> Iterator[BadCall]:
             UnsupportedInputError,
             lambda base: backend.run_linear(x.to(foreign), other, plan, base),
         )
+
+
+def _bad_plans(
+    backend: LoRABackend, inputs: LoRAInputs, plan: object, x: torch.Tensor
+) -> Iterator[BadCall]:
+    """Yield calls with a plan, or a refill, of another size."""
+    weights = inputs.weights
+    longer = LoRABatch([*inputs.slots, 0], weights.num_slots)
+    yield (
+        "a plan of another number of tokens",
+        InvalidInputError,
+        lambda base: backend.run_linear(x, weights, backend.prepare_batch(longer), base),
+    )
+    roomier = LoRABatch(inputs.slots, weights.num_slots + 1)
+    yield (
+        "a plan of another number of slots",
+        InvalidInputError,
+        lambda base: backend.run_linear(x, weights, backend.prepare_batch(roomier), base),
+    )
+    yield (
+        "a refill with another number of tokens",
+        InvalidInputError,
+        lambda base: backend.prepare_batch(longer, out=plan),
+    )
 
 
 _ALL_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
