@@ -64,8 +64,8 @@ class LoRABackend(ABC):
     """Whether gradients flow to x, lora_a, lora_b and base_output."""
     cuda_graphs: ClassVar[bool] = False
     """Whether a CUDA graph may capture its calls, and follows the plan when that is refilled."""
-    intermediate_dtype: ClassVar[torch.dtype] = torch.float32
-    """What `run_linear` keeps h in between its two products; `run_lora_a` returns float32."""
+    narrow_intermediate: ClassVar[bool] = False
+    """Whether `run_linear` rounds h to the weights' dtype; `run_lora_a` returns float32."""
     auto_priority: ClassVar[Mapping[str, int]] = {}
     """Device type to priority for "auto", the highest wins; a type not listed is never chosen."""
     plan_type: ClassVar[type] = object

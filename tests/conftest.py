@@ -1,5 +1,6 @@
 """Tiny random models, adapters that PEFT saved for them, and an environment without settings."""
 
+import importlib.util
 import os
 import warnings
 
@@ -7,6 +8,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+
+PEFT_MODELS = [f"hf/test_{name}.py" for name in ("generate", "model", "peft_equality", "smollm2")]
+NEEDS = {
+    "peft": ["adapters", *PEFT_MODELS],
+    "pydantic": ["adapters", *PEFT_MODELS, "hf/test_gpu.py"],
+    "pydantic_settings": ["test_cli.py", "test_config.py", "test_registry.py"],
+    "typer": ["test_cli.py"],
+}
+MISSING = [package for package in NEEDS if importlib.util.find_spec(package) is None]
+collect_ignore = [path for package in MISSING for path in NEEDS[package]]
+
+
+def pytest_report_header():
+    """Tell what a machine with torch and Triton alone cannot collect."""
+    return [f"without {package}, not collected: {', '.join(NEEDS[package])}" for package in MISSING]
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,10 @@ def _one_thread():
 
 @pytest.mark.parametrize("prop", list(properties()))
 @pytest.mark.parametrize("device", ["cpu", *GPU])
-@pytest.mark.parametrize("name", backend_names())
+@pytest.mark.parametrize(
+    "name",  # a backend's properties share a process, since they share compiled kernels
+    [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in backend_names()],
+)
 def test_a_registered_backend_keeps(name, device, prop):
     reasons = unavailable_reasons(name, device)
     if reasons:

@@ -28,7 +28,11 @@ from lora_backends.testing import (
 
 MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
 RUNNABLE = [
-    pytest.param((name, device), marks=MARKS[device], id=f"{name}-{device}")
+    pytest.param(
+        (name, device),
+        marks=[*MARKS[device], pytest.mark.xdist_group(name)],
+        id=f"{name}-{device}",
+    )
     for name in backend_names()
     for device in MARKS
     if not unavailable_reasons(name, device)
@@ -71,7 +75,7 @@ def check(backend, inputs, plan=None):
         inputs.weights,
         inputs.batch,
         inputs.base,
-        intermediate=backend.intermediate_dtype,
+        intermediate=inputs.weights.dtype if backend.narrow_intermediate else torch.float32,
     )
     assert_close(y, wanted, inputs)
     return y

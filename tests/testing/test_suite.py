@@ -189,14 +189,16 @@ def test_an_unknown_name_is_refused_with_the_nearest(arguments):
         verify("torch_ref", "cpu", **arguments)
 
 
-def test_a_wrong_intermediate_dtype_passes_once_it_is_declared():
-    import torch
+def test_a_narrow_intermediate_passes_once_it_is_declared():
+    class Narrow(MUTANTS["NarrowH"].backend):
+        def seen_h(self, h, weights, plan):
+            return h.to(weights.dtype).to(h.dtype)
 
-    class Declared(MUTANTS["NarrowH"].backend):
-        intermediate_dtype = torch.bfloat16
+    class Declared(Narrow):
+        narrow_intermediate = True
 
     names = ["run_linear_is_within_the_bound"]
-    assert not verify(MUTANTS["NarrowH"].backend("cpu"), only=names, shrink=False).passed
+    assert not verify(Narrow("cpu"), only=names, shrink=False).passed
     assert verify(Declared("cpu"), only=names, shrink=False).passed
 
 

@@ -44,6 +44,11 @@ def operations_for(weights: LoRAWeights) -> list[str]:
     ]
 
 
+def intermediate(backend: LoRABackend, inputs: LoRAInputs) -> torch.dtype:
+    """Return the dtype that `backend` keeps h in within run_linear."""
+    return inputs.weights.dtype if backend.narrow_intermediate else torch.float32
+
+
 def linear(
     backend: LoRABackend, inputs: LoRAInputs, plan: Any | None = None, name: str = "run_linear"
 ) -> torch.Tensor:
@@ -62,7 +67,7 @@ def expected(backend: LoRABackend, inputs: LoRAInputs) -> Expected:
         inputs.weights,
         inputs.batch,
         inputs.base,
-        intermediate=backend.intermediate_dtype,
+        intermediate=intermediate(backend, inputs),
     )
 
 

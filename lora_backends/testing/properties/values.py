@@ -19,6 +19,7 @@ from lora_backends.testing.properties.runs import (
     check_linear,
     expected,
     given_h,
+    intermediate,
     linear,
 )
 
@@ -152,7 +153,7 @@ def run_embedding_is_right(backend: LoRABackend, case: LoRACase) -> None:
     view = None if base is None else base.view
     y = backend.run_embedding(ids, inputs.weights, plan, view)
     wanted = oracles.expected_embedding(
-        ids, inputs.weights, inputs.batch, inputs.base, intermediate=backend.intermediate_dtype
+        ids, inputs.weights, inputs.batch, inputs.base, intermediate=intermediate(backend, inputs)
     )
     assert_right(y, wanted, inputs, case.is_integer)
 

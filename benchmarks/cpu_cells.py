@@ -1,0 +1,198 @@
+"""Measure `numba_cpu` against the plain torch loop and `torch_ref`, cell by cell.
+
+    python benchmarks/cpu_cells.py [--dtypes float32 bfloat16] [--repeats 9] [--output FILE]
+
+A cell is one linear layer: widths, tokens, active adapters, rank. Each cell rotates over enough
+layers that their weights do not stay in the second-level cache. The contenders take turns, layer
+sets are swept by one after the other, and the best sweep of each counts. The floor is the time
+that the bytes need (active A and B once, x once, y twice) at the copy bandwidth, which is measured
+before and after every cell: on a shared machine it moves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from lora_backends import LoRABatch, LoRAWeights
+from lora_backends.numba_cpu import NumbaCPUBackend
+from lora_backends.torch_ref import TorchRefBackend
+
+WIDTHS = ((576, 1536), (4096, 4096))
+COMPOSITIONS = ((1, 1), (16, 8), (64, 8), (64, 64), (512, 8))  # tokens, active adapters
+RANKS = (16, 64)
+ROTATED_BYTES = 192 * 2**20
+CONTENDERS = ("loop", "torch_ref", "numba_cpu")
+RESULT = Path(__file__).parent / "results" / "cpu_cells.json"
+
+
+class Cell:
+    """One layer shape and batch, with as many layers as the rotation needs."""
+
+    def __init__(
+        self, dtype: torch.dtype, widths: tuple[int, int], batch: tuple[int, int], rank: int
+    ) -> None:
+        self.dtype, (self.d_in, self.d_out), (self.tokens, self.adapters) = dtype, widths, batch
+        self.rank = rank
+        layer_bytes = self.adapters * (self.d_in + self.d_out) * rank * dtype.itemsize
+        self.num_layers = max(2, min(64, math.ceil(ROTATED_BYTES / layer_bytes)))
+        self.layers = [self._layer() for _ in range(self.num_layers)]
+        slots = torch.arange(self.tokens) % self.adapters  # neighbours use different adapters
+        self.batch = LoRABatch(slots, self.adapters)
+        self.rows = [(slots == slot).nonzero().flatten() for slot in range(self.adapters)]
+        self.x = torch.randn(self.tokens, self.d_in).to(dtype)
+        self.y = torch.zeros(self.tokens, self.d_out, dtype=dtype)
+        self.bytes = layer_bytes + self.tokens * (self.d_in + 2 * self.d_out) * dtype.itemsize
+
+    def _layer(self) -> LoRAWeights:
+        like = {"dtype": self.dtype}
+        return LoRAWeights(
+            lora_a=torch.randn(self.adapters, 1, self.rank, self.d_in).to(**like),
+            lora_b=torch.randn(self.adapters, self.d_out, self.rank).to(**like) * 1e-3,
+            ranks=torch.full((self.adapters, 1), self.rank, dtype=torch.int32),
+            scalings=torch.ones(self.adapters, 1),
+            output_slices=(self.d_out,),
+        )
+
+    def contenders(self) -> dict[str, Callable[[LoRAWeights], None]]:
+        """Return what each contender does for one layer; plans are made outside of it."""
+        calls: dict[str, Callable[[LoRAWeights], None]] = {"loop": self._loop}
+        for backend in (TorchRefBackend(), NumbaCPUBackend()):
+            calls[backend.name] = _linear(backend, backend.prepare_batch(self.batch), self)
+        return calls
+
+    def _loop(self, weights: LoRAWeights) -> None:
+        """Two matrix products and one index_add_ per adapter."""
+        for slot, rows in enumerate(self.rows):
+            h = self.x[rows] @ weights.lora_a[slot, 0].T
+            self.y.index_add_(0, rows, h @ weights.lora_b[slot].T)
+
+
+def _linear(backend: Any, plan: Any, cell: Cell) -> Callable[[LoRAWeights], None]:
+    return lambda weights: backend.run_linear(cell.x, weights, plan, cell.y)
+
+
+def copy_bandwidth(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Return bytes read and written per second by the best of five copies."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return 2 * source.nbytes / min(seconds)
+
+
+def measure(cell: Cell, repeats: int, buffers: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
+    """Return microseconds per layer of every contender, and the floor."""
+    calls = cell.contenders()
+    best = dict.fromkeys(calls, math.inf)
+    bandwidth = copy_bandwidth(*buffers)
+    for call in calls.values():
+        call(cell.layers[0])
+    for _ in range(repeats):
+        for name, call in calls.items():
+            cell.y.zero_()
+            start = time.perf_counter()
+            for weights in cell.layers:
+                call(weights)
+            seconds = (time.perf_counter() - start) / cell.num_layers
+            best[name] = min(best[name], seconds)
+    bandwidth = max(bandwidth, copy_bandwidth(*buffers))
+    floor = cell.bytes / bandwidth
+    return {
+        "dtype": str(cell.dtype).removeprefix("torch."),
+        "in_features": cell.d_in,
+        "out_features": cell.d_out,
+        "tokens": cell.tokens,
+        "adapters": cell.adapters,
+        "rank": cell.rank,
+        "layers": cell.num_layers,
+        "microseconds": {name: round(best[name] * 1e6, 2) for name in CONTENDERS},
+        "floor_microseconds": round(floor * 1e6, 2),
+        "copy_gb_per_s": round(bandwidth / 1e9, 1),
+        "times_loop": round(best["loop"] / best["numba_cpu"], 2),
+        "of_floor": round(floor / best["numba_cpu"], 2),
+    }
+
+
+def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return per dtype what the cells add up to."""
+    found: dict[str, Any] = {}
+    for dtype in sorted({cell["dtype"] for cell in cells}):
+        mine = [cell for cell in cells if cell["dtype"] == dtype]
+        decode = [cell for cell in mine if cell["tokens"] <= 64]
+        long = [cell for cell in mine if cell["tokens"] > 64]
+        large = [cell for cell in decode if cell["floor_microseconds"] > 50]
+        speeds = [cell["times_loop"] for cell in decode]
+        found[dtype] = {
+            "decode_times_loop_geometric_mean": round(statistics.geometric_mean(speeds), 2),
+            "decode_times_loop_least": min(speeds),
+            "512_tokens_times_loop_least": min(cell["times_loop"] for cell in long),
+            "decode_of_floor_least_where_above_50_us": min(
+                (cell["of_floor"] for cell in large), default=None
+            ),
+        }
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on."""
+    name = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = lines[0].partition(":")[2].strip() if lines else name
+    return {
+        "cpu": name,
+        "torch_threads": torch.get_num_threads(),
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "numpy": np.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    dtypes = [getattr(torch, name) for name in options.dtypes]
+    NumbaCPUBackend().warmup(dtypes)
+    source = torch.ones(64 * 2**20)
+    buffers = source, torch.empty_like(source)
+    cells = []
+    for dtype in dtypes:
+        for widths in WIDTHS:
+            for batch in COMPOSITIONS:
+                for rank in RANKS:
+                    with torch.no_grad():
+                        found = measure(Cell(dtype, widths, batch, rank), options.repeats, buffers)
+                    cells.append(found)
+                    print(json.dumps(found), flush=True)
+    report = {"machine": machine(), "summary": summary(cells), "cells": cells}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""`numba_cpu`: compiled kernels for CPUs, at the speed of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from lora_backends.backend import LoRABackend
+from lora_backends.batch import LoRABatch
+from lora_backends.numba_cpu import launch
+from lora_backends.numba_cpu.layer import Layers
+from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
+from lora_backends.weights import LoRAWeights
+
+
+class NumbaCPUBackend(LoRABackend):
+    """Reads each active adapter's weights once per batch, at their true rank, on torch's threads.
+
+    Kernels are compiled the first time a dtype is met (`warmup` does it ahead) and kept on disk.
+    No matrix library takes part, and sums run in one order whatever the batch and the number of
+    threads: results are deterministic and batch-invariant, always.
+
+    Args:
+        device: the CPU.
+        batch_invariant: whether to promise it. The kernels are the same ones either way, so the
+            promise costs nothing.
+    """
+
+    name = "numba_cpu"
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+    auto_priority = {"cpu": 20}
+    plan_type = NumbaPlan
+    deterministic = True
+
+    def __init__(self, device: torch.device | str = "cpu", *, batch_invariant: bool = True) -> None:
+        super().__init__(device)
+        self.batch_invariant = batch_invariant
+        self._layers = Layers()
+
+    def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
+        """Compile, or load from the cache on disk, what layers of these dtypes run.
+
+        Args:
+            dtypes: of the weights, x and base_output alike; None: all that are supported.
+        """
+        for dtype in self.dtypes if dtypes is None else dtypes:
+            launch.compile_for(dtype)
+
+    @override
+    def prepare_batch(self, batch: LoRABatch, out: NumbaPlan | None = None) -> NumbaPlan:
+        order, segments = order_and_segments(batch)
+        if out is None:
+            return NumbaPlan(batch.num_tokens, batch.num_slots, order, segments)
+        out.order, out.segments = order, segments
+        return out
+
+    @override
+    def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: Any) -> torch.Tensor:
+        return launch.shrink(x, weights, self._layers, plan)
+
+    @override
+    def run_lora_b(
+        self,
+        h: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = _output(weights, plan, base_output)
+        launch.expand(h, weights, self._layers, plan, y)
+        return y
+
+    @override
+    def run_linear(
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = _output(weights, plan, base_output)
+        launch.shrink_and_expand(x, weights, self._layers, plan, y)
+        return y
+
+    @override
+    def run_embedding(
+        self,
+        token_ids: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = _output(weights, plan, base_output)
+        launch.gather_and_expand(token_ids, weights, self._layers, plan, y)
+        return y
+
+
+def _output(
+    weights: LoRAWeights, plan: NumbaPlan, base_output: torch.Tensor | None
+) -> torch.Tensor:
+    if base_output is not None:
+        return base_output
+    return torch.zeros(plan.num_tokens, weights.out_features, dtype=weights.dtype)

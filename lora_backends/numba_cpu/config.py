@@ -1,0 +1,44 @@
+"""Sizes of blocks and thresholds, each with its source.
+
+The figures were measured on two cores of an Intel Xeon with AVX-512 (2.6 GHz, 2 MiB of L2 cache
+a core); benchmarks/cpu_cells.py measures what they add up to.
+"""
+
+from __future__ import annotations
+
+SHRINK_RANKS = 4
+"""Rows of A per pass over x: with 4 tokens 16 sums, which leaves 16 of 32 registers to loads."""
+
+MAX_SEGMENT = 64
+"""Tokens of a longer run of one slot are cut into segments of this many, so that threads can share
+them and a column of y spans no more pages than the first-level TLB holds (64 to 96)."""
+
+FETCH_COST = 6
+"""What fetching a block of weights costs, in units of one token's arithmetic on it: 64 bytes take
+1.5 to 4 ns from memory, 16 multiply-adds 0.25 to 0.4 ns. It only balances threads."""
+
+EXPAND_COST = 8
+"""What updating 16 elements of y costs besides the rank, in columns of B. It only balances."""
+
+EXPAND_TILES = 16
+"""Groups of 16 rows of B that all tokens of a segment meet before the next: 16 to 64 KiB of B at
+rank 16 to 64, which stays in the second-level cache."""
+
+LONG_SEGMENT = 16
+"""Tokens from which 16 rows of B are transposed to a scratch buffer once, not for 8 tokens each."""
+
+SHRINK_AHEAD = 1024
+"""Bytes ahead in a row of A that are asked for: reading A took 1.1 times as long without, because
+hardware does not prefetch across pages; 512 and 2048 were no better."""
+
+EXPAND_AHEAD = 4096
+"""How many bytes ahead of its use B is asked for: reading it from memory took 1.2 to 1.4 times as
+long without, since 16 rows a few bytes wide are no pattern that hardware prefetches."""
+
+SERIAL_BYTES = 250_000
+"""Weights to read, and an eighth of it per token, below which one thread does all: starting the
+others twice takes 4 to 7 us, and one thread reads this in 10 to 30 us."""
+
+SEGMENTS_PER_THREAD = 4
+"""Segments per thread from which a thread does both halves of whole segments, so that threads meet
+once: 38 instead of 50 us at 8 segments of 4 tokens. With fewer, one would wait for another."""

@@ -1,0 +1,439 @@
+"""The kernels: shrink, expand and both, over the segments of a plan.
+
+A part (one thread's share) owns whole blocks of h and y, cut from the segments in proportion to
+their cost, so nothing is shared between threads and nothing is atomic. A sum over the inputs runs
+in 16 lanes, 32 inputs at a time, and one over the rank in two (even and odd columns of b),
+whatever the number of tokens or threads.
+
+x and y are (address, bytes from row to row), h is (address, bytes from slice to slice, from row to
+row); `kinds` are the markers of the weights, y and the bias, see `vectors`.
+"""
+
+# numba infers the types of kernels
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu.config import (
+    EXPAND_AHEAD,
+    EXPAND_COST,
+    EXPAND_TILES,
+    FETCH_COST,
+    LONG_SEGMENT,
+    SHRINK_AHEAD,
+    SHRINK_RANKS,
+)
+from lora_backends.numba_cpu.layer import Layer
+
+LANES = v.LANES
+NOTHING, SHRINK, GATHER = 0, 1, 2  # what `run` begins with
+
+
+def entry(function):
+    """Compile what the host calls; keep it on disk where some folder can be written."""
+    try:
+        return njit(cache=True, nogil=True, parallel=True)(function)
+    except RuntimeError:  # neither this folder, nor NUMBA_CACHE_DIR, nor the user's
+        return njit(nogil=True, parallel=True)(function)
+
+
+@entry
+def run(parts, whole, first, expand, kinds, layer, offsets, segments, order, x, h, y):
+    """Do the first half, then maybe the second, in `parts` parts; one part needs no threads.
+
+    Where `whole` is set a part does both halves of its share of the segments; else it has a share
+    of every segment, and all parts end the first half before one begins the second.
+    """
+    if parts == 1:
+        run_alone(first, expand, kinds, unpack(layer), offsets, segments, order, x, h, y)
+        return
+    if whole:
+        for part in prange(parts):
+            fields = unpack(layer)
+            low, high = own_segments(part, parts, fields, offsets, segments)
+            own = segments[low:high]
+            run_alone(first, expand, kinds, fields, offsets, own, order, x, h, y)
+        return
+    if first == SHRINK:
+        for part in prange(parts):
+            shrink_part(part, parts, kinds[0], unpack(layer), segments, order, x, h)
+    if first == GATHER:
+        gather(kinds[0], unpack(layer), segments, order, x, h)
+    if expand:
+        for part in prange(parts):
+            expand_part(part, parts, kinds, unpack(layer), offsets, segments, order, h, y)
+
+
+@njit(nogil=True)
+def run_alone(first, expand, kinds, layer, offsets, segments, order, x, h, y):
+    """Do the first half, then maybe the second, for some segments on this thread."""
+    if first == SHRINK:
+        shrink_part(0, 1, kinds[0], layer, segments, order, x, h)
+    if first == GATHER:
+        gather(kinds[0], layer, segments, order, x, h)
+    if expand:
+        expand_part(0, 1, kinds, layer, offsets, segments, order, h, y)
+
+
+@njit(nogil=True)
+def unpack(layer):
+    """Return the fields of a `Layer` by name; as an array they reach a kernel sooner."""
+    # fmt: off
+    return Layer(
+        layer[0], layer[1], layer[2], layer[3], layer[4], layer[5], layer[6], layer[7], layer[8],
+        layer[9], layer[10], layer[11], layer[12], layer[13], layer[14], layer[15], layer[16],
+        layer[17],
+    )
+    # fmt: on
+
+
+@njit(nogil=True)
+def own_segments(part, parts, layer, offsets, segments):
+    """Return the first and last + 1 of the segments whose middle lies in this part's share."""
+    total = 0
+    for segment in segments:
+        total += segment_cost(layer, offsets, segment)
+    low, high, before = 0, 0, 0
+    for segment in segments:
+        cost = segment_cost(layer, offsets, segment)
+        middle = 2 * before + cost
+        low += middle * parts < 2 * total * part
+        high += middle * parts < 2 * total * (part + 1)
+        before += cost
+    return low, high
+
+
+@njit(nogil=True)
+def segment_cost(layer, offsets, segment):
+    """Return what a segment costs, in some unit."""
+    cost = 0
+    for s in range(layer.num_slices):
+        width = layer.in_features + offsets[s + 1] - offsets[s]
+        cost += width * (rank_of(layer, segment[0], s) + 1)
+    return cost * (FETCH_COST + segment[2] - segment[1])
+
+
+@njit(nogil=True)
+def own_units(part, parts, total, before, units, cost):
+    """Return which of `units` units, `cost` each after `before`, start in this part's share."""
+    low, high = total * part // parts, total * (part + 1) // parts
+    first = -((before - low) // cost)
+    last = -((before - high) // cost)
+    return min(max(first, 0), units), min(max(last, 0), units)
+
+
+@njit(nogil=True)
+def rank_of(layer, slot, s):
+    """Return the rank of a slot's slice."""
+    return v.read_int(layer.ranks + slot * layer.ranks_slot + s * layer.ranks_slice)
+
+
+@njit(nogil=True)
+def rank_blocks(layer, slot, s):
+    """Return how many passes over x a slot's slice needs."""
+    return (rank_of(layer, slot, s) + SHRINK_RANKS - 1) // SHRINK_RANKS
+
+
+@njit(nogil=True, forceinline=True)
+def two_rows(base, order, t):
+    """Return the addresses of two tokens' rows."""
+    return base[0] + order[t] * base[1], base[0] + order[t + 1] * base[1]
+
+
+@njit(nogil=True, forceinline=True)
+def four_rows(base, order, t):
+    """Return the addresses of four tokens' rows."""
+    return two_rows(base, order, t) + two_rows(base, order, t + 2)
+
+
+@njit(nogil=True, forceinline=True)
+def eight_rows(base, order, t):
+    """Return the addresses of eight tokens' rows."""
+    return four_rows(base, order, t) + four_rows(base, order, t + 4)
+
+
+@njit(nogil=True)
+def shrink_part(part, parts, kind, layer, segments, order, x, h):
+    """Write this part's blocks of ``h[s, t, :r] = x[t] @ a[l, s, :r].T``."""
+    total = 0
+    for slot, start, stop in segments:
+        for s in range(layer.num_slices):
+            total += rank_blocks(layer, slot, s) * (FETCH_COST + stop - start)
+    before = 0
+    for slot, start, stop in segments:
+        for s in range(layer.num_slices):
+            blocks, cost = rank_blocks(layer, slot, s), FETCH_COST + stop - start
+            first, last = own_units(part, parts, total, before, blocks, cost)
+            before += blocks * cost
+            a = layer.a + slot * layer.a_slot + s * layer.a_slice
+            for j in range(first * SHRINK_RANKS, last * SHRINK_RANKS, SHRINK_RANKS):
+                count = min(rank_of(layer, slot, s) - j, SHRINK_RANKS)
+                rows = (a + j * layer.a_row, layer.a_row, layer.in_features)
+                to = (h[0] + s * h[1] + 4 * j, h[2])
+                shrink_block(kind, rows, count, order, start, stop, x, to)
+
+
+@njit(nogil=True)
+def shrink_block(kind, rows, count, order, t, end, x, h):
+    """Write up to 4 columns of h for the tokens of a segment; the last row of a fills up to 4."""
+    a, a_row, n = rows
+    last = count - 1
+    a_rows = (a, a + min(1, last) * a_row, a + min(2, last) * a_row, a + last * a_row)
+    fresh = True  # a is not in a cache yet
+    while t + 4 <= end:
+        sums = dot_rows(kind, a_rows, four_rows(x, order, t), n, fresh)
+        v.write_totals(four_rows(h, order, t), count, sums)
+        t, fresh = t + 4, False
+    if t + 2 <= end:
+        sums2 = dot_rows(kind, a_rows, two_rows(x, order, t), n, fresh)
+        v.write_totals(two_rows(h, order, t), count, sums2)
+        t, fresh = t + 2, False
+    if t < end:
+        sums1 = dot_rows(kind, a_rows, (x[0] + order[t] * x[1],), n, fresh)
+        v.write_totals((h[0] + order[t] * h[1],), count, sums1)
+
+
+@njit(nogil=True, forceinline=True)
+def dot_rows(kind, a_rows, x_rows, n, fresh):
+    """Return a vector of partial sums of ``a @ x`` per pair of rows."""
+    sums = v.zeros(a_rows, x_rows)
+    k = 0
+    while k + 2 * LANES <= n:
+        if fresh:
+            v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD)
+            v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD + 64)
+        a = v.load_rows(kind, a_rows, k)  # 32 of every row
+        x = v.load_rows(kind, x_rows, k)
+        sums = v.add_products(sums, a, x)
+        k += 2 * LANES
+    while k < n:
+        count = min(n - k, LANES)
+        a_tail = v.load_some(kind, a_rows, k, count)
+        x_tail = v.load_some(kind, x_rows, k, count)
+        sums = v.add_products(sums, a_tail, x_tail)
+        k += LANES
+    return sums
+
+
+@njit(nogil=True)
+def gather(kind, layer, segments, order, ids, h):
+    """Write ``h[s, t, :r] = a[l, s, :r, ids[t]]``; ids are int64."""
+    for slot, start, stop in segments:
+        for s in range(layer.num_slices):
+            a = layer.a + slot * layer.a_slot + s * layer.a_slice
+            for i in range(start, stop):
+                column = a + v.read_id(ids[0] + order[i] * ids[1]) * v.size(kind)
+                to = h[0] + s * h[1] + order[i] * h[2]
+                for j in range(rank_of(layer, slot, s)):
+                    v.write(v.FLOAT32, to + 4 * j, v.read(kind, column + j * layer.a_row))
+
+
+@njit(nogil=True)
+def expand_part(part, parts, kinds, layer, offsets, segments, order, h, y):
+    """Add this part's columns of ``scaling * h @ b.T + bias`` to y."""
+    scratch = np.empty((layer.max_rank, LANES), np.float32)
+    total = 0
+    for slot, start, stop in segments:
+        for s in range(layer.num_slices):
+            tiles = (offsets[s + 1] - offsets[s] + LANES - 1) // LANES
+            cost = (FETCH_COST + stop - start) * (rank_of(layer, slot, s) + EXPAND_COST)
+            total += tiles * cost
+    before = 0
+    for slot, start, stop in segments:
+        for s in range(layer.num_slices):
+            rank = rank_of(layer, slot, s)
+            tiles = (offsets[s + 1] - offsets[s] + LANES - 1) // LANES
+            cost = (FETCH_COST + stop - start) * (rank + EXPAND_COST)
+            first, last = own_units(part, parts, total, before, tiles, cost)
+            before += tiles * cost
+            if rank == 0 and layer.bias == 0:
+                continue
+            factors = (rank, scaling_of(layer, slot, s, rank))
+            h_slice = (h[0] + s * h[1], h[2])
+            full = (offsets[s + 1] - offsets[s]) // LANES
+            for tile in range(first, min(last, full), EXPAND_TILES):
+                count = min(last, full, tile + EXPAND_TILES) - tile
+                place = place_of(kinds, layer, slot, offsets[s] + tile * LANES)
+                if stop - start < LONG_SEGMENT:
+                    expand_tiles(kinds, place, count, factors, order, start, stop, h_slice, y)
+                else:
+                    expand_long(
+                        kinds, place, count, factors, scratch, order, start, stop, h_slice, y
+                    )
+            if first <= full < last:
+                for column in range(offsets[s] + full * LANES, offsets[s + 1]):
+                    place = place_of(kinds, layer, slot, column)
+                    expand_column(kinds, place, factors, order, start, stop, h_slice, y)
+
+
+@njit(nogil=True)
+def scaling_of(layer, slot, s, rank):
+    """Return the scaling of a slot's slice; a slice of rank 0 has none."""
+    if rank == 0:
+        return np.float32(0)
+    return v.read(v.FLOAT32, layer.scalings + slot * layer.scalings_slot + s * layer.scalings_slice)
+
+
+@njit(nogil=True)
+def place_of(kinds, layer, slot, column):
+    """Return where an output column begins: row of b, bytes to the next, bias or 0, column."""
+    bias = 0
+    if layer.bias != 0:
+        bias = layer.bias + slot * layer.bias_slot + column * v.size(kinds[2])
+    return layer.b + slot * layer.b_slot + column * layer.b_row, layer.b_row, bias, column
+
+
+@njit(nogil=True)
+def expand_tiles(kinds, place, tiles, factors, order, t, end, h, y):
+    """Add to `tiles` times 16 columns of y for the tokens of a segment."""
+    fresh = True  # b is not in a cache yet
+    while t + 8 <= end:
+        h_rows, y_rows = eight_rows(h, order, t), eight_rows(y, order, t)
+        expand_rows(kinds, place, tiles, factors, fresh, h_rows, y_rows)
+        t, fresh = t + 8, False
+    if t + 4 <= end:
+        h_rows4, y_rows4 = four_rows(h, order, t), four_rows(y, order, t)
+        expand_rows(kinds, place, tiles, factors, fresh, h_rows4, y_rows4)
+        t, fresh = t + 4, False
+    if t + 2 <= end:
+        h_rows2, y_rows2 = two_rows(h, order, t), two_rows(y, order, t)
+        expand_rows(kinds, place, tiles, factors, fresh, h_rows2, y_rows2)
+        t, fresh = t + 2, False
+    if t < end:
+        h_rows1, y_rows1 = (h[0] + order[t] * h[1],), (y[0] + order[t] * y[1],)
+        expand_rows(kinds, place, tiles, factors, fresh, h_rows1, y_rows1)
+
+
+@njit(nogil=True, forceinline=True)
+def expand_rows(kinds, place, tiles, factors, fresh, h_rows, y_rows):
+    """Add to `tiles` times 16 columns of some rows of y."""
+    kind, kind_y, kind_bias = kinds
+    b, b_row, bias, column = place
+    rank, scaling = factors
+    (added,) = v.zeros((0,), (0,))
+    for _ in range(tiles):
+        if fresh:
+            prefetch_rows(b, b_row, rank * v.size(kind))
+        if bias != 0:
+            added = v.load(kind_bias, bias)
+            bias += LANES * v.size(kind_bias)
+        sums = b_sums(kind, b, b_row, rank, h_rows)
+        v.update_rows(kind_y, y_rows, column, sums, scaling, added)
+        b += LANES * b_row
+        column += LANES
+
+
+@njit(nogil=True, forceinline=True)
+def b_sums(kind, b, b_row, rank, h_rows):
+    """Return ``h @ b.T`` for 16 rows of b: an even and an odd sum per row of h."""
+    sums = v.zeros((0, 0), h_rows)
+    j, step = 0, 16 // v.size(kind)
+    while j + step <= rank:
+        sums = v.add_columns(sums, v.load_columns(kind, b + j * v.size(kind), b_row), h_rows, j)
+        j += step
+    while j < rank:
+        column = (v.load_column(kind, b + j * v.size(kind), b_row),)
+        sums = v.add_columns(sums, column, h_rows, j)
+        j += 1
+    return sums
+
+
+@njit(nogil=True)
+def expand_long(kinds, place, tiles, factors, scratch, order, t, end, h, y):
+    """Do as `expand_tiles`, but widen and transpose 16 rows of b once for a long segment."""
+    kind, kind_y, kind_bias = kinds
+    b, b_row, bias, column = place
+    rank, scaling = factors
+    (added,) = v.zeros((0,), (0,))
+    columns = scratch.ctypes.data  # [rank, 16] float32
+    paired = rank - rank % (16 // v.size(kind))
+    for _ in range(tiles):
+        prefetch_rows(b, b_row, rank * v.size(kind))
+        transpose_rows(kind, b, b_row, rank, columns)
+        if bias != 0:
+            added = v.load(kind_bias, bias)
+            bias += LANES * v.size(kind_bias)
+        token = t
+        while token + 8 <= end:
+            y_rows = eight_rows(y, order, token)
+            v.prefetch(y_rows, column * v.size(kind_y))
+            sums = stored_sums(columns, paired, rank, eight_rows(h, order, token))
+            v.update_rows(kind_y, y_rows, column, sums, scaling, added)
+            token += 8
+        while token < end:
+            sums1 = stored_sums(columns, paired, rank, (h[0] + order[token] * h[1],))
+            y_rows1 = (y[0] + order[token] * y[1],)
+            v.update_rows(kind_y, y_rows1, column, sums1, scaling, added)
+            token += 1
+        b += LANES * b_row
+        column += LANES
+
+
+@njit(nogil=True, forceinline=True)
+def transpose_rows(kind, b, b_row, rank, columns):
+    """Store 16 rows of b as `rank` vectors of float32."""
+    j, step = 0, 16 // v.size(kind)
+    while j + step <= rank:
+        v.store_all(columns + 4 * LANES * j, v.load_columns(kind, b + j * v.size(kind), b_row))
+        j += step
+    while j < rank:
+        column = (v.load_column(kind, b + j * v.size(kind), b_row),)
+        v.store_all(columns + 4 * LANES * j, column)
+        j += 1
+
+
+@njit(nogil=True, forceinline=True)
+def stored_sums(columns, paired, rank, h_rows):
+    """Return what `b_sums` returns, from the stored columns of b."""
+    sums = v.zeros((0, 0), h_rows)
+    for j in range(0, paired, 2):
+        at = columns + 4 * LANES * j
+        pair = (v.load(v.FLOAT32, at), v.load(v.FLOAT32, at + 4 * LANES))
+        sums = v.add_columns(sums, pair, h_rows, j)
+    for j in range(paired, rank):
+        column = (v.load(v.FLOAT32, columns + 4 * LANES * j),)
+        sums = v.add_columns(sums, column, h_rows, j)
+    return sums
+
+
+@njit(nogil=True)
+def expand_column(kinds, place, factors, order, t, end, h, y):
+    """Add to one column of y, in the same order of sums as `expand_tiles`."""
+    kind, kind_y, kind_bias = kinds
+    b, _, bias, column = place
+    rank, scaling = factors
+    added = np.float32(0)
+    if bias != 0:
+        added = v.read(kind_bias, bias)
+    paired = rank - rank % (16 // v.size(kind))
+    for token in order[t:end]:
+        even, odd = np.float32(0), np.float32(0)
+        for j in range(rank):
+            factor = v.read(v.FLOAT32, h[0] + token * h[1] + 4 * j)
+            item = v.read(kind, b + j * v.size(kind))
+            if j % 2 and j < paired:
+                odd = v.multiply_add(item, factor, odd)
+            else:
+                even = v.multiply_add(item, factor, even)
+        at = y[0] + token * y[1] + column * v.size(kind_y)
+        delta = v.multiply_add(even + odd, scaling, added)
+        v.write(kind_y, at, v.read(kind_y, at) + delta)
+
+
+@njit(nogil=True, forceinline=True)
+def prefetch_rows(b, b_row, width):
+    """Ask for the `width` bytes of each of 16 rows that are needed in a while."""
+    if 2 * width > b_row:  # hardly a gap: line by line
+        b += LANES * b_row * max(1, EXPAND_AHEAD // (LANES * b_row))
+        for line in range(0, LANES * b_row, 64):
+            v.prefetch((b,), line)
+    else:
+        b += LANES * b_row * max(1, EXPAND_AHEAD // (LANES * width + 1))
+        for i in range(LANES):
+            for line in range(0, width, 64):
+                v.prefetch((b,), i * b_row + line)

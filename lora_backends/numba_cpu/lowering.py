@@ -1,0 +1,231 @@
+"""What vectors become in LLVM: instructions that a builder is told to add, on its values."""
+
+# mypy: disable-error-code="import-untyped, misc"
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+LANES = 16
+F32, I8, I16 = ir.FloatType(), ir.IntType(8), ir.IntType(16)
+I32, I64 = ir.IntType(32), ir.IntType(64)
+VECTOR = ir.VectorType(F32, LANES)
+ZEROS = ir.Constant(VECTOR, None)
+
+
+def integer(value: int) -> Any:
+    """Return a constant int64."""
+    return ir.Constant(I64, value)
+
+
+def lane(index: int) -> Any:
+    """Return a constant that names a lane."""
+    return ir.Constant(I32, index)
+
+
+def undefined(shape: Any) -> Any:
+    """Return a value that is about to be filled."""
+    return ir.Constant(shape, ir.Undefined)
+
+
+def size_of(kind: Any) -> int:
+    """Return the bytes of an element."""
+    sizes: dict[Any, int] = {types.float64: 8, types.float32: 4}
+    return sizes.get(kind, 2)
+
+
+def raw_type(kind: Any) -> Any:
+    """Return the type of an element as it lies in memory."""
+    return {types.float64: ir.DoubleType(), types.float32: F32}.get(kind, I16)
+
+
+def raw_vector(kind: Any) -> Any:
+    """Return the type of 16 elements as they lie in memory."""
+    return ir.VectorType(raw_type(kind), LANES)
+
+
+def load_value(builder: Any, address: Any, element: Any, align: int = 4) -> Any:
+    """Return the value of type `element` at an address."""
+    return builder.load(builder.inttoptr(address, element.as_pointer()), align=align)
+
+
+def store_value(builder: Any, address: Any, value: Any, align: int) -> None:
+    """Store a value at an address."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def with_element(shape: Any, element: Any) -> Any:
+    """Return the type of `shape`, a scalar's or a vector's, with another element."""
+    return ir.VectorType(element, shape.count) if isinstance(shape, ir.VectorType) else element
+
+
+def constant(shape: Any, value: int) -> Any:
+    """Return a constant of the type of `shape`, the same in every lane."""
+    if isinstance(shape, ir.VectorType):
+        return ir.Constant(shape, [value] * shape.count)
+    return ir.Constant(shape, value)
+
+
+def widen(builder: Any, kind: Any, raw: Any) -> Any:
+    """Return elements as they lie in memory, a scalar or a vector, as float32: exact."""
+    if kind == types.float32:
+        return raw
+    if kind == types.float64:
+        return builder.fptrunc(raw, with_element(raw.type, F32))
+    if kind == types.int16:  # float16
+        return builder.fpext(
+            builder.bitcast(raw, with_element(raw.type, ir.HalfType())), with_element(raw.type, F32)
+        )
+    words = builder.zext(raw, with_element(raw.type, I32))
+    words = builder.shl(words, constant(words.type, 16))
+    return builder.bitcast(words, with_element(raw.type, F32))
+
+
+def narrow(builder: Any, kind: Any, vector: Any) -> Any:
+    """Round float32 to the nearest element of `kind`, ties to even; NaN stays NaN."""
+    if kind == types.float32:
+        return vector
+    if kind == types.int16:  # float16
+        half = builder.fptrunc(vector, with_element(vector.type, ir.HalfType()))
+        return builder.bitcast(half, with_element(vector.type, I16))
+    bits = builder.bitcast(vector, with_element(vector.type, I32))
+    upper = builder.lshr(bits, constant(bits.type, 16))
+    odd = builder.and_(upper, constant(bits.type, 1))
+    rounded = builder.add(bits, builder.add(odd, constant(bits.type, 0x7FFF)))
+    rounded = builder.lshr(rounded, constant(bits.type, 16))
+    quiet = builder.or_(upper, constant(bits.type, 0x40))
+    chosen = builder.select(builder.fcmp_unordered("uno", vector, vector), quiet, rounded)
+    return builder.trunc(chosen, with_element(vector.type, I16))
+
+
+def load_pair(builder: Any, kind: Any, address: Any) -> tuple[Any, Any]:
+    """Return 32 neighbours as two vectors; bfloat16 as the even and the odd ones."""
+    if kind == types.uint16:  # bfloat16: 16 words of an even and an odd element
+        words = load_value(builder, address, ir.VectorType(I32, LANES), 2)
+        even, odd = split_bfloat16(builder, words)
+        return even, odd
+    size = LANES * size_of(kind)
+    addresses = address, builder.add(address, integer(size))
+    low, high = (
+        widen(builder, kind, load_value(builder, at, raw_vector(kind), size_of(kind)))
+        for at in addresses
+    )
+    return low, high
+
+
+def split_bfloat16(builder: Any, words: Any) -> tuple[Any, Any]:
+    """Return the lower and the upper halves of words, widened."""
+    even = builder.shl(words, constant(words.type, 16))
+    odd = builder.and_(words, constant(words.type, 0xFFFF0000))
+    return builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)
+
+
+def split_words(builder: Any, kind: Any, columns: list[Any]) -> list[Any]:
+    """Return columns of 32 bits as columns of `kind`, widened."""
+    if kind == types.float32:
+        return [builder.bitcast(column, VECTOR) for column in columns]
+    split: list[Any] = []
+    for words in columns:
+        if kind == types.uint16:
+            split += split_bfloat16(builder, words)
+        else:
+            halves = (words, builder.lshr(words, constant(words.type, 16)))
+            raw = [builder.trunc(half, with_element(words.type, I16)) for half in halves]
+            split += [widen(builder, kind, item) for item in raw]
+    return split
+
+
+def load_lanes(builder: Any, kind: Any, base: Any, step: int | Any, count: Any) -> Any:
+    """Return `count` (at most 16) elements, `step` bytes apart, then zeros; the slow way."""
+    buffer = cgutils.alloca_once(builder, VECTOR)
+    builder.store(ZEROS, buffer, align=4)
+    target = builder.ptrtoint(buffer, I64)
+    stride = integer(step) if isinstance(step, int) else step
+    with cgutils.for_range(builder, count) as loop:
+        at = builder.add(base, builder.mul(loop.index, stride))
+        item = widen(builder, kind, load_value(builder, at, raw_type(kind), size_of(kind)))
+        slot = builder.add(target, builder.mul(loop.index, integer(4)))
+        store_value(builder, slot, item, 4)
+    return builder.load(buffer, align=4)
+
+
+def transpose_16_by_4(builder: Any, base: Any, step: Any) -> list[Any]:
+    """Return four <16 x i32>: words 0 to 3 of 16 rows that lie `step` bytes apart."""
+    quad = ir.VectorType(I32, 4)
+    addresses = [base]
+    for _ in range(LANES - 1):
+        addresses.append(builder.add(addresses[-1], step))
+    rows = [load_value(builder, address, quad, 2) for address in addresses]
+    # lane group g of vector i is row 4 g + i, so that transposing stays within lane groups
+    v = [
+        join(builder, join(builder, rows[i], rows[4 + i]), join(builder, rows[8 + i], rows[12 + i]))
+        for i in range(4)
+    ]
+    low01, low23 = (
+        shuffle_groups(builder, v[0], v[1], 0, 16, 1, 17),
+        shuffle_groups(builder, v[2], v[3], 0, 16, 1, 17),
+    )
+    high01, high23 = (
+        shuffle_groups(builder, v[0], v[1], 2, 18, 3, 19),
+        shuffle_groups(builder, v[2], v[3], 2, 18, 3, 19),
+    )
+    return [
+        shuffle_groups(builder, low01, low23, 0, 1, 16, 17),
+        shuffle_groups(builder, low01, low23, 2, 3, 18, 19),
+        shuffle_groups(builder, high01, high23, 0, 1, 16, 17),
+        shuffle_groups(builder, high01, high23, 2, 3, 18, 19),
+    ]
+
+
+def shuffle(builder: Any, left: Any, right: Any, indices: list[int]) -> Any:
+    """Return the lanes of two vectors that `indices` names."""
+    mask = ir.Constant(ir.VectorType(I32, len(indices)), indices)
+    return builder.shuffle_vector(left, right, mask)
+
+
+def join(builder: Any, left: Any, right: Any) -> Any:
+    """Return the lanes of one vector, then those of another."""
+    return shuffle(builder, left, right, list(range(2 * left.type.count)))
+
+
+def shuffle_groups(builder: Any, left: Any, right: Any, *pattern: int) -> Any:
+    """Shuffle two vectors of 16 by the same pattern in every group of four lanes."""
+    return shuffle(builder, left, right, [g + p for g in range(0, LANES, 4) for p in pattern])
+
+
+def splat(builder: Any, scalar: Any) -> Any:
+    """Return a vector of 16 times a scalar."""
+    zero = lane(0)
+    first = builder.insert_element(undefined(VECTOR), scalar, zero)
+    return shuffle(builder, first, undefined(VECTOR), [0] * LANES)
+
+
+def multiply_add(builder: Any, left: Any, right: Any, added: Any) -> Any:
+    """Return ``left * right + added``: one rounding where the CPU fuses, never another order."""
+    suffix = "v16f32" if isinstance(left.type, ir.VectorType) else "f32"
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(left.type, [left.type] * 3), f"llvm.fmuladd.{suffix}"
+    )
+    return builder.call(function, [left, right, added])
+
+
+def sum_lanes(builder: Any, vector: Any) -> Any:
+    """Return the sum over the lanes, halves added to halves."""
+    while vector.type.count > 1:
+        half = vector.type.count // 2
+        low = shuffle(builder, vector, vector, list(range(half)))
+        high = shuffle(builder, vector, vector, list(range(half, 2 * half)))
+        vector = builder.fadd(low, high)
+    return builder.extract_element(vector, lane(0))
+
+
+def prefetch_line(builder: Any, address: Any) -> None:
+    """Ask for the cache line of an address."""
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, 3, 1))])

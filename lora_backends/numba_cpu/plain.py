@@ -1,0 +1,162 @@
+"""The plain twin of every operation in `vectors`: numpy on single addresses, for debugging.
+
+They run where NUMBA_DISABLE_JIT is set. Products are not fused with sums here, so results agree
+with the compiled ones within rounding, not bit for bit.
+"""
+
+# ruff: noqa: D103 (each is documented by the operation of its name)
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Vector: TypeAlias = npt.NDArray[np.float32]  # [16]
+Marker: TypeAlias = np.float32 | np.uint16 | np.int16 | np.float64
+
+_LANES = 16
+
+
+def zeros(a: tuple[Any, ...], x: tuple[Any, ...]) -> tuple[Vector, ...]:
+    return tuple(np.zeros(_LANES, np.float32) for _ in range(len(a) * len(x)))
+
+
+def size(kind: Marker) -> int:
+    return kind.itemsize
+
+
+def load_rows(kind: Marker, rows: tuple[int, ...], first: int) -> tuple[Vector, ...]:
+    pairs = [_elements(kind, row + first * kind.itemsize, 2 * _LANES) for row in rows]
+    return tuple(p[:_LANES] for p in pairs) + tuple(p[_LANES:] for p in pairs)
+
+
+def load_some(kind: Marker, rows: tuple[int, ...], first: int, count: int) -> tuple[Vector, ...]:
+    size = kind.itemsize
+    short = [_elements(kind, row + first * size, count) for row in rows]
+    return tuple(np.pad(row, (0, _LANES - count)) for row in short)
+
+
+def load_column(kind: Marker, address: int, stride: int) -> Vector:
+    return np.concatenate([_elements(kind, address + lane * stride, 1) for lane in range(_LANES)])
+
+
+def load_columns(kind: Marker, address: int, stride: int) -> tuple[Vector, ...]:
+    count = 16 // kind.itemsize
+    rows = [_elements(kind, address + lane * stride, count) for lane in range(_LANES)]
+    return tuple(np.stack(rows, axis=1))
+
+
+def add_products(
+    sums: tuple[Vector, ...], a: tuple[Vector, ...], x: tuple[Vector, ...]
+) -> tuple[Vector, ...]:
+    steps = round((len(a) * len(x) / len(sums)) ** 0.5)
+    a_rows, x_rows = len(a) // steps, len(x) // steps
+    totals = list(sums)
+    for step in range(steps):
+        for t in range(x_rows):
+            for j in range(a_rows):
+                totals[t * a_rows + j] = (
+                    totals[t * a_rows + j] + a[step * a_rows + j] * x[step * x_rows + t]
+                )
+    return tuple(totals)
+
+
+def add_columns(
+    sums: tuple[Vector, ...], columns: tuple[Vector, ...], rows: tuple[int, ...], first: int
+) -> tuple[Vector, ...]:
+    factors = [_elements(np.float32(0), row + 4 * first, len(columns)) for row in rows]
+    totals = list(sums)
+    for c, column in enumerate(columns):
+        for t, h in enumerate(factors):
+            totals[2 * t + c % 2] = totals[2 * t + c % 2] + column * h[c]
+    return tuple(totals)
+
+
+def write_totals(rows: tuple[int, ...], count: int, sums: tuple[Vector, ...]) -> None:
+    width = len(sums) // len(rows)
+    for t, row in enumerate(rows):
+        for j in range(count):
+            _memory(row + 4 * j, np.dtype(np.float32), 1)[0] = _sum_lanes(sums[t * width + j])
+
+
+def update_rows(
+    kind: Marker,
+    rows: tuple[int, ...],
+    first: int,
+    sums: tuple[Vector, ...],
+    factor: np.float32,
+    added: Vector,
+) -> None:
+    for row, even, odd in zip(rows, sums[::2], sums[1::2], strict=True):
+        at = row + first * kind.itemsize
+        y = _elements(kind, at, _LANES) + ((even + odd) * factor + added)
+        _memory(at, kind.dtype, _LANES)[:] = _narrow(kind, y)
+
+
+def store_all(address: int, vectors: tuple[Vector, ...]) -> None:
+    for i, vector in enumerate(vectors):
+        _memory(address + 4 * _LANES * i, np.dtype(np.float32), _LANES)[:] = vector
+
+
+def load(kind: Marker, address: int) -> Vector:
+    return _elements(kind, address, _LANES)
+
+
+def multiply_add(left: np.float32, right: np.float32, added: np.float32) -> np.float32:
+    return left * right + added
+
+
+def write(kind: Marker, address: int, value: np.float32) -> None:
+    _memory(address, kind.dtype, 1)[:] = _narrow(kind, np.array([value], np.float32))
+
+
+def prefetch(rows: tuple[int, ...], offset: int) -> None:
+    del rows, offset
+
+
+def read(kind: Marker, address: int) -> np.float32:
+    value: np.float32 = _elements(kind, address, 1)[0]
+    return value
+
+
+def read_int(address: int) -> int:
+    return int(_memory(address, np.dtype(np.int32), 1)[0])
+
+
+def read_id(address: int) -> int:
+    return int(_memory(address, np.dtype(np.int64), 1)[0])
+
+
+def _memory(address: int, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(int(address))
+    return np.frombuffer(memoryview(buffer), dtype)
+
+
+def _elements(kind: Marker, address: int, count: int) -> Vector:
+    raw = _memory(address, kind.dtype, count)
+    if kind.dtype == np.uint16:  # bfloat16
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    if kind.dtype == np.int16:  # float16
+        raw = raw.view(np.float16)
+    return raw.astype(np.float32)
+
+
+def _narrow(kind: Marker, vector: Vector) -> npt.NDArray[Any]:
+    if kind.dtype == np.int16:  # float16
+        return vector.astype(np.float16).view(np.int16)
+    if kind.dtype == np.float32:
+        return vector
+    bits = vector.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(vector), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def _sum_lanes(vector: Vector) -> np.float32:
+    while vector.size > 1:
+        half = vector.size // 2
+        vector = vector[:half] + vector[half:]
+    total: np.float32 = vector[0]
+    return total

@@ -1,0 +1,341 @@
+"""Vectors of 16 float32 for kernels: loads that widen, stores that round, products, sums.
+
+LLVM sees whole vectors, so nothing depends on what a loop vectoriser decides, and no flag allows
+it to reorder sums: a result is the same however many rows a kernel handles at once. Memory is
+named by its address, an int. What lies there is told by a marker, an (otherwise unused) value
+whose type says how 16 bits are read: `FLOAT32`, `BFLOAT16` or `FLOAT16`.
+
+Every operation stands beside its plain twin, which runs where NUMBA_DISABLE_JIT is set.
+"""
+
+# ruff: noqa: D402 (an operation is documented by an example of its use)
+# mypy: disable-error-code="misc"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import config, types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+from lora_backends.numba_cpu import lowering, plain
+
+LANES = lowering.LANES
+FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
+FLOAT64 = np.float64(0)  # may be loaded, rounded to float32; not stored
+
+
+class Float32x16(types.Type):
+    """The type of a vector in a kernel; it lives in one register where the CPU has AVX-512."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Float32x16")
+
+
+VECTOR = Float32x16()
+
+
+@register_model(Float32x16)
+class _Float32x16Model(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, lowering.VECTOR)
+
+
+def _operation(twin: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of a typing function, or its plain twin where numba is switched off."""
+    return lambda define: twin if config.DISABLE_JIT else intrinsic(define)
+
+
+@_operation(plain.zeros)
+def zeros(typing: Any, a: Any, x: Any) -> Any:
+    """zeros(a, x): a zero vector for every pair of items of two tuples."""
+    result = types.UniTuple(VECTOR, a.count * x.count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.make_tuple(builder, result, [lowering.ZEROS] * result.count)
+
+    return result(a, x), codegen
+
+
+@_operation(plain.size)
+def size(typing: Any, kind: Any) -> Any:
+    """size(kind): bytes of an element."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return lowering.integer(lowering.size_of(kind))
+
+    return types.int64(kind), codegen
+
+
+@_operation(plain.load_rows)
+def load_rows(typing: Any, kind: Any, rows: Any, first: Any) -> Any:
+    """load_rows(kind, addresses, k): two vectors a row, elements k to k + 31.
+
+    All first vectors come first. In bfloat16 they hold the even elements and the second vectors
+    the odd ones, which costs one instruction a vector; a dot product does not mind.
+    """
+    result = types.UniTuple(VECTOR, 2 * rows.count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, addresses, k = args
+        offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
+        pairs = [
+            lowering.load_pair(builder, kind, builder.add(address, offset))
+            for address in cgutils.unpack_tuple(builder, addresses)
+        ]
+        return context.make_tuple(builder, result, [p[0] for p in pairs] + [p[1] for p in pairs])
+
+    return result(kind, rows, types.int64), codegen
+
+
+@_operation(plain.load_some)
+def load_some(typing: Any, kind: Any, rows: Any, first: Any, count: Any) -> Any:
+    """load_some(kind, addresses, k, n): a vector a row, elements k to k + n - 1, then zeros."""
+    result = types.UniTuple(VECTOR, rows.count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, addresses, k, count = args
+        offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
+        vectors = [
+            lowering.load_lanes(
+                builder, kind, builder.add(address, offset), lowering.size_of(kind), count
+            )
+            for address in cgutils.unpack_tuple(builder, addresses)
+        ]
+        return context.make_tuple(builder, result, vectors)
+
+    return result(kind, rows, types.int64, types.int64), codegen
+
+
+@_operation(plain.load_column)
+def load_column(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
+    """load_column(kind, address, stride): 16 elements, `stride` bytes apart."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, at, step = args
+        raw = lowering.undefined(lowering.raw_vector(kind))
+        for lane in range(LANES):
+            item = lowering.load_value(builder, at, lowering.raw_type(kind), lowering.size_of(kind))
+            raw = builder.insert_element(raw, item, lowering.lane(lane))
+            at = builder.add(at, step)
+        return lowering.widen(builder, kind, raw)
+
+    return VECTOR(kind, types.int64, types.int64), codegen
+
+
+@_operation(plain.load_columns)
+def load_columns(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
+    """load_columns(kind, address, stride): the columns of 16 rows, `stride` bytes apart.
+
+    16 bytes of every row: 4 columns of float32, 8 of a 16-bit type. Lanes are rows.
+    """
+    count = 16 // lowering.size_of(kind)
+    result = types.UniTuple(VECTOR, count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, base, step = args
+        columns = lowering.transpose_16_by_4(builder, base, step)  # of 32 bits
+        return context.make_tuple(builder, result, lowering.split_words(builder, kind, columns))
+
+    return result(kind, types.int64, types.int64), codegen
+
+
+@_operation(plain.add_products)
+def add_products(typing: Any, sums: Any, a: Any, x: Any) -> Any:
+    """add_products(sums, a, x): ``sums[t, j] + a[j] * x[t]``, for one or more vectors a row.
+
+    a and x are as `load_rows` or `load_some` returned them; sums has an item per pair of rows.
+    """
+    repeats = _vectors_a_row(sums.count, a.count, x.count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        totals, lefts, rights = (cgutils.unpack_tuple(builder, arg) for arg in args)
+        a_rows, x_rows = len(lefts) // repeats, len(rights) // repeats
+        for step in range(repeats):
+            for t in range(x_rows):
+                for j in range(a_rows):
+                    left, right = lefts[step * a_rows + j], rights[step * x_rows + t]
+                    item = t * a_rows + j
+                    totals[item] = lowering.multiply_add(builder, left, right, totals[item])
+        return context.make_tuple(builder, sums, totals)
+
+    return sums(sums, a, x), codegen
+
+
+@_operation(plain.add_columns)
+def add_columns(typing: Any, sums: Any, columns: Any, rows: Any, first: Any) -> Any:
+    """add_columns(sums, columns, addresses, j): ``sums[t] + sum_c columns[c] * h[t, j + c]``.
+
+    The addresses are of rows of float32. A row has two sums, of even and of odd c, so that one
+    product need not wait for the last; `update_rows` adds them up.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        totals, vectors, addresses = (cgutils.unpack_tuple(builder, arg) for arg in args[:3])
+        offset = builder.mul(args[3], lowering.integer(4))
+        bases = [builder.add(address, offset) for address in addresses]
+        for c, vector in enumerate(vectors):
+            for t, base in enumerate(bases):
+                at = builder.add(base, lowering.integer(4 * c))
+                factor = lowering.splat(builder, lowering.load_value(builder, at, lowering.F32))
+                item = 2 * t + c % 2
+                totals[item] = lowering.multiply_add(builder, vector, factor, totals[item])
+        return context.make_tuple(builder, sums, totals)
+
+    return sums(sums, columns, rows, types.int64), codegen
+
+
+@_operation(plain.write_totals)
+def write_totals(typing: Any, rows: Any, count: Any, sums: Any) -> Any:
+    """write_totals(addresses, n, sums): the sums over lanes, the first n of every row of float32.
+
+    `sums` has as many vectors for every row, in order of the rows.
+    """
+    width = sums.count // rows.count
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vectors = cgutils.unpack_tuple(builder, args[2])
+        for t, address in enumerate(cgutils.unpack_tuple(builder, args[0])):
+            for j in range(width):
+                total = lowering.sum_lanes(builder, vectors[t * width + j])
+                at = builder.add(address, lowering.integer(4 * j))
+                with builder.if_then(builder.icmp_signed(">", args[1], lowering.integer(j))):
+                    lowering.store_value(builder, at, total, 4)
+        return context.get_dummy_value()
+
+    return types.void(rows, types.int64, sums), codegen
+
+
+@_operation(plain.update_rows)
+def update_rows(
+    typing: Any, kind: Any, rows: Any, first: Any, sums: Any, factor: Any, added: Any
+) -> Any:
+    """update_rows(kind, addresses, k, sums, factor, added): elements k to k + 15 of every row.
+
+    Row t becomes ``row + ((even + odd) * factor + added)``, rounded once; sums has the even and
+    the odd sum of every row.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, addresses, k, pairs, scalar, more = args
+        factor = lowering.splat(builder, scalar)
+        vectors = cgutils.unpack_tuple(builder, pairs)
+        offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
+        for t, address in enumerate(cgutils.unpack_tuple(builder, addresses)):
+            at = builder.add(address, offset)
+            total = builder.fadd(vectors[2 * t], vectors[2 * t + 1])
+            delta = lowering.multiply_add(builder, total, factor, more)
+            raw = lowering.load_value(
+                builder, at, lowering.raw_vector(kind), lowering.size_of(kind)
+            )
+            y = builder.fadd(lowering.widen(builder, kind, raw), delta)
+            lowering.store_value(
+                builder, at, lowering.narrow(builder, kind, y), lowering.size_of(kind)
+            )
+        return context.get_dummy_value()
+
+    return types.void(kind, rows, types.int64, sums, types.float32, VECTOR), codegen
+
+
+@_operation(plain.store_all)
+def store_all(typing: Any, address: Any, vectors: Any) -> Any:
+    """store_all(address, vectors): one vector of float32 after the other."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for i, vector in enumerate(cgutils.unpack_tuple(builder, args[1])):
+            lowering.store_value(
+                builder, builder.add(args[0], lowering.integer(4 * LANES * i)), vector, 4
+            )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, vectors), codegen
+
+
+@_operation(plain.load)
+def load(typing: Any, kind: Any, address: Any) -> Any:
+    """load(kind, address): 16 neighbours."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        raw = lowering.load_value(
+            builder, args[1], lowering.raw_vector(kind), lowering.size_of(kind)
+        )
+        return lowering.widen(builder, kind, raw)
+
+    return VECTOR(kind, types.int64), codegen
+
+
+@_operation(plain.multiply_add)
+def multiply_add(typing: Any, left: Any, right: Any, added: Any) -> Any:
+    """multiply_add(left, right, added): ``left * right + added``, three float32, as in vectors."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return lowering.multiply_add(builder, *args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@_operation(plain.write)
+def write(typing: Any, kind: Any, address: Any, value: Any) -> Any:
+    """write(kind, address, value): one float32, rounded."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lowering.store_value(
+            builder, args[1], lowering.narrow(builder, kind, args[2]), lowering.size_of(kind)
+        )
+        return context.get_dummy_value()
+
+    return types.void(kind, types.int64, types.float32), codegen
+
+
+@_operation(plain.prefetch)
+def prefetch(typing: Any, rows: Any, offset: Any) -> Any:
+    """prefetch(addresses, n): ask for the cache lines n bytes on; any address is allowed."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for address in cgutils.unpack_tuple(builder, args[0]):
+            lowering.prefetch_line(builder, builder.add(address, args[1]))
+        return context.get_dummy_value()
+
+    return types.void(rows, types.int64), codegen
+
+
+@_operation(plain.read)
+def read(typing: Any, kind: Any, address: Any) -> Any:
+    """read(kind, address): one element as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return lowering.widen(
+            builder,
+            kind,
+            lowering.load_value(builder, args[1], lowering.raw_type(kind), lowering.size_of(kind)),
+        )
+
+    return types.float32(kind, types.int64), codegen
+
+
+@_operation(plain.read_int)
+def read_int(typing: Any, address: Any) -> Any:
+    """read_int(address): one int32 as an int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(lowering.load_value(builder, args[0], lowering.I32), lowering.I64)
+
+    return types.int64(types.int64), codegen
+
+
+@_operation(plain.read_id)
+def read_id(typing: Any, address: Any) -> Any:
+    """read_id(address): one int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return lowering.load_value(builder, args[0], lowering.I64, 8)
+
+    return types.int64(types.int64), codegen
+
+
+def _vectors_a_row(sums: int, a: int, x: int) -> int:
+    return math.isqrt(a * x // sums)

@@ -1,0 +1,177 @@
+"""`triton`: kernels over tiles of one adapter's tokens, two launches a layer."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import ClassVar
+
+import torch
+from typing_extensions import override
+
+from lora_backends.backend import LoRABackend
+from lora_backends.batch import LoRABatch
+from lora_backends.checks import as_device
+from lora_backends.triton import launch
+from lora_backends.triton import plan as plans
+from lora_backends.triton.config import TileConfig, block_tokens, choose_tiles
+from lora_backends.triton.plan import TritonPlan
+from lora_backends.weights import LoRAWeights
+
+_INVARIANT_TOKENS = 64  # tile sizes of a batch-invariant backend are those of this many tokens
+_INVARIANT_SLOTS = 8  # and of this many active slots
+
+
+class TritonBackend(LoRABackend):
+    """Shrinks and expands with two Triton kernels over tiles of tokens that share a slot.
+
+    Tokens are sorted by slot once per batch; a program takes one tile, so that each adapter's A
+    and B are read by few programs, and reads no further than the adapter's own rank. The shrink
+    writes partial sums that the expand adds up in order, so results are deterministic.
+
+    `run_linear` rounds h to the dtype of the weights between the two products; `run_lora_a` and
+    `run_lora_b` keep it in float32. For float16 weights, h beyond 65504 overflows in run_linear.
+
+    Args:
+        device: a CUDA or ROCm device, or the CPU under ``TRITON_INTERPRET=1``.
+        allow_tf32: multiply float32 values as tf32, faster and with 10 bits of mantissa.
+        batch_invariant: take the same tile sizes for every batch, so that a row's result does
+            not depend on the rest of its batch.
+
+    Source:
+        Punica: Multi-Tenant LoRA Serving, arXiv 2310.18547.
+    """
+
+    name = "triton"
+    device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
+    auto_priority = {"cuda": 100}
+    plan_type = TritonPlan
+    cuda_graphs = True
+    deterministic = True
+    narrow_intermediate = True
+
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        *,
+        allow_tf32: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
+        super().__init__(device)
+        self.allow_tf32 = allow_tf32
+        self.batch_invariant = batch_invariant
+        self._precision = "tf32" if allow_tf32 else "ieee"
+        self._programmatic = _has_programmatic_launch(self.device)
+
+    @classmethod
+    @override
+    def unavailable_reasons(cls, device: torch.device | str) -> list[str]:
+        reasons = super().unavailable_reasons(device)
+        if importlib.util.find_spec("triton") is None:
+            return [*reasons, "the package triton is not installed."]
+        if as_device(device).type == "cpu" and not launch.INTERPRETED:
+            reasons.append(
+                "Triton runs on the CPU only where TRITON_INTERPRET=1 is set before the import."
+            )
+        return reasons
+
+    @override
+    def prepare_batch(self, batch: LoRABatch, out: TritonPlan | None = None) -> TritonPlan:
+        if out is not None:
+            return plans.refill(out, batch)
+        active = plans.count_active(batch)
+        if self.batch_invariant:
+            tile = block_tokens(_INVARIANT_TOKENS, _INVARIANT_SLOTS)
+        else:
+            tile = block_tokens(batch.num_tokens, active)
+        return plans.make_plan(batch, tile, active, self.device)
+
+    @override
+    def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: TritonPlan) -> torch.Tensor:
+        tiles = self._tiles(weights, plan, x.element_size())
+        h = self._planes(weights, plan, tiles.shrink.split_k).zero_()
+        count = launch.grid_tiles(plan)
+        if count:
+            launch.shrink(
+                x, weights, plan, h, count, tiles.shrink, self._precision, self._programmatic
+            )
+        return h[0] if h.shape[0] == 1 else h.sum(0)
+
+    @override
+    def run_lora_b(
+        self,
+        h: torch.Tensor,
+        weights: LoRAWeights,
+        plan: TritonPlan,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
+        count = launch.grid_tiles(plan)
+        if count:
+            tiles = self._tiles(weights, plan, torch.float32.itemsize)
+            launch.expand(
+                h.float()[None], weights, plan, y, count, tiles.expand, "ieee", True, False
+            )
+        return y
+
+    @override
+    def run_linear(
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: TritonPlan,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = self._output(weights, plan, x.dtype) if base_output is None else base_output
+        count = launch.grid_tiles(plan)
+        if count:
+            tiles = self._tiles(weights, plan, x.element_size())
+            h = self._planes(weights, plan, tiles.shrink.split_k)
+            precision, early = self._precision, self._programmatic
+            launch.shrink(x, weights, plan, h, count, tiles.shrink, precision, early)
+            launch.expand(h, weights, plan, y, count, tiles.expand, precision, False, early)
+        return y
+
+    @override
+    def run_embedding(
+        self,
+        token_ids: torch.Tensor,
+        weights: LoRAWeights,
+        plan: TritonPlan,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
+        count = launch.grid_tiles(plan)
+        if count:
+            h = self._planes(weights, plan, 1)
+            launch.gather(token_ids, weights, plan, h, count)
+            tiles = self._tiles(weights, plan, weights.lora_b.element_size())
+            launch.expand(h, weights, plan, y, count, tiles.expand, self._precision, False, False)
+        return y
+
+    def _tiles(self, weights: LoRAWeights, plan: TritonPlan, item_bytes: int) -> TileConfig:
+        fixed = self.batch_invariant
+        return choose_tiles(
+            _INVARIANT_TOKENS if fixed else plan.num_tokens,
+            _INVARIANT_SLOTS if fixed else plan.active_slots,
+            plan.block_tokens,
+            weights.num_slices,
+            weights.max_rank,
+            weights.in_features,
+            weights.out_features,
+            item_bytes,
+        )
+
+    def _planes(self, weights: LoRAWeights, plan: TritonPlan, split_k: int) -> torch.Tensor:
+        shape = (split_k, weights.num_slices, plan.num_tokens, weights.max_rank)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def _output(self, weights: LoRAWeights, plan: TritonPlan, dtype: torch.dtype) -> torch.Tensor:
+        shape = (plan.num_tokens, weights.out_features)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
+def _has_programmatic_launch(device: torch.device) -> bool:
+    """Return whether a kernel may start before the one in front of it has ended."""
+    if device.type != "cuda" or torch.version.hip is not None or launch.INTERPRETED:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,0 +1,125 @@
+"""The plan: tokens sorted by slot and cut into tiles of one slot, in one packed int32 buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lora_backends.backend import LoRAPlan
+from lora_backends.batch import LoRABatch
+
+EMPTY = -1
+"""The slot of an unused tile and the token of an unused place in a tile."""
+
+_ALIGNMENT = 32  # int32 values, so that both tables start at a multiple of 128 bytes
+
+
+@dataclass(eq=False)
+class TritonPlan(LoRAPlan):
+    """Which slot and which tokens every tile has.
+
+    Slots [2, -1, 0, 2, 2] in tiles of 2 tokens, three slots and so at most three tiles::
+
+        tile_slots   [0, 2, 2]
+        tile_tokens  [[2, -1], [0, 3], [4, -1]]
+
+    Both tables are views of `packed` and keep their addresses when the plan is refilled.
+    """
+
+    block_tokens: int  # tokens per tile, a power of two
+    active_slots: int  # slots with tokens when the plan was made: tile sizes follow from it
+    num_tiles: int  # tiles in use now, <= max_tiles
+    max_tiles: int  # tiles that any composition of as many tokens and slots can need
+    packed: torch.Tensor  # [aligned max_tiles + max_tiles * block_tokens] int32, on the device
+    tile_slots: torch.Tensor  # [max_tiles] int32, slot of the tile or -1
+    tile_tokens: torch.Tensor  # [max_tiles, block_tokens] int32, token or -1
+
+
+def max_tiles(num_tokens: int, num_slots: int, block_tokens: int) -> int:
+    """Return the most tiles that a batch can need, at least 1.
+
+    One tile with one token for each of ``n = min(num_tokens, num_slots)`` slots, and one more for
+    every `block_tokens` of the remaining tokens.
+    """
+    segments = min(num_tokens, num_slots)
+    return max(1, segments + (num_tokens - segments) // block_tokens)
+
+
+def count_active(batch: LoRABatch) -> int:
+    """Return how many slots have tokens."""
+    return int(np.count_nonzero(np.bincount(batch.token_slots.numpy() + 1)[1:]))
+
+
+def fill_tiles(
+    token_slots: npt.NDArray[np.int64],
+    num_slots: int,
+    block_tokens: int,
+    packed: npt.NDArray[np.int32],
+) -> int:
+    """Write both tables into `packed` and return the number of tiles.
+
+    Args:
+        token_slots: [num_tokens], -1 or 0 <= slot < num_slots.
+        num_slots: slots of the batch.
+        block_tokens: tokens per tile.
+        packed: [aligned max_tiles + max_tiles * block_tokens] int32, overwritten.
+
+    Returns:
+        Tiles in use; they come first.
+    """
+    packed.fill(EMPTY)
+    counts = np.bincount(token_slots + 1, minlength=num_slots + 1)
+    order = np.argsort(token_slots, kind="stable")[counts[0] :]
+    counts = counts[1:]
+    tiles = (counts + (block_tokens - 1)) // block_tokens
+    num_tiles = int(tiles.sum())
+    packed[:num_tiles] = np.repeat(np.arange(num_slots), tiles)
+    first_place = (np.cumsum(tiles) - tiles) * block_tokens
+    first_sorted = np.cumsum(counts) - counts
+    places = np.arange(order.size) + np.repeat(first_place - first_sorted, counts)
+    tokens_at = _aligned(max_tiles(token_slots.size, num_slots, block_tokens))
+    packed[tokens_at + places] = order
+    return num_tiles
+
+
+def make_plan(
+    batch: LoRABatch, block_tokens: int, active_slots: int, device: torch.device
+) -> TritonPlan:
+    """Return a new plan, its tables on their way to the device."""
+    tiles = max_tiles(batch.num_tokens, batch.num_slots, block_tokens)
+    tokens_at = _aligned(tiles)
+    size = tokens_at + tiles * block_tokens
+    packed = torch.empty(size, dtype=torch.int32, device=device)
+    plan = TritonPlan(
+        num_tokens=batch.num_tokens,
+        num_slots=batch.num_slots,
+        block_tokens=block_tokens,
+        active_slots=active_slots,
+        num_tiles=0,
+        max_tiles=tiles,
+        packed=packed,
+        tile_slots=packed[:tiles],
+        tile_tokens=packed[tokens_at:].view(tiles, block_tokens),
+    )
+    return refill(plan, batch)
+
+
+def refill(plan: TritonPlan, batch: LoRABatch) -> TritonPlan:
+    """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory.
+
+    The pinned memory is new each time; torch's allocator reuses it only after the copy.
+    """
+    on_device = plan.packed.device.type != "cpu"
+    staged = torch.empty(plan.packed.shape, dtype=torch.int32, pin_memory=on_device)
+    plan.num_tiles = fill_tiles(
+        batch.token_slots.numpy(), batch.num_slots, plan.block_tokens, staged.numpy()
+    )
+    plan.packed.copy_(staged, non_blocking=True)
+    return plan
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT

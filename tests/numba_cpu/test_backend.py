@@ -1,0 +1,204 @@
+"""What `numba_cpu` promises besides the interface, which the conformance kit checks."""
+
+import threading
+
+import numba
+import pytest
+import torch
+
+from lora_backends import LoRABatch, LoRAWeights
+from lora_backends.numba_cpu import NumbaCPUBackend, launch
+from lora_backends.numba_cpu.config import LONG_SEGMENT, MAX_SEGMENT, SERIAL_BYTES
+from lora_backends.testing import conformance_tests
+from lora_backends.testing.profiles import Profile
+from lora_backends.torch_ref import TorchRefBackend
+
+SMALL = Profile(
+    name="small",
+    effort=0.2,
+    max_tokens=40,
+    max_slots=4,
+    max_slices=3,
+    widths=(16, 17, 33),
+    ranks=(1, 4, 5, 16),
+    lengths=(17, 33),
+    shrink_seconds=5.0,
+)
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def two_threads():
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("numba has one thread here")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def layer(slots=3, slices=(128, 40), rank=24, d_in=200, dtype=torch.float32, bias=None, seed=0):
+    make = torch.Generator().manual_seed(seed)
+    like = {"generator": make}
+    ranks = torch.randint(0, rank + 1, (slots, len(slices)), dtype=torch.int32, **like)
+    out = sum(slices)
+    return LoRAWeights(
+        lora_a=torch.randn(slots, len(slices), rank, d_in, **like).to(dtype),
+        lora_b=torch.randn(slots, out, rank, **like).to(dtype),
+        ranks=ranks,
+        scalings=torch.rand(slots, len(slices), **like),
+        output_slices=slices,
+        bias=None if bias is None else torch.randn(slots, out, **like).to(bias),
+    )
+
+
+def run(backend, weights, slots, x, y):
+    plan = backend.prepare_batch(LoRABatch(slots, weights.num_slots))
+    return backend.run_linear(x, weights, plan, y.clone())
+
+
+def random_batch(weights, tokens, seed=1):
+    make = torch.Generator().manual_seed(seed)
+    slots = torch.randint(-1, weights.num_slots, (tokens,), generator=make)
+    x = torch.randn(tokens, weights.in_features, generator=make).to(weights.dtype)
+    y = torch.randn(tokens, weights.out_features, generator=make).to(weights.dtype)
+    return slots, x, y
+
+
+@pytest.mark.usefixtures("one_thread")
+class TestOneThread:
+    test_conformance = staticmethod(conformance_tests(NumbaCPUBackend, profile=SMALL))
+
+
+@pytest.mark.usefixtures("two_threads")
+class TestAlwaysThreads:
+    """No call is small enough for one thread."""
+
+    @pytest.fixture(autouse=True)
+    def _threads(self, monkeypatch):
+        monkeypatch.setattr(launch, "SERIAL_BYTES", 0)
+
+    test_conformance = staticmethod(conformance_tests(NumbaCPUBackend, profile=SMALL))
+
+
+@pytest.mark.parametrize("dtype", NumbaCPUBackend.dtypes, ids=str)
+@pytest.mark.parametrize("tokens", [1, LONG_SEGMENT - 1, LONG_SEGMENT, MAX_SEGMENT + 9])
+@pytest.mark.parametrize("bias", [None, torch.float64, torch.bfloat16])
+def test_long_and_short_segments_agree_with_the_reference(dtype, tokens, bias):
+    weights = layer(slots=1, dtype=dtype, bias=bias)
+    slots, x, y = [0] * tokens, *random_batch(weights, tokens)[1:]
+    actual = run(NumbaCPUBackend(), weights, slots, x, y)
+    expected = run(TorchRefBackend(), weights, slots, x, y)
+    bound = 2e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
+    error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert error < bound
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", NumbaCPUBackend.dtypes, ids=str)
+def test_rows_do_not_depend_on_threads_or_neighbours(dtype, monkeypatch):
+    weights = layer(dtype=dtype, bias=dtype)
+    slots, x, y = random_batch(weights, 150)
+    backend = NumbaCPUBackend()
+    alone = torch.cat(
+        [run(backend, weights, slots[t : t + 1], x[t : t + 1], y[t : t + 1]) for t in range(150)]
+    )
+    for serial_bytes in (0, 10**12):
+        monkeypatch.setattr(launch, "SERIAL_BYTES", serial_bytes)
+        for segments_per_thread in (0, 10**6):
+            monkeypatch.setattr(launch, "SEGMENTS_PER_THREAD", segments_per_thread)
+            assert torch.equal(run(backend, weights, slots, x, y), alone)
+
+
+def test_threads_follow_torch_and_small_work_takes_one(two_threads):
+    backend, weights = NumbaCPUBackend(), layer()
+    located = backend._layers.locate(weights)
+    few = backend.prepare_batch(LoRABatch([0], 3))
+    many = backend.prepare_batch(LoRABatch([0, 1, 2] * (SERIAL_BYTES // 1000), 3))
+    assert launch.num_threads(located, few) == 1
+    assert launch.num_threads(located, many) == 2
+    torch.set_num_threads(1)
+    assert launch.num_threads(located, many) == 1
+
+
+def test_the_number_of_numba_threads_is_put_back(two_threads, monkeypatch):
+    monkeypatch.setattr(launch, "SERIAL_BYTES", 0)
+    numba.set_num_threads(1)
+    try:
+        weights = layer()
+        run(NumbaCPUBackend(), weights, *random_batch(weights, 9))
+        assert numba.get_num_threads() == 1
+    finally:
+        numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+
+
+def test_python_threads_may_share_a_backend(two_threads, monkeypatch):
+    monkeypatch.setattr(launch, "SERIAL_BYTES", 0)
+    backend = NumbaCPUBackend()
+    layers = [layer(seed=seed) for seed in range(4)]
+    batches = [random_batch(weights, 70, seed) for seed, weights in enumerate(layers)]
+    expected = [run(backend, w, *batch) for w, batch in zip(layers, batches, strict=True)]
+    wrong = []
+
+    def work(i):
+        for _ in range(30):
+            if not torch.equal(run(backend, layers[i], *batches[i]), expected[i]):
+                wrong.append(i)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def test_weights_that_moved_are_found_again():
+    backend, weights = NumbaCPUBackend(), layer()
+    slots, x, y = random_batch(weights, 9)
+    run(backend, weights, slots, x, y)
+    weights.lora_a.data = weights.lora_a.clone()
+    weights.lora_b.data = weights.lora_b * 2
+    expected = run(TorchRefBackend(), weights, slots, x, y)
+    assert torch.allclose(run(backend, weights, slots, x, y), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_is_forgotten_with_its_weights():
+    backend, weights = NumbaCPUBackend(), layer()
+    run(backend, weights, *random_batch(weights, 3))
+    assert len(backend._layers._located) == 1
+    del weights
+    assert len(backend._layers._located) == 0
+
+
+def test_negative_zero_stays_where_nothing_is_added():
+    weights = layer()
+    weights.ranks[1] = 0
+    y = torch.full((2, weights.out_features), -0.0)
+    result = run(NumbaCPUBackend(), weights, [-1, 1], torch.randn(2, 200), y)
+    assert result.signbit().all()
+
+
+def test_a_plan_lists_tokens_by_slot():
+    plan = NumbaCPUBackend().prepare_batch(LoRABatch([2, -1, 0, 2], num_slots=3))
+    assert plan.order.tolist() == [2, 0, 3]
+    assert plan.segments.tolist() == [[0, 0, 1], [2, 1, 3]]
+
+
+def test_a_plan_cuts_long_runs():
+    plan = NumbaCPUBackend().prepare_batch(LoRABatch([0] * (2 * MAX_SEGMENT + 1), num_slots=1))
+    ends = [MAX_SEGMENT, 2 * MAX_SEGMENT, 2 * MAX_SEGMENT + 1]
+    assert plan.segments[:, 2].tolist() == ends
+
+
+def test_it_promises_what_it_is_asked_for():
+    assert NumbaCPUBackend().deterministic
+    assert NumbaCPUBackend(batch_invariant=True).batch_invariant
+    assert not NumbaCPUBackend(batch_invariant=False).batch_invariant

@@ -1,0 +1,85 @@
+"""What needs a process of its own: numba switched off, and where compiled kernels are kept."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lora_backends
+
+PACKAGE = Path(lora_backends.__file__).parent
+
+USE = """
+import torch
+from lora_backends import LoRABatch, LoRAWeights
+from lora_backends.numba_cpu import NumbaCPUBackend, kernels
+backend = NumbaCPUBackend()
+weights = LoRAWeights(
+    torch.ones(1, 1, 1, 3), torch.ones(1, 2, 1), torch.ones(1, 1, dtype=torch.int32),
+    torch.ones(1, 1), (2,),
+)
+plan = backend.prepare_batch(LoRABatch([0, -1], 1))
+print(backend.run_linear(torch.ones(2, 3), weights, plan).tolist())
+"""
+
+VERIFY = """
+from lora_backends.numba_cpu import NumbaCPUBackend
+from lora_backends.testing import verify
+from lora_backends.testing.profiles import Profile
+profile = Profile("tiny", 0.05, 6, 3, 3, (17, 33), (1, 3, 9), (3, 17), 5.0)
+names = ["integers_are_exact", "run_linear_is_within_the_bound", "run_embedding_is_right",
+         "shrink_is_right", "expand_is_right", "padding_beyond_a_rank_is_never_read",
+         "only_the_view_is_written", "untouched_elements_keep_their_bits"]
+report = verify(NumbaCPUBackend(), profile=profile, only=names)
+print([(result.name, result.failure) for result in report.results if result.status != "passed"])
+"""
+
+
+def python(code, folder, **settings):
+    """Run code in a new process that imports the package from `folder`."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
+    env |= {"PYTHONPATH": str(folder), "HOME": str(folder / "home"), **settings}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def copy_of_the_package(folder):
+    shutil.copytree(PACKAGE, folder / "lora_backends", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def test_plain_twins_pass_the_kit(tmp_path):
+    assert python(VERIFY, PACKAGE.parent, NUMBA_DISABLE_JIT="1") == "[]"
+
+
+def test_kernels_are_compiled_once(tmp_path):
+    copy_of_the_package(tmp_path)
+    code = USE + "print(sum(kernels.run.stats.cache_hits.values()))"
+    cache = str(tmp_path / "cache")
+    expected = "[[3.0, 3.0], [0.0, 0.0]]"
+    assert python(code, tmp_path, NUMBA_CACHE_DIR=cache) == f"{expected}\n0"
+    assert python(code, tmp_path, NUMBA_CACHE_DIR=cache) == f"{expected}\n1"
+
+
+@pytest.mark.parametrize("home", ["writable", "nowhere"])
+def test_a_package_folder_that_cannot_be_written_still_works(tmp_path, home):
+    """A file where the folder of compiled code would be made stands for a read-only folder."""
+    copy_of_the_package(tmp_path)
+    (tmp_path / "lora_backends" / "numba_cpu" / "__pycache__").write_text("")
+    settings = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(tmp_path / "caches")}
+    if home == "nowhere":
+        (tmp_path / "caches").write_text("")
+        (tmp_path / "home").write_text("")
+    output = python(USE, tmp_path, **settings)
+    assert output == "[[3.0, 3.0], [0.0, 0.0]]"
+    assert any((tmp_path / "caches").rglob("*.nbi")) == (home == "writable")
