@@ -103,8 +103,8 @@ class LoRABackend(ABC):
         Args:
             batch: the slots of the tokens.
             out: a plan of this backend for as many tokens and slots. It is refilled in place and
-                returned, its device tensors keeping their addresses, so that a captured graph
-                follows the new composition.
+                returned. Where the backend claims `cuda_graphs`, its device tensors keep their
+                addresses, so that a captured graph follows the new composition.
 
         Returns:
             The plan. It has at least `num_tokens` and `num_slots`, as `LoRAPlan`.

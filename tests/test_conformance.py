@@ -13,6 +13,8 @@ from lora_backends import backend_names, unavailable_reasons
 from lora_backends.testing import properties, verify
 from lora_backends.testing.report import failure_text
 
+COMPILED = ("numba_cpu", "triton")
+"""Backends that compile a kernel for every combination of dtypes that the suite draws."""
 CUSTOM = Path(__file__).parents[1] / "examples" / "custom_backend"
 GPU = [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []
 
@@ -29,8 +31,11 @@ def _one_thread():
 @pytest.mark.parametrize("prop", list(properties()))
 @pytest.mark.parametrize("device", ["cpu", *GPU])
 @pytest.mark.parametrize(
-    "name",  # a backend's properties share a process, since they share compiled kernels
-    [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in backend_names()],
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in COMPILED else [])
+        for name in backend_names()
+    ],
 )
 def test_a_registered_backend_keeps(name, device, prop):
     reasons = unavailable_reasons(name, device)

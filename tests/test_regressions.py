@@ -30,7 +30,10 @@ MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
 RUNNABLE = [
     pytest.param(
         (name, device),
-        marks=[*MARKS[device], pytest.mark.xdist_group(name)],
+        marks=[
+            *MARKS[device],
+            *([pytest.mark.slow] if name == "numba_cpu" else []),  # compiles for each dtype
+        ],
         id=f"{name}-{device}",
     )
     for name in backend_names()

@@ -15,9 +15,6 @@ from lora_backends.testing import DEFAULT, LoRACase, case_from, check_case, prop
 
 CLI = "from lora_backends.cli import main; main()"
 
-pytestmark = pytest.mark.xdist_group("suite")
-
-
 ONE_SLICE = repr(LoRACase((0,), ((1,),), 1, 1, (1,), ((1.0,),)))
 NO_SUCH_SLOT = repr(LoRACase((5,), ((1,),), 1, 1, (1,), ((1.0,),)))
 

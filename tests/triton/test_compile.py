@@ -9,6 +9,7 @@ import pytest
 TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_variant_compiles(target, tmp_path):
     # a process of its own: under TRITON_INTERPRET=1 this one holds no compiler

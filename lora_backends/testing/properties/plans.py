@@ -71,7 +71,7 @@ def a_refilled_plan_follows_the_batch(backend: LoRABackend, case: LoRACase) -> N
         elif backend.prepare_batch(turned.batch, out=plan) is not plan:
             raise AssertionError("prepare_batch(batch, out=plan) returned another plan")
         check_linear(backend, case, turned, plan)
-        if device_tensors(plan) != addresses:
+        if backend.cuda_graphs and device_tensors(plan) != addresses:
             raise AssertionError(
                 "a refill moved tensors of the plan that a captured graph reads: "
                 f"{addresses} became {device_tensors(plan)}"
