@@ -29,16 +29,17 @@ setup: $(STAMP)  ## make .venv with everything in it
 demo: $(STAMP)  ## one batch of a real model, every row with its own adapter
 	@$(BIN)/lora-backends generate --config examples/quickstart.toml --check --compare
 
-# The proofs of the engines take minutes (kernels compile for four GPUs, for every combination of
-# dtypes on the CPU, and run in Triton's interpreter), so they are repeated when a source changed.
-PROOFS := $(VENV)/.proof-numba_cpu $(VENV)/.proof-triton
+# The proofs of the engines and of the conformance kit take minutes (kernels compile for four GPUs,
+# for every combination of dtypes on the CPU, and run in Triton's interpreter; every mutant has to
+# fail), so they are repeated when a source changed.
+PROOFS := $(VENV)/.proof-numba_cpu $(VENV)/.proof-triton $(VENV)/.proof-mutants
 SOURCES := $(shell find lora_backends tests examples/custom_backend -name '*.py') pyproject.toml
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test: $(STAMP) lint  ## lint, type-check and pass the tests
 	@$(PYTEST) -n auto --dist loadfile -m "not slow"
 	@$(MAKE) --no-print-directory -j2 $(PROOFS)
-	@echo "all tests passed; the engines' proofs are from the sources as they are"
+	@echo "all tests passed; the proofs are from the sources as they are"
 
 $(PROOFS): $(VENV)/.proof-%: $(SOURCES)
 	@echo "proving $* (minutes; repeated only when a source changes)"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lora_backends.hf import MultiLoRAModel
     from lora_backends.hf.generation import Prompts
 
-TIMED_TOKENS = 24
+TIMED_TOKENS = 16
 """New tokens per row when contenders are timed: enough for a ratio, quick on a CPU."""
 
 

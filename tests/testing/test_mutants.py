@@ -13,6 +13,7 @@ CRASHES = {"EmptyBatchCrashes"}
 NOT_ON_THE_CPU = {"graph_replay_equals_eager"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_fails_the_default_profile(mutant, record_property):
     report = verify(mutant.backend("cpu"), only=[mutant.caught_by], shrink=False)
@@ -25,6 +26,7 @@ def test_a_mutant_fails_the_default_profile(mutant, record_property):
     assert ("raised at" in failure.failure.message) == (mutant.name in CRASHES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_caught_by_the_property_named_in_the_reference(mutant):
     backend = mutant.backend("cpu")
