@@ -29,10 +29,10 @@ setup: $(STAMP)  ## make .venv with everything in it
 demo: $(STAMP)  ## one batch of a real model, every row with its own adapter
 	@$(BIN)/lora-backends generate --config examples/quickstart.toml --check --compare
 
-# The proofs of the engines and of the conformance kit take minutes (kernels compile for four GPUs,
-# for every combination of dtypes on the CPU, and run in Triton's interpreter; every mutant has to
-# fail), so they are repeated when a source changed.
-PROOFS := $(VENV)/.proof-numba_cpu $(VENV)/.proof-triton $(VENV)/.proof-mutants
+# Proofs take minutes (kernels compile for four GPUs, for every combination of dtypes on the CPU, and
+# run in Triton's interpreter; every mutant has to fail; a real model is compared with PEFT), so
+# they are repeated when a source changed.
+PROOFS := $(foreach proof,numba_cpu triton mutants smollm2,$(VENV)/.proof-$(proof))
 SOURCES := $(shell find lora_backends tests examples/custom_backend -name '*.py') pyproject.toml
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 

