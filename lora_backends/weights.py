@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -57,27 +58,27 @@ class LoRAWeights:
         _check_ranks(self.ranks, self.max_rank)
         object.__setattr__(self, "ranks", self.ranks.to(torch.int32))
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """Number of adapters that the stack has room for."""
         return self.lora_a.shape[0]
 
-    @property
+    @cached_property
     def num_slices(self) -> int:
         """Number of projections fused in this layer."""
         return self.lora_a.shape[1]
 
-    @property
+    @cached_property
     def max_rank(self) -> int:
         """Padded rank width of the stack."""
         return self.lora_a.shape[2]
 
-    @property
+    @cached_property
     def in_features(self) -> int:
         """Width of x; the vocabulary of an embedding."""
         return self.lora_a.shape[3]
 
-    @property
+    @cached_property
     def out_features(self) -> int:
         """Width of y, all slices together."""
         return self.lora_b.shape[1]
@@ -92,7 +93,7 @@ class LoRAWeights:
         """Device of every tensor."""
         return self.lora_a.device
 
-    @property
+    @cached_property
     def slice_offsets(self) -> tuple[int, ...]:
         """First output column of every slice, then out_features: num_slices + 1 ints."""
         return tuple(accumulate(self.output_slices, initial=0))
