@@ -15,7 +15,7 @@ row); `kinds` are the markers of the weights and of y, see `vectors`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, cfunc, config, njit, types
@@ -64,7 +64,10 @@ class Call(NamedTuple):
     y_row: int
 
 
-def entry(kind, kind_y):
+CALL_FIELDS, LAYER_FIELDS = len(Call._fields), len(Layer._fields)
+
+
+def entry(kind: Any, kind_y: Any) -> Any:
     """Compile what the host calls for weights and y of these kinds; it takes a `Call`'s address.
 
     It is kept on disk where some folder can be written.
@@ -89,8 +92,8 @@ def run_call(kind, kind_y, address):
     Where `whole` is set that is both halves of a share of the segments; else it is a share of
     every segment, and all threads end the first half before one begins the second.
     """
-    call = unpack_call(carray(v.ints(address), 18))
-    layer = unpack(carray(v.ints(call.layer), 21))
+    call = unpack_call(carray(v.ints(address), CALL_FIELDS))
+    layer = unpack(carray(v.ints(call.layer), LAYER_FIELDS))
     segments = carray(v.ints(call.segments), (call.num_segments, 3))
     offsets = carray(v.ints(layer.offsets), layer.num_slices + 1)
     order = carray(v.ints(call.order), segments[-1, 2])

@@ -46,7 +46,7 @@ def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype) -> Kernel:
 
 
 def _address_of(data: bytes) -> int:
-    return ctypes.cast(data, ctypes.c_void_p).value or 0
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def shrink(x: torch.Tensor, weights: LoRAWeights, layers: Layers, plan: NumbaPlan) -> torch.Tensor:

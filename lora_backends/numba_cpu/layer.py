@@ -120,6 +120,4 @@ def _locate(weights: LoRAWeights, addresses: tuple[int, int, int, int, int]) -> 
     )
     layer = np.array(fields, dtype=np.int64)
     width = weights.num_slices * weights.in_features + weights.out_features
-    return Located(
-        addresses, layer, offsets, layer.ctypes.data, width * weights.max_rank * size
-    )
+    return Located(addresses, layer, offsets, layer.ctypes.data, width * weights.max_rank * size)

@@ -163,8 +163,8 @@ def _sum_lanes(vector: Vector) -> np.float32:
 
 
 def ints(address: int) -> Any:
-    return ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))
+    return ctypes.cast(int(address), ctypes.POINTER(ctypes.c_int64))
 
 
 def call(address: int) -> int:
-    return int(ctypes.CFUNCTYPE(ctypes.c_int32)(address)())
+    return int(ctypes.CFUNCTYPE(ctypes.c_int32)(int(address))())

@@ -352,9 +352,7 @@ def call(typing: Any, address: Any) -> Any:
     """call(address): what the C function of no arguments that lies there returns, an int32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = lowering.ir.FunctionType(lowering.I32, [])
-        result = builder.call(builder.inttoptr(args[0], function.as_pointer()), [])
-        return builder.sext(result, lowering.I64)
+        return builder.sext(lowering.call_function(builder, args[0]), lowering.I64)
 
     return types.int64(types.int64), codegen
 
