@@ -210,10 +210,11 @@ def _is_ordinary(
         or not isinstance(x, torch.Tensor)
     ):
         return False
-    tokens, device, dtype = getattr(plan, "num_tokens", None), backend.device, weights.lora_a.dtype
+    tokens, num_slots = _planned(plan, "num_tokens"), _planned(plan, "num_slots")
+    device, dtype = backend.device, weights.lora_a.dtype
     if (
         x.shape != (tokens, weights.in_features)
-        or getattr(plan, "num_slots", None) != weights.num_slots
+        or num_slots != weights.num_slots
         or num_slices not in (None, weights.num_slices)
         or x.dtype != dtype
         or dtype not in backend.dtypes

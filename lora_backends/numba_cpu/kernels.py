@@ -47,7 +47,7 @@ class Call(NamedTuple):
     first: int  # NOTHING, SHRINK or GATHER
     expand: int  # whether that is followed by the second half
     whole: int  # whether a thread does both halves of its share of the segments
-    threads: int  # 1: the rest of the line is not used
+    threads: int  # 1: OpenMP is not asked
     thread_num: int  # addresses of OpenMP's functions
     num_threads: int
     barrier: int

@@ -1,7 +1,7 @@
 """The OpenMP that torch runs on: kernels run on the same threads as torch's own.
 
-A second set of threads would sleep, or spin on the cores that torch needs, whenever the other set
-works. Every OpenMP that torch is built with on Linux and macOS has GCC's entry points.
+A second set of threads would spin on the cores that torch needs, or sleep, whenever the other set
+works. GCC's OpenMP and LLVM's (also Intel's) have the entry points that are used here.
 """
 
 from __future__ import annotations
