@@ -138,6 +138,18 @@ def measure(cell: Cell, repeats: int, buffers: tuple[torch.Tensor, torch.Tensor]
     }
 
 
+def call_microseconds(calls: int = 5000) -> float:
+    """Return what a call takes that has hardly anything to compute: 1 token, 16 x 16, rank 4."""
+    cell = Cell(torch.float32, (16, 16), (1, 1), 4)
+    call, weights = cell.contenders()["numba_cpu"], cell.layers[0]
+
+    def sweep() -> None:
+        for _ in range(calls):
+            call(weights)
+
+    return round(_best_seconds(sweep) / calls * 1e6, 2)
+
+
 def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Return per dtype what the cells add up to."""
     found: dict[str, Any] = {}
@@ -214,7 +226,14 @@ def main() -> None:
                         found = measure(Cell(dtype, widths, batch, rank), options.repeats, buffers)
                     cells.append(found)
                     print(json.dumps(found), flush=True)
-    report = {"machine": machine(), "summary": summary(cells), "cells": cells}
+    with torch.no_grad():
+        call = call_microseconds()
+    report = {
+        "machine": machine(),
+        "call_microseconds": call,
+        "summary": summary(cells),
+        "cells": cells,
+    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["summary"], indent=1))
