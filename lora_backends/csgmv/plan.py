@@ -68,8 +68,8 @@ def count_tokens(token_slots: Ints, num_slots: int) -> Ints:
     >>> count_tokens(np.array([2, -1, 0, 2, 2, 2, 2]), 3).tolist()
     [1, 0, 5]
     """
-    counts: Ints = np.bincount(token_slots + 1, minlength=num_slots + 1)[1:]
-    return counts
+    of_slots: Ints = np.bincount(token_slots + 1, minlength=num_slots + 1)
+    return np.asarray(of_slots[1:])
 
 
 def permutation(token_slots: Ints) -> Ints:

@@ -10,11 +10,11 @@ from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
-from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
-from lora_backends.gpu.tiles import TileConfig
+from lora_backends.checks import as_device
+from lora_backends.gpu.launching import INTERPRETED, has_programmatic_launch
 from lora_backends.triton import launch
 from lora_backends.triton import plan as plans
-from lora_backends.triton.config import block_tokens, choose_tiles
+from lora_backends.triton.config import TileConfig, block_tokens, choose_tiles
 from lora_backends.triton.plan import TritonPlan
 from lora_backends.weights import LoRAWeights
 
@@ -69,7 +69,11 @@ class TritonBackend(LoRABackend):
         reasons = super().unavailable_reasons(device)
         if importlib.util.find_spec("triton") is None:
             return [*reasons, "the package triton is not installed."]
-        return reasons + interpreter_reasons(device)
+        if as_device(device).type == "cpu" and not INTERPRETED:
+            reasons.append(
+                "Triton runs on the CPU only where TRITON_INTERPRET=1 is set before the import."
+            )
+        return reasons
 
     @override
     def prepare_batch(self, batch: LoRABatch, out: TritonPlan | None = None) -> TritonPlan:

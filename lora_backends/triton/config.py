@@ -9,14 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lora_backends.gpu.tiles import (
-    WIDEST_RANK_BLOCK,
-    ExpandTiles,
-    ShrinkTiles,
-    TileConfig,
-    padded_rank,
-    power_of_two,
-)
+from lora_backends.gpu.tiles import WIDEST_RANK_BLOCK, padded_rank, power_of_two
+from lora_backends.gpu.tiles import ExpandTiles as ExpandTiles
+from lora_backends.gpu.tiles import ShrinkTiles as ShrinkTiles
+from lora_backends.gpu.tiles import TileConfig as TileConfig
 
 _ROW_TILE = 16  # tokens of the smallest tile: the rows of one matrix instruction
 _MANY_TILES = 32  # about a quarter of an H200's multiprocessors

@@ -2,8 +2,12 @@ import itertools
 
 import pytest
 
-from lora_backends.gpu.tiles import WIDEST_RANK_BLOCK, padded_rank
-from lora_backends.triton.config import block_tokens, choose_tiles
+from lora_backends.triton.config import (
+    WIDEST_RANK_BLOCK,
+    block_tokens,
+    choose_tiles,
+    padded_rank,
+)
 
 TOKENS = [(0, 0), (1, 1), (16, 8), (64, 64), (256, 8), (512, 512), (2048, 8), (100_000, 3)]
 SLICES, RANKS = (1, 2, 3, 7), (1, 8, 16, 33, 64, 128, 512)

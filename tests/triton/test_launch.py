@@ -5,9 +5,9 @@ import torch
 from layers import per_token, small_batch, small_weights
 
 from lora_backends import LoRABatch, LoRAWeights
-from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles
 from lora_backends.triton import TritonBackend, launch
 from lora_backends.triton import plan as plans
+from lora_backends.triton.config import ExpandTiles, ShrinkTiles
 from lora_backends.triton.plan import count_active
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
