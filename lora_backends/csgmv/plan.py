@@ -68,8 +68,7 @@ def count_tokens(token_slots: Ints, num_slots: int) -> Ints:
     >>> count_tokens(np.array([2, -1, 0, 2, 2, 2, 2]), 3).tolist()
     [1, 0, 5]
     """
-    of_slots: Ints = np.bincount(token_slots + 1, minlength=num_slots + 1)
-    return np.asarray(of_slots[1:])
+    return np.bincount(token_slots + 1, minlength=num_slots + 1)[1:]
 
 
 def permutation(token_slots: Ints) -> Ints:
@@ -78,8 +77,8 @@ def permutation(token_slots: Ints) -> Ints:
     >>> permutation(np.array([2, -1, 0, 2, 2, 2, 2])).tolist()
     [2, 0, 3, 4, 5, 6]
     """
-    order = np.argsort(token_slots, kind="stable")
-    return order[np.count_nonzero(token_slots < 0) :]
+    without = np.count_nonzero(token_slots < 0)
+    return token_slots.argsort(kind="stable")[without:]
 
 
 def split(counts: Ints, size: int) -> Ints:
@@ -97,23 +96,23 @@ def places(counts: Ints, segments: Ints, segment_size: int) -> Ints:
     >>> places(np.array([1, 0, 5]), np.array([1, 0, 3]), 2).tolist()
     [0, 2, 3, 4, 5, 6]
     """
-    first_place = (np.cumsum(segments) - segments) * segment_size
-    first_token = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) + np.repeat(first_place - first_token, counts)
+    ends = counts.cumsum()
+    # a slot's tokens move from their position in the permutation to that of its first segment
+    moved = (segments.cumsum() - segments) * segment_size - (ends - counts)
+    return np.arange(ends[-1], dtype=np.int64) + moved.repeat(counts)
 
 
 def starts_of_groups(segments: Ints, group_size: int) -> Ints:
-    """Return the first segment of every group, and the number of segments as the end of the last.
+    """Return the first segment of every group.
 
     >>> starts_of_groups(np.array([1, 0, 3]), 2).tolist()
-    [0, 1, 3, 4]
+    [0, 1, 3]
     """
     groups = split(segments, group_size)
-    first_group = np.cumsum(groups) - groups
-    first_segment = np.cumsum(segments) - segments
-    within = np.arange(groups.sum()) - np.repeat(first_group, groups)
-    starts = np.repeat(first_segment, groups) + within * group_size
-    return np.append(starts, segments.sum())
+    ends = groups.cumsum()
+    # a slot's first group starts at its first segment
+    moved = (segments.cumsum() - segments) - (ends - groups) * group_size
+    return np.arange(ends[-1], dtype=np.int64) * group_size + moved.repeat(groups)
 
 
 def make_plan(
@@ -150,13 +149,13 @@ def refill(plan: CsgmvPlan, batch: LoRABatch) -> CsgmvPlan:
     counts = count_tokens(token_slots, batch.num_slots)
     segments = split(counts, plan.segment_size)
     starts = starts_of_groups(segments, plan.group_size)
-    num_segments, num_groups = int(starts[-1]), starts.size - 1
+    num_segments, num_groups = int(segments.sum()), starts.size
     tokens_at = plan.segment_tokens.storage_offset()
     groups_at = plan.group_starts.storage_offset()
     packed[:groups_at] = EMPTY
-    packed[:num_segments] = np.repeat(np.arange(batch.num_slots), segments)
+    packed[:num_segments] = np.arange(batch.num_slots).repeat(segments)
     packed[tokens_at + places(counts, segments, plan.segment_size)] = permutation(token_slots)
-    packed[groups_at : groups_at + num_groups] = starts[:-1]
+    packed[groups_at : groups_at + num_groups] = starts
     packed[groups_at + num_groups :] = num_segments
     plan.num_segments, plan.num_groups = num_segments, num_groups
     plan.packed.copy_(staged, non_blocking=True)
