@@ -7,6 +7,7 @@ copied once. Every table is found by number alone and keeps its address when the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,8 @@ from lora_backends.gpu.staging import aligned, staging_buffer
 EMPTY = -1
 """The slot of an unused segment and the token of an unused place."""
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[Any]
+"""int64"""
 
 
 @dataclass(eq=False)
@@ -99,7 +101,8 @@ def places(counts: Ints, segments: Ints, segment_size: int) -> Ints:
     ends = counts.cumsum()
     # a slot's tokens move from their position in the permutation to that of its first segment
     moved = (segments.cumsum() - segments) * segment_size - (ends - counts)
-    return np.arange(ends[-1], dtype=np.int64) + moved.repeat(counts)
+    found: Ints = np.arange(int(ends[-1])) + moved.repeat(counts)
+    return found
 
 
 def starts_of_groups(segments: Ints, group_size: int) -> Ints:
@@ -112,7 +115,8 @@ def starts_of_groups(segments: Ints, group_size: int) -> Ints:
     ends = groups.cumsum()
     # a slot's first group starts at its first segment
     moved = (segments.cumsum() - segments) - (ends - groups) * group_size
-    return np.arange(ends[-1], dtype=np.int64) * group_size + moved.repeat(groups)
+    starts: Ints = np.arange(int(ends[-1])) * group_size + moved.repeat(groups)
+    return starts
 
 
 def make_plan(
