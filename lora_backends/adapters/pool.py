@@ -58,6 +58,12 @@ class AdapterPool:
         self.max_rank = max_rank
         self.dtype = dtype
         self.device = torch.device(device)
+        self.active_weights: Mapping[str, LoRAWeights] = {}
+        """The stacks of the modules that a loaded adapter touches, by path.
+
+        Replaced and never changed, so a call may hold it. A stack is one object for good, unless
+        an adapter brings its first bias.
+        """
         self._stacks: dict[str, LoRAWeights] = {}
         self._users: dict[str, set[int]] = {}  # module path -> slots whose adapter touches it
 
@@ -116,6 +122,7 @@ class AdapterPool:
             self._clear(slot)
             for module, delta in staged.items():
                 self._write(module, slot, delta)
+            self._note_active()
             self.slots.assign(name, slot, evicted)
         return Loaded(name, slot, evicted)
 
@@ -127,22 +134,18 @@ class AdapterPool:
         """
         with self.slots.lock:
             self._clear(self.slots.release(name))
+            self._note_active()
 
     def weights(self, module: str) -> LoRAWeights | None:
         """Return the stack of a module, or None where no loaded adapter touches it."""
-        return self._stacks[module] if self._users.get(module) else None
-
-    @property
-    def active_weights(self) -> dict[str, LoRAWeights]:
-        """The stacks of the modules that a loaded adapter touches, by path.
-
-        A stack is one object for good, unless an adapter brings its first bias.
-        """
-        return {module: self._stacks[module] for module, users in self._users.items() if users}
+        return self.active_weights.get(module)
 
     def modules_of(self, slot: int) -> list[str]:
         """Return the paths of the modules that the adapter in `slot` touches."""
         return [module for module, users in self._users.items() if slot in users]
+
+    def _note_active(self) -> None:
+        self.active_weights = {path: self._stacks[path] for path, u in self._users.items() if u}
 
     def _check_fits(self, delta: ModuleDelta) -> None:
         spec, rank = self.modules.get(delta.module), delta.rank

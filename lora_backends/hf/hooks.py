@@ -1,9 +1,10 @@
-"""The forward hooks: what runs at every module that an adapter touches, thus short."""
+"""The forward hooks: what runs at every module that an adapter may touch, thus short."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,13 +15,14 @@ from lora_backends.errors import InvalidInputError
 from lora_backends.hf.sites import Site
 from lora_backends.weights import LoRAWeights
 
-Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor]
+Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
 
 
-class Active(Protocol):
+class Call(Protocol):
     """What a forward pass asks of the call that it belongs to."""
 
-    owner: object  # whose hooks it is meant for
+    model: str  # whose call it is: a string, which a compiled program is sure to watch
+    stacks: Mapping[str, LoRAWeights]  # path to stack of the modules that are adapted
 
     def begin_forward(self, inputs: Mapping[str, Any]) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""
@@ -32,31 +34,44 @@ class Active(Protocol):
 class _Running(threading.local):
     # Thread-local and no context variable: torch.compile traces the one and not the other, and a
     # forward pass never awaits.
-    call: Active | None = None
+    call: Call | None = None
 
 
 RUNNING = _Running()
-"""The call that is running in this thread."""
+"""The call that is running in this thread.
+
+Hooks ask it for whatever may change. A compiled program watches what it reads from globals, but
+not what it reads from a hook's own variables, nor whether there are hooks.
+"""
 
 
-def begin_hook(owner: object) -> Callable[..., None]:
+@contextmanager
+def running(call: Call | None) -> Iterator[None]:
+    """Let forward passes of this thread belong to `call`, or to none."""
+    outer, RUNNING.call = RUNNING.call, call
+    try:
+        yield
+    finally:
+        RUNNING.call = outer
+
+
+def begin_hook(model: str) -> Callable[..., None]:
     """Return the hook that tells the running call which forward pass starts on the base model."""
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = RUNNING.call
-        if call is not None and call.owner is owner:
+        if call is not None and call.model == model:
             call.begin_forward({**kwargs, "input_ids": args[0]} if args else kwargs)
 
     return begin
 
 
-def lora_hook(owner: object, site: Site, weights: LoRAWeights, backend: LoRABackend) -> Hook:
+def lora_hook(model: str, site: Site, backend: LoRABackend) -> Hook:
     """Return the hook that adds the running call's LoRA to the output of one module.
 
     Args:
-        owner: whose calls it serves.
+        model: whose calls it serves.
         site: the module.
-        weights: its stack; a hook serves one stack, since engines may prepare for the object.
         backend: what adds.
 
     Returns:
@@ -67,10 +82,15 @@ def lora_hook(owner: object, site: Site, weights: LoRAWeights, backend: LoRABack
     run = backend.run_embedding if is_embedding else backend.run_linear
     rows = (-1,) if is_embedding else (-1, site.spec.in_features)
 
-    def add_lora(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    def add_lora(
+        module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
+    ) -> torch.Tensor | None:
         call = RUNNING.call
-        if call is None or call.owner is not owner:
-            return output
+        if call is None or call.model != model:
+            return None
+        weights = call.stacks.get(path)
+        if weights is None:
+            return None
         x = args[0]
         plan = call.plan(x.shape if is_embedding else x.shape[:-1], path)
         output = output.contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -13,22 +14,24 @@ from torch import nn
 from lora_backends.adapters import AdapterPool, Checkpoint, Loaded
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.hf.hooks import RUNNING, Active, begin_hook, lora_hook, rows_and_length
+from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length, running
 from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.request import Request, RowAdapters, adapter_names
 from lora_backends.hf.sites import find_sites
 from lora_backends.registry import get_backend
-from lora_backends.weights import LoRAWeights
 
 if TYPE_CHECKING:
     from lora_backends.config import LoRAConfig
 
 
+_NUMBERS = count()
+
+
 class MultiLoRAModel:
     """Every row of a batch uses its own LoRA adapter, or none.
 
-    The base model is changed in place by forward hooks on the modules that a loaded adapter
-    touches; its weights are never written, `detach` takes the hooks off, and a call of the base
+    The base model is changed in place by forward hooks on the modules that an adapter may
+    touch; its weights are never written, `detach` takes the hooks off, and a call of the base
     model itself runs without adapters. Row by row the result is what PEFT computes with that
     row's adapter alone, in eval mode. Everything runs under `torch.no_grad()`.
 
@@ -75,10 +78,8 @@ class MultiLoRAModel:
         self._sites = find_sites(base, dtype, device)
         specs = {path: site.spec for path, site in self._sites.items()}
         self.pool = AdapterPool(specs, max_adapters, max_rank, dtype, backend.device)
-        self._hooks: dict[str, Any] = {}
-        self._hooked: dict[str, LoRAWeights] = {}  # what the hooks add
-        begin = begin_hook(self)
-        self._forward_hook: Any = base.register_forward_pre_hook(begin, with_kwargs=True)
+        self._key = f"model {next(_NUMBERS)}"
+        self._hooks = self._register_hooks()
 
     @classmethod
     def from_config(cls, base: nn.Module, config: LoRAConfig) -> Self:
@@ -171,7 +172,6 @@ class MultiLoRAModel:
             InvalidInputError: it is not loaded, pinned, or in use by a running call.
         """
         self.pool.unload(name)
-        self._update_hooks()
 
     def pin_adapter(self, name: str) -> None:
         """Keep an adapter from being evicted, replaced or unloaded until `unpin_adapter`.
@@ -214,7 +214,7 @@ class MultiLoRAModel:
             UnsupportedInputError: a row has an entry per token.
         """
         self._check_attached()
-        return PreparedAdapters(self, self.pool, self.backend, adapters, tokens)
+        return PreparedAdapters(self._key, self.pool, self.backend, adapters, tokens)
 
     @contextmanager
     def using(self, step: PreparedAdapters) -> Iterator[None]:
@@ -230,12 +230,12 @@ class MultiLoRAModel:
             InvalidInputError: `step` belongs to another model.
         """
         self._check_attached()
-        if not isinstance(step, PreparedAdapters) or step.owner is not self:
+        if not isinstance(step, PreparedAdapters) or step.model != self._key:
             raise InvalidInputError(
                 f"these adapters are not prepared by this model\n  given: {step!r}\n"
                 f"  to do: pass what prepare() of this MultiLoRAModel returned"
             )
-        with torch.no_grad(), _running(step):
+        with torch.no_grad(), running(step):
             yield
 
     @torch.no_grad()
@@ -290,13 +290,11 @@ class MultiLoRAModel:
 
     def detach(self) -> nn.Module:
         """Take every hook off, drop the adapters and return the base model as it was."""
-        if self._forward_hook is None:
-            return self.base
-        for hook in [*self._hooks.values(), self._forward_hook]:
-            hook.remove()
-        self._hooks.clear()
-        self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
-        self._forward_hook = None
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
         return self.base
 
     def __repr__(self) -> str:
@@ -325,12 +323,20 @@ class MultiLoRAModel:
                 )
         with self.pool.slots.in_use(names) as slots:
             num_slots = self.pool.slots.num_slots
-            request = Request(self, adapters, slots, num_slots, self.backend, after_cache)
-            with _running(None if request.idle else request):
+            request = Request(
+                self._key,
+                self.pool.active_weights,
+                adapters,
+                slots,
+                num_slots,
+                self.backend,
+                after_cache,
+            )
+            with running(None if request.idle else request):
                 yield
 
     def _check_attached(self) -> None:
-        if self._forward_hook is None:
+        if not self._hooks:
             raise InvalidInputError(
                 "this MultiLoRAModel was detached from its base model\n"
                 "  to do: make a new one around the base model"
@@ -361,32 +367,20 @@ class MultiLoRAModel:
     def _loaded(self, loaded: Loaded, pin: bool) -> Loaded:
         if pin:
             self.pool.slots.pin(loaded.name)
-        self._update_hooks()
         return loaded
 
-    def _update_hooks(self) -> None:
-        """Hook exactly the modules that a loaded adapter touches; others cost nothing."""
-        wanted = self.pool.active_weights
-        hooked = self._hooked
-        for path in list(self._hooks):
-            if hooked[path] is not wanted.get(path):
-                self._hooks.pop(path).remove()
-        for path, weights in wanted.items():
-            if path not in self._hooks:
-                site = self._sites[path]
-                hook = lora_hook(self, site, weights, self.backend)
-                self._hooks[path] = site.module.register_forward_hook(hook)
-        self._hooked = wanted
+    def _register_hooks(self) -> list[Any]:
+        """Hook every module that an adapter may touch, and the start of a forward pass.
 
-
-@contextmanager
-def _running(call: Active | None) -> Iterator[None]:
-    """Let forward passes of this thread belong to a call, or to none."""
-    outer, RUNNING.call = RUNNING.call, call
-    try:
-        yield
-    finally:
-        RUNNING.call = outer
+        All of them from the start: a compiled program would not notice hooks that come later.
+        """
+        begin = begin_hook(self._key)
+        hooks: list[Any] = [self.base.register_forward_pre_hook(begin, with_kwargs=True)]
+        for site in self._sites.values():
+            if site.refusal is None:
+                hook = lora_hook(self._key, site, self.backend)
+                hooks.append(site.module.register_forward_hook(hook))
+        return hooks
 
 
 def _dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:

@@ -15,7 +15,6 @@ from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.hooks import is_capturing, rows_and_length
 from lora_backends.hf.request import adapter_names, is_per_token, tokens_per_row
-from lora_backends.weights import LoRAWeights
 
 
 class PreparedAdapters:
@@ -29,7 +28,7 @@ class PreparedAdapters:
     Not for several threads at once.
 
     Args:
-        owner: the model whose hooks it serves.
+        model: whose calls it is for.
         pool: of the model.
         backend: of the model.
         adapters: per row a name or None.
@@ -38,7 +37,7 @@ class PreparedAdapters:
 
     def __init__(
         self,
-        owner: object,
+        model: str,
         pool: AdapterPool,
         backend: LoRABackend,
         adapters: Sequence[str | None],
@@ -49,13 +48,13 @@ class PreparedAdapters:
         adapter_names(adapters)
         if not adapters:
             raise InvalidInputError("adapters is empty\n  allowed: one name or None per row")
-        self.owner = owner
+        self.model = model
+        self.stacks = (
+            pool.active_weights
+        )  # those that a graph reads live on, whatever becomes of the model
         self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
         self._pool = pool
-        # Weights that a graph reads live on, whatever becomes of the model.
-        self._weights: dict[str, LoRAWeights] = pool.active_weights
-        self._hooked = " ".join(f"{w.handle}" for w in self._weights.values()) or "nothing"
         self._shape = (self.rows, tokens)
         self._plan: Any = None  # of an input of self._shape
         self._plans: dict[int, Any] = {}  # tokens per row to plan
@@ -79,7 +78,7 @@ class PreparedAdapters:
 
         Raises:
             InvalidInputError: an unknown name, another number of rows, or an adapter that touches
-                a module that was not hooked when this was prepared. Nothing has changed.
+                a module that no adapter touched when this was prepared. Nothing has changed.
             UnsupportedInputError: a row has an entry per token.
         """
         self._check_usable()
@@ -87,7 +86,7 @@ class PreparedAdapters:
         self._check_rows(adapters)
         with ExitStack() as held:
             slots = held.enter_context(self._pool.slots.in_use(names))
-            self._check_hooked(slots)
+            self._check_adapted(slots)
             row_slots = [NO_ADAPTER if name is None else slots[name] for name in adapters]
             for tokens, plan in self._plans.items():
                 self.backend.prepare_batch(self._batch(row_slots, tokens), out=plan)
@@ -107,9 +106,7 @@ class PreparedAdapters:
             InvalidInputError: another shape, or released.
             UnsupportedInputError: a CUDA graph captures a backend that it must not capture.
         """
-        # A compiled program is made anew where this string differs: torch.compile itself does
-        # not watch which modules have hooks.
-        if self._released or not self._hooked:
+        if self._released:
             self._check_usable()
         rows, length = rows_and_length(inputs)
         if rows != self.rows or length != self.tokens:
@@ -179,20 +176,20 @@ class PreparedAdapters:
                 "  to do: give the list itself to a call of the model"
             )
 
-    def _check_hooked(self, slots: Mapping[str, int]) -> None:
+    def _check_adapted(self, slots: Mapping[str, int]) -> None:
         """Refuse adapters that a graph captured with this would apply only in part."""
         for name, slot in slots.items():
             missed = self._missed(self._pool.modules_of(slot))
             if missed:
                 raise InvalidInputError(
-                    f"adapter {name!r} touches modules that were not hooked, or had no bias, when "
+                    f"adapter {name!r} touches modules that were not adapted, or had no bias, when "
                     f"this was prepared: {', '.join(missed[:3])}{', ...' * (len(missed) > 3)}\n"
                     f"  to do: prepare and capture again, after loading one adapter of each kind"
                 )
 
     def _missed(self, paths: Iterable[str]) -> list[str]:
         found = self._pool.active_weights
-        return [path for path in paths if self._weights.get(path) is not found[path]]
+        return [path for path in paths if self.stacks.get(path) is not found[path]]
 
     def _check_capture(self) -> None:
         if not self.backend.cuda_graphs:

@@ -11,6 +11,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.hooks import is_capturing, rows_and_length
+from lora_backends.weights import LoRAWeights
 
 RowAdapters: TypeAlias = str | None | Sequence[str | None]
 """One row's adapter: a name, None, or one of those per token of the row."""
@@ -71,7 +72,8 @@ class Request:
     """The slots of one call, cut into the batches that its forward passes see.
 
     Args:
-        owner: whose hooks it is meant for.
+        model: whose call it is.
+        stacks: path to stack of the modules that are adapted now.
         adapters: per row a name or None, or one of those per token.
         slots: name to slot.
         num_slots: slots of the stacked weights.
@@ -82,14 +84,16 @@ class Request:
 
     def __init__(
         self,
-        owner: object,
+        model: str,
+        stacks: Mapping[str, LoRAWeights],
         adapters: Sequence[RowAdapters],
         slots: Mapping[str, int],
         num_slots: int,
         backend: LoRABackend,
         after_cache: bool,
     ) -> None:
-        self.owner = owner
+        self.model = model
+        self.stacks = stacks
         self.backend = backend
         self._first: int | None = None if after_cache else 0  # position of the first entry
         self.num_slots = num_slots
