@@ -33,8 +33,6 @@ class MultiLoRAModel:
     model itself runs without adapters. Row by row the result is what PEFT computes with that
     row's adapter alone, in eval mode. Everything runs under `torch.no_grad()`.
 
-    ::
-
         model = MultiLoRAModel(base, backend="auto", max_adapters=8, max_rank=64)
         model.load_adapter("pirate", "adapters/pirate")
         model(adapters=["pirate", None], **inputs).logits
