@@ -11,6 +11,7 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.checks import as_device
+from lora_backends.gpu.launching import INTERPRETED, has_programmatic_launch
 from lora_backends.triton import launch
 from lora_backends.triton import plan as plans
 from lora_backends.triton.config import TileConfig, block_tokens, choose_tiles
@@ -60,7 +61,7 @@ class TritonBackend(LoRABackend):
         self.allow_tf32 = allow_tf32
         self.batch_invariant = batch_invariant
         self._precision = "tf32" if allow_tf32 else "ieee"
-        self._programmatic = _has_programmatic_launch(self.device)
+        self._programmatic = has_programmatic_launch(self.device)
 
     @classmethod
     @override
@@ -68,7 +69,7 @@ class TritonBackend(LoRABackend):
         reasons = super().unavailable_reasons(device)
         if importlib.util.find_spec("triton") is None:
             return [*reasons, "the package triton is not installed."]
-        if as_device(device).type == "cpu" and not launch.INTERPRETED:
+        if as_device(device).type == "cpu" and not INTERPRETED:
             reasons.append(
                 "Triton runs on the CPU only where TRITON_INTERPRET=1 is set before the import."
             )
@@ -168,10 +169,3 @@ class TritonBackend(LoRABackend):
     def _output(self, weights: LoRAWeights, plan: TritonPlan, dtype: torch.dtype) -> torch.Tensor:
         shape = (plan.num_tokens, weights.out_features)
         return torch.zeros(shape, dtype=dtype, device=self.device)
-
-
-def _has_programmatic_launch(device: torch.device) -> bool:
-    """Return whether a kernel may start before the one in front of it has ended."""
-    if device.type != "cuda" or torch.version.hip is not None or launch.INTERPRETED:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9

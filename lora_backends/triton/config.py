@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from lora_backends.gpu.tiles import padded_rank, power_of_two
+
 WIDEST_RANK_BLOCK = 64
 """Ranks that one product of the expand kernel takes at most."""
 
@@ -47,11 +49,6 @@ class TileConfig:
 
     shrink: ShrinkTiles
     expand: ExpandTiles
-
-
-def padded_rank(max_rank: int) -> int:
-    """Return the power of two that holds max_rank, at least 16."""
-    return max(16, 1 << (max_rank - 1).bit_length())
 
 
 def block_tokens(num_tokens: int, active_slots: int) -> int:
@@ -125,7 +122,7 @@ class _Shape:
 
 def _shrink_decode(shape: _Shape) -> ShrinkTiles:
     """Split the inputs until the multiprocessors have work; every plane is read by the expand."""
-    stacked, long = _power_of_two(shape.stacked), shape.in_features >= _LONG
+    stacked, long = power_of_two(shape.stacked), shape.in_features >= _LONG
     narrow, many = shape.rank_pad <= 16, shape.tiles >= _MANY_TILES
     if shape.tiles == 1:
         block_n, programs, planes = 16, 128, 28 if long and narrow else 16
@@ -151,7 +148,7 @@ def _shrink_prefill(shape: _Shape) -> ShrinkTiles:
     narrow = shape.rank_pad <= 16
     most = 4 if single or not (narrow or wide) else 2
     split_k = _split(shape.in_features, min(most, 256 // shape.tiles))
-    stacked = _power_of_two(shape.stacked)
+    stacked = power_of_two(shape.stacked)
     if stacked >= 128:
         if stacked == 256 and shape.tiles >= 64:  # x is read again for every block of 64 rows
             split_k = 1
@@ -179,7 +176,3 @@ def _split(in_features: int, most: int) -> int:
     """Return the largest number of equal parts, in steps of 256, that is at most `most`."""
     steps = max(1, in_features // 256)
     return max(parts for parts in range(1, max(1, most) + 1) if steps % parts == 0)
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lora_backends.gpu.kernels import multiply, multiply_add, rounded
+
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def shrink_kernel(
@@ -37,7 +39,7 @@ def shrink_kernel(
     EVEN_K: tl.constexpr,
     EVEN_R: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
     """h[k, s, t, :r] = x[t, part k] @ a[l, s, :r, part k].T: one plane of partial sums per part."""
@@ -74,9 +76,7 @@ def shrink_kernel(
                 a_mask = a_mask & (k_now < in_features)[:, None]
             x = tl.load(x_rows[:, None] + k_now[None, :], mask=x_mask, other=0.0)  # [T, K]
             a = tl.load(a_rows[None, :] + k_now[:, None], mask=a_mask, other=0.0)  # [K, N]
-            if WIDEN:
-                x, a = x.to(tl.float32), a.to(tl.float32)
-            acc = tl.dot(x, a, acc, input_precision=PRECISION)
+            acc = multiply_add(x, a, acc, PRECISION, INTERPRETED)
     else:
         WIDTH: tl.constexpr = BLOCK_K // WARPS_K
         k = tl.arange(0, WARPS_K)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [W, K]
@@ -89,9 +89,7 @@ def shrink_kernel(
                 a_mask = a_mask & (k_now < in_features)[:, :, None]
             x = tl.load(x_rows[None, :, None] + k_now[:, None, :], mask=x_mask, other=0.0)
             a = tl.load(a_rows[None, None, :] + k_now[:, :, None], mask=a_mask, other=0.0)
-            if WIDEN:
-                x, a = x.to(tl.float32), a.to(tl.float32)
-            acc3 = tl.dot(x, a, acc3, input_precision=PRECISION)  # [W, T, N]
+            acc3 = multiply_add(x, a, acc3, PRECISION, INTERPRETED)  # [W, T, N]
         acc = tl.sum(acc3, axis=0)
     h_row = (part * NUM_SLICES + s[None, :]).to(tl.int64) * num_tokens + tokens[:, None]  # [T, N]
     written = _in_groups(r, rank, EVEN_R)  # zeros beyond the rank, where the group goes on
@@ -165,7 +163,7 @@ def expand_kernel(
     HAS_BIAS: tl.constexpr,
     EXACT_H: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
     """y[t, c] += scaling * (h[s, t, :r] @ b[l, c, :r].T) + bias: h is the sum of its planes."""
@@ -195,13 +193,13 @@ def expand_kernel(
             _expand_columns(
                 h_rows, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
                 has_token, 16, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
-                PRECISION, WIDEN, PROGRAMMATIC,
+                PRECISION, INTERPRETED, PROGRAMMATIC,
             )  # fmt: skip
         else:
             _expand_columns(
                 h_rows, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
                 has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
-                PRECISION, WIDEN, PROGRAMMATIC,
+                PRECISION, INTERPRETED, PROGRAMMATIC,
             )  # fmt: skip
     else:
         if PROGRAMMATIC:
@@ -214,9 +212,11 @@ def expand_kernel(
             r_now = r_first + r
             h = _load_h(h_rows, plane, r_now, rank, has_token, SPLIT_K, EVEN_R)
             b = _load_b(b_slot, b_stride_c, c, r_now, end, rank, EVEN_C, EVEN_R)
-            acc += _product(h, _within(b, r_now, rank), EXACT_H, PRECISION, WIDEN)
+            acc += _product(h, _within(b, r_now, rank), EXACT_H, PRECISION, INTERPRETED)
         y = _load_y(y_rows, c, has_token, end, EVEN_C)
-        _store_y(y_rows, c, y, scaling * acc, bias_row, has_token, end, HAS_BIAS, EVEN_C, WIDEN)
+        _store_y(
+            y_rows, c, y, scaling * acc, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED
+        )
 
 
 @triton.jit
@@ -241,7 +241,7 @@ def _expand_columns(
     HAS_BIAS: tl.constexpr,
     EXACT_H: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
     """Add CHUNKS blocks of columns, all ranks in one product; loads run one block ahead."""
@@ -254,13 +254,17 @@ def _expand_columns(
         gdc_launch_dependents()
     h = _load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
     for chunk in tl.static_range(CHUNKS):
-        delta = scaling * _product(h, _within(b, r, rank), EXACT_H, PRECISION, WIDEN)  # [T, C]
+        delta = scaling * _product(
+            h, _within(b, r, rank), EXACT_H, PRECISION, INTERPRETED
+        )  # [T, C]
         c_now, y_now = c, y
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
             b = _load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
             y = _load_y(y_rows, c, has_token, end, EVEN_C)
-        _store_y(y_rows, c_now, y_now, delta, bias_row, has_token, end, HAS_BIAS, EVEN_C, WIDEN)
+        _store_y(
+            y_rows, c_now, y_now, delta, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED
+        )
 
 
 @triton.jit
@@ -323,24 +327,11 @@ def _load_y(y_rows, c, has_token, end, EVEN_C: tl.constexpr):
 
 
 @triton.jit
-def _rounded(value, dtype: tl.constexpr, WIDEN: tl.constexpr):
-    """Return float32 values in `dtype`, rounded to nearest; the interpreter truncates bfloat16."""
-    if WIDEN and dtype == tl.bfloat16:
-        bits = value.to(tl.int32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        value = tl.where(value == value, nearest.to(tl.float32, bitcast=True), value)
-    return value.to(dtype)
-
-
-@triton.jit
-def _product(h, b, EXACT_H: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+def _product(h, b, EXACT_H: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return h @ b with h in the dtype of b, or both in float32."""
-    h_low = _rounded(h, b.dtype, WIDEN)
     if EXACT_H:
-        h_low, b = h, b.to(tl.float32)
-    elif WIDEN:
-        h_low, b = h_low.to(tl.float32), b.to(tl.float32)
-    return tl.dot(h_low, b, input_precision=PRECISION)
+        return multiply(h, b.to(tl.float32), PRECISION, INTERPRETED)
+    return multiply(rounded(h, b.dtype, INTERPRETED), b, PRECISION, INTERPRETED)
 
 
 @triton.jit
@@ -354,7 +345,7 @@ def _store_y(
     end,
     HAS_BIAS: tl.constexpr,
     EVEN_C: tl.constexpr,
-    WIDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Store y + delta + bias, each element rounded once."""
     mask = has_token[:, None]
@@ -364,4 +355,4 @@ def _store_y(
         bias = tl.load(bias_row + c, mask=c < end, other=0.0)
         delta += bias.to(tl.float32)[None, :]
     total = y.to(tl.float32) + delta
-    tl.store(y_rows[:, None] + c[None, :], _rounded(total, y.dtype, WIDEN), mask=mask)
+    tl.store(y_rows[:, None] + c[None, :], rounded(total, y.dtype, INTERPRETED), mask=mask)

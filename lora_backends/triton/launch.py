@@ -4,79 +4,20 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
+from lora_backends.gpu.launching import INTERPRETED, Variant, is_capturing
+from lora_backends.gpu.tiles import padded_rank
 from lora_backends.triton import kernels
-from lora_backends.triton.config import ExpandTiles, ShrinkTiles, padded_rank
+from lora_backends.triton.config import ExpandTiles, ShrinkTiles
 from lora_backends.triton.plan import TritonPlan
 from lora_backends.weights import LoRAWeights
-
-INTERPRETED = isinstance(kernels.shrink_kernel, InterpretedFunction)
-
-_compiled: dict[tuple[Any, ...], Any] = {}
-"""Compiled kernels by all that Triton specializes on; its own look-up takes 20 us a launch."""
 
 
 def grid_tiles(plan: TritonPlan) -> int:
     """Return the tiles to launch: all that a graph may meet later, else those in use."""
-    if plan.packed.is_cuda and torch.cuda.is_current_stream_capturing():
-        return plan.max_tiles
-    return plan.num_tiles
-
-
-def _launch(
-    kernel: Any,
-    grid: tuple[int, int],
-    arguments: tuple[Any, ...],
-    constants: tuple[Any, ...],
-    options: tuple[tuple[str, Any], ...],
-) -> None:
-    """Launch a kernel on the device of its first argument, a tensor."""
-    if INTERPRETED:
-        kernel[grid](*arguments, *constants)
-        return None
-    device = arguments[0].device
-    if _several_devices() and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _launch(kernel, grid, arguments, constants, options)
-    key = (kernel.fn, device.index, constants, options, *map(_specialization, arguments))
-    found = _compiled.get(key)
-    if found is None:
-        _compiled[key] = kernel[grid](*arguments, *constants, **dict(options))
-    else:
-        found[(*grid, 1)](*arguments, *constants)
-    return None
-
-
-def _specialization(argument: torch.Tensor | int) -> Any:
-    """Return what Triton compiles for: dtype and alignment, or 1, alignment and width."""
-    if isinstance(argument, int):
-        return argument if argument == 1 else (argument & 15 == 0, argument > 0x7FFFFFFF)
-    return argument.dtype, argument.data_ptr() & 15 == 0
-
-
-@lru_cache(maxsize=1)
-def _several_devices() -> bool:
-    return torch.cuda.device_count() > 1
-
-
-@lru_cache(maxsize=1024)
-def _options(num_warps: int, num_stages: int, programmatic: bool) -> tuple[tuple[str, Any], ...]:
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
-    if programmatic:
-        options["launch_pdl"] = True
-    return tuple(options.items())
-
-
-@lru_cache(maxsize=1024)
-def _columns(output_slices: tuple[int, ...], stride: int) -> tuple[tuple[int, ...], ...]:
-    """Return where every slice starts, and the first program of every slice and their number."""
-    starts = accumulate(output_slices, initial=0)
-    programs = accumulate((-(-width // stride) for width in output_slices), initial=0)
-    return tuple(starts), tuple(programs)
+    return plan.max_tiles if is_capturing(plan.packed.device) else plan.num_tiles
 
 
 def shrink(
@@ -103,44 +44,50 @@ def shrink(
         programmatic: launch before the kernel in front has ended.
     """
     a = weights.lora_a
-    num_slices, max_rank, in_features = a.shape[1:]
-    rank_pad = padded_rank(max_rank)
-    split_k = h.shape[0]
-    step = tiles.block_k * split_k
-    blocks = -(-num_slices * rank_pad // tiles.block_n)
-    arguments = (
-        x,
-        a,
-        weights.ranks.contiguous(),
-        plan.tile_slots,
-        plan.tile_tokens,
-        h,
-        plan.num_tokens,
-        in_features,
-        max_rank,
-        x.stride(0),
-        a.stride(0),
-        a.stride(1),
-        a.stride(2),
+    _, num_slices, max_rank, in_features = a.shape
+    variant, programs = _shrink_variant(
+        num_slices, max_rank, in_features, plan.block_tokens, tiles, precision, programmatic
     )
+    a_slot, a_slice, a_row, _ = a.stride()
+    variant.launch(
+        (programs, num_tiles),
+        (x, a, weights.ranks.contiguous(), plan.tile_slots, plan.tile_tokens, h),
+        (plan.num_tokens, in_features, max_rank, x.stride(0), a_slot, a_slice, a_row),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _shrink_variant(
+    num_slices: int,
+    max_rank: int,
+    in_features: int,
+    block_tokens: int,
+    tiles: ShrinkTiles,
+    precision: str,
+    programmatic: bool,
+) -> tuple[Variant, int]:
+    """Return the kernel and how many programs a tile of tokens takes."""
+    rank_pad = padded_rank(max_rank)
+    step = tiles.block_k * tiles.split_k
     constants = (
         num_slices,
         rank_pad,
-        plan.block_tokens,
+        block_tokens,
         tiles.block_n,
         tiles.block_k,
         tiles.warps_k,
-        split_k,
+        tiles.split_k,
         -(-in_features // step),  # STEPS
         in_features % step == 0,  # EVEN_K
         max_rank % 8 == 0,  # EVEN_R
         precision,
-        INTERPRETED,  # WIDEN
+        INTERPRETED,
         programmatic,
     )
-    options = _options(tiles.num_warps, tiles.num_stages, programmatic)
-    grid = (blocks * split_k, num_tiles)
-    _launch(kernels.shrink_kernel, grid, arguments, constants, options)
+    variant = Variant(
+        kernels.shrink_kernel, constants, tiles.num_warps, tiles.num_stages, programmatic
+    )
+    return variant, -(-num_slices * rank_pad // tiles.block_n) * tiles.split_k
 
 
 def expand(
@@ -169,47 +116,66 @@ def expand(
         programmatic: launch before the kernel in front, which has to be `shrink`, has ended.
     """
     b, bias = weights.lora_b, weights.bias
-    stride = tiles.block_c * tiles.chunks
-    starts, programs = _columns(weights.output_slices, stride)
-    arguments = (
-        h,
-        b,
-        y,
-        y if bias is None else bias,
-        weights.ranks.contiguous(),
-        weights.scalings.contiguous(),
-        plan.tile_slots,
-        plan.tile_tokens,
-        plan.num_tokens,
-        weights.max_rank,
-        h.stride(1),
-        h.stride(2),
-        b.stride(0),
-        b.stride(1),
-        y.stride(0),
-        0 if bias is None else bias.stride(0),
+    max_rank = b.shape[2]
+    planes, _, _, _ = h.shape
+    _, h_slice, h_token, _ = h.stride()
+    b_slot, b_column, _ = b.stride()
+    variant, programs = _expand_variant(
+        weights.output_slices,
+        max_rank,
+        planes,
+        plan.block_tokens,
+        tiles,
+        bias is not None,
+        exact_h,
+        precision,
+        programmatic,
     )
+    ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
+    added = y if bias is None else bias
+    bias_slot = 0 if bias is None else bias.stride(0)
+    variant.launch(
+        (programs, num_tiles),
+        (h, b, y, added, ranks, scalings, plan.tile_slots, plan.tile_tokens),
+        (plan.num_tokens, max_rank, h_slice, h_token, b_slot, b_column, y.stride(0), bias_slot),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _expand_variant(
+    output_slices: tuple[int, ...],
+    max_rank: int,
+    planes: int,
+    block_tokens: int,
+    tiles: ExpandTiles,
+    has_bias: bool,
+    exact_h: bool,
+    precision: str,
+    programmatic: bool,
+) -> tuple[Variant, int]:
+    """Return the kernel and how many programs a tile of tokens takes."""
+    columns = tiles.block_c * tiles.chunks
+    starts = tuple(accumulate(output_slices, initial=0))
+    programs = tuple(accumulate((-(-width // columns) for width in output_slices), initial=0))
     constants = (
         starts,
         programs[:-1],  # FIRST_PROGRAMS
-        weights.num_slices,
-        h.shape[0],  # SPLIT_K
-        padded_rank(weights.max_rank),
-        plan.block_tokens,
+        len(output_slices),
+        planes,  # SPLIT_K
+        padded_rank(max_rank),
+        block_tokens,
         tiles.block_c,
         tiles.block_r,
         tiles.chunks,
-        all(width % stride == 0 for width in weights.output_slices),  # EVEN_C
-        weights.max_rank % 8 == 0,  # EVEN_R
-        bias is not None,  # HAS_BIAS
+        all(width % columns == 0 for width in output_slices),  # EVEN_C
+        max_rank % 8 == 0,  # EVEN_R
+        has_bias,
         exact_h,
         precision,
-        INTERPRETED,  # WIDEN
+        INTERPRETED,
         programmatic,
     )
-    options = _options(tiles.num_warps, 1, programmatic)
-    grid = (programs[-1], num_tiles)
-    _launch(kernels.expand_kernel, grid, arguments, constants, options)
+    return Variant(kernels.expand_kernel, constants, tiles.num_warps, 1, programmatic), programs[-1]
 
 
 def gather(
@@ -220,22 +186,17 @@ def gather(
     num_tiles: int,
 ) -> None:
     """Write h for ``x = one_hot(token_ids)``: [1, num_slices, num_tokens, max_rank] float32."""
-    a = weights.lora_a
-    block_r = min(64, padded_rank(weights.max_rank))
-    blocks = -(-weights.max_rank // block_r) * weights.num_slices
-    arguments = (
-        token_ids,
-        a,
-        weights.ranks.contiguous(),
-        plan.tile_slots,
-        plan.tile_tokens,
-        h,
-        plan.num_tokens,
-        weights.max_rank,
-        a.stride(0),
-        a.stride(1),
-        a.stride(2),
+    a, max_rank = weights.lora_a, weights.max_rank
+    block_r = min(64, padded_rank(max_rank))
+    blocks = -(-max_rank // block_r) * weights.num_slices
+    a_slot, a_slice, a_row, _ = a.stride()
+    _gather_variant(weights.num_slices, plan.block_tokens, block_r).launch(
+        (blocks, num_tiles),
+        (token_ids, a, weights.ranks.contiguous(), plan.tile_slots, plan.tile_tokens, h),
+        (plan.num_tokens, max_rank, a_slot, a_slice, a_row),
     )
-    constants = (weights.num_slices, plan.block_tokens, block_r)
-    grid = (blocks, num_tiles)
-    _launch(kernels.gather_kernel, grid, arguments, constants, _options(4, 1, False))
+
+
+@lru_cache(maxsize=1024)
+def _gather_variant(num_slices: int, block_tokens: int, block_r: int) -> Variant:
+    return Variant(kernels.gather_kernel, (num_slices, block_tokens, block_r), 4, 1)

@@ -10,11 +10,10 @@ import torch
 
 from lora_backends.backend import LoRAPlan
 from lora_backends.batch import LoRABatch
+from lora_backends.gpu.staging import aligned, staging_buffer
 
 EMPTY = -1
 """The slot of an unused tile and the token of an unused place in a tile."""
-
-_ALIGNMENT = 32  # int32 values, so that both tables start at a multiple of 128 bytes
 
 
 @dataclass(eq=False)
@@ -72,15 +71,16 @@ def fill_tiles(
     """
     packed.fill(EMPTY)
     counts = np.bincount(token_slots + 1, minlength=num_slots + 1)
-    order = np.argsort(token_slots, kind="stable")[counts[0] :]
+    order = token_slots.argsort(kind="stable")[counts[0] :]
     counts = counts[1:]
     tiles = (counts + (block_tokens - 1)) // block_tokens
-    num_tiles = int(tiles.sum())
-    packed[:num_tiles] = np.repeat(np.arange(num_slots), tiles)
-    first_place = (np.cumsum(tiles) - tiles) * block_tokens
-    first_sorted = np.cumsum(counts) - counts
-    places = np.arange(order.size) + np.repeat(first_place - first_sorted, counts)
-    tokens_at = _aligned(max_tiles(token_slots.size, num_slots, block_tokens))
+    ends, tile_ends = counts.cumsum(), tiles.cumsum()
+    num_tiles = int(tile_ends[-1])
+    packed[:num_tiles] = np.arange(num_slots).repeat(tiles)
+    # a slot's tokens move from their place in the order to the first place of its first tile
+    moved = (tile_ends - tiles) * block_tokens - (ends - counts)
+    places = np.arange(order.size) + moved.repeat(counts)
+    tokens_at = aligned(max_tiles(token_slots.size, num_slots, block_tokens))
     packed[tokens_at + places] = order
     return num_tiles
 
@@ -90,7 +90,7 @@ def make_plan(
 ) -> TritonPlan:
     """Return a new plan, its tables on their way to the device."""
     tiles = max_tiles(batch.num_tokens, batch.num_slots, block_tokens)
-    tokens_at = _aligned(tiles)
+    tokens_at = aligned(tiles)
     size = tokens_at + tiles * block_tokens
     packed = torch.empty(size, dtype=torch.int32, device=device)
     plan = TritonPlan(
@@ -108,18 +108,10 @@ def make_plan(
 
 
 def refill(plan: TritonPlan, batch: LoRABatch) -> TritonPlan:
-    """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory.
-
-    The pinned memory is new each time; torch's allocator reuses it only after the copy.
-    """
-    on_device = plan.packed.device.type != "cpu"
-    staged = torch.empty(plan.packed.shape, dtype=torch.int32, pin_memory=on_device)
+    """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory."""
+    staged, packed = staging_buffer(plan.packed)
     plan.num_tiles = fill_tiles(
-        batch.token_slots.numpy(), batch.num_slots, plan.block_tokens, staged.numpy()
+        batch.token_slots.numpy(), batch.num_slots, plan.block_tokens, packed
     )
     plan.packed.copy_(staged, non_blocking=True)
     return plan
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGNMENT) * _ALIGNMENT

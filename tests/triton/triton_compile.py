@@ -8,8 +8,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lora_backends.gpu.tiles import padded_rank
 from lora_backends.triton import kernels
-from lora_backends.triton.config import block_tokens, choose_tiles, padded_rank
+from lora_backends.triton.config import block_tokens, choose_tiles
 
 POINTERS = {
     "ranks_ptr": "*i32",
@@ -47,7 +48,7 @@ def variants(dtype, programmatic):
             "SPLIT_K": shrink.split_k,
             "EVEN_R": rank % 8 == 0,
             "PRECISION": "ieee",
-            "WIDEN": False,
+            "INTERPRETED": False,
             "PROGRAMMATIC": programmatic,
         }
         step = shrink.block_k * shrink.split_k

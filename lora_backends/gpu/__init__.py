@@ -1,0 +1,1 @@
+"""What the engines written in Triton share: launches, copies of plans, rounding."""

@@ -1,0 +1,30 @@
+"""The copy of a plan to the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+ALIGNMENT = 32
+"""int32 values that every table of a plan starts at a multiple of: 128 bytes."""
+
+
+def aligned(count: int) -> int:
+    """Return the least multiple of `ALIGNMENT` that is at least `count`."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def staging_buffer(like: torch.Tensor) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+    """Return memory on the host for a copy to `like`, as a tensor and as an array.
+
+    It is pinned, and new each time: torch's allocator reuses it only after the copies from it.
+
+    Args:
+        like: [n] int32, on the device.
+
+    Returns:
+        The memory, twice: ``target.copy_(tensor, non_blocking=True)`` sends it.
+    """
+    staged = torch.empty(like.shape, dtype=torch.int32, pin_memory=like.device.type != "cpu")
+    return staged, staged.numpy()
