@@ -118,9 +118,8 @@ def quotes_on_performance():
 
 
 def quotes_on_triton():
-    cells = figures.measured()
     for phase, named in (("decode", "1 to 256"), ("prefill", "2048 and 8192")):
-        part = [c for c in cells if figures.PHASES[phase](c["tokens"])]
+        part = figures.of_phase(phase)
         ratios = [c["times"]["triton"] / c["best_peer_us"] for c in part]
         yield (
             f"| {phase}, {named} tokens | {len(part)} | {figures.mean_efficiency(phase):.2f} | "

@@ -13,7 +13,7 @@ from statistics import geometric_mean
 from typing import Any
 
 import matplotlib
-from figures import CONTENDERS, PHASES, digest, efficiency, measured
+from figures import CONTENDERS, PHASES, RESULTS, digest, efficiency, measured
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -40,7 +40,7 @@ def main() -> None:
     for panel, phase, part in zip(panels, PHASES, split, strict=True):
         draw(panel, phase, {batch: batches[batch] for batch in part})
     handles, labels = panels[0].get_legend_handles_labels()
-    labels = ["lora_backends, triton", *labels[1:]]
+    labels = [f"lora_backends, {name}" if name in RESULTS else name for name in labels]
     figure.legend(handles, labels, loc="upper center", ncols=4, frameon=False, columnspacing=1.4)
     panels[-1].set_xlabel("efficiency: the hardware's limit over the time taken (1 = at the limit)")
     figure.tight_layout(rect=(0, 0, 1, 0.96))
@@ -64,7 +64,7 @@ def by_batch() -> dict[Batch, list[dict[str, Any]]]:
 def draw(panel: Any, phase: str, batches: dict[Batch, list[dict[str, Any]]]) -> None:
     """Draw one phase: a line per batch, a mark per contender."""
     lines = range(len(batches))
-    for name in ("triton", *CONTENDERS):
+    for name in (*RESULTS, *CONTENDERS):
         values = [efficiency(cells, name) for cells in batches.values()]
         style: dict[str, Any] = STYLES[name]
         panel.hlines(

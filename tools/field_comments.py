@@ -15,7 +15,7 @@ import griffe
 class FieldComments(griffe.Extension):
     """Gives fields without a docstring the comment that stands beside them."""
 
-    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+    def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         """Look at every field of a dataclass."""
         if not any("dataclass" in str(decorator.value) for decorator in cls.decorators):
             return

@@ -26,18 +26,27 @@ PHASES: dict[str, Callable[[int], bool]] = {
     "decode": lambda tokens: tokens <= 256,
     "prefill": lambda tokens: tokens > 256,
 }
+BEST_PEER = "best peer, cell by cell"
 Cell = dict[str, Any]
 
 
-def measured(backend: str = "triton") -> list[Cell]:
-    """Return the cells of a backend with the peers' times, as microseconds by contender."""
-    peers = {tuple(row[k] for k in KEY): row for row in json.loads(PEERS.read_text())["rows"]}
+def measured() -> list[Cell]:
+    """Return the cells of the H200, each with microseconds by contender under "times"."""
+    own = {
+        backend: {key(cell): cell["us"] for cell in json.loads(file.read_text())["cells"]}
+        for backend, file in RESULTS.items()
+    }
     cells = []
-    for cell in json.loads(RESULTS[backend].read_text())["cells"]:
-        row = peers[tuple(cell[k] for k in KEY)]
-        times = {name: min(row[f] for f in fields) for name, fields in CONTENDERS.items()}
-        cells.append({**row, "times": {backend: cell["us"], **times}})
+    for row in json.loads(PEERS.read_text())["rows"]:
+        times = {backend: by_key[key(row)] for backend, by_key in own.items()}
+        times |= {name: min(row[f] for f in fields) for name, fields in CONTENDERS.items()}
+        cells.append({**row, "times": times})
     return cells
+
+
+def key(cell: Cell) -> tuple[Any, ...]:
+    """Return what tells a cell from all others."""
+    return tuple(cell[name] for name in KEY)
 
 
 def efficiency(cells: Iterable[Cell], contender: str | None = None) -> list[float]:
@@ -50,8 +59,7 @@ def efficiency(cells: Iterable[Cell], contender: str | None = None) -> list[floa
 
 def mean_efficiency(phase: str, contender: str | None = "triton") -> float:
     """Return the geometric mean over the cells of a phase."""
-    cells = [cell for cell in measured() if PHASES[phase](cell["tokens"])]
-    return geometric_mean(efficiency(cells, contender))
+    return geometric_mean(efficiency(of_phase(phase), contender))
 
 
 def smollm2_ratios() -> dict[str, float]:
@@ -68,8 +76,8 @@ def at_a_glance() -> str:
         [f"{layers}: share of the hardware's limit in {phase}", name, f"{value:.2f}"]
         for phase in PHASES
         for name, value in (
-            ("`triton`", mean_efficiency(phase)),
-            ("best peer, cell by cell", mean_efficiency(phase, None)),
+            *((f"`{backend}`", mean_efficiency(phase, backend)) for backend in RESULTS),
+            (BEST_PEER, mean_efficiency(phase, None)),
         )
     ]
     rows += [
@@ -97,30 +105,27 @@ def digest() -> str:
 
 def phases() -> str:
     """Return efficiency by phase, of every backend that was measured and of the peers."""
-    rows = []
-    for phase, belongs in PHASES.items():
-        for backend in RESULTS:
-            cells = [cell for cell in measured(backend) if belongs(cell["tokens"])]
-            names = {f"`{backend}`": backend, "best peer, cell by cell": None}
-            names |= {name: name for name in CONTENDERS}
-            rows += [
-                [phase, name, *_three(efficiency(cells, contender))]
-                for name, contender in names.items()
-            ]
-    columns = ["phase", "contender", ">geometric mean", ">lowest", ">highest"]
-    return table(columns, rows)
+    names = {f"`{backend}`": backend for backend in RESULTS} | {BEST_PEER: None}
+    names |= {name: name for name in CONTENDERS}
+    rows = [
+        [phase, name, *_three(efficiency(of_phase(phase), contender))]
+        for phase in PHASES
+        for name, contender in names.items()
+    ]
+    return table(["phase", "contender", ">geometric mean", ">lowest", ">highest"], rows)
+
+
+def of_phase(phase: str) -> list[Cell]:
+    """Return the cells of a phase."""
+    return [cell for cell in measured() if PHASES[phase](cell["tokens"])]
 
 
 def projections(backend: str = "triton") -> str:
     """Return efficiency by projection and phase, and the time against the best peer's."""
     rows = []
     for projection in PROJECTIONS:
-        for phase, belongs in PHASES.items():
-            cells = [
-                cell
-                for cell in measured(backend)
-                if cell["projection"] == projection and belongs(cell["tokens"])
-            ]
+        for phase in PHASES:
+            cells = [cell for cell in of_phase(phase) if cell["projection"] == projection]
             ratios = [cell["times"][backend] / cell["best_peer_us"] for cell in cells]
             rows.append(
                 [f"`{projection}`", phase, str(len(cells)), *_three(efficiency(cells, backend))[:2]]
@@ -136,9 +141,9 @@ def projections(backend: str = "triton") -> str:
 
 def cells(backend: str = "triton") -> str:
     """Return microseconds of every cell, one line per batch and one column per projection."""
-    by_key = {tuple(cell[k] for k in KEY): cell for cell in measured(backend)}
+    by_key = {key(cell): cell for cell in measured()}
     rows = []
-    for batch in sorted({key[1:] for key in by_key}):
+    for batch in sorted({found[1:] for found in by_key}):
         texts = []
         for projection in PROJECTIONS:
             cell = by_key[(projection, *batch)]
@@ -155,7 +160,7 @@ def worked_example() -> str:
     """Return bytes, operations and the limit of a few cells of the o projection, bfloat16."""
     width_in, slices = json.loads(PEERS.read_text())["projections"]["o"]
     width_out = sum(slices)
-    by_key = {tuple(cell[k] for k in KEY): cell for cell in measured()}
+    by_key = {key(cell): cell for cell in measured()}
     rows = []
     for tokens, active, rank in ((1, 1, 16), (64, 8, 16), (256, 64, 64), (8192, 1, 16)):
         cell = by_key["o", tokens, active, rank, "uniform"]
