@@ -1,4 +1,4 @@
-"""Times `triton` on one GPU over 80 cells of a Llama-3-8B layer and compares with the limit.
+"""Times a backend on one GPU over 80 cells of a Llama-3-8B layer and compares with the limit.
 
 A cell is (projection, tokens, active adapters, rank). Its time is that of one `run_linear` into an
 existing y, replayed from one CUDA graph that runs the call over many layers with different weights
@@ -7,6 +7,7 @@ replays. Every cell is checked against float32 products before it is timed. Effi
 (bytes that must move at the copy rate, and two launches) over the time.
 
     python benchmarks/h200_cells.py --output benchmarks/results/h200_triton.json
+    python benchmarks/h200_cells.py --backend csgmv --segment-size auto --output csgmv_auto.json
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Any
 import torch
 import triton
 
-from lora_backends import LoRABatch, LoRAWeights
+from lora_backends import LoRABackend, LoRABatch, LoRAWeights
+from lora_backends.csgmv import CsgmvBackend
 from lora_backends.triton import TritonBackend
 
 PEERS = Path(__file__).parent / "peers" / "h200.json"
@@ -36,16 +38,24 @@ def main() -> None:
     """Run the cells and the side measurements, print a table, write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=Path, default=PEERS, help="cells, limits and peers")
-    parser.add_argument("--output", type=Path, default=Path("h200_triton.json"))
+    parser.add_argument("--output", type=Path, default=Path("h200_cells.json"))
+    parser.add_argument("--backend", choices=["triton", "csgmv"], default="triton")
+    parser.add_argument("--segment-size", help='of csgmv: a number or "auto"')
     parser.add_argument("--batch-invariant", action="store_true")
     arguments = parser.parse_args()
     peers = json.loads(arguments.peers.read_text())
-    backend = TritonBackend("cuda", batch_invariant=arguments.batch_invariant)
+    options: dict[str, Any] = {"batch_invariant": arguments.batch_invariant}
+    size = arguments.segment_size
+    if size is not None:
+        options["segment_size"] = size if size == "auto" else int(size)
+    engines: dict[str, type[LoRABackend]] = {"triton": TritonBackend, "csgmv": CsgmvBackend}
+    backend = engines[arguments.backend]("cuda", **options)
     results = {
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "date": datetime.date.today().isoformat(),
-        "options": {"batch_invariant": arguments.batch_invariant},
+        "backend": arguments.backend,
+        "options": options,
         "method": peers["method"],
         "cells": measure_cells(backend, peers),
         "host_us": measure_host(backend),
@@ -57,7 +67,7 @@ def main() -> None:
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def measure_cells(backend: TritonBackend, peers: dict[str, Any]) -> list[Cell]:
+def measure_cells(backend: LoRABackend, peers: dict[str, Any]) -> list[Cell]:
     """Return every cell with its time, its efficiency and the best peer's time."""
     results: list[Cell] = []
     keys = ("projection", "active_adapters", "rank")
@@ -113,7 +123,7 @@ def token_slots(row: Cell) -> list[int]:
     return sorted(torch.multinomial(weights, tokens, True, generator=generator).tolist())
 
 
-def time_layers(backend: TritonBackend, layers: list[LoRAWeights], batch: LoRABatch) -> float:
+def time_layers(backend: LoRABackend, layers: list[LoRAWeights], batch: LoRABatch) -> float:
     """Return microseconds of one call, after checking the first layer's result."""
     plan = backend.prepare_batch(batch)
     shape = (batch.num_tokens, layers[0].in_features)
@@ -161,7 +171,7 @@ def median_of_replays(replay: Callable[[], None], timings: int = 5, replays: int
     return statistics.median(medians)
 
 
-def measure_host(backend: TritonBackend, calls: int = 200) -> dict[str, float]:
+def measure_host(backend: LoRABackend, calls: int = 200) -> dict[str, float]:
     """Return host microseconds of one call, the GPU idle at its start."""
     layer = make_layers(4096, [4096], 64, 16)[0]
     batch = LoRABatch([token % 64 for token in range(256)], 64)
@@ -185,7 +195,7 @@ def measure_host(backend: TritonBackend, calls: int = 200) -> dict[str, float]:
     }
 
 
-def measure_mixed_ranks(backend: TritonBackend) -> list[dict[str, Any]]:
+def measure_mixed_ranks(backend: LoRABackend) -> list[dict[str, Any]]:
     """Return what adapters of rank 8 cost in a stack of 64 ranks, against one of 8."""
     results = []
     for active in (8, 64):
