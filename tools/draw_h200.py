@@ -1,7 +1,7 @@
 """Draws how near the limit every contender comes on an H200: docs/images/h200.svg.
 
 A line per batch; a mark is the geometric mean over the four projections of the layer, the bar
-behind it reaches from the lowest to the highest. Needs matplotlib: pip install '.[docs]'.
+behind it reaches from the lowest to the highest. Needs matplotlib: pip install '.[bench]'.
 
     python tools/draw_h200.py
 """
