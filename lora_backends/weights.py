@@ -21,7 +21,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class LoRAWeights(Handled):
     """The A and B matrices of every slot for one layer, with rank and scaling per slice.
 
-    A fused qkv layer of widths (8, 2, 2) over 16 inputs, 4 slots of rank at most 2::
+    A fused qkv layer of widths (8, 2, 2) over 16 inputs, 4 slots of rank at most 2:
 
         LoRAWeights(
             lora_a,    # [4, 3, 2, 16]
