@@ -11,8 +11,9 @@ from weakref import WeakSet
 
 import torch
 
-from lora_backends import checks
+from lora_backends import checks, compiled
 from lora_backends.batch import LoRABatch
+from lora_backends.handles import Handled
 from lora_backends.weights import LoRAWeights
 
 _GUARDED: WeakSet[Callable[..., Any]] = WeakSet()
@@ -20,14 +21,14 @@ _GUARDED: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 @dataclass(eq=False)
-class LoRAPlan:
+class LoRAPlan(Handled):
     """What every plan tells about its batch; a backend's own plan adds its per-batch data."""
 
     num_tokens: int  # tokens of the batch, those without an adapter included
     num_slots: int  # slots of the weights that the plan fits
 
 
-class LoRABackend(ABC):
+class LoRABackend(Handled, ABC):
     r"""Adds the LoRA of each token's own adapter to the output of a layer.
 
     For token t with slot l, and slice s with the output columns [o, o')::
@@ -271,8 +272,16 @@ def _checked(operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of the interface so that its arguments are checked before it runs."""
     check = checks.CHECKS[operation]
 
+    def checked(self: LoRABackend, *args: Any, **kwargs: Any) -> Any:
+        check(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    traced = compiled.traced(operation, checked)
+
     @functools.wraps(method)
     def call(self: LoRABackend, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced(self, *args, **kwargs)
         check(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError
+from lora_backends.handles import Handled
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What weights may be made of; a backend supports some of them."""
 
 
 @dataclass(frozen=True, eq=False)
-class LoRAWeights:
+class LoRAWeights(Handled):
     """The A and B matrices of every slot for one layer, with rank and scaling per slice.
 
     A fused qkv layer of widths (8, 2, 2) over 16 inputs, 4 slots of rank at most 2::

@@ -71,14 +71,15 @@ def fill_tiles(
     """
     packed.fill(EMPTY)
     counts = np.bincount(token_slots + 1, minlength=num_slots + 1)
-    order = np.argsort(token_slots, kind="stable")[counts[0] :]
+    order = token_slots.argsort(kind="stable")[counts[0] :]
     counts = counts[1:]
     tiles = (counts + (block_tokens - 1)) // block_tokens
-    num_tiles = int(tiles.sum())
-    packed[:num_tiles] = np.repeat(np.arange(num_slots), tiles)
-    first_place = (np.cumsum(tiles) - tiles) * block_tokens
-    first_sorted = np.cumsum(counts) - counts
-    places = np.arange(order.size) + np.repeat(first_place - first_sorted, counts)
+    ends, tile_ends = counts.cumsum(), tiles.cumsum()
+    num_tiles = int(tile_ends[-1])
+    packed[:num_tiles] = np.arange(num_slots).repeat(tiles)
+    # a slot's tokens move from their place in the order to the first place of its first tile
+    moved = (tile_ends - tiles) * block_tokens - (ends - counts)
+    places = np.arange(order.size) + moved.repeat(counts)
     tokens_at = aligned(max_tiles(token_slots.size, num_slots, block_tokens))
     packed[tokens_at + places] = order
     return num_tiles

@@ -1,0 +1,48 @@
+"""Ints that stand for objects, for programs that can hold nothing but tensors and numbers."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+from lora_backends.errors import InvalidInputError
+
+_OBJECTS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_NEXT = count()
+
+
+class Handled:
+    """Has a `handle`, an int that stands for the object as long as it lives.
+
+    A copy has its own.
+    """
+
+    handle: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        self.__dict__["handle"] = next(_NEXT)
+        _OBJECTS[self.handle] = self
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "handle"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def lookup(handle: int) -> Any:
+    """Return the object that a handle stands for.
+
+    Raises:
+        InvalidInputError: the object is gone.
+    """
+    found = _OBJECTS.get(handle)
+    if found is None:
+        raise InvalidInputError(
+            f"handle {handle} stands for nothing: its backend, weights or plan no longer exist\n"
+            f"  to do: keep them for as long as a compiled program or a captured graph uses them"
+        )
+    return found
