@@ -1,5 +1,6 @@
 """Contenders are checked before they are timed, and one that fails does not end the run."""
 
+import importlib
 import json
 import os
 
@@ -251,3 +252,17 @@ def test_a_backend_made_for_other_devices_is_timed_only_if_it_is_named(monkeypat
     _, left_out = choose(None, "cpu", torch.float32)
     assert left_out["triton"].startswith("made for cuda")
     assert [c.name for c in choose(["triton"], "cpu", torch.float32)[0]] == ["triton"]
+
+
+def test_a_copy_that_was_slow_once_does_not_stand_for_the_device(monkeypatch):
+    rates = iter([5.0, 9.0, 20.0, 20.0, 3.0])  # at first, then around every cell
+    monkeypatch.setattr(timing, "copy_clock", lambda: lambda: next(rates))
+    monkeypatch.setattr(
+        importlib.import_module(measure.__module__), "copy_clock", timing.copy_clock
+    )
+    cells = [CELL, Cell("o", 16, (8, 4), tokens=9, adapters=3, rank=2)]
+    result = run([from_backend(get_backend("torch_ref", "cpu"))], cells)
+    assert [cell["copy_gb_per_s"] for cell in result["cells"]] == [20.0, 20.0]
+    assert result["limits"]["copy_gb_per_s"] == 20.0
+    cell = result["cells"][0]
+    assert cell["limit_us"] == pytest.approx(cell["bytes"] / 20e3, abs=1e-3)
