@@ -29,7 +29,7 @@ from lora_backends.errors import (
 )
 
 CELL = Cell("o", 16, (8, 4), tokens=6, adapters=3, rank=2)
-CPU = torch.device("cpu")
+measuring = importlib.import_module("lora_backends.bench.measure")
 
 
 def spoiled(name, change):
@@ -256,13 +256,18 @@ def test_a_backend_made_for_other_devices_is_timed_only_if_it_is_named(monkeypat
 
 def test_a_copy_that_was_slow_once_does_not_stand_for_the_device(monkeypatch):
     rates = iter([5.0, 9.0, 20.0, 20.0, 3.0])  # at first, then around every cell
-    monkeypatch.setattr(timing, "copy_clock", lambda: lambda: next(rates))
-    monkeypatch.setattr(
-        importlib.import_module(measure.__module__), "copy_clock", timing.copy_clock
-    )
+    for module in (timing, measuring):
+        monkeypatch.setattr(module, "copy_clock", lambda: lambda: next(rates))
     cells = [CELL, Cell("o", 16, (8, 4), tokens=9, adapters=3, rank=2)]
     result = run([from_backend(get_backend("torch_ref", "cpu"))], cells)
     assert [cell["copy_gb_per_s"] for cell in result["cells"]] == [20.0, 20.0]
     assert result["limits"]["copy_gb_per_s"] == 20.0
     cell = result["cells"][0]
     assert cell["limit_us"] == pytest.approx(cell["bytes"] / 20e3, abs=1e-3)
+
+
+@pytest.mark.parametrize(("load", "told"), [(0.1, False), (5000.0, True)])
+def test_a_busy_machine_is_noted(monkeypatch, load, told):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    notes = run([from_backend(get_backend("torch_ref", "cpu"))])["notes"]
+    assert bool(notes) is told
