@@ -237,7 +237,7 @@ def _row(
     limit = limits.microseconds(num_bytes)
     for found in results.values():
         if "us" in found:
-            found["efficiency"] = round(limit / found["us"], 4)
+            found["efficiency"] = float(f"{limit / found['us']:.4g}")  # never rounded to 0
     return cell.describe() | {
         "layers": len(layers),
         "bytes": num_bytes,

@@ -132,6 +132,13 @@ def test_efficiency_is_limit_over_time():
     assert found["efficiency"] == pytest.approx(cell["limit_us"] / found["us"], rel=0.2, abs=1e-3)
 
 
+def test_a_contender_far_from_the_limit_is_summed_up_too(monkeypatch):
+    monkeypatch.setattr(measuring, "spread", lambda _: {"us": 1e9, "us_q1": 1e9, "us_q3": 1e9})
+    result = run([from_backend(get_backend("torch_ref", "cpu"))])
+    assert 0 < result["cells"][0]["results"]["torch_ref"]["efficiency"] < 1e-4
+    assert summarize(result)["torch_ref"]["efficiency_decode"] >= 0
+
+
 def test_layers_of_a_timing_have_one_shape_and_different_weights():
     made = bench_layers.make_layers(CELL, "cpu", torch.float32, max_rank=5)
     assert len(made) == 4 and all(isinstance(one, LoRAWeights) for one in made)
