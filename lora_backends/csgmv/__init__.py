@@ -14,6 +14,7 @@ from lora_backends.csgmv import plan as plans
 from lora_backends.csgmv.config import check_segment_size, segment_and_group
 from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
+from lora_backends.gpu.ready import key_of
 from lora_backends.gpu.tiles import TileConfig
 from lora_backends.weights import LoRAWeights
 
@@ -125,11 +126,18 @@ class CsgmvBackend(LoRABackend):
     ) -> torch.Tensor:
         y = self._output(weights, plan, x.dtype) if base_output is None else base_output
         rows, places = launch.grid_of(plan)
-        if rows:
-            kernels = launch.kernels_of(weights, plan, self._options)
-            h = self._planes(weights, kernels.split_k, places)
-            launch.shrink(x, weights, plan, h, rows, kernels.shrink)
-            launch.expand(h, weights, plan, y, rows, kernels.expand)
+        if not rows:
+            return y
+        key = (places, *key_of(self.handle, weights, x, y))
+        ready = plan.ready(key, weights, self.device)
+        if ready is not None:
+            ready.launch(self.device, rows, x.data_ptr(), y.data_ptr())
+            return y
+        kernels = launch.kernels_of(weights, plan, self._options)
+        h = self._planes(weights, kernels.split_k, places)
+        shrink = launch.shrink(x, weights, plan, h, rows, kernels.shrink)
+        expand = launch.expand(h, weights, plan, y, rows, kernels.expand)
+        plan.remember(key, weights, shrink, expand, flat=True)
         return y
 
     @override

@@ -12,7 +12,8 @@ import torch
 from lora_backends.csgmv import kernels
 from lora_backends.csgmv.config import Problem, choose_tiles
 from lora_backends.csgmv.plan import CsgmvPlan
-from lora_backends.gpu.launching import INTERPRETED, Variant, is_capturing
+from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
+from lora_backends.gpu.ready import Launched
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig, padded_rank
 from lora_backends.weights import LoRAWeights
 
@@ -208,7 +209,7 @@ def shrink(
     h: torch.Tensor,
     rows: int,
     kernel: Kernel,
-) -> None:
+) -> Launched:
     """Write the planes of h.
 
     Args:
@@ -223,11 +224,12 @@ def shrink(
     a = weights.lora_a
     a_slot, a_slice, a_row, _ = a.stride()
     h_plane, h_slice, h_row, _ = h.stride()
-    kernel.variant.launch(
-        (kernel.programs * rows, 1),
+    arguments = Arguments(
         (x, a, weights.ranks.contiguous(), *_tables(plan), h),
         (a.shape[3], x.stride(0), a_slot, a_slice, a_row, h_plane, h_slice, h_row),
     )
+    kernel.variant.launch((kernel.programs * rows, 1), arguments)
+    return Launched(kernel.variant, kernel.programs, arguments)
 
 
 def expand(
@@ -237,7 +239,7 @@ def expand(
     y: torch.Tensor,
     rows: int,
     kernel: Kernel,
-) -> None:
+) -> Launched:
     """Add the LoRA to y.
 
     Args:
@@ -254,11 +256,12 @@ def expand(
     b_slot, b_column, _ = b.stride()
     added, bias_slot = (y, 0) if bias is None else (bias, bias.stride(0))
     ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
-    kernel.variant.launch(
-        (kernel.programs * rows, 1),
+    arguments = Arguments(
         (h, b, y, added, ranks, scalings, *_tables(plan)),
         (h_plane, h_slice, h_row, b_slot, b_column, y.stride(0), bias_slot),
     )
+    kernel.variant.launch((kernel.programs * rows, 1), arguments)
+    return Launched(kernel.variant, kernel.programs, arguments)
 
 
 def gather(
@@ -269,11 +272,11 @@ def gather(
     a_slot, a_slice, a_row, _ = a.stride()
     _, h_slice, h_row, _ = h.stride()
     kernel = _gather(weights.num_slices, weights.max_rank, plan.segment_size, plan.group_size)
-    kernel.variant.launch(
-        (kernel.programs * rows, 1),
+    arguments = Arguments(
         (token_ids, a, weights.ranks.contiguous(), *_tables(plan), h),
         (a_slot, a_slice, a_row, h_slice, h_row),
     )
+    kernel.variant.launch((kernel.programs * rows, 1), arguments)
 
 
 def _tables(plan: CsgmvPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lora_backends.backend import LoRAPlan
 from lora_backends.batch import LoRABatch
+from lora_backends.gpu.ready import RememberingPlan
 from lora_backends.gpu.staging import aligned, staging_buffer
 
 EMPTY = -1
@@ -25,7 +25,7 @@ Ints = npt.NDArray[Any]
 
 
 @dataclass(eq=False)
-class CsgmvPlan(LoRAPlan):
+class CsgmvPlan(RememberingPlan):
     """Which slot and tokens every segment has, and which segments every group has.
 
     Slots [2, -1, 0, 2, 2, 2, 2] in segments of 2 tokens and groups of 2 segments. Place p is

@@ -12,6 +12,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.checks import as_device
 from lora_backends.gpu.launching import INTERPRETED, has_programmatic_launch
+from lora_backends.gpu.ready import key_of
 from lora_backends.triton import launch
 from lora_backends.triton import plan as plans
 from lora_backends.triton.config import TileConfig, block_tokens, choose_tiles
@@ -124,12 +125,19 @@ class TritonBackend(LoRABackend):
     ) -> torch.Tensor:
         y = self._output(weights, plan, x.dtype) if base_output is None else base_output
         count = launch.grid_tiles(plan)
-        if count:
-            tiles = self._tiles(weights, plan, x.element_size())
-            h = self._planes(weights, plan, tiles.shrink.split_k)
-            precision, early = self._precision, self._programmatic
-            launch.shrink(x, weights, plan, h, count, tiles.shrink, precision, early)
-            launch.expand(h, weights, plan, y, count, tiles.expand, precision, False, early)
+        if not count:
+            return y
+        key = key_of(self.handle, weights, x, y)
+        ready = plan.ready(key, weights, self.device)
+        if ready is not None:
+            ready.launch(self.device, count, x.data_ptr(), y.data_ptr())
+            return y
+        tiles = self._tiles(weights, plan, x.element_size())
+        h = self._planes(weights, plan, tiles.shrink.split_k)
+        precision, early = self._precision, self._programmatic
+        shrink = launch.shrink(x, weights, plan, h, count, tiles.shrink, precision, early)
+        expand = launch.expand(h, weights, plan, y, count, tiles.expand, precision, False, early)
+        plan.remember(key, weights, shrink, expand)
         return y
 
     @override

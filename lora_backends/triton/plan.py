@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lora_backends.backend import LoRAPlan
 from lora_backends.batch import LoRABatch
+from lora_backends.gpu.ready import RememberingPlan
 from lora_backends.gpu.staging import aligned, staging_buffer
 
 EMPTY = -1
@@ -17,7 +17,7 @@ EMPTY = -1
 
 
 @dataclass(eq=False)
-class TritonPlan(LoRAPlan):
+class TritonPlan(RememberingPlan):
     """Which slot and which tokens every tile has.
 
     Slots [2, -1, 0, 2, 2] in tiles of 2 tokens, three slots and so at most three tiles:
