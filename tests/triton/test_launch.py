@@ -1,11 +1,14 @@
 """Both kernels against the definition, with tiles other than those that would be chosen."""
 
+import random
+
 import pytest
 import torch
 from layers import per_token, small_batch, small_weights
 
 from lora_backends import LoRABatch, LoRAWeights
-from lora_backends.triton import TritonBackend, launch
+from lora_backends.gpu.tables import fixed_choice
+from lora_backends.triton import TritonBackend, config, launch
 from lora_backends.triton import plan as plans
 from lora_backends.triton.config import ExpandTiles, ShrinkTiles
 from lora_backends.triton.plan import count_active
@@ -44,6 +47,21 @@ def test_any_tiles_compute_the_formula(device, dtype, bias, shrink, expand):
     room = 20 * UNITS[dtype] + 2 * UNITS[dtype] * expected.abs()
     assert ((y.cpu().double() - expected).abs() <= room).all()
     assert torch.equal(y[1].cpu(), base[1])
+
+
+def test_any_candidate_of_a_table_computes_the_formula(device):
+    weights, batch = small_weights(torch.float32), small_batch()
+    layer = (weights.num_slices, 3, 10, 14, 4)
+    x, base = torch.randn(7, 10), torch.randn(7, 14)
+    expected, on_device = per_token(x, weights, batch, base), _on(device, weights)
+    backend = TritonBackend(device, tiles="rules")
+    for tile in config.TILE_TOKENS:
+        found = config.candidates(7, 3, tile, *layer)
+        for tiles in random.Random(tile).sample(found, 8):
+            backend.tile_choice = fixed_choice(tile, tiles)
+            y = base.clone().to(device)
+            backend.run_linear(x.to(device), on_device, backend.prepare_batch(batch), y)
+            assert ((y.cpu().double() - expected).abs() <= 1e-5).all(), tiles
 
 
 def _ones(num_slots, slices, max_rank, inputs, device, dtype=torch.bfloat16):
