@@ -7,7 +7,7 @@ import torch
 from layers import per_token, small_batch, small_weights
 
 from lora_backends import LoRABatch, LoRAWeights
-from lora_backends.gpu.tables import fixed_choice
+from lora_backends.gpu.choice import fixed_choice
 from lora_backends.triton import TritonBackend, config, launch
 from lora_backends.triton import plan as plans
 from lora_backends.triton.config import ExpandTiles, ShrinkTiles

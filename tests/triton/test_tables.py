@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lora_backends.errors import InvalidInputError
-from lora_backends.gpu import tables
+from lora_backends.gpu import choice, tables
 from lora_backends.gpu.tables import BatchTiles, Entry, LayerShape, TileTable, table_text
 from lora_backends.triton import TritonBackend, config
 from lora_backends.triton.config import ExpandTiles, ShrinkTiles, TileConfig
@@ -23,7 +23,10 @@ def _entry(tokens, active, tiles=TILES, layer=LAYER, tile=16):
     return Entry(layer, tokens, active, tile, tiles, 5.0, 6.5)
 
 
-def _table(*entries, batches=(BatchTiles(64, 8, 32),), **changes):
+PLANS = (BatchTiles(64, 8, 32),)
+
+
+def _table(*entries, batches=PLANS, **changes):
     table = TileTable(
         schema=1,
         backend="triton",
@@ -48,11 +51,11 @@ def write(tmp_path):
 
 
 def _choice(path, **options):
-    return tables.tile_choice(config, "triton", CPU, path, **options)
+    return choice.tile_choice(config, "triton", CPU, path, **options)
 
 
-def _tiles(choice, tokens, active, tile=16, layer=LAYER):
-    return choice.choose_tiles(tokens, active, tile, *asdict(layer).values())
+def _tiles(chosen, tokens, active, tile=16, layer=LAYER):
+    return chosen.choose_tiles(tokens, active, tile, *asdict(layer).values())
 
 
 def _rules(tokens, active, tile=16, layer=LAYER):
@@ -81,17 +84,17 @@ def test_a_batch_far_from_all_measured_ones_follows_the_rules(write, tokens, act
 
 
 def test_another_layer_or_tile_follows_the_rules(write):
-    choice = _choice(write(_table()))
+    chosen = _choice(write(_table()))
     for field in ("num_slices", "max_rank", "in_features", "out_features"):
         layer = replace(LAYER, **{field: 2 * getattr(LAYER, field)})
-        assert _tiles(choice, 64, 8, layer=layer) == _rules(64, 8, layer=layer)
-    assert _tiles(choice, 64, 8, tile=32) == _rules(64, 8, tile=32)
+        assert _tiles(chosen, 64, 8, layer=layer) == _rules(64, 8, layer=layer)
+    assert _tiles(chosen, 64, 8, tile=32) == _rules(64, 8, tile=32)
 
 
 def test_the_tile_of_a_plan_comes_from_the_table(write):
-    choice = _choice(write(_table()))
-    assert choice.block_tokens(64, 8) == 32 != config.block_tokens(64, 8)
-    assert choice.block_tokens(2048, 8) == config.block_tokens(2048, 8)
+    chosen = _choice(write(_table()))
+    assert chosen.block_tokens(64, 8) == 32 != config.block_tokens(64, 8)
+    assert chosen.block_tokens(2048, 8) == config.block_tokens(2048, 8)
 
 
 def test_the_users_table_goes_before_the_rules(write, tmp_path, monkeypatch):
@@ -107,18 +110,18 @@ def test_the_users_table_goes_before_the_rules(write, tmp_path, monkeypatch):
 
 def test_the_users_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tables.user_folder() == tmp_path / "lora_backends" / "tiles"
+    assert choice.user_folder() == tmp_path / "lora_backends" / "tiles"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert str(tables.user_folder()) == "/home/someone/.cache/lora_backends/tiles"
+    assert str(choice.user_folder()) == "/home/someone/.cache/lora_backends/tiles"
 
 
 def test_the_users_table_goes_before_the_librarys_own(write, tmp_path, monkeypatch):
     own = write(_table(_entry(64, 8, OTHER), _entry(1, 1, OTHER), batches=()), "own.json")
     users = write(_table(), "users.json")
-    monkeypatch.setattr(tables, "_automatic", lambda *_: [users, tmp_path / "none.json", own])
-    choice = _choice("auto")
-    assert _tiles(choice, 64, 8) == TILES and _tiles(choice, 1, 1) == OTHER
+    monkeypatch.setattr(choice, "_automatic", lambda *_: [users, tmp_path / "none.json", own])
+    chosen = _choice("auto")
+    assert _tiles(chosen, 64, 8) == TILES and _tiles(chosen, 1, 1) == OTHER
 
 
 def test_a_table_of_another_device_is_not_this_devices_file(write, tmp_path, monkeypatch):
@@ -239,13 +242,13 @@ def test_a_batch_invariant_backend_refuses_a_table_by_name(write):
 
 
 def test_a_lookup_that_was_made_before_costs_less_than_a_microsecond(write):
-    choice, layer = _choice(write(_table())), tuple(asdict(LAYER).values())
-    choice.choose_tiles(64, 8, 16, *layer)
+    chosen, layer = _choice(write(_table())), tuple(asdict(LAYER).values())
+    chosen.choose_tiles(64, 8, 16, *layer)
     times = []
     for _ in range(20):
         start = time.perf_counter()
         for _ in range(1000):
-            choice.choose_tiles(64, 8, 16, *layer)
+            chosen.choose_tiles(64, 8, 16, *layer)
         times.append(time.perf_counter() - start)
     assert min(times) < 1e-3
 
