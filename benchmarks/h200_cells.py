@@ -1,4 +1,4 @@
-"""Times `triton` on one GPU over 80 cells of a Llama-3-8B layer and compares with the limit.
+"""Times one backend on one GPU over 80 cells of a Llama-3-8B layer, against the limit and peers.
 
 A cell is (projection, tokens, active adapters, rank). Its time is that of one `run_linear` into an
 existing y, replayed from one CUDA graph that runs the call over many layers with different weights
@@ -6,168 +6,148 @@ existing y, replayed from one CUDA graph that runs the call over many layers wit
 replays. Every cell is checked against float32 products before it is timed. Efficiency is the limit
 (bytes that must move at the copy rate, and two launches) over the time.
 
-    python benchmarks/h200_cells.py --output benchmarks/results/h200_triton.json
+    PYTHONPATH=. python benchmarks/h200_cells.py --backend csgmv --option segment_size=auto \
+        --output benchmarks/results/h200_csgmv.json
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
-import math
 import statistics
 import time
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from lora_backends import LoRABatch, LoRAWeights
-from lora_backends.triton import TritonBackend
+from lora_backends import LoRABackend, LoRABatch, LoRAWeights, get_backend
+from lora_backends.bench.cells import Cell
+from lora_backends.bench.job import option_value
+from lora_backends.bench.layers import check, make_layers, make_workload, reference
+from lora_backends.bench.results import DECODE_TOKENS, write_json
+from lora_backends.bench.timing import graph_times
+from lora_backends.errors import UnknownBackendError
 
+ROOT = Path(__file__).parents[1]
 PEERS = Path(__file__).parent / "peers" / "h200.json"
-TOLERANCE = 1e-2  # relative error of bfloat16 results, in the Frobenius norm
-Cell = dict[str, Any]
+DEVICE = "cuda"
+O_PROJECTION = ("o", 4096, (4096,))
 
 
 def main() -> None:
     """Run the cells and the side measurements, print a table, write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--peers", type=Path, default=PEERS, help="cells, limits and peers")
-    parser.add_argument("--output", type=Path, default=Path("h200_triton.json"))
-    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--output", type=Path, help="h200_BACKEND.json if left out")
     arguments = parser.parse_args()
+    options = parse_options(arguments.option)
+    backend = create(arguments.backend, options)
     peers = json.loads(arguments.peers.read_text())
-    backend = TritonBackend("cuda", batch_invariant=arguments.batch_invariant)
-    results = {
+    results: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "date": datetime.date.today().isoformat(),
-        "options": {"batch_invariant": arguments.batch_invariant},
+        "backend": arguments.backend,
+        "options": options,
         "method": peers["method"],
-        "cells": measure_cells(backend, peers),
-        "host_us": measure_host(backend),
-        "mixed_ranks": measure_mixed_ranks(backend),
+        "cells": [],
     }
-    results["summary"] = summarize(results["cells"])
+    try:
+        measure_cells(backend, peers, results["cells"])
+        results["host_us"] = attempt(measure_host, backend)
+        results["mixed_ranks"] = attempt(measure_mixed_ranks, backend)
+    finally:  # what was measured before an interruption is kept
+        results["summary"] = summarize(results["cells"])
+        write_json(arguments.output or Path(f"h200_{arguments.backend}.json"), results)
     for name in ("host_us", "mixed_ranks", "summary"):
         print(name, json.dumps(results[name]))
-    arguments.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def measure_cells(backend: TritonBackend, peers: dict[str, Any]) -> list[Cell]:
-    """Return every cell with its time, its efficiency and the best peer's time."""
-    results: list[Cell] = []
+def parse_options(given: Sequence[str]) -> dict[str, Any]:
+    """Return KEY=VALUE as a dict; a value is JSON, else a string."""
+    pairs = [item.partition("=") for item in given]
+    return {key: option_value(value) for key, _, value in pairs}
+
+
+def create(name: str, options: dict[str, Any]) -> LoRABackend:
+    """Return a backend on the GPU, from a source tree that is not installed too."""
+    try:
+        return get_backend(name, DEVICE, **options)
+    except UnknownBackendError:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        registered = project["entry-points"]["lora_backends"]
+        if name not in registered:
+            raise
+        module, _, found = registered[name].partition(":")
+        return getattr(importlib.import_module(module), found)(DEVICE, **options)
+
+
+def attempt(measurement: Callable[[LoRABackend], Any], backend: LoRABackend) -> Any:
+    """Return a side measurement, or its error: the cells are worth keeping without it."""
+    try:
+        return measurement(backend)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def measure_cells(
+    backend: LoRABackend, peers: dict[str, Any], results: list[dict[str, Any]]
+) -> None:
+    """Append every cell with its time, its efficiency and the best peer's time."""
     keys = ("projection", "active_adapters", "rank")
     layers: list[LoRAWeights] = []
     made_for: tuple[Any, ...] = ()
     for row in sorted(peers["rows"], key=lambda row: tuple(map(str, (row[k] for k in keys)))):
-        slots = max(8, row["active_adapters"])
-        if made_for != (row["projection"], slots, row["rank"]):
-            made_for = (row["projection"], slots, row["rank"])
+        width, slices = peers["projections"][row["projection"]]
+        batch = (row["tokens"], row["active_adapters"], row["rank"], row["mix"])
+        cell = Cell(row["projection"], width, tuple(slices), *batch)
+        if made_for != (cell.projection, cell.num_slots, cell.rank):
+            made_for = (cell.projection, cell.num_slots, cell.rank)
             layers.clear()
-            layers += make_layers(*peers["projections"][row["projection"]], slots, row["rank"])
-        batch = LoRABatch(token_slots(row), slots)
-        microseconds = time_layers(backend, layers, batch)
-        cell = {k: row[k] for k in (*keys, "tokens", "mix", "limit_us", "best_peer_us")}
-        cell |= {"us": round(microseconds, 2), "efficiency": row["limit_us"] / microseconds}
-        results.append(cell)
+            layers += make_layers(cell, DEVICE, torch.bfloat16)
+        found = {k: row[k] for k in (*keys, "tokens", "mix", "limit_us", "best_peer_us")}
+        results.append(found)
+        try:
+            us = time_layers(backend, cell, layers)
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+            print(cell, found["error"])
+            continue
+        found |= {"us": round(us, 2), "efficiency": row["limit_us"] / us}
         print(
-            f"{row['projection']:8}{row['tokens']:5}{row['active_adapters']:4}{row['rank']:4}"
-            f"{microseconds:9.2f} us  efficiency {cell['efficiency']:.2f}"
-            f"  of best peer {microseconds / row['best_peer_us']:.2f}"
+            f"{cell.projection:8}{cell.tokens:5}{cell.adapters:4}{cell.rank:4}"
+            f"{us:9.2f} us  efficiency {found['efficiency']:.2f}"
+            f"  of best peer {us / row['best_peer_us']:.2f}",
+            flush=True,
         )
-    return results
 
 
-def make_layers(
-    in_features: int, output_slices: list[int], num_slots: int, rank: int, max_rank: int = 0
-) -> list[LoRAWeights]:
-    """Return layers that hold 240 MB of weights together, 4 to 32 of them."""
-    max_rank = max_rank or rank
-    num_slices, out_features = len(output_slices), sum(output_slices)
-    size = 2 * num_slots * max_rank * (num_slices * in_features + out_features)
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    return [
-        LoRAWeights(
-            lora_a=torch.randn(num_slots, num_slices, max_rank, in_features, **options)
-            / math.sqrt(in_features),
-            lora_b=torch.randn(num_slots, out_features, max_rank, **options) / math.sqrt(rank),
-            ranks=torch.full((num_slots, num_slices), rank, dtype=torch.int32),
-            scalings=torch.full((num_slots, num_slices), 0.5),
-            output_slices=tuple(output_slices),
-        )
-        for _ in range(max(4, min(32, math.ceil(240e6 / size))))
-    ]
-
-
-def token_slots(row: Cell) -> list[int]:
-    """Deal the tokens round-robin over the adapters, or by Zipf 1.5 and grouped."""
-    tokens, active = row["tokens"], row["active_adapters"]
-    if row["mix"] == "uniform":
-        return [token % active for token in range(tokens)]
-    weights = torch.arange(1, active + 1).double() ** -1.5
-    generator = torch.Generator().manual_seed(0)
-    return sorted(torch.multinomial(weights, tokens, True, generator=generator).tolist())
-
-
-def time_layers(backend: TritonBackend, layers: list[LoRAWeights], batch: LoRABatch) -> float:
+def time_layers(backend: LoRABackend, cell: Cell, layers: list[LoRAWeights]) -> float:
     """Return microseconds of one call, after checking the first layer's result."""
-    plan = backend.prepare_batch(batch)
-    shape = (batch.num_tokens, layers[0].in_features)
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    y = torch.zeros(shape[0], layers[0].out_features, device="cuda", dtype=torch.bfloat16)
-    backend.run_linear(x, layers[0], plan, y)
-    expected = reference(x, layers[0], batch)
-    error = float((y.float() - expected).norm() / expected.norm())
-    if not error < TOLERANCE:
-        raise SystemExit(f"wrong result: relative error {error} in {layers[0]}, {shape[0]} tokens")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for weights in layers:
-            backend.run_linear(x, weights, plan, y)
-    return median_of_replays(graph.replay) / len(layers)
+    work = make_workload(cell, layers)
+    plan = backend.prepare_batch(work.batch)
+
+    def call(layer: int) -> None:
+        backend.run_linear(work.x, layers[layer], plan, work.y)
+
+    check(call, work, reference(work.x, layers[0], work.batch))
+    return statistics.median(graph_times(call, len(layers)))
 
 
-def reference(x: torch.Tensor, weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
-    """Return the LoRA of every token by float32 products, adapter by adapter."""
-    delta = torch.zeros(x.shape[0], weights.out_features, device=x.device)
-    offsets = weights.slice_offsets
-    for slot in batch.token_slots.unique().tolist():
-        rows = (batch.token_slots == slot).nonzero().flatten().to(x.device)
-        for s in range(weights.num_slices):
-            rank, columns = int(weights.ranks[slot, s]), slice(offsets[s], offsets[s + 1])
-            h = x[rows].float() @ weights.lora_a[slot, s, :rank].float().T
-            b = weights.lora_b[slot, columns, :rank].float()
-            delta[rows, columns] = weights.scalings[slot, s] * (h @ b.T)
-    return delta
-
-
-def median_of_replays(replay: Callable[[], None], timings: int = 5, replays: int = 10) -> float:
-    """Return microseconds of one replay."""
-    replay()
-    torch.cuda.synchronize()
-    medians = []
-    for _ in range(timings):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(replays):
-            replay()
-        end.record()
-        end.synchronize()
-        medians.append(start.elapsed_time(end) * 1000 / replays)
-    return statistics.median(medians)
-
-
-def measure_host(backend: TritonBackend, calls: int = 200) -> dict[str, float]:
+def measure_host(backend: LoRABackend, calls: int = 200) -> dict[str, float]:
     """Return host microseconds of one call, the GPU idle at its start."""
-    layer = make_layers(4096, [4096], 64, 16)[0]
-    batch = LoRABatch([token % 64 for token in range(256)], 64)
+    cell = Cell(*O_PROJECTION, tokens=256, adapters=64, rank=16)
+    work = make_workload(cell, make_layers(cell, DEVICE, torch.bfloat16)[:1])
+    batch: LoRABatch = work.batch
     plan = backend.prepare_batch(batch)
-    x = torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16)
-    y = torch.zeros(256, 4096, device="cuda", dtype=torch.bfloat16)
 
     def median(call: Callable[[], object]) -> float:
         times = []
@@ -179,19 +159,19 @@ def measure_host(backend: TritonBackend, calls: int = 200) -> dict[str, float]:
         return round(statistics.median(times), 1)
 
     return {
-        "run_linear": median(lambda: backend.run_linear(x, layer, plan, y)),
+        "run_linear": median(lambda: backend.run_linear(work.x, work.layers[0], plan, work.y)),
         "prepare_batch": median(lambda: backend.prepare_batch(batch)),
         "prepare_batch_refill": median(lambda: backend.prepare_batch(batch, out=plan)),
     }
 
 
-def measure_mixed_ranks(backend: TritonBackend) -> list[dict[str, Any]]:
+def measure_mixed_ranks(backend: LoRABackend) -> list[dict[str, Any]]:
     """Return what adapters of rank 8 cost in a stack of 64 ranks, against one of 8."""
     results = []
     for active in (8, 64):
-        batch = LoRABatch([token % active for token in range(64)], max(8, active))
+        cell = Cell(*O_PROJECTION, tokens=64, adapters=active, rank=8)
         times = {
-            width: time_layers(backend, make_layers(4096, [4096], max(8, active), 8, width), batch)
+            width: time_layers(backend, cell, make_layers(cell, DEVICE, torch.bfloat16, width))
             for width in (8, 64)
         }
         results.append(
@@ -201,19 +181,26 @@ def measure_mixed_ranks(backend: TritonBackend) -> list[dict[str, Any]]:
     return results
 
 
-def summarize(cells: list[Cell]) -> dict[str, Any]:
+def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Return geometric means by phase, and the cells slower than 1.05 of the best peer."""
-    phases = {"decode": lambda tokens: tokens <= 256, "prefill": lambda tokens: tokens > 256}
+    timed = [cell for cell in cells if "us" in cell]
     summary: dict[str, Any] = {}
-    for phase, belongs in phases.items():
-        values = [cell["efficiency"] for cell in cells if belongs(cell["tokens"])]
-        summary[phase] = {
-            "cells": len(values),
-            "geometric_mean": statistics.geometric_mean(values),
-            "lowest": min(values),
-        }
-    slow = [cell for cell in cells if cell["us"] > 1.05 * cell["best_peer_us"]]
-    summary["slower_than_best_peer"] = slow
+    for phase in ("decode", "prefill"):
+        values = [
+            cell["efficiency"]
+            for cell in timed
+            if (cell["tokens"] <= DECODE_TOKENS) is (phase == "decode")
+        ]
+        if values:
+            summary[phase] = {
+                "cells": len(values),
+                "geometric_mean": statistics.geometric_mean(values),
+                "lowest": min(values),
+            }
+    summary["slower_than_best_peer"] = [
+        cell for cell in timed if cell["us"] > 1.05 * cell["best_peer_us"]
+    ]
+    summary["failed"] = [cell for cell in cells if "error" in cell]
     return summary
 
 

@@ -146,3 +146,105 @@ def test_base_rows_alone_can_be_compared(tiny_job):
     result = run("generate", "--config", str(tiny_job), "--prompt", "a", "--compare", "--json")
     assert result.exit_code == 0, result.output
     assert "base model, no adapters" in json.loads(result.stdout)["tokens_per_second"]
+
+
+SMALL = ["--in-features", "16", "--output-slices", "8,4", "--tokens", "3,9", "--rank", "2"]
+
+
+@pytest.fixture
+def small_copies(monkeypatch):
+    from lora_backends.bench import layers, timing
+
+    monkeypatch.setitem(layers.ROTATED_BYTES, "cpu", 1.0)
+    monkeypatch.setitem(timing.COPIED_VALUES, "cpu", 2**12)
+
+
+def bench(*arguments):
+    return run("bench", "--device", "cpu", "--backends", "torch_ref", *map(str, arguments))
+
+
+def test_bench_prints_a_table_and_keeps_results_and_plots(small_copies, tmp_path):
+    pytest.importorskip("matplotlib")
+    file, folder = tmp_path / "new" / "bench.json", tmp_path / "plots"
+    result = bench(*SMALL, "--json", file, "--plot", folder)
+    assert result.exit_code == 0, result.output
+    assert "torch_ref" in result.stdout and "uniform" in result.stdout
+    assert "\x1b" not in result.stdout and result.stdout.isascii()
+    found = json.loads(file.read_text())
+    assert found["complete"] and [cell["tokens"] for cell in found["cells"]] == [3, 9]
+    assert (folder / "time_against_tokens.svg").exists() and (folder / "roofline.png").exists()
+
+    again = run("bench", "--from-json", str(file), "--plot", str(tmp_path / "later"))
+    assert again.exit_code == 0, again.output
+    assert again.stdout.splitlines()[:6] == result.stdout.splitlines()[:6]
+    assert (tmp_path / "later" / "efficiency.png").exists()
+
+
+def test_bench_tells_who_is_not_timed_and_why(small_copies):
+    result = run("bench", "--device", "cpu", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "not timed: vllm: vllm is not installed." in result.stdout
+
+
+def test_bench_shows_a_wrong_result_as_an_error(small_copies, monkeypatch):
+    from lora_backends.torch_ref import TorchRefBackend
+
+    right = TorchRefBackend.run_linear
+
+    def wrong(self, x, weights, plan, y):
+        return right(self, x, weights, plan, y).mul_(1.1)
+
+    monkeypatch.setattr(TorchRefBackend, "run_linear", wrong)
+    result = bench(*SMALL)
+    assert result.exit_code == 0
+    assert "| error |" in result.stdout.replace("  ", "") or "error |" in result.stdout
+    assert "WrongResultError: wrong result" in result.stdout
+
+
+def test_bench_keeps_what_it_has_when_it_is_interrupted(small_copies, monkeypatch, tmp_path):
+    import importlib
+
+    measuring = importlib.import_module("lora_backends.bench.measure")
+    right = measuring.time_contenders
+
+    def interrupted(contenders, work):
+        if work.batch.num_tokens == 9:
+            raise KeyboardInterrupt
+        return right(contenders, work)
+
+    monkeypatch.setattr(measuring, "time_contenders", interrupted)
+    file = tmp_path / "bench.json"
+    result = bench(*SMALL, "--json", file)
+    assert result.exit_code == 130
+    assert f"interrupted after 1 cells; they are in {file}" in result.stderr
+    assert json.loads(file.read_text())["complete"] is False and "torch_ref" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--preset", "lama3-8b"], "did you mean 'llama3-8b'"),
+        (["--device", "banana"], "no such device"),
+        (["--config-json", "nowhere.json"], "cannot read nowhere.json"),
+        (["--json", "."], "is a folder"),
+        (["--json", "/proc/none/bench.json"], "cannot write to /proc/none"),
+        (["--plot", "/proc/none"], "nothing has been measured"),
+        (["--from-json", "nowhere.json"], "cannot read nowhere.json"),
+        (["--from-json", "some.json", "--tokens", "3"], "--from-json measures nothing"),
+        (["--mixes", "skew"], "did you mean 'skewed'"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_do_before_it_measures(arguments, told, monkeypatch):
+    import importlib
+
+    measuring = importlib.import_module("lora_backends.bench.measure")
+    monkeypatch.setattr(measuring, "measure_limits", lambda *_: pytest.fail("measured"))
+    result = run("bench", *arguments)
+    assert isinstance(result.exception, InvalidInputError)
+    assert told in str(result.exception)
+
+
+def test_bench_plots_need_a_package(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("bench", "--plot", str(tmp_path))
+    assert "pip install 'lora-backends[bench]'" in str(result.exception)

@@ -1,1 +1,21 @@
-"""What measurements share: where they were made, and how they are written down."""
+"""What `lora-backends bench` measures: backends side by side, layer by layer, against a limit.
+
+Importing and running it needs torch alone; plots need matplotlib.
+"""
+
+from lora_backends.bench.cells import Cell, preset, projections_from, read_config
+from lora_backends.bench.contenders import Contender, choose
+from lora_backends.bench.measure import measure
+from lora_backends.bench.results import read_result, summarize
+
+__all__ = [
+    "Cell",
+    "Contender",
+    "choose",
+    "measure",
+    "preset",
+    "projections_from",
+    "read_config",
+    "read_result",
+    "summarize",
+]

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from lora_backends.cli.bench import bench
 from lora_backends.cli.generate import generate
 from lora_backends.cli.list import list_backends
 from lora_backends.cli.verify import verify
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command("list")(list_backends)
 app.command("generate")(generate)
 app.command("verify")(verify)
+app.command("bench")(bench)
 
 
 def main() -> None:

@@ -29,11 +29,13 @@ def step(what: str) -> Iterator[None]:
     console.print(f"{what}: {time.perf_counter() - start:.1f} s", style="dim", markup=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], lines: bool = True
+) -> None:
     """Print a table; a column whose name starts with ">" is aligned to the right."""
     console = output()
     style = box.ROUNDED if console.is_terminal else box.ASCII
-    view = Table(title=title or None, box=style, title_justify="left", show_lines=True)
+    view = Table(title=title or None, box=style, title_justify="left", show_lines=lines)
     for column in columns:
         justify = "right" if column.startswith(">") else "left"
         view.add_column(column.removeprefix(">"), justify=justify, overflow="fold")  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""Who is timed: registered backends and, where they are installed, other engines' operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lora_backends.backend import LoRABackend
+from lora_backends.bench.layers import Workload
+from lora_backends.bench.peers import PEERS
+from lora_backends.bench.timing import Call
+from lora_backends.checks import as_device, dtype_name, dtype_names
+from lora_backends.errors import (
+    BackendUnavailableError,
+    InvalidInputError,
+    LoRABackendError,
+    UnsupportedInputError,
+    did_you_mean,
+)
+from lora_backends.registry import backend_class, backend_names, get_backend, unavailable_reasons
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that adds the LoRA of a layer to y."""
+
+    name: str
+    graphs: bool  # whether a CUDA graph may capture its calls
+    bind: Callable[[Workload], Call]  # returns what runs the layer of an index
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def from_backend(backend: LoRABackend, options: Mapping[str, Any] | None = None) -> Contender:
+    """Return a backend as a contender: the plan is made outside of what is timed."""
+
+    def bind(work: Workload) -> Call:
+        plan = backend.prepare_batch(work.batch)
+        return lambda layer: backend.run_linear(work.x, work.layers[layer], plan, work.y)
+
+    return Contender(backend.name, backend.cuda_graphs, bind, options or {})
+
+
+def choose(
+    names: Sequence[str] | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> tuple[list[Contender], dict[str, str]]:
+    """Return who is timed on a device, and why others are not.
+
+    Args:
+        names: registered backends and peers; None: all that run there.
+        device: of the cells.
+        dtype: of the cells.
+        options: per name, its own options.
+
+    Returns:
+        The contenders, and a reason for each that was not asked for by name and is left out.
+
+    Raises:
+        BackendUnavailableError: a name is unknown or does not run there, or none does.
+        UnsupportedInputError: a name does not take the dtype.
+        InvalidInputError: an option that a backend does not have, or of none that is timed.
+    """
+    device, options = as_device(device), options or {}
+    known = [*backend_names(), *PEERS]
+    for name in [*(names or ()), *options]:
+        if name not in known:
+            raise InvalidInputError(
+                f"nothing named {name!r} can be timed{did_you_mean(name, known)}\n"
+                f"  allowed: {', '.join(known)}"
+            )
+    if names is not None:
+        wrong = [name for name in options if name not in names]
+        if wrong:
+            raise InvalidInputError(f"options of {wrong[0]!r}, which is not among the contenders")
+        return [_one(name, device, dtype, options) for name in dict.fromkeys(names)], {}
+    found, left_out = [], {}
+    for name in known:
+        reason = "" if name in options else _why_not_by_default(name, device)
+        try:
+            found += [] if reason else [_one(name, device, dtype, options)]
+        except (BackendUnavailableError, UnsupportedInputError) as error:
+            if name in options:
+                raise
+            reason = " ".join(str(error).split())
+        if reason:
+            left_out[name] = reason
+    if not found:
+        lines = "".join(f"\n  - {name}: {reason}" for name, reason in left_out.items())
+        raise BackendUnavailableError(f"nothing to time on {device}:{lines}")
+    return found, left_out
+
+
+def _one(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    options: Mapping[str, Mapping[str, Any]],
+) -> Contender:
+    if name in PEERS and name not in backend_names():
+        bind = PEERS[name](device, dtype)
+        return Contender(name, True, bind)
+    supported = backend_class(name).dtypes
+    if dtype not in supported:
+        raise UnsupportedInputError(
+            f"{name} does not take {dtype_name(dtype)}; supported: {dtype_names(supported)}"
+        )
+    backend = get_backend(name, device, **options.get(name, {}))
+    return from_backend(backend, options.get(name))
+
+
+def _why_not_by_default(name: str, device: torch.device) -> str:
+    if name not in backend_names():
+        return ""
+    reasons = unavailable_reasons(name, device)
+    if reasons:
+        return " ".join(reasons)
+    try:
+        priority = dict(backend_class(name).auto_priority)
+    except (LoRABackendError, TypeError, ValueError):
+        return ""
+    if priority and device.type not in priority:
+        return f"made for {', '.join(priority)}; on {device.type} it is timed if asked for by name."
+    return ""

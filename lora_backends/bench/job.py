@@ -1,0 +1,180 @@
+"""`make_job`: what a command line asks for, checked before anything is measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_backends.bench.cells import (
+    Cell,
+    Projections,
+    make_cells,
+    preset,
+    read_config,
+)
+from lora_backends.bench.contenders import Contender, choose
+from lora_backends.bench.measure import Progress, check_device, check_memory, measure
+from lora_backends.checks import dtype_name
+from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.weights import DTYPES
+
+DEFAULTS = {"cpu": ("smollm2", torch.float32), "cuda": ("llama3-8b", torch.bfloat16)}
+"""Preset and dtype by type of device."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be measured, all of it possible here."""
+
+    cells: list[Cell]
+    contenders: list[Contender]
+    left_out: dict[str, str]  # name: why it is not timed
+    notes: list[str]
+    device: torch.device
+    dtype: torch.dtype
+
+    def run(
+        self,
+        path: Path | None = None,
+        progress: Progress | None = None,
+        result: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Measure, as `measure` does."""
+        return measure(
+            self.cells,
+            self.contenders,
+            self.device,
+            self.dtype,
+            left_out=self.left_out,
+            notes=self.notes,
+            path=path,
+            progress=progress,
+            result=result,
+        )
+
+
+def make_job(
+    *,
+    preset_name: str | None = None,
+    config_json: Path | None = None,
+    in_features: int | None = None,
+    output_slices: str | None = None,
+    tokens: str | None = None,
+    adapters: str | None = None,
+    rank: str | None = None,
+    mixes: str | None = None,
+    backends: str | None = None,
+    options: Sequence[str] = (),
+    dtype: str | None = None,
+    device: str | None = None,
+) -> Job:
+    """Return the job of a command line; lists are separated by commas.
+
+    Args:
+        preset_name: one of `PRESETS`; the device's own one if no other layers are given.
+        config_json: a Transformers config.json, instead of a preset.
+        in_features: width of x, instead of a preset.
+        output_slices: widths of y's slices, with `in_features`.
+        tokens: numbers of tokens; given any of these four, every combination is timed.
+        adapters: numbers of adapters.
+        rank: ranks.
+        mixes: some of `MIXES`.
+        backends: names; all that run on the device if None.
+        options: ``NAME.KEY=VALUE``, options of the contenders, the value as JSON or a string.
+        dtype: of x and the weights; float32 on the CPU and bfloat16 on a GPU if None.
+        device: "cpu", "cuda", ...; the best here if None or "auto".
+
+    Raises:
+        LoRABackendError: whatever does not fit together; nothing has been measured.
+    """
+    if device in (None, "auto"):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert device is not None
+    where = check_device(device)
+    default_preset, default_dtype = DEFAULTS[where.type]
+    given = (preset_name, config_json, in_features if in_features is not None else output_slices)
+    if sum(source is not None for source in given) > 1:
+        raise InvalidInputError(
+            "which layers?\n  given: more than one of a preset, a config.json and widths\n"
+            "  allowed: one of the three"
+        )
+    projections, notes = _projections(
+        preset_name or default_preset, config_json, in_features, output_slices
+    )
+    cells = make_cells(
+        projections,
+        where.type,
+        _ints(tokens, "tokens"),
+        _ints(adapters, "adapters"),
+        _ints(rank, "rank"),
+        _words(mixes),
+    )
+    kind = default_dtype if dtype is None else _dtype(dtype)
+    check_memory(cells, where, kind)
+    names = None if backends is None else _words(backends)
+    if names == []:
+        raise InvalidInputError("no backends\n  given: ''\n  allowed: names separated by commas")
+    contenders, left_out = choose(names, where, kind, _options(options))
+    return Job(cells, contenders, left_out, notes, where, kind)
+
+
+def _projections(
+    name: str, config_json: Path | None, in_features: int | None, output_slices: str | None
+) -> tuple[Projections, list[str]]:
+    if (in_features is None) != (output_slices is None):
+        raise InvalidInputError(
+            f"widths of a layer\n"
+            f"  given: in_features={in_features}, output_slices={output_slices}\n"
+            f"  allowed: both, e.g. 4096 and 4096,1024,1024"
+        )
+    if in_features is not None:
+        return {"layer": (in_features, tuple(_ints(output_slices, "output_slices")))}, []
+    return read_config(config_json) if config_json else preset(name)
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def _ints(text: str | None, what: str) -> list[int]:
+    words = _words(text)
+    if text is not None and not (words and all(w.isdecimal() and int(w) > 0 for w in words)):
+        raise InvalidInputError(
+            f"{what} is no list of sizes\n  given: {text!r}\n  allowed: e.g. 1,16,256"
+        )
+    return [int(word) for word in words]
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = {dtype_name(dtype): dtype for dtype in DTYPES}
+    if name not in known:
+        raise InvalidInputError(
+            f"no dtype named {name!r}{did_you_mean(name, known)}\n  allowed: {', '.join(known)}"
+        )
+    return known[name]
+
+
+def _options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
+    options: dict[str, dict[str, Any]] = {}
+    for item in given:
+        key, equals, value = item.partition("=")
+        name, dot, option = key.partition(".")
+        if not (name and dot and option and equals):
+            raise InvalidInputError(
+                f"option {item!r}\n  allowed: NAME.KEY=VALUE, e.g. triton.batch_invariant=true"
+            )
+        options.setdefault(name, {})[option] = option_value(value)
+    return options
+
+
+def option_value(text: str) -> Any:
+    """Return a value given on a command line: JSON, else the string itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

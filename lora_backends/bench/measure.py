@@ -1,0 +1,267 @@
+"""`measure`: every cell, every contender, checked, timed and written down."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_backends.bench.cells import Cell, num_layers
+from lora_backends.bench.contenders import Contender
+from lora_backends.bench.layers import (
+    MOST_LAYERS,
+    ROTATED_BYTES,
+    Workload,
+    check,
+    make_layers,
+    make_workload,
+    reference,
+)
+from lora_backends.bench.results import FORMAT, environment, write_json
+from lora_backends.bench.timing import (
+    Call,
+    Limits,
+    copy_clock,
+    eager_times,
+    graph_times,
+    measure_limits,
+    spread,
+    times_in_turns,
+)
+from lora_backends.checks import as_device, dtype_name
+from lora_backends.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
+from lora_backends.weights import LoRAWeights
+
+Progress = Callable[[int, Cell], object]
+
+METHOD = {
+    "cuda": (
+        "Microseconds of one run_linear into an existing y (shrink and expand together), over 4 to "
+        "32 layers with different weights, 240 MB in all, x and y shared. Contenders that CUDA "
+        "graphs may capture: 5 timings of 10 replays of a graph that runs every layer once; the "
+        "others are launched call by call, between two events, 5 times. Median and quartiles of "
+        "the timings. The plan is made ahead."
+    ),
+    "cpu": (
+        "Microseconds of one run_linear into an existing y (shrink and expand together), over 4 to "
+        "64 layers with different weights, 192 MiB in all, x and y shared. Contenders sweep the "
+        "layers in turns, up to 9 times. Median and quartiles of the sweeps. The plan is made "
+        "ahead."
+    ),
+}
+LIMIT = (
+    "limit: active adapters' A and B once at their rank, x once, y read and written, at the rate "
+    "of a large copy (on the CPU measured before and after every cell), plus on a GPU two launches "
+    "of a near-empty kernel in a CUDA graph. Efficiency: limit over time; above 1 where x and y "
+    "stay in a cache. Every contender's first layer is compared with plain products (float32 for "
+    "16-bit values, else float64) before it is timed."
+)
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """Return a device that can be timed.
+
+    Raises:
+        InvalidInputError: no such device.
+        BackendUnavailableError: torch cannot use it here.
+        UnsupportedInputError: it has no clock here: neither CPU nor CUDA or ROCm.
+    """
+    parsed = as_device(device)
+    if parsed.type not in METHOD:
+        raise UnsupportedInputError(f"bench times {', '.join(METHOD)}; given: {parsed}")
+    try:
+        torch.empty(0, device=parsed)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise BackendUnavailableError(f"torch cannot use {parsed} here: {first}") from error
+    return parsed
+
+
+def check_memory(cells: Sequence[Cell], device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse cells that do not fit, before anything is measured.
+
+    Raises:
+        InvalidInputError: layers, x, y and the reference of a cell take more than the device has.
+    """
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[1]
+    else:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for cell in cells:
+        layers = num_layers(
+            cell, dtype.itemsize, ROTATED_BYTES[device.type], MOST_LAYERS[device.type]
+        )
+        weights = layers * cell.num_slots * cell.adapter_bytes(dtype.itemsize)
+        rows = cell.tokens * (cell.in_features + 2 * cell.out_features) * (dtype.itemsize + 8)
+        if weights + rows > 0.8 * available:
+            raise InvalidInputError(
+                f"a cell does not fit into the memory of {device}\n  given: {cell}\n"
+                f"  needed: {(weights + rows) / 1e9:.1f} GB of {available / 1e9:.1f} GB"
+            )
+
+
+def measure(
+    cells: Sequence[Cell],
+    contenders: Sequence[Contender],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    left_out: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+    path: Path | None = None,
+    progress: Progress | None = None,
+    result: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Time every contender in every cell.
+
+    A contender that raises, or whose result is wrong, has an error in place of a time.
+
+    Args:
+        cells: what to time.
+        contenders: from `choose`.
+        device: "cpu", "cuda", ...
+        dtype: of x, y and the weights.
+        left_out: name to reason, kept with the results.
+        notes: sentences kept with the results.
+        path: a JSON file, written whole after every cell.
+        progress: told every cell before it is measured, with its index.
+        result: filled while measuring; what is in it after an interruption is right.
+
+    Returns:
+        method, environment, limits, contenders and cells, as in the file.
+
+    Raises:
+        As `check_device` and `check_memory`.
+    """
+    device = check_device(device)
+    check_memory(cells, device, dtype)
+    cells = _neighbours(cells)
+    result = {} if result is None else result
+    result |= _head(contenders, device, dtype, left_out or {}, notes)
+    torch.manual_seed(0)
+    with torch.no_grad(), torch.cuda.device(device if device.type == "cuda" else -1):
+        limits = measure_limits(device, dtype)
+        result["limits"] = limits.describe()
+        clock = _limits_clock(limits, device)
+        numbered = enumerate(cells)
+        for _, group in itertools.groupby(numbered, key=lambda pair: _same_layers(pair[1])):
+            layers: list[LoRAWeights] = []
+            for index, cell in group:
+                if progress:
+                    progress(index, cell)
+                layers = layers or make_layers(cell, device, dtype)
+                result["cells"].append(_row(cell, layers, contenders, clock))
+                result["complete"] = len(result["cells"]) == len(cells)
+                if path:
+                    write_json(path, result)
+    return result
+
+
+def _neighbours(cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells with those of equal layers side by side: layers are made once for them."""
+    first: dict[tuple[Any, ...], int] = {}
+    for index, cell in enumerate(cells):
+        first.setdefault(_same_layers(cell), index)
+    return sorted(cells, key=lambda cell: first[_same_layers(cell)])
+
+
+def _same_layers(cell: Cell) -> tuple[Any, ...]:
+    return cell.projection, cell.in_features, cell.output_slices, cell.rank, cell.num_slots
+
+
+def _head(
+    contenders: Sequence[Contender],
+    device: torch.device,
+    dtype: torch.dtype,
+    left_out: Mapping[str, str],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    ways = {True: "CUDA graph", False: "call by call"}
+    return {
+        "format": FORMAT,
+        "method": f"{METHOD[device.type]} {LIMIT}",
+        "environment": environment(device),
+        "dtype": dtype_name(dtype),
+        "contenders": {
+            c.name: {
+                "timing": ways[c.graphs] if device.type == "cuda" else "in turns",
+                "options": dict(c.options),
+            }
+            for c in contenders
+        },
+        "left_out": dict(left_out),
+        "notes": list(notes),
+        "complete": False,
+        "cells": [],
+    }
+
+
+def _limits_clock(limits: Limits, device: torch.device) -> Callable[[], Limits]:
+    """Return what tells the limits as they are when it is called; on a GPU they stay."""
+    if device.type == "cuda":
+        return lambda: limits
+    gigabytes = copy_clock()
+    return lambda: replace(limits, copy_gb_per_s=gigabytes())
+
+
+def _row(
+    cell: Cell,
+    layers: list[LoRAWeights],
+    contenders: Sequence[Contender],
+    clock: Callable[[], Limits],
+) -> dict[str, Any]:
+    begin = time.perf_counter()
+    work = make_workload(cell, layers)
+    num_bytes = cell.bytes_moved(work.x.dtype.itemsize)
+    limit = clock().microseconds(num_bytes)
+    results = time_contenders(contenders, work)
+    limit = min(limit, clock().microseconds(num_bytes))
+    for found in results.values():
+        if "us" in found:
+            found["efficiency"] = round(limit / found["us"], 4)
+    return cell.describe() | {
+        "layers": len(layers),
+        "bytes": num_bytes,
+        "flop": cell.flop,
+        "limit_us": round(limit, 3),
+        "results": results,
+        "seconds": round(time.perf_counter() - begin, 2),
+    }
+
+
+def time_contenders(contenders: Sequence[Contender], work: Workload) -> dict[str, dict[str, Any]]:
+    """Return per contender median and quartiles of its timings, or its error."""
+    expected = reference(work.x, work.layers[0], work.batch)
+    on_cpu = work.x.device.type == "cpu"
+    results: dict[str, dict[str, Any]] = {}
+    calls: dict[str, Call] = {}
+    for contender in contenders:
+        try:
+            call = contender.bind(work)
+            check(call, work, expected)
+            calls[contender.name] = call
+            results[contender.name] = {}
+            if on_cpu:
+                for layer in range(len(work.layers)):
+                    call(layer)
+            else:
+                clock = graph_times if contender.graphs else eager_times
+                results[contender.name] = spread(clock(call, len(work.layers)))
+                del calls[contender.name], call  # its buffers make room for the next one's
+        except Exception as error:  # of a plugin or another engine: a row, not the end of the run
+            calls.pop(contender.name, None)
+            results[contender.name] = {"error": _told(error)}
+    for name, series in times_in_turns(calls, len(work.layers), work.y.zero_).items():
+        results[name] = spread(series)
+    return results
+
+
+def _told(error: Exception) -> str:
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first}"

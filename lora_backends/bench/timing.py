@@ -1,0 +1,175 @@
+"""Clocks: CUDA graphs, CUDA events, contenders in turns on the CPU, and the hardware's limits."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[int], object]  # runs the layer of that index
+
+TIMINGS = 5
+REPLAYS = 10
+TURNS = 9
+FEWEST_TURNS = 3
+COPIED_VALUES = {"cpu": 2**26, "cuda": 2**27}  # float32, more than caches hold
+SECONDS_A_CELL = 6.0
+"""After this long a cell on the CPU, or run call by call on a GPU, takes no further turn."""
+
+
+def graph_times(
+    call: Call, num_layers: int, timings: int = TIMINGS, replays: int = REPLAYS
+) -> list[float]:
+    """Return microseconds of one call in a CUDA graph that runs every layer once, per timing.
+
+    Every layer runs once before the capture: what is compiled, allocated or looked up on first
+    use must not happen inside.
+    """
+    for layer in range(num_layers):
+        call(layer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(num_layers):
+            call(layer)
+    graph.replay()
+    torch.cuda.synchronize()
+
+    def some_replays() -> None:
+        for _ in range(replays):
+            graph.replay()
+
+    return [between_events(some_replays) / (replays * num_layers) for _ in range(timings)]
+
+
+def eager_times(call: Call, num_layers: int, timings: int = TIMINGS) -> list[float]:
+    """Return microseconds of one call, launched call by call over every layer, per timing."""
+
+    def sweep() -> None:
+        for layer in range(num_layers):
+            call(layer)
+
+    sweep()
+    found: list[float] = []
+    begin = time.perf_counter()
+    while len(found) < timings:
+        if len(found) >= FEWEST_TURNS and time.perf_counter() - begin > SECONDS_A_CELL:
+            break
+        found.append(between_events(sweep) / num_layers)
+    return found
+
+
+def between_events(run: Callable[[], object]) -> float:
+    """Return microseconds that the GPU takes for what `run` launches."""
+    event: Any = torch.cuda.Event
+    start, end = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1000
+
+
+def times_in_turns(
+    calls: Mapping[str, Call],
+    num_layers: int,
+    before_sweep: Callable[[], object],
+    turns: int = TURNS,
+) -> dict[str, list[float]]:
+    """Return microseconds of one call on the CPU, per turn: contenders sweep the layers in turns.
+
+    Load that comes and goes on a shared machine then meets all contenders alike.
+    """
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    begin = time.perf_counter()
+    for turn in range(turns):
+        if turn >= FEWEST_TURNS and time.perf_counter() - begin > SECONDS_A_CELL:
+            break
+        for name, call in calls.items():
+            before_sweep()
+            start = time.perf_counter()
+            for layer in range(num_layers):
+                call(layer)
+            found[name].append((time.perf_counter() - start) / num_layers * 1e6)
+    return found
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    """Return the median and the quartiles of some timings."""
+    if len(times) < 2:
+        return {"us": round(times[0], 3), "us_q1": round(times[0], 3), "us_q3": round(times[0], 3)}
+    q1, median, q3 = statistics.quantiles(times, n=4, method="inclusive")
+    return {"us": round(median, 3), "us_q1": round(q1, 3), "us_q3": round(q3, 3)}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the device itself needs, measured where the contenders run."""
+
+    copy_gb_per_s: float  # bytes read and written by a copy
+    launch_us: float  # one near-empty kernel in a CUDA graph; an empty call on the CPU costs 0
+    launches: int  # of a layer's LoRA
+    gemm_gflop_per_s: float  # one large matrix product in the cells' dtype
+
+    def microseconds(self, num_bytes: int) -> float:
+        """Return the time below which no contender gets: the bytes, and the launches."""
+        return num_bytes / self.copy_gb_per_s / 1e3 + self.launches * self.launch_us
+
+    def describe(self) -> dict[str, Any]:
+        """Return the limits as a table of a result file."""
+        return {key: round(value, 3) for key, value in asdict(self).items()}
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
+    """Measure copy bandwidth, launch cost and the rate of a large matrix product."""
+    if device.type == "cpu":
+        gemm = _gemm_rate(_cpu_microseconds, device, dtype, 1024)
+        return Limits(copy_clock()(), 0.0, 0, gemm)
+    source = torch.empty(COPIED_VALUES["cuda"], dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    copy_us = statistics.median(
+        between_events(lambda: target.copy_(source)) for _ in range(2 * TIMINGS)
+    )
+    one = torch.zeros(1, device=device)
+    launch_us = statistics.median(graph_times(lambda _: one.add_(1), 200))
+    gemm = _gemm_rate(between_events, device, dtype, 8192 if dtype.itemsize == 2 else 2048)
+    return Limits(2 * source.nbytes / copy_us / 1e3, launch_us, 2, gemm)
+
+
+def copy_clock() -> Callable[[], float]:
+    """Return what measures gigabytes that the CPU reads and writes in a second, when called.
+
+    On a shared machine they move, so they are measured next to what they limit.
+    """
+    source, target = torch.ones(COPIED_VALUES["cpu"]), torch.ones(COPIED_VALUES["cpu"])
+
+    def gigabytes() -> float:
+        fastest = min(_cpu_microseconds(lambda: target.copy_(source)) for _ in range(3))
+        return 2 * source.nbytes / fastest / 1e3
+
+    return gigabytes
+
+
+def _gemm_rate(
+    clock: Callable[[Callable[[], object]], float],
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+) -> float:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    torch.mm(a, b)
+    fastest = min(clock(lambda: torch.mm(a, b)) for _ in range(TIMINGS))
+    return 2 * math.pow(size, 3) / fastest / 1e3
+
+
+def _cpu_microseconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e6

@@ -1,0 +1,147 @@
+"""What is timed: presets, config.json, mixes of adapters, bytes and operations."""
+
+import json
+
+import pytest
+import torch
+
+from lora_backends.bench import Cell, cells, preset, projections_from, read_config
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+
+
+def test_llama3_8b_has_the_shapes_of_its_layers():
+    assert preset("llama3-8b") == (
+        {
+            "qkv": (4096, (4096, 1024, 1024)),
+            "o": (4096, (4096,)),
+            "gate_up": (4096, (14336, 14336)),
+            "down": (14336, (4096,)),
+        },
+        [],
+    )
+
+
+def test_heads_may_be_wider_than_the_hidden_size_tells():
+    projections, _ = preset("qwen3-30b-a3b")
+    assert projections == {"qkv": (2048, (4096, 512, 512)), "o": (4096, (2048,))}
+
+
+def test_experts_are_left_out_with_a_note():
+    _, notes = preset("qwen3-30b-a3b")
+    assert notes == ["128 experts are left out: only attention projections are timed"]
+
+
+@pytest.mark.parametrize("name", cells.PRESETS)
+def test_every_preset_gives_at_most_44_cells_on_each_device(name):
+    for device in cells.COMPOSITIONS:
+        found = cells.make_cells(preset(name)[0], device)
+        assert 0 < len(found) <= 44 and len(set(found)) == len(found)
+
+
+def test_without_its_own_key_heads_a_model_has_as_many_as_heads():
+    keys = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    assert projections_from(keys, "here")[0]["qkv"] == (64, (64, 64, 64))
+
+
+def write(folder, content):
+    file = folder / "config.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def test_the_text_part_of_a_model_that_sees_is_read(tmp_path):
+    text = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    projections, _ = read_config(write(tmp_path, {"text_config": text, "hidden_size": 7}))
+    assert projections["down"] == (96, (64,))
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "told"),
+    [
+        ("{", InvalidInputError, "not valid JSON"),
+        ([], InvalidInputError, "holds no JSON object"),
+        ({"n_embd": 8}, InvalidInputError, "lacks hidden_size, num_attention_heads, intermediate"),
+        (
+            {"hidden_size": 8, "num_attention_heads": 2},
+            InvalidInputError,
+            "lacks intermediate_size",
+        ),
+        (
+            {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": [4, 4]},
+            InvalidInputError,
+            "intermediate_size in",
+        ),
+        ({"hidden_size": 8, "kv_lora_rank": 4}, UnsupportedInputError, "latent attention"),
+    ],
+)
+def test_a_config_that_does_not_tell_the_widths_is_refused(tmp_path, content, error, told):
+    with pytest.raises(error, match=told):
+        read_config(write(tmp_path, content))
+
+
+def test_a_missing_config_is_named(tmp_path):
+    with pytest.raises(InvalidInputError, match="nowhere.json"):
+        read_config(tmp_path / "nowhere.json")
+
+
+def test_unknown_names_are_refused_with_a_guess():
+    with pytest.raises(InvalidInputError, match="did you mean 'llama3-8b'"):
+        preset("llama3-8bb")
+    with pytest.raises(InvalidInputError, match="did you mean 'skewed'"):
+        cell(mix="skew")
+    with pytest.raises(InvalidInputError, match="sizes >= 1"):
+        cell(tokens=0)
+
+
+def cell(**changes):
+    given = {"tokens": 12, "adapters": 4, "rank": 2, "mix": "uniform"} | changes
+    return Cell("qkv", 8, (6, 3), **given)
+
+
+def test_mixes_deal_tokens_as_they_say():
+    assert cell(mix="identical").token_slots == [0] * 12
+    assert cell(mix="distinct").token_slots == list(range(12))
+    assert cell(mix="uniform").token_slots == [0, 1, 2, 3] * 3
+
+
+def test_a_skewed_mix_is_grouped_and_falls_off_as_zipf():
+    skewed = cell(mix="skewed", tokens=20_000, adapters=3)
+    counts = torch.bincount(torch.tensor(skewed.token_slots)).double()
+    expected = torch.tensor([1, 2, 3]).double() ** -1.5
+    assert torch.allclose(counts / counts.sum(), expected / expected.sum(), atol=0.02)
+    assert (
+        skewed.token_slots
+        == sorted(skewed.token_slots)
+        == cell(mix="skewed", tokens=20_000, adapters=3).token_slots
+    )
+
+
+def test_adapters_without_a_token_are_not_active():
+    few = cell(tokens=2, adapters=5)
+    assert few.active_adapters == 2 and few.num_slots == 8
+    assert cell(tokens=20, adapters=20).num_slots == 20
+
+
+def test_bytes_and_operations_are_those_of_the_formula():
+    one = cell()
+    adapter = 2 * (2 * 2 * 8 + 2 * 9)  # 2 bytes; A: slices x rank x in, B: rank x out
+    rows = 2 * 12 * (8 + 9 + 9)
+    assert one.bytes_moved(2) == 4 * adapter + rows
+    assert one.flop == 2 * 12 * (2 * 2 * 8 + 2 * 9)
+
+
+def test_sizes_given_by_hand_are_combined_and_none_is_timed_twice():
+    layer = {"layer": (8, (4,))}
+    found = cells.make_cells(layer, "cpu", [1, 16], [2, 4], [8], ["uniform", "identical"])
+    assert len(found) == 6  # identical has one adapter, whatever is given
+    assert {(c.tokens, c.adapters, c.mix) for c in found} == {
+        (1, 2, "uniform"), (1, 4, "uniform"), (1, 1, "identical"),
+        (16, 2, "uniform"), (16, 4, "uniform"), (16, 1, "identical"),
+    }  # fmt: skip
+
+
+def test_layers_hold_what_is_rotated_but_are_not_too_many():
+    one = cell()  # 8 slots of 100 bytes
+    assert cells.num_layers(one, 2, 8_000, 32) == 10
+    assert cells.num_layers(one, 2, 1, 32) == 4
+    assert cells.num_layers(one, 2, 1e9, 32) == 32
