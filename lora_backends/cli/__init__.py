@@ -9,6 +9,7 @@ import typer
 from lora_backends.cli.bench import bench
 from lora_backends.cli.generate import generate
 from lora_backends.cli.list import list_backends
+from lora_backends.cli.tune import tune
 from lora_backends.cli.verify import verify
 from lora_backends.errors import LoRABackendError
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command("list")(list_backends)
 app.command("generate")(generate)
+app.command("tune")(tune)
 app.command("verify")(verify)
 app.command("bench")(bench)
 
