@@ -32,7 +32,7 @@ demo: $(STAMP)  ## one batch of a real model, every row with its own adapter
 # Proofs take minutes (kernels compile for four GPUs, for every combination of dtypes on the CPU, and
 # run in Triton's interpreter; every mutant has to fail; a real model is compared with PEFT), so
 # they are repeated when a source changed.
-PROOFS := $(foreach proof,numba_cpu triton mutants smollm2,$(VENV)/.proof-$(proof))
+PROOFS := $(foreach proof,csgmv numba_cpu triton mutants smollm2,$(VENV)/.proof-$(proof))
 SOURCES := $(shell find lora_backends tests examples/custom_backend -name '*.py') pyproject.toml
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 

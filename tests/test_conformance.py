@@ -13,7 +13,7 @@ from lora_backends import backend_names, unavailable_reasons
 from lora_backends.testing import properties, verify
 from lora_backends.testing.report import failure_text
 
-COMPILED = ("numba_cpu", "triton")
+COMPILED = ("csgmv", "numba_cpu", "triton")
 """Backends that compile a kernel for every combination of dtypes that the suite draws."""
 CUSTOM = Path(__file__).parents[1] / "examples" / "custom_backend"
 GPU = [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []

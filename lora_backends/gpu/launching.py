@@ -14,6 +14,8 @@ import torch
 import triton
 from triton import knobs
 
+from lora_backends.checks import as_device
+
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether kernels run on the CPU, in Triton's interpreter."""
 
@@ -100,6 +102,13 @@ class Variant:
             knobs.runtime.launch_exit_hook,
             *arguments,
         )
+
+
+def interpreter_reasons(device: torch.device | str) -> list[str]:
+    """Return why an engine written in Triton cannot run on `device`, besides its class data."""
+    if as_device(device).type == "cpu" and not INTERPRETED:
+        return ["Triton runs on the CPU only where TRITON_INTERPRET=1 is set before the import."]
+    return []
 
 
 def has_programmatic_launch(device: torch.device) -> bool:

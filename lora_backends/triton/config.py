@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from lora_backends.gpu.tiles import padded_rank, power_of_two
-
-WIDEST_RANK_BLOCK = 64
-"""Ranks that one product of the expand kernel takes at most."""
+from lora_backends.gpu.tiles import WIDEST_RANK_BLOCK, padded_rank, power_of_two
+from lora_backends.gpu.tiles import ExpandTiles as ExpandTiles
+from lora_backends.gpu.tiles import ShrinkTiles as ShrinkTiles
+from lora_backends.gpu.tiles import TileConfig as TileConfig
 
 TILE_TOKENS = (16, 32, 64)
 """Tokens per tile that a plan may have."""
@@ -24,36 +24,6 @@ _PREFILL_TOKENS = 512
 _LONG = 8192  # inputs from which on more parts pay
 _SHARED_BYTES = 224 * 1024  # of a program, on the devices that have most
 _WIDE = 16384  # columns of y from which on a plane of h is read too often
-
-
-@dataclass(frozen=True)
-class ShrinkTiles:
-    """Sizes of the shrink kernel."""
-
-    block_n: int  # rows of A per program, all slices stacked; a power of two >= 16
-    block_k: int  # inputs per step; a power of two >= 16 * warps_k
-    split_k: int  # parts of the inputs, each with its own plane of h
-    warps_k: int = 1  # parts of a step that warps share out; 1: they share out rows and columns
-    num_warps: int = 4
-    num_stages: int = 3  # steps whose loads are in flight together
-
-
-@dataclass(frozen=True)
-class ExpandTiles:
-    """Sizes of the expand kernel."""
-
-    block_c: int  # columns of y per step; a power of two >= 16
-    block_r: int  # ranks per product; a power of two >= 16
-    chunks: int = 1  # steps per program; 1 where block_r is narrower than the padded rank
-    num_warps: int = 4
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """Everything that a launch does not take from its tensors."""
-
-    shrink: ShrinkTiles
-    expand: ExpandTiles
 
 
 def block_tokens(num_tokens: int, active_slots: int) -> int:

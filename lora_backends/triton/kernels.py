@@ -10,7 +10,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lora_backends.gpu.kernels import multiply, multiply_add, rounded
+from lora_backends.gpu.kernels import (
+    columns_of,
+    expand_columns,
+    in_groups,
+    load_b,
+    load_h,
+    load_y,
+    multiply_add,
+    product,
+    store_y,
+    within,
+)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -92,7 +103,7 @@ def shrink_kernel(
             acc3 = multiply_add(x, a, acc3, PRECISION, INTERPRETED)  # [W, T, N]
         acc = tl.sum(acc3, axis=0)
     h_row = (part * NUM_SLICES + s[None, :]).to(tl.int64) * num_tokens + tokens[:, None]  # [T, N]
-    written = _in_groups(r, rank, EVEN_R)  # zeros beyond the rank, where the group goes on
+    written = in_groups(r, rank, EVEN_R)  # zeros beyond the rank, where the group goes on
     tl.store(h_ptr + h_row * max_rank + r[None, :], acc, mask=has_token[:, None] & written[None, :])
 
 
@@ -174,7 +185,7 @@ def expand_kernel(
         if PROGRAMMATIC:
             gdc_wait()
         return
-    s, first, end = _columns_of(tl.program_id(0), STARTS, FIRST_PROGRAMS, BLOCK_C * CHUNKS)
+    s, first, end = columns_of(tl.program_id(0), STARTS, FIRST_PROGRAMS, BLOCK_C * CHUNKS)
     rank = tl.load(ranks_ptr + slot * NUM_SLICES + s)
     if rank == 0 and not HAS_BIAS:
         if PROGRAMMATIC:
@@ -190,13 +201,13 @@ def expand_kernel(
     if RANK_PAD == BLOCK_R:
         # in decode, a rank far below the width of the stack costs what a narrow stack would
         if (BLOCK_T <= 32) & (rank <= 16):
-            _expand_columns(
+            expand_columns(
                 h_rows, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
                 has_token, 16, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
                 PRECISION, INTERPRETED, PROGRAMMATIC,
             )  # fmt: skip
         else:
-            _expand_columns(
+            expand_columns(
                 h_rows, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
                 has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
                 PRECISION, INTERPRETED, PROGRAMMATIC,
@@ -210,149 +221,10 @@ def expand_kernel(
         acc = tl.zeros((BLOCK_T, BLOCK_C), dtype=tl.float32)
         for r_first in tl.range(0, rank, BLOCK_R, num_stages=1):
             r_now = r_first + r
-            h = _load_h(h_rows, plane, r_now, rank, has_token, SPLIT_K, EVEN_R)
-            b = _load_b(b_slot, b_stride_c, c, r_now, end, rank, EVEN_C, EVEN_R)
-            acc += _product(h, _within(b, r_now, rank), EXACT_H, PRECISION, INTERPRETED)
-        y = _load_y(y_rows, c, has_token, end, EVEN_C)
-        _store_y(
+            h = load_h(h_rows, plane, r_now, rank, has_token, SPLIT_K, EVEN_R)
+            b = load_b(b_slot, b_stride_c, c, r_now, end, rank, EVEN_C, EVEN_R)
+            acc += product(h, within(b, r_now, rank), EXACT_H, PRECISION, INTERPRETED)
+        y = load_y(y_rows, c, has_token, end, EVEN_C)
+        store_y(
             y_rows, c, y, scaling * acc, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED
         )
-
-
-@triton.jit
-def _expand_columns(
-    h_rows,
-    plane,
-    b_slot,
-    b_stride_c,
-    y_rows,
-    bias_row,
-    first,
-    end,
-    rank,
-    scaling,
-    has_token,
-    BLOCK_R: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    EVEN_R: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EXACT_H: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
-    """Add CHUNKS blocks of columns, all ranks in one product; loads run one block ahead."""
-    r = tl.arange(0, BLOCK_R)  # [R]
-    c = first + tl.arange(0, BLOCK_C)  # [C]
-    b = _load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
-    y = _load_y(y_rows, c, has_token, end, EVEN_C)
-    if PROGRAMMATIC:
-        gdc_wait()  # before h alone: the shrink kernel let this one start after its own wait
-        gdc_launch_dependents()
-    h = _load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
-    for chunk in tl.static_range(CHUNKS):
-        delta = scaling * _product(
-            h, _within(b, r, rank), EXACT_H, PRECISION, INTERPRETED
-        )  # [T, C]
-        c_now, y_now = c, y
-        if chunk + 1 < CHUNKS:
-            c = c + BLOCK_C
-            b = _load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
-            y = _load_y(y_rows, c, has_token, end, EVEN_C)
-        _store_y(
-            y_rows, c_now, y_now, delta, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED
-        )
-
-
-@triton.jit
-def _columns_of(program, STARTS: tl.constexpr, FIRST_PROGRAMS: tl.constexpr, STRIDE: tl.constexpr):
-    """Return the slice of a program, its first column and the end of the slice."""
-    s = program * 0
-    first = program * STRIDE
-    end = program * 0 + STARTS[1]
-    for i in tl.static_range(1, len(FIRST_PROGRAMS)):
-        within = program >= FIRST_PROGRAMS[i]
-        s = tl.where(within, i, s)
-        first = tl.where(within, STARTS[i] + (program - FIRST_PROGRAMS[i]) * STRIDE, first)
-        end = tl.where(within, STARTS[i + 1], end)
-    return s, first, end
-
-
-@triton.jit
-def _in_groups(r, rank, EVEN_R: tl.constexpr):
-    """Return r < rank, rounded up to groups of 8 where the rows of the stack consist of them.
-
-    A mask that is constant over 8 neighbours keeps loads and stores 16 bytes wide.
-    """
-    if EVEN_R:
-        return r // 8 * 8 < rank
-    return r < rank
-
-
-@triton.jit
-def _load_h(h_rows, plane, r, rank, has_token, SPLIT_K: tl.constexpr, EVEN_R: tl.constexpr):
-    """Return h, the sum of its planes in order, zero beyond the rank."""
-    mask = has_token[:, None] & _in_groups(r, rank, EVEN_R)[None, :]
-    h = tl.load(h_rows[:, None] + r[None, :], mask=mask, other=0.0)  # [T, R]
-    for k in tl.static_range(1, SPLIT_K):
-        h += tl.load(h_rows[:, None] + k * plane + r[None, :], mask=mask, other=0.0)
-    return tl.where((r < rank)[None, :], h, 0.0)
-
-
-@triton.jit
-def _load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl.constexpr):
-    """Return a block of B, transposed; what stands beyond the rank may be anything."""
-    mask = _in_groups(r, rank, EVEN_R)[:, None]
-    if not EVEN_C:
-        mask = mask & (c < end)[None, :]
-    offsets = c.to(tl.int64)[None, :] * b_stride_c + r[:, None]
-    return tl.load(b_slot + offsets, mask=mask, other=0.0)  # [R, C]
-
-
-@triton.jit
-def _within(b, r, rank):
-    """Return b, zero beyond the rank."""
-    return tl.where((r < rank)[:, None], b, 0.0)
-
-
-@triton.jit
-def _load_y(y_rows, c, has_token, end, EVEN_C: tl.constexpr):
-    mask = has_token[:, None]
-    if not EVEN_C:
-        mask = mask & (c < end)[None, :]
-    return tl.load(y_rows[:, None] + c[None, :], mask=mask, other=0.0)  # [T, C]
-
-
-@triton.jit
-def _product(h, b, EXACT_H: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return h @ b with h in the dtype of b, or both in float32."""
-    if EXACT_H:
-        return multiply(h, b.to(tl.float32), PRECISION, INTERPRETED)
-    return multiply(rounded(h, b.dtype, INTERPRETED), b, PRECISION, INTERPRETED)
-
-
-@triton.jit
-def _store_y(
-    y_rows,
-    c,
-    y,
-    delta,
-    bias_row,
-    has_token,
-    end,
-    HAS_BIAS: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Store y + delta + bias, each element rounded once."""
-    mask = has_token[:, None]
-    if not EVEN_C:
-        mask = mask & (c < end)[None, :]
-    if HAS_BIAS:
-        bias = tl.load(bias_row + c, mask=c < end, other=0.0)
-        delta += bias.to(tl.float32)[None, :]
-    total = y.to(tl.float32) + delta
-    tl.store(y_rows[:, None] + c[None, :], rounded(total, y.dtype, INTERPRETED), mask=mask)

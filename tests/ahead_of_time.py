@@ -1,0 +1,86 @@
+"""Compiles kernels without a device: ``python -m ahead_of_time MODULE cuda:90``.
+
+MODULE has `variants(dtype, programmatic)`, which yields (kernel, constants by name, options).
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
+POINTERS = {
+    "ranks_ptr": "*i32",
+    "scalings_ptr": "*fp32",
+    "tile_slots_ptr": "*i32",
+    "tile_tokens_ptr": "*i32",
+    "segment_slots_ptr": "*i32",
+    "segment_tokens_ptr": "*i32",
+    "group_starts_ptr": "*i32",
+    "token_ids_ptr": "*i64",
+    "h_ptr": "*fp32",
+}
+
+
+def compiled_by_a_process(module, target, cache):
+    """Return what a process of its own printed: one that runs the interpreter has no compiler."""
+    here = Path(__file__).parent
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    paths = [str(here), str(here.parent), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "ahead_of_time", module, target],
+        cwd=here,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def target_of(name):
+    from triton.backends.compiler import GPUTarget
+
+    backend, arch = name.split(":")
+    if backend == "cuda":
+        return GPUTarget("cuda", int(arch), 32)
+    return GPUTarget("hip", arch, 64)
+
+
+def compile_kernel(kernel, dtype, constants, options, target):
+    import triton
+    from triton.compiler import ASTSource
+
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name.isupper():
+            signature[name] = "constexpr"
+        else:
+            default = f"*{dtype}" if name.endswith("_ptr") else "i32"
+            signature[name] = POINTERS.get(name, default)
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    named = {name: constants[name] for name in kernel.arg_names if name.isupper()}
+    source = ASTSource(kernel, signature, named, attributes)
+    triton.compile(source, target=target, options=options)
+
+
+def main():
+    module, target = importlib.import_module(sys.argv[1]), target_of(sys.argv[2])
+    programmatic = target.backend == "cuda" and target.arch >= 90
+    done = set()
+    for dtype in ("bf16", "fp16", "fp32"):
+        for kernel, constants, options in module.variants(dtype, programmatic):
+            if target.backend == "hip":
+                options = options | {"num_stages": min(2, options.get("num_stages", 2))}
+            key = (dtype, kernel.__name__, str(constants), str(options))
+            if key not in done:
+                done.add(key)
+                compile_kernel(kernel, dtype, constants, options, target)
+                print("compiled", *key[:2])
+
+
+if __name__ == "__main__":
+    main()
