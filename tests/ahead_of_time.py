@@ -1,9 +1,9 @@
-"""Compiles kernels without a device: ``python -m ahead_of_time MODULE cuda:90``.
+"""Compiles kernels without a device: ``python -m ahead_of_time FILE cuda:90``.
 
-MODULE has `variants(dtype, programmatic)`, which yields (kernel, constants by name, options).
+FILE has `variants(dtype, programmatic)`, which yields (kernel, constants by name, options).
 """
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -23,15 +23,15 @@ POINTERS = {
 }
 
 
-def compiled_by_a_process(module, target, cache):
+def compiled_by_a_process(file, target, cache):
     """Return what a process of its own printed: one that runs the interpreter has no compiler."""
     here = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    paths = [str(here), str(here.parent), environment.get("PYTHONPATH", "")]
+    paths = [str(here.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "ahead_of_time", module, target],
+        [sys.executable, "-W", "ignore", "-m", "ahead_of_time", str(file), target],
         cwd=here,
         env=environment,
         capture_output=True,
@@ -68,7 +68,9 @@ def compile_kernel(kernel, dtype, constants, options, target):
 
 
 def main():
-    module, target = importlib.import_module(sys.argv[1]), target_of(sys.argv[2])
+    spec = importlib.util.spec_from_file_location("compiled", sys.argv[1])
+    module, target = importlib.util.module_from_spec(spec), target_of(sys.argv[2])
+    spec.loader.exec_module(module)
     programmatic = target.backend == "cuda" and target.arch >= 90
     done = set()
     for dtype in ("bf16", "fp16", "fp32"):

@@ -274,7 +274,7 @@ def tuning(monkeypatch, tmp_path):
 
     from lora_backends.bench.cells import Cell
     from lora_backends.bench.tune_job import Tuning, make_points
-    from lora_backends.triton import config
+    from lora_backends.triton import tuning as config
 
     class Lab:
         def prepare(self, candidates):

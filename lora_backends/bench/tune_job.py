@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class Tuning:
     """What is to be tuned, all of it possible here."""
 
     backend: str
-    rules: Any  # the engine's config module, a TileRules
+    rules: Any  # the engine's tuning module, a TileRules
     device: torch.device
     dtype: torch.dtype
     points: list[Point]  # those of the rules' own tile sizes first
@@ -70,7 +71,7 @@ class Tuning:
 
 
 def rules_of(backend: str) -> Any:
-    """Return the config module of an engine whose tiles can be tuned.
+    """Return the tuning module of an engine whose tiles can be tuned.
 
     Raises:
         InvalidInputError: no backend of that name is registered.
@@ -83,28 +84,28 @@ def rules_of(backend: str) -> Any:
             f"no backend named {backend!r} to tune{did_you_mean(backend, names)}\n"
             f"  registered: {', '.join(names)}"
         )
-    found = _config_module(backend)
+    found = _tuning_module(backend)
     if found is None:
-        can = [name for name in names if _config_module(name, quiet=True) is not None]
+        can = [name for name in names if _tuning_module(name, quiet=True) is not None]
         raise UnsupportedInputError(
             f"backend {backend!r} has no tiles to tune\n  allowed: {', '.join(can) or 'none here'}"
         )
     return found
 
 
-def _config_module(backend: str, quiet: bool = False) -> Any | None:
+def _tuning_module(backend: str, quiet: bool = False) -> Any | None:
     try:
         home = backend_class(backend).__module__
     except LoRABackendError:
         if quiet:
             return None
         raise
-    try:
-        module = importlib.import_module(f"{home}.config")
-    except ModuleNotFoundError:
-        return None
-    needed = ("TileConfig", "TILE_TOKENS", "block_tokens", "choose_tiles", "candidates")
-    return module if all(hasattr(module, name) for name in (*needed, "tile_faults")) else None
+    found = importlib.util.find_spec(f"{home}.tuning") if _is_package(home) else None
+    return importlib.import_module(found.name) if found else None
+
+
+def _is_package(name: str) -> bool:
+    return hasattr(sys.modules[name], "__path__")
 
 
 def make_tuning(
@@ -188,7 +189,7 @@ def make_points(cells: Sequence[Cell], rules: Any, dtype: torch.dtype) -> list[P
 
     Args:
         cells: layers and batches; of those alike in all that a table knows, the first counts.
-        rules: the engine's config module.
+        rules: the engine's tuning module.
         dtype: of the weights.
 
     Returns:

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from lora_backends.cli.bench import bench
+from lora_backends.cli.explain import explain
 from lora_backends.cli.generate import generate
 from lora_backends.cli.list import list_backends
 from lora_backends.cli.tune import tune
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("list")(list_backends)
+app.command("explain")(explain)
 app.command("generate")(generate)
 app.command("tune")(tune)
 app.command("verify")(verify)

@@ -1,7 +1,7 @@
 """Where an engine takes its tile sizes from: tables that were measured, else its rules.
 
 A layer shape that a table has, at a batch near a measured one, takes the table's sizes; all else
-takes those of the rules, the functions of the engine's config module.
+takes those of the rules, the functions of the engine's tuning module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REACH = 2.0
 """A measured batch stands for those with up to this many times its tokens and its adapters."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TileChoice:
     """Where an engine takes its sizes from; both functions are cheap and pure."""
 
@@ -47,7 +47,7 @@ def tile_choice(
     """Return the sizes that a backend was asked to use.
 
     Args:
-        rules: the engine's config module, a `TileRules`.
+        rules: the engine's tuning module, a `TileRules`.
         backend: its name.
         device: where it runs.
         tiles: "auto" (the user's table for this device, then the library's own, then the rules),

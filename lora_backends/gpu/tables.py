@@ -70,7 +70,7 @@ class TileTable:
 
 
 class TileRules(Protocol):
-    """What an engine's config module offers, so that its tiles can be tabled and tuned."""
+    """What an engine's tuning module offers, so that its tiles can be tabled and tuned."""
 
     TileConfig: type
     """A frozen dataclass of frozen dataclasses of ints."""
@@ -108,7 +108,7 @@ def read_table(path: Path, rules: Any, backend: str, device: torch.device | str)
 
     Args:
         path: the file.
-        rules: the engine's config module.
+        rules: the engine's tuning module.
         backend: its name.
         device: where the table is to be used.
 

@@ -14,7 +14,7 @@ from lora_backends.batch import LoRABatch
 from lora_backends.checks import as_device
 from lora_backends.gpu.choice import tile_choice
 from lora_backends.gpu.launching import INTERPRETED, has_programmatic_launch
-from lora_backends.triton import config, launch
+from lora_backends.triton import launch, tuning
 from lora_backends.triton import plan as plans
 from lora_backends.triton.config import TileConfig
 from lora_backends.triton.plan import TritonPlan
@@ -66,7 +66,7 @@ class TritonBackend(LoRABackend):
         tiles: str | os.PathLike[str] = "auto",
     ) -> None:
         super().__init__(device)
-        self.tile_choice = tile_choice(config, "triton", self.device, tiles, batch_invariant)
+        self.tile_choice = tile_choice(tuning, "triton", self.device, tiles, batch_invariant)
         self.allow_tf32 = allow_tf32
         self.batch_invariant = batch_invariant
         self._precision = "tf32" if allow_tf32 else "ieee"

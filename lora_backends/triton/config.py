@@ -8,21 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 
 from lora_backends.gpu.tiles import WIDEST_RANK_BLOCK, padded_rank, power_of_two
 from lora_backends.gpu.tiles import ExpandTiles as ExpandTiles
 from lora_backends.gpu.tiles import ShrinkTiles as ShrinkTiles
 from lora_backends.gpu.tiles import TileConfig as TileConfig
 
-TILE_TOKENS = (16, 32, 64)
-"""Tokens per tile that a plan may have."""
-
 _ROW_TILE = 16  # tokens of the smallest tile: the rows of one matrix instruction
 _MANY_TILES = 32  # about a quarter of an H200's multiprocessors
 _PREFILL_TOKENS = 512
 _LONG = 8192  # inputs from which on more parts pay
-_SHARED_BYTES = 224 * 1024  # of a program, on the devices that have most
 _WIDE = 16384  # columns of y from which on a plane of h is read too often
 
 
@@ -112,7 +107,7 @@ def _shrink_decode(shape: _Shape) -> ShrinkTiles:
         planes = planes // (1 if narrow else 2) // (shape.tile_tokens // 16) * (4 if long else 1)
         planes = max(4, planes)
     blocks = -(-shape.stacked // block_n) * shape.tiles
-    split_k = _split(shape.in_features, min(planes, programs // blocks))
+    split_k = equal_parts(shape.in_features, min(planes, programs // blocks))
     if block_n == 16 and shape.tile_tokens == 16 and (many or long):
         return ShrinkTiles(block_n, 256, split_k, warps_k=4)
     return ShrinkTiles(block_n, 128, split_k, num_stages=4)
@@ -122,7 +117,7 @@ def _shrink_prefill(shape: _Shape) -> ShrinkTiles:
     wide, single = shape.out_features >= _WIDE, shape.stacked == shape.rank_pad
     narrow = shape.rank_pad <= 16
     most = 4 if single or not (narrow or wide) else 2
-    split_k = _split(shape.in_features, min(most, 256 // shape.tiles))
+    split_k = equal_parts(shape.in_features, min(most, 256 // shape.tiles))
     stacked = power_of_two(shape.stacked)
     if stacked >= 128:
         if stacked == 256 and shape.tiles >= 64:  # x is read again for every block of 64 rows
@@ -147,125 +142,7 @@ def _expand_prefill(shape: _Shape) -> ExpandTiles:
     return ExpandTiles(64 if few else 128, min(shape.rank_pad, WIDEST_RANK_BLOCK), 8)
 
 
-def _split(in_features: int, most: int) -> int:
+def equal_parts(in_features: int, most: int) -> int:
     """Return the largest number of equal parts, in steps of 256, that is at most `most`."""
     steps = max(1, in_features // 256)
     return max(parts for parts in range(1, max(1, most) + 1) if steps % parts == 0)
-
-
-def candidates(
-    num_tokens: int,
-    active_slots: int,
-    tile_tokens: int,
-    num_slices: int,
-    max_rank: int,
-    in_features: int,
-    out_features: int,
-    item_bytes: int,
-) -> list[TileConfig]:
-    """Return the sizes worth measuring: every shrink once, then every expand once.
-
-    The halves are independent but for the planes of h, so a search varies one at a time.
-
-    Args:
-        num_tokens: as in `choose_tiles`, whose sizes stand in the half that is not varied.
-        active_slots: as in `choose_tiles`.
-        tile_tokens: as in `choose_tiles`.
-        num_slices: as in `choose_tiles`.
-        max_rank: as in `choose_tiles`.
-        in_features: as in `choose_tiles`.
-        out_features: as in `choose_tiles`.
-        item_bytes: as in `choose_tiles`.
-
-    Returns:
-        Sizes without `tile_faults`.
-    """
-    layer = (num_slices, max_rank, in_features, out_features, item_bytes)
-    chosen = choose_tiles(num_tokens, active_slots, tile_tokens, *layer)
-    stacked, rank = power_of_two(num_slices * padded_rank(max_rank)), padded_rank(max_rank)
-    splits = sorted({_split(in_features, most) for most in (1, 2, 4, 8, 12, 16, 24, 28, 32)})
-    shrinks = (
-        ShrinkTiles(*sizes)
-        for sizes in product(
-            [size for size in (16, 32, 64, 128) if size <= stacked],
-            (32, 64, 128, 256),
-            splits,
-            (1, 2, 4),
-            (4, 8),
-            (2, 3, 4, 5),
-        )
-    )
-    expands = (
-        ExpandTiles(*sizes)
-        for sizes in product(
-            (32, 64, 128, 256),
-            [size for size in (16, 32, 64) if size <= rank],
-            (1, 2, 4, 8),
-            (2, 4, 8),
-        )
-    )
-    varied = [TileConfig(shrink, chosen.expand) for shrink in shrinks]
-    varied += [TileConfig(chosen.shrink, expand) for expand in expands]
-    return [tiles for tiles in varied if not tile_faults(tiles, tile_tokens, *layer)]
-
-
-def tile_faults(
-    tiles: TileConfig,
-    tile_tokens: int,
-    num_slices: int,
-    max_rank: int,
-    in_features: int,
-    out_features: int,
-    item_bytes: int,
-) -> list[str]:
-    """Return why the kernels cannot take these sizes, or would give wrong results; [] if neither.
-
-    Whatever stands in a file passes through here before it is run.
-
-    Args:
-        tiles: the sizes.
-        tile_tokens: of the plan.
-        num_slices: of the layer.
-        max_rank: of the layer's stack.
-        in_features: of the layer.
-        out_features: of the layer.
-        item_bytes: of one weight.
-
-    Returns:
-        Reasons.
-    """
-    shrink, expand = tiles.shrink, tiles.expand
-    sizes = {
-        "shrink.block_n": (shrink.block_n, _ROW_TILE, 256),
-        "shrink.block_k": (shrink.block_k, _ROW_TILE, 1024),
-        "shrink.warps_k": (shrink.warps_k, 1, 8),
-        "shrink.num_warps": (shrink.num_warps, 1, 16),
-        "expand.block_c": (expand.block_c, _ROW_TILE, 512),
-        "expand.block_r": (expand.block_r, _ROW_TILE, WIDEST_RANK_BLOCK),
-        "expand.chunks": (expand.chunks, 1, 16),
-        "expand.num_warps": (expand.num_warps, 1, 16),
-    }
-    faults = [
-        f"{name} is {size}, not a power of two from {least} to {most}"
-        for name, (size, least, most) in sizes.items()
-        if not (least <= size <= most and size & (size - 1) == 0)
-    ]
-    if not 1 <= shrink.split_k <= 64:
-        faults.append(f"shrink.split_k is {shrink.split_k}, not 1 to 64")
-    if not 1 <= shrink.num_stages <= 8:
-        faults.append(f"shrink.num_stages is {shrink.num_stages}, not 1 to 8")
-    if faults:
-        return faults
-    rank_pad = padded_rank(max_rank)
-    if shrink.block_k < _ROW_TILE * shrink.warps_k:
-        faults.append("shrink.block_k is less than 16 for each of shrink.warps_k")
-    if shrink.num_warps < shrink.warps_k:
-        faults.append("shrink.num_warps is less than shrink.warps_k")
-    if expand.block_r > rank_pad:
-        faults.append(f"expand.block_r is above the padded rank {rank_pad}")
-    if expand.chunks > 1 and expand.block_r < rank_pad:
-        faults.append("expand.chunks is above 1 where expand.block_r is narrower than the rank")
-    stage = shrink.block_k * (shrink.block_n + tile_tokens) * item_bytes
-    if stage * shrink.num_stages > _SHARED_BYTES:
-        faults.append(f"the shrink takes {stage * shrink.num_stages} bytes of shared memory")
-    return faults

@@ -10,7 +10,7 @@ from lora_backends.bench.tune_job import Tuning, make_points, make_tuning, parse
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.gpu.choice import tile_choice
 from lora_backends.gpu.tables import Entry, LayerShape, read_table
-from lora_backends.triton import config
+from lora_backends.triton import tuning as config
 
 CPU = torch.device("cpu")
 CELLS = [

@@ -10,7 +10,8 @@ import torch
 from lora_backends.errors import InvalidInputError
 from lora_backends.gpu import choice, tables
 from lora_backends.gpu.tables import BatchTiles, Entry, LayerShape, TileTable, table_text
-from lora_backends.triton import TritonBackend, config
+from lora_backends.triton import TritonBackend
+from lora_backends.triton import tuning as config
 from lora_backends.triton.config import ExpandTiles, ShrinkTiles, TileConfig
 
 CPU = torch.device("cpu")

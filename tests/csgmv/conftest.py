@@ -1,0 +1,21 @@
+"""Where csgmv runs: on the GPU, else in the interpreter."""
+
+import engines
+import pytest
+
+from lora_backends.csgmv import CsgmvBackend
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+    engines.mark_gpu(items, __file__)
+
+
+@pytest.fixture
+def device():
+    return engines.device_or_skip()
+
+
+@pytest.fixture(params=[16, 64, "auto"])
+def backend(device, request):
+    return CsgmvBackend(device, segment_size=request.param)
