@@ -310,3 +310,30 @@ def test_tune_interrupted_says_what_is_kept(tuning, monkeypatch):
     monkeypatch.setattr(command, "gpu_lab_of", interrupted)
     result = run("tune", "triton")
     assert result.exit_code == 130 and str(tuning.partial) in result.output
+
+
+@pytest.mark.parametrize("backend", ["triton", "csgmv", "torch_ref", "numba_cpu"])
+def test_explain_draws_in_the_terminal_and_to_a_file(tmp_path, backend):
+    svg = tmp_path / "batch.svg"
+    result = run(
+        "explain", "--slots", "2,-1,0,2,2", "--ranks", "16,16,8", "--backend", backend,
+        "--svg", str(svg),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "kernel order: 2 0 3-4" in result.stdout and "shrink" in result.stdout
+    assert "\x1b" not in result.stdout and result.stdout.isascii()
+    assert svg.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "which batch"),
+        (["--slots", "0", "--backend", "tritn"], "did you mean 'triton'"),
+        (["--slots", "0", "--svg", "/nowhere/at/all.svg"], "cannot write"),
+        (["--slots", "0", "--ranks", "3,4"], "one for each of 1 slots"),
+    ],
+)
+def test_explain_refuses_what_it_cannot_draw(arguments, told):
+    result = run("explain", *arguments)
+    assert isinstance(result.exception, InvalidInputError) and told in str(result.exception)

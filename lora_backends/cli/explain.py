@@ -9,7 +9,7 @@ import typer
 
 from lora_backends.cli.console import output, table
 from lora_backends.errors import InvalidInputError
-from lora_backends.explain import Explanation, Launch, Share
+from lora_backends.explain import Explanation, Launch
 from lora_backends.explain import explain as explain_batch
 from lora_backends.explain.job import PRESET_NAMES, make_batch, make_layer, ranges
 
@@ -103,8 +103,8 @@ def show(found: Explanation) -> None:
     title = f"{name}s" + (f", the first {len(rows)}; {more} more" if more else "")
     table(title, [f">{name}", ">slot", ">places", "", "tokens"], rows, lines=False)
     table(
-        "launches; used of computed, and what is wasted",
-        ["", ">launched", ">idle", ">rows", ">columns", ">ranks", ">products wasted"],
+        "launches, and the share of each axis that is computed for nothing",
+        ["", ">launched", ">idle", ">rows", ">inputs or columns", ">ranks", ">all products"],
         [_launch(launch) for launch in found.launches],
         lines=False,
     )
@@ -113,13 +113,9 @@ def show(found: Explanation) -> None:
 
 
 def _launch(launch: Launch) -> list[str]:
-    shares = [_share(share) for share in (launch.rows, launch.columns, launch.ranks)]
-    done = f"{launch.programs} {launch.unit}"
-    return [launch.name, done, str(launch.idle), *shares, f"{100 * launch.products.wasted:.0f}%"]
-
-
-def _share(share: Share) -> str:
-    return f"{share.used} of {share.computed} ({100 * share.wasted:.0f}%)"
+    shares = (launch.rows, launch.columns, launch.ranks, launch.products)
+    wasted = [f"{100 * share.wasted:.0f}%" for share in shares]
+    return [launch.name, f"{launch.programs} {launch.unit}", str(launch.idle), *wasted]
 
 
 def _slot(slot: int) -> str:
