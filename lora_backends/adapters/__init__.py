@@ -1,9 +1,13 @@
 """Trained adapters: reading PEFT checkpoints, and the pool of slots that they are loaded into."""
 
-from lora_backends.adapters.checkpoint import read_checkpoint
+from typing import TYPE_CHECKING, Any
+
 from lora_backends.adapters.pool import AdapterPool, Loaded
 from lora_backends.adapters.slots import SlotTable
 from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec
+
+if TYPE_CHECKING:
+    from lora_backends.adapters.checkpoint import read_checkpoint
 
 __all__ = [
     "AdapterPool",
@@ -14,3 +18,12 @@ __all__ = [
     "SlotTable",
     "read_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the reader on use: it needs pydantic, the pool does not."""
+    if name == "read_checkpoint":
+        from lora_backends.adapters.checkpoint import read_checkpoint
+
+        return read_checkpoint
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lora_backends.adapters.checkpoint import read_checkpoint
 from lora_backends.adapters.slots import SlotTable
 from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec
 from lora_backends.errors import InvalidInputError
@@ -59,6 +58,12 @@ class AdapterPool:
         self.max_rank = max_rank
         self.dtype = dtype
         self.device = torch.device(device)
+        self.active_weights: Mapping[str, LoRAWeights] = {}
+        """The stacks of the modules that a loaded adapter touches, by path.
+
+        Replaced and never changed, so a call may hold it. A stack is one object for good, unless
+        an adapter brings its first bias.
+        """
         self._stacks: dict[str, LoRAWeights] = {}
         self._users: dict[str, set[int]] = {}  # module path -> slots whose adapter touches it
 
@@ -94,13 +99,21 @@ class AdapterPool:
                 f"an adapter named {name!r} is loaded already\n"
                 f"  to do: unload it first, or pass replace_existing=True"
             )
+        from lora_backends.adapters.checkpoint import read_checkpoint  # needs pydantic
+
         checkpoint = read_checkpoint(folder, self.modules, self.max_rank)
         if accept is not None:
             accept(checkpoint)
         return self.add(name, checkpoint)
 
     def add(self, name: str, checkpoint: Checkpoint) -> Loaded:
-        """Put a checkpoint that was read before into a slot, replacing one of the same name."""
+        """Put a checkpoint that is in memory into a slot, replacing one of the same name.
+
+        Raises:
+            InvalidInputError: it does not fit the base model, or every slot is pinned.
+        """
+        for delta in checkpoint.modules.values():
+            self._check_fits(delta)
         staged = {module: self._stage(delta) for module, delta in checkpoint.modules.items()}
         with self.slots.lock:  # no call may take the slot while it is written
             slot, evicted = self.slots.candidate(name)
@@ -109,6 +122,7 @@ class AdapterPool:
             self._clear(slot)
             for module, delta in staged.items():
                 self._write(module, slot, delta)
+            self._note_active()
             self.slots.assign(name, slot, evicted)
         return Loaded(name, slot, evicted)
 
@@ -120,15 +134,33 @@ class AdapterPool:
         """
         with self.slots.lock:
             self._clear(self.slots.release(name))
+            self._note_active()
 
     def weights(self, module: str) -> LoRAWeights | None:
         """Return the stack of a module, or None where no loaded adapter touches it."""
-        return self._stacks[module] if self._users.get(module) else None
+        return self.active_weights.get(module)
 
-    @property
-    def active_modules(self) -> list[str]:
-        """Paths of the modules that a loaded adapter touches."""
-        return [module for module, users in self._users.items() if users]
+    def modules_of(self, slot: int) -> list[str]:
+        """Return the paths of the modules that the adapter in `slot` touches."""
+        return [module for module, users in self._users.items() if slot in users]
+
+    def _note_active(self) -> None:
+        self.active_weights = {path: self._stacks[path] for path, u in self._users.items() if u}
+
+    def _check_fits(self, delta: ModuleDelta) -> None:
+        spec, rank = self.modules.get(delta.module), delta.rank
+        if spec is None or spec.kind != delta.kind or not 1 <= rank <= self.max_rank:
+            raise InvalidInputError(
+                f"the pool has no room for {delta.kind} {delta.module!r} of rank {rank}\n"
+                f"  the base model has there: {spec}\n  max_rank: {self.max_rank}"
+            )
+        given = [tuple(t.shape) for t in (delta.lora_a, delta.lora_b, delta.bias) if t is not None]
+        allowed = [(rank, spec.in_features), (spec.out_features, rank), (spec.out_features,)]
+        if given != allowed[: len(given)]:
+            raise InvalidInputError(
+                f"the LoRA of {delta.module!r} does not fit the base model\n"
+                f"  given: lora_a, lora_b and bias of shapes {given}\n  allowed: {allowed}"
+            )
 
     def _stage(self, delta: ModuleDelta) -> ModuleDelta:
         """Return the delta in the pool's dtype, on its device."""

@@ -264,7 +264,14 @@ def expand_kernel(
     y_rows = y_ptr + tokens * y_stride_t  # [T]
     b_slot = b_ptr + slot * b_stride_l
     bias_row = bias_ptr + slot * bias_stride_l
-    if RANK_PAD == BLOCK_R:
+    NARROW: tl.constexpr = SEGMENT * GROUP <= 32 and RANK_PAD > 16
+    if NARROW and rank <= 16:  # costs what a stack of that width would
+        expand_columns(
+            h_rows, h_stride_k, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
+            has_token, 16, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, BY_TOKEN,
+            PRECISION, INTERPRETED, PROGRAMMATIC,
+        )  # fmt: skip
+    elif RANK_PAD == BLOCK_R:
         expand_columns(
             h_rows, h_stride_k, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
             has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, BY_TOKEN,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -14,22 +14,24 @@ from torch import nn
 from lora_backends.adapters import AdapterPool, Checkpoint, Loaded
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length, running
+from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.request import Request, RowAdapters, adapter_names
-from lora_backends.hf.sites import Site, find_sites
+from lora_backends.hf.sites import find_sites
 from lora_backends.registry import get_backend
 
 if TYPE_CHECKING:
     from lora_backends.config import LoRAConfig
 
-_ACTIVE: ContextVar[tuple[MultiLoRAModel, Request] | None] = ContextVar("_ACTIVE", default=None)
-"""The call that is running in this thread or task."""
+
+_NUMBERS = count()
 
 
 class MultiLoRAModel:
     """Every row of a batch uses its own LoRA adapter, or none.
 
-    The base model is changed in place by forward hooks on the modules that a loaded adapter
-    touches; its weights are never written, `detach` takes the hooks off, and a call of the base
+    The base model is changed in place by forward hooks on the modules that an adapter may
+    touch; its weights are never written, `detach` takes the hooks off, and a call of the base
     model itself runs without adapters. Row by row the result is what PEFT computes with that
     row's adapter alone, in eval mode. Everything runs under `torch.no_grad()`.
 
@@ -76,8 +78,8 @@ class MultiLoRAModel:
         self._sites = find_sites(base, dtype, device)
         specs = {path: site.spec for path, site in self._sites.items()}
         self.pool = AdapterPool(specs, max_adapters, max_rank, dtype, backend.device)
-        self._hooks: dict[str, Any] = {}
-        self._forward_hook: Any = base.register_forward_pre_hook(_begin, with_kwargs=True)
+        self._key = f"model {next(_NUMBERS)}"
+        self._hooks = self._register_hooks()
 
     @classmethod
     def from_config(cls, base: nn.Module, config: LoRAConfig) -> Self:
@@ -141,10 +143,27 @@ class MultiLoRAModel:
         """
         self._check_attached()
         loaded = self.pool.load(name, folder, self._accept, replace_existing)
-        if pin:
-            self.pool.slots.pin(name)
-        self._update_hooks()
-        return loaded
+        return self._loaded(loaded, pin)
+
+    def add_adapter(self, name: str, checkpoint: Checkpoint, *, pin: bool = False) -> Loaded:
+        """Put an adapter that is in memory into a slot, replacing one of the same name.
+
+        Args:
+            name: what rows ask for.
+            checkpoint: from `lora_backends.adapters.read_checkpoint`, or made by hand.
+            pin: keep it from being evicted.
+
+        Returns:
+            As `load_adapter`.
+
+        Raises:
+            InvalidInputError: it does not fit the base model, or every slot is pinned or in use.
+                Nothing has changed.
+            UnsupportedInputError: as `load_adapter`.
+        """
+        self._check_attached()
+        self._accept(checkpoint)
+        return self._loaded(self.pool.add(name, checkpoint), pin)
 
     def unload_adapter(self, name: str) -> None:
         """Free the slot of an adapter.
@@ -153,7 +172,6 @@ class MultiLoRAModel:
             InvalidInputError: it is not loaded, pinned, or in use by a running call.
         """
         self.pool.unload(name)
-        self._update_hooks()
 
     def pin_adapter(self, name: str) -> None:
         """Keep an adapter from being evicted, replaced or unloaded until `unpin_adapter`.
@@ -171,13 +189,63 @@ class MultiLoRAModel:
         """
         self.pool.slots.unpin(name)
 
+    def prepare(self, adapters: Sequence[str | None], *, tokens: int = 1) -> PreparedAdapters:
+        """Prepare the adapters of forward passes of one shape, to be refilled in place.
+
+        A CUDA graph or a program of `torch.compile` captures a call with what this returns, and
+        follows its `update`. It also spares a loop of decode steps the plan of every call.
+
+        ::
+
+            step = model.prepare(["pirate", None])
+            model(adapters=step, **inputs)
+            step.update(["json", "pirate"])
+
+        Args:
+            adapters: per row a name or None. An engine may choose its tiles by them, so name as
+                many adapters as later batches will.
+            tokens: tokens per row of every forward pass, 1 for decode steps.
+
+        Returns:
+            What a call takes as `adapters`, and `using`.
+
+        Raises:
+            InvalidInputError: an unknown name, or not one entry per row.
+            UnsupportedInputError: a row has an entry per token.
+        """
+        self._check_attached()
+        return PreparedAdapters(self._key, self.pool, self.backend, adapters, tokens)
+
+    @contextmanager
+    def using(self, step: PreparedAdapters) -> Iterator[None]:
+        """Let every forward pass of the base model in this block use prepared adapters.
+
+        The base model may be called in any way, e.g. as ``torch.compile(model.base)``. The block
+        belongs to the thread that it runs in and is under `torch.no_grad()`.
+
+        Args:
+            step: from `prepare` of this model.
+
+        Raises:
+            InvalidInputError: `step` belongs to another model.
+        """
+        self._check_attached()
+        if not isinstance(step, PreparedAdapters) or step.model != self._key:
+            raise InvalidInputError(
+                f"these adapters are not prepared by this model\n  given: {step!r}\n"
+                f"  to do: pass what prepare() of this MultiLoRAModel returned"
+            )
+        with torch.no_grad(), running(step):
+            yield
+
     @torch.no_grad()
-    def __call__(self, *, adapters: Sequence[RowAdapters], **inputs: Any) -> Any:
+    def __call__(self, *, adapters: Sequence[RowAdapters] | PreparedAdapters, **inputs: Any) -> Any:
         """Run the base model's forward pass, every row with its own adapter.
 
         Args:
             adapters: per row an adapter's name or None. A row may also be a sequence with a name
                 or None per token of this call, for adapters that apply to a part of the row.
+                What `prepare` returned stands for the names that it holds.
             inputs: of the base model, at least input_ids or inputs_embeds.
 
         Returns:
@@ -186,7 +254,10 @@ class MultiLoRAModel:
         Raises:
             InvalidInputError: an unknown name, or not one entry per row (or token).
         """
-        with self._active(adapters, _rows_and_length(inputs), after_cache=True):
+        if isinstance(adapters, PreparedAdapters):
+            with self.using(adapters):
+                return self.base(**inputs)
+        with self._active(adapters, rows_and_length(inputs), after_cache=True):
             return self.base(**inputs)
 
     @torch.no_grad()
@@ -203,7 +274,8 @@ class MultiLoRAModel:
             inputs: token ids of the prompts, unless input_ids is given by name.
             adapters: as in a call, entries per token from the start of the prompt, what a given
                 cache holds included; tokens after the prompt use the last entry of their row.
-            kwargs: of the base model's `generate`.
+            kwargs: of the base model's `generate`. It does not compile the model by itself, since
+                every call has plans of its own.
 
         Returns:
             What the base model returns.
@@ -212,18 +284,17 @@ class MultiLoRAModel:
             InvalidInputError: as a call.
         """
         prompts = kwargs if inputs is None else {**kwargs, "input_ids": inputs}
-        with self._active(adapters, _rows_and_length(prompts), after_cache=False):
+        prompts.setdefault("disable_compile", True)
+        with self._active(adapters, rows_and_length(prompts), after_cache=False):
             return cast(Any, self.base).generate(**prompts)
 
     def detach(self) -> nn.Module:
         """Take every hook off, drop the adapters and return the base model as it was."""
-        if self._forward_hook is None:
-            return self.base
-        for hook in [*self._hooks.values(), self._forward_hook]:
-            hook.remove()
-        self._hooks.clear()
-        self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
-        self._forward_hook = None
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
         return self.base
 
     def __repr__(self) -> str:
@@ -252,15 +323,20 @@ class MultiLoRAModel:
                 )
         with self.pool.slots.in_use(names) as slots:
             num_slots = self.pool.slots.num_slots
-            request = Request(adapters, slots, num_slots, self.backend, after_cache)
-            token = _ACTIVE.set((self, request))
-            try:
+            request = Request(
+                self._key,
+                self.pool.active_weights,
+                adapters,
+                slots,
+                num_slots,
+                self.backend,
+                after_cache,
+            )
+            with running(None if request.idle else request):
                 yield
-            finally:
-                _ACTIVE.reset(token)
 
     def _check_attached(self) -> None:
-        if self._forward_hook is None:
+        if not self._hooks:
             raise InvalidInputError(
                 "this MultiLoRAModel was detached from its base model\n"
                 "  to do: make a new one around the base model"
@@ -271,7 +347,7 @@ class MultiLoRAModel:
         refused = [
             f"\n  - {path}: {site.refusal}"
             for path in checkpoint.modules
-            if (site := self._sites[path]).refusal is not None
+            if (site := self._sites.get(path)) is not None and site.refusal is not None
         ]
         if refused:
             raise UnsupportedInputError(
@@ -288,72 +364,23 @@ class MultiLoRAModel:
                     f"  to do: load the base model that the adapter was trained on"
                 )
 
-    def _update_hooks(self) -> None:
-        """Hook exactly the modules that a loaded adapter touches; others cost nothing."""
-        wanted = set(self.pool.active_modules)
-        for path in set(self._hooks) - wanted:
-            self._hooks.pop(path).remove()
-        for path in wanted - set(self._hooks):
-            site = self._sites[path]
-            self._hooks[path] = site.module.register_forward_hook(self._hook(site))
+    def _loaded(self, loaded: Loaded, pin: bool) -> Loaded:
+        if pin:
+            self.pool.slots.pin(loaded.name)
+        return loaded
 
-    def _hook(self, site: Site) -> Callable[[nn.Module, tuple[Any, ...], torch.Tensor], Any]:
-        def add_lora(
-            module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
-        ) -> torch.Tensor | None:
-            active = _ACTIVE.get()
-            if active is None or active[0] is not self or active[1].idle:
-                return None
-            weights = self.pool.weights(site.path)
-            if weights is None:
-                return None
-            output = output.contiguous()
-            y = output.view(-1, site.spec.out_features)
-            if site.spec.kind == "embedding":
-                plan = active[1].plan(args[0].shape, site.path)
-                self.backend.run_embedding(args[0].reshape(-1), weights, plan, y)
-            else:
-                plan = active[1].plan(args[0].shape[:-1], site.path)
-                x = args[0].reshape(-1, site.spec.in_features)
-                self.backend.run_linear(x, weights, plan, y)
-            return output
+    def _register_hooks(self) -> list[Any]:
+        """Hook every module that an adapter may touch, and the start of a forward pass.
 
-        return add_lora
-
-
-def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell the running request the shape of the forward pass that starts on the base model."""
-    active = _ACTIVE.get()
-    if active is None or active[0].base is not module:
-        return
-    inputs = {**kwargs, "input_ids": args[0]} if args else kwargs
-    rows, length = _rows_and_length(inputs)
-    active[1].begin_forward(rows, length, _past(kwargs) if active[1].per_token else 0)
-
-
-def _past(kwargs: Mapping[str, Any]) -> int:
-    """Return how many tokens of each row went before: asked only where slots differ by token.
-
-    On a GPU the answer may wait for the device.
-    """
-    if isinstance(kwargs.get("logits_to_keep"), torch.Tensor):
-        raise UnsupportedInputError(
-            "logits_to_keep is a tensor of positions and adapters differ by token\n"
-            "  allowed: an int, or one adapter per row"
-        )
-    cache = kwargs.get("past_key_values")
-    return int(cache.get_seq_length()) if cache is not None else 0
-
-
-def _rows_and_length(inputs: Mapping[str, Any]) -> tuple[int, int]:
-    for key in ("input_ids", "inputs_embeds"):
-        tokens = inputs.get(key)
-        if isinstance(tokens, torch.Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
-            return tokens.shape[0], tokens.shape[1]
-    raise InvalidInputError(
-        f"no tokens to run on\n  given: {', '.join(inputs) or 'nothing'}\n"
-        f"  allowed: input_ids [rows, tokens] or inputs_embeds [rows, tokens, hidden]"
-    )
+        All of them from the start: a compiled program would not notice hooks that come later.
+        """
+        begin = begin_hook(self._key)
+        hooks: list[Any] = [self.base.register_forward_pre_hook(begin, with_kwargs=True)]
+        for site in self._sites.values():
+            if site.refusal is None:
+                hook = lora_hook(self._key, site, self.backend)
+                hooks.append(site.module.register_forward_hook(hook))
+        return hooks
 
 
 def _dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:

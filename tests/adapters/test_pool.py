@@ -55,9 +55,9 @@ def test_a_load_fills_its_slot_only(pool, tmp_path):
 
 def test_a_module_that_no_adapter_touches_has_no_weights(pool, tmp_path):
     pool.add("a", checkpoint(tmp_path, modules=("q",)))
-    assert pool.weights("v") is None and pool.active_modules == ["q"]
+    assert pool.weights("v") is None and list(pool.active_weights) == ["q"]
     pool.unload("a")
-    assert pool.weights("q") is None and pool.active_modules == []
+    assert pool.weights("q") is None and pool.active_weights == {}
 
 
 def test_a_stack_keeps_its_address(pool, tmp_path):

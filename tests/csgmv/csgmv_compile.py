@@ -3,25 +3,34 @@
 from lora_backends.csgmv import launch
 from lora_backends.csgmv.config import segment_and_group
 
-BATCHES = [(1, 1, 16), (2048, 8, 16), (64, 64, "auto"), (2048, 8, 128)]  # tokens, active slots
-LAYERS = [((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)]
+QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
+DECODE, PREFILL = (1, 1, 16), (2048, 8, 16)  # tokens, active slots, segment_size
+CASES = {
+    "bf16": [
+        *[(DECODE, layer) for layer in (QKV, DOWN, ODD)],
+        *[(PREFILL, layer) for layer in (DOWN, ODD)],
+        ((64, 64, "auto"), QKV),
+        ((2048, 8, 128), DOWN),
+    ],
+    "fp16": [(DECODE, DOWN), (PREFILL, QKV)],
+    "fp32": [(DECODE, DOWN), (PREFILL, QKV)],
+}
 
 
 def variants(dtype, programmatic):
-    """Yield (kernel, constants by name, options): for bf16 all batches, else the first two."""
+    """Yield (kernel, constants by name, options)."""
     options = launch.Options("ieee", programmatic, False, None)
-    item_bytes = 4 if dtype == "fp32" else 2
-    for place, (tokens, active, size) in enumerate(BATCHES if dtype == "bf16" else BATCHES[:2]):
+    for (tokens, active, size), (slices, inputs, rank) in CASES[dtype]:
         row = segment_and_group(size, tokens, active)
-        for slices, inputs, rank in LAYERS if place < 2 and dtype == "bf16" else LAYERS[:2]:
-            shape = (slices, rank, inputs, item_bytes, False, tokens, active, row, options)
-            kernels = launch._kernels(*shape, "linear")
-            yield _parts(kernels.shrink)
-            yield _parts(kernels.expand)
-        by_token = launch._kernels(*shape[:4], True, *shape[5:], "separate")
-        yield _parts(by_token.shrink)
-        yield _parts(by_token.expand)
-        yield _parts(launch._gather(len(slices), rank, *row))
+        layer = (slices, rank, inputs, 4 if dtype == "fp32" else 2)
+        batch = (tokens, active, row, options)
+        kernels = launch._kernels(*layer, False, *batch, "linear")
+        yield _parts(kernels.shrink)
+        yield _parts(kernels.expand)
+    by_token = launch._kernels(*layer, True, *batch, "separate")
+    yield _parts(by_token.shrink)
+    yield _parts(by_token.expand)
+    yield _parts(launch._gather(len(slices), rank, *row))
 
 
 def _parts(kernel):

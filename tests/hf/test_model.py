@@ -48,12 +48,25 @@ def test_detach_gives_the_base_model_back_bit_for_bit(make_base, save_adapter):
         model.load_adapter("b", "anywhere")
 
 
-def test_only_touched_modules_are_hooked(model, save_adapter):
+def test_only_touched_modules_run_the_backend(model, save_adapter, monkeypatch):
     model.load_adapter("a", save_adapter(r=2, target_modules=["q_proj"], layers_to_transform=[1]))
-    hooked = [path for path, m in model.base.named_modules() if m._forward_hooks]
-    assert hooked == ["model.layers.1.self_attn.q_proj"]
-    model.unload_adapter("a")
-    assert not any(m._forward_hooks for m in model.base.modules())
+    touched, run = [], type(model.backend).run_linear
+
+    def noting(self, x, weights, plan, base_output=None):
+        touched.append(weights)
+        return run(self, x, weights, plan, base_output)
+
+    monkeypatch.setattr(type(model.backend), "run_linear", noting)
+    other = MultiLoRAModel(model.base, model.backend)
+    folder = save_adapter(r=2, target_modules=["q_proj"], layers_to_transform=[1])
+    other.load_adapter("a", folder)
+    logits(other, "a")
+    assert touched == [other.pool.weights("model.layers.1.self_attn.q_proj")]
+    other.unload_adapter("a")
+    assert not other.pool.active_weights
+    with pytest.raises(InvalidInputError, match="no adapter named 'a'"):
+        logits(other, "a")
+    assert len(touched) == 1
 
 
 def test_loading_more_adapters_than_slots_evicts_the_least_recently_used(model, save_adapter):
