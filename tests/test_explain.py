@@ -86,6 +86,14 @@ def test_padded_ranks_and_empty_places_are_counted():
     assert shrink.products.wasted == 1 - 0.5 * 0.25
 
 
+@pytest.mark.parametrize("name, lanes", [("triton", 64), ("csgmv", 16)])
+def test_a_low_rank_in_a_wide_stack_occupies_the_lanes_that_its_kernel_has_for_it(name, lanes):
+    batch = LoRABatch([0], 1)
+    for width, expected in ((64, 16), (256, lanes)):
+        expand = explain(name, batch, Layer(512, (256,), ((8,),), width)).launches[1]
+        assert expand.ranks.computed == expected * (expand.programs - expand.idle)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: f"{batch.num_tokens} tokens")
 def test_a_drawing_is_valid_svg(name, batch):

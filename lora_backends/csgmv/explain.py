@@ -15,6 +15,8 @@ from lora_backends.gpu.lanes import count_expand, count_shrink, describe
 SEGMENT_SIZE = 16
 """The default of the backend's option `segment_size`."""
 
+_NARROW_TOKENS = 32  # rows up to here have a form of 16 lanes in the expand kernel
+
 _LEGEND = (
     "Tokens are permuted so that those of one slot stand together, those without an adapter left "
     "out, and each slot's tokens are cut into segments; neighbouring segments of one slot form a "
@@ -55,7 +57,7 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
         pieces=pieces,
         launches=(
             count_shrink(pieces, layer, tiles.shrink),
-            count_expand(pieces, layer, tiles.expand),
+            count_expand(pieces, layer, tiles.expand, _NARROW_TOKENS, True),
         ),
         facts=(
             f"segments of {segment} tokens, up to {group} in a group: {plan.num_segments} in "

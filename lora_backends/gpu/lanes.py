@@ -46,7 +46,11 @@ def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> L
 
 
 def count_expand(
-    pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles, narrow_tokens: int = 0
+    pieces: Sequence[Piece],
+    layer: Layer,
+    tiles: ExpandTiles,
+    narrow_tokens: int,
+    narrow_long_ranks: bool,
 ) -> Launch:
     """Return what the expand kernel launches: blocks of columns of every slice.
 
@@ -54,7 +58,9 @@ def count_expand(
         pieces: the tiles.
         layer: without a bias.
         tiles: sizes.
-        narrow_tokens: tiles of up to this many tokens multiply ranks up to 16 in 16 lanes.
+        narrow_tokens: tiles of up to this many tokens multiply ranks up to 16 in 16 lanes,
+            where one block holds the padded rank;
+        narrow_long_ranks: elsewhere, too.
 
     Returns:
         The launch; a program whose slice has rank 0 returns at once.
@@ -64,7 +70,8 @@ def count_expand(
     for piece in pieces:
         for rank, outputs in zip(layer.ranks[piece.slot], layer.output_slices, strict=True):
             lanes = -(-rank // tiles.block_r) * tiles.block_r
-            if tiles.block_r == rank_pad and piece.places <= narrow_tokens and rank <= NARROWEST:
+            may_narrow = narrow_long_ranks or tiles.block_r == rank_pad
+            if may_narrow and piece.places <= narrow_tokens and 0 < rank <= NARROWEST:
                 lanes = NARROWEST
             for first in range(0, outputs, width):
                 programs += 1

@@ -55,7 +55,7 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
         pieces=pieces,
         launches=(
             count_shrink(pieces, layer, tiles.shrink),
-            count_expand(pieces, layer, tiles.expand, _NARROW_TOKENS),
+            count_expand(pieces, layer, tiles.expand, _NARROW_TOKENS, False),
         ),
         facts=(
             f"tiles of {tile_tokens} tokens; {plan.num_tiles} launched, "
