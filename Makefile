@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test lint setup benchmark clean
+.PHONY: help demo test lint docs setup benchmark clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -36,8 +36,13 @@ PROOFS := $(foreach proof,csgmv numba_cpu triton mutants smollm2,$(VENV)/.proof-
 SOURCES := $(shell find lora_backends tests examples/custom_backend -name '*.py') pyproject.toml
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-test: $(STAMP) lint  ## lint, type-check and pass the tests
+# The site is built when a page, a docstring or a tool has changed; a warning is an error.
+PAGES := $(shell find docs tools lora_backends -type f -not -name '*.pyc') mkdocs.yml
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+test: $(STAMP) lint  ## lint, type-check, pass the tests and build the pages
 	@$(PYTEST) -n auto --dist loadfile -m "not slow"
+	@$(MAKE) --no-print-directory $(VENV)/.site
 	@$(MAKE) --no-print-directory -j2 $(PROOFS)
 	@echo "all tests passed; the proofs are from the sources as they are"
 
@@ -45,6 +50,15 @@ $(PROOFS): $(VENV)/.proof-%: $(SOURCES)
 	@echo "proving $* (minutes; repeated only when a source changes)"
 	@$(PYTEST) -m slow -k $*
 	@touch $@
+
+$(VENV)/.site: $(PAGES)
+	@$(SITE)
+	@touch $@
+
+docs: $(STAMP)  ## write what the pages quote anew, and build them into site/
+	@$(BIN)/python tools/pages.py
+	@$(SITE)
+	@echo "open site/index.html"
 
 lint: $(STAMP)  ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .
@@ -55,4 +69,4 @@ benchmark: $(STAMP)  ## a decode step of SmolLM2 with 8 adapters: base, backends
 	@$(BIN)/python benchmarks/decode_smollm2.py
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

@@ -6,7 +6,9 @@ A cell is one linear layer: widths, tokens, active adapters, rank. Each cell rot
 layers that their weights do not stay in the second-level cache. The contenders take turns, layer
 sets are swept by one after the other, and the best sweep of each counts. The floor is the time
 that the bytes need (active A and B once, x once, y twice) at the copy bandwidth, which is measured
-before and after every cell: on a shared machine it moves.
+before and after every cell: on a shared machine it moves. So is the read bandwidth, by the fastest
+operation of torch that only reads. The summary tells how many times the loop's speed an engine
+would reach that ran at either, without any cost per call: what the machine allows.
 """
 
 from __future__ import annotations
@@ -84,21 +86,28 @@ def _linear(backend: Any, plan: Any, cell: Cell) -> Callable[[LoRAWeights], None
     return lambda weights: backend.run_linear(cell.x, weights, plan, cell.y)
 
 
-def copy_bandwidth(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Return bytes read and written per second by the best of five copies."""
+def bandwidths(source: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
+    """Return bytes per second of a copy (read and written) and of a read, the best of five."""
+    matrix = source.view(-1, 4096)
+    copied = _best_seconds(lambda: target.copy_(source))
+    read = _best_seconds(lambda: matrix @ matrix[0])
+    return 2 * source.nbytes / copied, source.nbytes / read
+
+
+def _best_seconds(call: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        target.copy_(source)
+        call()
         seconds.append(time.perf_counter() - start)
-    return 2 * source.nbytes / min(seconds)
+    return min(seconds)
 
 
 def measure(cell: Cell, repeats: int, buffers: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
     """Return microseconds per layer of every contender, and the floor."""
     calls = cell.contenders()
     best = dict.fromkeys(calls, math.inf)
-    bandwidth = copy_bandwidth(*buffers)
+    before = bandwidths(*buffers)
     for call in calls.values():
         call(cell.layers[0])
     for _ in range(repeats):
@@ -109,8 +118,8 @@ def measure(cell: Cell, repeats: int, buffers: tuple[torch.Tensor, torch.Tensor]
                 call(weights)
             seconds = (time.perf_counter() - start) / cell.num_layers
             best[name] = min(best[name], seconds)
-    bandwidth = max(bandwidth, copy_bandwidth(*buffers))
-    floor = cell.bytes / bandwidth
+    copied, read = (max(pair) for pair in zip(before, bandwidths(*buffers), strict=True))
+    floor = cell.bytes / copied
     return {
         "dtype": str(cell.dtype).removeprefix("torch."),
         "in_features": cell.d_in,
@@ -121,10 +130,24 @@ def measure(cell: Cell, repeats: int, buffers: tuple[torch.Tensor, torch.Tensor]
         "layers": cell.num_layers,
         "microseconds": {name: round(best[name] * 1e6, 2) for name in CONTENDERS},
         "floor_microseconds": round(floor * 1e6, 2),
-        "copy_gb_per_s": round(bandwidth / 1e9, 1),
+        "read_floor_microseconds": round(cell.bytes / read * 1e6, 2),
+        "copy_gb_per_s": round(copied / 1e9, 1),
+        "read_gb_per_s": round(read / 1e9, 1),
         "times_loop": round(best["loop"] / best["numba_cpu"], 2),
         "of_floor": round(floor / best["numba_cpu"], 2),
     }
+
+
+def call_microseconds(calls: int = 5000) -> float:
+    """Return what a call takes that has hardly anything to compute: 1 token, 16 x 16, rank 4."""
+    cell = Cell(torch.float32, (16, 16), (1, 1), 4)
+    call, weights = cell.contenders()["numba_cpu"], cell.layers[0]
+
+    def sweep() -> None:
+        for _ in range(calls):
+            call(weights)
+
+    return round(_best_seconds(sweep) / calls * 1e6, 2)
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -139,12 +162,27 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
         found[dtype] = {
             "decode_times_loop_geometric_mean": round(statistics.geometric_mean(speeds), 2),
             "decode_times_loop_least": min(speeds),
+            "decode_times_loop_at_copy_bandwidth": _at_floor(decode, "floor_microseconds"),
+            "decode_times_loop_at_read_bandwidth": _at_floor(decode, "read_floor_microseconds"),
+            "decode_times_loop_at_copy_bandwidth_or_measured": _at_floor(
+                decode, "floor_microseconds", or_measured=True
+            ),
             "512_tokens_times_loop_least": min(cell["times_loop"] for cell in long),
             "decode_of_floor_least_where_above_50_us": min(
                 (cell["of_floor"] for cell in large), default=None
             ),
         }
     return found
+
+
+def _at_floor(cells: list[dict[str, Any]], floor: str, or_measured: bool = False) -> float:
+    """Return the geometric mean of the loop's time over the floor, or what is less."""
+    ratios = []
+    for cell in cells:
+        times = cell["microseconds"]
+        least = min(cell[floor], times["numba_cpu"]) if or_measured else cell[floor]
+        ratios.append(times["loop"] / least)
+    return round(statistics.geometric_mean(ratios), 2)
 
 
 def machine() -> dict[str, Any]:
@@ -188,7 +226,14 @@ def main() -> None:
                         found = measure(Cell(dtype, widths, batch, rank), options.repeats, buffers)
                     cells.append(found)
                     print(json.dumps(found), flush=True)
-    report = {"machine": machine(), "summary": summary(cells), "cells": cells}
+    with torch.no_grad():
+        call = call_microseconds()
+    report = {
+        "machine": machine(),
+        "call_microseconds": call,
+        "summary": summary(cells),
+        "cells": cells,
+    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["summary"], indent=1))

@@ -106,9 +106,7 @@ def measure_cells(
     layers: list[LoRAWeights] = []
     made_for: tuple[Any, ...] = ()
     for row in sorted(peers["rows"], key=lambda row: tuple(map(str, (row[k] for k in keys)))):
-        width, slices = peers["projections"][row["projection"]]
-        batch = (row["tokens"], row["active_adapters"], row["rank"], row["mix"])
-        cell = Cell(row["projection"], width, tuple(slices), *batch)
+        cell = cell_of(row, peers["projections"][row["projection"]])
         if made_for != (cell.projection, cell.num_slots, cell.rank):
             made_for = (cell.projection, cell.num_slots, cell.rank)
             layers.clear()
@@ -128,6 +126,13 @@ def measure_cells(
             f"  of best peer {us / row['best_peer_us']:.2f}",
             flush=True,
         )
+
+
+def cell_of(row: dict[str, Any], projection: tuple[int, list[int]]) -> Cell:
+    """Return a row of the peers' file as a cell."""
+    width, slices = projection
+    batch = (row["tokens"], row["active_adapters"], row["rank"], row["mix"])
+    return Cell(row["projection"], width, tuple(slices), *batch)
 
 
 def time_layers(backend: LoRABackend, cell: Cell, layers: list[LoRAWeights]) -> float:

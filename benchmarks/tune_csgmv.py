@@ -15,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -23,15 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from h200_cells import PEERS, Cell, make_layers, median_of_replays, reference, token_slots
+from h200_cells import PEERS, cell_of
 
 from lora_backends import LoRABatch, LoRAWeights
+from lora_backends.bench.cells import deal
+from lora_backends.bench.layers import make_layers, reference
+from lora_backends.bench.timing import graph_times
 from lora_backends.csgmv import CsgmvBackend
 from lora_backends.csgmv import plan as plans
 from lora_backends.csgmv.config import Problem, candidates, choose_tiles, segment_and_group
 from lora_backends.gpu.tiles import TileConfig
 
 TOLERANCE = 1e-2
+Cell = dict[str, Any]  # a row of the peers' file
 
 
 def main() -> None:
@@ -67,7 +72,8 @@ def main() -> None:
         if made_for != (row["projection"], slots, row["rank"]):
             made_for = (row["projection"], slots, row["rank"])
             layers.clear()
-            layers += make_layers(*peers["projections"][row["projection"]], slots, row["rank"])
+            cell = cell_of(row, peers["projections"][row["projection"]])
+            layers += make_layers(cell, "cuda", torch.bfloat16)
         try:
             results.append(tune(row, layers, segment_size, time.monotonic() + left))
         except Exception as error:  # one cell must not lose the others
@@ -80,7 +86,7 @@ def main() -> None:
 
 def tune(row: Cell, layers: list[LoRAWeights], segment_size: Any, until: float) -> Cell:
     """Return a cell with the times of everything that was tried before `until`, best first."""
-    batch = LoRABatch(token_slots(row), max(8, row["active_adapters"]))
+    batch = batch_of(row)
     timer = Timer(batch, layers)
     chosen_group = segment_and_group(segment_size, row["tokens"], row["active_adapters"])
     tried: list[dict[str, Any]] = []
@@ -136,12 +142,17 @@ class Timer:
         error = float((self.y.float() - self.expected).norm() / self.expected.norm())
         if not error < TOLERANCE:
             raise ValueError(f"wrong result: relative error {error}")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for weights in self.layers:
-                self.backend.run_linear(self.x, weights, plan, self.y)
-        us = median_of_replays(graph.replay, timings=3, replays=5) / len(self.layers)
-        return round(us, 2)
+
+        def call(layer: int) -> None:
+            self.backend.run_linear(self.x, self.layers[layer], plan, self.y)
+
+        times = graph_times(call, len(self.layers), timings=3, replays=5)
+        return round(statistics.median(times), 2)
+
+
+def batch_of(row: Cell) -> LoRABatch:
+    slots = deal(row["tokens"], row["active_adapters"], row["mix"] == "skewed")
+    return LoRABatch(slots, max(8, row["active_adapters"]))
 
 
 def plan_of(batch: LoRABatch, group: tuple[int, int]) -> plans.CsgmvPlan:
@@ -207,7 +218,7 @@ def compile_cell(row: Cell, projection: Any, segment_size: Any, until: float) ->
         scalings=torch.ones(slots, len(output_slices)),
         output_slices=tuple(output_slices),
     )
-    batch = LoRABatch(token_slots(row), slots)
+    batch = batch_of(row)
     x = torch.zeros(row["tokens"], in_features, **options)
     y = torch.zeros(row["tokens"], sum(output_slices), **options)
     backend, ran = CsgmvBackend("cuda"), 0

@@ -31,7 +31,7 @@ class LoRAPlan(Handled):
 class LoRABackend(Handled, ABC):
     r"""Adds the LoRA of each token's own adapter to the output of a layer.
 
-    For token t with slot l, and slice s with the output columns [o, o')::
+    For token t with slot l, and slice s with the output columns [o, o'):
 
         h[s, t, :r]  = x[t] @ lora_a[l, s, :r].T          r = ranks[l, s]
         y[t, o:o']   = base_output[t, o:o']

@@ -20,7 +20,7 @@ NO_ADAPTER = -1
 class LoRABatch:
     """One slot per token: the composition of a batch, independent of any layer.
 
-    Four tokens, of which the second has no adapter, in a pool of three slots::
+    Four tokens, of which the second has no adapter, in a pool of three slots:
 
         LoRABatch([0, -1, 2, 2], num_slots=3)
 

@@ -79,18 +79,23 @@ def traced(operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
         A function of the same arguments.
     """
-    outside: Callable[..., Any] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        from lora_backends.untraced import call  # brings torch's compiler, which is there by now
+
+        return call(method, *args, **kwargs)
+
     if operation == "prepare_batch":
         return outside
     body = _shrink_call if operation == "run_lora_a" else _add_call
     first = FIRST_ARGUMENT.get(operation, "x")
 
-    def call(self: LoRABackend, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def operate(self: LoRABackend, *args: Any, **kwargs: Any) -> torch.Tensor:
         if first in kwargs:
             kwargs["x"] = kwargs.pop(first)
         return body(operation, outside, self, *args, **kwargs)
 
-    return call
+    return operate
 
 
 FIRST_ARGUMENT = {"run_lora_b": "h", "run_embedding": "token_ids", "run_logits": "hidden"}

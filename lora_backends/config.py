@@ -85,7 +85,7 @@ class LoRAConfig(BaseSettings):
     Every field may be given as an argument, as an environment variable with the prefix
     ``LORA_BACKENDS_`` (tables as JSON), or in a TOML file (`from_file`), in this order of
     precedence. A table is taken whole from the strongest source that has it, and options in a file
-    go with the file's backend::
+    go with the file's backend:
 
         backend = "auto"
         max_rank = 16

@@ -21,6 +21,7 @@ class Handled:
     handle: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Give the object its handle, whatever a subclass's constructor does."""
         self = super().__new__(cls)
         self.__dict__["handle"] = next(_NEXT)
         _OBJECTS[self.handle] = self

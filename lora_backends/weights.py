@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +21,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class LoRAWeights(Handled):
     """The A and B matrices of every slot for one layer, with rank and scaling per slice.
 
-    A fused qkv layer of widths (8, 2, 2) over 16 inputs, 4 slots of rank at most 2::
+    A fused qkv layer of widths (8, 2, 2) over 16 inputs, 4 slots of rank at most 2:
 
         LoRAWeights(
             lora_a,    # [4, 3, 2, 16]
@@ -47,6 +47,14 @@ class LoRAWeights(Handled):
     output_slices: tuple[int, ...]  # one width > 0 per slice, sum == out_features
     bias: torch.Tensor | None = None  # [num_slots, out_features], added as it is
 
+    num_slots: int = field(init=False)  # adapters that the stack has room for
+    num_slices: int = field(init=False)  # projections fused in this layer
+    max_rank: int = field(init=False)  # padded rank width of the stack
+    in_features: int = field(init=False)  # width of x; the vocabulary of an embedding
+    out_features: int = field(init=False)  # width of y, all slices together
+    slice_offsets: tuple[int, ...] = field(init=False)
+    # first output column of every slice, then out_features: num_slices + 1 ints
+
     def __post_init__(self) -> None:
         _check_tensors(self)
         object.__setattr__(self, "output_slices", _as_widths(self.output_slices))
@@ -55,33 +63,17 @@ class LoRAWeights(Handled):
         scalings = _as_numbers(self.scalings, "scalings", "float32")
         object.__setattr__(self, "scalings", scalings.to(device, torch.float32))
         _check_shapes(self)
-        _check_ranks(self.ranks, self.max_rank)
+        _check_ranks(self.ranks, self.lora_a.shape[2])
         object.__setattr__(self, "ranks", self.ranks.to(torch.int32))
+        self._keep_sizes()
 
-    @property
-    def num_slots(self) -> int:
-        """Number of adapters that the stack has room for."""
-        return self.lora_a.shape[0]
-
-    @property
-    def num_slices(self) -> int:
-        """Number of projections fused in this layer."""
-        return self.lora_a.shape[1]
-
-    @property
-    def max_rank(self) -> int:
-        """Padded rank width of the stack."""
-        return self.lora_a.shape[2]
-
-    @property
-    def in_features(self) -> int:
-        """Width of x; the vocabulary of an embedding."""
-        return self.lora_a.shape[3]
-
-    @property
-    def out_features(self) -> int:
-        """Width of y, all slices together."""
-        return self.lora_b.shape[1]
+    def _keep_sizes(self) -> None:
+        """Set the sizes; asking a tensor for them in every call takes longer than checking it."""
+        sizes = ("num_slots", "num_slices", "max_rank", "in_features")
+        for name, size in zip(sizes, self.lora_a.shape, strict=True):
+            object.__setattr__(self, name, size)
+        object.__setattr__(self, "out_features", self.lora_b.shape[1])
+        object.__setattr__(self, "slice_offsets", tuple(accumulate(self.output_slices, initial=0)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,11 +84,6 @@ class LoRAWeights(Handled):
     def device(self) -> torch.device:
         """Device of every tensor."""
         return self.lora_a.device
-
-    @property
-    def slice_offsets(self) -> tuple[int, ...]:
-        """First output column of every slice, then out_features: num_slices + 1 ints."""
-        return tuple(accumulate(self.output_slices, initial=0))
 
     def __repr__(self) -> str:
         return (

@@ -46,6 +46,16 @@ class Minimal(LoRABackend):
         return y
 
 
+@pytest.fixture(params=[False, True], ids=["inference", "gradients"])
+def _grad_mode(request):
+    """The two ways through the checks: without gradients most calls are passed in one look."""
+    with torch.set_grad_enabled(request.param):
+        yield
+
+
+either_way = pytest.mark.usefixtures("_grad_mode")
+
+
 @pytest.fixture
 def job():
     """Return a function that calls one method of torch_ref with one argument changed."""
@@ -92,6 +102,7 @@ def test_a_backend_without_the_three_methods_cannot_be_made():
         Half()
 
 
+@either_way
 def test_an_override_is_checked_and_may_call_its_parent():
     class Doubled(TorchRefBackend):
         def run_linear(self, x, weights, plan, base_output=None):
@@ -106,6 +117,7 @@ def test_an_override_is_checked_and_may_call_its_parent():
         backend.run_linear(x[:3], small_weights(), plan)
 
 
+@either_way
 def test_row_strided_views_are_taken(job):
     x, base = torch.randn(7, 40), torch.zeros(7, 30)
     expected = job(x=x[:, 3:13].contiguous(), base_output=torch.zeros(7, 14))
@@ -140,6 +152,7 @@ BAD = [
 ]
 
 
+@either_way
 @pytest.mark.parametrize(("method", "change", "told"), BAD)
 def test_contradictory_arguments_are_refused_before_anything_is_written(job, method, change, told):
     base = change.get("base_output", torch.zeros(7, 14))
@@ -167,6 +180,7 @@ def test_bad_token_ids_are_refused(ids, told):
         backend.run_embedding(ids, small_weights(), backend.prepare_batch(small_batch()))
 
 
+@either_way
 def test_x_and_base_output_may_not_be_one_tensor():
     backend = TorchRefBackend()
     weights = small_weights(slices=(10,))
@@ -175,6 +189,7 @@ def test_x_and_base_output_may_not_be_one_tensor():
         backend.run_linear(x, weights, backend.prepare_batch(small_batch()), x)
 
 
+@either_way
 def test_a_plan_for_other_slots_or_tokens_is_refused(job):
     backend = TorchRefBackend()
     plan = backend.prepare_batch(LoRABatch([0] * 7, 5))
@@ -223,6 +238,7 @@ def test_what_a_mixin_brings_is_checked_too():
     assert (base == 1).all()
 
 
+@either_way
 def test_columns_of_one_buffer_may_lie_side_by_side_but_not_overlap():
     backend, weights = TorchRefBackend(), small_weights()
     plan, buffer = backend.prepare_batch(small_batch()), torch.randn(7, 30)
@@ -252,6 +268,7 @@ def test_a_bias_that_requires_a_gradient_is_not_lost():
         backend.run_linear(torch.randn(7, 10), weights, backend.prepare_batch(small_batch()))
 
 
+@either_way
 def test_a_plan_whose_sizes_are_no_ints_is_not_checked():
     class Odd(Minimal):
         def prepare_batch(self, batch, out=None):

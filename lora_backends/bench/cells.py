@@ -121,12 +121,7 @@ class Cell:
     @property
     def token_slots(self) -> list[int]:
         """The slot of every token: the same ones every time."""
-        if self.mix != "skewed":
-            return [token % self.adapters for token in range(self.tokens)]
-        popularity = torch.arange(1, self.adapters + 1).double() ** -ZIPF
-        generator = torch.Generator().manual_seed(0)
-        drawn = torch.multinomial(popularity, self.tokens, True, generator=generator)
-        return sorted(int(slot) for slot in drawn)
+        return deal(self.tokens, self.adapters, self.mix == "skewed")
 
     @property
     def active_adapters(self) -> int:
@@ -155,6 +150,16 @@ class Cell:
             "output_slices": list(self.output_slices),
             "active_adapters": self.active_adapters,
         }
+
+
+def deal(tokens: int, adapters: int, skewed: bool) -> list[int]:
+    """Return the slot of every token: dealt round-robin, or drawn by popularity and grouped."""
+    if not skewed:
+        return [token % adapters for token in range(tokens)]
+    popularity = torch.arange(1, adapters + 1).double() ** -ZIPF
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(popularity, tokens, True, generator=generator)
+    return sorted(int(slot) for slot in drawn)
 
 
 def preset(name: str) -> tuple[Projections, list[str]]:

@@ -118,7 +118,7 @@ def _why_not_by_default(name: str, device: torch.device) -> str:
         return ""
     reasons = unavailable_reasons(name, device)
     if reasons:
-        return " ".join(reasons)
+        return " ".join(" ".join(reasons).split())
     try:
         priority = dict(backend_class(name).auto_priority)
     except (LoRABackendError, TypeError, ValueError):

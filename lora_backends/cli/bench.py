@@ -19,6 +19,7 @@ from lora_backends.cli.console import output, table
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
 INTERRUPTED = 130
+NOISY_PERCENT = 15
 
 
 def bench(
@@ -179,6 +180,15 @@ def _tell(result: dict[str, Any]) -> None:
     ]
     lines += [f"note: {note}" for note in result["notes"]]
     lines += [f"not timed: {name}: {reason}" for name, reason in result["left_out"].items()]
+    timed = [one for cell in result["cells"] for one in cell["results"].values() if "us" in one]
+    if any(one["efficiency"] > 1 for one in timed):
+        lines.append("note: more than the limit is reached where x and y stay in a cache")
+    noisy = sum(_percent(one) > NOISY_PERCENT for one in timed)
+    if noisy:
+        lines.append(
+            f"note: {noisy} of {len(timed)} times vary by more than +-{NOISY_PERCENT}%: something "
+            f"else was running; measure again"
+        )
     errors = {
         f"{name}: {found['error']}"
         for cell in result["cells"]
@@ -199,8 +209,12 @@ def _row(cell: dict[str, Any], names: list[str]) -> list[str]:
 def _time(found: dict[str, Any]) -> str:
     if "us" not in found:
         return "error" if "error" in found else ""
-    percent = 50 * (found["us_q3"] - found["us_q1"]) / found["us"]
-    return f"{found['us']:.1f} +-{percent:.0f}% {found['efficiency']:.2f}"
+    return f"{found['us']:.1f} +-{_percent(found):.0f}% {found['efficiency']:.2f}"
+
+
+def _percent(found: dict[str, Any]) -> float:
+    """Return half the interquartile range in percent of the median."""
+    return 50 * float(found["us_q3"] - found["us_q1"]) / float(found["us"])
 
 
 def _number(value: float | None) -> str:

@@ -29,7 +29,7 @@ class CsgmvPlan(LoRAPlan):
     """Which slot and tokens every segment has, and which segments every group has.
 
     Slots [2, -1, 0, 2, 2, 2, 2] in segments of 2 tokens and groups of 2 segments. Place p is
-    position p % 2 of segment p // 2, and h has a row for every place::
+    position p % 2 of segment p // 2, and h has a row for every place:
 
         segment_slots   [0, 2, 2, 2, -1]
         segment_tokens  [[2, -1], [0, 3], [4, 5], [6, -1], [-1, -1]]

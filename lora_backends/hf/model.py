@@ -35,8 +35,6 @@ class MultiLoRAModel:
     model itself runs without adapters. Row by row the result is what PEFT computes with that
     row's adapter alone, in eval mode. Everything runs under `torch.no_grad()`.
 
-    ::
-
         model = MultiLoRAModel(base, backend="auto", max_adapters=8, max_rank=64)
         model.load_adapter("pirate", "adapters/pirate")
         model(adapters=["pirate", None], **inputs).logits
@@ -194,8 +192,6 @@ class MultiLoRAModel:
 
         A CUDA graph or a program of `torch.compile` captures a call with what this returns, and
         follows its `update`. It also spares a loop of decode steps the plan of every call.
-
-        ::
 
             step = model.prepare(["pirate", None])
             model(adapters=step, **inputs)

@@ -34,6 +34,7 @@ class NumbaCPUBackend(LoRABackend):
     auto_priority = {"cpu": 20}
     plan_type = NumbaPlan
     deterministic = True
+    batch_invariant = True
 
     def __init__(self, device: torch.device | str = "cpu", *, batch_invariant: bool = True) -> None:
         super().__init__(device)
@@ -47,14 +48,14 @@ class NumbaCPUBackend(LoRABackend):
             dtypes: of the weights, x and base_output alike; None: all that are supported.
         """
         for dtype in self.dtypes if dtypes is None else dtypes:
-            launch.compile_for(dtype)
+            launch.kernel_for(dtype, dtype)
 
     @override
     def prepare_batch(self, batch: LoRABatch, out: NumbaPlan | None = None) -> NumbaPlan:
         order, segments = order_and_segments(batch)
         if out is None:
             return NumbaPlan(batch.num_tokens, batch.num_slots, order, segments)
-        out.order, out.segments = order, segments
+        out.refill(order, segments)
         return out
 
     @override

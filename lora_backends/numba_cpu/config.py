@@ -35,10 +35,10 @@ EXPAND_AHEAD = 4096
 """How many bytes ahead of its use B is asked for: reading it from memory took 1.2 to 1.4 times as
 long without, since 16 rows a few bytes wide are no pattern that hardware prefetches."""
 
-SERIAL_BYTES = 250_000
-"""Weights to read, and an eighth of it per token, below which one thread does all: starting the
-others twice takes 4 to 7 us, and one thread reads this in 10 to 30 us."""
+SERIAL_BYTES = 150_000
+"""Weights to read, and an eighth of it per token, below which one thread does all: starting another
+takes 2 us, and from 135 kB on (13 us with one thread or with two) two read them sooner."""
 
 SEGMENTS_PER_THREAD = 4
 """Segments per thread from which a thread does both halves of whole segments, so that threads meet
-once: 38 instead of 50 us at 8 segments of 4 tokens. With fewer, one would wait for another."""
+once: 1 to 4% less time at 8 segments of 2 tokens. With fewer, one would wait for another."""

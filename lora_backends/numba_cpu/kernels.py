@@ -6,7 +6,7 @@ in 16 lanes, 32 inputs at a time, and one over the rank in two (even and odd col
 whatever the number of tokens or threads.
 
 x and y are (address, bytes from row to row), h is (address, bytes from slice to slice, from row to
-row); `kinds` are the markers of the weights, y and the bias, see `vectors`.
+row); `kinds` are the markers of the weights and of y, see `vectors`.
 """
 
 # numba infers the types of kernels
@@ -15,8 +15,10 @@ row); `kinds` are the markers of the weights, y and the bias, see `vectors`.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
-from numba import njit, prange
+from numba import carray, cfunc, config, njit, types
 
 from lora_backends.numba_cpu import vectors as v
 from lora_backends.numba_cpu.config import (
@@ -28,66 +30,110 @@ from lora_backends.numba_cpu.config import (
     SHRINK_AHEAD,
     SHRINK_RANKS,
 )
-from lora_backends.numba_cpu.layer import Layer
+from lora_backends.numba_cpu.layer import (
+    BIAS_BFLOAT16,
+    BIAS_FLOAT16,
+    BIAS_FLOAT32,
+    Layer,
+)
 
 LANES = v.LANES
-NOTHING, SHRINK, GATHER = 0, 1, 2  # what `run` begins with
+NOTHING, SHRINK, GATHER = 0, 1, 2  # what a call begins with
 
 
-def entry(function):
-    """Compile what the host calls; keep it on disk where some folder can be written."""
-    try:
-        return njit(cache=True, nogil=True, parallel=True)(function)
-    except RuntimeError:  # neither this folder, nor NUMBA_CACHE_DIR, nor the user's
-        return njit(nogil=True, parallel=True)(function)
+class Call(NamedTuple):
+    """What a kernel is called with, as int64 one after the other."""
+
+    first: int  # NOTHING, SHRINK or GATHER
+    expand: int  # whether that is followed by the second half
+    whole: int  # whether a thread does both halves of its share of the segments
+    threads: int  # 1: OpenMP is not asked
+    thread_num: int  # addresses of OpenMP's functions
+    num_threads: int
+    barrier: int
+    layer: int  # address of the fields of a `Layer`
+    num_segments: int
+    segments: int  # addresses of the arrays of a plan
+    order: int
+    x: int
+    x_row: int
+    h: int
+    h_slice: int
+    h_row: int
+    y: int
+    y_row: int
 
 
-@entry
-def run(parts, whole, first, expand, kinds, layer, offsets, segments, order, x, h, y):
-    """Do the first half, then maybe the second, in `parts` parts; one part needs no threads.
+CALL_FIELDS, LAYER_FIELDS = len(Call._fields), len(Layer._fields)
 
-    Where `whole` is set a part does both halves of its share of the segments; else it has a share
-    of every segment, and all parts end the first half before one begins the second.
+
+def entry(kind: Any, kind_y: Any) -> Any:
+    """Compile what the host calls for weights and y of these kinds; it takes a `Call`'s address.
+
+    It is kept on disk where some folder can be written.
     """
-    if parts == 1:
-        run_alone(first, expand, kinds, unpack(layer), offsets, segments, order, x, h, y)
-        return
-    if whole:
-        for part in prange(parts):
-            fields = unpack(layer)
-            low, high = own_segments(part, parts, fields, offsets, segments)
-            own = segments[low:high]
-            run_alone(first, expand, kinds, fields, offsets, own, order, x, h, y)
-        return
-    if first == SHRINK:
-        for part in prange(parts):
-            shrink_part(part, parts, kinds[0], unpack(layer), segments, order, x, h)
-    if first == GATHER:
-        gather(kinds[0], unpack(layer), segments, order, x, h)
-    if expand:
-        for part in prange(parts):
-            expand_part(part, parts, kinds, unpack(layer), offsets, segments, order, h, y)
+
+    def run(address):
+        run_call(kind, kind_y, address)
+
+    if config.DISABLE_JIT:
+        return run
+    signature = types.void(types.int64)
+    try:
+        return cfunc(signature, cache=True)(run)
+    except RuntimeError:  # neither this folder, nor NUMBA_CACHE_DIR, nor the user's
+        return cfunc(signature)(run)
 
 
 @njit(nogil=True)
-def run_alone(first, expand, kinds, layer, offsets, segments, order, x, h, y):
-    """Do the first half, then maybe the second, for some segments on this thread."""
-    if first == SHRINK:
-        shrink_part(0, 1, kinds[0], layer, segments, order, x, h)
-    if first == GATHER:
-        gather(kinds[0], layer, segments, order, x, h)
-    if expand:
-        expand_part(0, 1, kinds, layer, offsets, segments, order, h, y)
+def run_call(kind, kind_y, address):
+    """Do one thread's part of a call.
+
+    Where `whole` is set that is both halves of a share of the segments; else it is a share of
+    every segment, and all threads end the first half before one begins the second.
+    """
+    call = unpack_call(carray(v.ints(address), CALL_FIELDS))
+    layer = unpack(carray(v.ints(call.layer), LAYER_FIELDS))
+    segments = carray(v.ints(call.segments), (call.num_segments, 3))
+    offsets = carray(v.ints(layer.offsets), layer.num_slices + 1)
+    order = carray(v.ints(call.order), segments[-1, 2])
+    part, parts = 0, 1
+    if call.threads > 1:
+        part, parts = v.call(call.thread_num), v.call(call.num_threads)
+    between = call.barrier
+    if parts == 1 or call.whole:
+        low, high = own_segments(part, parts, layer, offsets, segments)
+        part, parts, between, segments = 0, 1, 0, segments[low:high]
+    x, h, y = (call.x, call.x_row), (call.h, call.h_slice, call.h_row), (call.y, call.y_row)
+    if call.first == SHRINK:
+        shrink_part(part, parts, kind, layer, segments, order, x, h)
+    elif call.first == GATHER and part == 0:
+        gather(kind, layer, segments, order, x, h)
+    if call.first != NOTHING and between != 0:
+        v.call(between)
+    if call.expand:
+        expand_part(part, parts, (kind, kind_y), layer, offsets, segments, order, h, y)
+
+
+@njit(nogil=True)
+def unpack_call(call):
+    """Return the fields of a `Call` by name."""
+    # fmt: off
+    return Call(
+        call[0], call[1], call[2], call[3], call[4], call[5], call[6], call[7], call[8], call[9],
+        call[10], call[11], call[12], call[13], call[14], call[15], call[16], call[17],
+    )
+    # fmt: on
 
 
 @njit(nogil=True)
 def unpack(layer):
-    """Return the fields of a `Layer` by name; as an array they reach a kernel sooner."""
+    """Return the fields of a `Layer` by name."""
     # fmt: off
     return Layer(
         layer[0], layer[1], layer[2], layer[3], layer[4], layer[5], layer[6], layer[7], layer[8],
         layer[9], layer[10], layer[11], layer[12], layer[13], layer[14], layer[15], layer[16],
-        layer[17],
+        layer[17], layer[18], layer[19], layer[20],
     )
     # fmt: on
 
@@ -258,7 +304,7 @@ def expand_part(part, parts, kinds, layer, offsets, segments, order, h, y):
             full = (offsets[s + 1] - offsets[s]) // LANES
             for tile in range(first, min(last, full), EXPAND_TILES):
                 count = min(last, full, tile + EXPAND_TILES) - tile
-                place = place_of(kinds, layer, slot, offsets[s] + tile * LANES)
+                place = place_of(layer, slot, offsets[s] + tile * LANES)
                 if stop - start < LONG_SEGMENT:
                     expand_tiles(kinds, place, count, factors, order, start, stop, h_slice, y)
                 else:
@@ -267,7 +313,7 @@ def expand_part(part, parts, kinds, layer, offsets, segments, order, h, y):
                     )
             if first <= full < last:
                 for column in range(offsets[s] + full * LANES, offsets[s + 1]):
-                    place = place_of(kinds, layer, slot, column)
+                    place = place_of(layer, slot, column)
                     expand_column(kinds, place, factors, order, start, stop, h_slice, y)
 
 
@@ -280,12 +326,37 @@ def scaling_of(layer, slot, s, rank):
 
 
 @njit(nogil=True)
-def place_of(kinds, layer, slot, column):
-    """Return where an output column begins: row of b, bytes to the next, bias or 0, column."""
+def place_of(layer, slot, column):
+    """Return where an output column begins: row of b, bytes to the next, bias, column."""
     bias = 0
     if layer.bias != 0:
-        bias = layer.bias + slot * layer.bias_slot + column * v.size(kinds[2])
-    return layer.b + slot * layer.b_slot + column * layer.b_row, layer.b_row, bias, column
+        bias = layer.bias + slot * layer.bias_slot + column * layer.bias_size
+    row = layer.b + slot * layer.b_slot + column * layer.b_row
+    return row, layer.b_row, (layer.bias_dtype, bias, layer.bias_size), column
+
+
+@njit(nogil=True)
+def load_bias(dtype, address):
+    """Return 16 elements of a bias; a kernel is not compiled for each of its dtypes."""
+    if dtype == BIAS_FLOAT32:
+        return v.load(v.FLOAT32, address)
+    if dtype == BIAS_BFLOAT16:
+        return v.load(v.BFLOAT16, address)
+    if dtype == BIAS_FLOAT16:
+        return v.load(v.FLOAT16, address)
+    return v.load(v.FLOAT64, address)
+
+
+@njit(nogil=True)
+def read_bias(dtype, address):
+    """Return one element of a bias."""
+    if dtype == BIAS_FLOAT32:
+        return v.read(v.FLOAT32, address)
+    if dtype == BIAS_BFLOAT16:
+        return v.read(v.BFLOAT16, address)
+    if dtype == BIAS_FLOAT16:
+        return v.read(v.FLOAT16, address)
+    return v.read(v.FLOAT64, address)
 
 
 @njit(nogil=True)
@@ -312,16 +383,16 @@ def expand_tiles(kinds, place, tiles, factors, order, t, end, h, y):
 @njit(nogil=True, forceinline=True)
 def expand_rows(kinds, place, tiles, factors, fresh, h_rows, y_rows):
     """Add to `tiles` times 16 columns of some rows of y."""
-    kind, kind_y, kind_bias = kinds
-    b, b_row, bias, column = place
+    kind, kind_y = kinds
+    b, b_row, (bias_dtype, bias, bias_size), column = place
     rank, scaling = factors
     (added,) = v.zeros((0,), (0,))
     for _ in range(tiles):
         if fresh:
             prefetch_rows(b, b_row, rank * v.size(kind))
         if bias != 0:
-            added = v.load(kind_bias, bias)
-            bias += LANES * v.size(kind_bias)
+            added = load_bias(bias_dtype, bias)
+            bias += LANES * bias_size
         sums = b_sums(kind, b, b_row, rank, h_rows)
         v.update_rows(kind_y, y_rows, column, sums, scaling, added)
         b += LANES * b_row
@@ -346,8 +417,8 @@ def b_sums(kind, b, b_row, rank, h_rows):
 @njit(nogil=True)
 def expand_long(kinds, place, tiles, factors, scratch, order, t, end, h, y):
     """Do as `expand_tiles`, but widen and transpose 16 rows of b once for a long segment."""
-    kind, kind_y, kind_bias = kinds
-    b, b_row, bias, column = place
+    kind, kind_y = kinds
+    b, b_row, (bias_dtype, bias, bias_size), column = place
     rank, scaling = factors
     (added,) = v.zeros((0,), (0,))
     columns = scratch.ctypes.data  # [rank, 16] float32
@@ -356,8 +427,8 @@ def expand_long(kinds, place, tiles, factors, scratch, order, t, end, h, y):
         prefetch_rows(b, b_row, rank * v.size(kind))
         transpose_rows(kind, b, b_row, rank, columns)
         if bias != 0:
-            added = v.load(kind_bias, bias)
-            bias += LANES * v.size(kind_bias)
+            added = load_bias(bias_dtype, bias)
+            bias += LANES * bias_size
         token = t
         while token + 8 <= end:
             y_rows = eight_rows(y, order, token)
@@ -404,12 +475,12 @@ def stored_sums(columns, paired, rank, h_rows):
 @njit(nogil=True)
 def expand_column(kinds, place, factors, order, t, end, h, y):
     """Add to one column of y, in the same order of sums as `expand_tiles`."""
-    kind, kind_y, kind_bias = kinds
-    b, _, bias, column = place
+    kind, kind_y = kinds
+    b, _, (bias_dtype, bias, _), column = place
     rank, scaling = factors
     added = np.float32(0)
     if bias != 0:
-        added = v.read(kind_bias, bias)
+        added = read_bias(bias_dtype, bias)
     paired = rank - rank % (16 // v.size(kind))
     for token in order[t:end]:
         even, odd = np.float32(0), np.float32(0)

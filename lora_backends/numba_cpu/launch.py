@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import AbstractContextManager, nullcontext
+import ctypes
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import numba
-import numpy as np
 import torch
+from numba import config
 
 from lora_backends.numba_cpu import kernels
 from lora_backends.numba_cpu.config import SEGMENTS_PER_THREAD, SERIAL_BYTES
 from lora_backends.numba_cpu.layer import Layers, Located
+from lora_backends.numba_cpu.openmp import torch_openmp
 from lora_backends.numba_cpu.plan import NumbaPlan
-from lora_backends.numba_cpu.vectors import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
+from lora_backends.numba_cpu.vectors import BFLOAT16, FLOAT16, FLOAT32
 from lora_backends.weights import LoRAWeights
 
 MARKERS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-BIAS_MARKERS = {**MARKERS, torch.float64: FLOAT64}
 
-_ONE_AT_A_TIME = threading.Lock()
+NO_FUNCTIONS = (0, 0, 0)
+_PACK_CALL = struct.Struct(f"{len(kernels.Call._fields)}q").pack
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel: both ways to call it with the bytes of a `kernels.Call`."""
+
+    run: Callable[[bytes], None]
+    address: int  # for OpenMP
+    compiled: Any  # what keeps the machine code
+
+
+@cache
+def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype) -> Kernel:
+    """Compile the kernel for weights and y of these dtypes, or load it from the disk."""
+    compiled = kernels.entry(MARKERS[dtype], MARKERS[dtype_y])
+    if config.DISABLE_JIT:
+        return Kernel(lambda call: compiled(_address_of(call)), 0, compiled)
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)  # lets other threads run
+    return Kernel(run, compiled.address, compiled)
+
+
+def _address_of(data: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def shrink(x: torch.Tensor, weights: LoRAWeights, layers: Layers, plan: NumbaPlan) -> torch.Tensor:
     """Return h, [num_slices, num_tokens, max_rank] float32."""
     h = torch.zeros(weights.num_slices, plan.num_tokens, weights.max_rank)
-    _run(kernels.SHRINK, False, x, h, None, weights, layers, plan)
+    _run(kernels.SHRINK, x, h, None, weights, layers, plan)
     return h
 
 
@@ -34,86 +60,65 @@ def expand(
     h: torch.Tensor, weights: LoRAWeights, layers: Layers, plan: NumbaPlan, y: torch.Tensor
 ) -> None:
     """Add the expansion of h, scaled, and the bias to y."""
-    _run(kernels.NOTHING, True, None, h, y, weights, layers, plan)
+    _run(kernels.NOTHING, None, h, y, weights, layers, plan)
 
 
 def shrink_and_expand(
     x: torch.Tensor, weights: LoRAWeights, layers: Layers, plan: NumbaPlan, y: torch.Tensor
 ) -> None:
-    """Add the LoRA of x to y; h lives for this call."""
-    h = torch.empty(weights.num_slices, plan.num_tokens, weights.max_rank)
-    _run(kernels.SHRINK, True, x, h, y, weights, layers, plan)
+    """Add the LoRA of x to y."""
+    _run(kernels.SHRINK, x, None, y, weights, layers, plan)
 
 
 def gather_and_expand(
     token_ids: torch.Tensor, weights: LoRAWeights, layers: Layers, plan: NumbaPlan, y: torch.Tensor
 ) -> None:
     """Add the LoRA of an embedding to y."""
-    h = torch.empty(weights.num_slices, plan.num_tokens, weights.max_rank)
     ids = token_ids.to(torch.int64).reshape(-1, 1)
-    _run(kernels.GATHER, True, ids, h, y, weights, layers, plan)
+    _run(kernels.GATHER, ids, None, y, weights, layers, plan)
 
 
 def _run(
     first: int,
-    expand: bool,
     x: torch.Tensor | None,
-    h: torch.Tensor,
+    h: torch.Tensor | None,
     y: torch.Tensor | None,
     weights: LoRAWeights,
     layers: Layers,
     plan: NumbaPlan,
 ) -> None:
-    if not len(plan.segments):
+    """Call the kernel; without h, which then lives for this call."""
+    if not plan.num_segments:
         return
     located = layers.locate(weights)
-    arguments = _arguments(first, expand, x, h, y, weights, located, plan)
     threads = num_threads(located, plan)
-    whole = len(plan.segments) >= SEGMENTS_PER_THREAD * threads
-    if threads == 1:
-        kernels.run(1, whole, *arguments)
+    dtype = weights.lora_a.dtype
+    kernel = kernel_for(dtype, dtype if y is None else y.dtype)
+    if h is None:
+        h_row = 4 * weights.max_rank
+        h_slice = h_row * plan.num_tokens
+        h = torch.empty(h_slice * weights.num_slices // 4)
     else:
-        _run_threads(threads, whole, arguments)
-
-
-def _arguments(
-    first: int,
-    expand: bool,
-    x: torch.Tensor | None,
-    h: torch.Tensor,
-    y: torch.Tensor | None,
-    weights: LoRAWeights,
-    located: Located,
-    plan: NumbaPlan,
-) -> tuple[Any, ...]:
-    """Return the arguments of `kernels.run`."""
-    kind = MARKERS[weights.dtype]
-    kind_y = kind if y is None else MARKERS[y.dtype]
-    kind_bias = FLOAT32 if weights.bias is None else BIAS_MARKERS[weights.bias.dtype]
-    return (
+        h_slice, h_row = 4 * h.stride(0), 4 * h.stride(1)
+    openmp = torch_openmp() if threads > 1 else None
+    call = _PACK_CALL(
         first,
-        expand,
-        (kind, kind_y, kind_bias),
-        located.layer,
-        located.offsets,
-        plan.segments,
-        plan.order,
-        _address_and_row(x),
-        (h.data_ptr(), 4 * h.stride(0), 4 * h.stride(1)),
-        _address_and_row(y),
+        y is not None,
+        plan.num_segments >= SEGMENTS_PER_THREAD * threads,
+        threads,
+        *(NO_FUNCTIONS if openmp is None else openmp.functions),
+        located.address,
+        *plan.addresses,
+        *_address_and_row(x),
+        h.data_ptr(),
+        h_slice,
+        h_row,
+        *_address_and_row(y),
     )
-
-
-def _run_threads(threads: int, whole: bool, arguments: tuple[Any, ...]) -> None:
-    before = numba.get_num_threads()  # of this Python thread
-    try:
-        if threads != before:
-            numba.set_num_threads(threads)
-        with _guard():
-            kernels.run(threads, whole, *arguments)
-    finally:
-        if threads != before:
-            numba.set_num_threads(before)
+    if openmp is None:
+        kernel.run(call)
+    else:
+        openmp.parallel(kernel.address, call, threads, 0)
 
 
 def _address_and_row(tensor: torch.Tensor | None) -> tuple[int, int]:
@@ -123,37 +128,9 @@ def _address_and_row(tensor: torch.Tensor | None) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
 
 
-def compile_for(dtype: torch.dtype) -> None:
-    """Compile the kernels for x, weights and base_output of one dtype."""
-    weights = LoRAWeights(
-        lora_a=torch.zeros(1, 1, 1, 1, dtype=dtype),
-        lora_b=torch.zeros(1, 1, 1, dtype=dtype),
-        ranks=torch.zeros(1, 1, dtype=torch.int32),
-        scalings=torch.zeros(1, 1),
-        output_slices=(1,),
-    )
-    plan = NumbaPlan(1, 1, np.zeros(1, np.int64), np.array([[0, 0, 1]]))
-    located, y, h = Layers().locate(weights), torch.zeros(1, 1, dtype=dtype), torch.zeros(1, 1, 1)
-    arguments = _arguments(kernels.SHRINK, True, y, h, y, weights, located, plan)
-    kernels.run(1, True, *arguments)
-
-
 def num_threads(located: Located, plan: NumbaPlan) -> int:
     """Return how many threads a call starts: torch's number, or 1 where it is not worth it."""
-    work = located.bytes_read * (len(plan.segments) + len(plan.order) // 8)
-    if work < SERIAL_BYTES:
+    work = located.bytes_read * (plan.num_segments + len(plan.order) // 8)
+    if work < SERIAL_BYTES or config.DISABLE_JIT or torch_openmp() is None:
         return 1
-    threads: int = numba.config.NUMBA_NUM_THREADS
-    return min(torch.get_num_threads(), threads)
-
-
-def _guard() -> AbstractContextManager[Any]:
-    """Return a lock where numba's threads do not stand two callers at once.
-
-    OpenMP and TBB do; "workqueue", which numba falls back to, ends the process.
-    """
-    try:
-        layer = numba.threading_layer()
-    except ValueError:  # chosen by the first parallel call
-        return _ONE_AT_A_TIME
-    return _ONE_AT_A_TIME if layer == "workqueue" else nullcontext()
+    return torch.get_num_threads()

@@ -8,10 +8,18 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lora_backends.weights import LoRAWeights
 
 Ints = npt.NDArray[np.int64]
+BIAS_FLOAT32, BIAS_BFLOAT16, BIAS_FLOAT16, BIAS_FLOAT64 = range(4)
+BIAS_DTYPES = {
+    torch.float32: BIAS_FLOAT32,
+    torch.bfloat16: BIAS_BFLOAT16,
+    torch.float16: BIAS_FLOAT16,
+    torch.float64: BIAS_FLOAT64,
+}
 
 
 class Layer(NamedTuple):
@@ -32,9 +40,12 @@ class Layer(NamedTuple):
     scalings_slice: int
     bias: int  # [num_slots, out_features], or 0
     bias_slot: int
+    bias_size: int  # bytes of an element
+    bias_dtype: int  # BIAS_FLOAT32, ...
     in_features: int
     num_slices: int
     max_rank: int
+    offsets: int  # [num_slices + 1] int64: first column of every slice, then out_features
 
 
 @dataclass(eq=False)
@@ -43,7 +54,8 @@ class Located:
 
     addresses: tuple[int, ...]  # of the tensors, to notice that one has moved
     layer: Ints  # the fields of a `Layer`
-    offsets: Ints  # [num_slices + 1] first column of every slice, then out_features
+    offsets: Ints  # what its last field points to
+    address: int  # of `layer`
     bytes_read: int  # of A and B, per active slot, if every rank were max_rank
 
 
@@ -76,12 +88,14 @@ class Layers:
 def _locate(weights: LoRAWeights, addresses: tuple[int, int, int, int, int]) -> Located:
     a, b, ranks, scalings, bias = addresses
     size = weights.lora_a.element_size()
-    bias_slot = 0
+    bias_slot, bias_size, bias_dtype = 0, 0, BIAS_FLOAT32
     if weights.bias is not None:
-        bias_slot = weights.bias.stride(0) * weights.bias.element_size()
+        bias_size = weights.bias.element_size()
+        bias_slot, bias_dtype = weights.bias.stride(0) * bias_size, BIAS_DTYPES[weights.bias.dtype]
     a_slot, a_slice, a_row, _ = (size * stride for stride in weights.lora_a.stride())
     b_slot, b_row, _ = (size * stride for stride in weights.lora_b.stride())
-    layer = Layer(
+    offsets = np.array(weights.slice_offsets, dtype=np.int64)
+    fields = Layer(
         a=a,
         a_slot=a_slot,
         a_slice=a_slice,
@@ -97,12 +111,13 @@ def _locate(weights: LoRAWeights, addresses: tuple[int, int, int, int, int]) -> 
         scalings_slice=4 * weights.scalings.stride(1),
         bias=bias,
         bias_slot=bias_slot,
+        bias_size=bias_size,
+        bias_dtype=bias_dtype,
         in_features=weights.in_features,
         num_slices=weights.num_slices,
         max_rank=weights.max_rank,
+        offsets=offsets.ctypes.data,
     )
+    layer = np.array(fields, dtype=np.int64)
     width = weights.num_slices * weights.in_features + weights.out_features
-    offsets = np.array(weights.slice_offsets, dtype=np.int64)
-    return Located(
-        addresses, np.array(layer, dtype=np.int64), offsets, width * weights.max_rank * size
-    )
+    return Located(addresses, layer, offsets, layer.ctypes.data, width * weights.max_rank * size)

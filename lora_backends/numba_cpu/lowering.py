@@ -229,3 +229,9 @@ def prefetch_line(builder: Any, address: Any) -> None:
     signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
     builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, 3, 1))])
+
+
+def call_function(builder: Any, address: Any) -> Any:
+    """Return what the C function ``int f(void)`` at an address returns."""
+    function = builder.inttoptr(address, ir.FunctionType(I32, []).as_pointer())
+    return builder.call(function, [])

@@ -160,3 +160,11 @@ def _sum_lanes(vector: Vector) -> np.float32:
         vector = vector[:half] + vector[half:]
     total: np.float32 = vector[0]
     return total
+
+
+def ints(address: int) -> Any:
+    return ctypes.cast(int(address), ctypes.POINTER(ctypes.c_int64))
+
+
+def call(address: int) -> int:
+    return int(ctypes.CFUNCTYPE(ctypes.c_int32)(int(address))())

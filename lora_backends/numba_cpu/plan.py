@@ -25,6 +25,15 @@ class NumbaPlan(LoRAPlan):
     order: Ints  # [num_active_tokens] tokens with an adapter, by slot, then by position
     segments: Ints  # [num_segments, 3] slot, first and last + 1 in `order`; at most MAX_SEGMENT
 
+    def __post_init__(self) -> None:
+        self.refill(self.order, self.segments)
+
+    def refill(self, order: Ints, segments: Ints) -> None:
+        """Take another batch's arrays."""
+        self.order, self.segments = order, segments
+        self.num_segments = len(segments)
+        self.addresses = len(segments), segments.ctypes.data, order.ctypes.data
+
 
 def order_and_segments(batch: LoRABatch) -> tuple[Ints, Ints]:
     """Return the two arrays of a `NumbaPlan`."""

@@ -337,5 +337,25 @@ def read_id(typing: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
+@_operation(plain.ints)
+def ints(typing: Any, address: Any) -> Any:
+    """ints(address): a pointer to int64, for `numba.carray`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], lowering.I64.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), codegen
+
+
+@_operation(plain.call)
+def call(typing: Any, address: Any) -> Any:
+    """call(address): what the C function of no arguments that lies there returns, an int32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(lowering.call_function(builder, args[0]), lowering.I64)
+
+    return types.int64(types.int64), codegen
+
+
 def _vectors_a_row(sums: int, a: int, x: int) -> int:
     return math.isqrt(a * x // sums)

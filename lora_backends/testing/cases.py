@@ -21,7 +21,7 @@ LARGEST_EXACT = 256
 class LoRACase:
     """One call, reproducible from its ``repr``: structure is written out, values follow a seed.
 
-    Two tokens of slot 0 and one without adapter, one slice of 8 columns, rank 2 of at most 4::
+    Two tokens of slot 0 and one without adapter, one slice of 8 columns, rank 2 of at most 4:
 
         LoRACase(slots=(0, -1, 0), ranks=((2,),), max_rank=4, in_features=5, output_slices=(8,),
                  scalings=((0.5,),), dtype=torch.float16)

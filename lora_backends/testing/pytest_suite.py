@@ -22,8 +22,6 @@ def conformance_tests(
 ) -> Callable[..., None]:
     """Return a pytest function, parametrised by property, to assign to a name of a test file.
 
-    ::
-
         # test_conformance.py
         from lora_backends.testing import conformance_tests
 

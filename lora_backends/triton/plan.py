@@ -20,7 +20,7 @@ EMPTY = -1
 class TritonPlan(LoRAPlan):
     """Which slot and which tokens every tile has.
 
-    Slots [2, -1, 0, 2, 2] in tiles of 2 tokens, three slots and so at most three tiles::
+    Slots [2, -1, 0, 2, 2] in tiles of 2 tokens, three slots and so at most three tiles:
 
         tile_slots   [0, 2, 2]
         tile_tokens  [[2, -1], [0, 3], [4, -1]]

@@ -1,5 +1,6 @@
 """Contenders are checked before they are timed, and one that fails does not end the run."""
 
+import importlib
 import json
 import os
 
@@ -28,7 +29,7 @@ from lora_backends.errors import (
 )
 
 CELL = Cell("o", 16, (8, 4), tokens=6, adapters=3, rank=2)
-CPU = torch.device("cpu")
+measuring = importlib.import_module("lora_backends.bench.measure")
 
 
 def spoiled(name, change):
@@ -129,6 +130,13 @@ def test_efficiency_is_limit_over_time():
     found = cell["results"]["torch_ref"]
     assert found["us_q1"] <= found["us"] <= found["us_q3"]
     assert found["efficiency"] == pytest.approx(cell["limit_us"] / found["us"], rel=0.2, abs=1e-3)
+
+
+def test_a_contender_far_from_the_limit_is_summed_up_too(monkeypatch):
+    monkeypatch.setattr(measuring, "spread", lambda _: {"us": 1e9, "us_q1": 1e9, "us_q3": 1e9})
+    result = run([from_backend(get_backend("torch_ref", "cpu"))])
+    assert 0 < result["cells"][0]["results"]["torch_ref"]["efficiency"] < 1e-4
+    assert summarize(result)["torch_ref"]["efficiency_decode"] >= 0
 
 
 def test_layers_of_a_timing_have_one_shape_and_different_weights():
@@ -251,3 +259,22 @@ def test_a_backend_made_for_other_devices_is_timed_only_if_it_is_named(monkeypat
     _, left_out = choose(None, "cpu", torch.float32)
     assert left_out["triton"].startswith("made for cuda")
     assert [c.name for c in choose(["triton"], "cpu", torch.float32)[0]] == ["triton"]
+
+
+def test_a_copy_that_was_slow_once_does_not_stand_for_the_device(monkeypatch):
+    rates = iter([5.0, 9.0, 20.0, 20.0, 3.0])  # at first, then around every cell
+    for module in (timing, measuring):
+        monkeypatch.setattr(module, "copy_clock", lambda: lambda: next(rates))
+    cells = [CELL, Cell("o", 16, (8, 4), tokens=9, adapters=3, rank=2)]
+    result = run([from_backend(get_backend("torch_ref", "cpu"))], cells)
+    assert [cell["copy_gb_per_s"] for cell in result["cells"]] == [20.0, 20.0]
+    assert result["limits"]["copy_gb_per_s"] == 20.0
+    cell = result["cells"][0]
+    assert cell["limit_us"] == pytest.approx(cell["bytes"] / 20e3, abs=1e-3)
+
+
+@pytest.mark.parametrize(("load", "told"), [(0.1, False), (5000.0, True)])
+def test_a_busy_machine_is_noted(monkeypatch, load, told):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    notes = run([from_backend(get_backend("torch_ref", "cpu"))])["notes"]
+    assert bool(notes) is told

@@ -7,13 +7,14 @@ QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,),
 DECODE, PREFILL = (1, 1, 16), (2048, 8, 16)  # tokens, active slots, segment_size
 CASES = {
     "bf16": [
-        *[(DECODE, layer) for layer in (QKV, DOWN, ODD)],
-        *[(PREFILL, layer) for layer in (DOWN, ODD)],
+        (DECODE, QKV),
+        (DECODE, ODD),
+        (PREFILL, DOWN),
         ((64, 64, "auto"), QKV),
         ((2048, 8, 128), DOWN),
     ],
-    "fp16": [(DECODE, DOWN), (PREFILL, QKV)],
-    "fp32": [(DECODE, DOWN), (PREFILL, QKV)],
+    "fp16": [(PREFILL, QKV)],
+    "fp32": [(PREFILL, DOWN)],
 }
 
 

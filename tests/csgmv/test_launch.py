@@ -16,13 +16,13 @@ TILES = [
     TileConfig(ShrinkTiles(64, 32, split_k=3), ExpandTiles(32, 16, chunks=4)),
     TileConfig(ShrinkTiles(16, 64, split_k=2, warps_k=4), ExpandTiles(64, 16, chunks=2)),
 ]
+ROWS = [(16, 1), (16, 4), (32, 2)]  # segment_size, group_size
 SIZES = [16, 64, "auto"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tiles", TILES, ids=range(3))
-@pytest.mark.parametrize("row", [(16, 1), (16, 4), (32, 2)], ids=str)
+@pytest.mark.parametrize("tiles, row", list(zip(TILES, ROWS, strict=True)))
 def test_any_sizes_compute_the_formula(device, monkeypatch, dtype, bias, tiles, row):
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     weights, small = small_weights(dtype, bias), small_batch()

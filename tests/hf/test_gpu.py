@@ -1,13 +1,12 @@
 """A model on a GPU computes what it computes on the CPU, with every backend that runs there."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
+from deltas import random_checkpoint
 
-from lora_backends import backend_names, unavailable_reasons
+from lora_backends import UnsupportedInputError, backend_names, unavailable_reasons
 from lora_backends.hf import MultiLoRAModel
+from lora_backends.registry import backend_class
 
 CUDA = "cuda"
 BACKENDS = [
@@ -23,40 +22,22 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def folders(make_base, tmp_path):
-    """Write two adapters by hand, since PEFT need not be there: q, v and down, ranks 4 and 3."""
-    base, folders = make_base("llama"), {}
-    for seed, (name, rank) in enumerate({"a": 4, "b": 3}.items()):
-        generator = torch.Generator().manual_seed(seed)
-        tensors = {}
-        for path, module in base.named_modules():
-            if path.endswith(("q_proj", "v_proj", "down_proj")):
-                a = torch.randn(rank, module.in_features, generator=generator)
-                b = torch.randn(module.out_features, rank, generator=generator)
-                tensors[f"base_model.model.{path}.lora_A.weight"] = a
-                tensors[f"base_model.model.{path}.lora_B.weight"] = 0.3 * b
-        folders[name] = tmp_path / name
-        folders[name].mkdir()
-        config = {"peft_type": "LORA", "r": rank, "target_modules": ["q_proj", "v_proj"]}
-        config["target_modules"].append("down_proj")
-        (folders[name] / "adapter_config.json").write_text(json.dumps(config))
-        save_file(tensors, folders[name] / "adapter_model.safetensors")
-    return folders
+TARGETS = ("q_proj", "v_proj", "down_proj")
+CAPTURED = [name for name in BACKENDS if backend_class(name).cuda_graphs]
 
 
-def wrapped(base, backend, folders):
+def wrapped(base, backend):
     model = MultiLoRAModel(base, backend, max_adapters=2, max_rank=4)
-    for name, folder in folders.items():
-        model.load_adapter(name, folder)
+    for seed, (name, rank) in enumerate({"a": 4, "b": 3}.items()):
+        model.add_adapter(name, random_checkpoint(base, TARGETS, rank, seed))
     return model
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_on_the_gpu_are_those_on_the_cpu(backend, make_base, folders):
+def test_logits_on_the_gpu_are_those_on_the_cpu(backend, make_base):
     ids = torch.randint(0, 40, (4, 9), generator=torch.Generator().manual_seed(3))
-    expected = wrapped(make_base("llama"), "torch_ref", folders)(adapters=ROWS, input_ids=ids)
-    model = wrapped(make_base("llama").to(CUDA), backend, folders)
+    expected = wrapped(make_base("llama"), "torch_ref")(adapters=ROWS, input_ids=ids)
+    model = wrapped(make_base("llama").to(CUDA), backend)
     logits = model(adapters=ROWS, input_ids=ids.to(CUDA)).logits.cpu()
     torch.testing.assert_close(logits, expected.logits, rtol=0, atol=2e-4)
     plain = model(adapters=[None] * 4, input_ids=ids.to(CUDA)).logits.cpu()
@@ -65,11 +46,48 @@ def test_logits_on_the_gpu_are_those_on_the_cpu(backend, make_base, folders):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_generation_on_the_gpu_keeps_the_adapter_of_each_row(backend, make_base, folders):
+def test_generation_on_the_gpu_keeps_the_adapter_of_each_row(backend, make_base):
     ids = torch.randint(1, 40, (4, 6), generator=torch.Generator().manual_seed(5)).to(CUDA)
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    model = wrapped(make_base("llama").to(CUDA), backend, folders)
+    model = wrapped(make_base("llama").to(CUDA), backend)
     tokens = model.generate(ids, adapters=ROWS, **settings)
     for row, name in enumerate(ROWS):
         alone = model.generate(ids[row : row + 1], adapters=[name], **settings)
         assert torch.equal(tokens[row], alone[0])
+
+
+@pytest.mark.parametrize("backend", CAPTURED)
+def test_a_captured_step_follows_updates_bit_for_bit(backend, make_base):
+    model = wrapped(make_base("llama").to(CUDA), backend)
+    ids = torch.randint(0, 40, (4, 1), generator=torch.Generator().manual_seed(3)).to(CUDA)
+    step = model.prepare(ROWS)
+    inputs = {"adapters": step, "input_ids": ids, "use_cache": False}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model(**inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = model(**inputs).logits
+    for rows in (ROWS, ["b"] * 4, [None] * 4, [None, "a", "a", "b"]):
+        step.update(rows)
+        graph.replay()
+        assert torch.equal(captured, model(**inputs).logits)
+    step.update([None, None, "b", "b"])
+    model.add_adapter("a", random_checkpoint(model.base, TARGETS, 4, seed=9))  # in place
+    step.update(ROWS)
+    graph.replay()
+    assert torch.equal(captured, model(**inputs).logits)
+
+
+def test_a_backend_of_the_host_refuses_to_be_captured(make_base):
+    model = wrapped(make_base("llama").to(CUDA), "torch_ref")
+    step = model.prepare(ROWS)
+    ids = torch.ones((4, 1), dtype=torch.int64, device=CUDA)
+    with (
+        pytest.raises(UnsupportedInputError, match="cannot capture backend 'torch_ref'"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        model(adapters=step, input_ids=ids, use_cache=False)

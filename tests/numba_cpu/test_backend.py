@@ -1,14 +1,16 @@
 """What `numba_cpu` promises besides the interface, which the conformance kit checks."""
 
+import os
+import sys
 import threading
 
-import numba
 import pytest
 import torch
 
 from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.numba_cpu import NumbaCPUBackend, launch
 from lora_backends.numba_cpu.config import LONG_SEGMENT, MAX_SEGMENT, SERIAL_BYTES
+from lora_backends.numba_cpu.openmp import torch_openmp
 from lora_backends.testing import conformance_tests
 from lora_backends.testing.profiles import Profile
 from lora_backends.torch_ref import TorchRefBackend
@@ -36,8 +38,8 @@ def one_thread():
 
 @pytest.fixture
 def two_threads():
-    if numba.config.NUMBA_NUM_THREADS < 2:
-        pytest.skip("numba has one thread here")
+    if torch_openmp() is None:
+        pytest.skip("torch runs on no OpenMP with GCC's entry points here")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -128,15 +130,25 @@ def test_threads_follow_torch_and_small_work_takes_one(two_threads):
     assert launch.num_threads(located, many) == 1
 
 
-def test_the_number_of_numba_threads_is_put_back(two_threads, monkeypatch):
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_threads_are_those_of_torch(two_threads, monkeypatch):
+    """No second set of threads: it would compete with torch's for the cores."""
+    weights = layer()
+    batch = random_batch(weights, 9)
+    torch.ones(1 << 20) + 1  # starts torch's threads
+    before = len(os.listdir("/proc/self/task"))
     monkeypatch.setattr(launch, "SERIAL_BYTES", 0)
-    numba.set_num_threads(1)
-    try:
-        weights = layer()
-        run(NumbaCPUBackend(), weights, *random_batch(weights, 9))
-        assert numba.get_num_threads() == 1
-    finally:
-        numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+    run(NumbaCPUBackend(), weights, *batch)
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+def test_without_openmp_one_thread_does_all(two_threads, monkeypatch):
+    weights = layer()
+    batch = random_batch(weights, 40)
+    expected = run(NumbaCPUBackend(), weights, *batch)
+    monkeypatch.setattr(launch, "SERIAL_BYTES", 0)
+    monkeypatch.setattr(launch, "torch_openmp", lambda: None)
+    assert torch.equal(run(NumbaCPUBackend(), weights, *batch), expected)
 
 
 def test_python_threads_may_share_a_backend(two_threads, monkeypatch):
@@ -199,6 +211,7 @@ def test_a_plan_cuts_long_runs():
 
 
 def test_it_promises_what_it_is_asked_for():
+    assert NumbaCPUBackend.batch_invariant  # what is listed without making one
     assert NumbaCPUBackend().deterministic
     assert NumbaCPUBackend(batch_invariant=True).batch_invariant
     assert not NumbaCPUBackend(batch_invariant=False).batch_invariant

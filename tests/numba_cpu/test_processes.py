@@ -15,7 +15,7 @@ PACKAGE = Path(lora_backends.__file__).parent
 USE = """
 import torch
 from lora_backends import LoRABatch, LoRAWeights
-from lora_backends.numba_cpu import NumbaCPUBackend, kernels
+from lora_backends.numba_cpu import NumbaCPUBackend, launch
 backend = NumbaCPUBackend()
 weights = LoRAWeights(
     torch.ones(1, 1, 1, 3), torch.ones(1, 2, 1), torch.ones(1, 1, dtype=torch.int32),
@@ -64,7 +64,7 @@ def test_plain_twins_pass_the_kit(tmp_path):
 
 def test_kernels_are_compiled_once(tmp_path):
     copy_of_the_package(tmp_path)
-    code = USE + "print(sum(kernels.run.stats.cache_hits.values()))"
+    code = USE + "print(launch.kernel_for(torch.float32, torch.float32).compiled.cache_hits)"
     cache = str(tmp_path / "cache")
     expected = "[[3.0, 3.0], [0.0, 0.0]]"
     assert python(code, tmp_path, NUMBA_CACHE_DIR=cache) == f"{expected}\n0"

@@ -1,0 +1,142 @@
+"""The site: what its pages quote is true, and every public name is in the reference."""
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("griffe", reason="the site's tools are not installed: pip install '.[docs]'")
+pytest.importorskip("typer")
+
+import figures
+import pages
+
+import lora_backends
+from lora_backends.registry import backend_class, backend_names
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_generated_parts_are_what_code_and_results_give(page):
+    assert page.read_text() == pages.updated(page.read_text()), "run `make docs`"
+
+
+def test_a_stale_part_shows():
+    page = (REFERENCE / "support.md").read_text()
+    stale = page.replace("| deterministic | yes", "| deterministic | no")
+    assert stale != page
+    assert pages.updated(stale) == page
+
+
+def test_every_public_name_is_in_the_reference():
+    described = set()
+    for page in REFERENCE.glob("*.md"):
+        described.update(re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE))
+    missing = [
+        f"{package}.{name}"
+        for package, name, home in public_names()
+        if f"{package}.{name}" not in described and f"{home}.{name}" not in described
+    ]
+    assert missing == []
+
+
+def public_names():
+    """Yield what the package and its subpackages export, and the backends' classes.
+
+    Each with the package, the name and the module that it is defined in.
+    """
+    packages = ["lora_backends"]
+    for found in pkgutil.iter_modules(lora_backends.__path__, "lora_backends."):
+        if found.ispkg:
+            packages.append(found.name)
+    for package in packages:
+        module = importlib.import_module(package)
+        for name in getattr(module, "__all__", []):
+            yield package, name, getattr(getattr(module, name), "__module__", package)
+    for name in backend_names():
+        cls = backend_class(name)
+        if cls.__module__.startswith("lora_backends."):
+            yield cls.__module__, cls.__qualname__, cls.__module__
+
+
+def test_docstrings_are_markdown():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in (ROOT / "lora_backends").rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if line.endswith("::")
+    ]
+    assert wrong == [], "end the line before an indented example in one colon"
+
+
+def test_the_picture_is_drawn_from_the_results():
+    picture = (ROOT / "docs" / "images" / "h200.svg").read_text()
+    assert figures.digest() in picture, "run tools/draw_h200.py"
+
+
+def quotes_of_the_readme():
+    smollm2 = figures.smollm2_ratios()
+    mean = figures.mean_efficiency
+    yield (
+        f"`triton` reaches {mean('decode'):.2f} of the limit in decode and "
+        f"{mean('prefill'):.2f} in prefill (geometric means), against "
+        f"{mean('decode', None):.2f} and {mean('prefill', None):.2f} for the best"
+    )
+    yield (
+        f"{smollm2['numba_cpu']:.2f} times the base model's with `numba_cpu`, "
+        f"{smollm2['torch_ref']:.2f} with `torch_ref` and "
+        f"{smollm2['PEFT mixed batch']:.2f} with PEFT's mixed batch"
+    )
+
+
+def quotes_on_performance():
+    cells = figures.measured()
+    one = [c for c in cells if (c["tokens"], c["active_adapters"], c["rank"]) == (1, 1, 16)]
+    floors, times = [c["byte_floor_us"] for c in one], [c["times"]["triton"] for c in one]
+    launches = one[0]["limit_us"] - one[0]["byte_floor_us"]
+    yield (
+        f"between {min(floors):.2f} and {max(floors):.2f} us for its bytes and {launches:.2f} us "
+        f"for two launches; the rest of the {min(times):.1f} to {max(times):.1f} us"
+    )
+    below = [c for c in cells if c["limit_us"] > c["times"]["triton"]]
+    assert [(c["projection"], c["tokens"], c["rank"]) for c in below] == [("o", 2048, 16)]
+    yield "`o` with 2048 tokens at rank 16 does"
+    large = next(
+        c
+        for c in cells
+        if (c["projection"], c["tokens"], c["active_adapters"], c["rank"])
+        == ("gate_up", 64, 64, 64)
+    )
+    yield (
+        f"64 tokens then takes {large['times']['triton']:.1f} us, longer than the base product's "
+        f"{large['base_gemm']:.1f} us"
+    )
+
+
+def quotes_on_triton():
+    for phase, named in (("decode", "1 to 256"), ("prefill", "2048 and 8192")):
+        part = figures.of_phase(phase)
+        ratios = [c["times"]["triton"] / c["best_peer_us"] for c in part]
+        yield (
+            f"| {phase}, {named} tokens | {len(part)} | {figures.mean_efficiency(phase):.2f} | "
+            f"{min(figures.efficiency(part, 'triton')):.2f} | "
+            f"{figures.geometric_mean(ratios):.2f} |"
+        )
+
+
+QUOTES = {
+    "README.md": quotes_of_the_readme,
+    "docs/explanation/performance.md": quotes_on_performance,
+    "docs/explanation/triton-backend.md": quotes_on_triton,
+}
+
+
+@pytest.mark.parametrize("page", QUOTES)
+def test_quoted_figures_are_those_of_the_results(page):
+    text = " ".join((ROOT / page).read_text().split())
+    missing = [quote for quote in QUOTES[page]() if quote not in text]
+    assert missing == []

@@ -1,0 +1,184 @@
+"""The figures that the pages quote from benchmarks/results and benchmarks/peers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from reference_blocks import table
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+PEERS = BENCHMARKS / "peers" / "h200.json"
+RESULTS = {"triton": BENCHMARKS / "results" / "h200_triton.json"}
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
+KEY = ("projection", "tokens", "active_adapters", "rank", "mix")
+CONTENDERS = {
+    "SGLang 0.5.23 triton_v2": ("sglang_0.5.23_triton_v2",),
+    "SGLang 0.5.23 csgmv": ("sglang_0.5.23_csgmv", "sglang_0.5.23_csgmv_chunk128"),
+    "vLLM 0.33": ("vllm_0.33",),
+}
+"""Peers by name, and their fields; the better of two settings of one peer counts."""
+PHASES: dict[str, Callable[[int], bool]] = {
+    "decode": lambda tokens: tokens <= 256,
+    "prefill": lambda tokens: tokens > 256,
+}
+BEST_PEER = "best peer, cell by cell"
+Cell = dict[str, Any]
+
+
+def measured() -> list[Cell]:
+    """Return the cells of the H200, each with microseconds by contender under "times"."""
+    own = {
+        backend: {key(cell): cell["us"] for cell in json.loads(file.read_text())["cells"]}
+        for backend, file in RESULTS.items()
+    }
+    cells = []
+    for row in json.loads(PEERS.read_text())["rows"]:
+        times = {backend: by_key[key(row)] for backend, by_key in own.items()}
+        times |= {name: min(row[f] for f in fields) for name, fields in CONTENDERS.items()}
+        cells.append({**row, "times": times})
+    return cells
+
+
+def key(cell: Cell) -> tuple[Any, ...]:
+    """Return what tells a cell from all others."""
+    return tuple(cell[name] for name in KEY)
+
+
+def efficiency(cells: Iterable[Cell], contender: str | None = None) -> list[float]:
+    """Return the limit over the time, of a contender or of the best peer in each cell."""
+    return [
+        cell["limit_us"] / (cell["times"][contender] if contender else cell["best_peer_us"])
+        for cell in cells
+    ]
+
+
+def mean_efficiency(phase: str, contender: str | None = "triton") -> float:
+    """Return the geometric mean over the cells of a phase."""
+    return geometric_mean(efficiency(of_phase(phase), contender))
+
+
+def smollm2_ratios() -> dict[str, float]:
+    """Return the time of a decode step on the CPU over the base model's, by contender."""
+    rows = json.loads((BENCHMARKS / "results" / "decode_smollm2_cpu.json").read_text())["rows"]
+    return {row["contender"]: row["ratio_to_base"] for row in rows}
+
+
+def at_a_glance() -> str:
+    """Return one figure per backend and kind of machine, for whoever chooses."""
+    layers = "layers of Llama-3-8B on an H200, bfloat16"
+    step = "a decode step of SmolLM2-135M on two CPU cores, float32, 32 rows over 8 adapters"
+    rows = [
+        [f"{layers}: share of the hardware's limit in {phase}", name, f"{value:.2f}"]
+        for phase in PHASES
+        for name, value in (
+            *((f"`{backend}`", mean_efficiency(phase, backend)) for backend in RESULTS),
+            (BEST_PEER, mean_efficiency(phase, None)),
+        )
+    ]
+    rows += [
+        [f"{step}: time over the base model's", name if "PEFT" in name else f"`{name}`", f"{v:.2f}"]
+        for name, v in smollm2_ratios().items()
+        if name != "base"
+    ]
+    summary = json.loads((BENCHMARKS / "results" / "cpu_cells.json").read_text())["summary"]
+    rows += [
+        [
+            f"layers of SmolLM2 and Llama size on two CPU cores, {dtype}: speed over a plain torch "
+            "loop's in decode",
+            "`numba_cpu`",
+            f"{summary[dtype]['decode_times_loop_geometric_mean']:.2f}",
+        ]
+        for dtype in sorted(summary, reverse=True)
+    ]
+    return table(["measured", "with", ">figure"], rows)
+
+
+def digest() -> str:
+    """Return what tells whether a picture was drawn from the measurements as they are."""
+    return hashlib.sha256(json.dumps(measured()).encode()).hexdigest()
+
+
+def phases() -> str:
+    """Return efficiency by phase, of every backend that was measured and of the peers."""
+    names = {f"`{backend}`": backend for backend in RESULTS} | {BEST_PEER: None}
+    names |= {name: name for name in CONTENDERS}
+    rows = [
+        [phase, name, *_three(efficiency(of_phase(phase), contender))]
+        for phase in PHASES
+        for name, contender in names.items()
+    ]
+    return table(["phase", "contender", ">geometric mean", ">lowest", ">highest"], rows)
+
+
+def of_phase(phase: str) -> list[Cell]:
+    """Return the cells of a phase."""
+    return [cell for cell in measured() if PHASES[phase](cell["tokens"])]
+
+
+def projections(backend: str = "triton") -> str:
+    """Return efficiency by projection and phase, and the time against the best peer's."""
+    rows = []
+    for projection in PROJECTIONS:
+        for phase in PHASES:
+            cells = [cell for cell in of_phase(phase) if cell["projection"] == projection]
+            ratios = [cell["times"][backend] / cell["best_peer_us"] for cell in cells]
+            rows.append(
+                [f"`{projection}`", phase, str(len(cells)), *_three(efficiency(cells, backend))[:2]]
+                + [f"{geometric_mean(efficiency(cells)):.2f}"]
+                + [f"{geometric_mean(ratios):.2f}", f"{max(ratios):.2f}"]
+            )
+    return table(
+        ["projection", "phase", ">cells", ">efficiency", ">lowest", ">best peer's efficiency"]
+        + [">time over the best peer's", ">highest"],
+        rows,
+    )
+
+
+def cells(backend: str = "triton") -> str:
+    """Return microseconds of every cell, one line per batch and one column per projection."""
+    by_key = {key(cell): cell for cell in measured()}
+    rows = []
+    for batch in sorted({found[1:] for found in by_key}):
+        texts = []
+        for projection in PROJECTIONS:
+            cell = by_key[(projection, *batch)]
+            times = (cell["times"][backend], cell["best_peer_us"], cell["limit_us"])
+            texts.append(" / ".join(f"{time:.1f}" for time in times))
+        tokens, active, rank, mix = batch
+        rows.append([str(tokens), f"{active}{', skewed' if mix == 'skewed' else ''}", str(rank)])
+        rows[-1] += texts
+    names = [f">`{projection}`" for projection in PROJECTIONS]
+    return table([">tokens", ">adapters", ">rank", *names], rows)
+
+
+def worked_example() -> str:
+    """Return bytes, operations and the limit of a few cells of the o projection, bfloat16."""
+    width_in, slices = json.loads(PEERS.read_text())["projections"]["o"]
+    width_out = sum(slices)
+    by_key = {key(cell): cell for cell in measured()}
+    rows = []
+    for tokens, active, rank in ((1, 1, 16), (64, 8, 16), (256, 64, 64), (8192, 1, 16)):
+        cell = by_key["o", tokens, active, rank, "uniform"]
+        weights = 2 * active * rank * (width_in + width_out)
+        activations = 2 * tokens * (width_in + 2 * width_out)
+        operations = 2 * tokens * rank * (width_in + width_out)
+        rows.append(
+            [str(tokens), str(active), str(rank)]
+            + [f"{value / 1e6:,.2f}" for value in (weights, activations, operations)]
+            + [f"{operations / (weights + activations):.1f}"]
+            + [f"{cell['byte_floor_us']:.2f}", f"{cell['limit_us']:.2f}"]
+        )
+    return table(
+        [">tokens", ">adapters", ">rank", ">A and B, MB", ">x and y, MB", ">MFLOP"]
+        + [">FLOP per byte", ">bytes alone, us", ">limit, us"],
+        rows,
+    )
+
+
+def _three(values: list[float]) -> list[str]:
+    return [f"{value:.2f}" for value in (geometric_mean(values), min(values), max(values))]
