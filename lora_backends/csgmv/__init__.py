@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar, Literal
 
 import torch
@@ -9,10 +10,11 @@ from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
-from lora_backends.csgmv import launch
+from lora_backends.csgmv import launch, tuning
 from lora_backends.csgmv import plan as plans
 from lora_backends.csgmv.config import check_segment_size, segment_and_group
 from lora_backends.csgmv.plan import CsgmvPlan
+from lora_backends.gpu.choice import TileChoice, tile_choice
 from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
 from lora_backends.gpu.ready import key_of
 from lora_backends.gpu.tiles import TileConfig
@@ -36,10 +38,12 @@ class CsgmvBackend(LoRABackend):
         segment_size: tokens per segment, 16, 32, 64 or 128; "auto" follows the batch.
         allow_tf32: multiply float32 values as tf32, faster and with 10 bits of mantissa.
         batch_invariant: take the same sizes for every batch, so that a row's result does not
-            depend on the rest of its batch.
+            depend on the rest of its batch. They are the rules': no table is read.
+        tiles: "auto" takes tile sizes from the user's table for this device, else from the
+            library's own, else from the rules; "rules" reads no table; else the file of a table.
 
     Raises:
-        InvalidInputError: another segment_size.
+        InvalidInputError: another segment_size, a table that is broken or another device's.
 
     Source:
         The chunked backend of SGLang (chunked segmented gather matrix-vector multiplication).
@@ -60,6 +64,7 @@ class CsgmvBackend(LoRABackend):
         segment_size: int | Literal["auto"] = 16,
         allow_tf32: bool = False,
         batch_invariant: bool = False,
+        tiles: str | os.PathLike[str] = "auto",
     ) -> None:
         super().__init__(device)
         self.segment_size = check_segment_size(segment_size)
@@ -70,7 +75,18 @@ class CsgmvBackend(LoRABackend):
             programmatic=has_programmatic_launch(self.device),
             batch_invariant=batch_invariant,
             tiles=None,
+            choice=tile_choice(tuning, "csgmv", self.device, tiles, batch_invariant),
         )
+
+    @property
+    def tile_choice(self) -> TileChoice:
+        """Where sizes come from."""
+        assert self._options.choice is not None
+        return self._options.choice
+
+    @tile_choice.setter
+    def tile_choice(self, choice: TileChoice) -> None:
+        self._options = self._options._replace(choice=choice)
 
     def use_tiles(self, tiles: TileConfig | None) -> None:
         """Take these sizes for every layer from now on, None for the chosen ones: for a tuner."""
@@ -89,7 +105,8 @@ class CsgmvBackend(LoRABackend):
         active = int((counts > 0).sum())
         tokens = (batch.num_tokens, active)
         sizes = launch.INVARIANT_BATCH if self.batch_invariant else tokens
-        segment_size, group_size = segment_and_group(self.segment_size, *sizes)
+        row = self.tile_choice.block_tokens(*sizes)
+        segment_size, group_size = segment_and_group(self.segment_size, *sizes, row)
         return plans.make_plan(batch, segment_size, group_size, active, self.device)
 
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -12,6 +12,7 @@ import torch
 from lora_backends.csgmv import kernels
 from lora_backends.csgmv.config import Problem, choose_tiles
 from lora_backends.csgmv.plan import CsgmvPlan
+from lora_backends.gpu.choice import TileChoice
 from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
 from lora_backends.gpu.ready import Launched
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig, padded_rank
@@ -33,6 +34,7 @@ class Options(NamedTuple):
     programmatic: bool  # launch before the kernel in front has ended
     batch_invariant: bool
     tiles: TileConfig | None  # sizes to take instead of those that would be chosen
+    choice: TileChoice | None = None  # who chooses; None: the rules
 
 
 class Grid(NamedTuple):
@@ -106,9 +108,10 @@ def _kernels(
         out_features=sum(output_slices),
         item_bytes=item_bytes,
     )
-    first = second = options.tiles or choose_tiles(problem)
+    first = second = options.tiles or _chosen(problem, options.choice)
     if form == "separate":
-        second = choose_tiles(replace(problem, item_bytes=torch.float32.itemsize))
+        exact = replace(problem, item_bytes=torch.float32.itemsize)
+        second = _chosen(exact, options.choice)
     planes = first.shrink.split_k if form == "linear" else 1
     follows = options if form == "linear" else options._replace(programmatic=False)
     if form == "separate":
@@ -120,6 +123,13 @@ def _kernels(
         _expand(layer, planes, row, second.expand, has_bias, by_token, follows),
         first.shrink.split_k,
     )
+
+
+def _chosen(problem: Problem, choice: TileChoice | None) -> TileConfig:
+    if choice is None:
+        return choose_tiles(problem)
+    tiles: TileConfig = choice.choose_tiles(*astuple(problem))
+    return tiles
 
 
 @lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import ClassVar
 
 import torch
@@ -11,11 +12,12 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.checks import as_device
+from lora_backends.gpu.choice import tile_choice
 from lora_backends.gpu.launching import INTERPRETED, has_programmatic_launch
 from lora_backends.gpu.ready import key_of
-from lora_backends.triton import launch
+from lora_backends.triton import launch, tuning
 from lora_backends.triton import plan as plans
-from lora_backends.triton.config import TileConfig, block_tokens, choose_tiles
+from lora_backends.triton.config import TileConfig
 from lora_backends.triton.plan import TritonPlan
 from lora_backends.weights import LoRAWeights
 
@@ -37,7 +39,12 @@ class TritonBackend(LoRABackend):
         device: a CUDA or ROCm device, or the CPU under ``TRITON_INTERPRET=1``.
         allow_tf32: multiply float32 values as tf32, faster and with 10 bits of mantissa.
         batch_invariant: take the same tile sizes for every batch, so that a row's result does
-            not depend on the rest of its batch.
+            not depend on the rest of its batch. They are the rules': no table is read.
+        tiles: "auto" takes tile sizes from the user's table for this device, else from the
+            library's own, else from the rules; "rules" reads no table; else the file of a table.
+
+    Raises:
+        InvalidInputError: a table that is broken or another device's.
 
     Source:
         Punica: Multi-Tenant LoRA Serving, arXiv 2310.18547.
@@ -57,8 +64,10 @@ class TritonBackend(LoRABackend):
         *,
         allow_tf32: bool = False,
         batch_invariant: bool = False,
+        tiles: str | os.PathLike[str] = "auto",
     ) -> None:
         super().__init__(device)
+        self.tile_choice = tile_choice(tuning, "triton", self.device, tiles, batch_invariant)
         self.allow_tf32 = allow_tf32
         self.batch_invariant = batch_invariant
         self._precision = "tf32" if allow_tf32 else "ieee"
@@ -82,9 +91,9 @@ class TritonBackend(LoRABackend):
             return plans.refill(out, batch)
         active = plans.count_active(batch)
         if self.batch_invariant:
-            tile = block_tokens(_INVARIANT_TOKENS, _INVARIANT_SLOTS)
+            tile = self.tile_choice.block_tokens(_INVARIANT_TOKENS, _INVARIANT_SLOTS)
         else:
-            tile = block_tokens(batch.num_tokens, active)
+            tile = self.tile_choice.block_tokens(batch.num_tokens, active)
         return plans.make_plan(batch, tile, active, self.device)
 
     @override
@@ -159,7 +168,7 @@ class TritonBackend(LoRABackend):
 
     def _tiles(self, weights: LoRAWeights, plan: TritonPlan, item_bytes: int) -> TileConfig:
         fixed = self.batch_invariant
-        return choose_tiles(
+        return self.tile_choice.choose_tiles(  # type: ignore[no-any-return]
             _INVARIANT_TOKENS if fixed else plan.num_tokens,
             _INVARIANT_SLOTS if fixed else plan.active_slots,
             plan.block_tokens,

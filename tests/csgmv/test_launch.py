@@ -7,7 +7,7 @@ from engines import DTYPES, UNITS, on
 from layers import per_token, small_batch, small_weights
 
 from lora_backends import InvalidInputError, LoRABatch, get_backend
-from lora_backends.csgmv import CsgmvBackend, launch
+from lora_backends.csgmv import CsgmvBackend, launch, tuning
 from lora_backends.csgmv import plan as plans
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig
 
@@ -99,3 +99,7 @@ def test_graph_replay_equals_eager_over_changing_compositions(size):
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
     engines.check_graph_replay(CsgmvBackend("cuda", segment_size=size))
+
+
+def test_any_candidate_of_a_table_computes_the_formula(backend):
+    engines.check_candidates(backend, tuning)
