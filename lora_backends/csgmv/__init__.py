@@ -74,23 +74,17 @@ class CsgmvBackend(LoRABackend):
             precision="tf32" if allow_tf32 else "ieee",
             programmatic=has_programmatic_launch(self.device),
             batch_invariant=batch_invariant,
-            tiles=None,
             choice=tile_choice(tuning, "csgmv", self.device, tiles, batch_invariant),
         )
 
     @property
     def tile_choice(self) -> TileChoice:
         """Where sizes come from."""
-        assert self._options.choice is not None
         return self._options.choice
 
     @tile_choice.setter
     def tile_choice(self, choice: TileChoice) -> None:
         self._options = self._options._replace(choice=choice)
-
-    def use_tiles(self, tiles: TileConfig | None) -> None:
-        """Take these sizes for every layer from now on, None for the chosen ones: for a tuner."""
-        self._options = self._options._replace(tiles=tiles)
 
     @classmethod
     @override
@@ -145,7 +139,7 @@ class CsgmvBackend(LoRABackend):
         rows, places = launch.grid_of(plan)
         if not rows:
             return y
-        key = (places, *key_of(self.handle, weights, x, y))
+        key = (places, *key_of(self.handle, self.tile_choice, weights, x, y))
         ready = plan.ready(key, weights, self.device)
         if ready is not None:
             ready.launch(self.device, rows, x.data_ptr(), y.data_ptr())

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from lora_backends.csgmv import kernels
-from lora_backends.csgmv.config import Problem, choose_tiles
+from lora_backends.csgmv.config import Problem
 from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.gpu.choice import TileChoice
 from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
@@ -33,8 +33,7 @@ class Options(NamedTuple):
     precision: str  # of float32 products, as `tl.dot` names it
     programmatic: bool  # launch before the kernel in front has ended
     batch_invariant: bool
-    tiles: TileConfig | None  # sizes to take instead of those that would be chosen
-    choice: TileChoice | None = None  # who chooses; None: the rules
+    choice: TileChoice  # of tile sizes
 
 
 class Grid(NamedTuple):
@@ -108,7 +107,7 @@ def _kernels(
         out_features=sum(output_slices),
         item_bytes=item_bytes,
     )
-    first = second = options.tiles or _chosen(problem, options.choice)
+    first = second = _chosen(problem, options.choice)
     if form == "separate":
         exact = replace(problem, item_bytes=torch.float32.itemsize)
         second = _chosen(exact, options.choice)
@@ -125,9 +124,7 @@ def _kernels(
     )
 
 
-def _chosen(problem: Problem, choice: TileChoice | None) -> TileConfig:
-    if choice is None:
-        return choose_tiles(problem)
+def _chosen(problem: Problem, choice: TileChoice) -> TileConfig:
     tiles: TileConfig = choice.choose_tiles(*astuple(problem))
     return tiles
 

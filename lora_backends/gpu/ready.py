@@ -102,10 +102,12 @@ class RememberingPlan(LoRAPlan):
         )
 
 
-def key_of(backend: int, weights: LoRAWeights, x: torch.Tensor, y: torch.Tensor) -> Any:
+def key_of(
+    backend: int, choice: object, weights: LoRAWeights, x: torch.Tensor, y: torch.Tensor
+) -> Any:
     """Return what the launches of a call depend on, besides the plan and the rows of h."""
     aligned = x.data_ptr() & 15 == 0, y.data_ptr() & 15 == 0
-    return backend, weights.handle, x.stride(0), y.stride(0), y.dtype, *aligned
+    return backend, choice, weights.handle, x.stride(0), y.stride(0), y.dtype, *aligned
 
 
 def addresses_of(weights: LoRAWeights) -> tuple[int, ...]:

@@ -136,7 +136,7 @@ class TritonBackend(LoRABackend):
         count = launch.grid_tiles(plan)
         if not count:
             return y
-        key = key_of(self.handle, weights, x, y)
+        key = key_of(self.handle, self.tile_choice, weights, x, y)
         ready = plan.ready(key, weights, self.device)
         if ready is not None:
             ready.launch(self.device, count, x.data_ptr(), y.data_ptr())

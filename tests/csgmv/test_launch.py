@@ -9,6 +9,7 @@ from layers import per_token, small_batch, small_weights
 from lora_backends import InvalidInputError, LoRABatch, get_backend
 from lora_backends.csgmv import CsgmvBackend, launch, tuning
 from lora_backends.csgmv import plan as plans
+from lora_backends.gpu.choice import fixed_choice
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig
 
 TILES = [
@@ -29,7 +30,7 @@ def test_any_sizes_compute_the_formula(device, monkeypatch, dtype, bias, tiles, 
     batch = LoRABatch([*small.token_slots.tolist(), *[3] * 70, *[1] * 17], num_slots=4)
     x, base = torch.randn(94, 10).to(dtype), torch.randn(94, 14).to(dtype)
     backend = CsgmvBackend(device)
-    backend.use_tiles(tiles)
+    backend.tile_choice = fixed_choice(row[0] * row[1], tiles)
     plan = plans.make_plan(batch, *row, 4, device)
     y = backend.run_linear(x.to(device), on(device, weights), plan, base.clone().to(device))
     expected = per_token(x, weights, batch, base)
