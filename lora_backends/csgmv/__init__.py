@@ -17,7 +17,6 @@ from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.gpu.choice import TileChoice, tile_choice
 from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
 from lora_backends.gpu.ready import key_of
-from lora_backends.gpu.tiles import TileConfig
 from lora_backends.weights import LoRAWeights
 
 

@@ -67,8 +67,8 @@ def test_rows_of_h_follow_the_permutation(device):
     """The shrink writes the token at place p to row p, and nothing where there is no token."""
     weights, batch = on(device, small_weights()), small_batch()
     plan = plans.make_plan(batch, 16, 1, 4, device)
-    options = launch.Options("ieee", False, False, None)
-    kernels = launch.kernels_of(weights, plan, options)
+    choice = CsgmvBackend(device, tiles="rules").tile_choice
+    kernels = launch.kernels_of(weights, plan, launch.Options("ieee", False, False, choice))
     x = torch.randn(7, 10, device=device)
     rows, places = launch.grid_of(plan)
     assert (rows, places) == (4, 64)
