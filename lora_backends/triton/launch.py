@@ -35,7 +35,7 @@ def shrink(
 
     Args:
         x: [num_tokens, in_features].
-        weights: the layer.
+        weights: the layer, its tables contiguous.
         plan: the batch.
         h: [split_k, num_slices, num_tokens, max_rank] float32, contiguous. Nothing is written
             beyond a rank and in rows without an adapter.
@@ -51,7 +51,7 @@ def shrink(
     )
     a_slot, a_slice, a_row, _ = a.stride()
     arguments = Arguments(
-        (x, a, weights.ranks.contiguous(), plan.tile_slots, plan.tile_tokens, h),
+        (x, a, weights.ranks, plan.tile_slots, plan.tile_tokens, h),
         (plan.num_tokens, in_features, max_rank, x.stride(0), a_slot, a_slice, a_row),
     )
     variant.launch((programs, num_tiles), arguments)
@@ -108,7 +108,7 @@ def expand(
     Args:
         h: [planes, num_slices, num_tokens, max_rank] float32, the last axis contiguous; planes
             follow each other.
-        weights: the layer.
+        weights: the layer, its tables contiguous.
         plan: the batch.
         y: [num_tokens, out_features], changed in place.
         num_tiles: tiles to launch, from `grid_tiles`.
@@ -133,7 +133,7 @@ def expand(
         precision,
         programmatic,
     )
-    ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
+    ranks, scalings = weights.ranks, weights.scalings
     added = y if bias is None else bias
     bias_slot = 0 if bias is None else bias.stride(0)
     arguments = Arguments(
@@ -194,7 +194,7 @@ def gather(
     blocks = -(-max_rank // block_r) * weights.num_slices
     a_slot, a_slice, a_row, _ = a.stride()
     arguments = Arguments(
-        (token_ids, a, weights.ranks.contiguous(), plan.tile_slots, plan.tile_tokens, h),
+        (token_ids, a, weights.ranks, plan.tile_slots, plan.tile_tokens, h),
         (plan.num_tokens, max_rank, a_slot, a_slice, a_row),
     )
     variant = _gather_variant(weights.num_slices, plan.block_tokens, block_r)
