@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lora_backends.checks import as_device
 from lora_backends.errors import InvalidInputError, UnknownBackendError, did_you_mean
+from lora_backends.gpu.choice import FOLDER_VARIABLE
 from lora_backends.registry import AUTO, ENV_PREFIX, backend_names
 
 
@@ -200,7 +201,8 @@ class LoRAConfig(BaseSettings):
 
     @classmethod
     def _check_environment(cls) -> None:
-        allowed = [ENV_PREFIX + field.upper() for field in LoRAConfig.model_fields]
+        fields = [ENV_PREFIX + field.upper() for field in LoRAConfig.model_fields]
+        allowed = [*fields, FOLDER_VARIABLE]
         for variable in os.environ:
             if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in allowed:
                 raise InvalidInputError(

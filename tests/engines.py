@@ -1,15 +1,17 @@
 """What the tests of engines written in Triton share: where they run, and what each must keep."""
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from layers import small_weights
+from layers import per_token, small_batch, small_weights
 
 from lora_backends import LoRABatch, LoRAWeights
+from lora_backends.gpu.choice import fixed_choice
 from lora_backends.gpu.launching import INTERPRETED
 
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -74,6 +76,21 @@ def check_rank(backend, max_rank):
     y = backend.run_linear(x, weights, backend.prepare_batch(LoRABatch([1, 0, -1, 1], 2)))
     assert y[:, 0].tolist() == pytest.approx([4 * max_rank, 4 * max_rank, 0, 4 * max_rank])
     assert (y[0] == y[0, 0]).all()
+
+
+def check_candidates(backend, tuning):
+    """Check tile sizes that a table may hold, drawn from all candidates."""
+    weights, batch = small_weights(torch.float32), small_batch()
+    layer = (weights.num_slices, weights.max_rank, weights.in_features, weights.out_features, 4)
+    x, base = torch.randn(7, 10), torch.randn(7, 14)
+    expected, on_device = per_token(x, weights, batch, base), on(backend.device, weights)
+    for tile in tuning.TILE_TOKENS:
+        found = tuning.candidates(7, 3, tile, *layer)
+        for tiles in random.Random(tile).sample(found, min(8, len(found))):
+            backend.tile_choice = fixed_choice(tile, tiles)
+            y = base.clone().to(backend.device)
+            backend.run_linear(x.to(backend.device), on_device, backend.prepare_batch(batch), y)
+            assert ((y.cpu().double() - expected).abs() <= 1e-5).all(), tiles
 
 
 def check_five_slices(backend):

@@ -1,5 +1,6 @@
 """The command: what it prints, its exit status, and plain output when piped."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lora_backends.cli import app
-from lora_backends.errors import BackendUnavailableError, InvalidInputError
+from lora_backends.errors import BackendUnavailableError, InvalidInputError, LoRABackendError
 
 
 def run(*arguments):
@@ -248,3 +249,91 @@ def test_bench_plots_need_a_package(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("bench", "--plot", str(tmp_path))
     assert "pip install 'lora-backends[bench]'" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["tritn"], "did you mean 'triton'"),
+        (["torch_ref"], "has no tiles to tune"),
+        (["triton", "--device", "cpu"], "tune measures on a GPU"),
+        (["triton", "--budget", "soon"], "allowed: e.g. 90s, 5m, 1h"),
+        (["triton", "--jobs", "0"], "allowed: 1 or more"),
+    ],
+)
+def test_tune_refuses_what_it_cannot_measure(arguments, told):
+    result = run("tune", *arguments)
+    assert isinstance(result.exception, LoRABackendError) and told in str(result.exception)
+    assert result.stdout == ""
+
+
+@pytest.fixture
+def tuning(monkeypatch, tmp_path):
+    """Let `tune` run on made-up times: the tuned sizes take a third less."""
+    import torch
+
+    from lora_backends.bench.cells import Cell
+    from lora_backends.bench.tune_job import Tuning, make_points
+    from lora_backends.triton import tuning as config
+
+    class Lab:
+        def prepare(self, candidates):
+            return {}
+
+        def sample(self, tiles):
+            return 20.0 if tiles.shrink.num_warps == 8 else 30.0
+
+        def keep(self, candidates):
+            pass
+
+    points = make_points([Cell("o", 64, (64,), 16, 8, 16)], config, torch.bfloat16)
+    path = tmp_path / "t.json"
+    job = Tuning("triton", config, torch.device("cpu"), torch.bfloat16, points, path, 60)
+    command = importlib.import_module("lora_backends.cli.tune")  # the package's name is a function
+    monkeypatch.setattr(command, "make_tuning", lambda *_, **__: job)
+    monkeypatch.setattr(command, "gpu_lab_of", lambda _: lambda _: Lab())
+    return job
+
+
+def test_tune_prints_what_the_table_gains_and_where_it_is(tuning):
+    result = run("tune", "triton")
+    assert result.exit_code == 0, result.output
+    assert "1.50" in result.stdout and f"written to {tuning.path}" in result.stdout
+    assert tuning.path.exists() and "\x1b" not in result.stdout
+
+
+def test_tune_interrupted_says_what_is_kept(tuning, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    command = importlib.import_module("lora_backends.cli.tune")
+    monkeypatch.setattr(command, "gpu_lab_of", interrupted)
+    result = run("tune", "triton")
+    assert result.exit_code == 130 and str(tuning.partial) in result.output
+
+
+@pytest.mark.parametrize("backend", ["triton", "csgmv", "torch_ref", "numba_cpu"])
+def test_explain_draws_in_the_terminal_and_to_a_file(tmp_path, backend):
+    svg = tmp_path / "batch.svg"
+    result = run(
+        "explain", "--slots", "2,-1,0,2,2", "--ranks", "16,16,8", "--backend", backend,
+        "--svg", str(svg),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "kernel order: 2 0 3-4" in result.stdout and "shrink" in result.stdout
+    assert "\x1b" not in result.stdout and result.stdout.isascii()
+    assert svg.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "which batch"),
+        (["--slots", "0", "--backend", "tritn"], "did you mean 'triton'"),
+        (["--slots", "0", "--svg", "/nowhere/at/all.svg"], "cannot write"),
+        (["--slots", "0", "--ranks", "3,4"], "one for each of 1 slots"),
+    ],
+)
+def test_explain_refuses_what_it_cannot_draw(arguments, told):
+    result = run("explain", *arguments)
+    assert isinstance(result.exception, InvalidInputError) and told in str(result.exception)

@@ -77,6 +77,14 @@ def test_an_unknown_environment_variable_is_named(monkeypatch):
         LoRAConfig()
 
 
+def test_the_folder_of_tile_tables_is_no_field_but_known(monkeypatch):
+    monkeypatch.setenv("LORA_BACKENDS_TILES", "anywhere")
+    assert LoRAConfig().backend == "auto"
+    monkeypatch.setenv("LORA_BACKENDS_TILE", "anywhere")
+    with pytest.raises(InvalidInputError, match="did you mean 'LORA_BACKENDS_TILES'"):
+        LoRAConfig()
+
+
 def test_unknown_arguments_are_named():
     with pytest.raises(InvalidInputError, match="bakend in the arguments: unknown key"):
         LoRAConfig(bakend="torch_ref")

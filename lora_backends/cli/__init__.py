@@ -7,8 +7,10 @@ import sys
 import typer
 
 from lora_backends.cli.bench import bench
+from lora_backends.cli.explain import explain
 from lora_backends.cli.generate import generate
 from lora_backends.cli.list import list_backends
+from lora_backends.cli.tune import tune
 from lora_backends.cli.verify import verify
 from lora_backends.errors import LoRABackendError
 
@@ -20,7 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("list")(list_backends)
+app.command("explain")(explain)
 app.command("generate")(generate)
+app.command("tune")(tune)
 app.command("verify")(verify)
 app.command("bench")(bench)
 

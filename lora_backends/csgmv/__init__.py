@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar, Literal
 
 import torch
@@ -9,12 +10,17 @@ from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
-from lora_backends.csgmv import launch
+from lora_backends.csgmv import launch, tuning
 from lora_backends.csgmv import plan as plans
 from lora_backends.csgmv.config import check_segment_size, segment_and_group
 from lora_backends.csgmv.plan import CsgmvPlan
-from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
-from lora_backends.gpu.tiles import TileConfig
+from lora_backends.gpu.choice import TileChoice, tile_choice
+from lora_backends.gpu.launching import (
+    has_programmatic_launch,
+    interpreter_reasons,
+    is_capturing,
+)
+from lora_backends.gpu.ready import key_of, with_contiguous_tables
 from lora_backends.weights import LoRAWeights
 
 
@@ -35,10 +41,12 @@ class CsgmvBackend(LoRABackend):
         segment_size: tokens per segment, 16, 32, 64 or 128; "auto" follows the batch.
         allow_tf32: multiply float32 values as tf32, faster and with 10 bits of mantissa.
         batch_invariant: take the same sizes for every batch, so that a row's result does not
-            depend on the rest of its batch.
+            depend on the rest of its batch. They are the rules': no table is read.
+        tiles: "auto" takes tile sizes from the user's table for this device, else from the
+            library's own, else from the rules; "rules" reads no table; else the file of a table.
 
     Raises:
-        InvalidInputError: another segment_size.
+        InvalidInputError: another segment_size, a table that is broken or another device's.
 
     Source:
         The chunked backend of SGLang (chunked segmented gather matrix-vector multiplication).
@@ -59,6 +67,7 @@ class CsgmvBackend(LoRABackend):
         segment_size: int | Literal["auto"] = 16,
         allow_tf32: bool = False,
         batch_invariant: bool = False,
+        tiles: str | os.PathLike[str] = "auto",
     ) -> None:
         super().__init__(device)
         self.segment_size = check_segment_size(segment_size)
@@ -68,12 +77,17 @@ class CsgmvBackend(LoRABackend):
             precision="tf32" if allow_tf32 else "ieee",
             programmatic=has_programmatic_launch(self.device),
             batch_invariant=batch_invariant,
-            tiles=None,
+            choice=tile_choice(tuning, "csgmv", self.device, tiles, batch_invariant),
         )
 
-    def use_tiles(self, tiles: TileConfig | None) -> None:
-        """Take these sizes for every layer from now on, None for the chosen ones: for a tuner."""
-        self._options = self._options._replace(tiles=tiles)
+    @property
+    def tile_choice(self) -> TileChoice:
+        """Where sizes come from."""
+        return self._options.choice
+
+    @tile_choice.setter
+    def tile_choice(self, choice: TileChoice) -> None:
+        self._options = self._options._replace(choice=choice)
 
     @classmethod
     @override
@@ -88,7 +102,8 @@ class CsgmvBackend(LoRABackend):
         active = int((counts > 0).sum())
         tokens = (batch.num_tokens, active)
         sizes = launch.INVARIANT_BATCH if self.batch_invariant else tokens
-        segment_size, group_size = segment_and_group(self.segment_size, *sizes)
+        row = self.tile_choice.block_tokens(*sizes)
+        segment_size, group_size = segment_and_group(self.segment_size, *sizes, row)
         return plans.make_plan(batch, segment_size, group_size, active, self.device)
 
     @override
@@ -97,7 +112,7 @@ class CsgmvBackend(LoRABackend):
         h = self._planes(weights, kernels.split_k, plan.num_tokens).zero_()
         rows = launch.grid_of(plan).rows
         if rows:
-            launch.shrink(x, weights, plan, h, rows, kernels.shrink)
+            launch.shrink(x, with_contiguous_tables(weights), plan, h, rows, kernels.shrink)
         return h[0] if kernels.split_k == 1 else h.sum(0)
 
     @override
@@ -112,7 +127,8 @@ class CsgmvBackend(LoRABackend):
         rows = launch.grid_of(plan).rows
         if rows:
             kernels = launch.kernels_of(weights, plan, self._options, "separate")
-            launch.expand(h.float()[None], weights, plan, y, rows, kernels.expand)
+            laid = with_contiguous_tables(weights)
+            launch.expand(h.float()[None], laid, plan, y, rows, kernels.expand)
         return y
 
     @override
@@ -125,11 +141,20 @@ class CsgmvBackend(LoRABackend):
     ) -> torch.Tensor:
         y = self._output(weights, plan, x.dtype) if base_output is None else base_output
         rows, places = launch.grid_of(plan)
-        if rows:
-            kernels = launch.kernels_of(weights, plan, self._options)
-            h = self._planes(weights, kernels.split_k, places)
-            launch.shrink(x, weights, plan, h, rows, kernels.shrink)
-            launch.expand(h, weights, plan, y, rows, kernels.expand)
+        if not rows:
+            return y
+        key = (places, *key_of(self.handle, self.tile_choice, weights, x, y))
+        ready = plan.ready(key, weights, self.device)
+        if ready is not None:
+            if plan.num_groups or is_capturing(self.device):
+                ready.launch(self.device, rows, x.data_ptr(), y.data_ptr())
+            return y
+        kernels = launch.kernels_of(weights, plan, self._options)
+        h = self._planes(weights, kernels.split_k, places)
+        laid = with_contiguous_tables(weights)
+        shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
+        expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
+        plan.remember(key, weights, shrink, expand, flat=True)
         return y
 
     @override
@@ -143,10 +168,10 @@ class CsgmvBackend(LoRABackend):
         y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
         rows, places = launch.grid_of(plan)
         if rows:
-            h = self._planes(weights, 1, places)
-            launch.gather(token_ids, weights, plan, h, rows)
+            h, laid = self._planes(weights, 1, places), with_contiguous_tables(weights)
+            launch.gather(token_ids, laid, plan, h, rows)
             kernels = launch.kernels_of(weights, plan, self._options, "embedding")
-            launch.expand(h, weights, plan, y, rows, kernels.expand)
+            launch.expand(h, laid, plan, y, rows, kernels.expand)
         return y
 
     def _planes(self, weights: LoRAWeights, split_k: int, rows: int) -> torch.Tensor:

@@ -81,16 +81,18 @@ def row_tokens(num_tokens: int, active_slots: int) -> int:
 
 
 def segment_and_group(
-    segment_size: int | Literal["auto"], num_tokens: int, active_slots: int
+    segment_size: int | Literal["auto"], num_tokens: int, active_slots: int, row: int = 0
 ) -> tuple[int, int]:
     """Return the tokens per segment and the segments per group of a batch.
+
+    `row` is the tokens per row of the grid, those of `row_tokens` if 0.
 
     "auto" makes segments as long as rows should be; shorter ones of a fixed size are grouped.
 
     >>> segment_and_group("auto", 2048, 8), segment_and_group(16, 2048, 8)
     ((64, 1), (16, 4))
     """
-    tokens = row_tokens(num_tokens, active_slots)
+    tokens = row or row_tokens(num_tokens, active_slots)
     if segment_size == "auto":
         return tokens, 1
     return segment_size, max(1, tokens // segment_size)

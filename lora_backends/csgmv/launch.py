@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -10,9 +10,11 @@ from typing import Literal, NamedTuple
 import torch
 
 from lora_backends.csgmv import kernels
-from lora_backends.csgmv.config import Problem, choose_tiles
+from lora_backends.csgmv.config import Problem
 from lora_backends.csgmv.plan import CsgmvPlan
-from lora_backends.gpu.launching import INTERPRETED, Variant, is_capturing
+from lora_backends.gpu.choice import TileChoice
+from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
+from lora_backends.gpu.ready import EMPTY_ROW, Launched
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig, padded_rank
 from lora_backends.weights import LoRAWeights
 
@@ -31,7 +33,7 @@ class Options(NamedTuple):
     precision: str  # of float32 products, as `tl.dot` names it
     programmatic: bool  # launch before the kernel in front has ended
     batch_invariant: bool
-    tiles: TileConfig | None  # sizes to take instead of those that would be chosen
+    choice: TileChoice  # of tile sizes
 
 
 class Grid(NamedTuple):
@@ -60,7 +62,8 @@ def grid_of(plan: CsgmvPlan) -> Grid:
     """Return what to launch."""
     if is_capturing(plan.packed.device):
         return Grid(plan.max_groups, plan.max_segments * plan.segment_size)
-    return Grid(plan.num_groups, plan.num_segments * plan.segment_size)
+    segments = plan.num_segments or EMPTY_ROW
+    return Grid(plan.num_groups or EMPTY_ROW, segments * plan.segment_size)
 
 
 def kernels_of(
@@ -105,9 +108,10 @@ def _kernels(
         out_features=sum(output_slices),
         item_bytes=item_bytes,
     )
-    first = second = options.tiles or choose_tiles(problem)
+    first = second = _chosen(problem, options.choice)
     if form == "separate":
-        second = choose_tiles(replace(problem, item_bytes=torch.float32.itemsize))
+        exact = replace(problem, item_bytes=torch.float32.itemsize)
+        second = _chosen(exact, options.choice)
     planes = first.shrink.split_k if form == "linear" else 1
     follows = options if form == "linear" else options._replace(programmatic=False)
     if form == "separate":
@@ -119,6 +123,11 @@ def _kernels(
         _expand(layer, planes, row, second.expand, has_bias, by_token, follows),
         first.shrink.split_k,
     )
+
+
+def _chosen(problem: Problem, choice: TileChoice) -> TileConfig:
+    tiles: TileConfig = choice.choose_tiles(*astuple(problem))
+    return tiles
 
 
 @lru_cache(maxsize=4096)
@@ -208,12 +217,12 @@ def shrink(
     h: torch.Tensor,
     rows: int,
     kernel: Kernel,
-) -> None:
+) -> Launched:
     """Write the planes of h.
 
     Args:
         x: [num_tokens, in_features].
-        weights: the layer.
+        weights: the layer, its tables contiguous.
         plan: the batch.
         h: [planes, num_slices, places or num_tokens, max_rank] float32, contiguous. Nothing is
             written beyond a rank, at places without a token and for tokens without an adapter.
@@ -223,11 +232,12 @@ def shrink(
     a = weights.lora_a
     a_slot, a_slice, a_row, _ = a.stride()
     h_plane, h_slice, h_row, _ = h.stride()
-    kernel.variant.launch(
-        (kernel.programs * rows, 1),
-        (x, a, weights.ranks.contiguous(), *_tables(plan), h),
+    arguments = Arguments(
+        (x, a, weights.ranks, *_tables(plan), h),
         (a.shape[3], x.stride(0), a_slot, a_slice, a_row, h_plane, h_slice, h_row),
     )
+    kernel.variant.launch((kernel.programs * rows, 1), arguments)
+    return Launched(kernel.variant, kernel.programs, arguments)
 
 
 def expand(
@@ -237,12 +247,12 @@ def expand(
     y: torch.Tensor,
     rows: int,
     kernel: Kernel,
-) -> None:
+) -> Launched:
     """Add the LoRA to y.
 
     Args:
         h: [planes, num_slices, places or num_tokens, max_rank] float32, the last axis contiguous.
-        weights: the layer.
+        weights: the layer, its tables contiguous.
         plan: the batch.
         y: [num_tokens, out_features], changed in place.
         rows: of the grid.
@@ -253,12 +263,13 @@ def expand(
     h_plane, h_slice, h_row, _ = h.stride()
     b_slot, b_column, _ = b.stride()
     added, bias_slot = (y, 0) if bias is None else (bias, bias.stride(0))
-    ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
-    kernel.variant.launch(
-        (kernel.programs * rows, 1),
+    ranks, scalings = weights.ranks, weights.scalings
+    arguments = Arguments(
         (h, b, y, added, ranks, scalings, *_tables(plan)),
         (h_plane, h_slice, h_row, b_slot, b_column, y.stride(0), bias_slot),
     )
+    kernel.variant.launch((kernel.programs * rows, 1), arguments)
+    return Launched(kernel.variant, kernel.programs, arguments)
 
 
 def gather(
@@ -269,11 +280,11 @@ def gather(
     a_slot, a_slice, a_row, _ = a.stride()
     _, h_slice, h_row, _ = h.stride()
     kernel = _gather(weights.num_slices, weights.max_rank, plan.segment_size, plan.group_size)
-    kernel.variant.launch(
-        (kernel.programs * rows, 1),
-        (token_ids, a, weights.ranks.contiguous(), *_tables(plan), h),
+    arguments = Arguments(
+        (token_ids, a, weights.ranks, *_tables(plan), h),
         (a_slot, a_slice, a_row, h_slice, h_row),
     )
+    kernel.variant.launch((kernel.programs * rows, 1), arguments)
 
 
 def _tables(plan: CsgmvPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ what is left: dtypes, alignments and widths of the arguments.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,13 @@ from lora_backends.checks import as_device
 
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether kernels run on the CPU, in Triton's interpreter."""
+
+
+class Arguments(NamedTuple):
+    """What a kernel is called with besides its constants."""
+
+    tensors: tuple[torch.Tensor, ...]  # its pointers, by position
+    numbers: tuple[int, ...]  # its ints, by position
 
 
 class Variant:
@@ -48,25 +55,35 @@ class Variant:
             self._options["launch_pdl"] = True
         self._compiled: dict[Any, Any] = {}
 
-    def launch(
-        self, grid: tuple[int, int], tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...]
-    ) -> None:
+    def launch(self, grid: tuple[int, int], arguments: Arguments) -> None:
         """Launch over a grid, on the device of the first tensor and its current stream.
 
         Args:
             grid: programs along the first and second axis, at least 1 each.
-            tensors: the kernel's pointers, by position.
-            numbers: its ints, by position.
+            arguments: all but the constants.
         """
+        tensors, numbers = arguments
         if INTERPRETED:
             self._kernel[grid](*tensors, *numbers, *self._constants)
             return
-        device = tensors[0].device.index
-        if _several_devices() and device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self._launch(device, grid, tensors, numbers)
+        device = tensors[0].device
+        if is_current(device):
+            self._launch(device.index, grid, tensors, numbers)
         else:
-            self._launch(device, grid, tensors, numbers)
+            with torch.cuda.device(device):
+                self._launch(device.index, grid, tensors, numbers)
+
+    def ready(self, arguments: Arguments, moving: tuple[int, ...]) -> ReadyLaunch:
+        """Return the kernel that `launch` has compiled for these arguments, to launch again.
+
+        Args:
+            arguments: of the launch.
+            moving: positions of the tensors whose addresses are given anew at each launch. Their
+                dtypes and whether they are aligned to 16 bytes have to stay.
+        """
+        pointers = [tensor.data_ptr() for tensor in arguments.tensors]
+        found = self._compiled[_kind(arguments.tensors, pointers, arguments.numbers)]
+        return ReadyLaunch(found, [*pointers, *arguments.numbers, *self._constants], moving)
 
     def _launch(
         self,
@@ -76,32 +93,80 @@ class Variant:
         numbers: tuple[int, ...],
     ) -> None:
         pointers = [tensor.data_ptr() for tensor in tensors]
-        key = (
-            device,
-            *[tensor.dtype for tensor in tensors],
-            *[pointer & 15 == 0 for pointer in pointers],
-            *[n if n == 1 else (n & 15 == 0, n > 0x7FFFFFFF) for n in numbers],
-        )
-        found = self._compiled.get(key)
+        kind = _kind(tensors, pointers, numbers)
+        found = self._compiled.get(kind)
         if found is None:
-            self._compiled[key] = self._kernel[grid](
+            self._compiled[kind] = self._kernel[grid](
                 *tensors, *numbers, *self._constants, **self._options
             )
-            return
-        stream = _stream_of()(device)
-        arguments = (*pointers, *numbers, *self._constants)
-        found.run(
-            grid[0],
-            grid[1],
-            1,
-            stream,
-            found.function,
-            found.packed_metadata,
-            found.launch_metadata((*grid, 1), stream, *arguments),
-            knobs.runtime.launch_enter_hook,
-            knobs.runtime.launch_exit_hook,
-            *arguments,
-        )
+        else:
+            _run(found, grid, current_stream(device), [*pointers, *numbers, *self._constants])
+
+
+class ReadyLaunch:
+    """A compiled kernel with all of its arguments but a few addresses."""
+
+    __slots__ = ("_arguments", "_compiled", "_moving")
+
+    def __init__(self, compiled: Any, arguments: list[Any], moving: tuple[int, ...]) -> None:
+        self._compiled = compiled
+        self._arguments = arguments
+        self._moving = moving
+
+    def launch(self, grid: tuple[int, int], stream: int, *addresses: int) -> None:
+        """Launch over a grid on a stream of the current device, with the moving addresses."""
+        arguments = self._arguments.copy()
+        for position, address in zip(self._moving, addresses, strict=True):
+            arguments[position] = address
+        _run(self._compiled, grid, stream, arguments)
+
+
+def is_current(device: torch.device) -> bool:
+    """Return whether kernels for `device` may be launched as they are: it is the current one."""
+    return not _several_devices() or device.index == torch.cuda.current_device()
+
+
+def current_stream(device: int) -> int:
+    """Return the address of a device's current stream."""
+    stream: int = _stream_of()(device)
+    return stream
+
+
+def _kind(
+    tensors: tuple[torch.Tensor, ...], pointers: list[int], numbers: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """Return all that Triton specializes a kernel on, besides its constants."""
+    return (
+        tensors[0].device.index,
+        *[tensor.dtype for tensor in tensors],
+        *[pointer & 15 == 0 for pointer in pointers],
+        *[n if n == 1 else (n & 15 == 0, n > 0x7FFFFFFF) for n in numbers],
+    )
+
+
+def _run(compiled: Any, grid: tuple[int, int], stream: int, arguments: list[Any]) -> None:
+    enter, leave, metadata = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, None
+    if _is_silent(enter) and _is_silent(leave):
+        enter = leave = None  # calling hooks that do nothing costs more than the launch
+    else:
+        metadata = compiled.launch_metadata((*grid, 1), stream, *arguments)
+    compiled.run(
+        grid[0],
+        grid[1],
+        1,
+        stream,
+        compiled.function,
+        compiled.packed_metadata,
+        metadata,
+        enter,
+        leave,
+        *arguments,
+    )
+
+
+def _is_silent(hook: Any) -> bool:
+    """Return whether a profiler has nothing to be told by a launch hook."""
+    return hook is None or not getattr(hook, "calls", True)
 
 
 def interpreter_reasons(device: torch.device | str) -> list[str]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NARROWEST = 16
+"""The side of a matrix product: no size is below it."""
+
 WIDEST_RANK_BLOCK = 64
 """Ranks that one product of the expand kernel takes at most."""
+
+_SHARED_BYTES = 224 * 1024  # of a program, on the devices that have most
 
 
 @dataclass(frozen=True)
@@ -45,4 +50,66 @@ def power_of_two(value: int) -> int:
 
 def padded_rank(max_rank: int) -> int:
     """Return the power of two that holds max_rank, at least 16, the side of a matrix product."""
-    return max(16, power_of_two(max_rank))
+    return max(NARROWEST, power_of_two(max_rank))
+
+
+def tile_faults(
+    tiles: TileConfig,
+    tile_tokens: int,
+    num_slices: int,
+    max_rank: int,
+    in_features: int,
+    out_features: int,
+    item_bytes: int,
+) -> list[str]:
+    """Return why the kernels cannot take these sizes, or would give wrong results; [] if neither.
+
+    Whatever stands in a file passes through here before it is run.
+
+    Args:
+        tiles: the sizes.
+        tile_tokens: of the plan: tokens that a program takes.
+        num_slices: of the layer.
+        max_rank: of the layer's stack.
+        in_features: of the layer.
+        out_features: of the layer.
+        item_bytes: of one weight.
+
+    Returns:
+        Reasons.
+    """
+    shrink, expand = tiles.shrink, tiles.expand
+    sizes = {
+        "shrink.block_n": (shrink.block_n, NARROWEST, 256),
+        "shrink.block_k": (shrink.block_k, NARROWEST, 1024),
+        "shrink.warps_k": (shrink.warps_k, 1, 8),
+        "shrink.num_warps": (shrink.num_warps, 1, 16),
+        "expand.block_c": (expand.block_c, NARROWEST, 512),
+        "expand.block_r": (expand.block_r, NARROWEST, WIDEST_RANK_BLOCK),
+        "expand.chunks": (expand.chunks, 1, 16),
+        "expand.num_warps": (expand.num_warps, 1, 16),
+    }
+    faults = [
+        f"{name} is {size}, not a power of two from {least} to {most}"
+        for name, (size, least, most) in sizes.items()
+        if not (least <= size <= most and size & (size - 1) == 0)
+    ]
+    if not 1 <= shrink.split_k <= 64:
+        faults.append(f"shrink.split_k is {shrink.split_k}, not 1 to 64")
+    if not 1 <= shrink.num_stages <= 8:
+        faults.append(f"shrink.num_stages is {shrink.num_stages}, not 1 to 8")
+    if faults:
+        return faults
+    rank_pad = padded_rank(max_rank)
+    if shrink.block_k < NARROWEST * shrink.warps_k:
+        faults.append("shrink.block_k is less than 16 for each of shrink.warps_k")
+    if shrink.num_warps < shrink.warps_k:
+        faults.append("shrink.num_warps is less than shrink.warps_k")
+    if expand.block_r > rank_pad:
+        faults.append(f"expand.block_r is above the padded rank {rank_pad}")
+    if expand.chunks > 1 and expand.block_r < rank_pad:
+        faults.append("expand.chunks is above 1 where expand.block_r is narrower than the rank")
+    stage = shrink.block_k * (shrink.block_n + tile_tokens) * item_bytes
+    if stage * shrink.num_stages > _SHARED_BYTES:
+        faults.append(f"the shrink takes {stage * shrink.num_stages} bytes of shared memory")
+    return faults

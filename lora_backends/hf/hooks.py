@@ -31,10 +31,29 @@ class Call(Protocol):
         """Return the plan for a module's input of `shape` (without its last axis)."""
 
 
+class _Nothing:
+    """No call of any model."""
+
+    model = ""
+    stacks: Mapping[str, LoRAWeights] = {}
+
+    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
+        """Never asked: no model has this one's name."""
+        raise AssertionError("no call is running")
+
+    def plan(self, shape: tuple[int, ...], path: str) -> Any:
+        """Never asked."""
+        raise AssertionError("no call is running")
+
+
+NOTHING: Call = _Nothing()
+
+
 class _Running(threading.local):
     # Thread-local and no context variable: torch.compile traces the one and not the other, and a
-    # forward pass never awaits.
-    call: Call | None = None
+    # forward pass never awaits. No attribute of the class: torch 2.11 would trace that instead.
+    def __init__(self) -> None:
+        self.call = NOTHING
 
 
 RUNNING = _Running()
@@ -48,7 +67,7 @@ not what it reads from a hook's own variables, nor whether there are hooks.
 @contextmanager
 def running(call: Call | None) -> Iterator[None]:
     """Let forward passes of this thread belong to `call`, or to none."""
-    outer, RUNNING.call = RUNNING.call, call
+    outer, RUNNING.call = RUNNING.call, call or NOTHING
     try:
         yield
     finally:
@@ -60,7 +79,7 @@ def begin_hook(model: str) -> Callable[..., None]:
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = RUNNING.call
-        if call is not None and call.model == model:
+        if call.model == model:
             call.begin_forward({**kwargs, "input_ids": args[0]} if args else kwargs)
 
     return begin
@@ -86,7 +105,7 @@ def lora_hook(model: str, site: Site, backend: LoRABackend) -> Hook:
         module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
     ) -> torch.Tensor | None:
         call = RUNNING.call
-        if call is None or call.model != model:
+        if call.model != model:
             return None
         weights = call.stacks.get(path)
         if weights is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import ClassVar
 
 import torch
@@ -11,10 +12,12 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.checks import as_device
+from lora_backends.gpu.choice import tile_choice
 from lora_backends.gpu.launching import INTERPRETED, has_programmatic_launch
-from lora_backends.triton import launch
+from lora_backends.gpu.ready import EMPTY_ROW, key_of, with_contiguous_tables
+from lora_backends.triton import launch, tuning
 from lora_backends.triton import plan as plans
-from lora_backends.triton.config import TileConfig, block_tokens, choose_tiles
+from lora_backends.triton.config import TileConfig
 from lora_backends.triton.plan import TritonPlan
 from lora_backends.weights import LoRAWeights
 
@@ -36,7 +39,12 @@ class TritonBackend(LoRABackend):
         device: a CUDA or ROCm device, or the CPU under ``TRITON_INTERPRET=1``.
         allow_tf32: multiply float32 values as tf32, faster and with 10 bits of mantissa.
         batch_invariant: take the same tile sizes for every batch, so that a row's result does
-            not depend on the rest of its batch.
+            not depend on the rest of its batch. They are the rules': no table is read.
+        tiles: "auto" takes tile sizes from the user's table for this device, else from the
+            library's own, else from the rules; "rules" reads no table; else the file of a table.
+
+    Raises:
+        InvalidInputError: a table that is broken or another device's.
 
     Source:
         Punica: Multi-Tenant LoRA Serving, arXiv 2310.18547.
@@ -56,8 +64,10 @@ class TritonBackend(LoRABackend):
         *,
         allow_tf32: bool = False,
         batch_invariant: bool = False,
+        tiles: str | os.PathLike[str] = "auto",
     ) -> None:
         super().__init__(device)
+        self.tile_choice = tile_choice(tuning, "triton", self.device, tiles, batch_invariant)
         self.allow_tf32 = allow_tf32
         self.batch_invariant = batch_invariant
         self._precision = "tf32" if allow_tf32 else "ieee"
@@ -81,19 +91,20 @@ class TritonBackend(LoRABackend):
             return plans.refill(out, batch)
         active = plans.count_active(batch)
         if self.batch_invariant:
-            tile = block_tokens(_INVARIANT_TOKENS, _INVARIANT_SLOTS)
+            tile = self.tile_choice.block_tokens(_INVARIANT_TOKENS, _INVARIANT_SLOTS)
         else:
-            tile = block_tokens(batch.num_tokens, active)
+            tile = self.tile_choice.block_tokens(batch.num_tokens, active)
         return plans.make_plan(batch, tile, active, self.device)
 
     @override
     def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: TritonPlan) -> torch.Tensor:
         tiles = self._tiles(weights, plan, x.element_size())
         h = self._planes(weights, plan, tiles.shrink.split_k).zero_()
-        count = launch.grid_tiles(plan)
+        count = launch.grid_tiles(plan) or EMPTY_ROW
         if count:
+            laid = with_contiguous_tables(weights)
             launch.shrink(
-                x, weights, plan, h, count, tiles.shrink, self._precision, self._programmatic
+                x, laid, plan, h, count, tiles.shrink, self._precision, self._programmatic
             )
         return h[0] if h.shape[0] == 1 else h.sum(0)
 
@@ -106,12 +117,11 @@ class TritonBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
-        count = launch.grid_tiles(plan)
+        count = launch.grid_tiles(plan) or EMPTY_ROW
         if count:
+            laid = with_contiguous_tables(weights)
             tiles = self._tiles(weights, plan, torch.float32.itemsize)
-            launch.expand(
-                h.float()[None], weights, plan, y, count, tiles.expand, "ieee", True, False
-            )
+            launch.expand(h.float()[None], laid, plan, y, count, tiles.expand, "ieee", True, False)
         return y
 
     @override
@@ -124,12 +134,22 @@ class TritonBackend(LoRABackend):
     ) -> torch.Tensor:
         y = self._output(weights, plan, x.dtype) if base_output is None else base_output
         count = launch.grid_tiles(plan)
-        if count:
-            tiles = self._tiles(weights, plan, x.element_size())
-            h = self._planes(weights, plan, tiles.shrink.split_k)
-            precision, early = self._precision, self._programmatic
-            launch.shrink(x, weights, plan, h, count, tiles.shrink, precision, early)
-            launch.expand(h, weights, plan, y, count, tiles.expand, precision, False, early)
+        key = key_of(self.handle, self.tile_choice, weights, x, y)
+        ready = plan.ready(key, weights, self.device)
+        if ready is not None:
+            if count:
+                ready.launch(self.device, count, x.data_ptr(), y.data_ptr())
+            return y
+        count = count or EMPTY_ROW
+        if not count:
+            return y
+        tiles = self._tiles(weights, plan, x.element_size())
+        h = self._planes(weights, plan, tiles.shrink.split_k)
+        precision, early = self._precision, self._programmatic
+        laid = with_contiguous_tables(weights)
+        shrink = launch.shrink(x, laid, plan, h, count, tiles.shrink, precision, early)
+        expand = launch.expand(h, laid, plan, y, count, tiles.expand, precision, False, early)
+        plan.remember(key, weights, shrink, expand)
         return y
 
     @override
@@ -141,24 +161,24 @@ class TritonBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
-        count = launch.grid_tiles(plan)
+        count = launch.grid_tiles(plan) or EMPTY_ROW
         if count:
-            h = self._planes(weights, plan, 1)
-            launch.gather(token_ids, weights, plan, h, count)
+            h, laid = self._planes(weights, plan, 1), with_contiguous_tables(weights)
+            launch.gather(token_ids, laid, plan, h, count)
             tiles = self._tiles(weights, plan, weights.lora_b.element_size())
-            launch.expand(h, weights, plan, y, count, tiles.expand, self._precision, False, False)
+            launch.expand(h, laid, plan, y, count, tiles.expand, self._precision, False, False)
         return y
 
     def _tiles(self, weights: LoRAWeights, plan: TritonPlan, item_bytes: int) -> TileConfig:
-        fixed = self.batch_invariant
-        return choose_tiles(
+        fixed, (_, slices, max_rank, in_features) = self.batch_invariant, weights.lora_a.shape
+        return self.tile_choice.choose_tiles(  # type: ignore[no-any-return]
             _INVARIANT_TOKENS if fixed else plan.num_tokens,
             _INVARIANT_SLOTS if fixed else plan.active_slots,
             plan.block_tokens,
-            weights.num_slices,
-            weights.max_rank,
-            weights.in_features,
-            weights.out_features,
+            slices,
+            max_rank,
+            in_features,
+            weights.lora_b.shape[1],
             item_bytes,
         )
 

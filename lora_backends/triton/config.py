@@ -107,7 +107,7 @@ def _shrink_decode(shape: _Shape) -> ShrinkTiles:
         planes = planes // (1 if narrow else 2) // (shape.tile_tokens // 16) * (4 if long else 1)
         planes = max(4, planes)
     blocks = -(-shape.stacked // block_n) * shape.tiles
-    split_k = _split(shape.in_features, min(planes, programs // blocks))
+    split_k = equal_parts(shape.in_features, min(planes, programs // blocks))
     if block_n == 16 and shape.tile_tokens == 16 and (many or long):
         return ShrinkTiles(block_n, 256, split_k, warps_k=4)
     return ShrinkTiles(block_n, 128, split_k, num_stages=4)
@@ -117,7 +117,7 @@ def _shrink_prefill(shape: _Shape) -> ShrinkTiles:
     wide, single = shape.out_features >= _WIDE, shape.stacked == shape.rank_pad
     narrow = shape.rank_pad <= 16
     most = 4 if single or not (narrow or wide) else 2
-    split_k = _split(shape.in_features, min(most, 256 // shape.tiles))
+    split_k = equal_parts(shape.in_features, min(most, 256 // shape.tiles))
     stacked = power_of_two(shape.stacked)
     if stacked >= 128:
         if stacked == 256 and shape.tiles >= 64:  # x is read again for every block of 64 rows
@@ -142,7 +142,7 @@ def _expand_prefill(shape: _Shape) -> ExpandTiles:
     return ExpandTiles(64 if few else 128, min(shape.rank_pad, WIDEST_RANK_BLOCK), 8)
 
 
-def _split(in_features: int, most: int) -> int:
+def equal_parts(in_features: int, most: int) -> int:
     """Return the largest number of equal parts, in steps of 256, that is at most `most`."""
     steps = max(1, in_features // 256)
     return max(parts for parts in range(1, max(1, most) + 1) if steps % parts == 0)

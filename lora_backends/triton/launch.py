@@ -7,7 +7,8 @@ from itertools import accumulate
 
 import torch
 
-from lora_backends.gpu.launching import INTERPRETED, Variant, is_capturing
+from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
+from lora_backends.gpu.ready import Launched
 from lora_backends.gpu.tiles import padded_rank
 from lora_backends.triton import kernels
 from lora_backends.triton.config import ExpandTiles, ShrinkTiles
@@ -29,12 +30,12 @@ def shrink(
     tiles: ShrinkTiles,
     precision: str,
     programmatic: bool,
-) -> None:
+) -> Launched:
     """Write the planes of h.
 
     Args:
         x: [num_tokens, in_features].
-        weights: the layer.
+        weights: the layer, its tables contiguous.
         plan: the batch.
         h: [split_k, num_slices, num_tokens, max_rank] float32, contiguous. Nothing is written
             beyond a rank and in rows without an adapter.
@@ -49,11 +50,12 @@ def shrink(
         num_slices, max_rank, in_features, plan.block_tokens, tiles, precision, programmatic
     )
     a_slot, a_slice, a_row, _ = a.stride()
-    variant.launch(
-        (programs, num_tiles),
-        (x, a, weights.ranks.contiguous(), plan.tile_slots, plan.tile_tokens, h),
+    arguments = Arguments(
+        (x, a, weights.ranks, plan.tile_slots, plan.tile_tokens, h),
         (plan.num_tokens, in_features, max_rank, x.stride(0), a_slot, a_slice, a_row),
     )
+    variant.launch((programs, num_tiles), arguments)
+    return Launched(variant, programs, arguments)
 
 
 @lru_cache(maxsize=4096)
@@ -100,13 +102,13 @@ def expand(
     precision: str,
     exact_h: bool,
     programmatic: bool,
-) -> None:
+) -> Launched:
     """Add the LoRA to y.
 
     Args:
         h: [planes, num_slices, num_tokens, max_rank] float32, the last axis contiguous; planes
             follow each other.
-        weights: the layer.
+        weights: the layer, its tables contiguous.
         plan: the batch.
         y: [num_tokens, out_features], changed in place.
         num_tiles: tiles to launch, from `grid_tiles`.
@@ -131,14 +133,15 @@ def expand(
         precision,
         programmatic,
     )
-    ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
+    ranks, scalings = weights.ranks, weights.scalings
     added = y if bias is None else bias
     bias_slot = 0 if bias is None else bias.stride(0)
-    variant.launch(
-        (programs, num_tiles),
+    arguments = Arguments(
         (h, b, y, added, ranks, scalings, plan.tile_slots, plan.tile_tokens),
         (plan.num_tokens, max_rank, h_slice, h_token, b_slot, b_column, y.stride(0), bias_slot),
     )
+    variant.launch((programs, num_tiles), arguments)
+    return Launched(variant, programs, arguments)
 
 
 @lru_cache(maxsize=4096)
@@ -190,11 +193,12 @@ def gather(
     block_r = min(64, padded_rank(max_rank))
     blocks = -(-max_rank // block_r) * weights.num_slices
     a_slot, a_slice, a_row, _ = a.stride()
-    _gather_variant(weights.num_slices, plan.block_tokens, block_r).launch(
-        (blocks, num_tiles),
-        (token_ids, a, weights.ranks.contiguous(), plan.tile_slots, plan.tile_tokens, h),
+    arguments = Arguments(
+        (token_ids, a, weights.ranks, plan.tile_slots, plan.tile_tokens, h),
         (plan.num_tokens, max_rank, a_slot, a_slice, a_row),
     )
+    variant = _gather_variant(weights.num_slices, plan.block_tokens, block_r)
+    variant.launch((blocks, num_tiles), arguments)
 
 
 @lru_cache(maxsize=1024)

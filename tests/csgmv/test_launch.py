@@ -7,8 +7,9 @@ from engines import DTYPES, UNITS, on
 from layers import per_token, small_batch, small_weights
 
 from lora_backends import InvalidInputError, LoRABatch, get_backend
-from lora_backends.csgmv import CsgmvBackend, launch
+from lora_backends.csgmv import CsgmvBackend, launch, tuning
 from lora_backends.csgmv import plan as plans
+from lora_backends.gpu.choice import fixed_choice
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig
 
 TILES = [
@@ -29,7 +30,7 @@ def test_any_sizes_compute_the_formula(device, monkeypatch, dtype, bias, tiles, 
     batch = LoRABatch([*small.token_slots.tolist(), *[3] * 70, *[1] * 17], num_slots=4)
     x, base = torch.randn(94, 10).to(dtype), torch.randn(94, 14).to(dtype)
     backend = CsgmvBackend(device)
-    backend.use_tiles(tiles)
+    backend.tile_choice = fixed_choice(row[0] * row[1], tiles)
     plan = plans.make_plan(batch, *row, 4, device)
     y = backend.run_linear(x.to(device), on(device, weights), plan, base.clone().to(device))
     expected = per_token(x, weights, batch, base)
@@ -66,8 +67,8 @@ def test_rows_of_h_follow_the_permutation(device):
     """The shrink writes the token at place p to row p, and nothing where there is no token."""
     weights, batch = on(device, small_weights()), small_batch()
     plan = plans.make_plan(batch, 16, 1, 4, device)
-    options = launch.Options("ieee", False, False, None)
-    kernels = launch.kernels_of(weights, plan, options)
+    choice = CsgmvBackend(device, tiles="rules").tile_choice
+    kernels = launch.kernels_of(weights, plan, launch.Options("ieee", False, False, choice))
     x = torch.randn(7, 10, device=device)
     rows, places = launch.grid_of(plan)
     assert (rows, places) == (4, 64)
@@ -99,3 +100,7 @@ def test_graph_replay_equals_eager_over_changing_compositions(size):
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
     engines.check_graph_replay(CsgmvBackend("cuda", segment_size=size))
+
+
+def test_any_candidate_of_a_table_computes_the_formula(backend):
+    engines.check_candidates(backend, tuning)

@@ -6,7 +6,7 @@ import torch
 from engines import DTYPES, UNITS, on
 from layers import per_token, small_batch, small_weights
 
-from lora_backends.triton import TritonBackend, launch
+from lora_backends.triton import TritonBackend, launch, tuning
 from lora_backends.triton import plan as plans
 from lora_backends.triton.config import ExpandTiles, ShrinkTiles
 from lora_backends.triton.plan import count_active
@@ -54,3 +54,7 @@ def test_graph_replay_equals_eager_over_changing_compositions():
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
     engines.check_graph_replay(TritonBackend("cuda"))
+
+
+def test_any_candidate_of_a_table_computes_the_formula(backend):
+    engines.check_candidates(backend, tuning)

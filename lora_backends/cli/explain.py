@@ -1,0 +1,122 @@
+"""`lora-backends explain`: draws how a backend cuts a batch for a layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lora_backends.cli.console import output, table
+from lora_backends.errors import InvalidInputError
+from lora_backends.explain import Explanation, Launch
+from lora_backends.explain import explain as explain_batch
+from lora_backends.explain.job import PRESET_NAMES, make_batch, make_layer, ranges
+
+MOST_PIECES = 24
+"""Pieces that are drawn; of more, the rest is counted."""
+
+BAR = 32
+
+
+def explain(
+    slots: Annotated[
+        str | None, typer.Option(help="Slot of every token, e.g. 2,-1,0,2,2; -1: none.")
+    ] = None,
+    sequences: Annotated[
+        str | None, typer.Option(help="SLOT:LENGTH of every sequence, e.g. 0:5,2:7.")
+    ] = None,
+    batch: Annotated[
+        Path | None, typer.Option(help="JSON or TOML: slots or sequences, num_slots, ranks.")
+    ] = None,
+    num_slots: Annotated[int | None, typer.Option(help="Slots of the stack.")] = None,
+    backend: Annotated[
+        str, typer.Option(help="triton, csgmv, torch_ref, numba_cpu, ...")
+    ] = "triton",
+    preset: Annotated[str, typer.Option(help=f"A model: {PRESET_NAMES}.")] = "llama3-8b",
+    projection: Annotated[str, typer.Option(help="qkv, o, gate_up or down.")] = "qkv",
+    in_features: Annotated[int | None, typer.Option(help="Width of x, not a preset's.")] = None,
+    output_slices: Annotated[
+        str | None, typer.Option(help="Widths of y's slices, e.g. 4096,1024,1024.")
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="One rank for all slots, or one a slot: 16,8,64.")
+    ] = None,
+    max_rank: Annotated[int | None, typer.Option(help="Width of the stack.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    svg: Annotated[Path | None, typer.Option(help="Draw to this file, too.")] = None,
+) -> None:
+    """Draw how a backend cuts a batch: order, pieces, launches, and what is computed for nothing.
+
+    It uses the backend's own plan and tile sizes and needs no GPU.
+    """
+    made, file_ranks = make_batch(slots, sequences, num_slots, batch)
+    layer = make_layer(
+        made.num_slots,
+        preset_name=preset,
+        projection=projection,
+        in_features=in_features,
+        output_slices=output_slices,
+        ranks=file_ranks if ranks is None else ranks,
+        max_rank=max_rank,
+        dtype=dtype,
+    )
+    found = explain_batch(backend, made, layer)
+    if svg is not None:
+        from lora_backends.explain.svg import draw
+
+        try:
+            svg.write_text(draw(found), encoding="utf-8")
+        except OSError as error:
+            raise InvalidInputError(f"cannot write {svg}: {error.strerror or error}") from error
+    show(found)
+    if svg is not None:
+        output().print(f"drawn: {svg}", markup=False, soft_wrap=True)
+
+
+def show(found: Explanation) -> None:
+    """Print an explanation."""
+    console = output()
+    layer, name = found.layer, found.piece_name
+    widths = "+".join(map(str, layer.output_slices))
+    console.print(
+        f"{found.backend}: {len(found.token_slots)} tokens, {found.num_slots} slots; "
+        f"layer {layer.in_features} -> {widths}, max_rank {layer.max_rank}",
+        markup=False,
+    )
+    rows = []
+    for slot in sorted(set(found.token_slots)):
+        tokens = [token for token, own in enumerate(found.token_slots) if own == slot]
+        rank = "-" if slot < 0 else "/".join(map(str, layer.ranks[slot]))
+        rows.append([_slot(slot), rank, str(len(tokens)), ranges(tokens)])
+    table("tokens by adapter", ["slot", ">ranks", ">tokens", "which"], rows, lines=False)
+    console.print("kernel order: " + (ranges(found.order, 24) or "nothing to do"), markup=False)
+    full, empty = ("█", "░") if console.is_terminal else ("#", ".")
+    rows = []
+    for number, piece in enumerate(found.pieces[:MOST_PIECES]):
+        share = len(piece.tokens) / piece.places
+        filled = max(1, round(share * min(BAR, piece.places)))
+        bar = full * filled + empty * (min(BAR, piece.places) - filled)
+        held = f"{len(piece.tokens)} of {piece.places}"
+        rows.append([str(number), str(piece.slot), held, bar, ranges(piece.tokens, 6)])
+    more = len(found.pieces) - len(rows)
+    title = f"{name}s" + (f", the first {len(rows)}; {more} more" if more else "")
+    table(title, [f">{name}", ">slot", ">places", "", "tokens"], rows, lines=False)
+    table(
+        "launches, and the share of each axis that is computed for nothing",
+        ["", ">launched", ">idle", ">rows", ">inputs or columns", ">ranks", ">all products"],
+        [_launch(launch) for launch in found.launches],
+        lines=False,
+    )
+    for line in (*found.facts, "", found.legend):
+        console.print(line, markup=False)
+
+
+def _launch(launch: Launch) -> list[str]:
+    shares = (launch.rows, launch.columns, launch.ranks, launch.products)
+    wasted = [f"{100 * share.wasted:.0f}%" for share in shares]
+    return [launch.name, f"{launch.programs} {launch.unit}", str(launch.idle), *wasted]
+
+
+def _slot(slot: int) -> str:
+    return "none" if slot < 0 else str(slot)

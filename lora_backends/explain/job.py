@@ -1,0 +1,185 @@
+"""What a command line asks to explain: a batch, given or in a file, and a layer."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_backends.batch import LoRABatch
+from lora_backends.bench.cells import PRESETS, preset
+from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.explain import Layer
+
+KEYS = ("slots", "sequences", "num_slots", "ranks")
+"""What a file may hold: slots or sequences, the number of slots, and ranks per slot."""
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+def make_batch(
+    slots: str | None, sequences: str | None, num_slots: int | None, file: Path | None
+) -> tuple[LoRABatch, Any]:
+    """Return the batch, and the ranks that a file has for it.
+
+    Args:
+        slots: "2,-1,0": the slot of every token.
+        sequences: "0:5,2:7": slot and length of every sequence.
+        num_slots: slots of the stack; one more than the highest if None.
+        file: JSON or TOML with the keys `KEYS`, instead.
+
+    Raises:
+        InvalidInputError: none or several of them, or something in them that is no batch.
+    """
+    given = [text for text in (slots, sequences, file) if text is not None]
+    if len(given) != 1:
+        raise InvalidInputError(
+            f"which batch?\n  given: {len(given)} of --slots, --sequences and --batch\n"
+            f"  allowed: one, e.g. --slots 2,-1,0,2,2 or --sequences 0:5,2:7"
+        )
+    found: dict[str, Any] = {"num_slots": num_slots}
+    if file is not None:
+        found = _read(file) | ({} if num_slots is None else found)
+    elif slots is not None:
+        found["slots"] = _ints(slots, "--slots")
+    else:
+        found["sequences"] = [_pair(item) for item in str(sequences).split(",")]
+    return _batch(found), found.get("ranks")
+
+
+def make_layer(
+    num_slots: int,
+    *,
+    preset_name: str = "llama3-8b",
+    projection: str = "qkv",
+    in_features: int | None = None,
+    output_slices: str | None = None,
+    ranks: Any = None,
+    max_rank: int | None = None,
+    dtype: str = "bfloat16",
+) -> Layer:
+    """Return the layer.
+
+    Args:
+        num_slots: of the batch.
+        preset_name: one of `PRESETS`, unless widths are given.
+        projection: of the preset.
+        in_features: width of x, with `output_slices`.
+        output_slices: "4096,1024,1024".
+        ranks: "16" for all, "16,8,64" one a slot, or a list of these, or of lists with a rank per
+            slice; 16 if None.
+        max_rank: width of the stack; the highest rank if None.
+        dtype: of the weights.
+
+    Raises:
+        InvalidInputError: what does not fit together.
+    """
+    if (in_features is None) != (output_slices is None):
+        raise InvalidInputError("--in-features and --output-slices go together")
+    if in_features is not None:
+        widths = (in_features, tuple(_ints(str(output_slices), "--output-slices")))
+    else:
+        projections, _ = preset(preset_name)
+        if projection not in projections:
+            raise InvalidInputError(
+                f"{preset_name} has no projection {projection!r}"
+                f"{did_you_mean(projection, projections)}\n  allowed: {', '.join(projections)}"
+            )
+        widths = projections[projection]
+    if dtype not in ITEM_BYTES:
+        raise InvalidInputError(f"--dtype {dtype!r}\n  allowed: {', '.join(ITEM_BYTES)}")
+    table = _ranks(ranks, num_slots, len(widths[1]))
+    highest = max((rank for row in table for rank in row), default=1)
+    width = max(1, highest) if max_rank is None else max_rank
+    return Layer(*widths, table, width, ITEM_BYTES[dtype])
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        text = file.expanduser().read_text(encoding="utf-8")
+        value = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise InvalidInputError(f"cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        kind = "TOML" if file.suffix == ".toml" else "JSON"
+        raise InvalidInputError(f"{file} is not valid {kind}: {error}") from error
+    unknown = [key for key in value if key not in KEYS] if isinstance(value, dict) else ["?"]
+    if unknown or ("slots" in value) == ("sequences" in value):
+        given = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+        raise InvalidInputError(
+            f"{file} holds no batch\n  given: {given}"
+            f"\n  allowed: slots or sequences, with num_slots and ranks if wanted"
+        )
+    found: dict[str, Any] = value
+    return found
+
+
+def _batch(found: dict[str, Any]) -> LoRABatch:
+    if "sequences" in found:
+        pairs = found["sequences"]
+        if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
+            raise InvalidInputError(
+                f"sequences are no list of [slot, length]\n  given: {str(pairs)[:80]}"
+            )
+        slots, lengths = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    else:
+        slots, lengths = found["slots"], None
+    if found.get("num_slots") is None:
+        plain = isinstance(slots, list) and all(isinstance(slot, int) for slot in slots)
+        found["num_slots"] = max([0, *slots]) + 1 if plain else 1
+    if lengths is None:
+        return LoRABatch(slots, found["num_slots"])
+    return LoRABatch.from_sequences(slots, lengths, found["num_slots"])
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(n, int) for n in pair)
+
+
+def _ranks(given: Any, num_slots: int, slices: int) -> tuple[tuple[int, ...], ...]:
+    rows = _ints(given, "--ranks") if isinstance(given, str) else given
+    rows = [16] if rows is None else rows if isinstance(rows, list) else [rows]
+    if len(rows) == 1:
+        rows = rows * num_slots
+    table = [row if isinstance(row, list) else [row] * slices for row in rows]
+    flat = [rank for row in table for rank in row]
+    if len(table) != num_slots or not all(type(rank) is int for rank in flat):
+        raise InvalidInputError(
+            f"ranks do not fit the batch\n  given: {given!r}\n"
+            f"  allowed: one for all, or one for each of {num_slots} slots"
+        )
+    return tuple(tuple(row) for row in table)
+
+
+def _ints(text: str, what: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise InvalidInputError(f"{what} {text!r}\n  allowed: e.g. 2,-1,0") from error
+
+
+def _pair(item: str) -> list[int]:
+    slot, _, length = item.partition(":")
+    try:
+        return [int(slot), int(length)]
+    except ValueError as error:
+        raise InvalidInputError(
+            f"--sequences: {item!r}\n  allowed: SLOT:LENGTH, e.g. 0:5,-1:3"
+        ) from error
+
+
+def ranges(tokens: Sequence[int], most: int = 12) -> str:
+    """Return ascending tokens as "0-4 7 9-11", cut off after `most` ranges."""
+    spans: list[list[int]] = []
+    for token in tokens:
+        if spans and token == spans[-1][1] + 1:
+            spans[-1][1] = token
+        else:
+            spans.append([token, token])
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:most]]
+    return " ".join(words) + (" ..." if len(spans) > most else "")
+
+
+PRESET_NAMES = ", ".join(PRESETS)

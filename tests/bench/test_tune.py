@@ -1,0 +1,214 @@
+"""Tuning without a GPU: points, budgets, files; the lab is made up."""
+
+import pytest
+import torch
+
+from lora_backends.bench import tune_job
+from lora_backends.bench.cells import Cell
+from lora_backends.bench.tune import best_tiles, gains, main, summary_lines, tune_points
+from lora_backends.bench.tune_job import Tuning, make_points, make_tuning, parse_budget, rules_of
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.gpu.choice import tile_choice
+from lora_backends.gpu.tables import Entry, LayerShape, read_table
+from lora_backends.triton import tuning as config
+
+CPU = torch.device("cpu")
+CELLS = [
+    Cell("o", 64, (64,), 16, 8, 16),
+    Cell("o", 64, (64,), 128, 8, 16),
+    Cell("qkv", 64, (64, 32), 128, 8, 16),
+    Cell("qkv", 64, (64, 32), 128, 8, 16, "skewed"),  # has fewer active adapters
+]
+
+
+class FakeLab:
+    """Tiles of 32 tokens are 1.5 times as fast, and so is a shrink with two warps."""
+
+    def __init__(self, point, clock):
+        self.point, self.clock = point, clock
+
+    def prepare(self, candidates):
+        self.clock[0] += 1
+        return {}
+
+    def sample(self, tiles):
+        faster = (1.5 if self.point.tile_tokens == 32 else 1) * (
+            1.5 if tiles.shrink.num_warps == 8 else 1
+        )
+        return 30.0 / faster
+
+    def keep(self, candidates):
+        pass
+
+
+@pytest.fixture
+def job(tmp_path):
+    points = make_points(CELLS, config, torch.bfloat16)
+    return Tuning("triton", config, CPU, torch.bfloat16, points, tmp_path / "t.json", 1e6)
+
+
+def _tune(job, clock=None, lab=FakeLab, **options):
+    clock = clock or [0.0]
+    labs = lambda _: lambda point: lab(point, clock)  # noqa: E731
+    return tune_points(job, labs, now=lambda: clock[0], **options)
+
+
+def test_points_begin_with_the_rules_tiles_and_leave_out_empty_ones():
+    points = make_points(CELLS, config, torch.bfloat16)
+    assert len({point.key for point in points}) == len(points)
+    own = [config.block_tokens(p.cell.tokens, p.active_slots) == p.tile_tokens for p in points]
+    assert own == sorted(own, reverse=True) and not all(own)
+    assert all(
+        p.tile_tokens <= 16 or p.cell.tokens / p.active_slots >= p.tile_tokens / 2 for p in points
+    )
+
+
+def test_the_table_has_what_was_found_and_is_read_by_a_backend(job):
+    progress = _tune(job)
+    table = read_table(job.path, config, "triton", CPU)
+    assert len(table.entries) == len(job.points) == len(progress.entries)
+    assert not job.partial.exists()
+    choice = tile_choice(config, "triton", CPU, job.path)
+    assert choice.choose_tiles(128, 8, 32, 1, 16, 64, 64, 2).shrink.num_warps == 8
+    assert choice.block_tokens(128, 8) == 32 != config.block_tokens(128, 8)
+    assert choice.block_tokens(16, 8) == 16  # 2 tokens a slot: 32 was not tried
+
+
+def test_the_tile_of_a_plan_is_that_of_the_least_time_over_all_layers():
+    def entry(tile, us, layer):
+        return Entry(LayerShape(1, 16, layer, 64, 2), 64, 8, tile, None, us, us)
+
+    slow_in_one = [entry(16, 10, 1), entry(16, 10, 2), entry(32, 5, 1), entry(32, 17, 2)]
+    assert best_tiles(slow_in_one, config)[64, 8].tile_tokens == 16
+    faster = [*slow_in_one[:3], entry(32, 14, 2)]
+    assert best_tiles(faster, config)[64, 8].tile_tokens == 32
+    half_measured = slow_in_one[:3]
+    assert best_tiles(half_measured, config)[64, 8].tile_tokens == 16
+
+
+def test_gains_are_told_against_the_rules_with_their_own_tiles(job):
+    progress = _tune(job)
+    ratios = {(g.point.cell.tokens, g.point.tile_tokens): g.rules_us / g.tuned_us
+              for g in gains(job, progress)}  # fmt: skip
+    assert ratios[16, 16] == pytest.approx(1.5, rel=1e-3)
+    assert ratios[128, 32] == pytest.approx(2.25, rel=1e-3)
+    text = "\n".join(summary_lines(job, progress))
+    assert "times as fast as the rules" in text and str(job.path) in text
+
+
+def test_an_interrupted_search_goes_on_where_it_was(job):
+    class Interrupted(FakeLab):
+        def prepare(self, candidates):
+            if self.point == job.points[2]:
+                raise KeyboardInterrupt
+            return super().prepare(candidates)
+
+    with pytest.raises(KeyboardInterrupt):
+        _tune(job, lab=Interrupted)
+    assert not job.path.exists()
+    assert len(read_table(job.partial, config, "triton", CPU).entries) == 2
+    searched = []
+    progress = _tune(job, tell=lambda i, point, found: found or searched.append(point))
+    assert progress.resumed == 2 and searched == job.points[2:]
+    assert job.path.exists() and not job.partial.exists()
+
+
+def test_a_budget_ends_the_search_and_every_point_has_a_share(job):
+    clock = [0.0]
+    short = Tuning(**{**vars(job), "budget": 12.0})
+    progress = _tune(short, clock)
+    assert 12 <= clock[0] <= 12 + len(job.points)
+    assert len(progress.entries) >= 3
+    if len(progress.entries) < len(job.points):
+        assert short.partial.exists() and "are left" in "\n".join(summary_lines(short, progress))
+
+
+def test_what_a_table_has_of_other_layers_is_kept(job):
+    _tune(job)
+    other = Cell("down", 128, (64,), 64, 8, 16)
+    points = make_points([other], config, torch.bfloat16)
+    more = Tuning(**{**vars(job), "points": points})
+    _tune(more)
+    table = read_table(job.path, config, "triton", CPU)
+    assert len(table.entries) == len(job.points) + len(points)
+
+
+def test_rules_that_cannot_be_run_are_skipped_and_told(job):
+    class Broken(FakeLab):
+        def prepare(self, candidates):
+            return dict.fromkeys(candidates, "OutOfResources: shared memory")
+
+    progress = _tune(job, lab=Broken)
+    assert not job.path.exists()
+    assert "shared memory" in "\n".join(summary_lines(job, progress))
+
+
+def test_a_search_begun_with_other_software_is_refused(job):
+    _tune(job)
+    text = job.path.read_text()
+    job.partial.write_text(text.replace('"torch": "', '"torch": "0.'))
+    with pytest.raises(InvalidInputError, match="begun with other software"):
+        _tune(job)
+
+
+@pytest.mark.parametrize("text, seconds", [("90s", 90), ("5m", 300), ("1.5h", 5400)])
+def test_budgets(text, seconds):
+    assert parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5", "m", "-5m", "0s", "5 days"])
+def test_a_budget_that_is_none_is_refused(text):
+    with pytest.raises(InvalidInputError, match="allowed: e.g. 90s, 5m, 1h"):
+        parse_budget(text)
+
+
+def test_an_engine_without_tiles_is_refused():
+    with pytest.raises(UnsupportedInputError, match="'torch_ref' has no tiles to tune"):
+        rules_of("torch_ref")
+    with pytest.raises(UnsupportedInputError, match="allowed: .*triton"):
+        rules_of("numba_cpu")
+    with pytest.raises(InvalidInputError, match="did you mean 'triton'"):
+        rules_of("tritn")
+
+
+def test_a_machine_without_a_gpu_is_refused():
+    with pytest.raises(UnsupportedInputError, match="tune measures on a GPU"):
+        make_tuning("triton", device="cpu")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Let the checks that come after the one for a GPU be reached."""
+    monkeypatch.setattr(tune_job, "_gpu", lambda *_: CPU)
+    made = type("Made", (), {"cells": CELLS, "dtype": torch.bfloat16})
+    monkeypatch.setattr(tune_job, "make_job", lambda **_: made)
+
+
+def test_an_unwritable_folder_is_refused_before_anything_is_measured(on_a_gpu, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInputError, match="cannot write to"):
+        make_tuning("triton", output=tmp_path / "file" / "t.json")
+    with pytest.raises(InvalidInputError, match="is a folder"):
+        make_tuning("triton", output=tmp_path)
+
+
+def test_a_file_in_the_way_that_is_no_table_of_this_device_is_refused(on_a_gpu, tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text("{}")
+    with pytest.raises(InvalidInputError, match="its schema is None"):
+        make_tuning("triton", output=path)
+
+
+def test_the_table_goes_to_the_users_folder(on_a_gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("LORA_BACKENDS_TILES", str(tmp_path / "new"))
+    job = make_tuning("triton", budget="1m")
+    assert job.path == tmp_path / "new" / "triton-cpu.json" and job.path.parent.is_dir()
+    assert job.budget == 60 and job.jobs >= 1
+    with pytest.raises(InvalidInputError, match="--jobs 0"):
+        make_tuning("triton", jobs=0)
+
+
+def test_the_script_prints_one_message(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["tune", "triton", "--device", "cpu"])
+    assert main() == 2
+    assert capsys.readouterr().err.startswith("error: tune measures on a GPU")
