@@ -113,7 +113,6 @@ def shrink_kernel(
     )  # [T, N] # fmt: skip
     h_columns = h_ptr + part.to(tl.int64) * h_stride_k + s.to(tl.int64) * h_stride_s + r  # [N]
     h_rows = (tokens if BY_TOKEN else places) * h_stride_t  # [T]
-    h = tl.where((r < rank)[None, :], h, 0.0)  # infinity times what is not loaded is no zero
     written = in_groups(r, rank, EVEN_R)  # zeros beyond the rank, where the group goes on
     mask = has_token[:, None] & written[None, :]
     tl.store(h_columns[None, :] + h_rows[:, None], h, mask=mask)

@@ -154,7 +154,7 @@ def _shrink(
         tiles.split_k,
         -(-in_features // step),  # STEPS
         in_features % step == 0,  # EVEN_K
-        max_rank % 8 == 0,  # EVEN_R
+        max_rank % 8 == 0 and not by_token,  # EVEN_R: callers see nothing beyond a rank
         by_token,
         options.precision,
         INTERPRETED,

@@ -103,9 +103,8 @@ class TritonBackend(LoRABackend):
         count = launch.grid_tiles(plan) or EMPTY_ROW
         if count:
             laid = with_contiguous_tables(weights)
-            launch.shrink(
-                x, laid, plan, h, count, tiles.shrink, self._precision, self._programmatic
-            )
+            precision, early = self._precision, self._programmatic
+            launch.shrink(x, laid, plan, h, count, tiles.shrink, precision, early, exact=True)
         return h[0] if h.shape[0] == 1 else h.sum(0)
 
     @override

@@ -103,7 +103,6 @@ def shrink_kernel(
             acc3 = multiply_add(x, a, acc3, PRECISION, INTERPRETED)  # [W, T, N]
         acc = tl.sum(acc3, axis=0)
     h_row = (part * NUM_SLICES + s[None, :]).to(tl.int64) * num_tokens + tokens[:, None]  # [T, N]
-    acc = tl.where(used[None, :], acc, 0.0)  # infinity times what is not loaded is no zero
     written = in_groups(r, rank, EVEN_R)  # zeros beyond the rank, where the group goes on
     tl.store(h_ptr + h_row * max_rank + r[None, :], acc, mask=has_token[:, None] & written[None, :])
 

@@ -30,6 +30,7 @@ def shrink(
     tiles: ShrinkTiles,
     precision: str,
     programmatic: bool,
+    exact: bool = False,
 ) -> Launched:
     """Write the planes of h.
 
@@ -38,16 +39,17 @@ def shrink(
         weights: the layer, its tables contiguous.
         plan: the batch.
         h: [split_k, num_slices, num_tokens, max_rank] float32, contiguous. Nothing is written
-            beyond a rank and in rows without an adapter.
+            in rows without an adapter, and beyond a rank at most the rest of a group of 8.
         num_tiles: tiles to launch, from `grid_tiles`.
         tiles: sizes.
         precision: of float32 products, as `tl.dot` names it.
         programmatic: launch before the kernel in front has ended.
+        exact: write nothing beyond a rank.
     """
     a = weights.lora_a
     _, num_slices, max_rank, in_features = a.shape
     variant, programs = _shrink_variant(
-        num_slices, max_rank, in_features, plan.block_tokens, tiles, precision, programmatic
+        num_slices, max_rank, in_features, plan.block_tokens, tiles, precision, programmatic, exact
     )
     a_slot, a_slice, a_row, _ = a.stride()
     arguments = Arguments(
@@ -67,6 +69,7 @@ def _shrink_variant(
     tiles: ShrinkTiles,
     precision: str,
     programmatic: bool,
+    exact: bool,
 ) -> tuple[Variant, int]:
     """Return the kernel and how many programs a tile of tokens takes."""
     rank_pad = padded_rank(max_rank)
@@ -81,7 +84,7 @@ def _shrink_variant(
         tiles.split_k,
         -(-in_features // step),  # STEPS
         in_features % step == 0,  # EVEN_K
-        max_rank % 8 == 0,  # EVEN_R
+        max_rank % 8 == 0 and not exact,  # EVEN_R
         precision,
         INTERPRETED,
         programmatic,
