@@ -424,7 +424,7 @@ def expand_column(kinds, place, factors, order, t, end, h, y):
 def prefetch_rows(b, b_row, width):
     """Ask for the `width` bytes of each of 16 rows that are needed in a while."""
     if 2 * width > b_row:  # hardly a gap: line by line
-        b += LANES * b_row * max(1, EXPAND_AHEAD // (LANES * b_row))
+        b += LANES * b_row * max(1, EXPAND_AHEAD // max(LANES * b_row, 1))
         for line in range(0, LANES * b_row, 64):
             v.prefetch((b,), line)
     else:

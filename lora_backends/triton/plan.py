@@ -11,7 +11,7 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.gpu.ready import RememberingPlan
-from lora_backends.gpu.staging import aligned, staging_buffer
+from lora_backends.gpu.staging import aligned, sort_key, staging_buffer
 
 EMPTY = -1
 """The slot of an unused tile and the token of an unused place in a tile."""
@@ -76,7 +76,7 @@ def fill_tiles(
     """
     packed.fill(EMPTY)
     counts = np.bincount(token_slots + 1, minlength=num_slots + 1)
-    order = token_slots.argsort(kind="stable")[counts[0] :]
+    order = sort_key(token_slots, num_slots).argsort(kind="stable")[counts[0] :]
     counts = counts[1:]
     tiles = (counts + (block_tokens - 1)) // block_tokens
     ends, tile_ends = counts.cumsum(), tiles.cumsum()
@@ -85,8 +85,7 @@ def fill_tiles(
     # a slot's tokens move from their place in the order to the first place of its first tile
     moved = (tile_ends - tiles) * block_tokens - (ends - counts)
     places = np.arange(order.size) + moved.repeat(counts)
-    tokens_at = aligned(max_tiles(token_slots.size, num_slots, block_tokens))
-    packed[tokens_at + places] = order
+    packed[aligned(max_tiles(token_slots.size, num_slots, block_tokens)) :][places] = order
     return num_tiles
 
 
@@ -116,7 +115,8 @@ def tables(
     packed: torch.Tensor, tiles: int, block_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `tile_slots` and `tile_tokens`, views of the packed buffer."""
-    return packed[:tiles], packed[aligned(tiles) :].view(tiles, block_tokens)
+    tokens = packed.as_strided((tiles, block_tokens), (block_tokens, 1), aligned(tiles))
+    return packed.as_strided((tiles,), (1,)), tokens
 
 
 def refill(plan: TritonPlan, batch: LoRABatch) -> TritonPlan:

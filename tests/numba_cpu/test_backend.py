@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from layers import per_token
 
 from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.numba_cpu import NumbaCPUBackend, launch
@@ -233,3 +234,18 @@ def test_it_promises_what_it_is_asked_for():
     assert NumbaCPUBackend().deterministic
     assert NumbaCPUBackend(batch_invariant=True).batch_invariant
     assert not NumbaCPUBackend(batch_invariant=False).batch_invariant
+
+
+def test_rows_of_b_may_be_one_row():
+    weights = LoRAWeights(
+        lora_a=torch.randn(2, 1, 8, 24),
+        lora_b=torch.randn(2, 1, 8).expand(2, 40, 8),
+        ranks=torch.full((2, 1), 8, dtype=torch.int32),
+        scalings=torch.ones(2, 1),
+        output_slices=(40,),
+    )
+    batch, x = LoRABatch([0, 1, -1, 1], 2), torch.randn(4, 24)
+    backend = NumbaCPUBackend()
+    y = backend.run_linear(x, weights, backend.prepare_batch(batch))
+    expected = per_token(x, weights, batch, torch.zeros(4, 40))
+    assert (y.double() - expected).abs().max() < 1e-4
