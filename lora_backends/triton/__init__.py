@@ -87,14 +87,14 @@ class TritonBackend(LoRABackend):
 
     @override
     def prepare_batch(self, batch: LoRABatch, out: TritonPlan | None = None) -> TritonPlan:
+        counts = plans.count_tokens(batch)
         if out is not None:
-            return plans.refill(out, batch)
-        active = plans.count_active(batch)
+            return plans.refill(out, batch, counts)
         if self.batch_invariant:
             tile = self.tile_choice.block_tokens(_INVARIANT_TOKENS, _INVARIANT_SLOTS)
         else:
-            tile = self.tile_choice.block_tokens(batch.num_tokens, active)
-        return plans.make_plan(batch, tile, active, self.device)
+            tile = self.tile_choice.block_tokens(batch.num_tokens, plans.count_active(counts))
+        return plans.make_plan(batch, counts, tile, self.device)
 
     @override
     def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: TritonPlan) -> torch.Tensor:
