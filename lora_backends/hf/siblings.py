@@ -87,14 +87,14 @@ def leader_hook(model: str, group: Siblings, backend: LoRABackend, alone: Hook) 
     ) -> torch.Tensor | None:
         if torch.compiler.is_compiling():
             return alone(module, args, output)
+        left, RUNNING.kept = RUNNING.kept, None
+        if left is not None:
+            left.group.apart = True
         call = RUNNING.call
         x: torch.Tensor = args[0]
         weights = call.shared.get(path) if call.model == model else None
         if weights is None or group.apart or module is not leader or x.is_inference():
             return alone(module, args, output)  # no version tells of a change in inference mode
-        left, RUNNING.kept = RUNNING.kept, None
-        if left is not None:
-            left.group.apart = True
         plan = call.plan(x.shape[:-1], path)
         y = torch.cat([output, *(nn.Linear.forward(other, x) for other in others)], -1)
         run(x.reshape(-1, in_features), weights, plan, y.view(-1, width))
