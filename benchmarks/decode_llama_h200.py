@@ -139,22 +139,23 @@ class Benchmark:
         for turn in range(4):
             rows = self.composition(turn)
             self.step.update(rows)
-            ours = self.decode(adapters=self.step).logits().float()
-            expected = self.decode(adapters=rows).logits().float()
+            ours = self.decode(adapters=self.step).logits()
+            expected = self.decode(adapters=rows).logits()
             oracle = Decoder(
                 self.base, reference, self.tokens, self.past, {"adapters": rows}
             ).logits()
-            error = (ours - oracle.float()).norm() / oracle.float().norm()
-            fresh = (ours - expected).norm() / expected.norm()
-            found.append({"torch_ref": float(error), "plan_of_its_own": float(fresh)})
+            found.append(
+                {"torch_ref": distance(ours, oracle), "plan_of_its_own": distance(ours, expected)}
+            )
         reference.detach()
-        plain = self.decode().logits()
-        changed = (ours - plain.float()).abs().max()  # the last composition uses no adapter
+        plain = self.decode()
+        checks = self.results["checks"]
+        checks["relative_error"] = found
+        checks["base_relative_error"] = noise = repeatability(plain)
+        checks["no_adapter_relative_error"] = distance(ours, plain.logits())  # ours: all None
         worst = max(entry["torch_ref"] for entry in found)
-        self.results["checks"]["relative_error"] = found
-        self.results["checks"]["no_adapter_equals_base"] = bool(changed == 0)
-        if worst > 5e-2 or changed != 0:
-            raise AssertionError(f"logits are wrong: {found}, without adapters {changed}")
+        if worst > 5e-2 or checks["no_adapter_relative_error"] > 3 * noise:
+            raise AssertionError(f"logits are wrong: {checks}")
 
     def time_eager(self) -> None:
         """Time steps that Python launches."""
@@ -183,7 +184,7 @@ class Benchmark:
                 return compiled(**inputs)
 
         ours.run = with_step
-        self.follow("compiled", ours, exact=False)
+        self.follow("compiled", ours)
         self.measure("compiled", {"base": base, "ours": ours})
 
     def time_peft(self) -> None:
@@ -194,20 +195,26 @@ class Benchmark:
             decoder = Decoder(self.base, run, self.tokens, self.past, rows)
             self.measure("peft", {"base": self.decode(), "peft": decoder}, samples=4)
 
-    def follow(self, kind: str, decoder: Decoder, exact: bool = True) -> None:
-        """Check that what was captured follows updates: equal to the eager step, bit for bit."""
+    def follow(self, kind: str, decoder: Decoder) -> None:
+        """Check that what was captured follows updates: what the eager step computes.
+
+        Bits may differ: the base model's own eager step does not always repeat its bits.
+        """
         eager = self.decode(adapters=self.step)
-        worst, equal = 0.0, True
+        errors, apart = [], []
+        previous: torch.Tensor | None = None
         for turn in (0, 1, 2, 3, 1, 0):
             self.step.update(self.composition(turn))
-            found, expected = decoder.logits(), eager.logits()
-            equal &= torch.equal(found, expected)
-            error = (found.float() - expected.float()).norm() / expected.float().norm()
-            worst = max(worst, float(error))
-        self.results["checks"][f"{kind}_equals_eager"] = equal
-        self.results["checks"][f"{kind}_relative_error"] = worst
-        if worst > 5e-2 or (exact and not equal):
-            raise AssertionError(f"{kind} does not follow updates: relative error {worst}")
+            found = decoder.logits()
+            errors.append(distance(found, eager.logits()))
+            if previous is not None:
+                apart.append(distance(found, previous))
+            previous = found
+        checks = self.results["checks"]
+        checks[f"{kind}_relative_error"] = max(errors)
+        checks[f"{kind}_least_change_by_an_update"] = min(apart)
+        if max(errors) > 5e-2 or max(errors) > min(apart) / 3:
+            raise AssertionError(f"{kind} does not follow updates: {checks}")
 
     def measure(self, kind: str, decoders: dict[str, Decoder], samples: int = 0) -> None:
         """Let contenders take turns; a sample is the mean of consecutive steps, in ms."""
@@ -357,6 +364,17 @@ def time_layer(device: torch.device) -> dict[str, float]:
             found[name] = host_microseconds(layer)
         model.detach()
     return found
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative error in the Frobenius norm."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def repeatability(decoder: Decoder, times: int = 4) -> float:
+    """Return the largest distance between repeated steps."""
+    first = decoder.logits()
+    return max(distance(decoder.logits(), first) for _ in range(times))
 
 
 def prompt_cache(base: Any, rows: int, past: int) -> StaticCache:

@@ -147,8 +147,9 @@ def time_layers(backend: LoRABackend, cell: Cell, layers: list[LoRAWeights]) -> 
     return statistics.median(graph_times(call, len(layers)))
 
 
+@torch.no_grad()
 def measure_host(backend: LoRABackend, calls: int = 200) -> dict[str, float]:
-    """Return host microseconds of one call, the GPU idle at its start."""
+    """Return host microseconds of one call as an engine makes it, the GPU idle at its start."""
     cell = Cell(*O_PROJECTION, tokens=256, adapters=64, rank=16)
     work = make_workload(cell, make_layers(cell, DEVICE, torch.bfloat16)[:1])
     batch: LoRABatch = work.batch

@@ -362,7 +362,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _last_axis_contiguous(tensor: torch.Tensor) -> bool:
-    return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+    return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 or not tensor.numel()
 
 
 def _weights_fit(problems: Problems, backend: LoRABackend, weights: LoRAWeights, plan: Any) -> bool:

@@ -132,7 +132,7 @@ def _add_call(
     _, run = _CAPTURED if backend.cuda_graphs else _UNCAPTURED
     y = base_output
     if y is None:
-        tokens = x.shape[0] if operation == "run_embedding" else x.shape[-2]
+        tokens = x.shape[1] if operation == "run_lora_b" else x.shape[0]
         y = x.new_zeros((tokens, sum(weights.output_slices)), dtype=weights.dtype)
     run(operation, x, y, backend.handle, weights.handle, plan.handle)
     return y

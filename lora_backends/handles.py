@@ -28,10 +28,14 @@ class Handled:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "handle"}
+        found: Any = object.__getstate__(self)
+        plain, slots = found if isinstance(found, tuple) else (found, None)
+        state = {**(plain or {}), **(slots or {})}
+        return {name: value for name, value in state.items() if name != "handle"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
 
 
 def lookup(handle: int) -> Any:

@@ -15,8 +15,12 @@ from lora_backends.csgmv import plan as plans
 from lora_backends.csgmv.config import check_segment_size, segment_and_group
 from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.gpu.choice import TileChoice, tile_choice
-from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
-from lora_backends.gpu.ready import key_of
+from lora_backends.gpu.launching import (
+    has_programmatic_launch,
+    interpreter_reasons,
+    is_capturing,
+)
+from lora_backends.gpu.ready import key_of, with_contiguous_tables
 from lora_backends.weights import LoRAWeights
 
 
@@ -108,7 +112,7 @@ class CsgmvBackend(LoRABackend):
         h = self._planes(weights, kernels.split_k, plan.num_tokens).zero_()
         rows = launch.grid_of(plan).rows
         if rows:
-            launch.shrink(x, weights, plan, h, rows, kernels.shrink)
+            launch.shrink(x, with_contiguous_tables(weights), plan, h, rows, kernels.shrink)
         return h[0] if kernels.split_k == 1 else h.sum(0)
 
     @override
@@ -123,7 +127,8 @@ class CsgmvBackend(LoRABackend):
         rows = launch.grid_of(plan).rows
         if rows:
             kernels = launch.kernels_of(weights, plan, self._options, "separate")
-            launch.expand(h.float()[None], weights, plan, y, rows, kernels.expand)
+            laid = with_contiguous_tables(weights)
+            launch.expand(h.float()[None], laid, plan, y, rows, kernels.expand)
         return y
 
     @override
@@ -141,12 +146,14 @@ class CsgmvBackend(LoRABackend):
         key = (places, *key_of(self.handle, self.tile_choice, weights, x, y))
         ready = plan.ready(key, weights, self.device)
         if ready is not None:
-            ready.launch(self.device, rows, x.data_ptr(), y.data_ptr())
+            if plan.num_groups or is_capturing(self.device):
+                ready.launch(self.device, rows, x.data_ptr(), y.data_ptr())
             return y
         kernels = launch.kernels_of(weights, plan, self._options)
         h = self._planes(weights, kernels.split_k, places)
-        shrink = launch.shrink(x, weights, plan, h, rows, kernels.shrink)
-        expand = launch.expand(h, weights, plan, y, rows, kernels.expand)
+        laid = with_contiguous_tables(weights)
+        shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
+        expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
         plan.remember(key, weights, shrink, expand, flat=True)
         return y
 
@@ -161,10 +168,10 @@ class CsgmvBackend(LoRABackend):
         y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
         rows, places = launch.grid_of(plan)
         if rows:
-            h = self._planes(weights, 1, places)
-            launch.gather(token_ids, weights, plan, h, rows)
+            h, laid = self._planes(weights, 1, places), with_contiguous_tables(weights)
+            launch.gather(token_ids, laid, plan, h, rows)
             kernels = launch.kernels_of(weights, plan, self._options, "embedding")
-            launch.expand(h, weights, plan, y, rows, kernels.expand)
+            launch.expand(h, laid, plan, y, rows, kernels.expand)
         return y
 
     def _planes(self, weights: LoRAWeights, split_k: int, rows: int) -> torch.Tensor:

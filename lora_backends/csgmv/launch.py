@@ -14,7 +14,7 @@ from lora_backends.csgmv.config import Problem
 from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.gpu.choice import TileChoice
 from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
-from lora_backends.gpu.ready import Launched
+from lora_backends.gpu.ready import EMPTY_ROW, Launched
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig, padded_rank
 from lora_backends.weights import LoRAWeights
 
@@ -62,7 +62,8 @@ def grid_of(plan: CsgmvPlan) -> Grid:
     """Return what to launch."""
     if is_capturing(plan.packed.device):
         return Grid(plan.max_groups, plan.max_segments * plan.segment_size)
-    return Grid(plan.num_groups, plan.num_segments * plan.segment_size)
+    segments = plan.num_segments or EMPTY_ROW
+    return Grid(plan.num_groups or EMPTY_ROW, segments * plan.segment_size)
 
 
 def kernels_of(
@@ -153,7 +154,7 @@ def _shrink(
         tiles.split_k,
         -(-in_features // step),  # STEPS
         in_features % step == 0,  # EVEN_K
-        max_rank % 8 == 0,  # EVEN_R
+        max_rank % 8 == 0 and not by_token,  # EVEN_R: callers see nothing beyond a rank
         by_token,
         options.precision,
         INTERPRETED,
@@ -221,7 +222,7 @@ def shrink(
 
     Args:
         x: [num_tokens, in_features].
-        weights: the layer.
+        weights: the layer, its tables contiguous.
         plan: the batch.
         h: [planes, num_slices, places or num_tokens, max_rank] float32, contiguous. Nothing is
             written beyond a rank, at places without a token and for tokens without an adapter.
@@ -232,7 +233,7 @@ def shrink(
     a_slot, a_slice, a_row, _ = a.stride()
     h_plane, h_slice, h_row, _ = h.stride()
     arguments = Arguments(
-        (x, a, weights.ranks.contiguous(), *_tables(plan), h),
+        (x, a, weights.ranks, *_tables(plan), h),
         (a.shape[3], x.stride(0), a_slot, a_slice, a_row, h_plane, h_slice, h_row),
     )
     kernel.variant.launch((kernel.programs * rows, 1), arguments)
@@ -251,7 +252,7 @@ def expand(
 
     Args:
         h: [planes, num_slices, places or num_tokens, max_rank] float32, the last axis contiguous.
-        weights: the layer.
+        weights: the layer, its tables contiguous.
         plan: the batch.
         y: [num_tokens, out_features], changed in place.
         rows: of the grid.
@@ -262,7 +263,7 @@ def expand(
     h_plane, h_slice, h_row, _ = h.stride()
     b_slot, b_column, _ = b.stride()
     added, bias_slot = (y, 0) if bias is None else (bias, bias.stride(0))
-    ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
+    ranks, scalings = weights.ranks, weights.scalings
     arguments = Arguments(
         (h, b, y, added, ranks, scalings, *_tables(plan)),
         (h_plane, h_slice, h_row, b_slot, b_column, y.stride(0), bias_slot),
@@ -280,7 +281,7 @@ def gather(
     _, h_slice, h_row, _ = h.stride()
     kernel = _gather(weights.num_slices, weights.max_rank, plan.segment_size, plan.group_size)
     arguments = Arguments(
-        (token_ids, a, weights.ranks.contiguous(), *_tables(plan), h),
+        (token_ids, a, weights.ranks, *_tables(plan), h),
         (a_slot, a_slice, a_row, h_slice, h_row),
     )
     kernel.variant.launch((kernel.programs * rows, 1), arguments)

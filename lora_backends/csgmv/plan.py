@@ -50,6 +50,11 @@ class CsgmvPlan(RememberingPlan):
     segment_tokens: torch.Tensor  # [max_segments, segment_size] int32, token or -1
     group_starts: torch.Tensor  # [max_groups + 1] int32, ascending
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        found = tables(self.packed, self.max_segments, self.segment_size)
+        self.segment_slots, self.segment_tokens, self.group_starts = found
+
 
 def most_runs(num_tokens: int, num_slots: int, length: int) -> int:
     """Return how many runs of at most `length` tokens of one slot a batch can need, at least 1.
@@ -125,9 +130,9 @@ def make_plan(
     """Return a new plan, its tables on their way to the device."""
     segments = most_runs(batch.num_tokens, batch.num_slots, segment_size)
     groups = most_runs(batch.num_tokens, batch.num_slots, segment_size * group_size)
-    tokens_at = aligned(segments)
-    groups_at = tokens_at + aligned(segments * segment_size)
-    packed = torch.empty(groups_at + groups + 1, dtype=torch.int32, device=device)
+    size = aligned(segments) + aligned(segments * segment_size) + groups + 1
+    packed = torch.empty(size, dtype=torch.int32, device=device)
+    segment_slots, segment_tokens, group_starts = tables(packed, segments, segment_size)
     plan = CsgmvPlan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,
@@ -139,11 +144,18 @@ def make_plan(
         max_segments=segments,
         max_groups=groups,
         packed=packed,
-        segment_slots=packed[:segments],
-        segment_tokens=packed[tokens_at:][: segments * segment_size].view(-1, segment_size),
-        group_starts=packed[groups_at:],
+        segment_slots=segment_slots,
+        segment_tokens=segment_tokens,
+        group_starts=group_starts,
     )
     return refill(plan, batch)
+
+
+def tables(packed: torch.Tensor, segments: int, segment_size: int) -> tuple[torch.Tensor, ...]:
+    """Return `segment_slots`, `segment_tokens` and `group_starts`, views of the packed buffer."""
+    tokens_at, places = aligned(segments), segments * segment_size
+    tokens = packed[tokens_at : tokens_at + places].view(segments, segment_size)
+    return packed[:segments], tokens, packed[tokens_at + aligned(places) :]
 
 
 def refill(plan: CsgmvPlan, batch: LoRABatch) -> CsgmvPlan:

@@ -7,6 +7,7 @@ kernels that are compiled and whose other arguments are known.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +23,10 @@ from lora_backends.gpu.launching import (
     is_current,
 )
 from lora_backends.weights import LoRAWeights
+
+EMPTY_ROW = 0 if INTERPRETED else 1
+"""Rows that are launched for a batch without adapters, which does nothing but compile what a CUDA
+graph may need that is captured next: nothing can be compiled in a capture."""
 
 MOST_KEPT = 4096
 """Calls that a plan remembers: layers, times the kinds of x and y that they are called with."""
@@ -84,8 +89,7 @@ class RememberingPlan(LoRAPlan):
             expand: h is its first pointer, y the third, the bias, or y again, the fourth.
             flat: whether rows and programs share the first axis of the grid.
         """
-        in_place = weights.ranks.is_contiguous() and weights.scalings.is_contiguous()
-        if INTERPRETED or not in_place:  # copies of ranks would not follow what they are copied of
+        if INTERPRETED or not _tables_are_contiguous(weights):  # else copies were passed on
             return
         if len(self._ready) >= MOST_KEPT:
             self._ready.clear()
@@ -100,6 +104,24 @@ class RememberingPlan(LoRAPlan):
             (shrink.programs, expand.programs),
             flat,
         )
+
+
+def with_contiguous_tables(weights: LoRAWeights) -> LoRAWeights:
+    """Return the layer with contiguous ranks and scalings, as kernels take them.
+
+    Copies are made here, before the first launch: between two kernels of which the second may
+    start early, a third must not come.
+    """
+    if _tables_are_contiguous(weights):
+        return weights
+    found = copy.copy(weights)
+    object.__setattr__(found, "ranks", weights.ranks.contiguous())
+    object.__setattr__(found, "scalings", weights.scalings.contiguous())
+    return found
+
+
+def _tables_are_contiguous(weights: LoRAWeights) -> bool:
+    return weights.ranks.is_contiguous() and weights.scalings.is_contiguous()
 
 
 def key_of(

@@ -70,6 +70,9 @@ class Layers:
     def __init__(self) -> None:
         self._located: WeakKeyDictionary[LoRAWeights, Located] = WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple[type[Layers], tuple[()]]:
+        return Layers, ()  # addresses mean nothing to a copy
+
     def locate(self, weights: LoRAWeights) -> Located:
         """Return where the weights lie now."""
         addresses = (

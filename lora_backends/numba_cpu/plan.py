@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,13 @@ class NumbaPlan(LoRAPlan):
 
     def __post_init__(self) -> None:
         self.refill(self.order, self.segments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.refill(self.order, self.segments)  # where a copy's arrays lie
 
     def refill(self, order: Ints, segments: Ints) -> None:
         """Take another batch's arrays."""

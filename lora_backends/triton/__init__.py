@@ -14,7 +14,7 @@ from lora_backends.batch import LoRABatch
 from lora_backends.checks import as_device
 from lora_backends.gpu.choice import tile_choice
 from lora_backends.gpu.launching import INTERPRETED, has_programmatic_launch
-from lora_backends.gpu.ready import key_of
+from lora_backends.gpu.ready import EMPTY_ROW, key_of, with_contiguous_tables
 from lora_backends.triton import launch, tuning
 from lora_backends.triton import plan as plans
 from lora_backends.triton.config import TileConfig
@@ -100,11 +100,11 @@ class TritonBackend(LoRABackend):
     def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: TritonPlan) -> torch.Tensor:
         tiles = self._tiles(weights, plan, x.element_size())
         h = self._planes(weights, plan, tiles.shrink.split_k).zero_()
-        count = launch.grid_tiles(plan)
+        count = launch.grid_tiles(plan) or EMPTY_ROW
         if count:
-            launch.shrink(
-                x, weights, plan, h, count, tiles.shrink, self._precision, self._programmatic
-            )
+            laid = with_contiguous_tables(weights)
+            precision, early = self._precision, self._programmatic
+            launch.shrink(x, laid, plan, h, count, tiles.shrink, precision, early, exact=True)
         return h[0] if h.shape[0] == 1 else h.sum(0)
 
     @override
@@ -116,12 +116,11 @@ class TritonBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
-        count = launch.grid_tiles(plan)
+        count = launch.grid_tiles(plan) or EMPTY_ROW
         if count:
+            laid = with_contiguous_tables(weights)
             tiles = self._tiles(weights, plan, torch.float32.itemsize)
-            launch.expand(
-                h.float()[None], weights, plan, y, count, tiles.expand, "ieee", True, False
-            )
+            launch.expand(h.float()[None], laid, plan, y, count, tiles.expand, "ieee", True, False)
         return y
 
     @override
@@ -134,18 +133,21 @@ class TritonBackend(LoRABackend):
     ) -> torch.Tensor:
         y = self._output(weights, plan, x.dtype) if base_output is None else base_output
         count = launch.grid_tiles(plan)
-        if not count:
-            return y
         key = key_of(self.handle, self.tile_choice, weights, x, y)
         ready = plan.ready(key, weights, self.device)
         if ready is not None:
-            ready.launch(self.device, count, x.data_ptr(), y.data_ptr())
+            if count:
+                ready.launch(self.device, count, x.data_ptr(), y.data_ptr())
+            return y
+        count = count or EMPTY_ROW
+        if not count:
             return y
         tiles = self._tiles(weights, plan, x.element_size())
         h = self._planes(weights, plan, tiles.shrink.split_k)
         precision, early = self._precision, self._programmatic
-        shrink = launch.shrink(x, weights, plan, h, count, tiles.shrink, precision, early)
-        expand = launch.expand(h, weights, plan, y, count, tiles.expand, precision, False, early)
+        laid = with_contiguous_tables(weights)
+        shrink = launch.shrink(x, laid, plan, h, count, tiles.shrink, precision, early)
+        expand = launch.expand(h, laid, plan, y, count, tiles.expand, precision, False, early)
         plan.remember(key, weights, shrink, expand)
         return y
 
@@ -158,24 +160,24 @@ class TritonBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
-        count = launch.grid_tiles(plan)
+        count = launch.grid_tiles(plan) or EMPTY_ROW
         if count:
-            h = self._planes(weights, plan, 1)
-            launch.gather(token_ids, weights, plan, h, count)
+            h, laid = self._planes(weights, plan, 1), with_contiguous_tables(weights)
+            launch.gather(token_ids, laid, plan, h, count)
             tiles = self._tiles(weights, plan, weights.lora_b.element_size())
-            launch.expand(h, weights, plan, y, count, tiles.expand, self._precision, False, False)
+            launch.expand(h, laid, plan, y, count, tiles.expand, self._precision, False, False)
         return y
 
     def _tiles(self, weights: LoRAWeights, plan: TritonPlan, item_bytes: int) -> TileConfig:
-        fixed = self.batch_invariant
+        fixed, (_, slices, max_rank, in_features) = self.batch_invariant, weights.lora_a.shape
         return self.tile_choice.choose_tiles(  # type: ignore[no-any-return]
             _INVARIANT_TOKENS if fixed else plan.num_tokens,
             _INVARIANT_SLOTS if fixed else plan.active_slots,
             plan.block_tokens,
-            weights.num_slices,
-            weights.max_rank,
-            weights.in_features,
-            weights.out_features,
+            slices,
+            max_rank,
+            in_features,
+            weights.lora_b.shape[1],
             item_bytes,
         )
 

@@ -30,28 +30,30 @@ def shrink(
     tiles: ShrinkTiles,
     precision: str,
     programmatic: bool,
+    exact: bool = False,
 ) -> Launched:
     """Write the planes of h.
 
     Args:
         x: [num_tokens, in_features].
-        weights: the layer.
+        weights: the layer, its tables contiguous.
         plan: the batch.
         h: [split_k, num_slices, num_tokens, max_rank] float32, contiguous. Nothing is written
-            beyond a rank and in rows without an adapter.
+            in rows without an adapter, and beyond a rank at most the rest of a group of 8.
         num_tiles: tiles to launch, from `grid_tiles`.
         tiles: sizes.
         precision: of float32 products, as `tl.dot` names it.
         programmatic: launch before the kernel in front has ended.
+        exact: write nothing beyond a rank.
     """
     a = weights.lora_a
     _, num_slices, max_rank, in_features = a.shape
     variant, programs = _shrink_variant(
-        num_slices, max_rank, in_features, plan.block_tokens, tiles, precision, programmatic
+        num_slices, max_rank, in_features, plan.block_tokens, tiles, precision, programmatic, exact
     )
     a_slot, a_slice, a_row, _ = a.stride()
     arguments = Arguments(
-        (x, a, weights.ranks.contiguous(), plan.tile_slots, plan.tile_tokens, h),
+        (x, a, weights.ranks, plan.tile_slots, plan.tile_tokens, h),
         (plan.num_tokens, in_features, max_rank, x.stride(0), a_slot, a_slice, a_row),
     )
     variant.launch((programs, num_tiles), arguments)
@@ -67,6 +69,7 @@ def _shrink_variant(
     tiles: ShrinkTiles,
     precision: str,
     programmatic: bool,
+    exact: bool,
 ) -> tuple[Variant, int]:
     """Return the kernel and how many programs a tile of tokens takes."""
     rank_pad = padded_rank(max_rank)
@@ -81,7 +84,7 @@ def _shrink_variant(
         tiles.split_k,
         -(-in_features // step),  # STEPS
         in_features % step == 0,  # EVEN_K
-        max_rank % 8 == 0,  # EVEN_R
+        max_rank % 8 == 0 and not exact,  # EVEN_R
         precision,
         INTERPRETED,
         programmatic,
@@ -108,7 +111,7 @@ def expand(
     Args:
         h: [planes, num_slices, num_tokens, max_rank] float32, the last axis contiguous; planes
             follow each other.
-        weights: the layer.
+        weights: the layer, its tables contiguous.
         plan: the batch.
         y: [num_tokens, out_features], changed in place.
         num_tiles: tiles to launch, from `grid_tiles`.
@@ -133,7 +136,7 @@ def expand(
         precision,
         programmatic,
     )
-    ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
+    ranks, scalings = weights.ranks, weights.scalings
     added = y if bias is None else bias
     bias_slot = 0 if bias is None else bias.stride(0)
     arguments = Arguments(
@@ -194,7 +197,7 @@ def gather(
     blocks = -(-max_rank // block_r) * weights.num_slices
     a_slot, a_slice, a_row, _ = a.stride()
     arguments = Arguments(
-        (token_ids, a, weights.ranks.contiguous(), plan.tile_slots, plan.tile_tokens, h),
+        (token_ids, a, weights.ranks, plan.tile_slots, plan.tile_tokens, h),
         (plan.num_tokens, max_rank, a_slot, a_slice, a_row),
     )
     variant = _gather_variant(weights.num_slices, plan.block_tokens, block_r)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,10 @@ class TritonPlan(RememberingPlan):
     packed: torch.Tensor  # [aligned max_tiles + max_tiles * block_tokens] int32, on the device
     tile_slots: torch.Tensor  # [max_tiles] int32, slot of the tile or -1
     tile_tokens: torch.Tensor  # [max_tiles, block_tokens] int32, token or -1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.tile_slots, self.tile_tokens = tables(self.packed, self.max_tiles, self.block_tokens)
 
 
 def max_tiles(num_tokens: int, num_slots: int, block_tokens: int) -> int:
@@ -90,9 +95,9 @@ def make_plan(
 ) -> TritonPlan:
     """Return a new plan, its tables on their way to the device."""
     tiles = max_tiles(batch.num_tokens, batch.num_slots, block_tokens)
-    tokens_at = aligned(tiles)
-    size = tokens_at + tiles * block_tokens
+    size = aligned(tiles) + tiles * block_tokens
     packed = torch.empty(size, dtype=torch.int32, device=device)
+    tile_slots, tile_tokens = tables(packed, tiles, block_tokens)
     plan = TritonPlan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,
@@ -101,10 +106,17 @@ def make_plan(
         num_tiles=0,
         max_tiles=tiles,
         packed=packed,
-        tile_slots=packed[:tiles],
-        tile_tokens=packed[tokens_at:].view(tiles, block_tokens),
+        tile_slots=tile_slots,
+        tile_tokens=tile_tokens,
     )
     return refill(plan, batch)
+
+
+def tables(
+    packed: torch.Tensor, tiles: int, block_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `tile_slots` and `tile_tokens`, views of the packed buffer."""
+    return packed[:tiles], packed[aligned(tiles) :].view(tiles, block_tokens)
 
 
 def refill(plan: TritonPlan, batch: LoRABatch) -> TritonPlan:

@@ -56,8 +56,13 @@ def test_generation_on_the_gpu_keeps_the_adapter_of_each_row(backend, make_base)
         assert torch.equal(tokens[row], alone[0])
 
 
+SAME = 1e-5
+"""In a graph the base model's own products may run as other kernels: sums of 32 terms below 1 in
+another order differ by up to 32 * 2^-24 = 2e-6, in three layers. An adapter changes 1e-2."""
+
+
 @pytest.mark.parametrize("backend", CAPTURED)
-def test_a_captured_step_follows_updates_bit_for_bit(backend, make_base):
+def test_a_captured_step_follows_updates(backend, make_base):
     model = wrapped(make_base("llama").to(CUDA), backend)
     ids = torch.randint(0, 40, (4, 1), generator=torch.Generator().manual_seed(3)).to(CUDA)
     step = model.prepare(ROWS)
@@ -74,12 +79,12 @@ def test_a_captured_step_follows_updates_bit_for_bit(backend, make_base):
     for rows in (ROWS, ["b"] * 4, [None] * 4, [None, "a", "a", "b"]):
         step.update(rows)
         graph.replay()
-        assert torch.equal(captured, model(**inputs).logits)
+        torch.testing.assert_close(captured, model(**inputs).logits, rtol=0, atol=SAME)
     step.update([None, None, "b", "b"])
     model.add_adapter("a", random_checkpoint(model.base, TARGETS, 4, seed=9))  # in place
     step.update(ROWS)
     graph.replay()
-    assert torch.equal(captured, model(**inputs).logits)
+    torch.testing.assert_close(captured, model(**inputs).logits, rtol=0, atol=SAME)
 
 
 def test_a_backend_of_the_host_refuses_to_be_captured(make_base):

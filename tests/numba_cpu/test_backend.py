@@ -9,7 +9,13 @@ import torch
 
 from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.numba_cpu import NumbaCPUBackend, launch
-from lora_backends.numba_cpu.config import LONG_SEGMENT, MAX_SEGMENT, SERIAL_BYTES
+from lora_backends.numba_cpu.config import (
+    LONG_CHUNK,
+    LONG_PANEL,
+    LONG_SEGMENT,
+    MAX_SEGMENT,
+    SERIAL_BYTES,
+)
 from lora_backends.numba_cpu.openmp import torch_openmp
 from lora_backends.testing import conformance_tests
 from lora_backends.testing.profiles import Profile
@@ -117,6 +123,18 @@ def test_rows_do_not_depend_on_threads_or_neighbours(dtype, monkeypatch):
         for segments_per_thread in (0, 10**6):
             monkeypatch.setattr(launch, "SEGMENTS_PER_THREAD", segments_per_thread)
             assert torch.equal(run(backend, weights, slots, x, y), alone)
+
+
+@pytest.mark.parametrize("dtype", NumbaCPUBackend.dtypes, ids=str)
+def test_long_segments_keep_the_order_of_sums(dtype):
+    """Over several chunks of inputs, more than a panel of rows, and tiles that are left over."""
+    d_in, rank, tokens = 2 * LONG_CHUNK + 37, LONG_PANEL + 13, LONG_SEGMENT + 1
+    weights = layer(1, (5 * 16 + 3,), rank, d_in, dtype, bias=dtype)
+    weights.ranks.fill_(rank)
+    _, x, y = random_batch(weights, tokens)
+    backend = NumbaCPUBackend()
+    alone = [run(backend, weights, [0], x[t : t + 1], y[t : t + 1]) for t in range(tokens)]
+    assert torch.equal(run(backend, weights, [0] * tokens, x, y), torch.cat(alone))
 
 
 def test_threads_follow_torch_and_small_work_takes_one(two_threads):
