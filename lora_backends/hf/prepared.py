@@ -49,9 +49,8 @@ class PreparedAdapters:
         if not adapters:
             raise InvalidInputError("adapters is empty\n  allowed: one name or None per row")
         self.model = model
-        self.stacks = (
-            pool.active_weights
-        )  # those that a graph reads live on, whatever becomes of the model
+        # Those that a graph reads live on, whatever becomes of the model.
+        self.stacks, self.shared = pool.active_weights, pool.shared_weights
         self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
         self._pool = pool
