@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="timed steps of a contender")
     parser.add_argument("--peft", action="store_true", help="time PEFT's mixed batch too")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--no-fuse", action="store_true", help="run every module by itself")
+    parser.add_argument("--fuse", action="store_true", help="q, k, v in one call, gate and up too")
     parser.add_argument("--tiny", action="store_true", help="a small model; on the CPU no graphs")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -61,7 +61,7 @@ class Benchmark:
         self.names = [f"adapter{i}" for i in range(3 if arguments.tiny else 8)]
         self.base = make_base(self.device, arguments.tiny)
         backend = make_backend(arguments.backend, self.device)
-        fuse = False if arguments.no_fuse else None
+        fuse = arguments.fuse
         self.model = MultiLoRAModel(self.base, backend, len(self.names), self.rank, fuse=fuse)
         for seed, name in enumerate(self.names):
             self.model.add_adapter(name, random_adapter(self.base, self.rank, seed))

@@ -53,7 +53,7 @@ class MultiLoRAModel:
         backend_options: the backend's own options.
         fuse: run q, k and v of a layer, and gate and up, in one call of the backend. Their
             outputs are then columns of one buffer, which a model can view by heads and not
-            flatten, except on a CPU. None: on every device but a CPU, where it does not pay.
+            flatten, except on a CPU, where fusing does not pay.
 
     Raises:
         UnsupportedInputError: `base` is an encoder-decoder, or spread over devices.
@@ -67,7 +67,7 @@ class MultiLoRAModel:
         max_adapters: int = 8,
         max_rank: int = 64,
         backend_options: Mapping[str, Any] | None = None,
-        fuse: bool | None = None,
+        fuse: bool = False,
     ) -> None:
         if getattr(base.config, "is_encoder_decoder", False):
             raise UnsupportedInputError(
@@ -85,8 +85,6 @@ class MultiLoRAModel:
         self.backend = backend
         self._sites = find_sites(base, dtype, device)
         specs = {path: site.spec for path, site in self._sites.items()}
-        if fuse is None:
-            fuse = device.type != "cpu"
         self._groups = find_siblings(self._sites) if fuse else []
         groups = [group.paths for group in self._groups]
         self.pool = AdapterPool(specs, max_adapters, max_rank, dtype, backend.device, groups)

@@ -107,8 +107,8 @@ def test_one_adapted_module_of_a_group_runs_alone(make, operations):
     assert set(operations) == {"run_linear"}
 
 
-def test_a_cpu_does_not_fuse_by_itself_and_gpt2_has_no_siblings(make):
-    assert not forwards(make(fuse=None).base)
+def test_a_model_fuses_only_when_asked_to_and_gpt2_has_no_siblings(make):
+    assert not forwards(make(fuse=False).base)
     assert not forwards(make("gpt2").base)
 
 
