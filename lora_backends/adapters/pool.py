@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,7 @@ class AdapterPool:
         """The stacks of groups where two or more modules are active, by the group's first path."""
         self._stacks = Stacks(self.modules, groups, max_adapters, max_rank, dtype, self.device)
         self._users: dict[str, set[int]] = {}  # module path -> slots whose adapter touches it
+        self._biased: set[tuple[int, str]] = set()  # slots and modules with a bias
 
     def load(
         self,
@@ -127,6 +129,8 @@ class AdapterPool:
             for delta in staged:
                 self._stacks.write(slot, delta)
                 self._users.setdefault(delta.module, set()).add(slot)
+                if delta.bias is not None:
+                    self._biased.add((slot, delta.module))
             self._note_active()
             self.slots.assign(name, slot, evicted)
         return Loaded(name, slot, evicted)
@@ -147,7 +151,12 @@ class AdapterPool:
 
     def modules_of(self, slot: int) -> list[str]:
         """Return the paths of the modules that the adapter in `slot` touches."""
-        return [module for module, users in self._users.items() if slot in users]
+        with self.slots.lock:  # another thread may load
+            return [module for module, users in self._users.items() if slot in users]
+
+    def has_bias(self, slot: int, module: str) -> bool:
+        """Return whether the adapter in `slot` brings a bias for a module."""
+        return (slot, module) in self._biased
 
     def _note_active(self) -> None:
         self.active_weights = {path: self._stacks[path] for path, u in self._users.items() if u}
@@ -172,6 +181,7 @@ class AdapterPool:
         """Return the delta in the pool's dtype, on its device."""
         staged = replace(
             delta,
+            scaling=_as_scaling(delta),
             lora_a=delta.lora_a.to(self.device, self.dtype),
             lora_b=delta.lora_b.to(self.device, self.dtype),
             bias=None if delta.bias is None else delta.bias.to(self.device, torch.float32),
@@ -182,6 +192,8 @@ class AdapterPool:
                     f"{name} of {delta.module} does not fit {self.dtype}: a value overflows\n"
                     f"  to do: load the base model in bfloat16 or float32"
                 )
+        if staged.bias is not None and not bool(staged.bias.isfinite().all()):
+            raise InvalidInputError(f"the LoRA bias of {delta.module} is not finite")
         return staged
 
     def _clear(self, slot: int) -> None:
@@ -189,3 +201,17 @@ class AdapterPool:
             if slot in users:
                 self._stacks.clear(slot, module)
                 users.discard(slot)
+                self._biased.discard((slot, module))
+
+
+def _as_scaling(delta: ModuleDelta) -> float:
+    """Return the scaling of a delta; a wrong one would be found only after its slot was cleared."""
+    try:
+        scaling = float(delta.scaling)
+    except (TypeError, ValueError):
+        scaling = math.nan
+    if not math.isfinite(scaling):
+        raise InvalidInputError(
+            f"the scaling of {delta.module!r} is {delta.scaling!r}\n  allowed: a finite number"
+        )
+    return scaling

@@ -363,6 +363,12 @@ class MultiLoRAModel:
                 f"{checkpoint.folder} adapts modules that cannot be reproduced row by row:"
                 + "".join(refused)
             )
+        unknown = sorted(set(checkpoint.base_weights) - set(self._sites))
+        if unknown:
+            raise InvalidInputError(
+                f"{checkpoint.folder} holds base weights of modules that the base model lacks: "
+                f"{', '.join(unknown[:3])}"
+            )
         for path, saved in checkpoint.base_weights.items():
             weight = self._sites[path].module.get_parameter("weight").detach()
             if weight.shape != saved.shape or not weight.equal(saved.to(weight)):
