@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import ClassVar
 
@@ -11,9 +10,8 @@ from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
-from lora_backends.checks import as_device
 from lora_backends.gpu.choice import tile_choice
-from lora_backends.gpu.launching import INTERPRETED, has_programmatic_launch
+from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
 from lora_backends.gpu.ready import EMPTY_ROW, key_of, with_contiguous_tables
 from lora_backends.triton import launch, tuning
 from lora_backends.triton import plan as plans
@@ -76,14 +74,7 @@ class TritonBackend(LoRABackend):
     @classmethod
     @override
     def unavailable_reasons(cls, device: torch.device | str) -> list[str]:
-        reasons = super().unavailable_reasons(device)
-        if importlib.util.find_spec("triton") is None:
-            return [*reasons, "the package triton is not installed."]
-        if as_device(device).type == "cpu" and not INTERPRETED:
-            reasons.append(
-                "Triton runs on the CPU only where TRITON_INTERPRET=1 is set before the import."
-            )
-        return reasons
+        return super().unavailable_reasons(device) + interpreter_reasons(device)
 
     @override
     def prepare_batch(self, batch: LoRABatch, out: TritonPlan | None = None) -> TritonPlan:
