@@ -66,11 +66,6 @@ def mean_efficiency(phase: str, contender: str | None = "triton") -> float:
     return geometric_mean(efficiency(of_phase(phase), contender))
 
 
-def times_faster(phase: str, peer: str, backend: str) -> float:
-    """Return the geometric mean of a peer's time over a backend's, over the cells of a phase."""
-    return geometric_mean(c["times"][peer] / c["times"][backend] for c in of_phase(phase))
-
-
 def result(name: str) -> dict[str, Any]:
     """Return a file of benchmarks/results."""
     found: dict[str, Any] = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
