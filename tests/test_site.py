@@ -88,6 +88,15 @@ def quotes_of_the_readme():
         f"{mean('prefill'):.2f} in prefill (geometric means), against "
         f"{mean('decode', None):.2f} and {mean('prefill', None):.2f} for the best"
     )
+    assert all(
+        cell["times"][own] < cell["best_peer_us"]
+        for cell in figures.measured()
+        for own in figures.RESULTS
+    )
+    yield (
+        f"`csgmv` reaches {mean('decode', 'csgmv'):.2f} and {mean('prefill', 'csgmv'):.2f}. "
+        f"In no cell is either slower than the best peer"
+    )
     yield (
         f"{smollm2['numba_cpu']:.2f} times the base model's with `numba_cpu`, "
         f"{smollm2['torch_ref']:.2f} with `torch_ref` and "
@@ -117,6 +126,9 @@ def quotes_on_performance():
         f"64 tokens then takes {large['times']['triton']:.1f} us, longer than the base product's "
         f"{large['base_gemm']:.1f} us"
     )
+    rules = figures.result("h200_triton_rules")["summary"]
+    means = [rules[phase]["geometric_mean"] for phase in figures.PHASES]
+    yield f"`triton` reaches {means[0]:.2f} and {means[1]:.2f}"
 
 
 def quotes_on_triton():
@@ -128,6 +140,87 @@ def quotes_on_triton():
             f"{min(figures.efficiency(part, 'triton')):.2f} | "
             f"{figures.geometric_mean(ratios):.2f} |"
         )
+    table, rules = figures.result("h200_triton"), figures.result("h200_triton_rules")
+    means = [rules["summary"][phase]["geometric_mean"] for phase in figures.PHASES]
+    yield f"it is {means[0]:.2f} in decode and {means[1]:.2f} in prefill"
+    host = table["host_us"]
+    yield f"the GPU idle, is {host['run_linear']:.0f} us"
+    yield f"64 slots takes {host['prepare_batch']:.0f} us"
+    yield f"a refill {host['prepare_batch_refill']:.0f}."
+    ratios = [row["ratio"] for row in table["mixed_ranks"] + rules["mixed_ranks"]]
+    yield (
+        f"{ratios[0]:.2f} times the time with 8 adapters, {ratios[1]:.2f} with 64; by the rules "
+        f"{ratios[2]:.2f} and {ratios[3]:.2f}"
+    )
+    limits = [figures.ratio_of_limits(adapters) for adapters in (8, 64)]
+    yield f"{limits[0]:.2f} times as high with 8 adapters and {limits[1]:.2f} with 64"
+    expand = {
+        row["max_rank"]: row["bytes_read"] / 1e6
+        for row in figures.result("h200_mixed_ranks")["kernels"]
+        if (row["backend"], row["kernel"]) == ("triton", "expand")
+    }
+    yield f"reads {expand[64]:.1f} MB where it reads {expand[8]:.1f} in the narrow stack"
+    fixed = figures.result("h200_triton_batch_invariant")
+    ruled = {figures.key(cell): cell["us"] for cell in rules["cells"]}
+    costs = [
+        figures.geometric_mean(
+            cell["us"] / ruled[figures.key(cell)] for cell in fixed["cells"] if of(cell["tokens"])
+        )
+        for of in figures.PHASES.values()
+    ]
+    means = [fixed["summary"][phase]["geometric_mean"] for phase in figures.PHASES]
+    yield (
+        f"{means[0]:.2f} of the limit in decode and {means[1]:.2f} in prefill, {costs[0]:.2f} and "
+        f"{costs[1]:.2f} times the time by the rules"
+    )
+
+
+def quotes_on_csgmv():
+    peer = "SGLang 0.5.23 csgmv"
+    for phase in figures.PHASES:
+        for size, file in (("16", "h200_csgmv"), ('"auto"', "h200_csgmv_auto")):
+            us = {figures.key(cell): cell["us"] for cell in figures.result(file)["cells"]}
+            pairs = [(cell, us[figures.key(cell)]) for cell in figures.of_phase(phase)]
+            shares = [cell["limit_us"] / time for cell, time in pairs]
+            to_best = figures.geometric_mean(time / cell["best_peer_us"] for cell, time in pairs)
+            faster = figures.geometric_mean(cell["times"][peer] / time for cell, time in pairs)
+            yield (
+                f"| {phase} | {size} | {figures.geometric_mean(shares):.2f} | {min(shares):.2f} | "
+                f"{to_best:.2f} | {faster:.2f} |"
+            )
+    result = figures.result("h200_csgmv")
+    host, mixed = result["host_us"], [row["ratio"] for row in result["mixed_ranks"]]
+    yield (
+        f"is {host['run_linear']:.0f} us; `prepare_batch` of 256 tokens and 64 slots takes "
+        f"{host['prepare_batch']:.0f} us, a refill {host['prepare_batch_refill']:.0f}."
+    )
+    yield f"{mixed[0]:.2f} times the time with 8 adapters, {mixed[1]:.2f} with 64"
+    yield f"is {figures.ratio_of_limits(64):.2f} times as high"
+    compared = {
+        f"{len(figures.of_phase(phase))} of {phase}": [
+            cell["times"]["csgmv"] / cell["times"]["triton"] for cell in figures.of_phase(phase)
+        ]
+        for phase in figures.PHASES
+    }
+    sweep = figures.sweep_ratios()
+    for cells, ratios in {**compared, f"{len(sweep)} of the sweep": sweep}.items():
+        yield (
+            f"| {cells} | {figures.geometric_mean(ratios):.2f} ({min(ratios):.2f} to "
+            f"{max(ratios):.2f}) | {sum(ratio < 0.98 for ratio in ratios)} | "
+            f"{sum(ratio > 1.02 for ratio in ratios)} |"
+        )
+    us = {
+        (c["projection"], c["tokens"], c["active_adapters"]): [
+            f"{c['results'][name]['us']:.1f}" for name in ("triton", "csgmv")
+        ]
+        for c in figures.result("h200_sweep")["cells"]
+    }
+    yield f"from {us['qkv', 256, 8][0]} to {us['qkv', 512, 8][0]} us"
+    yield f"384 programs, and takes {us['qkv', 512, 8][1]}."
+    triton, csgmv = us["o", 512, 256]
+    yield f"`o` takes {triton} us with `triton` and {csgmv} with `csgmv`"
+    yield f"take {us['o', 256, 256][0]} and {us['o', 256, 256][1]}."
+    yield f"{us['qkv', 256, 16][0]} us against {us['qkv', 256, 16][1]}"
 
 
 def quotes_on_numba_cpu():
@@ -171,6 +264,7 @@ QUOTES = {
     "README.md": quotes_of_the_readme,
     "docs/explanation/performance.md": quotes_on_performance,
     "docs/explanation/triton-backend.md": quotes_on_triton,
+    "docs/explanation/csgmv-backend.md": quotes_on_csgmv,
 }
 
 

@@ -13,7 +13,9 @@ from reference_blocks import table
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PEERS = BENCHMARKS / "peers" / "h200.json"
-RESULTS = {"triton": BENCHMARKS / "results" / "h200_triton.json"}
+RESULTS = {
+    backend: BENCHMARKS / "results" / f"h200_{backend}.json" for backend in ("triton", "csgmv")
+}
 PROJECTIONS = ("qkv", "o", "gate_up", "down")
 KEY = ("projection", "tokens", "active_adapters", "rank", "mix")
 CONTENDERS = {
@@ -26,6 +28,8 @@ PHASES: dict[str, Callable[[int], bool]] = {
     "decode": lambda tokens: tokens <= 256,
     "prefill": lambda tokens: tokens > 256,
 }
+LAUNCHES = 2 * 0.96e-6 * 4.27e12
+"""Bytes that the limit's copy rate moves in the time of its two launches."""
 BEST_PEER = "best peer, cell by cell"
 Cell = dict[str, Any]
 
@@ -60,6 +64,29 @@ def efficiency(cells: Iterable[Cell], contender: str | None = None) -> list[floa
 def mean_efficiency(phase: str, contender: str | None = "triton") -> float:
     """Return the geometric mean over the cells of a phase."""
     return geometric_mean(efficiency(of_phase(phase), contender))
+
+
+def result(name: str) -> dict[str, Any]:
+    """Return a file of benchmarks/results."""
+    found: dict[str, Any] = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+    return found
+
+
+def sweep_ratios() -> list[float]:
+    """Return the time of csgmv over that of triton in every cell of the sweep, sorted."""
+    cells = [cell["results"] for cell in result("h200_sweep")["cells"]]
+    return sorted(cell["csgmv"]["us"] / cell["triton"]["us"] for cell in cells)
+
+
+def ratio_of_limits(adapters: int) -> float:
+    """Return the limit of adapters of rank 8 in a stack of width 64 over that of width 8.
+
+    The layer of `mixed_ranks`, 4096 to 4096, 64 tokens, bfloat16. In the wide stack memory moves
+    64 bytes of B for every 16.
+    """
+    half = 2 * 8 * 4096 * adapters  # bytes of A, and of B
+    activations = 2 * 64 * 4096 * 3
+    return (half + 4 * half + activations + LAUNCHES) / (2 * half + activations + LAUNCHES)
 
 
 def smollm2_ratios() -> dict[str, float]:
