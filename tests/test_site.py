@@ -129,6 +129,19 @@ def quotes_on_performance():
     rules = figures.result("h200_triton_rules")["summary"]
     means = [rules[phase]["geometric_mean"] for phase in figures.PHASES]
     yield f"`triton` reaches {means[0]:.2f} and {means[1]:.2f}"
+    llama = figures.result("h200_llama_decode")
+    rows = {(row["kind"], row["contender"]): row for row in llama["rows"]}
+    for kind, contender, label in (
+        ("compiled", "ours", '`triton`, `torch.compile(mode="reduce-overhead")`'),
+        ("eager", "ours", "`triton`, eager"),
+        ("peft", "peft", "PEFT's mixed batch, eager, against the base model that it wraps"),
+    ):
+        ratio = rows[kind, contender]["ratio_to_base"]
+        yield f"| {label} | {rows[kind, 'base']['ms']:.2f} ms | {ratio:.2f} |"
+    yield f"the {llama['host_us']['hook_and_backend']:.0f} us of host time"
+    without = llama["checks"]["relative_error"][-1]["torch_ref"]
+    yield f"two eager steps without any adapter differed by {without:.3f}"
+    yield f"eager ones by up to {llama['checks']['compiled_relative_error']:.3f}"
 
 
 def quotes_on_triton():
