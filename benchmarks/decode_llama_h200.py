@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="timed steps of a contender")
     parser.add_argument("--peft", action="store_true", help="time PEFT's mixed batch too")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--fuse", action="store_true", help="q, k, v in one call, gate and up too")
     parser.add_argument("--tiny", action="store_true", help="a small model; on the CPU no graphs")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -60,7 +61,8 @@ class Benchmark:
         self.names = [f"adapter{i}" for i in range(3 if arguments.tiny else 8)]
         self.base = make_base(self.device, arguments.tiny)
         backend = make_backend(arguments.backend, self.device)
-        self.model = MultiLoRAModel(self.base, backend, len(self.names), self.rank)
+        fuse = arguments.fuse
+        self.model = MultiLoRAModel(self.base, backend, len(self.names), self.rank, fuse=fuse)
         for seed, name in enumerate(self.names):
             self.model.add_adapter(name, random_adapter(self.base, self.rank, seed))
         self.step = self.model.prepare(self.composition(0))
@@ -104,7 +106,9 @@ class Benchmark:
 
     def time_hook(self) -> None:
         """Time a module whose product is left out: hook idle, hook and empty backend, and real."""
-        path, weights = next(iter(self.step.stacks.items()))
+        path, weights = next(
+            (path, stack) for path, stack in self.step.stacks.items() if path.endswith("o_proj")
+        )
         module = self.base.get_submodule(path)
         shape = (self.rows, 1, weights.in_features)
         x = torch.zeros(shape, dtype=weights.dtype, device=self.device)
@@ -122,6 +126,7 @@ class Benchmark:
             probe.detach()
         finally:
             del module.forward
+        found |= time_layer(self.device)
 
     def check_reference(self) -> None:
         """Compare with torch_ref, and with plans made for each composition."""
@@ -236,7 +241,11 @@ class Benchmark:
             f"wall time of {STEPS} steps over {STEPS}, contenders take turns; milliseconds are "
             f"medians over the samples, ratios those of medians."
         )
-        content = {"model": str(self.base.config), "backend": self.model.backend.name}
+        content: dict[str, Any] = {
+            "model": str(self.base.config),
+            "backend": self.model.backend.name,
+        }
+        content["fused"] = bool(self.step.shared)
         write_result(self.arguments.output, method, self.device, **content, **self.results)
 
     def print_table(self) -> None:
@@ -332,6 +341,29 @@ class Decoder:
             self()
         synchronize(self.device)
         return 1e3 * (time.perf_counter() - start) / STEPS
+
+
+def time_layer(device: torch.device) -> dict[str, float]:
+    """Return the host microseconds of a small layer's seven modules with an empty backend."""
+    base = make_base(device, tiny=True)
+    modules = [m for path, m in base.model.layers[0].named_modules() if path.endswith(TARGETS)]
+    dtype = base.dtype
+    inputs = {
+        m.in_features: torch.zeros(6, 1, m.in_features, dtype=dtype, device=device) for m in modules
+    }
+
+    def layer() -> None:
+        for module in modules:
+            module(inputs[module.in_features])
+
+    found = {"layer_base": host_microseconds(layer)}
+    for name, fuse in (("layer_alone", False), ("layer_fused", True)):
+        model = MultiLoRAModel(base, Nothing(device), 1, 4, fuse=fuse)
+        model.add_adapter("a", random_adapter(base, 4, 0))
+        with model.prepare(["a"] * 6) as step, model.using(step):
+            found[name] = host_microseconds(layer)
+        model.detach()
+    return found
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

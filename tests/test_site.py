@@ -1,8 +1,10 @@
 """The site: what its pages quote is true, and every public name is in the reference."""
 
 import importlib
+import json
 import pkgutil
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -221,7 +223,44 @@ def quotes_on_csgmv():
     yield f"{us['qkv', 256, 16][0]} us against {us['qkv', 256, 16][1]}"
 
 
+def quotes_on_numba_cpu():
+    report = json.loads((ROOT / "benchmarks" / "results" / "cpu_cells.json").read_text())
+    by_dtype = [report["summary"][dtype] for dtype in ("float32", "bfloat16")]
+    for label, field in (
+        ("times the loop's speed: geometric mean", "decode_times_loop_geometric_mean"),
+        ("the same, least cell", "decode_times_loop_least"),
+        ("that ran at the copy bandwidth", "decode_times_loop_at_copy_bandwidth"),
+        ("what is faster in a cell", "decode_times_loop_at_copy_bandwidth_or_measured"),
+        ("at the read bandwidth", "decode_times_loop_at_read_bandwidth"),
+        ("512 tokens, least cell", "512_tokens_times_loop_least"),
+        ("whose floor is above 50 us", "decode_of_floor_least_where_above_50_us"),
+    ):
+        yield f"{label} | {by_dtype[0][field]:.2f} | {by_dtype[1][field]:.2f} |"
+    medians = [
+        statistics.median(cell[f"{what}_gb_per_s"] for cell in report["cells"])
+        for what in ("copy", "read")
+    ]
+    yield f"copy at {medians[0]:.0f} GB/s and read at {medians[1]:.0f} GB/s"
+    several = [c for c in report["cells"] if c["adapters"] > 1 and c["tokens"] <= 64]
+    for dtype, text in (
+        ("float32", "decode runs at {:.2f} to {:.2f}"),
+        ("bfloat16", "at {:.2f} to {:.2f} in bfloat16"),
+    ):
+        shares = [cell["of_floor"] for cell in several if cell["dtype"] == dtype]
+        yield text.format(min(shares), max(shares))
+    bound = next(
+        c
+        for c in several
+        if (c["dtype"], c["in_features"], c["tokens"], c["adapters"], c["rank"])
+        == ("float32", 4096, 16, 8, 64)
+    )
+    floor, loop = bound["floor_microseconds"], bound["microseconds"]["loop"]
+    yield f"the bytes take {floor:.0f} us at that bandwidth and the loop {loop:.0f} us"
+    yield f"us, {loop / floor:.2f} times as long"
+
+
 QUOTES = {
+    "docs/explanation/numba-cpu-backend.md": quotes_on_numba_cpu,
     "README.md": quotes_of_the_readme,
     "docs/explanation/performance.md": quotes_on_performance,
     "docs/explanation/triton-backend.md": quotes_on_triton,

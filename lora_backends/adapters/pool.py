@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lora_backends.adapters.slots import SlotTable
 from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec
+from lora_backends.adapters.stacks import Stacks
 from lora_backends.errors import InvalidInputError
 from lora_backends.weights import LoRAWeights
 
@@ -37,6 +38,8 @@ class AdapterPool:
         max_rank: width of every stack.
         dtype: dtype of the stacks, the model's; a checkpoint is rounded to it.
         device: where the stacks live.
+        groups: paths of linear modules that share an input and a stack, in the order of its
+            slices; a module is in one group at most.
 
     Raises:
         InvalidInputError: a number is less than 1.
@@ -49,6 +52,7 @@ class AdapterPool:
         max_rank: int = 64,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        groups: Iterable[Sequence[str]] = (),
     ) -> None:
         for key, number in (("max_adapters", max_adapters), ("max_rank", max_rank)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -64,8 +68,11 @@ class AdapterPool:
         Replaced and never changed, so a call may hold it. A stack is one object for good, unless
         an adapter brings its first bias.
         """
-        self._stacks: dict[str, LoRAWeights] = {}
+        self.shared_weights: Mapping[str, LoRAWeights] = {}
+        """The stacks of groups where two or more modules are active, by the group's first path."""
+        self._stacks = Stacks(self.modules, groups, max_adapters, max_rank, dtype, self.device)
         self._users: dict[str, set[int]] = {}  # module path -> slots whose adapter touches it
+        self._biased: set[tuple[int, str]] = set()  # slots and modules with a bias
 
     def load(
         self,
@@ -114,14 +121,16 @@ class AdapterPool:
         """
         for delta in checkpoint.modules.values():
             self._check_fits(delta)
-        staged = {module: self._stage(delta) for module, delta in checkpoint.modules.items()}
+        staged = [self._stage(delta) for delta in checkpoint.modules.values()]
         with self.slots.lock:  # no call may take the slot while it is written
             slot, evicted = self.slots.candidate(name)
-            stacks = {module: self._stack(module, delta) for module, delta in staged.items()}
-            self._stacks |= stacks
+            self._stacks.reserve(staged)
             self._clear(slot)
-            for module, delta in staged.items():
-                self._write(module, slot, delta)
+            for delta in staged:
+                self._stacks.write(slot, delta)
+                self._users.setdefault(delta.module, set()).add(slot)
+                if delta.bias is not None:
+                    self._biased.add((slot, delta.module))
             self._note_active()
             self.slots.assign(name, slot, evicted)
         return Loaded(name, slot, evicted)
@@ -142,10 +151,16 @@ class AdapterPool:
 
     def modules_of(self, slot: int) -> list[str]:
         """Return the paths of the modules that the adapter in `slot` touches."""
-        return [module for module, users in self._users.items() if slot in users]
+        with self.slots.lock:  # another thread may load
+            return [module for module, users in self._users.items() if slot in users]
+
+    def has_bias(self, slot: int, module: str) -> bool:
+        """Return whether the adapter in `slot` brings a bias for a module."""
+        return (slot, module) in self._biased
 
     def _note_active(self) -> None:
         self.active_weights = {path: self._stacks[path] for path, u in self._users.items() if u}
+        self.shared_weights = self._stacks.shared(self.active_weights)
 
     def _check_fits(self, delta: ModuleDelta) -> None:
         spec, rank = self.modules.get(delta.module), delta.rank
@@ -166,6 +181,7 @@ class AdapterPool:
         """Return the delta in the pool's dtype, on its device."""
         staged = replace(
             delta,
+            scaling=_as_scaling(delta),
             lora_a=delta.lora_a.to(self.device, self.dtype),
             lora_b=delta.lora_b.to(self.device, self.dtype),
             bias=None if delta.bias is None else delta.bias.to(self.device, torch.float32),
@@ -176,42 +192,26 @@ class AdapterPool:
                     f"{name} of {delta.module} does not fit {self.dtype}: a value overflows\n"
                     f"  to do: load the base model in bfloat16 or float32"
                 )
+        if staged.bias is not None and not bool(staged.bias.isfinite().all()):
+            raise InvalidInputError(f"the LoRA bias of {delta.module} is not finite")
         return staged
-
-    def _stack(self, module: str, delta: ModuleDelta) -> LoRAWeights:
-        """Return the stack of a module, new or with a bias where it needs one."""
-        stack = self._stacks.get(module) or self._new_stack(self.modules[module])
-        if delta.bias is not None and stack.bias is None:
-            shape = (self.slots.num_slots, stack.out_features)
-            stack = replace(stack, bias=torch.zeros(shape, device=self.device))
-        return stack
-
-    def _new_stack(self, spec: ModuleSpec) -> LoRAWeights:
-        num_slots = self.slots.num_slots
-        like: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        return LoRAWeights(
-            lora_a=torch.zeros((num_slots, 1, self.max_rank, spec.in_features), **like),
-            lora_b=torch.zeros((num_slots, spec.out_features, self.max_rank), **like),
-            ranks=torch.zeros((num_slots, 1), dtype=torch.int32, device=self.device),
-            scalings=torch.zeros((num_slots, 1), device=self.device),
-            output_slices=(spec.out_features,),
-        )
-
-    def _write(self, module: str, slot: int, delta: ModuleDelta) -> None:
-        stack = self._stacks[module]
-        stack.lora_a[slot, 0, : delta.rank] = delta.lora_a
-        stack.lora_b[slot, :, : delta.rank] = delta.lora_b
-        stack.scalings[slot, 0] = delta.scaling
-        stack.ranks[slot, 0] = delta.rank
-        if delta.bias is not None and stack.bias is not None:
-            stack.bias[slot] = delta.bias
-        self._users.setdefault(module, set()).add(slot)
 
     def _clear(self, slot: int) -> None:
         for module, users in self._users.items():
             if slot in users:
-                stack = self._stacks[module]
-                stack.ranks[slot] = 0
-                if stack.bias is not None:
-                    stack.bias[slot] = 0
+                self._stacks.clear(slot, module)
                 users.discard(slot)
+                self._biased.discard((slot, module))
+
+
+def _as_scaling(delta: ModuleDelta) -> float:
+    """Return the scaling of a delta; a wrong one would be found only after its slot was cleared."""
+    try:
+        scaling = float(delta.scaling)
+    except (TypeError, ValueError):
+        scaling = math.nan
+    if not math.isfinite(scaling):
+        raise InvalidInputError(
+            f"the scaling of {delta.module!r} is {delta.scaling!r}\n  allowed: a finite number"
+        )
+    return scaling

@@ -15,7 +15,7 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.gpu.ready import RememberingPlan
-from lora_backends.gpu.staging import aligned, staging_buffer
+from lora_backends.gpu.staging import aligned, sort_key, staging_buffer
 
 EMPTY = -1
 """The slot of an unused segment and the token of an unused place."""
@@ -85,7 +85,7 @@ def permutation(token_slots: Ints) -> Ints:
     [2, 0, 3, 4, 5, 6]
     """
     without = np.count_nonzero(token_slots < 0)
-    return token_slots.argsort(kind="stable")[without:]
+    return sort_key(token_slots, int(token_slots.max(initial=0))).argsort(kind="stable")[without:]
 
 
 def split(counts: Ints, size: int) -> Ints:

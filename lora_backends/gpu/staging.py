@@ -15,6 +15,13 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
+def sort_key(
+    token_slots: npt.NDArray[np.int64], num_slots: int
+) -> npt.NDArray[np.int64] | npt.NDArray[np.int16]:
+    """Return the slots in a type that sorts fast: numpy sorts 16-bit integers by radix."""
+    return token_slots.astype(np.int16) if num_slots < 1 << 15 else token_slots
+
+
 def staging_buffer(like: torch.Tensor) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
     """Return memory on the host for a copy to `like`, as a tensor and as an array.
 

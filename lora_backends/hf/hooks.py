@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ from lora_backends.errors import InvalidInputError
 from lora_backends.hf.sites import Site
 from lora_backends.weights import LoRAWeights
 
+if TYPE_CHECKING:
+    from lora_backends.hf.siblings import Siblings
+
 Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
 
 
@@ -23,6 +27,7 @@ class Call(Protocol):
 
     model: str  # whose call it is: a string, which a compiled program is sure to watch
     stacks: Mapping[str, LoRAWeights]  # path to stack of the modules that are adapted
+    shared: Mapping[str, LoRAWeights]  # a leader's path to the stack of it and its siblings
 
     def begin_forward(self, inputs: Mapping[str, Any]) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""
@@ -36,6 +41,7 @@ class _Nothing:
 
     model = ""
     stacks: Mapping[str, LoRAWeights] = {}
+    shared: Mapping[str, LoRAWeights] = {}
 
     def begin_forward(self, inputs: Mapping[str, Any]) -> None:
         """Never asked: no model has this one's name."""
@@ -49,11 +55,23 @@ class _Nothing:
 NOTHING: Call = _Nothing()
 
 
+@dataclass(eq=False)
+class Kept:
+    """What a leader has computed for its siblings, until they are called."""
+
+    group: Siblings
+    x: torch.Tensor  # the input that it holds for, this very tensor
+    version: int  # of x: counts changes in place
+    outputs: dict[nn.Module, torch.Tensor]  # with LoRA, of siblings that have not been called
+
+
 class _Running(threading.local):
     # Thread-local and no context variable: torch.compile traces the one and not the other, and a
     # forward pass never awaits. No attribute of the class: torch 2.11 would trace that instead.
     def __init__(self) -> None:
         self.call = NOTHING
+        self.kept: Kept | None = None
+        self.served: nn.Module | None = None  # whose forward has returned a kept output just now
 
 
 RUNNING = _Running()
@@ -67,11 +85,12 @@ not what it reads from a hook's own variables, nor whether there are hooks.
 @contextmanager
 def running(call: Call | None) -> Iterator[None]:
     """Let forward passes of this thread belong to `call`, or to none."""
-    outer, RUNNING.call = RUNNING.call, call or NOTHING
+    outer = RUNNING.call, RUNNING.kept, RUNNING.served
+    RUNNING.call, RUNNING.kept, RUNNING.served = call or NOTHING, None, None
     try:
         yield
     finally:
-        RUNNING.call = outer
+        RUNNING.call, RUNNING.kept, RUNNING.served = outer
 
 
 def begin_hook(model: str) -> Callable[..., None]:
@@ -80,6 +99,8 @@ def begin_hook(model: str) -> Callable[..., None]:
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = RUNNING.call
         if call.model == model:
+            if not torch.compiler.is_compiling():
+                RUNNING.kept = RUNNING.served = None  # of a forward pass that has failed
             call.begin_forward({**kwargs, "input_ids": args[0]} if args else kwargs)
 
     return begin

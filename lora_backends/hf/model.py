@@ -17,6 +17,12 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length, running
 from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.request import Request, RowAdapters, adapter_names
+from lora_backends.hf.siblings import (
+    ForwardOverride,
+    find_siblings,
+    leader_hook,
+    sibling_hook,
+)
 from lora_backends.hf.sites import find_sites
 from lora_backends.registry import get_backend
 
@@ -45,6 +51,9 @@ class MultiLoRAModel:
         max_adapters: slots; loading more evicts the least recently used that is not pinned.
         max_rank: the largest rank of an adapter.
         backend_options: the backend's own options.
+        fuse: run q, k and v of a layer, and gate and up, in one call of the backend. Their
+            outputs are then columns of one buffer, which a model can view by heads and not
+            flatten, except on a CPU, where fusing does not pay.
 
     Raises:
         UnsupportedInputError: `base` is an encoder-decoder, or spread over devices.
@@ -58,6 +67,7 @@ class MultiLoRAModel:
         max_adapters: int = 8,
         max_rank: int = 64,
         backend_options: Mapping[str, Any] | None = None,
+        fuse: bool = False,
     ) -> None:
         if getattr(base.config, "is_encoder_decoder", False):
             raise UnsupportedInputError(
@@ -75,7 +85,9 @@ class MultiLoRAModel:
         self.backend = backend
         self._sites = find_sites(base, dtype, device)
         specs = {path: site.spec for path, site in self._sites.items()}
-        self.pool = AdapterPool(specs, max_adapters, max_rank, dtype, backend.device)
+        self._groups = find_siblings(self._sites) if fuse else []
+        groups = [group.paths for group in self._groups]
+        self.pool = AdapterPool(specs, max_adapters, max_rank, dtype, backend.device, groups)
         self._key = f"model {next(_NUMBERS)}"
         self._hooks = self._register_hooks()
 
@@ -322,6 +334,7 @@ class MultiLoRAModel:
             request = Request(
                 self._key,
                 self.pool.active_weights,
+                self.pool.shared_weights,
                 adapters,
                 slots,
                 num_slots,
@@ -350,6 +363,12 @@ class MultiLoRAModel:
                 f"{checkpoint.folder} adapts modules that cannot be reproduced row by row:"
                 + "".join(refused)
             )
+        unknown = sorted(set(checkpoint.base_weights) - set(self._sites))
+        if unknown:
+            raise InvalidInputError(
+                f"{checkpoint.folder} holds base weights of modules that the base model lacks: "
+                f"{', '.join(unknown[:3])}"
+            )
         for path, saved in checkpoint.base_weights.items():
             weight = self._sites[path].module.get_parameter("weight").detach()
             if weight.shape != saved.shape or not weight.equal(saved.to(weight)):
@@ -371,12 +390,20 @@ class MultiLoRAModel:
         All of them from the start: a compiled program would not notice hooks that come later.
         """
         begin = begin_hook(self._key)
-        hooks: list[Any] = [self.base.register_forward_pre_hook(begin, with_kwargs=True)]
-        for site in self._sites.values():
-            if site.refusal is None:
-                hook = lora_hook(self._key, site, self.backend)
-                hooks.append(site.module.register_forward_hook(hook))
-        return hooks
+        handles: list[Any] = [self.base.register_forward_pre_hook(begin, with_kwargs=True)]
+        hooks = {
+            path: lora_hook(self._key, site, self.backend)
+            for path, site in self._sites.items()
+            if site.refusal is None
+        }
+        for group in self._groups:
+            leader, *others = group.paths
+            hooks[leader] = leader_hook(self._key, group, self.backend, hooks[leader])
+            hooks |= {path: sibling_hook(hooks[path]) for path in others}
+            handles += [ForwardOverride(module) for module in group.modules[1:]]
+        for path, hook in hooks.items():
+            handles.append(self._sites[path].module.register_forward_hook(hook))
+        return handles
 
 
 def _dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:

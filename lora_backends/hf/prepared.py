@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -49,9 +49,8 @@ class PreparedAdapters:
         if not adapters:
             raise InvalidInputError("adapters is empty\n  allowed: one name or None per row")
         self.model = model
-        self.stacks = (
-            pool.active_weights
-        )  # those that a graph reads live on, whatever becomes of the model
+        # Those that a graph reads live on, whatever becomes of the model.
+        self.stacks, self.shared = pool.active_weights, pool.shared_weights
         self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
         self._pool = pool
@@ -88,8 +87,7 @@ class PreparedAdapters:
             slots = held.enter_context(self._pool.slots.in_use(names))
             self._check_adapted(slots)
             row_slots = [NO_ADAPTER if name is None else slots[name] for name in adapters]
-            for tokens, plan in self._plans.items():
-                self.backend.prepare_batch(self._batch(row_slots, tokens), out=plan)
+            self._refill(row_slots)
             self._adapters, self._row_slots = list(adapters), row_slots
             self._held.close()
             self._held = held.pop_all()
@@ -143,6 +141,17 @@ class PreparedAdapters:
     def __repr__(self) -> str:
         return f"<PreparedAdapters of {self.rows} rows of {self.tokens} tokens: {self._adapters}>"
 
+    def _refill(self, row_slots: Sequence[int]) -> None:
+        """Write all plans, or leave all as they were."""
+        batches = {tokens: self._batch(row_slots, tokens) for tokens in self._plans}
+        try:
+            for tokens, plan in self._plans.items():
+                self.backend.prepare_batch(batches[tokens], out=plan)
+        except BaseException:
+            for tokens, plan in self._plans.items():
+                self.backend.prepare_batch(self._batch(self._row_slots, tokens), out=plan)
+            raise
+
     def _plan_of(self, tokens: int) -> Any:
         if tokens not in self._plans:
             if torch.compiler.is_compiling() or is_capturing(self.backend.device):
@@ -179,7 +188,7 @@ class PreparedAdapters:
     def _check_adapted(self, slots: Mapping[str, int]) -> None:
         """Refuse adapters that a graph captured with this would apply only in part."""
         for name, slot in slots.items():
-            missed = self._missed(self._pool.modules_of(slot))
+            missed = [path for path in self._pool.modules_of(slot) if self._misses(path, slot)]
             if missed:
                 raise InvalidInputError(
                     f"adapter {name!r} touches modules that were not adapted, or had no bias, when "
@@ -187,9 +196,12 @@ class PreparedAdapters:
                     f"  to do: prepare and capture again, after loading one adapter of each kind"
                 )
 
-    def _missed(self, paths: Iterable[str]) -> list[str]:
-        found = self._pool.active_weights
-        return [path for path in paths if self.stacks.get(path) is not found[path]]
+    def _misses(self, path: str, slot: int) -> bool:
+        """Return whether a graph captured with this would leave out a module, or its bias."""
+        mine, current = self.stacks.get(path), self._pool.active_weights[path]
+        if mine is None or mine is current:
+            return mine is None
+        return mine.lora_a is not current.lora_a or self._pool.has_bias(slot, path)
 
     def _check_capture(self) -> None:
         if not self.backend.cuda_graphs:

@@ -74,6 +74,7 @@ class Request:
     Args:
         model: whose call it is.
         stacks: path to stack of the modules that are adapted now.
+        shared: a leader's path to the stack of it and its siblings.
         adapters: per row a name or None, or one of those per token.
         slots: name to slot.
         num_slots: slots of the stacked weights.
@@ -86,6 +87,7 @@ class Request:
         self,
         model: str,
         stacks: Mapping[str, LoRAWeights],
+        shared: Mapping[str, LoRAWeights],
         adapters: Sequence[RowAdapters],
         slots: Mapping[str, int],
         num_slots: int,
@@ -94,6 +96,7 @@ class Request:
     ) -> None:
         self.model = model
         self.stacks = stacks
+        self.shared = shared
         self.backend = backend
         self._first: int | None = None if after_cache else 0  # position of the first entry
         self.num_slots = num_slots

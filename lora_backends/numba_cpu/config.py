@@ -25,7 +25,23 @@ EXPAND_TILES = 16
 rank 16 to 64, which stays in the second-level cache."""
 
 LONG_SEGMENT = 16
-"""Tokens from which 16 rows of B are transposed to a scratch buffer once, not for 8 tokens each."""
+"""Tokens from which weights are widened to a scratch buffer once, not for a few tokens each."""
+
+LONG_RANKS = 8
+"""Rows of A per pass over x in a long segment: with 3 tokens 24 sums, one of every vector loaded
+feeds 3 or 8 of them, and a chunk of 8 rows, 16 KiB, stays in the first-level cache."""
+
+LONG_CHUNK = 512
+"""Inputs that a long segment widens at a time, a multiple of 32: 64 tokens take 128 KiB of the
+second-level cache, twice that for the sums of `LONG_PANEL` rows. With 1024, shrink in bfloat16
+took 1.08 times as long."""
+
+LONG_PANEL = 64
+"""Rows of A whose sums wait in the scratch buffer between chunks."""
+
+LONG_TILES = 4
+"""Groups of 16 rows of B per pass over a long segment: with 3 tokens 24 sums, and 64 columns of y,
+whole cache lines, are updated at once."""
 
 SHRINK_AHEAD = 1024
 """Bytes ahead in a row of A that are asked for: reading A took 1.1 times as long without, because

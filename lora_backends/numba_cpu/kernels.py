@@ -21,6 +21,7 @@ import numpy as np
 from numba import carray, cfunc, config, njit, types
 
 from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu.bias import load_bias, read_bias
 from lora_backends.numba_cpu.config import (
     EXPAND_AHEAD,
     EXPAND_COST,
@@ -30,11 +31,13 @@ from lora_backends.numba_cpu.config import (
     SHRINK_AHEAD,
     SHRINK_RANKS,
 )
-from lora_backends.numba_cpu.layer import (
-    BIAS_BFLOAT16,
-    BIAS_FLOAT16,
-    BIAS_FLOAT32,
-    Layer,
+from lora_backends.numba_cpu.layer import Layer
+from lora_backends.numba_cpu.long import (
+    expand_long,
+    expand_scratch,
+    shrink_long,
+    shrink_scratch,
+    two_rows,
 )
 
 LANES = v.LANES
@@ -186,12 +189,6 @@ def rank_blocks(layer, slot, s):
 
 
 @njit(nogil=True, forceinline=True)
-def two_rows(base, order, t):
-    """Return the addresses of two tokens' rows."""
-    return base[0] + order[t] * base[1], base[0] + order[t + 1] * base[1]
-
-
-@njit(nogil=True, forceinline=True)
 def four_rows(base, order, t):
     """Return the addresses of four tokens' rows."""
     return two_rows(base, order, t) + two_rows(base, order, t + 2)
@@ -206,10 +203,12 @@ def eight_rows(base, order, t):
 @njit(nogil=True)
 def shrink_part(part, parts, kind, layer, segments, order, x, h):
     """Write this part's blocks of ``h[s, t, :r] = x[t] @ a[l, s, :r].T``."""
-    total = 0
+    total, longest = 0, 0
     for slot, start, stop in segments:
+        longest = max(longest, stop - start)
         for s in range(layer.num_slices):
             total += rank_blocks(layer, slot, s) * (FETCH_COST + stop - start)
+    scratch = np.empty(shrink_scratch(longest), np.float32)
     before = 0
     for slot, start, stop in segments:
         for s in range(layer.num_slices):
@@ -217,6 +216,12 @@ def shrink_part(part, parts, kind, layer, segments, order, x, h):
             first, last = own_units(part, parts, total, before, blocks, cost)
             before += blocks * cost
             a = layer.a + slot * layer.a_slot + s * layer.a_slice
+            if stop - start >= LONG_SEGMENT:
+                rows = (a, layer.a_row, layer.in_features)
+                columns = (first * SHRINK_RANKS, min(last * SHRINK_RANKS, rank_of(layer, slot, s)))
+                to = (h[0] + s * h[1], h[2])
+                shrink_long(kind, rows, columns, scratch, order, start, stop, x, to)
+                continue
             for j in range(first * SHRINK_RANKS, last * SHRINK_RANKS, SHRINK_RANKS):
                 count = min(rank_of(layer, slot, s) - j, SHRINK_RANKS)
                 rows = (a + j * layer.a_row, layer.a_row, layer.in_features)
@@ -282,13 +287,14 @@ def gather(kind, layer, segments, order, ids, h):
 @njit(nogil=True)
 def expand_part(part, parts, kinds, layer, offsets, segments, order, h, y):
     """Add this part's columns of ``scaling * h @ b.T + bias`` to y."""
-    scratch = np.empty((layer.max_rank, LANES), np.float32)
-    total = 0
+    total, longest = 0, 0
     for slot, start, stop in segments:
+        longest = max(longest, stop - start)
         for s in range(layer.num_slices):
             tiles = (offsets[s + 1] - offsets[s] + LANES - 1) // LANES
             cost = (FETCH_COST + stop - start) * (rank_of(layer, slot, s) + EXPAND_COST)
             total += tiles * cost
+    scratch = np.empty(expand_scratch(longest, layer.max_rank), np.float32)
     before = 0
     for slot, start, stop in segments:
         for s in range(layer.num_slices):
@@ -336,30 +342,6 @@ def place_of(layer, slot, column):
 
 
 @njit(nogil=True)
-def load_bias(dtype, address):
-    """Return 16 elements of a bias; a kernel is not compiled for each of its dtypes."""
-    if dtype == BIAS_FLOAT32:
-        return v.load(v.FLOAT32, address)
-    if dtype == BIAS_BFLOAT16:
-        return v.load(v.BFLOAT16, address)
-    if dtype == BIAS_FLOAT16:
-        return v.load(v.FLOAT16, address)
-    return v.load(v.FLOAT64, address)
-
-
-@njit(nogil=True)
-def read_bias(dtype, address):
-    """Return one element of a bias."""
-    if dtype == BIAS_FLOAT32:
-        return v.read(v.FLOAT32, address)
-    if dtype == BIAS_BFLOAT16:
-        return v.read(v.BFLOAT16, address)
-    if dtype == BIAS_FLOAT16:
-        return v.read(v.FLOAT16, address)
-    return v.read(v.FLOAT64, address)
-
-
-@njit(nogil=True)
 def expand_tiles(kinds, place, tiles, factors, order, t, end, h, y):
     """Add to `tiles` times 16 columns of y for the tokens of a segment."""
     fresh = True  # b is not in a cache yet
@@ -386,12 +368,12 @@ def expand_rows(kinds, place, tiles, factors, fresh, h_rows, y_rows):
     kind, kind_y = kinds
     b, b_row, (bias_dtype, bias, bias_size), column = place
     rank, scaling = factors
-    (added,) = v.zeros((0,), (0,))
+    added = v.zeros((0,), (0,))
     for _ in range(tiles):
         if fresh:
             prefetch_rows(b, b_row, rank * v.size(kind))
         if bias != 0:
-            added = load_bias(bias_dtype, bias)
+            added = (load_bias(bias_dtype, bias),)
             bias += LANES * bias_size
         sums = b_sums(kind, b, b_row, rank, h_rows)
         v.update_rows(kind_y, y_rows, column, sums, scaling, added)
@@ -411,64 +393,6 @@ def b_sums(kind, b, b_row, rank, h_rows):
         column = (v.load_column(kind, b + j * v.size(kind), b_row),)
         sums = v.add_columns(sums, column, h_rows, j)
         j += 1
-    return sums
-
-
-@njit(nogil=True)
-def expand_long(kinds, place, tiles, factors, scratch, order, t, end, h, y):
-    """Do as `expand_tiles`, but widen and transpose 16 rows of b once for a long segment."""
-    kind, kind_y = kinds
-    b, b_row, (bias_dtype, bias, bias_size), column = place
-    rank, scaling = factors
-    (added,) = v.zeros((0,), (0,))
-    columns = scratch.ctypes.data  # [rank, 16] float32
-    paired = rank - rank % (16 // v.size(kind))
-    for _ in range(tiles):
-        prefetch_rows(b, b_row, rank * v.size(kind))
-        transpose_rows(kind, b, b_row, rank, columns)
-        if bias != 0:
-            added = load_bias(bias_dtype, bias)
-            bias += LANES * bias_size
-        token = t
-        while token + 8 <= end:
-            y_rows = eight_rows(y, order, token)
-            v.prefetch(y_rows, column * v.size(kind_y))
-            sums = stored_sums(columns, paired, rank, eight_rows(h, order, token))
-            v.update_rows(kind_y, y_rows, column, sums, scaling, added)
-            token += 8
-        while token < end:
-            sums1 = stored_sums(columns, paired, rank, (h[0] + order[token] * h[1],))
-            y_rows1 = (y[0] + order[token] * y[1],)
-            v.update_rows(kind_y, y_rows1, column, sums1, scaling, added)
-            token += 1
-        b += LANES * b_row
-        column += LANES
-
-
-@njit(nogil=True, forceinline=True)
-def transpose_rows(kind, b, b_row, rank, columns):
-    """Store 16 rows of b as `rank` vectors of float32."""
-    j, step = 0, 16 // v.size(kind)
-    while j + step <= rank:
-        v.store_all(columns + 4 * LANES * j, v.load_columns(kind, b + j * v.size(kind), b_row))
-        j += step
-    while j < rank:
-        column = (v.load_column(kind, b + j * v.size(kind), b_row),)
-        v.store_all(columns + 4 * LANES * j, column)
-        j += 1
-
-
-@njit(nogil=True, forceinline=True)
-def stored_sums(columns, paired, rank, h_rows):
-    """Return what `b_sums` returns, from the stored columns of b."""
-    sums = v.zeros((0, 0), h_rows)
-    for j in range(0, paired, 2):
-        at = columns + 4 * LANES * j
-        pair = (v.load(v.FLOAT32, at), v.load(v.FLOAT32, at + 4 * LANES))
-        sums = v.add_columns(sums, pair, h_rows, j)
-    for j in range(paired, rank):
-        column = (v.load(v.FLOAT32, columns + 4 * LANES * j),)
-        sums = v.add_columns(sums, column, h_rows, j)
     return sums
 
 
@@ -500,7 +424,7 @@ def expand_column(kinds, place, factors, order, t, end, h, y):
 def prefetch_rows(b, b_row, width):
     """Ask for the `width` bytes of each of 16 rows that are needed in a while."""
     if 2 * width > b_row:  # hardly a gap: line by line
-        b += LANES * b_row * max(1, EXPAND_AHEAD // (LANES * b_row))
+        b += LANES * b_row * max(1, EXPAND_AHEAD // max(LANES * b_row, 1))
         for line in range(0, LANES * b_row, 64):
             v.prefetch((b,), line)
     else:

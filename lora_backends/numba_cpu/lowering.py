@@ -213,14 +213,25 @@ def multiply_add(builder: Any, left: Any, right: Any, added: Any) -> Any:
     return builder.call(function, [left, right, added])
 
 
-def sum_lanes(builder: Any, vector: Any) -> Any:
-    """Return the sum over the lanes, halves added to halves."""
-    while vector.type.count > 1:
-        half = vector.type.count // 2
-        low = shuffle(builder, vector, vector, list(range(half)))
-        high = shuffle(builder, vector, vector, list(range(half, 2 * half)))
-        vector = builder.fadd(low, high)
-    return builder.extract_element(vector, lane(0))
+def sum_lanes(builder: Any, vectors: list[Any]) -> Any:
+    """Return a vector of the sums over the lanes, halves added to halves, of a power of two many.
+
+    Vectors are joined two by two while they are halved, so that few lanes stay idle.
+    """
+    each = LANES  # lanes of each sum
+    while each > 1:
+        half = each // 2
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else []
+        pairs = pairs or [(vectors[0], undefined(vectors[0].type))]
+        lanes = vectors[0].type.count * min(2, len(vectors))
+        low = [lane for lane in range(lanes) if lane % each < half]
+        high = [lane + half for lane in low]
+        vectors = [
+            builder.fadd(shuffle(builder, *pair, low), shuffle(builder, *pair, high))
+            for pair in pairs
+        ]
+        each = half
+    return vectors[0]
 
 
 def prefetch_line(builder: Any, address: Any) -> None:

@@ -88,17 +88,38 @@ def update_rows(
     first: int,
     sums: tuple[Vector, ...],
     factor: np.float32,
-    added: Vector,
+    added: tuple[Vector, ...],
 ) -> None:
-    for row, even, odd in zip(rows, sums[::2], sums[1::2], strict=True):
-        at = row + first * kind.itemsize
-        y = _elements(kind, at, _LANES) + ((even + odd) * factor + added)
+    width = len(added)
+    for n, (even, odd) in enumerate(zip(sums[::2], sums[1::2], strict=True)):
+        at = rows[n // width] + (first + n % width * _LANES) * kind.itemsize
+        y = _elements(kind, at, _LANES) + ((even + odd) * factor + added[n % width])
         _memory(at, kind.dtype, _LANES)[:] = _narrow(kind, y)
 
 
-def store_all(address: int, vectors: tuple[Vector, ...]) -> None:
+def store_all(address: int, step: int, vectors: tuple[Vector, ...]) -> None:
     for i, vector in enumerate(vectors):
-        _memory(address + 4 * _LANES * i, np.dtype(np.float32), _LANES)[:] = vector
+        _memory(address + step * i, np.dtype(np.float32), _LANES)[:] = vector
+
+
+def load_all(address: int, like: tuple[Any, ...]) -> tuple[Vector, ...]:
+    return tuple(load(np.float32(0), address + 4 * _LANES * i) for i in range(len(like)))
+
+
+def add_stored(
+    sums: tuple[Vector, ...],
+    columns: tuple[Vector, ...],
+    rows: tuple[int, ...],
+    first: int,
+    parity: tuple[Any, ...],
+) -> tuple[Vector, ...]:
+    totals, odd = list(sums), len(parity)
+    for t, row in enumerate(rows):
+        factor = read(np.float32(0), row + 4 * (first + odd))
+        for i, column in enumerate(columns):
+            item = 2 * (t * len(columns) + i) + odd
+            totals[item] = totals[item] + column * factor
+    return tuple(totals)
 
 
 def load(kind: Marker, address: int) -> Vector:

@@ -155,12 +155,14 @@ def add_products(typing: Any, sums: Any, a: Any, x: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         totals, lefts, rights = (cgutils.unpack_tuple(builder, arg) for arg in args)
         a_rows, x_rows = len(lefts) // repeats, len(rights) // repeats
+        pairs = [(t, j) for t in range(x_rows) for j in range(a_rows)]
+        if a_rows > x_rows:  # the fewer stay in registers
+            pairs.sort(key=lambda pair: pair[1])
         for step in range(repeats):
-            for t in range(x_rows):
-                for j in range(a_rows):
-                    left, right = lefts[step * a_rows + j], rights[step * x_rows + t]
-                    item = t * a_rows + j
-                    totals[item] = lowering.multiply_add(builder, left, right, totals[item])
+            for t, j in pairs:
+                left, right = lefts[step * a_rows + j], rights[step * x_rows + t]
+                item = t * a_rows + j
+                totals[item] = lowering.multiply_add(builder, left, right, totals[item])
         return context.make_tuple(builder, sums, totals)
 
     return sums(sums, a, x), codegen
@@ -189,22 +191,53 @@ def add_columns(typing: Any, sums: Any, columns: Any, rows: Any, first: Any) -> 
     return sums(sums, columns, rows, types.int64), codegen
 
 
+@_operation(plain.add_stored)
+def add_stored(typing: Any, sums: Any, columns: Any, rows: Any, first: Any, parity: Any) -> Any:
+    """add_stored(sums, columns, addresses, j, odd): ``sums[t, i] + columns[i] * h[t, j]``.
+
+    The addresses are of rows of float32. A row has an even and an odd sum for each column vector,
+    one pair after the other; `odd`, a tuple of one item or none, says to which is added.
+    """
+    odd = parity.count
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        totals, vectors, addresses = (cgutils.unpack_tuple(builder, arg) for arg in args[:3])
+        offset = builder.add(builder.mul(args[3], lowering.integer(4)), lowering.integer(4 * odd))
+        for t, address in enumerate(addresses):
+            at = builder.add(address, offset)
+            factor = lowering.splat(builder, lowering.load_value(builder, at, lowering.F32))
+            for i, vector in enumerate(vectors):
+                item = 2 * (t * len(vectors) + i) + odd
+                totals[item] = lowering.multiply_add(builder, vector, factor, totals[item])
+        return context.make_tuple(builder, sums, totals)
+
+    return sums(sums, columns, rows, types.int64, parity), codegen
+
+
 @_operation(plain.write_totals)
 def write_totals(typing: Any, rows: Any, count: Any, sums: Any) -> Any:
     """write_totals(addresses, n, sums): the sums over lanes, the first n of every row of float32.
 
-    `sums` has as many vectors for every row, in order of the rows.
+    `sums` has as many vectors for every row, a power of two, in order of the rows.
     """
     width = sums.count // rows.count
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vectors = cgutils.unpack_tuple(builder, args[2])
+        whole = builder.icmp_signed(">=", args[1], lowering.integer(width))
         for t, address in enumerate(cgutils.unpack_tuple(builder, args[0])):
-            for j in range(width):
-                total = lowering.sum_lanes(builder, vectors[t * width + j])
-                at = builder.add(address, lowering.integer(4 * j))
-                with builder.if_then(builder.icmp_signed(">", args[1], lowering.integer(j))):
-                    lowering.store_value(builder, at, total, 4)
+            totals = lowering.sum_lanes(builder, vectors[t * width : (t + 1) * width])
+            with builder.if_else(whole) as (all_of_them, some):
+                with all_of_them:
+                    lowering.store_value(builder, address, totals, 4)
+                with some:
+                    for j in range(width):
+                        at = builder.add(address, lowering.integer(4 * j))
+                        total = builder.extract_element(totals, lowering.lane(j))
+                        with builder.if_then(
+                            builder.icmp_signed(">", args[1], lowering.integer(j))
+                        ):
+                            lowering.store_value(builder, at, total, 4)
         return context.get_dummy_value()
 
     return types.void(rows, types.int64, sums), codegen
@@ -214,45 +247,60 @@ def write_totals(typing: Any, rows: Any, count: Any, sums: Any) -> Any:
 def update_rows(
     typing: Any, kind: Any, rows: Any, first: Any, sums: Any, factor: Any, added: Any
 ) -> Any:
-    """update_rows(kind, addresses, k, sums, factor, added): elements k to k + 15 of every row.
+    """update_rows(kind, addresses, k, sums, factor, added): elements from k on of every row.
 
-    Row t becomes ``row + ((even + odd) * factor + added)``, rounded once; sums has the even and
-    the odd sum of every row.
+    `added` has as many vectors as 16 elements of a row are updated. Row t becomes
+    ``row + ((even + odd) * factor + added)``, rounded once; sums has the even and the odd sum of
+    16 elements, then those of the next 16, then of the next row.
     """
+    width = added.count
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, addresses, k, pairs, scalar, more = args
         factor = lowering.splat(builder, scalar)
-        vectors = cgutils.unpack_tuple(builder, pairs)
-        offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
+        vectors, biases = (cgutils.unpack_tuple(builder, arg) for arg in (pairs, more))
+        size = lowering.size_of(kind)
+        offset = builder.mul(k, lowering.integer(size))
         for t, address in enumerate(cgutils.unpack_tuple(builder, addresses)):
-            at = builder.add(address, offset)
-            total = builder.fadd(vectors[2 * t], vectors[2 * t + 1])
-            delta = lowering.multiply_add(builder, total, factor, more)
-            raw = lowering.load_value(
-                builder, at, lowering.raw_vector(kind), lowering.size_of(kind)
-            )
-            y = builder.fadd(lowering.widen(builder, kind, raw), delta)
-            lowering.store_value(
-                builder, at, lowering.narrow(builder, kind, y), lowering.size_of(kind)
-            )
+            for i, bias in enumerate(biases):
+                even, odd = vectors[2 * (t * width + i) : 2 * (t * width + i) + 2]
+                at = builder.add(address, builder.add(offset, lowering.integer(LANES * size * i)))
+                delta = lowering.multiply_add(builder, builder.fadd(even, odd), factor, bias)
+                raw = lowering.load_value(builder, at, lowering.raw_vector(kind), size)
+                y = builder.fadd(lowering.widen(builder, kind, raw), delta)
+                lowering.store_value(builder, at, lowering.narrow(builder, kind, y), size)
         return context.get_dummy_value()
 
-    return types.void(kind, rows, types.int64, sums, types.float32, VECTOR), codegen
+    return types.void(kind, rows, types.int64, sums, types.float32, added), codegen
 
 
 @_operation(plain.store_all)
-def store_all(typing: Any, address: Any, vectors: Any) -> Any:
-    """store_all(address, vectors): one vector of float32 after the other."""
+def store_all(typing: Any, address: Any, step: Any, vectors: Any) -> Any:
+    """store_all(address, step, vectors): vectors of float32, `step` bytes apart."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        for i, vector in enumerate(cgutils.unpack_tuple(builder, args[1])):
-            lowering.store_value(
-                builder, builder.add(args[0], lowering.integer(4 * LANES * i)), vector, 4
-            )
+        at = args[0]
+        for vector in cgutils.unpack_tuple(builder, args[2]):
+            lowering.store_value(builder, at, vector, 4)
+            at = builder.add(at, args[1])
         return context.get_dummy_value()
 
-    return types.void(types.int64, vectors), codegen
+    return types.void(types.int64, types.int64, vectors), codegen
+
+
+@_operation(plain.load_all)
+def load_all(typing: Any, address: Any, like: Any) -> Any:
+    """load_all(address, like): the float32 vectors that lie there, as many as `like` has items."""
+    result = types.UniTuple(VECTOR, like.count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vectors = []
+        for i in range(result.count):
+            at = builder.add(args[0], lowering.integer(4 * LANES * i))
+            vectors.append(lowering.load_value(builder, at, lowering.VECTOR))
+        return context.make_tuple(builder, result, vectors)
+
+    return result(types.int64, like), codegen
 
 
 @_operation(plain.load)

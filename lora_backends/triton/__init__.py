@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import ClassVar
 
@@ -11,9 +10,8 @@ from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
-from lora_backends.checks import as_device
 from lora_backends.gpu.choice import tile_choice
-from lora_backends.gpu.launching import INTERPRETED, has_programmatic_launch
+from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
 from lora_backends.gpu.ready import EMPTY_ROW, key_of, with_contiguous_tables
 from lora_backends.triton import launch, tuning
 from lora_backends.triton import plan as plans
@@ -76,25 +74,18 @@ class TritonBackend(LoRABackend):
     @classmethod
     @override
     def unavailable_reasons(cls, device: torch.device | str) -> list[str]:
-        reasons = super().unavailable_reasons(device)
-        if importlib.util.find_spec("triton") is None:
-            return [*reasons, "the package triton is not installed."]
-        if as_device(device).type == "cpu" and not INTERPRETED:
-            reasons.append(
-                "Triton runs on the CPU only where TRITON_INTERPRET=1 is set before the import."
-            )
-        return reasons
+        return super().unavailable_reasons(device) + interpreter_reasons(device)
 
     @override
     def prepare_batch(self, batch: LoRABatch, out: TritonPlan | None = None) -> TritonPlan:
+        counts = plans.count_tokens(batch)
         if out is not None:
-            return plans.refill(out, batch)
-        active = plans.count_active(batch)
+            return plans.refill(out, batch, counts)
         if self.batch_invariant:
             tile = self.tile_choice.block_tokens(_INVARIANT_TOKENS, _INVARIANT_SLOTS)
         else:
-            tile = self.tile_choice.block_tokens(batch.num_tokens, active)
-        return plans.make_plan(batch, tile, active, self.device)
+            tile = self.tile_choice.block_tokens(batch.num_tokens, plans.count_active(counts))
+        return plans.make_plan(batch, counts, tile, self.device)
 
     @override
     def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: TritonPlan) -> torch.Tensor:

@@ -26,9 +26,9 @@ _LEGEND = (
 def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     """Return how a batch is cut for a layer."""
     choice = tile_choice(tuning, "triton", table_device(), "auto")
-    active = plans.count_active(batch)
-    tile_tokens = choice.block_tokens(batch.num_tokens, active)
-    plan = plans.make_plan(batch, tile_tokens, active, torch.device("cpu"))
+    counts = plans.count_tokens(batch)
+    tile_tokens = choice.block_tokens(batch.num_tokens, plans.count_active(counts))
+    plan = plans.make_plan(batch, counts, tile_tokens, torch.device("cpu"))
     pieces = tuple(
         Piece(slot, tuple(token for token in tokens if token != plans.EMPTY), tile_tokens)
         for slot, tokens in zip(
@@ -37,7 +37,7 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     )
     tiles = choice.choose_tiles(
         batch.num_tokens,
-        active,
+        plan.active_slots,
         tile_tokens,
         len(layer.output_slices),
         layer.max_rank,

@@ -11,10 +11,13 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.gpu.ready import RememberingPlan
-from lora_backends.gpu.staging import aligned, staging_buffer
+from lora_backends.gpu.staging import aligned, sort_key, staging_buffer
 
 EMPTY = -1
 """The slot of an unused tile and the token of an unused place in a tile."""
+
+
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(eq=False)
@@ -52,14 +55,19 @@ def max_tiles(num_tokens: int, num_slots: int, block_tokens: int) -> int:
     return max(1, segments + (num_tokens - segments) // block_tokens)
 
 
-def count_active(batch: LoRABatch) -> int:
+def count_tokens(batch: LoRABatch) -> Counts:
+    """Return the tokens without an adapter, then those of every slot: [num_slots + 1]."""
+    return np.bincount(batch.token_slots.numpy() + 1, minlength=batch.num_slots + 1)
+
+
+def count_active(counts: Counts) -> int:
     """Return how many slots have tokens."""
-    return int(np.count_nonzero(np.bincount(batch.token_slots.numpy() + 1)[1:]))
+    return int(np.count_nonzero(counts[1:]))
 
 
 def fill_tiles(
     token_slots: npt.NDArray[np.int64],
-    num_slots: int,
+    counts: Counts,
     block_tokens: int,
     packed: npt.NDArray[np.int32],
 ) -> int:
@@ -67,7 +75,7 @@ def fill_tiles(
 
     Args:
         token_slots: [num_tokens], -1 or 0 <= slot < num_slots.
-        num_slots: slots of the batch.
+        counts: from `count_tokens`.
         block_tokens: tokens per tile.
         packed: [aligned max_tiles + max_tiles * block_tokens] int32, overwritten.
 
@@ -75,8 +83,8 @@ def fill_tiles(
         Tiles in use; they come first.
     """
     packed.fill(EMPTY)
-    counts = np.bincount(token_slots + 1, minlength=num_slots + 1)
-    order = token_slots.argsort(kind="stable")[counts[0] :]
+    num_slots = counts.size - 1
+    order = sort_key(token_slots, num_slots).argsort(kind="stable")[counts[0] :]
     counts = counts[1:]
     tiles = (counts + (block_tokens - 1)) // block_tokens
     ends, tile_ends = counts.cumsum(), tiles.cumsum()
@@ -85,13 +93,12 @@ def fill_tiles(
     # a slot's tokens move from their place in the order to the first place of its first tile
     moved = (tile_ends - tiles) * block_tokens - (ends - counts)
     places = np.arange(order.size) + moved.repeat(counts)
-    tokens_at = aligned(max_tiles(token_slots.size, num_slots, block_tokens))
-    packed[tokens_at + places] = order
+    packed[aligned(max_tiles(token_slots.size, num_slots, block_tokens)) :][places] = order
     return num_tiles
 
 
 def make_plan(
-    batch: LoRABatch, block_tokens: int, active_slots: int, device: torch.device
+    batch: LoRABatch, counts: Counts, block_tokens: int, device: torch.device
 ) -> TritonPlan:
     """Return a new plan, its tables on their way to the device."""
     tiles = max_tiles(batch.num_tokens, batch.num_slots, block_tokens)
@@ -102,28 +109,27 @@ def make_plan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,
         block_tokens=block_tokens,
-        active_slots=active_slots,
+        active_slots=count_active(counts),
         num_tiles=0,
         max_tiles=tiles,
         packed=packed,
         tile_slots=tile_slots,
         tile_tokens=tile_tokens,
     )
-    return refill(plan, batch)
+    return refill(plan, batch, counts)
 
 
 def tables(
     packed: torch.Tensor, tiles: int, block_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `tile_slots` and `tile_tokens`, views of the packed buffer."""
-    return packed[:tiles], packed[aligned(tiles) :].view(tiles, block_tokens)
+    tokens = packed.as_strided((tiles, block_tokens), (block_tokens, 1), aligned(tiles))
+    return packed.as_strided((tiles,), (1,)), tokens
 
 
-def refill(plan: TritonPlan, batch: LoRABatch) -> TritonPlan:
+def refill(plan: TritonPlan, batch: LoRABatch, counts: Counts) -> TritonPlan:
     """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory."""
     staged, packed = staging_buffer(plan.packed)
-    plan.num_tiles = fill_tiles(
-        batch.token_slots.numpy(), batch.num_slots, plan.block_tokens, packed
-    )
+    plan.num_tiles = fill_tiles(batch.token_slots.numpy(), counts, plan.block_tokens, packed)
     plan.packed.copy_(staged, non_blocking=True)
     return plan

@@ -124,14 +124,14 @@ def test_a_slot_that_is_written_cannot_be_taken_by_a_starting_call(pool, tmp_pat
             outcomes.append("refused")
 
     thread = threading.Thread(target=start_call)
-    write = pool._write
+    write = pool._stacks.write
 
     def slow_write(*arguments):
         began.set()
         thread.join(timeout=0.2)
         write(*arguments)
 
-    monkeypatch.setattr(pool, "_write", slow_write)
+    monkeypatch.setattr(pool._stacks, "write", slow_write)
     thread.start()
     pool.add("c", checkpoint(tmp_path))
     thread.join()

@@ -96,3 +96,23 @@ def test_a_backend_of_the_host_refuses_to_be_captured(make_base):
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         model(adapters=step, input_ids=ids, use_cache=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["llama", "llama_bias", "gemma"])
+def test_siblings_run_together_give_what_they_give_alone(name, backend, make_base):
+    ids = torch.randint(0, 40, (4, 9), generator=torch.Generator().manual_seed(3)).to(CUDA)
+    linear = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    found = {}
+    for fuse in (True, False):
+        model = MultiLoRAModel(make_base(name).to(CUDA), backend, 2, 4, fuse=fuse)
+        for seed, adapter in enumerate("ab"):
+            model.add_adapter(adapter, random_checkpoint(model.base, linear, 4 - seed, seed))
+        with model.prepare(ROWS, tokens=9) as step:
+            assert bool(step.shared) is fuse
+            found[fuse] = model(adapters=step, input_ids=ids, use_cache=False).logits
+            step.update([None] * 4)
+            unadapted = model(adapters=step, input_ids=ids, use_cache=False).logits
+        with torch.no_grad():
+            assert torch.equal(unadapted, model.base(input_ids=ids, use_cache=False).logits)
+    torch.testing.assert_close(found[True], found[False], rtol=0, atol=2e-4)

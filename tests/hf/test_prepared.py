@@ -1,6 +1,7 @@
 """Prepared adapters: refilled in place, protected, refused where a graph would go wrong."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -220,3 +221,49 @@ def test_a_compiled_model_meets_modules_that_are_adapted_later(make_base):
             assert not torch.equal(found[0], plain[0])
     with torch.no_grad():
         assert torch.equal(compiled(input_ids=IDS, use_cache=False).logits, plain)
+
+
+def test_an_update_that_fails_halfway_changes_nothing(model, monkeypatch):
+    model.add_adapter("head", random_checkpoint(model.base, ["lm_head"], seed=9))
+    step = model.prepare(["a", None, "b"], tokens=5)
+    logits(model, step, logits_to_keep=1)  # a second plan, for fewer tokens
+    before, prepare, calls = logits(model, step), TorchRefBackend.prepare_batch, []
+
+    def failing(self, batch, out=None):
+        calls.append(out)
+        if len(calls) == 2:
+            raise MemoryError
+        return prepare(self, batch, out)
+
+    monkeypatch.setattr(TorchRefBackend, "prepare_batch", failing)
+    with pytest.raises(MemoryError):
+        step.update(["c", "c", "c"])
+    assert step.adapters == ["a", None, "b"]
+    assert torch.equal(logits(model, step), before)
+
+
+def test_an_adapter_with_the_first_bias_leaves_prepared_steps_to_those_without(model):
+    step = model.prepare(["a", None, "b"], tokens=5)
+    model.add_adapter("biased", random_checkpoint(model.base, TARGETS, seed=8, bias=True))
+    step.update(["c", "b", None])
+    assert torch.equal(logits(model, step), logits(model, ["c", "b", None]))
+    with pytest.raises(InvalidInputError, match="or had no bias"):
+        step.update(["biased", None, None])
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_adapter_that_it_replaces(model):
+    before = logits(model, ["a", "b", None])
+    for wrong in ("x", float("inf"), None):
+        checkpoint = random_checkpoint(model.base, TARGETS, seed=5)
+        path, delta = next(iter(checkpoint.modules.items()))
+        broken = replace(
+            checkpoint, modules=checkpoint.modules | {path: replace(delta, scaling=wrong)}
+        )
+        with pytest.raises(InvalidInputError, match="the scaling of"):
+            model.add_adapter("a", broken)
+    with pytest.raises(
+        InvalidInputError, match="base weights of modules that the base model lacks"
+    ):
+        unknown = replace(checkpoint, base_weights={"nowhere": torch.zeros(1)})
+        model.add_adapter("a", unknown)
+    assert torch.equal(logits(model, ["a", "b", None]), before)

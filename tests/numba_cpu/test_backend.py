@@ -6,10 +6,17 @@ import threading
 
 import pytest
 import torch
+from layers import per_token
 
 from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.numba_cpu import NumbaCPUBackend, launch
-from lora_backends.numba_cpu.config import LONG_SEGMENT, MAX_SEGMENT, SERIAL_BYTES
+from lora_backends.numba_cpu.config import (
+    LONG_CHUNK,
+    LONG_PANEL,
+    LONG_SEGMENT,
+    MAX_SEGMENT,
+    SERIAL_BYTES,
+)
 from lora_backends.numba_cpu.openmp import torch_openmp
 from lora_backends.testing import conformance_tests
 from lora_backends.testing.profiles import Profile
@@ -119,6 +126,18 @@ def test_rows_do_not_depend_on_threads_or_neighbours(dtype, monkeypatch):
             assert torch.equal(run(backend, weights, slots, x, y), alone)
 
 
+@pytest.mark.parametrize("dtype", NumbaCPUBackend.dtypes, ids=str)
+def test_long_segments_keep_the_order_of_sums(dtype):
+    """Over several chunks of inputs, more than a panel of rows, and tiles that are left over."""
+    d_in, rank, tokens = 2 * LONG_CHUNK + 37, LONG_PANEL + 13, LONG_SEGMENT + 1
+    weights = layer(1, (5 * 16 + 3,), rank, d_in, dtype, bias=dtype)
+    weights.ranks.fill_(rank)
+    _, x, y = random_batch(weights, tokens)
+    backend = NumbaCPUBackend()
+    alone = [run(backend, weights, [0], x[t : t + 1], y[t : t + 1]) for t in range(tokens)]
+    assert torch.equal(run(backend, weights, [0] * tokens, x, y), torch.cat(alone))
+
+
 def test_threads_follow_torch_and_small_work_takes_one(two_threads):
     backend, weights = NumbaCPUBackend(), layer()
     located = backend._layers.locate(weights)
@@ -215,3 +234,18 @@ def test_it_promises_what_it_is_asked_for():
     assert NumbaCPUBackend().deterministic
     assert NumbaCPUBackend(batch_invariant=True).batch_invariant
     assert not NumbaCPUBackend(batch_invariant=False).batch_invariant
+
+
+def test_rows_of_b_may_be_one_row():
+    weights = LoRAWeights(
+        lora_a=torch.randn(2, 1, 8, 24),
+        lora_b=torch.randn(2, 1, 8).expand(2, 40, 8),
+        ranks=torch.full((2, 1), 8, dtype=torch.int32),
+        scalings=torch.ones(2, 1),
+        output_slices=(40,),
+    )
+    batch, x = LoRABatch([0, 1, -1, 1], 2), torch.randn(4, 24)
+    backend = NumbaCPUBackend()
+    y = backend.run_linear(x, weights, backend.prepare_batch(batch))
+    expected = per_token(x, weights, batch, torch.zeros(4, 40))
+    assert (y.double() - expected).abs().max() < 1e-4

@@ -21,18 +21,18 @@ SMALL_KINDS = pytest.mark.parametrize(("kind", "dtype"), SMALL)
 def copy(kind, kind_to, source, size, target, count):
     for i in range(count // 16):
         vector = v.load(kind, source + 16 * i * size)
-        v.update_rows(kind_to, (target,), 16 * i, (vector, vector), np.float32(0.5), vector)
+        v.update_rows(kind_to, (target,), 16 * i, (vector, vector), np.float32(0.5), (vector,))
 
 
 @njit
 def widen(kind, source, size, target, count):
     for i in range(count // 16):
-        v.store_all(target + 64 * i, (v.load(kind, source + 16 * i * size),))
+        v.store_all(target + 64 * i, 64, (v.load(kind, source + 16 * i * size),))
 
 
 @njit
 def columns_of(kind, source, stride, target):
-    v.store_all(target, v.load_columns(kind, source, stride))
+    v.store_all(target, 64, v.load_columns(kind, source, stride))
 
 
 @njit

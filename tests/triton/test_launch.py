@@ -9,7 +9,7 @@ from layers import per_token, small_batch, small_weights
 from lora_backends.triton import TritonBackend, launch, tuning
 from lora_backends.triton import plan as plans
 from lora_backends.triton.config import ExpandTiles, ShrinkTiles
-from lora_backends.triton.plan import count_active
+from lora_backends.triton.plan import count_tokens
 
 SHRINKS = [
     ShrinkTiles(block_n=16, block_k=16, split_k=1),
@@ -27,7 +27,7 @@ def test_any_tiles_compute_the_formula(device, dtype, bias, shrink, expand):
     x, base = torch.randn(7, 10).to(dtype), torch.randn(7, 14).to(dtype)
     expected = per_token(x, weights, batch, base)
     on_device, y = on(device, weights), base.clone().to(device)
-    plan = plans.make_plan(batch, 16, count_active(batch), device)
+    plan = plans.make_plan(batch, count_tokens(batch), 16, device)
     h = torch.full((shrink.split_k, 3, 7, 3), float("nan"), device=device)
     launch.shrink(x.to(device), on_device, plan, h, plan.num_tiles, shrink, "ieee", False)
     launch.expand(h, on_device, plan, y, plan.num_tiles, expand, "ieee", False, False)

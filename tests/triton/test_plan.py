@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def _plan(slots, num_slots, block_tokens=16):
     batch = LoRABatch(slots, num_slots)
-    return plans.make_plan(batch, block_tokens, plans.count_active(batch), CPU)
+    return plans.make_plan(batch, plans.count_tokens(batch), block_tokens, CPU)
 
 
 def test_the_worked_example():
@@ -58,7 +58,8 @@ def test_no_composition_needs_more_than_max_tiles_and_some_needs_all():
 def test_refilling_keeps_the_addresses():
     plan = _plan([0, 0, 1, -1], 2)
     addresses = plan.packed.data_ptr(), plan.tile_slots.data_ptr(), plan.tile_tokens.data_ptr()
-    same = plans.refill(plan, LoRABatch([-1, 1, 1, 1], 2))
+    batch = LoRABatch([-1, 1, 1, 1], 2)
+    same = plans.refill(plan, batch, plans.count_tokens(batch))
     assert same is plan
     assert addresses == (
         plan.packed.data_ptr(),

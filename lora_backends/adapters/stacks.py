@@ -1,0 +1,136 @@
+"""The stacked weights of a pool, and how modules that share an input share one stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lora_backends.adapters.specs import ModuleDelta, ModuleSpec
+from lora_backends.weights import LoRAWeights
+
+
+class Stacks:
+    """Stacks of modules by path; those of a group are views of one stack with a slice a module.
+
+    Matrices and biases are there once, so both see a slot that is written in place. Ranks and
+    scalings are there twice: engines take contiguous tables without a copy, and a column of a
+    group's table is not.
+
+    Args:
+        modules: what the base model has, by module path.
+        groups: paths of modules with the same input.
+        num_slots: slots of every stack.
+        max_rank: width of every stack.
+        dtype: dtype of the stacks.
+        device: where they live.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, ModuleSpec],
+        groups: Iterable[Sequence[str]],
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._modules = modules
+        self._groups: dict[str, tuple[str, ...]] = {path: (path,) for path in modules}
+        for group in groups:
+            self._groups |= dict.fromkeys(group, tuple(group))
+        self._num_slots, self._max_rank = num_slots, max_rank
+        self._dtype, self._device = dtype, device
+        self._whole: dict[tuple[str, ...], LoRAWeights] = {}
+        self._parts: dict[str, LoRAWeights] = {}  # of the modules that were ever touched
+
+    def __getitem__(self, path: str) -> LoRAWeights:
+        return self._parts[path]
+
+    def shared(self, used: Iterable[str]) -> dict[str, LoRAWeights]:
+        """Return the stacks of groups with two or more modules of `used`, by their first path."""
+        used = set(used)
+        return {
+            group[0]: stack
+            for group, stack in self._whole.items()
+            if len(group) > 1 and len(used.intersection(group)) > 1
+        }
+
+    def reserve(self, deltas: Iterable[ModuleDelta]) -> None:
+        """Allocate what the deltas need and is not there yet: all of it, or nothing."""
+        whole, parts = dict(self._whole), dict(self._parts)
+        for delta in deltas:
+            group = self._groups[delta.module]
+            stack = whole.get(group) or self._allocate(group)
+            if delta.bias is not None and stack.bias is None:
+                shape = (self._num_slots, stack.out_features)
+                stack = replace(stack, bias=torch.zeros(shape, device=self._device))
+            whole[group] = stack
+            part = parts.get(delta.module)
+            if len(group) == 1:
+                part = stack
+            elif part is None:
+                part = _part(stack, group.index(delta.module))
+            if delta.bias is not None and part.bias is None and stack.bias is not None:
+                first, end = _columns(stack, group.index(delta.module))
+                part = replace(part, bias=stack.bias[:, first:end])
+            parts[delta.module] = part
+        self._whole, self._parts = whole, parts
+
+    def write(self, slot: int, delta: ModuleDelta) -> None:
+        """Write a delta that `reserve` was told of into a slot."""
+        part = self._parts[delta.module]
+        part.lora_a[slot, 0, : delta.rank] = delta.lora_a
+        part.lora_b[slot, :, : delta.rank] = delta.lora_b
+        if delta.bias is not None and part.bias is not None:
+            part.bias[slot] = delta.bias
+        for stack, index in self._tables(delta.module):
+            stack.scalings[slot, index] = delta.scaling
+            stack.ranks[slot, index] = delta.rank
+
+    def clear(self, slot: int, path: str) -> None:
+        """Let a slot of a module count as rank 0."""
+        part = self._parts[path]
+        if part.bias is not None:
+            part.bias[slot] = 0
+        for stack, index in self._tables(path):
+            stack.ranks[slot, index] = 0
+
+    def _tables(self, path: str) -> list[tuple[LoRAWeights, int]]:
+        """Return the stacks that hold a rank of the module, and the slice it has there."""
+        group, part = self._groups[path], self._parts[path]
+        if len(group) == 1:
+            return [(part, 0)]
+        return [(part, 0), (self._whole[group], group.index(path))]
+
+    def _allocate(self, group: tuple[str, ...]) -> LoRAWeights:
+        specs = [self._modules[path] for path in group]
+        widths = tuple(spec.out_features for spec in specs)
+        size: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
+        table = (self._num_slots, len(group))
+        return LoRAWeights(
+            lora_a=torch.zeros((*table, self._max_rank, specs[0].in_features), **size),
+            lora_b=torch.zeros((self._num_slots, sum(widths), self._max_rank), **size),
+            ranks=torch.zeros(table, dtype=torch.int32, device=self._device),
+            scalings=torch.zeros(table, device=self._device),
+            output_slices=widths,
+        )
+
+
+def _part(stack: LoRAWeights, index: int) -> LoRAWeights:
+    """Return one module's stack: views of a group's, with tables of its own."""
+    first, end = _columns(stack, index)
+    return LoRAWeights(
+        lora_a=stack.lora_a[:, index : index + 1],
+        lora_b=stack.lora_b[:, first:end],
+        ranks=stack.ranks[:, index : index + 1].clone(memory_format=torch.contiguous_format),
+        scalings=stack.scalings[:, index : index + 1].clone(memory_format=torch.contiguous_format),
+        output_slices=(end - first,),
+    )
+
+
+def _columns(stack: LoRAWeights, index: int) -> tuple[int, int]:
+    """Return the first output column of a slice, and the one behind its last."""
+    return stack.slice_offsets[index], stack.slice_offsets[index + 1]

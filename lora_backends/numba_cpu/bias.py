@@ -1,0 +1,36 @@
+"""Reading a bias of any dtype: no kernel is compiled for each of them."""
+
+# numba infers the types of kernels
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from numba import njit
+
+from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT16, BIAS_FLOAT32
+
+
+@njit(nogil=True)
+def load_bias(dtype, address):
+    """Return 16 elements of a bias."""
+    if dtype == BIAS_FLOAT32:
+        return v.load(v.FLOAT32, address)
+    if dtype == BIAS_BFLOAT16:
+        return v.load(v.BFLOAT16, address)
+    if dtype == BIAS_FLOAT16:
+        return v.load(v.FLOAT16, address)
+    return v.load(v.FLOAT64, address)
+
+
+@njit(nogil=True)
+def read_bias(dtype, address):
+    """Return one element of a bias."""
+    if dtype == BIAS_FLOAT32:
+        return v.read(v.FLOAT32, address)
+    if dtype == BIAS_BFLOAT16:
+        return v.read(v.BFLOAT16, address)
+    if dtype == BIAS_FLOAT16:
+        return v.read(v.FLOAT16, address)
+    return v.read(v.FLOAT64, address)

@@ -1,0 +1,190 @@
+"""A repeated call launches what the first one launched, with its own addresses."""
+
+import copy
+
+import pytest
+import torch
+from layers import small_weights
+
+from lora_backends import LoRABatch, LoRAWeights
+from lora_backends.csgmv import CsgmvBackend
+from lora_backends.csgmv import launch as csgmv_launch
+from lora_backends.gpu import launching, ready
+from lora_backends.triton import TritonBackend
+from lora_backends.triton import launch as triton_launch
+
+pytestmark = pytest.mark.skipif(
+    launching.INTERPRETED, reason="the interpreter has no compiled kernels to keep"
+)
+MIXED, SKEWED, NOBODY = [3, -1, 0, 1, 0, 2, 3], [2] * 7, [-1] * 7
+CACHES = [
+    triton_launch._shrink_variant,
+    triton_launch._expand_variant,
+    csgmv_launch._kernels,
+    csgmv_launch._shrink,
+    csgmv_launch._expand,
+]
+
+
+class Compiled:
+    """Stands for a compiled kernel: notes its launches."""
+
+    function = packed_metadata = None
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def run(self, x, y, z, stream, function, metadata, told, enter, leave, *arguments):
+        self.log.append((self.name, (x, y), list(arguments)))
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Return the launches, in order; nothing is compiled or run."""
+    launches = []
+
+    def launch(self, device, grid, tensors, numbers):
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        kind, name = launching._kind(tensors, pointers, numbers), self._kernel.__name__
+        self._compiled.setdefault(kind, Compiled(name, launches))
+        launches.append((name, tuple(grid), [*pointers, *numbers, *self._constants]))
+
+    def clear():
+        for cache in CACHES:
+            cache.cache_clear()
+
+    monkeypatch.setattr(launching.Variant, "_launch", launch)
+    monkeypatch.setattr(launching, "_several_devices", lambda: False)
+    monkeypatch.setattr(launching, "_stream_of", lambda: lambda device: 0)
+    clear()
+    yield launches
+    clear()
+
+
+@pytest.fixture(params=[TritonBackend, CsgmvBackend], ids=["triton", "csgmv"])
+def backend(request):
+    return request.param("cpu", tiles="rules")
+
+
+def calls(log, backend, weights, plan, x, y):
+    """Return the two launches of a call, h's address replaced by its name."""
+    del log[:]
+    backend.run_linear(x, weights, plan, y)
+    if not log:
+        return []
+    (first, first_grid, shrink), (second, second_grid, expand) = log
+    assert (first, second) == ("shrink_kernel", "expand_kernel")
+    h = expand[0]
+    assert h in shrink and h not in (x.data_ptr(), y.data_ptr())
+    named = [["h" if argument == h else argument for argument in a] for a in (shrink, expand)]
+    return [(first_grid, named[0]), (second_grid, named[1])]
+
+
+def fresh(backend, batch):
+    """Return a plan that has met no layer yet."""
+    return backend.prepare_batch(batch)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("slots", [MIXED, SKEWED])
+def test_a_repeated_call_launches_the_same(log, backend, bias, slots):
+    weights, plan = small_weights(bias=bias), fresh(backend, LoRABatch(slots, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    first = calls(log, backend, weights, plan, x, y)
+    assert first and plan._ready
+    assert calls(log, backend, weights, plan, x, y) == first
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_repeated_call_takes_its_own_x_and_y(log, backend, bias):
+    weights, batch = small_weights(bias=bias), LoRABatch(MIXED, 4)
+    plan = fresh(backend, batch)
+    calls(log, backend, weights, plan, torch.randn(7, 10), torch.zeros(7, 14))
+    for x, y in (
+        (torch.randn(7, 10), torch.zeros(7, 14)),
+        (torch.randn(7, 30)[:, 3:13], torch.zeros(7, 40)[:, 8:22]),  # strided, unaligned
+        (torch.randn(7, 10), torch.zeros(7, 14, dtype=torch.bfloat16)),
+    ):
+        first = calls(log, backend, weights, plan, x, y)
+        again = calls(log, backend, weights, plan, x, y)
+        other = fresh(backend, batch)
+        expected = calls(log, backend, weights, other, x, y)
+        tables = {t.data_ptr() for t in vars(plan).values() if isinstance(t, torch.Tensor)}
+        own = {t.data_ptr() for t in vars(other).values() if isinstance(t, torch.Tensor)}
+
+        def blind(found, addresses):
+            return [
+                (grid, ["plan" if a in addresses else a for a in arguments])
+                for grid, arguments in found
+            ]
+
+        assert first == again
+        assert blind(first, tables) == blind(expected, own)
+
+
+def test_the_grid_follows_a_refilled_plan(log, backend):
+    weights = small_weights()
+    x, y = torch.randn(96, 10), torch.zeros(96, 14)
+    plan = fresh(backend, LoRABatch([3] * 96, 4))
+    for slots in ([3] * 96, [0, 1, 2, 3] * 24, [-1] * 95 + [2], [1] * 40 + [3] * 56):
+        batch = LoRABatch(slots, 4)
+        backend.prepare_batch(batch, out=plan)
+        grids = [grid for grid, _ in calls(log, backend, weights, plan, x, y)]
+        again = [grid for grid, _ in calls(log, backend, weights, plan, x, y)]
+        slow = copy.deepcopy(plan)  # remembers nothing
+        assert grids == again == [g for g, _ in calls(log, backend, weights, slow, x, y)]
+
+
+def test_a_batch_without_adapters_launches_once_what_a_capture_may_need(log, backend):
+    weights, plan = small_weights(), fresh(backend, LoRABatch(NOBODY, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    assert len(calls(log, backend, weights, plan, x, y)) == 2
+    assert calls(log, backend, weights, plan, x, y) == []
+    backend.prepare_batch(LoRABatch(MIXED, 4), out=plan)
+    assert len(calls(log, backend, weights, plan, x, y)) == 2
+
+
+def test_a_layer_that_has_moved_is_launched_anew(log, backend):
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    calls(log, backend, weights, plan, x, y)
+    weights.lora_b.data = weights.lora_b.clone()
+    for _ in range(2):
+        _, (_, arguments) = calls(log, backend, weights, plan, x, y)
+        assert weights.lora_b.data_ptr() in arguments
+
+
+def test_copies_of_strided_tables_are_never_kept(log, backend):
+    whole = small_weights()
+    weights = LoRAWeights(
+        lora_a=whole.lora_a,
+        lora_b=whole.lora_b,
+        ranks=whole.ranks.repeat_interleave(2, 1)[:, ::2],
+        scalings=whole.scalings,
+        output_slices=whole.output_slices,
+    )
+    plan = fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    assert len(calls(log, backend, weights, plan, x, y)) == 2
+    assert not plan._ready
+
+
+def test_layers_backends_and_choices_are_told_apart(log, backend):
+    plan = fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    first, second = small_weights(seed=1), small_weights(seed=2)
+    for weights in (first, second):
+        _, (_, arguments) = calls(log, backend, weights, plan, x, y)
+        assert weights.lora_b.data_ptr() in arguments
+    kept = len(plan._ready)
+    calls(log, type(backend)("cpu", tiles="rules", allow_tf32=True), first, plan, x, y)
+    assert len(plan._ready) == kept + 1
+
+
+def test_what_a_plan_keeps_is_bounded(log, backend, monkeypatch):
+    monkeypatch.setattr(ready, "MOST_KEPT", 3)
+    plan = fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    for seed in range(8):
+        calls(log, backend, small_weights(seed=seed), plan, x, y)
+        assert 1 <= len(plan._ready) <= 3

@@ -1,0 +1,258 @@
+"""q, k, v and gate, up in one call: the same logits, whatever else is done to the modules."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import transformers
+from deltas import random_checkpoint
+
+from lora_backends.hf import MultiLoRAModel, siblings
+from lora_backends.hf.hooks import RUNNING
+from lora_backends.torch_ref import TorchRefBackend
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+IDS = torch.randint(0, 40, (3, 5), generator=torch.Generator().manual_seed(1))
+ROWS = ["a", None, "b"]
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+OTHERS = ["Qwen2", "Qwen3", "Mistral"]
+
+
+@pytest.fixture
+def make(make_base):
+    def make(name="llama", fuse=True, targets=LINEAR, bias=False):
+        if name in OTHERS:
+            torch.manual_seed(7)
+            config = getattr(transformers, f"{name}Config")(**SIZES, head_dim=4)
+            base = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        else:
+            base = make_base(name)
+        model = MultiLoRAModel(base, TorchRefBackend(), max_adapters=3, max_rank=4, fuse=fuse)
+        for seed, adapter in enumerate("ab"):
+            model.add_adapter(adapter, random_checkpoint(base, targets, 4 - seed, seed, bias=bias))
+        return model
+
+    return make
+
+
+@pytest.fixture
+def operations(monkeypatch):
+    """Return a list that notes the backend's operations."""
+    noted, inside = [], []
+
+    def note(name):
+        run = getattr(TorchRefBackend, name)
+
+        def noting(self, *args):
+            if not inside:  # run_qkv is a run_linear by default
+                noted.append(name)
+            inside.append(name)
+            y = run(self, *args)
+            inside.pop()
+            return y
+
+        monkeypatch.setattr(TorchRefBackend, name, noting)
+
+    for name in ("run_linear", "run_qkv", "run_gate_up"):
+        note(name)
+    return noted
+
+
+def logits(model, rows=ROWS, ids=IDS):
+    return model(adapters=rows, input_ids=ids, use_cache=False).logits
+
+
+def attention(model):
+    module = model.base.model.layers[0].self_attn
+    return module.q_proj, module.k_proj, module.v_proj
+
+
+def forwards(base):
+    return [module for module in base.modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("name", ["llama", "llama_bias", "gemma", *OTHERS])
+def test_logits_are_those_of_modules_run_alone(name, strided, make, monkeypatch):
+    if strided:  # as on a GPU
+        monkeypatch.setattr(siblings, "_columns", lambda y, widths: y.split(widths, -1))
+    fused, alone = make(name), make(name, fuse=False)
+    assert len(forwards(fused.base)) == 3 * len(fused.base.model.layers)
+    assert not forwards(alone.base)
+    found, expected = logits(fused), logits(alone)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    with torch.no_grad():
+        plain = alone.base(input_ids=IDS, use_cache=False).logits
+    assert (found[0] - plain[0]).abs().max() > 1e-3
+    if not strided:
+        assert torch.equal(found[1], plain[1])
+
+
+def test_a_layer_takes_four_calls(make, operations):
+    logits(make())
+    assert operations[:5] == ["run_qkv", "run_linear", "run_gate_up", "run_linear", "run_qkv"]
+    assert RUNNING.kept is None
+
+
+def test_one_adapted_module_of_a_group_runs_alone(make, operations):
+    logits(make(targets=["q_proj", "up_proj"]))
+    assert set(operations) == {"run_linear"}
+
+
+def test_a_model_fuses_only_when_asked_to_and_gpt2_has_no_siblings(make):
+    assert not forwards(make(fuse=False).base)
+    assert not forwards(make("gpt2").base)
+
+
+def test_a_bias_and_slots_written_again_are_seen_by_both_ways(make):
+    fused, alone = make(), make(fuse=False)
+    for model in (fused, alone):
+        model.add_adapter("c", random_checkpoint(model.base, ["k_proj"], 2, seed=5, bias=True))
+        model.add_adapter("b", random_checkpoint(model.base, ["q_proj", "v_proj"], 3, seed=6))
+    rows = ["a", "b", "c"]
+    torch.testing.assert_close(logits(fused, rows), logits(alone, rows), rtol=0, atol=2e-5)
+    for model in (fused, alone):
+        model.unload_adapter("c")
+        model.add_adapter("d", random_checkpoint(model.base, ["v_proj"], 1, seed=8, bias=True))
+    rows = ["a", "b", "d"]
+    torch.testing.assert_close(logits(fused, rows), logits(alone, rows), rtol=0, atol=2e-5)
+
+
+def test_matrices_are_there_once(make):
+    pool = make().pool
+    path = "model.layers.0.self_attn."
+    whole, part = pool.shared_weights[f"{path}q_proj"], pool.weights(f"{path}v_proj")
+    assert whole.lora_a.data_ptr() == pool.weights(f"{path}q_proj").lora_a.data_ptr()
+    assert part.lora_a.untyped_storage().data_ptr() == whole.lora_a.untyped_storage().data_ptr()
+    assert part.lora_b.untyped_storage().data_ptr() == whole.lora_b.untyped_storage().data_ptr()
+    assert whole.ranks.tolist() == [[4] * 3, [3] * 3, [0] * 3]
+    assert part.ranks.is_contiguous() and part.ranks.tolist() == [[4], [3], [0]]
+
+
+def test_prepared_adapters_follow_updates(make):
+    fused, alone = make(), make(fuse=False)
+    with fused.prepare(ROWS, tokens=5) as step:
+        for rows in (ROWS, ["b", "b", None], [None] * 3):
+            step.update(rows)
+            torch.testing.assert_close(logits(fused, step), logits(alone, rows), rtol=0, atol=2e-5)
+
+
+def test_another_order_or_input_gives_what_modules_alone_give(make):
+    fused, alone = make(), make(fuse=False)
+    x, other = torch.randn(2, 3, 5, 16)
+
+    def calls(model):
+        q, k, v = attention(model)
+        changed = x.clone()
+        with model.prepare(ROWS, tokens=5) as step, model.using(step):
+            yield from (k(x), q(x), v(other), v(x), k(x))  # v(other) runs alone
+            yield q(changed)
+            changed.mul_(2)
+            yield from (k(changed), v(changed))  # not the input that q had
+            yield from (q(x), k(x.clone()), v(x[:]))
+
+    for found, expected in zip(list(calls(fused)), list(calls(alone)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+def test_a_model_that_leaves_outputs_is_no_longer_fused(make, operations):
+    model = make()
+    q, k, _ = attention(model)
+    x = torch.randn(3, 5, 16)
+    with model.prepare(ROWS, tokens=5) as step, model.using(step):
+        for _ in range(3):
+            q(x), k(x)
+    assert operations == ["run_qkv", "run_linear", "run_linear", "run_linear", "run_linear"]
+
+
+def test_nothing_is_kept_after_an_error_or_a_call(make):
+    model = make()
+    q, k, _ = attention(model)
+    x = torch.randn(3, 5, 16)
+    with torch.no_grad():
+        plain = k(x)
+    step = model.prepare(ROWS, tokens=5)
+    with pytest.raises(ZeroDivisionError), model.using(step):
+        q(x)
+        assert RUNNING.kept is not None
+        raise ZeroDivisionError
+    assert RUNNING.kept is None
+    with torch.no_grad():
+        assert torch.equal(k(x), plain)
+    with model.using(step):
+        q(x)
+        with torch.no_grad():
+            model.base(input_ids=IDS, use_cache=False)
+        assert RUNNING.kept is None
+
+
+def test_other_hooks_see_the_lora_and_hooked_modules_stay_alone(make, make_base):
+    model, seen = make(), []
+    _, k, _ = attention(model)
+    k.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    k.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    expected = make(fuse=False)
+    attention(expected)[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    torch.testing.assert_close(logits(model), logits(expected), rtol=0, atol=2e-5)
+    assert seen[0][0].shape == (3, 5, 16)
+    base = make_base("llama")
+    base.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *args: None)
+    MultiLoRAModel(base, TorchRefBackend(), fuse=True)
+    assert len(forwards(base)) == 3 * len(base.model.layers) - 2
+
+
+def test_detach_gives_every_forward_back(make):
+    model = make()
+    assert forwards(model.base)
+    assert not forwards(model.detach())
+
+
+def test_a_deep_copy_computes_with_its_own_weights(make):
+    model = make()
+    twin = copy.deepcopy(model.base)
+    with torch.no_grad():
+        for parameter in model.base.parameters():
+            parameter.zero_()
+        x = torch.randn(2, 16)
+        assert twin.model.layers[0].self_attn.k_proj(x).abs().max() > 0
+
+
+def test_threads_and_inference_mode(make):
+    model, alone = make(), make(fuse=False)
+    wanted = {name: logits(alone, [name] * 3) for name in ("a", "b", None)}
+    with torch.inference_mode():
+        torch.testing.assert_close(logits(model, ["a"] * 3), wanted["a"], rtol=0, atol=2e-5)
+    expected, wrong = {name: logits(model, [name] * 3) for name in wanted}, []
+
+    def work(name):
+        for _ in range(20):
+            if not torch.equal(logits(model, [name] * 3), expected[name]):
+                wrong.append(name)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+def test_a_compiled_model_runs_modules_alone(make, operations):
+    torch._dynamo.reset()
+    model = make()
+    compiled = torch.compile(model.base, fullgraph=True, backend="aot_eager")
+    expected = logits(make(fuse=False))
+    operations.clear()
+    with model.prepare(ROWS, tokens=5) as step, model.using(step):
+        found = compiled(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert operations and set(operations) == {"run_linear"}
