@@ -1,7 +1,10 @@
 """The kernels that the launcher makes for a spread of layers and batches."""
 
-from lora_backends.csgmv import launch
+import torch
+
+from lora_backends.csgmv import launch, tuning
 from lora_backends.csgmv.config import segment_and_group
+from lora_backends.gpu.choice import tile_choice
 
 QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
 DECODE, PREFILL = (1, 1, 16), (2048, 8, 16)  # tokens, active slots, segment_size
@@ -20,7 +23,8 @@ CASES = {
 
 def variants(dtype, programmatic):
     """Yield (kernel, constants by name, options)."""
-    options = launch.Options("ieee", programmatic, False, None)
+    rules = tile_choice(tuning, "csgmv", torch.device("cpu"), "rules")
+    options = launch.Options("ieee", programmatic, False, rules)
     for (tokens, active, size), (slices, inputs, rank) in CASES[dtype]:
         row = segment_and_group(size, tokens, active)
         layer = (slices, rank, inputs, 4 if dtype == "fp32" else 2)
