@@ -21,7 +21,6 @@ import numpy as np
 from numba import carray, cfunc, config, njit, types
 
 from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.bias import load_bias, read_bias
 from lora_backends.numba_cpu.config import (
     EXPAND_AHEAD,
     EXPAND_COST,
@@ -31,14 +30,15 @@ from lora_backends.numba_cpu.config import (
     SHRINK_AHEAD,
     SHRINK_RANKS,
 )
-from lora_backends.numba_cpu.layer import Layer
-from lora_backends.numba_cpu.long import (
+from lora_backends.numba_cpu.kernels_bias import load_bias, read_bias
+from lora_backends.numba_cpu.kernels_long import (
     expand_long,
     expand_scratch,
     shrink_long,
     shrink_scratch,
     two_rows,
 )
+from lora_backends.numba_cpu.layer import Layer
 
 LANES = v.LANES
 NOTHING, SHRINK, GATHER = 0, 1, 2  # what a call begins with

@@ -15,7 +15,6 @@ from __future__ import annotations
 from numba import njit
 
 from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.bias import load_bias
 from lora_backends.numba_cpu.config import (
     LONG_CHUNK,
     LONG_PANEL,
@@ -24,6 +23,7 @@ from lora_backends.numba_cpu.config import (
     LONG_TILES,
     MAX_SEGMENT,
 )
+from lora_backends.numba_cpu.kernels_bias import load_bias
 
 LANES = v.LANES
 LINE = 64  # bytes of a cache line, and of a vector
