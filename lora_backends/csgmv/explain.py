@@ -8,9 +8,9 @@ from lora_backends.batch import LoRABatch
 from lora_backends.csgmv import plan as plans
 from lora_backends.csgmv import tuning
 from lora_backends.csgmv.config import segment_and_group
-from lora_backends.explain import Explanation, Layer, Piece, table_device, tokens_of
+from lora_backends.explain import Explanation, Layer, Piece, table_device
 from lora_backends.gpu.choice import tile_choice
-from lora_backends.gpu.lanes import count_expand, count_shrink, describe
+from lora_backends.gpu.lanes import Cut, explanation
 
 SEGMENT_SIZE = 16
 """The default of the backend's option `segment_size`."""
@@ -37,34 +37,17 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     segment, group = segment_and_group(SEGMENT_SIZE, batch.num_tokens, active, row)
     plan = plans.make_plan(batch, segment, group, active, torch.device("cpu"))
     pieces = _groups(plan)
-    tiles = choice.choose_tiles(
-        batch.num_tokens,
-        active,
-        segment * group,
-        len(layer.output_slices),
-        layer.max_rank,
-        layer.in_features,
-        sum(layer.output_slices),
-        layer.item_bytes,
-    )
-    return Explanation(
-        backend="csgmv",
-        token_slots=tokens_of(batch),
-        num_slots=batch.num_slots,
-        layer=layer,
-        order=tuple(token for piece in pieces for token in piece.tokens),
-        piece_name="group",
-        pieces=pieces,
-        launches=(
-            count_shrink(pieces, layer, tiles.shrink),
-            count_expand(pieces, layer, tiles.expand, _NARROW_TOKENS, True),
-        ),
-        facts=(
-            f"segments of {segment} tokens, up to {group} in a group: {plan.num_segments} in "
-            f"{plan.num_groups} groups, {plan.max_groups} groups while a CUDA graph is captured",
-            *describe(tiles, choice.sources),
-        ),
-        legend=_LEGEND,
+    return explanation(
+        "csgmv",
+        batch,
+        layer,
+        Cut("group", pieces, segment * group, active),
+        choice,
+        f"segments of {segment} tokens, up to {group} in a group: {plan.num_segments} in "
+        f"{plan.num_groups} groups, {plan.max_groups} groups while a CUDA graph is captured",
+        _LEGEND,
+        _NARROW_TOKENS,
+        True,
     )
 
 

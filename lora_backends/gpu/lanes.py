@@ -3,9 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from lora_backends.explain import Launch, Layer, Piece, Share
+from lora_backends.batch import LoRABatch
+from lora_backends.explain import Explanation, Launch, Layer, Piece, Share, tokens_of
+from lora_backends.gpu.choice import TileChoice
 from lora_backends.gpu.tiles import NARROWEST, ExpandTiles, ShrinkTiles, TileConfig, padded_rank
+
+
+class Cut(NamedTuple):
+    """How a plan cuts a batch: what a row of the grid works for."""
+
+    name: str  # of a piece
+    pieces: tuple[Piece, ...]
+    tile_tokens: int  # places of a piece
+    active_slots: int  # slots with tokens
+
+
+def explanation(
+    backend: str,
+    batch: LoRABatch,
+    layer: Layer,
+    cut: Cut,
+    choice: TileChoice,
+    fact: str,
+    legend: str,
+    narrow_tokens: int,
+    narrow_long_ranks: bool,
+) -> Explanation:
+    """Return the explanation of an engine that launches a shrink and an expand over pieces.
+
+    Args:
+        backend: its name.
+        batch: the batch.
+        layer: the layer.
+        cut: how the plan cuts the batch.
+        choice: where sizes come from.
+        fact: what is to be told of the plan.
+        legend: what the words mean.
+        narrow_tokens: as in `count_expand`.
+        narrow_long_ranks: as in `count_expand`.
+    """
+    tiles = choice.choose_tiles(
+        batch.num_tokens,
+        cut.active_slots,
+        cut.tile_tokens,
+        len(layer.output_slices),
+        layer.max_rank,
+        layer.in_features,
+        sum(layer.output_slices),
+        layer.item_bytes,
+    )
+    return Explanation(
+        backend=backend,
+        token_slots=tokens_of(batch),
+        num_slots=batch.num_slots,
+        layer=layer,
+        order=tuple(token for piece in cut.pieces for token in piece.tokens),
+        piece_name=cut.name,
+        pieces=cut.pieces,
+        launches=(
+            count_shrink(cut.pieces, layer, tiles.shrink),
+            count_expand(cut.pieces, layer, tiles.expand, narrow_tokens, narrow_long_ranks),
+        ),
+        facts=(fact, *describe(tiles, choice.sources)),
+        legend=legend,
+    )
 
 
 def describe(tiles: TileConfig, sources: Sequence[str]) -> tuple[str, str]:

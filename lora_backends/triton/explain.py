@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from lora_backends.batch import LoRABatch
-from lora_backends.explain import Explanation, Layer, Piece, table_device, tokens_of
+from lora_backends.explain import Explanation, Layer, Piece, table_device
 from lora_backends.gpu.choice import tile_choice
-from lora_backends.gpu.lanes import count_expand, count_shrink, describe
+from lora_backends.gpu.lanes import Cut, explanation
 from lora_backends.triton import plan as plans
 from lora_backends.triton import tuning
 
@@ -35,32 +35,15 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
             plan.tile_slots[: plan.num_tiles].tolist(), plan.tile_tokens.tolist(), strict=False
         )
     )
-    tiles = choice.choose_tiles(
-        batch.num_tokens,
-        plan.active_slots,
-        tile_tokens,
-        len(layer.output_slices),
-        layer.max_rank,
-        layer.in_features,
-        sum(layer.output_slices),
-        layer.item_bytes,
-    )
-    return Explanation(
-        backend="triton",
-        token_slots=tokens_of(batch),
-        num_slots=batch.num_slots,
-        layer=layer,
-        order=tuple(token for piece in pieces for token in piece.tokens),
-        piece_name="tile",
-        pieces=pieces,
-        launches=(
-            count_shrink(pieces, layer, tiles.shrink),
-            count_expand(pieces, layer, tiles.expand, _NARROW_TOKENS, False),
-        ),
-        facts=(
-            f"tiles of {tile_tokens} tokens; {plan.num_tiles} launched, "
-            f"{plan.max_tiles} while a CUDA graph is captured",
-            *describe(tiles, choice.sources),
-        ),
-        legend=_LEGEND,
+    return explanation(
+        "triton",
+        batch,
+        layer,
+        Cut("tile", pieces, tile_tokens, plan.active_slots),
+        choice,
+        f"tiles of {tile_tokens} tokens; {plan.num_tiles} launched, "
+        f"{plan.max_tiles} while a CUDA graph is captured",
+        _LEGEND,
+        _NARROW_TOKENS,
+        False,
     )
