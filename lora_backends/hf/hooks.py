@@ -71,7 +71,6 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.call = NOTHING
         self.kept: Kept | None = None
-        self.served: nn.Module | None = None  # whose forward has returned a kept output just now
 
 
 RUNNING = _Running()
@@ -85,12 +84,12 @@ not what it reads from a hook's own variables, nor whether there are hooks.
 @contextmanager
 def running(call: Call | None) -> Iterator[None]:
     """Let forward passes of this thread belong to `call`, or to none."""
-    outer = RUNNING.call, RUNNING.kept, RUNNING.served
-    RUNNING.call, RUNNING.kept, RUNNING.served = call or NOTHING, None, None
+    outer = RUNNING.call, RUNNING.kept
+    RUNNING.call, RUNNING.kept = call or NOTHING, None
     try:
         yield
     finally:
-        RUNNING.call, RUNNING.kept, RUNNING.served = outer
+        RUNNING.call, RUNNING.kept = outer
 
 
 def begin_hook(model: str) -> Callable[..., None]:
@@ -100,7 +99,7 @@ def begin_hook(model: str) -> Callable[..., None]:
         call = RUNNING.call
         if call.model == model:
             if not torch.compiler.is_compiling():
-                RUNNING.kept = RUNNING.served = None  # of a forward pass that has failed
+                RUNNING.kept = None  # of a forward pass that has failed
             call.begin_forward({**kwargs, "input_ids": args[0]} if args else kwargs)
 
     return begin

@@ -20,8 +20,8 @@ from lora_backends.hf.request import Request, RowAdapters, adapter_names
 from lora_backends.hf.siblings import (
     ForwardOverride,
     find_siblings,
-    leader_hook,
-    sibling_hook,
+    leader_forward,
+    sibling_forward,
 )
 from lora_backends.hf.sites import find_sites
 from lora_backends.registry import get_backend
@@ -301,6 +301,8 @@ class MultiLoRAModel:
         if self._hooks:
             for hook in self._hooks:
                 hook.remove()
+            for group in self._groups:
+                group.part()
             self._hooks.clear()
             self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
         return self.base
@@ -397,10 +399,11 @@ class MultiLoRAModel:
             if site.refusal is None
         }
         for group in self._groups:
-            leader, *others = group.paths
-            hooks[leader] = leader_hook(self._key, group, self.backend, hooks[leader])
-            hooks |= {path: sibling_hook(hooks[path]) for path in others}
-            handles += [ForwardOverride(module) for module in group.modules[1:]]
+            group.join()
+            alone = [hooks.pop(path) for path in group.paths]
+            forwards = [leader_forward(self._key, group, self.backend, alone[0])]
+            forwards += [sibling_forward(hook) for hook in alone[1:]]
+            handles += map(ForwardOverride, group.modules, forwards)
         for path, hook in hooks.items():
             handles.append(self._sites[path].module.register_forward_hook(hook))
         return handles

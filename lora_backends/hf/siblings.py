@@ -1,20 +1,19 @@
 """Modules that are called with one input, as one layer: q, k and v, or gate and up.
 
-The first of them to be called, the leader, computes the base outputs of all, adds the LoRA of all
-in one call of the backend, and keeps what belongs to its siblings. A sibling that is called with
-the very same tensor takes its part and computes nothing; called with anything else it runs alone.
-So a model may call them in any order and with any input.
+Their weights become rows of one matrix. The first of them to be called, the leader, multiplies by
+all of it, adds the LoRA of all in one call of the backend, and keeps what belongs to its siblings.
+A sibling that is called with the very same tensor takes its part and computes nothing; called with
+anything else it runs alone. So a model may call them in any order and with any input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from lora_backends.backend import LoRABackend
 from lora_backends.hf.hooks import RUNNING, Hook, Kept
@@ -27,14 +26,60 @@ GROUPS = (
 """Names of modules under one parent, the leader first, and the operation that runs them."""
 
 
-@dataclass(eq=False)
-class Siblings:
-    """Linear modules of one parent that a leader may run."""
+_Part = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int]
+"""Who holds a parameter, under which name, the parameter, and where its values were put."""
 
-    paths: tuple[str, ...]  # the leader's first, in the order of the slices
-    modules: tuple[nn.Linear, ...]
-    operation: str  # of the interface
-    apart: bool = False  # whether the model was seen to call them with different inputs
+
+class Siblings:
+    """Linear modules of one parent that a leader may run, once they are joined.
+
+    Args:
+        paths: of the modules, the leader's first, in the order of the slices.
+        modules: with weights of one width, dtype and device; all have a bias, or none has.
+        operation: of the interface.
+    """
+
+    def __init__(
+        self, paths: tuple[str, ...], modules: tuple[nn.Linear, ...], operation: str
+    ) -> None:
+        self.paths, self.modules, self.operation = paths, modules, operation
+        self.widths = [module.out_features for module in modules]
+        self.apart = False  # whether the model was seen to call them with different inputs
+        self.weight: torch.Tensor | None = None  # [sum of widths, in_features] of all modules
+        self.bias: torch.Tensor | None = None
+        self._parts: list[_Part] = []
+
+    def join(self) -> None:
+        """Lay the modules' weights out as one, and their biases; their values stay."""
+        self.weight, self.bias = self._join("weight"), self._join("bias")
+
+    def are_joined(self) -> bool:
+        """Return whether the modules' parameters are still parts of `weight` and `bias`."""
+        for holder, name, parameter, address in self._parts:
+            if holder[name] is not parameter or parameter.data_ptr() != address:
+                return False
+        return self.weight is not None
+
+    def part(self) -> None:
+        """Give each module a weight and bias of its own again, unless somebody else has."""
+        if self.are_joined():
+            for _, _, parameter, _ in self._parts:
+                parameter.data = parameter.data.clone()
+        self.weight = self.bias = None
+        self._parts.clear()
+
+    def _join(self, name: str) -> torch.Tensor | None:
+        """Return one tensor of all modules' parameters, which become its rows."""
+        holders = [module._parameters for module in self.modules]
+        parameters = [p for holder in holders if (p := holder[name]) is not None]
+        if not parameters:
+            return None
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        rows = torch.split_with_sizes(joined, self.widths)
+        for holder, parameter, part in zip(holders, parameters, rows, strict=True):
+            parameter.data = part
+            self._parts.append((holder, name, parameter, part.data_ptr()))
+        return joined
 
 
 def find_siblings(sites: Mapping[str, Site]) -> list[Siblings]:
@@ -60,14 +105,19 @@ def _are_plain(modules: tuple[nn.Module, ...]) -> bool:
             or "forward" in vars(module)
             or module._forward_hooks
             or module._forward_pre_hooks
+            or set(module._parameters) != {"weight", "bias"}
+            or any(type(p.data) is not torch.Tensor for p in module.parameters())
         ):
             return False
-        kinds.add((module.in_features, module.weight.dtype, module.weight.device))
+        bias = None if module.bias is None else module.bias.dtype
+        kinds.add((module.in_features, module.weight.dtype, module.weight.device, bias))
     return len(kinds) == 1
 
 
-def leader_hook(model: str, group: Siblings, backend: LoRABackend, alone: Hook) -> Hook:
-    """Return the leader's forward hook.
+def leader_forward(
+    model: str, group: Siblings, backend: LoRABackend, alone: Hook
+) -> Callable[..., torch.Tensor]:
+    """Return the leader's `forward`.
 
     Args:
         model: whose calls it serves.
@@ -76,82 +126,80 @@ def leader_hook(model: str, group: Siblings, backend: LoRABackend, alone: Hook) 
         alone: the leader's hook where it runs without the others.
 
     Returns:
-        A forward hook.
+        A function of the module and its input.
     """
     path, (leader, *others) = group.paths[0], group.modules
-    in_features, widths = leader.in_features, [module.out_features for module in group.modules]
-    width, run = sum(widths), getattr(backend, group.operation)
+    in_features, widths, width = leader.in_features, group.widths, sum(group.widths)
+    run = getattr(backend, group.operation)
 
-    def add_lora(
-        module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
-    ) -> torch.Tensor | None:
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return alone(module, args, output)
+            return _run_alone(self, input, alone)
         left, RUNNING.kept = RUNNING.kept, None
         if left is not None:
             left.group.apart = True
         call = RUNNING.call
-        x: torch.Tensor = args[0]
         weights = call.shared.get(path) if call.model == model else None
-        if weights is None or group.apart or module is not leader or x.is_inference():
-            return alone(module, args, output)  # no version tells of a change in inference mode
-        plan = call.plan(x.shape[:-1], path)
-        y = torch.cat([output, *(nn.Linear.forward(other, x) for other in others)], -1)
-        run(x.reshape(-1, in_features), weights, plan, y.view(-1, width))
+        if (
+            weights is None
+            or group.apart
+            or self is not leader
+            or input.is_inference()  # no version tells of a change in inference mode
+            or not group.are_joined()  # somebody has moved or replaced a weight
+        ):
+            return _run_alone(self, input, alone)
+        plan = call.plan(input.shape[:-1], path)
+        assert group.weight is not None
+        y = functional.linear(input, group.weight, group.bias).contiguous()
+        run(input.reshape(-1, in_features), weights, plan, y.view(-1, width))
         mine, *theirs = _columns(y, widths)
-        RUNNING.kept = Kept(group, x, x._version, dict(zip(others, theirs, strict=True)))
+        RUNNING.kept = Kept(group, input, input._version, dict(zip(others, theirs, strict=True)))
         return mine
 
-    return add_lora
+    return forward
 
 
 def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
     """Return the columns of every module.
 
     Copies on a CPU: activations round the ends of strided rows in another way than those of
-    contiguous ones there, and rows without an adapter have to stay the base model's.
+    contiguous ones there.
     """
     columns = torch.split_with_sizes(y, widths, -1)
     return tuple(c.contiguous() for c in columns) if y.device.type == "cpu" else columns
 
 
-def sibling_hook(alone: Hook) -> Hook:
-    """Return a sibling's forward hook: `alone`, unless the leader has added its LoRA already."""
+def sibling_forward(alone: Hook) -> Callable[..., torch.Tensor]:
+    """Return a sibling's `forward`: what the leader has kept for it, else as if it were alone."""
 
-    def add_lora(
-        module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
-    ) -> torch.Tensor | None:
-        if not torch.compiler.is_compiling() and RUNNING.served is module:
-            RUNNING.served = None
-            return None
-        return alone(module, args, output)
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            kept = RUNNING.kept
+            if kept is not None and kept.x is input and kept.version == input._version:
+                output = kept.outputs.pop(self, None)
+                if not kept.outputs:
+                    RUNNING.kept = None
+                if output is not None:
+                    return output
+        return _run_alone(self, input, alone)
 
-    return add_lora
+    return forward
 
 
-def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """Take what the leader has kept for this module and this input, or compute as ever."""
-    if not torch.compiler.is_compiling():
-        RUNNING.served = None
-        kept = RUNNING.kept
-        if kept is not None and kept.x is input and kept.version == input._version:
-            output = kept.outputs.pop(self, None)
-            if not kept.outputs:
-                RUNNING.kept = None
-            if output is not None:
-                RUNNING.served = self
-                return output
-    return nn.Linear.forward(self, input)
+def _run_alone(module: nn.Linear, input: torch.Tensor, hook: Hook) -> torch.Tensor:
+    output = nn.Linear.forward(module, input)
+    changed = hook(module, (input,), output)
+    return output if changed is None else changed
 
 
 class ForwardOverride:
-    """The `forward` of one sibling, until it is removed.
+    """The `forward` of one module of a group, until it is removed.
 
     A bound method, so that a deep copy of the model computes with its own weights.
     """
 
-    def __init__(self, module: nn.Linear) -> None:
-        self._module, self._forward = module, MethodType(_forward, module)
+    def __init__(self, module: nn.Linear, forward: Callable[..., torch.Tensor]) -> None:
+        self._module, self._forward = module, MethodType(forward, module)
         module.forward = self._forward  # type: ignore[method-assign]
 
     def remove(self) -> None:
