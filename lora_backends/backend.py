@@ -84,7 +84,9 @@ class LoRABackend(Handled, ABC):
         for operation in checks.CHECKS:
             method = getattr(cls, operation)  # its own, or of a mixin
             if method not in _GUARDED:
-                setattr(cls, operation, _checked(operation, method))
+                # only with a run_linear of the same class: a subclass may add to what it inherits
+                repeats = operation == "run_linear" and "_repeat_linear" in cls.__dict__
+                setattr(cls, operation, _checked(operation, method, repeats))
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = checks.as_device(device)
@@ -169,6 +171,25 @@ class LoRABackend(Handled, ABC):
             [num_tokens, out_features].
         """
         return self.run_lora_b(self.run_lora_a(x, weights, plan), weights, plan, base_output)
+
+    def _repeat_linear(
+        self, x: torch.Tensor, weights: LoRAWeights, plan: Any, base_output: torch.Tensor
+    ) -> bool:
+        """Do `run_linear` if an earlier call with arguments of the same kind has prepared it.
+
+        Called before arguments are checked, by a `run_linear` of the same class and not of its
+        subclasses. So an engine that defines it makes sure that the call would pass all checks.
+
+        Args:
+            x: as in `run_linear`, unchecked.
+            weights: as in `run_linear`, unchecked.
+            plan: as in `run_linear`, unchecked.
+            base_output: as in `run_linear`, unchecked, but not None.
+
+        Returns:
+            Whether base_output is done; else nothing was written.
+        """
+        return False
 
     def run_qkv(
         self,
@@ -268,7 +289,9 @@ class LoRABackend(Handled, ABC):
         return f"<{type(self).__name__} {self.name!r} on {self.device}>"
 
 
-def _checked(operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(
+    operation: str, method: Callable[..., Any], repeats: bool = False
+) -> Callable[..., Any]:
     """Wrap a method of the interface so that its arguments are checked before it runs."""
     check = checks.CHECKS[operation]
 
@@ -282,6 +305,8 @@ def _checked(operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: LoRABackend, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return traced(self, *args, **kwargs)
+        if repeats and len(args) == 4 and args[3] is not None and self._repeat_linear(*args):
+            return args[3]
         check(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 

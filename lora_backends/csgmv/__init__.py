@@ -20,7 +20,7 @@ from lora_backends.gpu.launching import (
     interpreter_reasons,
     is_capturing,
 )
-from lora_backends.gpu.ready import key_of, with_contiguous_tables
+from lora_backends.gpu.ready import with_contiguous_tables
 from lora_backends.weights import LoRAWeights
 
 
@@ -143,19 +143,26 @@ class CsgmvBackend(LoRABackend):
         rows, places = launch.grid_of(plan)
         if not rows:
             return y
-        key = (places, *key_of(self.handle, self.tile_choice, weights, x, y))
-        ready = plan.ready(key, weights, self.device)
-        if ready is not None:
-            if plan.num_groups or is_capturing(self.device):
-                ready.launch(self.device, rows, x.data_ptr(), y.data_ptr())
-            return y
         kernels = launch.kernels_of(weights, plan, self._options)
         h = self._planes(weights, kernels.split_k, places)
         laid = with_contiguous_tables(weights)
         shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
         expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
-        plan.remember(key, weights, shrink, expand, flat=True)
+        key = self.handle, weights.handle, places
+        plan.remember(key, self._options, x, weights, y, shrink, expand, flat=True)
         return y
+
+    @override
+    def _repeat_linear(
+        self, x: torch.Tensor, weights: LoRAWeights, plan: CsgmvPlan, base_output: torch.Tensor
+    ) -> bool:
+        if type(plan) is not CsgmvPlan or type(weights) is not LoRAWeights:
+            return False
+        rows, places = launch.grid_of(plan)
+        if not plan.num_groups and not is_capturing(self.device):
+            rows = 0  # grid_of has one empty row, which the call that is remembered has launched
+        key = self.handle, weights.handle, places
+        return plan.repeat(key, self._options, rows, x, weights, base_output)
 
     @override
     def run_embedding(

@@ -262,7 +262,7 @@ def expand(
     b, bias = weights.lora_b, weights.bias
     h_plane, h_slice, h_row, _ = h.stride()
     b_slot, b_column, _ = b.stride()
-    added, bias_slot = (y, 0) if bias is None else (bias, bias.stride(0))
+    added, bias_slot = (b, 0) if bias is None else (bias, bias.stride(0))  # b: not read
     ranks, scalings = weights.ranks, weights.scalings
     arguments = Arguments(
         (h, b, y, added, ranks, scalings, *_tables(plan)),

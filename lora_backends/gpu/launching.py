@@ -73,17 +73,17 @@ class Variant:
             with torch.cuda.device(device):
                 self._launch(device.index, grid, tensors, numbers)
 
-    def ready(self, arguments: Arguments, moving: tuple[int, ...]) -> ReadyLaunch:
+    def ready(self, arguments: Arguments, second: int) -> ReadyLaunch:
         """Return the kernel that `launch` has compiled for these arguments, to launch again.
 
         Args:
             arguments: of the launch.
-            moving: positions of the tensors whose addresses are given anew at each launch. Their
-                dtypes and whether they are aligned to 16 bytes have to stay.
+            second: position of the tensor that moves besides the first one: their addresses are
+                given anew at each launch. Dtypes and alignment to 16 bytes have to stay.
         """
         pointers = [tensor.data_ptr() for tensor in arguments.tensors]
         found = self._compiled[_kind(arguments.tensors, pointers, arguments.numbers)]
-        return ReadyLaunch(found, [*pointers, *arguments.numbers, *self._constants], moving)
+        return ReadyLaunch(found, (*pointers, *arguments.numbers, *self._constants), second)
 
     def _launch(
         self,
@@ -104,21 +104,37 @@ class Variant:
 
 
 class ReadyLaunch:
-    """A compiled kernel with all of its arguments but a few addresses."""
+    """A compiled kernel with all of its arguments but two addresses."""
 
-    __slots__ = ("_arguments", "_compiled", "_moving")
+    __slots__ = ("_compiled", "_function", "_metadata", "_middle", "_run", "_tail")
 
-    def __init__(self, compiled: Any, arguments: list[Any], moving: tuple[int, ...]) -> None:
-        self._compiled = compiled
-        self._arguments = arguments
-        self._moving = moving
+    def __init__(self, compiled: Any, arguments: tuple[Any, ...], second: int) -> None:
+        self._compiled, self._run = compiled, compiled.run
+        self._function, self._metadata = compiled.function, compiled.packed_metadata
+        self._middle, self._tail = arguments[1:second], arguments[second + 1 :]
 
-    def launch(self, grid: tuple[int, int], stream: int, *addresses: int) -> None:
-        """Launch over a grid on a stream of the current device, with the moving addresses."""
-        arguments = self._arguments.copy()
-        for position, address in zip(self._moving, addresses, strict=True):
-            arguments[position] = address
-        _run(self._compiled, grid, stream, arguments)
+    def launch(self, programs: int, rows: int, stream: int, first: int, second: int) -> None:
+        """Launch on a stream of the current device, with the addresses that move."""
+        hooks = knobs.runtime
+        if _is_silent(hooks.launch_enter_hook) and _is_silent(hooks.launch_exit_hook):
+            self._run(
+                programs,
+                rows,
+                1,
+                stream,
+                self._function,
+                self._metadata,
+                None,
+                None,
+                None,
+                first,
+                *self._middle,
+                second,
+                *self._tail,
+            )
+        else:
+            arguments = [first, *self._middle, second, *self._tail]
+            _run(self._compiled, (programs, rows), stream, arguments)
 
 
 def is_current(device: torch.device) -> bool:

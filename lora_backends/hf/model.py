@@ -19,6 +19,8 @@ from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.request import Request, RowAdapters, adapter_names
 from lora_backends.hf.siblings import (
     ForwardOverride,
+    alone_forward,
+    are_plain,
     find_siblings,
     leader_forward,
     sibling_forward,
@@ -37,7 +39,7 @@ class MultiLoRAModel:
     """Every row of a batch uses its own LoRA adapter, or none.
 
     The base model is changed in place by forward hooks on the modules that an adapter may
-    touch; its weights are never written, `detach` takes the hooks off, and a call of the base
+    touch; the values of its weights stay, `detach` takes the hooks off, and a call of the base
     model itself runs without adapters. Row by row the result is what PEFT computes with that
     row's adapter alone, in eval mode. Everything runs under `torch.no_grad()`.
 
@@ -51,9 +53,11 @@ class MultiLoRAModel:
         max_adapters: slots; loading more evicts the least recently used that is not pinned.
         max_rank: the largest rank of an adapter.
         backend_options: the backend's own options.
-        fuse: run q, k and v of a layer, and gate and up, in one call of the backend. Their
-            outputs are then columns of one buffer, which a model can view by heads and not
-            flatten, except on a CPU, where fusing does not pay.
+        fuse: multiply by q, k and v of a layer at once, and by gate and up, and add their LoRA in
+            one call of the backend. Their weights become parts of one tensor until `detach`, the
+            same parameters with the same values; a product of another size may round otherwise.
+            On a GPU their outputs are columns of one buffer, which a model can view by heads
+            and not flatten. None: on a GPU, for on a CPU it does not pay.
 
     Raises:
         UnsupportedInputError: `base` is an encoder-decoder, or spread over devices.
@@ -67,7 +71,7 @@ class MultiLoRAModel:
         max_adapters: int = 8,
         max_rank: int = 64,
         backend_options: Mapping[str, Any] | None = None,
-        fuse: bool = False,
+        fuse: bool | None = None,
     ) -> None:
         if getattr(base.config, "is_encoder_decoder", False):
             raise UnsupportedInputError(
@@ -85,7 +89,8 @@ class MultiLoRAModel:
         self.backend = backend
         self._sites = find_sites(base, dtype, device)
         specs = {path: site.spec for path, site in self._sites.items()}
-        self._groups = find_siblings(self._sites) if fuse else []
+        self._fuse = device.type != "cpu" if fuse is None else fuse
+        self._groups = find_siblings(self._sites) if self._fuse else []
         groups = [group.paths for group in self._groups]
         self.pool = AdapterPool(specs, max_adapters, max_rank, dtype, backend.device, groups)
         self._key = f"model {next(_NUMBERS)}"
@@ -405,7 +410,11 @@ class MultiLoRAModel:
             forwards += [sibling_forward(hook) for hook in alone[1:]]
             handles += map(ForwardOverride, group.modules, forwards)
         for path, hook in hooks.items():
-            handles.append(self._sites[path].module.register_forward_hook(hook))
+            module = self._sites[path].module
+            if self._fuse and are_plain((module,)):
+                handles.append(ForwardOverride(cast(nn.Linear, module), alone_forward(hook)))
+            else:
+                handles.append(module.register_forward_hook(hook))
         return handles
 
 

@@ -91,13 +91,13 @@ def find_siblings(sites: Mapping[str, Site]) -> list[Siblings]:
             paths = tuple(f"{parent}{dot}{other}" for other in names)
             if name == names[0] and all(other in sites for other in paths):
                 modules = tuple(sites[other].module for other in paths)
-                if all(sites[other].refusal is None for other in paths) and _are_plain(modules):
+                if all(sites[other].refusal is None for other in paths) and are_plain(modules):
                     groups.append(Siblings(paths, modules, operation))  # type: ignore[arg-type]
     return groups
 
 
-def _are_plain(modules: tuple[nn.Module, ...]) -> bool:
-    """Return whether the leader may compute what calling each of the modules would."""
+def are_plain(modules: tuple[nn.Module, ...]) -> bool:
+    """Return whether one product may compute what calling each of the modules would."""
     kinds = set()
     for module in modules:
         if (
@@ -131,6 +131,8 @@ def leader_forward(
     path, (leader, *others) = group.paths[0], group.modules
     in_features, widths, width = leader.in_features, group.widths, sum(group.widths)
     run = getattr(backend, group.operation)
+    if getattr(type(backend), group.operation) is getattr(LoRABackend, group.operation):
+        run = backend.run_linear  # what the default does, and checks a second time
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
@@ -186,6 +188,15 @@ def sibling_forward(alone: Hook) -> Callable[..., torch.Tensor]:
     return forward
 
 
+def alone_forward(alone: Hook) -> Callable[..., torch.Tensor]:
+    """Return a `forward` that runs a hook, which spares a module the way of modules with hooks."""
+
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        return _run_alone(self, input, alone)
+
+    return forward
+
+
 def _run_alone(module: nn.Linear, input: torch.Tensor, hook: Hook) -> torch.Tensor:
     output = nn.Linear.forward(module, input)
     changed = hook(module, (input,), output)
@@ -193,7 +204,7 @@ def _run_alone(module: nn.Linear, input: torch.Tensor, hook: Hook) -> torch.Tens
 
 
 class ForwardOverride:
-    """The `forward` of one module of a group, until it is removed.
+    """The `forward` of one module, until it is removed.
 
     A bound method, so that a deep copy of the model computes with its own weights.
     """

@@ -12,7 +12,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.gpu.choice import tile_choice
 from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
-from lora_backends.gpu.ready import EMPTY_ROW, key_of, with_contiguous_tables
+from lora_backends.gpu.ready import EMPTY_ROW, with_contiguous_tables
 from lora_backends.triton import launch, tuning
 from lora_backends.triton import plan as plans
 from lora_backends.triton.config import TileConfig
@@ -123,14 +123,7 @@ class TritonBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = self._output(weights, plan, x.dtype) if base_output is None else base_output
-        count = launch.grid_tiles(plan)
-        key = key_of(self.handle, self.tile_choice, weights, x, y)
-        ready = plan.ready(key, weights, self.device)
-        if ready is not None:
-            if count:
-                ready.launch(self.device, count, x.data_ptr(), y.data_ptr())
-            return y
-        count = count or EMPTY_ROW
+        count = launch.grid_tiles(plan) or EMPTY_ROW
         if not count:
             return y
         tiles = self._tiles(weights, plan, x.element_size())
@@ -139,8 +132,18 @@ class TritonBackend(LoRABackend):
         laid = with_contiguous_tables(weights)
         shrink = launch.shrink(x, laid, plan, h, count, tiles.shrink, precision, early)
         expand = launch.expand(h, laid, plan, y, count, tiles.expand, precision, False, early)
-        plan.remember(key, weights, shrink, expand)
+        key = self.handle, weights.handle
+        plan.remember(key, self.tile_choice, x, weights, y, shrink, expand)
         return y
+
+    @override
+    def _repeat_linear(
+        self, x: torch.Tensor, weights: LoRAWeights, plan: TritonPlan, base_output: torch.Tensor
+    ) -> bool:
+        if type(plan) is not TritonPlan or type(weights) is not LoRAWeights:
+            return False
+        key, count = (self.handle, weights.handle), launch.grid_tiles(plan)
+        return plan.repeat(key, self.tile_choice, count, x, weights, base_output)
 
     @override
     def run_embedding(

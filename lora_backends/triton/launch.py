@@ -137,7 +137,7 @@ def expand(
         programmatic,
     )
     ranks, scalings = weights.ranks, weights.scalings
-    added = y if bias is None else bias
+    added = b if bias is None else bias  # not read without a bias
     bias_slot = 0 if bias is None else bias.stride(0)
     arguments = Arguments(
         (h, b, y, added, ranks, scalings, plan.tile_slots, plan.tile_tokens),

@@ -6,7 +6,13 @@ import pytest
 import torch
 from layers import small_weights
 
-from lora_backends import LoRABatch, LoRAWeights
+from lora_backends import (
+    InvalidInputError,
+    LoRABatch,
+    LoRAWeights,
+    UnsupportedInputError,
+    checks,
+)
 from lora_backends.csgmv import CsgmvBackend
 from lora_backends.csgmv import launch as csgmv_launch
 from lora_backends.gpu import launching, ready
@@ -120,6 +126,93 @@ def test_a_repeated_call_takes_its_own_x_and_y(log, backend, bias):
 
         assert first == again
         assert blind(first, tables) == blind(expected, own)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Return a list that notes which calls had their arguments checked."""
+    noted = []
+
+    def note(self, *args, **kwargs):
+        noted.append(args)
+
+    monkeypatch.setattr(checks, "_is_ordinary", lambda *args: bool(note(*args)))
+    return noted
+
+
+def test_a_repeated_call_is_not_checked_again(log, backend, unchecked):
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    backend.run_linear(x, weights, plan, y)
+    assert len(unchecked) == 1
+    assert backend.run_linear(x.clone(), weights, plan, y) is y
+    with torch.no_grad():
+        backend.run_linear(x, weights, plan, torch.zeros(7, 14))
+    assert len(unchecked) == 1 and len(log) == 6
+    backend.run_linear(x, weights, plan)
+    backend.run_linear(x, weights, plan, base_output=y)
+    assert len(unchecked) == 3 and len(log) == 10
+
+
+WRONG = {
+    "x of fewer rows": lambda x, w, p, y: (x[:6], w, p, y),
+    "x of another width": lambda x, w, p, y: (x[:, :8], w, p, y),
+    "x of another dtype": lambda x, w, p, y: (x.bfloat16(), w, p, y),
+    "x on another device": lambda x, w, p, y: (x.to("meta"), w, p, y),
+    "x not contiguous": lambda x, w, p, y: (x.T.contiguous().T, w, p, y),
+    "no x": lambda x, w, p, y: (None, w, p, y),
+    "y of fewer rows": lambda x, w, p, y: (x, w, p, y[:6]),
+    "y of another device": lambda x, w, p, y: (x, w, p, y.to("meta")),
+    "y a list": lambda x, w, p, y: (x, w, p, [y]),
+    "no weights": lambda x, w, p, y: (x, None, p, y),
+    "no plan": lambda x, w, p, y: (x, w, None, y),
+    "a gradient": lambda x, w, p, y: (x.requires_grad_(), w, p, y),
+    "a plan of other slots": lambda x, w, p, y: (x, w, copy.copy(p), y),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_wrong_call_is_refused_after_a_right_one(log, backend, wrong):
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    backend.run_linear(x, weights, plan, y)
+    assert plan._ready
+    arguments = wrong(x, weights, plan, y)
+    if arguments[2] not in (None, plan):
+        arguments[2].num_slots = 5
+    del log[:]
+    with pytest.raises((InvalidInputError, UnsupportedInputError)):
+        backend.run_linear(*arguments)
+    assert not log
+
+
+@pytest.mark.parametrize("shift", [0, 8, 16])
+def test_a_repeated_call_may_not_write_over_its_x(log, backend, shift):
+    weights, plan = small_weights(slices=(4, 4, 4)), fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 12)
+    backend.run_linear(x, weights, plan, y)
+    buffer = torch.zeros(400)
+    x = buffer.as_strided((7, 10), (10, 1), 64)
+    with pytest.raises(InvalidInputError, match="overlap"):
+        backend.run_linear(x, weights, plan, buffer.as_strided((7, 12), (12, 1), shift))
+    backend.run_linear(x, weights, plan, buffer.as_strided((7, 12), (12, 1), 64 + 72))
+    assert len(log) == 4
+
+
+def test_a_subclass_that_adds_to_run_linear_is_asked_at_every_call(log, backend):
+    class Counting(type(backend)):
+        calls = 0
+
+        def run_linear(self, x, weights, plan, base_output=None):
+            self.calls += 1
+            return super().run_linear(x, weights, plan, base_output)
+
+    counting = Counting("cpu", tiles="rules")
+    weights, plan = small_weights(), fresh(counting, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    for _ in range(3):
+        counting.run_linear(x, weights, plan, y)
+    assert counting.calls == 3 and len(log) == 6 and plan._ready
 
 
 def test_the_grid_follows_a_refilled_plan(log, backend):
