@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_backends import backend_names, unavailable_reasons
+from lora_backends import backend_names, get_backend, unavailable_reasons
 from lora_backends.testing import properties, verify
 from lora_backends.testing.report import failure_text
 
@@ -42,6 +42,31 @@ def test_a_registered_backend_keeps(name, device, prop):
     if reasons:
         pytest.skip(" ".join(reasons))
     (result,) = verify(name, device, only=[prop]).results
+    if result.status == "not applicable":
+        pytest.skip(result.reason)
+    if result.status == "failed":
+        pytest.fail(failure_text(result), pytrace=False)
+
+
+OPTIONS = {
+    "csgmv-64": ("csgmv", {"segment_size": 64}),
+    "csgmv-auto": ("csgmv", {"segment_size": "auto"}),
+    "csgmv-invariant": ("csgmv", {"batch_invariant": True}),
+    "triton-invariant": ("triton", {"batch_invariant": True}),
+}
+"""Options that choose other grids or tile sizes. In the interpreter each engine's own tests have
+them."""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+@pytest.mark.parametrize("prop", list(properties()))
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_backend_with_options_keeps(option, prop):
+    name, options = OPTIONS[option]
+    backend = get_backend(name, device="cuda", **options)
+    (result,) = verify(backend, "cuda", only=[prop]).results
     if result.status == "not applicable":
         pytest.skip(result.reason)
     if result.status == "failed":
