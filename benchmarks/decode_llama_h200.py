@@ -40,7 +40,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="timed steps of a contender")
     parser.add_argument("--peft", action="store_true", help="time PEFT's mixed batch too")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--fuse", action="store_true", help="q, k, v in one call, gate and up too")
+    parser.add_argument(
+        "--fuse",
+        action=argparse.BooleanOptionalAction,
+        help="q, k, v in one call, gate and up too; on a GPU unless --no-fuse is given",
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model; on the CPU no graphs")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from lora_backends.csgmv import kernels
-from lora_backends.csgmv.config import Problem
 from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.gpu.choice import TileChoice
+from lora_backends.gpu.config import Problem
 from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
 from lora_backends.gpu.ready import EMPTY_ROW, Launched
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig, padded_rank

@@ -13,9 +13,9 @@ from lora_backends.batch import LoRABatch
 from lora_backends.gpu.choice import tile_choice
 from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
 from lora_backends.gpu.ready import EMPTY_ROW, with_contiguous_tables
+from lora_backends.gpu.tiles import TileConfig
 from lora_backends.triton import launch, tuning
 from lora_backends.triton import plan as plans
-from lora_backends.triton.config import TileConfig
 from lora_backends.triton.plan import TritonPlan
 from lora_backends.weights import LoRAWeights
 

@@ -9,9 +9,8 @@ import torch
 
 from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
 from lora_backends.gpu.ready import Launched
-from lora_backends.gpu.tiles import padded_rank
+from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, padded_rank
 from lora_backends.triton import kernels
-from lora_backends.triton.config import ExpandTiles, ShrinkTiles
 from lora_backends.triton.plan import TritonPlan
 from lora_backends.weights import LoRAWeights
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
+from lora_backends.gpu.config import choose_tiles, equal_parts
+from lora_backends.gpu.config import row_tokens as block_tokens
 from lora_backends.gpu.tiles import (
     ExpandTiles,
     ShrinkTiles,
@@ -12,7 +14,6 @@ from lora_backends.gpu.tiles import (
     power_of_two,
     tile_faults,
 )
-from lora_backends.triton.config import block_tokens, choose_tiles, equal_parts
 
 __all__ = ["TILE_TOKENS", "TileConfig", "block_tokens", "candidates", "choose_tiles", "tile_faults"]
 

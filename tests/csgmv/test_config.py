@@ -4,12 +4,10 @@ import pytest
 
 from lora_backends.csgmv.config import (
     SEGMENT_SIZES,
-    Problem,
     candidates,
-    choose_tiles,
-    row_tokens,
     segment_and_group,
 )
+from lora_backends.gpu.config import Problem, row_tokens, tiles_for
 from lora_backends.gpu.tiles import WIDEST_RANK_BLOCK, padded_rank
 
 TOKENS = [(0, 0), (1, 1), (16, 8), (64, 64), (256, 8), (512, 512), (2048, 8), (100_000, 3)]
@@ -43,13 +41,13 @@ def _check(problem, tiles):
 
 def test_sizes_of_any_problem_are_ones_that_the_kernels_take():
     for problem in _problems():
-        _check(problem, choose_tiles(problem))
+        _check(problem, tiles_for(problem))
 
 
 def test_candidates_are_distinct_valid_and_start_with_the_chosen():
     for problem in itertools.islice(_problems((16, "auto")), 0, None, 23):
         found = list(candidates(problem))
-        assert found[0] == choose_tiles(problem)
+        assert found[0] == tiles_for(problem)
         assert len(set(found)) == len(found) > 1
         for tiles in found:
             _check(problem, tiles)
@@ -57,7 +55,7 @@ def test_candidates_are_distinct_valid_and_start_with_the_chosen():
 
 
 def test_a_lone_token_of_rank_16_is_split_over_many_programs():
-    tiles = choose_tiles(Problem(1, 1, 16, 1, 16, 4096, 4096, 2))
+    tiles = tiles_for(Problem(1, 1, 16, 1, 16, 4096, 4096, 2))
     assert tiles.shrink.split_k == 16
 
 
@@ -65,7 +63,7 @@ def test_parts_of_the_inputs_are_equal():
     for inputs in (4096, 14336):
         for tokens, active in TOKENS[1:]:
             problem = Problem(tokens, active, row_tokens(tokens, active), 1, 16, inputs, 4096, 2)
-            assert (inputs // 256) % choose_tiles(problem).shrink.split_k == 0
+            assert (inputs // 256) % tiles_for(problem).shrink.split_k == 0
 
 
 @pytest.mark.parametrize("tokens, active", TOKENS)

@@ -6,9 +6,9 @@ import torch
 from engines import DTYPES, UNITS, on
 from layers import per_token, small_batch, small_weights
 
+from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles
 from lora_backends.triton import TritonBackend, launch, tuning
 from lora_backends.triton import plan as plans
-from lora_backends.triton.config import ExpandTiles, ShrinkTiles
 from lora_backends.triton.plan import count_tokens
 
 SHRINKS = [

@@ -10,9 +10,9 @@ import torch
 from lora_backends.errors import InvalidInputError
 from lora_backends.gpu import choice, tables
 from lora_backends.gpu.tables import BatchTiles, Entry, LayerShape, TileTable, table_text
+from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig
 from lora_backends.triton import TritonBackend
 from lora_backends.triton import tuning as config
-from lora_backends.triton.config import ExpandTiles, ShrinkTiles, TileConfig
 
 CPU = torch.device("cpu")
 LAYER = LayerShape(3, 16, 4096, 6144, 2)

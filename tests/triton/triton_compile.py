@@ -3,9 +3,9 @@
 import itertools
 from dataclasses import replace
 
+from lora_backends.gpu.config import choose_tiles, row_tokens
 from lora_backends.gpu.tiles import padded_rank
 from lora_backends.triton import kernels
-from lora_backends.triton.config import block_tokens, choose_tiles
 
 BATCHES = [(1, 1), (64, 64), (256, 8), (2048, 8)]  # tokens, active slots
 LAYERS = [((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)]
@@ -15,7 +15,7 @@ def variants(dtype, programmatic):
     """Yield (kernel, constants, options) for the tiles chosen over batches and layers."""
     batches = BATCHES if dtype == "bf16" else BATCHES[:1]
     for (tokens, active), (slices, inputs, rank) in itertools.product(batches, LAYERS):
-        tile = block_tokens(tokens, active)
+        tile = row_tokens(tokens, active)
         item = 4 if dtype == "fp32" else 2
         tiles = choose_tiles(tokens, active, tile, len(slices), rank, inputs, sum(slices), item)
         shrink, expand = tiles.shrink, tiles.expand

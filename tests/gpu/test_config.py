@@ -2,12 +2,8 @@ import itertools
 
 import pytest
 
-from lora_backends.triton.config import (
-    WIDEST_RANK_BLOCK,
-    block_tokens,
-    choose_tiles,
-    padded_rank,
-)
+from lora_backends.gpu.config import choose_tiles, row_tokens
+from lora_backends.gpu.tiles import WIDEST_RANK_BLOCK, padded_rank
 
 TOKENS = [(0, 0), (1, 1), (16, 8), (64, 64), (256, 8), (512, 512), (2048, 8), (100_000, 3)]
 SLICES, RANKS = (1, 2, 3, 7), (1, 8, 16, 33, 64, 128, 512)
@@ -23,7 +19,7 @@ def test_sizes_of_any_shape_are_ones_that_the_kernels_take(item_bytes):
     for (tokens, active), slices, rank, (inputs, outputs) in itertools.product(
         TOKENS, SLICES, RANKS, WIDTHS
     ):
-        tile = block_tokens(tokens, active)
+        tile = row_tokens(tokens, active)
         tiles = choose_tiles(tokens, active, tile, slices, rank, inputs, outputs, item_bytes)
         shrink, expand = tiles.shrink, tiles.expand
         for size in (tile, shrink.block_n, expand.block_c, expand.block_r):
@@ -44,7 +40,7 @@ def test_a_lone_token_of_rank_16_is_split_over_many_programs():
 def test_parts_of_the_inputs_are_equal():
     for inputs, parts in ((4096, {1, 2, 4, 8, 16}), (14336, {1, 2, 4, 7, 8, 14, 28})):
         for tokens, active in TOKENS[1:]:
-            tile = block_tokens(tokens, active)
+            tile = row_tokens(tokens, active)
             tiles = choose_tiles(tokens, active, tile, 1, 16, inputs, 4096, 2)
             assert tiles.shrink.split_k in parts
 
