@@ -305,13 +305,25 @@ def _checked(
     def call(self: LoRABackend, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return traced(self, *args, **kwargs)
-        if repeats and len(args) == 4 and args[3] is not None and self._repeat_linear(*args):
-            return args[3]
         check(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 
-    _GUARDED.add(call)
-    return call
+    @functools.wraps(method)
+    def repeat(
+        self: LoRABackend,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and base_output is not None:
+            if self._repeat_linear(x, weights, plan, base_output):
+                return base_output
+        return call(self, x, weights, plan, base_output)  # type: ignore[no-any-return]
+
+    found = repeat if repeats else call
+    _GUARDED.add(found)
+    return found
 
 
 for _operation in checks.CHECKS:

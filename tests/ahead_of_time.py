@@ -56,13 +56,15 @@ def compile_kernel(kernel, dtype, constants, options, target):
 
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
-        if name.isupper():
+        if name.isupper() or (name.endswith("_boxes") and constants["STAGES"] == 1):
             signature[name] = "constexpr"
+        elif name.endswith("_boxes"):
+            signature[name] = f"tensordesc<{dtype}[{constants['BLOCK_C']}, {constants['BLOCK_R']}]>"
         else:
             default = f"*{dtype}" if name.endswith("_ptr") else "i32"
             signature[name] = POINTERS.get(name, default)
             attributes[(place,)] = [["tt.divisibility", 16]]
-    named = {name: constants[name] for name in kernel.arg_names if name.isupper()}
+    named = {name: constants.get(name) for name in signature if signature[name] == "constexpr"}
     source = ASTSource(kernel, signature, named, attributes)
     triton.compile(source, target=target, options=options)
 

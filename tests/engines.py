@@ -1,5 +1,6 @@
 """What the tests of engines written in Triton share: where they run, and what each must keep."""
 
+import itertools
 import os
 import random
 import subprocess
@@ -13,6 +14,7 @@ from layers import per_token, small_batch, small_weights
 from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.gpu.choice import fixed_choice
 from lora_backends.gpu.launching import INTERPRETED
+from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig
 
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -91,6 +93,63 @@ def check_candidates(backend, tuning):
             y = base.clone().to(backend.device)
             backend.run_linear(x.to(backend.device), on_device, backend.prepare_batch(batch), y)
             assert ((y.cpu().double() - expected).abs() <= 1e-5).all(), tiles
+
+
+LAYOUTS = ["whole", "part of a stack", "wide rows", "unaligned rows"]
+BOXES = [(torch.bfloat16, True, layout) for layout in LAYOUTS]
+BOXES += [(torch.float16, False, "whole"), (torch.float32, False, "whole")]
+
+
+def check_boxes(backend, launch, monkeypatch, dtype, bias, layout):
+    """Check sizes that copy boxes of B, and that they are copied wherever that is possible."""
+    copied, boxes_of = [], launch.boxes_of
+    monkeypatch.setattr(launch, "boxes_of", lambda *args: copied.append(args) or boxes_of(*args))
+    generator = torch.Generator().manual_seed(7)
+    slices, max_rank, tile = (200, 72, 8), 24, 64
+    ranks = torch.tensor([[24, 3, 0], [16, 24, 1], [0, 0, 0], [9, 17, 24]], dtype=torch.int32)
+    lora_a = torch.randn(4, 3, max_rank, 40, generator=generator)
+    lora_b = torch.randn(4, sum(slices), max_rank, generator=generator)
+    for slot, s in itertools.product(range(4), range(3)):
+        lora_a[slot, s, ranks[slot, s] :] = float("nan")
+        lora_b[slot, sum(slices[:s]) : sum(slices[: s + 1]), ranks[slot, s] :] = float("nan")
+    weights = LoRAWeights(
+        lora_a=lora_a.to(dtype),
+        lora_b=_laid_out(lora_b.to(dtype), layout),
+        ranks=ranks,
+        scalings=torch.randn(4, 3, generator=generator),
+        output_slices=slices,
+        bias=torch.randn(4, sum(slices), generator=generator).to(dtype) if bias else None,
+    )
+    slots = [3] * 70 + [-1, 0, 2] + [1] * 9 + [0, 3] * 5
+    x = torch.randn(len(slots), 40, generator=generator).to(dtype)
+    base = torch.randn(len(slots), sum(slices), generator=generator).to(dtype)
+    tiles = TileConfig(ShrinkTiles(16, 16, 2), ExpandTiles(16, 32, 4, num_stages=3))
+    backend.tile_choice = fixed_choice(tile, tiles)
+    plan, y = backend.prepare_batch(LoRABatch(slots, 4)), base.clone().to(backend.device)
+    moved = on(backend.device, weights)
+    object.__setattr__(moved, "lora_b", _laid_out(moved.lora_b, layout))
+    for _ in range(2):  # the second call takes the launches that are kept
+        y.copy_(base)
+        backend.run_linear(x.to(backend.device), moved, plan, y)
+    expected = per_token(x, weights, LoRABatch(slots, 4), base)
+    scale = lora_a.nan_to_num().norm(dim=-1).amax() * lora_b.nan_to_num().norm(dim=-1).amax()
+    room = 4 * UNITS[dtype] * scale + 2 * UNITS[dtype] * expected.abs()
+    assert ((y.cpu().double() - expected).abs() <= room).all()
+    assert torch.equal(y[70].cpu(), base[70])
+    assert bool(copied) is (dtype != torch.float32 and layout != "unaligned rows")
+
+
+def _laid_out(lora_b, layout):
+    """Return a copy of B whose slots, or whose rows, are apart."""
+    num_slots, columns, max_rank = lora_b.shape
+    room = {"part of a stack": (31, 0), "wide rows": (0, 8), "unaligned rows": (0, 3)}
+    more_columns, more_ranks = room.get(layout, (0, 0))
+    whole = lora_b.new_full(
+        (num_slots, columns + more_columns, max_rank + more_ranks), float("nan")
+    )
+    part = whole[:, more_columns:, :max_rank]
+    part.copy_(lora_b)
+    return part
 
 
 def check_five_slices(backend):

@@ -14,6 +14,7 @@ from lora_backends.csgmv import launch, tuning
 from lora_backends.csgmv import plan as plans
 from lora_backends.csgmv.config import check_segment_size, segment_and_group
 from lora_backends.csgmv.plan import CsgmvPlan
+from lora_backends.gpu.boxes import has_boxes
 from lora_backends.gpu.choice import TileChoice, tile_choice
 from lora_backends.gpu.launching import (
     has_programmatic_launch,
@@ -78,6 +79,7 @@ class CsgmvBackend(LoRABackend):
             programmatic=has_programmatic_launch(self.device),
             batch_invariant=batch_invariant,
             choice=tile_choice(tuning, "csgmv", self.device, tiles, batch_invariant),
+            boxes=has_boxes(self.device),
         )
 
     @property
@@ -140,6 +142,8 @@ class CsgmvBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = self._output(weights, plan, x.dtype) if base_output is None else base_output
+        if base_output is None and self._repeat_linear(x, weights, plan, y):
+            return y
         rows, places = launch.grid_of(plan)
         if not rows:
             return y
@@ -148,8 +152,8 @@ class CsgmvBackend(LoRABackend):
         laid = with_contiguous_tables(weights)
         shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
         expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
-        key = self.handle, weights.handle, places
-        plan.remember(key, self._options, x, weights, y, shrink, expand, flat=True)
+        handles = self.handle, weights.handle, places
+        plan.remember(handles, self._options, x, weights, y, shrink, expand, flat=True)
         return y
 
     @override
@@ -161,8 +165,8 @@ class CsgmvBackend(LoRABackend):
         rows, places = launch.grid_of(plan)
         if not plan.num_groups and not is_capturing(self.device):
             rows = 0  # grid_of has one empty row, which the call that is remembered has launched
-        key = self.handle, weights.handle, places
-        return plan.repeat(key, self._options, rows, x, weights, base_output)
+        handles = self.handle, weights.handle, places
+        return plan.repeat(handles, self._options, rows, x, weights, base_output)
 
     @override
     def run_embedding(

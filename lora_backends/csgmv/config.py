@@ -91,5 +91,7 @@ def _expands(problem: Problem) -> Iterator[ExpandTiles]:
             programs = problem.rows * problem.out_features // (block_c * chunks)
             if chunks == 1 or programs >= 64:
                 yield ExpandTiles(block_c, block_r, chunks)
+                if chunks >= 4 and problem.item_bytes == 2:
+                    yield ExpandTiles(block_c, block_r, chunks, num_stages=3)
                 if block_c * problem.row_tokens >= 4096:
                     yield ExpandTiles(block_c, block_r, chunks, num_warps=8)

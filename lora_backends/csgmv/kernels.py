@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lora_backends.gpu.kernels import (
     columns_of,
+    expand_boxes,
     expand_columns,
     in_groups,
     load_b,
@@ -216,6 +217,7 @@ def expand_kernel(
     segment_slots_ptr,
     segment_tokens_ptr,
     group_starts_ptr,
+    b_boxes,
     h_stride_k,
     h_stride_s,
     h_stride_t,
@@ -234,6 +236,7 @@ def expand_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -265,7 +268,14 @@ def expand_kernel(
     b_slot = b_ptr + slot * b_stride_l
     bias_row = bias_ptr + slot * bias_stride_l
     NARROW: tl.constexpr = SEGMENT * GROUP <= 32 and RANK_PAD > 16
-    if NARROW and rank <= 16:  # costs what a stack of that width would
+    if STAGES > 1:
+        b_row = (slot * (b_stride_l // b_stride_c)).to(tl.int32)
+        expand_boxes(
+            b_boxes, b_row, h_rows, h_stride_k, y_rows, bias_row, first, end, rank, scaling,
+            has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS,
+            PRECISION, INTERPRETED, PROGRAMMATIC,
+        )  # fmt: skip
+    elif NARROW and rank <= 16:  # costs what a stack of that width would
         expand_columns(
             h_rows, h_stride_k, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
             has_token, 16, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, BY_TOKEN,

@@ -11,6 +11,7 @@ import torch
 
 from lora_backends.csgmv import kernels
 from lora_backends.csgmv.plan import CsgmvPlan
+from lora_backends.gpu.boxes import boxes_of, fits_boxes, without_boxes
 from lora_backends.gpu.choice import TileChoice
 from lora_backends.gpu.config import Problem
 from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
@@ -34,6 +35,7 @@ class Options(NamedTuple):
     programmatic: bool  # launch before the kernel in front has ended
     batch_invariant: bool
     choice: TileChoice  # of tile sizes
+    boxes: bool  # whether the device can copy boxes
 
 
 class Grid(NamedTuple):
@@ -48,6 +50,7 @@ class Kernel(NamedTuple):
 
     variant: Variant
     programs: int
+    box: tuple[int, int] | None = None  # columns and ranks of a box of B, if it loads boxes
 
 
 class Kernels(NamedTuple):
@@ -81,6 +84,7 @@ def kernels_of(
         (plan.segment_size, plan.group_size),
         options,
         form,
+        options.boxes and fits_boxes(weights.lora_b),
     )
 
 
@@ -96,6 +100,7 @@ def _kernels(
     row: tuple[int, int],
     options: Options,
     form: Form,
+    boxes: bool,
 ) -> Kernels:
     segment_size, group_size = row
     problem = Problem(
@@ -118,9 +123,10 @@ def _kernels(
         follows = follows._replace(precision="ieee")
     by_token = form == "separate"
     layer = (output_slices, max_rank)
+    expand = second.expand if boxes else without_boxes(second.expand)
     return Kernels(
         _shrink(layer, in_features, row, first.shrink, by_token, options),
-        _expand(layer, planes, row, second.expand, has_bias, by_token, follows),
+        _expand(layer, planes, row, expand, has_bias, by_token, follows),
         first.shrink.split_k,
     )
 
@@ -190,6 +196,7 @@ def _expand(
         tiles.block_c,
         tiles.block_r,
         tiles.chunks,
+        tiles.num_stages,
         all(width % columns == 0 for width in output_slices),  # EVEN_C
         max_rank % 8 == 0,  # EVEN_R
         has_bias,
@@ -199,7 +206,8 @@ def _expand(
         options.programmatic,
     )
     variant = Variant(kernels.expand_kernel, constants, tiles.num_warps, 1, options.programmatic)
-    return Kernel(variant, first_programs[-1])
+    box = (tiles.block_c, tiles.block_r) if tiles.num_stages > 1 else None
+    return Kernel(variant, first_programs[-1], box)
 
 
 @lru_cache(maxsize=1024)
@@ -267,6 +275,7 @@ def expand(
     arguments = Arguments(
         (h, b, y, added, ranks, scalings, *_tables(plan)),
         (h_plane, h_slice, h_row, b_slot, b_column, y.stride(0), bias_slot),
+        (None if kernel.box is None else boxes_of(b, *kernel.box),),
     )
     kernel.variant.launch((kernel.programs * rows, 1), arguments)
     return Launched(kernel.variant, kernel.programs, arguments)

@@ -19,6 +19,7 @@ from lora_backends.gpu.tiles import (
 )
 
 _PREFILL_TOKENS = 512
+_MULTIPROCESSORS = 132  # of an H200
 _MANY_ROWS = 32  # about a quarter of an H200's multiprocessors
 _LONG_INPUT = 8192  # from which on more parts pay
 _WIDE_OUTPUT = 16384  # from which on every further plane of h is read too often
@@ -161,6 +162,14 @@ def _expand(problem: Problem) -> ExpandTiles:
         block_c, chunks = (128, 4) if many else (256, 1)
     else:
         block_c, chunks = 128, 4 if wide and problem.row_tokens > 16 else 1
+    if prefill and problem.item_bytes == 2 and block_r == rank_pad:
+        # boxes of B pay where two programs for each multiprocessor stay busy, or just one does
+        kibi = problem.rows * problem.out_features // 1024
+        if problem.row_tokens == 64 or (wide and problem.row_tokens == 32):
+            if kibi >= 2 * _MULTIPROCESSORS:
+                return ExpandTiles(128, block_r, 8, num_warps=8, num_stages=3)
+            if 128 <= 2 * kibi <= 200:
+                return ExpandTiles(128, block_r, 4, num_stages=3)
     return ExpandTiles(block_c, block_r, chunks if block_r == rank_pad else 1)
 
 

@@ -82,6 +82,82 @@ def expand_columns(
 
 
 @triton.jit
+def expand_boxes(
+    b_boxes,
+    b_row,
+    h_rows,
+    plane,
+    y_rows,
+    bias_row,
+    first,
+    end,
+    rank,
+    scaling,
+    has_token,
+    BLOCK_R: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_R: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Add CHUNKS blocks of columns as `expand_columns` does, with STAGES boxes of B in flight."""
+    if PROGRAMMATIC:
+        gdc_wait()
+        gdc_launch_dependents()
+    h = load_h(h_rows, plane, tl.arange(0, BLOCK_R), rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
+    if rank < BLOCK_R:
+        _box_by_box(
+            b_boxes, b_row, h, y_rows, bias_row, first, end, rank, scaling, has_token, BLOCK_R,
+            BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, True, PRECISION, INTERPRETED,
+        )  # fmt: skip
+    else:  # a full box is multiplied where it lies, in shared memory
+        _box_by_box(
+            b_boxes, b_row, h, y_rows, bias_row, first, end, rank, scaling, has_token, BLOCK_R,
+            BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, False, PRECISION, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _box_by_box(
+    b_boxes,
+    b_row,
+    h,
+    y_rows,
+    bias_row,
+    first,
+    end,
+    rank,
+    scaling,
+    has_token,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Add the blocks; MASKED: B may hold anything beyond the rank."""
+    for chunk in tl.range(0, CHUNKS, num_stages=STAGES):
+        c_first = first + chunk * BLOCK_C
+        c = c_first + tl.arange(0, BLOCK_C)  # [C]
+        y = load_y(y_rows, c, has_token, end, EVEN_C)
+        b = b_boxes.load([b_row + c_first, 0]).T  # [R, C], other slices' columns beyond the end
+        if MASKED:
+            b = within(b, tl.arange(0, BLOCK_R), rank)
+        delta = scaling * product(h, b, False, PRECISION, INTERPRETED)  # [T, C]
+        store_y(y_rows, c, y, delta, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED)
+
+
+@triton.jit
 def columns_of(program, STARTS: tl.constexpr, FIRST_PROGRAMS: tl.constexpr, STRIDE: tl.constexpr):
     """Return the slice of a program, its first column and the end of the slice."""
     s = program * 0

@@ -25,13 +25,15 @@ class Arguments(NamedTuple):
 
     tensors: tuple[torch.Tensor, ...]  # its pointers, by position
     numbers: tuple[int, ...]  # its ints, by position
+    boxes: tuple[Any, ...] = ()  # between both: from `boxes_of`, or None where it loads none
 
 
 class Variant:
     """A kernel with its constants and options, compiled once per kind of arguments.
 
     Args:
-        kernel: a `triton.jit` function whose arguments are tensors, ints, constants, in that order.
+        kernel: a `triton.jit` function whose arguments are tensors, boxes, ints, constants, in
+            that order.
         constants: the constants, by position.
         num_warps: warps of a program.
         num_stages: steps of a loop whose loads are in flight together.
@@ -62,16 +64,16 @@ class Variant:
             grid: programs along the first and second axis, at least 1 each.
             arguments: all but the constants.
         """
-        tensors, numbers = arguments
         if INTERPRETED:
-            self._kernel[grid](*tensors, *numbers, *self._constants)
+            tensors, numbers, boxes = arguments
+            self._kernel[grid](*tensors, *boxes, *numbers, *self._constants)
             return
-        device = tensors[0].device
+        device = arguments.tensors[0].device
         if is_current(device):
-            self._launch(device.index, grid, tensors, numbers)
+            self._launch(device.index, grid, arguments)
         else:
             with torch.cuda.device(device):
-                self._launch(device.index, grid, tensors, numbers)
+                self._launch(device.index, grid, arguments)
 
     def ready(self, arguments: Arguments, second: int) -> ReadyLaunch:
         """Return the kernel that `launch` has compiled for these arguments, to launch again.
@@ -81,26 +83,23 @@ class Variant:
             second: position of the tensor that moves besides the first one: their addresses are
                 given anew at each launch. Dtypes and alignment to 16 bytes have to stay.
         """
-        pointers = [tensor.data_ptr() for tensor in arguments.tensors]
-        found = self._compiled[_kind(arguments.tensors, pointers, arguments.numbers)]
-        return ReadyLaunch(found, (*pointers, *arguments.numbers, *self._constants), second)
+        tensors, numbers, boxes = arguments
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        found = self._compiled[_kind(tensors, pointers, numbers)]
+        return ReadyLaunch(found, (*pointers, *boxes, *numbers, *self._constants), second)
 
-    def _launch(
-        self,
-        device: int,
-        grid: tuple[int, int],
-        tensors: tuple[torch.Tensor, ...],
-        numbers: tuple[int, ...],
-    ) -> None:
+    def _launch(self, device: int, grid: tuple[int, int], arguments: Arguments) -> None:
+        tensors, numbers, boxes = arguments
         pointers = [tensor.data_ptr() for tensor in tensors]
         kind = _kind(tensors, pointers, numbers)
         found = self._compiled.get(kind)
         if found is None:
             self._compiled[kind] = self._kernel[grid](
-                *tensors, *numbers, *self._constants, **self._options
+                *tensors, *boxes, *numbers, *self._constants, **self._options
             )
         else:
-            _run(found, grid, current_stream(device), [*pointers, *numbers, *self._constants])
+            found_arguments = [*pointers, *boxes, *numbers, *self._constants]
+            _run(found, grid, current_stream(device), found_arguments)
 
 
 class ReadyLaunch:

@@ -29,7 +29,7 @@ EMPTY_ROW = 0 if INTERPRETED else 1
 graph may need that is captured next: nothing can be compiled in a capture."""
 
 MOST_KEPT = 4096
-"""Layers that a plan remembers the last call of."""
+"""Calls that a plan remembers: layers, times the kinds of x and y that they are called with."""
 
 
 class Launched(NamedTuple):
@@ -46,8 +46,9 @@ class ReadyLinear:
 
     choice: object  # what tile sizes came from
     device: torch.device
-    x: tuple[Any, ...]  # shape, strides and dtype
-    y: tuple[Any, ...]
+    x_shape: torch.Size
+    x_dtype: torch.dtype
+    y_shape: torch.Size
     x_span: int  # bytes from the first to the last element
     y_span: int
     weights: tuple[int, ...]  # addresses of the layer's tensors, to notice that one has moved
@@ -79,7 +80,7 @@ class RememberingPlan(LoRAPlan):
 
     def repeat(
         self,
-        key: Any,
+        handles: tuple[int, ...],
         choice: object,
         rows: int,
         x: torch.Tensor,
@@ -93,24 +94,25 @@ class RememberingPlan(LoRAPlan):
         are repeated.
 
         Args:
-            key: as in `remember`.
+            handles: as in `remember`.
             choice: as in `remember`.
             rows: of the grid.
             x: as in `run_linear`, of whatever type.
-            weights: as in `run_linear`, of whatever type.
-            y: base_output.
+            weights: the layer.
+            y: base_output, of whatever type.
 
         Returns:
             Whether y is done.
         """
-        found = self._ready.get(key)
+        if type(x) is not torch.Tensor or type(y) is not torch.Tensor:
+            return False
+        found = self._ready.get(_key_of(handles, x, y))
         if (
             found is None
             or found.choice is not choice
-            or type(x) is not torch.Tensor
-            or type(y) is not torch.Tensor
-            or (x.shape, x.stride(), x.dtype) != found.x
-            or (y.shape, y.stride(), y.dtype) != found.y
+            or x.shape != found.x_shape
+            or x.dtype != found.x_dtype
+            or y.shape != found.y_shape
             or x.device != found.device
             or y.device != found.device
             or found.weights != _addresses_of(weights)
@@ -119,16 +121,15 @@ class RememberingPlan(LoRAPlan):
         ):
             return False
         x_first, y_first = x.data_ptr(), y.data_ptr()
-        apart = x_first + found.x_span <= y_first or y_first + found.y_span <= x_first
-        if not apart or (x_first | y_first) & 15:
-            return False
+        if x_first < y_first + found.y_span and y_first < x_first + found.x_span:
+            return False  # columns of one buffer, or an error
         if rows:
             found.launch(rows, x_first, y_first)
         return True
 
     def remember(
         self,
-        key: Any,
+        handles: tuple[int, ...],
         choice: object,
         x: torch.Tensor,
         weights: LoRAWeights,
@@ -140,7 +141,7 @@ class RememberingPlan(LoRAPlan):
         """Keep the launches of a call that was just made, where they may be repeated.
 
         Args:
-            key: the handles of backend and weights, and whatever the shape of h depends on.
+            handles: of backend and weights, and whatever the shape of h depends on.
             choice: an object that stands for where tile sizes come from.
             x: of the call.
             weights: the layer.
@@ -149,18 +150,22 @@ class RememberingPlan(LoRAPlan):
             expand: h is its first pointer, y the third.
             flat: whether rows and programs share the first axis of the grid.
         """
-        aligned = (x.data_ptr() | y.data_ptr()) & 15 == 0
-        if INTERPRETED or not aligned or not _tables_are_contiguous(weights):
+        if INTERPRETED or not _tables_are_contiguous(weights):
             return  # not contiguous: copies were passed on
+        x_span, y_span = _span_of(x), _span_of(y)
+        x_first, y_first = x.data_ptr(), y.data_ptr()
+        if x_first < y_first + y_span and y_first < x_first + x_span:
+            return  # `repeat` leaves it to the checks whether they overlap
         if len(self._ready) >= MOST_KEPT:
             self._ready.clear()
-        self._ready[key] = ReadyLinear(
+        self._ready[_key_of(handles, x, y)] = ReadyLinear(
             choice,
             x.device,
-            (x.shape, x.stride(), x.dtype),
-            (y.shape, y.stride(), y.dtype),
-            _span_of(x),
-            _span_of(y),
+            x.shape,
+            x.dtype,
+            y.shape,
+            x_span,
+            y_span,
             _addresses_of(weights),
             tuple(expand.arguments.tensors[0].shape),
             shrink.variant.ready(shrink.arguments, len(shrink.arguments.tensors) - 1),
@@ -186,6 +191,12 @@ def with_contiguous_tables(weights: LoRAWeights) -> LoRAWeights:
 
 def _tables_are_contiguous(weights: LoRAWeights) -> bool:
     return weights.ranks.is_contiguous() and weights.scalings.is_contiguous()
+
+
+def _key_of(handles: tuple[int, ...], x: torch.Tensor, y: torch.Tensor) -> tuple[Any, ...]:
+    """Return what compiled kernels and their other arguments depend on."""
+    aligned = x.data_ptr() & 15 == 0, y.data_ptr() & 15 == 0
+    return *handles, x.stride(), y.stride(), y.dtype, *aligned
 
 
 def _span_of(rows: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ import torch
 from lora_backends.errors import InvalidInputError
 from lora_backends.gpu.strict import StrictError, parse
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the files' layout: a file of another version is refused."""
 
 

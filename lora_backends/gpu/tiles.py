@@ -33,6 +33,7 @@ class ExpandTiles:
     block_r: int  # ranks per product; a power of two >= 16
     chunks: int = 1  # steps per program; 1 where block_r is narrower than the padded rank
     num_warps: int = 4
+    num_stages: int = 1  # above 1: boxes of B in flight together, where B can be copied by boxes
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,13 @@ def tile_faults(
         faults.append(f"expand.block_r is above the padded rank {rank_pad}")
     if expand.chunks > 1 and expand.block_r < rank_pad:
         faults.append("expand.chunks is above 1 where expand.block_r is narrower than the rank")
+    if not 1 <= expand.num_stages <= 8:
+        faults.append(f"expand.num_stages is {expand.num_stages}, not 1 to 8")
+    if expand.num_stages > 1 and (expand.chunks == 1 or item_bytes != 2):
+        faults.append("expand.num_stages is above 1 for one step, or for weights of 32 bits")
+    boxes = expand.num_stages * expand.block_c * (expand.block_r + tile_tokens) * item_bytes
+    if expand.num_stages > 1 and boxes > _SHARED_BYTES:
+        faults.append(f"the expand takes {boxes} bytes of shared memory")
     stage = shrink.block_k * (shrink.block_n + tile_tokens) * item_bytes
     if stage * shrink.num_stages > _SHARED_BYTES:
         faults.append(f"the shrink takes {stage * shrink.num_stages} bytes of shared memory")

@@ -227,7 +227,8 @@ class MultiLoRAModel:
             UnsupportedInputError: a row has an entry per token.
         """
         self._check_attached()
-        return PreparedAdapters(self._key, self.pool, self.backend, adapters, tokens)
+        joined = [tensor for group in self._groups for tensor in (group.weight, group.bias)]
+        return PreparedAdapters(self._key, self.pool, self.backend, adapters, tokens, joined)
 
     @contextmanager
     def using(self, step: PreparedAdapters) -> Iterator[None]:
@@ -304,11 +305,7 @@ class MultiLoRAModel:
     def detach(self) -> nn.Module:
         """Take every hook off, drop the adapters and return the base model as it was."""
         if self._hooks:
-            for hook in self._hooks:
-                hook.remove()
-            for group in self._groups:
-                group.part()
-            self._hooks.clear()
+            self._remove(self._hooks)
             self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
         return self.base
 
@@ -398,6 +395,14 @@ class MultiLoRAModel:
         """
         begin = begin_hook(self._key)
         handles: list[Any] = [self.base.register_forward_pre_hook(begin, with_kwargs=True)]
+        try:
+            self._add_hooks(handles)
+        except BaseException:  # no memory to join weights, for instance
+            self._remove(handles)
+            raise
+        return handles
+
+    def _add_hooks(self, handles: list[Any]) -> None:
         hooks = {
             path: lora_hook(self._key, site, self.backend)
             for path, site in self._sites.items()
@@ -415,7 +420,13 @@ class MultiLoRAModel:
                 handles.append(ForwardOverride(cast(nn.Linear, module), alone_forward(hook)))
             else:
                 handles.append(module.register_forward_hook(hook))
-        return handles
+
+    def _remove(self, handles: list[Any]) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+        for group in self._groups:
+            group.part()
 
 
 def _dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:

@@ -13,7 +13,7 @@ from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.hf.hooks import is_capturing, rows_and_length
+from lora_backends.hf.hooks import RUNNING, is_capturing, rows_and_length
 from lora_backends.hf.request import adapter_names, is_per_token, tokens_per_row
 
 
@@ -33,6 +33,7 @@ class PreparedAdapters:
         backend: of the model.
         adapters: per row a name or None.
         tokens: tokens per row of every forward pass.
+        joined: what a captured graph reads besides, of the base model.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class PreparedAdapters:
         backend: LoRABackend,
         adapters: Sequence[str | None],
         tokens: int,
+        joined: Sequence[torch.Tensor | None] = (),
     ) -> None:
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise InvalidInputError(f"tokens is {tokens!r}\n  allowed: an int, 1 or more")
@@ -51,6 +53,7 @@ class PreparedAdapters:
         self.model = model
         # Those that a graph reads live on, whatever becomes of the model.
         self.stacks, self.shared = pool.active_weights, pool.shared_weights
+        self._joined = joined
         self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
         self._pool = pool
@@ -87,6 +90,7 @@ class PreparedAdapters:
             slots = held.enter_context(self._pool.slots.in_use(names))
             self._check_adapted(slots)
             row_slots = [NO_ADAPTER if name is None else slots[name] for name in adapters]
+            RUNNING.kept = None  # it belongs to the adapters of before
             self._refill(row_slots)
             self._adapters, self._row_slots = list(adapters), row_slots
             self._held.close()

@@ -14,6 +14,7 @@ from types import MethodType
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.dlpack import from_dlpack
 
 from lora_backends.backend import LoRABackend
 from lora_backends.hf.hooks import RUNNING, Hook, Kept
@@ -26,7 +27,7 @@ GROUPS = (
 """Names of modules under one parent, the leader first, and the operation that runs them."""
 
 
-_Part = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int]
+_Part = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, tuple[int, ...]]
 """Who holds a parameter, under which name, the parameter, and where its values were put."""
 
 
@@ -49,24 +50,33 @@ class Siblings:
         self.bias: torch.Tensor | None = None
         self._parts: list[_Part] = []
 
+    @torch.inference_mode(False)  # parameters made of inference tensors could not be trained again
+    @torch.no_grad()
     def join(self) -> None:
         """Lay the modules' weights out as one, and their biases; their values stay."""
         self.weight, self.bias = self._join("weight"), self._join("bias")
 
     def are_joined(self) -> bool:
         """Return whether the modules' parameters are still parts of `weight` and `bias`."""
-        for holder, name, parameter, address in self._parts:
-            if holder[name] is not parameter or parameter.data_ptr() != address:
+        if self.weight is None:
+            return False
+        for holder, name, parameter, address, strides in self._parts:
+            moved = parameter.data_ptr() != address or parameter.stride() != strides
+            if moved or holder.get(name) is not parameter:
+                self.weight = self.bias = None  # free them, where nobody else holds a part
                 return False
-        return self.weight is not None
+        return True
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def part(self) -> None:
-        """Give each module a weight and bias of its own again, unless somebody else has."""
-        if self.are_joined():
-            for _, _, parameter, _ in self._parts:
+        """Give each parameter that is a part memory of its own again."""
+        for _, _, parameter, address, _ in self._parts:
+            if parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()
         self.weight = self.bias = None
         self._parts.clear()
+        self.modules = ()
 
     def _join(self, name: str) -> torch.Tensor | None:
         """Return one tensor of all modules' parameters, which become its rows."""
@@ -77,8 +87,9 @@ class Siblings:
         joined = torch.cat([parameter.detach() for parameter in parameters])
         rows = torch.split_with_sizes(joined, self.widths)
         for holder, parameter, part in zip(holders, parameters, rows, strict=True):
-            parameter.data = part
-            self._parts.append((holder, name, parameter, part.data_ptr()))
+            # a storage of its own: who saves a model takes tensors of one storage for tied ones
+            parameter.data = from_dlpack(part)
+            self._parts.append((holder, name, parameter, part.data_ptr(), part.stride()))
         return joined
 
 
@@ -106,7 +117,7 @@ def are_plain(modules: tuple[nn.Module, ...]) -> bool:
             or module._forward_hooks
             or module._forward_pre_hooks
             or set(module._parameters) != {"weight", "bias"}
-            or any(type(p.data) is not torch.Tensor for p in module.parameters())
+            or any(type(p.data) is not torch.Tensor or p.is_meta for p in module.parameters())
         ):
             return False
         bias = None if module.bias is None else module.bias.dtype
@@ -128,8 +139,8 @@ def leader_forward(
     Returns:
         A function of the module and its input.
     """
-    path, (leader, *others) = group.paths[0], group.modules
-    in_features, widths, width = leader.in_features, group.widths, sum(group.widths)
+    path, in_features = group.paths[0], group.modules[0].in_features
+    widths, width = group.widths, sum(group.widths)
     run = getattr(backend, group.operation)
     if getattr(type(backend), group.operation) is getattr(LoRABackend, group.operation):
         run = backend.run_linear  # what the default does, and checks a second time
@@ -145,9 +156,11 @@ def leader_forward(
         if (
             weights is None
             or group.apart
-            or self is not leader
             or input.is_inference()  # no version tells of a change in inference mode
+            or torch.is_grad_enabled()  # the joined weight is nobody's parameter
+            or torch.is_autocast_enabled(input.device.type)  # and would be cast in every call
             or not group.are_joined()  # somebody has moved or replaced a weight
+            or self is not group.modules[0]
         ):
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], path)
@@ -155,7 +168,8 @@ def leader_forward(
         y = functional.linear(input, group.weight, group.bias).contiguous()
         run(input.reshape(-1, in_features), weights, plan, y.view(-1, width))
         mine, *theirs = _columns(y, widths)
-        RUNNING.kept = Kept(group, input, input._version, dict(zip(others, theirs, strict=True)))
+        others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
+        RUNNING.kept = Kept(group, input, input._version, others)
         return mine
 
     return forward

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
+from lora_backends.gpu.boxes import has_boxes
 from lora_backends.gpu.choice import tile_choice
 from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
 from lora_backends.gpu.ready import EMPTY_ROW, with_contiguous_tables
@@ -70,6 +71,7 @@ class TritonBackend(LoRABackend):
         self.batch_invariant = batch_invariant
         self._precision = "tf32" if allow_tf32 else "ieee"
         self._programmatic = has_programmatic_launch(self.device)
+        self._boxes = has_boxes(self.device)
 
     @classmethod
     @override
@@ -111,7 +113,8 @@ class TritonBackend(LoRABackend):
         if count:
             laid = with_contiguous_tables(weights)
             tiles = self._tiles(weights, plan, torch.float32.itemsize)
-            launch.expand(h.float()[None], laid, plan, y, count, tiles.expand, "ieee", True, False)
+            sizes = tiles.expand
+            launch.expand(h.float()[None], laid, plan, y, count, sizes, "ieee", True, False, False)
         return y
 
     @override
@@ -123,6 +126,8 @@ class TritonBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = self._output(weights, plan, x.dtype) if base_output is None else base_output
+        if base_output is None and self._repeat_linear(x, weights, plan, y):
+            return y
         count = launch.grid_tiles(plan) or EMPTY_ROW
         if not count:
             return y
@@ -131,9 +136,11 @@ class TritonBackend(LoRABackend):
         precision, early = self._precision, self._programmatic
         laid = with_contiguous_tables(weights)
         shrink = launch.shrink(x, laid, plan, h, count, tiles.shrink, precision, early)
-        expand = launch.expand(h, laid, plan, y, count, tiles.expand, precision, False, early)
-        key = self.handle, weights.handle
-        plan.remember(key, self.tile_choice, x, weights, y, shrink, expand)
+        expand = launch.expand(
+            h, laid, plan, y, count, tiles.expand, precision, False, early, self._boxes
+        )
+        handles = self.handle, weights.handle
+        plan.remember(handles, self.tile_choice, x, weights, y, shrink, expand)
         return y
 
     @override
@@ -142,8 +149,8 @@ class TritonBackend(LoRABackend):
     ) -> bool:
         if type(plan) is not TritonPlan or type(weights) is not LoRAWeights:
             return False
-        key, count = (self.handle, weights.handle), launch.grid_tiles(plan)
-        return plan.repeat(key, self.tile_choice, count, x, weights, base_output)
+        handles, count = (self.handle, weights.handle), launch.grid_tiles(plan)
+        return plan.repeat(handles, self.tile_choice, count, x, weights, base_output)
 
     @override
     def run_embedding(
@@ -159,7 +166,9 @@ class TritonBackend(LoRABackend):
             h, laid = self._planes(weights, plan, 1), with_contiguous_tables(weights)
             launch.gather(token_ids, laid, plan, h, count)
             tiles = self._tiles(weights, plan, weights.lora_b.element_size())
-            launch.expand(h, laid, plan, y, count, tiles.expand, self._precision, False, False)
+            launch.expand(
+                h, laid, plan, y, count, tiles.expand, self._precision, False, False, self._boxes
+            )
         return y
 
     def _tiles(self, weights: LoRAWeights, plan: TritonPlan, item_bytes: int) -> TileConfig:

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lora_backends.gpu.kernels import (
     columns_of,
+    expand_boxes,
     expand_columns,
     in_groups,
     load_b,
@@ -152,6 +153,7 @@ def expand_kernel(
     scalings_ptr,
     tile_slots_ptr,
     tile_tokens_ptr,
+    b_boxes,
     num_tokens,
     max_rank,
     h_stride_s,
@@ -169,6 +171,7 @@ def expand_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -198,7 +201,14 @@ def expand_kernel(
     b_slot = b_ptr + slot * b_stride_l
     plane = NUM_SLICES * num_tokens.to(tl.int64) * max_rank
     bias_row = bias_ptr + slot * bias_stride_l
-    if RANK_PAD == BLOCK_R:
+    if STAGES > 1:
+        b_row = (slot * (b_stride_l // b_stride_c)).to(tl.int32)
+        expand_boxes(
+            b_boxes, b_row, h_rows, plane, y_rows, bias_row, first, end, rank, scaling, has_token,
+            BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS, PRECISION,
+            INTERPRETED, PROGRAMMATIC,
+        )  # fmt: skip
+    elif RANK_PAD == BLOCK_R:
         # in decode, a rank far below the width of the stack costs what a narrow stack would
         if (BLOCK_T <= 32) & (rank <= 16):
             expand_columns(

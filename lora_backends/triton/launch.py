@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from lora_backends.gpu.boxes import boxes_of, fits_boxes, without_boxes
 from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
 from lora_backends.gpu.ready import Launched
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, padded_rank
@@ -104,6 +105,7 @@ def expand(
     precision: str,
     exact_h: bool,
     programmatic: bool,
+    boxes: bool,
 ) -> Launched:
     """Add the LoRA to y.
 
@@ -118,7 +120,10 @@ def expand(
         precision: of float32 products.
         exact_h: keep h in float32; else it is rounded to the dtype of the weights.
         programmatic: launch before the kernel in front, which has to be `shrink`, has ended.
+        boxes: whether the device can copy boxes.
     """
+    if not (boxes and fits_boxes(weights.lora_b)):
+        tiles = without_boxes(tiles)
     b, bias = weights.lora_b, weights.bias
     max_rank = b.shape[2]
     planes, _, _, _ = h.shape
@@ -141,6 +146,7 @@ def expand(
     arguments = Arguments(
         (h, b, y, added, ranks, scalings, plan.tile_slots, plan.tile_tokens),
         (plan.num_tokens, max_rank, h_slice, h_token, b_slot, b_column, y.stride(0), bias_slot),
+        (boxes_of(b, tiles.block_c, tiles.block_r) if tiles.num_stages > 1 else None,),
     )
     variant.launch((programs, num_tiles), arguments)
     return Launched(variant, programs, arguments)
@@ -172,6 +178,7 @@ def _expand_variant(
         tiles.block_c,
         tiles.block_r,
         tiles.chunks,
+        tiles.num_stages,
         all(width % columns == 0 for width in output_slices),  # EVEN_C
         max_rank % 8 == 0,  # EVEN_R
         has_bias,

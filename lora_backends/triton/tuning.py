@@ -70,6 +70,7 @@ def candidates(
             [size for size in (16, 32, 64) if size <= rank],
             (1, 2, 4, 8),
             (2, 4, 8),
+            (1, 2, 3),
         )
     )
     varied = [TileConfig(shrink, chosen.expand) for shrink in shrinks]

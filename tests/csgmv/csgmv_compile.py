@@ -24,15 +24,15 @@ CASES = {
 def variants(dtype, programmatic):
     """Yield (kernel, constants by name, options)."""
     rules = tile_choice(tuning, "csgmv", torch.device("cpu"), "rules")
-    options = launch.Options("ieee", programmatic, False, rules)
+    options = launch.Options("ieee", programmatic, False, rules, boxes=programmatic)
     for (tokens, active, size), (slices, inputs, rank) in CASES[dtype]:
         row = segment_and_group(size, tokens, active)
         layer = (slices, rank, inputs, 4 if dtype == "fp32" else 2)
         batch = (tokens, active, row, options)
-        kernels = launch._kernels(*layer, False, *batch, "linear")
+        kernels = launch._kernels(*layer, False, *batch, "linear", programmatic)
         yield _parts(kernels.shrink)
         yield _parts(kernels.expand)
-    by_token = launch._kernels(*layer, True, *batch, "separate")
+    by_token = launch._kernels(*layer, True, *batch, "separate", programmatic)
     yield _parts(by_token.shrink)
     yield _parts(by_token.expand)
     yield _parts(launch._gather(len(slices), rank, *row))

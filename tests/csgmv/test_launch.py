@@ -68,7 +68,7 @@ def test_rows_of_h_follow_the_permutation(device):
     weights, batch = on(device, small_weights()), small_batch()
     plan = plans.make_plan(batch, 16, 1, 4, device)
     choice = CsgmvBackend(device, tiles="rules").tile_choice
-    kernels = launch.kernels_of(weights, plan, launch.Options("ieee", False, False, choice))
+    kernels = launch.kernels_of(weights, plan, launch.Options("ieee", False, False, choice, False))
     x = torch.randn(7, 10, device=device)
     rows, places = launch.grid_of(plan)
     assert (rows, places) == (4, 64)
@@ -100,6 +100,11 @@ def test_graph_replay_equals_eager_over_changing_compositions(size):
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
     engines.check_graph_replay(CsgmvBackend("cuda", segment_size=size))
+
+
+@pytest.mark.parametrize("dtype, bias, layout", engines.BOXES)
+def test_boxes_of_b_compute_the_formula(backend, monkeypatch, dtype, bias, layout):
+    engines.check_boxes(backend, launch, monkeypatch, dtype, bias, layout)
 
 
 def test_any_candidate_of_a_table_computes_the_formula(backend):

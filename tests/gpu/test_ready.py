@@ -49,11 +49,12 @@ def log(monkeypatch):
     """Return the launches, in order; nothing is compiled or run."""
     launches = []
 
-    def launch(self, device, grid, tensors, numbers):
+    def launch(self, device, grid, arguments):
+        tensors, numbers, boxes = arguments
         pointers = [tensor.data_ptr() for tensor in tensors]
         kind, name = launching._kind(tensors, pointers, numbers), self._kernel.__name__
         self._compiled.setdefault(kind, Compiled(name, launches))
-        launches.append((name, tuple(grid), [*pointers, *numbers, *self._constants]))
+        launches.append((name, tuple(grid), [*pointers, *boxes, *numbers, *self._constants]))
 
     def clear():
         for cache in CACHES:
@@ -148,10 +149,24 @@ def test_a_repeated_call_is_not_checked_again(log, backend, unchecked):
     assert backend.run_linear(x.clone(), weights, plan, y) is y
     with torch.no_grad():
         backend.run_linear(x, weights, plan, torch.zeros(7, 14))
-    assert len(unchecked) == 1 and len(log) == 6
-    backend.run_linear(x, weights, plan)
-    backend.run_linear(x, weights, plan, base_output=y)
-    assert len(unchecked) == 3 and len(log) == 10
+    backend.run_linear(x=x, weights=weights, plan=plan, base_output=y)
+    assert len(unchecked) == 1 and len(log) == 8
+
+
+@pytest.mark.parametrize("offset", [0, 3], ids=["aligned", "unaligned"])
+def test_every_kind_of_call_is_prepared_once(log, backend, offset, monkeypatch):
+    prepared, remember = [], ready.RememberingPlan.remember
+    monkeypatch.setattr(
+        ready.RememberingPlan, "remember", lambda *args, **k: prepared.append(remember(*args, **k))
+    )
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x = torch.zeros(200)[offset:].as_strided((7, 10), (10, 1))
+    wide = torch.zeros(7, 40)[:, 8 + offset : 22 + offset]
+    for _ in range(3):
+        for y in (torch.zeros(7, 14), wide, None):
+            backend.run_linear(x, weights, plan, y)
+    assert len(log) == 18
+    assert len(prepared) <= 3  # with and without y are one kind, if they are aligned alike
 
 
 WRONG = {

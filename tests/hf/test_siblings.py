@@ -4,9 +4,11 @@ import copy
 import threading
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from deltas import random_checkpoint
+from torch.nn.utils import prune
 
 from lora_backends.hf import MultiLoRAModel, siblings
 from lora_backends.hf.hooks import RUNNING
@@ -225,7 +227,8 @@ def test_weights_become_parts_of_one_and_values_stay(make, make_base):
     q, k, v = attention(model)
     for name in ("weight", "bias"):
         parts = [getattr(module, name) for module in (q, k, v)]
-        assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+        ends = [part.data_ptr() + part.nbytes for part in parts]
+        assert ends[:-1] == [part.data_ptr() for part in parts[1:]]
     after = parameters_of(base.modules())
     assert [[*map(id, found.values())] for found in after] == [
         [*map(id, found.values())] for found in before
@@ -263,6 +266,93 @@ def test_weights_written_in_place_are_seen_and_weights_replaced_run_alone(make, 
     torch.testing.assert_close(
         attention(model)[1].weight, attention(alone)[1].weight, rtol=0, atol=0
     )
+
+
+def test_a_joined_model_is_saved_whole(make, tmp_path):
+    model, expected = make(), make(fuse=False).base.state_dict()
+    safetensors.torch.save_model(model.base, str(tmp_path / "model.safetensors"))
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    model.base.save_pretrained(tmp_path / "model")
+    again = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
+    for found in (saved, again):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    k = attention(model)[1]
+    assert k.weight.untyped_storage().nbytes() == k.weight.nbytes
+
+
+@pytest.mark.parametrize("then", ["replaced", "pruned"])
+def test_detach_parts_what_is_left_of_a_group(make, then):
+    model = make()
+    q, k, v = attention(model)
+    if then == "pruned":
+        prune.l1_unstructured(k, "weight", 0.5)
+    else:
+        k.weight = torch.nn.Parameter(k.weight.detach() * 2)
+    alone = make(fuse=False)
+    attention(alone)[1].weight.data.copy_(k.weight)
+    torch.testing.assert_close(logits(model), logits(alone), rtol=0, atol=2e-5)
+    addresses = q.weight.data_ptr(), v.weight.data_ptr()
+    model.detach()
+    assert (q.weight.data_ptr(), v.weight.data_ptr()) != addresses
+    assert not own_forwards(model.base)
+
+
+def test_a_base_wrapped_in_inference_mode_can_be_trained(make_base):
+    base = make_base("llama")
+    with torch.inference_mode():
+        model = MultiLoRAModel(base, TorchRefBackend(), fuse=True)
+    model.base(input_ids=IDS, labels=IDS).loss.backward()
+    with torch.inference_mode():
+        model.detach()
+    model.base(input_ids=IDS, labels=IDS).loss.backward()
+    assert attention(model)[1].weight.grad is not None
+
+
+def test_gradients_are_not_lost(make):
+    model = make()
+    q, _, _ = attention(model)
+    with model.prepare(ROWS, tokens=5) as step, model.using(step), torch.enable_grad():
+        q(torch.randn(3, 5, 16)).sum().backward()
+    assert q.weight.grad is not None
+
+
+def test_autocast_casts_the_weights_of_the_modules(make):
+    model, alone = make(), make(fuse=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        q, _, _ = attention(model)
+        plain = q(torch.ones(3, 5, 16))
+    assert plain.dtype == torch.bfloat16
+    rows = [None] * 3
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(logits(model, rows), logits(alone, rows), rtol=0, atol=0)
+
+
+def test_no_memory_for_a_join_leaves_the_base_as_it_was(make_base, monkeypatch):
+    base, join, count = make_base("llama"), siblings.Siblings.join, []
+
+    def failing(self):
+        count.append(self)
+        if len(count) == 3:
+            raise torch.OutOfMemoryError("injected")
+        join(self)
+
+    monkeypatch.setattr(siblings.Siblings, "join", failing)
+    before = [p.data_ptr() for p in base.parameters()]
+    with pytest.raises(torch.OutOfMemoryError):
+        MultiLoRAModel(base, TorchRefBackend(), fuse=True)
+    assert not own_forwards(base)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in base.modules())
+    assert len({p.untyped_storage().data_ptr() for p in base.parameters()}) == len(before)
+
+
+def test_what_moved_weights_leave_behind_is_freed(make):
+    model = make()
+    group = model._groups[0]
+    for module in group.modules:
+        module.weight.data = module.weight.data.clone()
+    logits(model)
+    assert group.weight is None
 
 
 def test_modules_of_which_some_have_a_bias_stay_alone(make_base):

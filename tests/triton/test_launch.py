@@ -30,7 +30,7 @@ def test_any_tiles_compute_the_formula(device, dtype, bias, shrink, expand):
     plan = plans.make_plan(batch, count_tokens(batch), 16, device)
     h = torch.full((shrink.split_k, 3, 7, 3), float("nan"), device=device)
     launch.shrink(x.to(device), on_device, plan, h, plan.num_tiles, shrink, "ieee", False)
-    launch.expand(h, on_device, plan, y, plan.num_tiles, expand, "ieee", False, False)
+    launch.expand(h, on_device, plan, y, plan.num_tiles, expand, "ieee", False, False, True)
     room = 20 * UNITS[dtype] + 2 * UNITS[dtype] * expected.abs()
     assert ((y.cpu().double() - expected).abs() <= room).all()
     assert torch.equal(y[1].cpu(), base[1])
@@ -54,6 +54,11 @@ def test_graph_replay_equals_eager_over_changing_compositions():
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
     engines.check_graph_replay(TritonBackend("cuda"))
+
+
+@pytest.mark.parametrize("dtype, bias, layout", engines.BOXES)
+def test_boxes_of_b_compute_the_formula(backend, monkeypatch, dtype, bias, layout):
+    engines.check_boxes(backend, launch, monkeypatch, dtype, bias, layout)
 
 
 def test_any_candidate_of_a_table_computes_the_formula(backend):

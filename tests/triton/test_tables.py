@@ -29,7 +29,7 @@ PLANS = (BatchTiles(64, 8, 32),)
 
 def _table(*entries, batches=PLANS, **changes):
     table = TileTable(
-        schema=1,
+        schema=tables.SCHEMA,
         backend="triton",
         device="cpu",
         capability="none",
@@ -158,7 +158,7 @@ BROKEN = {
     "not JSON": ("{", "Expecting property name"),
     "a list": ("[]", "the table is not an object"),
     "no schema": (_edited(lambda t: t.pop("schema")), "its schema is None"),
-    "newer schema": (_edited(_set("schema", 2)), "its schema is 2, this version reads 1"),
+    "newer schema": (_edited(_set("schema", 3)), "its schema is 3, this version reads 2"),
     "twins": ('{"schema": 1, "schema": 1}', "a key stands twice"),
     "deep": ("[" * 100_000, "recursion"),
     "missing": (_edited(lambda t: t["entries"][0].pop("tiles")), r"entries\[0\] lacks tiles"),

@@ -44,7 +44,8 @@ def variants(dtype, programmatic):
             },
             {"num_warps": shrink.num_warps, "num_stages": shrink.num_stages},
         )
-        narrow = replace(expand, block_r=min(expand.block_r, 32), block_c=64, chunks=1)
+        small = {"block_c": 64, "chunks": 1, "num_stages": 1}
+        narrow = replace(expand, block_r=min(expand.block_r, 32), **small)
         for exact, sizes in ((False, expand), (True, narrow)):
             yield (
                 kernels.expand_kernel,
@@ -55,6 +56,7 @@ def variants(dtype, programmatic):
                     "BLOCK_C": sizes.block_c,
                     "BLOCK_R": sizes.block_r,
                     "CHUNKS": sizes.chunks,
+                    "STAGES": sizes.num_stages if programmatic else 1,
                     "EVEN_C": all(width % 1024 == 0 for width in slices),
                     "HAS_BIAS": exact,
                     "EXACT_H": exact,
