@@ -76,7 +76,7 @@ class Benchmark:
     def run(self) -> None:
         """Run every part; a part that fails is noted and the rest goes on."""
         parts: list[tuple[str, Callable[[], None]]] = [
-            ("hook", self.time_hook),
+            ("host", self.time_host),
             ("reference", self.check_reference),
             ("eager", self.time_eager),
         ]
@@ -108,29 +108,9 @@ class Benchmark:
         run = self.model if adapters else self.base
         return Decoder(self.base, run, self.tokens, self.past, adapters)
 
-    def time_hook(self) -> None:
-        """Time a module whose product is left out: hook idle, hook and empty backend, and real."""
-        path, weights = next(
-            (path, stack) for path, stack in self.step.stacks.items() if path.endswith("o_proj")
-        )
-        module = self.base.get_submodule(path)
-        shape = (self.rows, 1, weights.in_features)
-        x = torch.zeros(shape, dtype=weights.dtype, device=self.device)
-        y = module(x)
-        module.forward = lambda x: y
-        found = self.results["host_us"] = {}
-        try:
-            found["idle_hook"] = host_microseconds(lambda: module(x))
-            with self.model.using(self.step):
-                found["hook_and_backend"] = host_microseconds(lambda: module(x))
-            probe = MultiLoRAModel(self.base, Nothing(self.device), 1, self.rank)
-            probe.add_adapter("a", random_adapter(self.base, self.rank, 0, only=path))
-            with probe.prepare(["a"] * self.rows) as step, probe.using(step):
-                found["hook_and_empty_backend"] = host_microseconds(lambda: module(x))
-            probe.detach()
-        finally:
-            del module.forward
-        found |= time_layer(self.device)
+    def time_host(self) -> None:
+        """Time a layer's modules on the host, with an empty backend and with the one under test."""
+        self.results["host_us"] = time_layer(self.device, self.model.backend)
 
     def check_reference(self) -> None:
         """Compare with torch_ref, and with plans made for each composition."""
@@ -158,7 +138,9 @@ class Benchmark:
         checks["base_relative_error"] = noise = repeatability(plain)
         checks["no_adapter_relative_error"] = distance(ours, plain.logits())  # ours: all None
         worst = max(entry["torch_ref"] for entry in found)
-        if worst > 5e-2 or checks["no_adapter_relative_error"] > 3 * noise:
+        # joined products are others than the base model's, and round otherwise
+        unadapted = ROUNDING if self.step.shared else 3 * noise
+        if worst > ROUNDING or checks["no_adapter_relative_error"] > unadapted:
             raise AssertionError(f"logits are wrong: {checks}")
 
     def time_eager(self) -> None:
@@ -217,7 +199,7 @@ class Benchmark:
         checks = self.results["checks"]
         checks[f"{kind}_relative_error"] = max(errors)
         checks[f"{kind}_least_change_by_an_update"] = min(apart)
-        if max(errors) > 5e-2 or max(errors) > min(apart) / 3:
+        if max(errors) > ROUNDING or max(errors) > min(apart) / 3:
             raise AssertionError(f"{kind} does not follow updates: {checks}")
 
     def measure(self, kind: str, decoders: dict[str, Decoder], samples: int = 0) -> None:
@@ -263,6 +245,7 @@ class Benchmark:
             print(name, self.results.get(name))
 
 
+ROUNDING = 5e-2  # the most that logits of 16 layers in bfloat16 differ by
 STEPS = 8  # consecutive steps of a sample, and room in the cache behind the prompt
 
 
@@ -347,8 +330,8 @@ class Decoder:
         return 1e3 * (time.perf_counter() - start) / STEPS
 
 
-def time_layer(device: torch.device) -> dict[str, float]:
-    """Return the host microseconds of a small layer's seven modules with an empty backend."""
+def time_layer(device: torch.device, backend: LoRABackend) -> dict[str, float]:
+    """Return the host microseconds of a small layer's seven modules, with and without LoRA."""
     base = make_base(device, tiny=True)
     modules = [m for path, m in base.model.layers[0].named_modules() if path.endswith(TARGETS)]
     dtype = base.dtype
@@ -361,12 +344,13 @@ def time_layer(device: torch.device) -> dict[str, float]:
             module(inputs[module.in_features])
 
     found = {"layer_base": host_microseconds(layer)}
-    for name, fuse in (("layer_alone", False), ("layer_fused", True)):
-        model = MultiLoRAModel(base, Nothing(device), 1, 4, fuse=fuse)
-        model.add_adapter("a", random_adapter(base, 4, 0))
-        with model.prepare(["a"] * 6) as step, model.using(step):
-            found[name] = host_microseconds(layer)
-        model.detach()
+    for used, engine in (("nothing", Nothing(device)), (backend.name, backend)):
+        for name, fuse in (("alone", False), ("fused", True)):
+            model = MultiLoRAModel(base, engine, 1, 4, fuse=fuse)
+            model.add_adapter("a", random_adapter(base, 4, 0))
+            with model.prepare(["a"] * 6) as step, model.using(step):
+                found[f"layer_{name}_{used}"] = host_microseconds(layer)
+            model.detach()
     return found
 
 
@@ -444,13 +428,13 @@ def make_backend(name: str, device: torch.device) -> LoRABackend:
         raise
 
 
-def random_adapter(base: Any, rank: int, seed: int, only: str | None = None) -> Checkpoint:
+def random_adapter(base: Any, rank: int, seed: int) -> Checkpoint:
     """Return random LoRA for all linear layers but the head; its delta is small, not tiny."""
     device = next(base.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     modules = {}
     for path, module in base.named_modules():
-        if path.endswith(TARGETS) and only in (None, path):
+        if path.endswith(TARGETS):
             a = torch.randn(rank, module.in_features, generator=generator, device=device)
             b = torch.randn(module.out_features, rank, generator=generator, device=device)
             scaling = 0.3 / (rank * module.in_features) ** 0.5

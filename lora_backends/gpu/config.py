@@ -71,22 +71,28 @@ def choose_tiles(
     in_features: int,
     out_features: int,
     item_bytes: int,
+    boxes: bool = False,
 ) -> TileConfig:
-    """Return the sizes for one layer and batch; arguments as of `Problem`."""
+    """Return the sizes for one layer and batch; arguments as of `Problem` and `tiles_for`."""
     layer = (num_slices, max_rank, in_features, out_features, item_bytes)
-    return tiles_for(Problem(num_tokens, active_slots, row_tokens, *layer))
+    return tiles_for(Problem(num_tokens, active_slots, row_tokens, *layer), boxes)
 
 
 @lru_cache(maxsize=4096)
-def tiles_for(problem: Problem) -> TileConfig:
-    """Return the sizes for one layer and batch."""
+def tiles_for(problem: Problem, boxes: bool = False) -> TileConfig:
+    """Return the sizes for one layer and batch.
+
+    Args:
+        problem: the layer and the batch.
+        boxes: whether copying B by boxes pays in the engine's expand kernel.
+    """
     if problem.num_tokens < _PREFILL_TOKENS:
         shrink = _shrink_decode(problem)
     elif problem.row_tokens == 16:
         shrink = _shrink_many_adapters(problem)
     else:
         shrink = _shrink_prefill(problem)
-    return TileConfig(fitting(shrink, problem), _expand(problem))
+    return TileConfig(fitting(shrink, problem), _expand(problem, boxes))
 
 
 def _shrink_decode(problem: Problem) -> ShrinkTiles:
@@ -144,7 +150,7 @@ def _shrink_prefill(problem: Problem) -> ShrinkTiles:
     return ShrinkTiles(stacked, 128, split_k, num_stages=stages)
 
 
-def _expand(problem: Problem) -> ExpandTiles:
+def _expand(problem: Problem, boxes: bool) -> ExpandTiles:
     rank_pad = padded_rank(problem.max_rank)
     block_r = min(rank_pad, WIDEST_RANK_BLOCK)
     wide = problem.out_features >= _WIDE_OUTPUT
@@ -162,7 +168,7 @@ def _expand(problem: Problem) -> ExpandTiles:
         block_c, chunks = (128, 4) if many else (256, 1)
     else:
         block_c, chunks = 128, 4 if wide and problem.row_tokens > 16 else 1
-    if prefill and problem.item_bytes == 2 and block_r == rank_pad:
+    if boxes and prefill and problem.item_bytes == 2 and block_r == rank_pad:
         # boxes of B pay where two programs for each multiprocessor stay busy, or just one does
         kibi = problem.rows * problem.out_features // 1024
         if problem.row_tokens == 64 or (wide and problem.row_tokens == 32):

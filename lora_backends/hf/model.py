@@ -19,10 +19,10 @@ from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.request import Request, RowAdapters, adapter_names
 from lora_backends.hf.siblings import (
     ForwardOverride,
-    alone_forward,
     are_plain,
     find_siblings,
     leader_forward,
+    linear_forward,
     sibling_forward,
 )
 from lora_backends.hf.sites import find_sites
@@ -415,9 +415,10 @@ class MultiLoRAModel:
             forwards += [sibling_forward(hook) for hook in alone[1:]]
             handles += map(ForwardOverride, group.modules, forwards)
         for path, hook in hooks.items():
-            module = self._sites[path].module
+            site, module = self._sites[path], self._sites[path].module
             if self._fuse and are_plain((module,)):
-                handles.append(ForwardOverride(cast(nn.Linear, module), alone_forward(hook)))
+                forward = linear_forward(self._key, site, self.backend, hook)
+                handles.append(ForwardOverride(cast(nn.Linear, module), forward))
             else:
                 handles.append(module.register_forward_hook(hook))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from lora_backends.gpu.config import choose_tiles, equal_parts
+from lora_backends.gpu import config
+from lora_backends.gpu.config import equal_parts
 from lora_backends.gpu.config import row_tokens as block_tokens
 from lora_backends.gpu.tiles import (
     ExpandTiles,
@@ -19,6 +20,21 @@ __all__ = ["TILE_TOKENS", "TileConfig", "block_tokens", "candidates", "choose_ti
 
 TILE_TOKENS = (16, 32, 64)
 """Tokens per tile that a plan may have."""
+
+
+def choose_tiles(
+    num_tokens: int,
+    active_slots: int,
+    tile_tokens: int,
+    num_slices: int,
+    max_rank: int,
+    in_features: int,
+    out_features: int,
+    item_bytes: int,
+) -> TileConfig:
+    """Return the sizes of the rules for one layer and batch; arguments as of `Problem`."""
+    layer = (num_slices, max_rank, in_features, out_features, item_bytes)
+    return config.choose_tiles(num_tokens, active_slots, tile_tokens, *layer, boxes=True)
 
 
 def candidates(

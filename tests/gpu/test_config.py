@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from lora_backends.gpu.config import choose_tiles, row_tokens
-from lora_backends.gpu.tiles import WIDEST_RANK_BLOCK, padded_rank
+from lora_backends.gpu.tiles import WIDEST_RANK_BLOCK, padded_rank, tile_faults
 
 TOKENS = [(0, 0), (1, 1), (16, 8), (64, 64), (256, 8), (512, 512), (2048, 8), (100_000, 3)]
 SLICES, RANKS = (1, 2, 3, 7), (1, 8, 16, 33, 64, 128, 512)
@@ -14,13 +14,15 @@ def _is_power_of_two(value):
     return value & (value - 1) == 0
 
 
+@pytest.mark.parametrize("boxes", [False, True])
 @pytest.mark.parametrize("item_bytes", [2, 4])
-def test_sizes_of_any_shape_are_ones_that_the_kernels_take(item_bytes):
+def test_sizes_of_any_shape_are_ones_that_the_kernels_take(item_bytes, boxes):
     for (tokens, active), slices, rank, (inputs, outputs) in itertools.product(
         TOKENS, SLICES, RANKS, WIDTHS
     ):
         tile = row_tokens(tokens, active)
-        tiles = choose_tiles(tokens, active, tile, slices, rank, inputs, outputs, item_bytes)
+        layer = (slices, rank, inputs, outputs, item_bytes)
+        tiles = choose_tiles(tokens, active, tile, *layer, boxes=boxes)
         shrink, expand = tiles.shrink, tiles.expand
         for size in (tile, shrink.block_n, expand.block_c, expand.block_r):
             assert size >= 16 and _is_power_of_two(size)
@@ -30,6 +32,8 @@ def test_sizes_of_any_shape_are_ones_that_the_kernels_take(item_bytes):
         assert expand.chunks == 1 or expand.block_r == padded_rank(rank)
         stage = shrink.block_k * (shrink.block_n + tile) * item_bytes
         assert stage * shrink.num_stages <= 160 * 1024  # shared memory of the smallest target
+        assert not tile_faults(tiles, tile, *layer)
+        assert expand.num_stages == 1 or boxes
 
 
 def test_a_lone_token_of_rank_16_is_split_over_many_programs():

@@ -3,11 +3,12 @@
 import itertools
 from dataclasses import replace
 
-from lora_backends.gpu.config import choose_tiles, row_tokens
+from lora_backends.gpu.config import row_tokens
 from lora_backends.gpu.tiles import padded_rank
 from lora_backends.triton import kernels
+from lora_backends.triton.tuning import choose_tiles
 
-BATCHES = [(1, 1), (64, 64), (256, 8), (2048, 8)]  # tokens, active slots
+BATCHES = [(1, 1), (64, 64), (256, 8), (2048, 8), (8192, 8)]  # tokens, active slots
 LAYERS = [((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)]
 
 
