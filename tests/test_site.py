@@ -129,19 +129,32 @@ def quotes_on_performance():
     rules = figures.result("h200_triton_rules")["summary"]
     means = [rules[phase]["geometric_mean"] for phase in figures.PHASES]
     yield f"`triton` reaches {means[0]:.2f} and {means[1]:.2f}"
-    llama = figures.result("h200_llama_decode")
-    rows = {(row["kind"], row["contender"]): row for row in llama["rows"]}
-    for kind, contender, label in (
-        ("compiled", "ours", '`triton`, `torch.compile(mode="reduce-overhead")`'),
-        ("eager", "ours", "`triton`, eager"),
-        ("peft", "peft", "PEFT's mixed batch, eager, against the base model that it wraps"),
+    joined, alone = (
+        {(row["kind"], row["contender"]): row for row in figures.result(name)["rows"]}
+        for name in ("h200_llama_decode", "h200_llama_decode_alone")
+    )
+    for kind, label in (("graph", "CUDA graph"), ("eager", "eager")):
+        ratios = [rows[kind, "ours"]["ratio_to_base"] for rows in (joined, alone)]
+        base = joined[kind, "base"]["ms"]
+        yield f"| `triton`, {label} | {base:.2f} ms | {ratios[0]:.2f} | {ratios[1]:.2f} |"
+    for kind, contender, label, last in (
+        (
+            "compiled",
+            "ours",
+            '`triton`, `torch.compile(mode="reduce-overhead")`',
+            "the same program",
+        ),
+        ("peft", "peft", "PEFT's mixed batch, eager, against the base model that it wraps", ""),
     ):
-        ratio = rows[kind, contender]["ratio_to_base"]
-        yield f"| {label} | {rows[kind, 'base']['ms']:.2f} ms | {ratio:.2f} |"
-    yield f"the {llama['host_us']['hook_and_backend']:.0f} us of host time"
-    without = llama["checks"]["relative_error"][-1]["torch_ref"]
-    yield f"two eager steps without any adapter differed by {without:.3f}"
-    yield f"eager ones by up to {llama['checks']['compiled_relative_error']:.3f}"
+        ratio, base = joined[kind, contender]["ratio_to_base"], joined[kind, "base"]["ms"]
+        yield " ".join(f"| {label} | {base:.2f} ms | {ratio:.2f} | {last} |".split())
+    yield f"takes {figures.result('h200_triton')['host_us']['run_linear']:.0f} us of it alone"
+    checks = figures.result("h200_llama_decode_alone")["checks"]
+    worst = max(found["torch_ref"] for found in checks["relative_error"])
+    yield f"its logits are `torch_ref`'s within {worst:.3f} in the Frobenius norm"
+    yield f"without any adapter differ by {checks['base_relative_error']:.3f}"
+    compiled = figures.result("h200_llama_decode")["checks"]["compiled_relative_error"]
+    yield f"eager ones by up to {compiled:.3f}"
 
 
 def quotes_on_triton():
@@ -160,6 +173,11 @@ def quotes_on_triton():
     yield f"the GPU idle, is {host['run_linear']:.0f} us"
     yield f"64 slots takes {host['prepare_batch']:.0f} us"
     yield f"a refill {host['prepare_batch_refill']:.0f}."
+    fixed = figures.result("h200_triton_batch_invariant")
+    others = [rules["host_us"], fixed["host_us"]]
+    calls, plans = ([each[name] for each in others] for name in ("run_linear", "prepare_batch"))
+    yield f"took {calls[0]:.0f} and {plans[0]:.0f} us"
+    yield f"and {calls[1]:.0f} and {plans[1]:.0f} ("
     ratios = [row["ratio"] for row in table["mixed_ranks"] + rules["mixed_ranks"]]
     yield (
         f"{ratios[0]:.2f} times the time with 8 adapters, {ratios[1]:.2f} with 64; by the rules "
@@ -173,7 +191,6 @@ def quotes_on_triton():
         if (row["backend"], row["kernel"]) == ("triton", "expand")
     }
     yield f"reads {expand[64]:.1f} MB where it reads {expand[8]:.1f} in the narrow stack"
-    fixed = figures.result("h200_triton_batch_invariant")
     ruled = {figures.key(cell): cell["us"] for cell in rules["cells"]}
     costs = [
         figures.geometric_mean(
@@ -201,8 +218,11 @@ def quotes_on_csgmv():
                 f"| {phase} | {size} | {figures.geometric_mean(shares):.2f} | {min(shares):.2f} | "
                 f"{to_best:.2f} | {faster:.2f} |"
             )
-    result = figures.result("h200_csgmv")
-    host, mixed = result["host_us"], [row["ratio"] for row in result["mixed_ranks"]]
+    boxes = figures.result("h200_csgmv_boxes")
+    prefill = boxes["summary"]["prefill"]["geometric_mean"]
+    yield f"{prefill:.2f} in prefill with boxes (`h200_csgmv_boxes.json`)"
+    host = boxes["host_us"]
+    mixed = [row["ratio"] for row in figures.result("h200_csgmv")["mixed_ranks"]]
     yield (
         f"is {host['run_linear']:.0f} us; `prepare_batch` of 256 tokens and 64 slots takes "
         f"{host['prepare_batch']:.0f} us, a refill {host['prepare_batch_refill']:.0f}."
@@ -229,7 +249,7 @@ def quotes_on_csgmv():
         for c in figures.result("h200_sweep")["cells"]
     }
     yield f"from {us['qkv', 256, 8][0]} to {us['qkv', 512, 8][0]} us"
-    yield f"384 programs, and takes {us['qkv', 512, 8][1]}."
+    yield f"`csgmv` from {us['qkv', 256, 8][1]} to {us['qkv', 512, 8][1]}."
     triton, csgmv = us["o", 512, 256]
     yield f"`o` takes {triton} us with `triton` and {csgmv} with `csgmv`"
     yield f"take {us['o', 256, 256][0]} and {us['o', 256, 256][1]}."
