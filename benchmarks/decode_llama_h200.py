@@ -224,8 +224,8 @@ class Benchmark:
             f"A decode step of {self.rows} rows with a static cache that holds {self.past} to "
             f"{self.past + STEPS} tokens; {len(self.names)} adapters of rank {self.rank} on "
             f"{', '.join(TARGETS)}; row i uses adapter i mod {len(self.names)}. A sample is the "
-            f"wall time of {STEPS} steps over {STEPS}, contenders take turns, the base model wrapped "
-            f"and its hooks idle; milliseconds are "
+            f"wall time of {STEPS} steps over {STEPS}, contenders take turns, the base model is "
+            f"wrapped and its hooks idle; milliseconds are "
             f"medians over the samples, ratios those of medians."
         )
         content: dict[str, Any] = {
