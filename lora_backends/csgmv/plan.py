@@ -131,16 +131,18 @@ def make_plan(
     segments = most_runs(batch.num_tokens, batch.num_slots, segment_size)
     groups = most_runs(batch.num_tokens, batch.num_slots, segment_size * group_size)
     size = aligned(segments) + aligned(segments * segment_size) + groups + 1
-    packed = torch.empty(size, dtype=torch.int32, device=device)
+    staged, array = staging_buffer(size, device)
+    num_segments, num_groups = fill(array, batch, segment_size, group_size, segments)
+    packed = staged.to(device, non_blocking=True)
     segment_slots, segment_tokens, group_starts = tables(packed, segments, segment_size)
-    plan = CsgmvPlan(
+    return CsgmvPlan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,
         segment_size=segment_size,
         group_size=group_size,
         active_slots=active_slots,
-        num_segments=0,
-        num_groups=0,
+        num_segments=num_segments,
+        num_groups=num_groups,
         max_segments=segments,
         max_groups=groups,
         packed=packed,
@@ -148,31 +150,58 @@ def make_plan(
         segment_tokens=segment_tokens,
         group_starts=group_starts,
     )
-    return refill(plan, batch)
 
 
 def tables(packed: torch.Tensor, segments: int, segment_size: int) -> tuple[torch.Tensor, ...]:
     """Return `segment_slots`, `segment_tokens` and `group_starts`, views of the packed buffer."""
-    tokens_at, places = aligned(segments), segments * segment_size
-    tokens = packed[tokens_at : tokens_at + places].view(segments, segment_size)
-    return packed[:segments], tokens, packed[tokens_at + aligned(places) :]
+    tokens_at = aligned(segments)
+    groups_at = tokens_at + aligned(segments * segment_size)
+    groups = packed.shape[0] - groups_at
+    return (  # slices would take longer
+        packed.as_strided((segments,), (1,)),
+        packed.as_strided((segments, segment_size), (segment_size, 1), tokens_at),
+        packed.as_strided((groups,), (1,), groups_at),
+    )
+
+
+def fill(
+    packed: npt.NDArray[np.int32],
+    batch: LoRABatch,
+    segment_size: int,
+    group_size: int,
+    max_segments: int,
+) -> tuple[int, int]:
+    """Write the tables of a batch, laid out as `tables` finds them, and return their lengths.
+
+    Args:
+        packed: overwritten.
+        batch: the slots.
+        segment_size: tokens per segment.
+        group_size: segments per group.
+        max_segments: that `packed` has room for.
+
+    Returns:
+        Segments and groups in use.
+    """
+    token_slots = batch.token_slots.numpy()
+    counts = count_tokens(token_slots, batch.num_slots)
+    segments = split(counts, segment_size)
+    starts = starts_of_groups(segments, group_size)
+    num_segments, num_groups = int(segments.sum()), starts.size
+    tokens_at = aligned(max_segments)
+    groups_at = tokens_at + aligned(max_segments * segment_size)
+    packed[:groups_at] = EMPTY
+    packed[:num_segments] = np.arange(batch.num_slots).repeat(segments)
+    packed[tokens_at + places(counts, segments, segment_size)] = permutation(token_slots)
+    packed[groups_at : groups_at + num_groups] = starts
+    packed[groups_at + num_groups :] = num_segments
+    return num_segments, num_groups
 
 
 def refill(plan: CsgmvPlan, batch: LoRABatch) -> CsgmvPlan:
     """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory."""
-    staged, packed = staging_buffer(plan.packed)
-    token_slots = batch.token_slots.numpy()
-    counts = count_tokens(token_slots, batch.num_slots)
-    segments = split(counts, plan.segment_size)
-    starts = starts_of_groups(segments, plan.group_size)
-    num_segments, num_groups = int(segments.sum()), starts.size
-    tokens_at = plan.segment_tokens.storage_offset()
-    groups_at = plan.group_starts.storage_offset()
-    packed[:groups_at] = EMPTY
-    packed[:num_segments] = np.arange(batch.num_slots).repeat(segments)
-    packed[tokens_at + places(counts, segments, plan.segment_size)] = permutation(token_slots)
-    packed[groups_at : groups_at + num_groups] = starts
-    packed[groups_at + num_groups :] = num_segments
-    plan.num_segments, plan.num_groups = num_segments, num_groups
+    staged, array = staging_buffer(plan.packed.shape[0], plan.packed.device)
+    sizes = (plan.segment_size, plan.group_size, plan.max_segments)
+    plan.num_segments, plan.num_groups = fill(array, batch, *sizes)
     plan.packed.copy_(staged, non_blocking=True)
     return plan

@@ -22,16 +22,17 @@ def sort_key(
     return token_slots.astype(np.int16) if num_slots < 1 << 15 else token_slots
 
 
-def staging_buffer(like: torch.Tensor) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-    """Return memory on the host for a copy to `like`, as a tensor and as an array.
+def staging_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+    """Return memory on the host for a copy to `device`, as a tensor and as an array.
 
     It is pinned, and new each time: torch's allocator reuses it only after the copies from it.
 
     Args:
-        like: [n] int32, on the device.
+        size: int32 values.
+        device: where the plan lives.
 
     Returns:
-        The memory, twice: ``target.copy_(tensor, non_blocking=True)`` sends it.
+        The memory, twice: ``tensor.to(device, non_blocking=True)`` sends it.
     """
-    staged = torch.empty(like.shape, dtype=torch.int32, pin_memory=like.device.type != "cpu")
+    staged = torch.empty(size, dtype=torch.int32, pin_memory=device.type != "cpu")
     return staged, staged.numpy()

@@ -102,21 +102,21 @@ def make_plan(
 ) -> TritonPlan:
     """Return a new plan, its tables on their way to the device."""
     tiles = max_tiles(batch.num_tokens, batch.num_slots, block_tokens)
-    size = aligned(tiles) + tiles * block_tokens
-    packed = torch.empty(size, dtype=torch.int32, device=device)
+    staged, array = staging_buffer(aligned(tiles) + tiles * block_tokens, device)
+    num_tiles = fill_tiles(batch.token_slots.numpy(), counts, block_tokens, array)
+    packed = staged.to(device, non_blocking=True)
     tile_slots, tile_tokens = tables(packed, tiles, block_tokens)
-    plan = TritonPlan(
+    return TritonPlan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,
         block_tokens=block_tokens,
         active_slots=count_active(counts),
-        num_tiles=0,
+        num_tiles=num_tiles,
         max_tiles=tiles,
         packed=packed,
         tile_slots=tile_slots,
         tile_tokens=tile_tokens,
     )
-    return refill(plan, batch, counts)
 
 
 def tables(
@@ -129,7 +129,7 @@ def tables(
 
 def refill(plan: TritonPlan, batch: LoRABatch, counts: Counts) -> TritonPlan:
     """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory."""
-    staged, packed = staging_buffer(plan.packed)
-    plan.num_tiles = fill_tiles(batch.token_slots.numpy(), counts, plan.block_tokens, packed)
+    staged, array = staging_buffer(plan.packed.shape[0], plan.packed.device)
+    plan.num_tiles = fill_tiles(batch.token_slots.numpy(), counts, plan.block_tokens, array)
     plan.packed.copy_(staged, non_blocking=True)
     return plan
