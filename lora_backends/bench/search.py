@@ -69,8 +69,9 @@ def search(
     legal: Callable[[Any], bool],
     lab: Lab,
     out_of_time: Callable[[], bool],
+    known: Iterable[Any] = (),
 ) -> Found:
-    """Walk from the rules' sizes to better ones, the nearest untried first.
+    """Walk from the rules' sizes, or better known ones, to better ones, the nearest untried first.
 
     Args:
         rules: a TileConfig, where the walk begins.
@@ -78,9 +79,12 @@ def search(
         legal: whether the kernels can take a TileConfig.
         lab: where they are run.
         out_of_time: asked before each round.
+        known: TileConfigs that were found before, by any run: where the walk begins, if one of
+            them beats the rules.
 
     Returns:
-        The best that was found, at least as good as the rules.
+        The best that was found, at least as good as the rules and, if time allowed a round, as
+        the known ones.
 
     Raises:
         RulesFail: the rules' sizes cannot be compiled, or compute something wrong.
@@ -90,6 +94,13 @@ def search(
         raise RulesFail(reason)
     best, seen, stale = rules, {rules}, 0
     failed: list[str] = []
+    again = [tiles for tiles in dict.fromkeys(known) if tiles not in seen and legal(tiles)]
+    if again and not out_of_time():
+        seen.update(again)
+        reasons = lab.prepare(again)
+        failed += reasons.values()
+        best = fastest([best, *(tiles for tiles in again if tiles not in reasons)], lab.sample)
+        lab.keep({rules, best})
     while stale < PATIENCE and not out_of_time():
         fresh = [
             tiles for tiles in _nearest(best, candidates) if tiles not in seen and legal(tiles)

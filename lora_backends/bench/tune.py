@@ -20,6 +20,7 @@ from lora_backends.bench.results import environment
 from lora_backends.bench.search import MARGIN, Found, Lab, RulesFail, search
 from lora_backends.bench.tune_job import DEFAULTS, Point, Tuning, make_tuning
 from lora_backends.errors import InvalidInputError, LoRABackendError
+from lora_backends.gpu.choice import TileChoice, tile_choice
 from lora_backends.gpu.tables import (
     SCHEMA,
     BatchTiles,
@@ -55,7 +56,8 @@ def tune_points(
     """Search every point that earlier runs have not, until the budget is used up.
 
     Each point has an equal share of what is left, so time that one saves goes to those after it.
-    What is found is written at once to ``job.partial``, and the table when the budget ends.
+    A search begins with the sizes that backends take now, from a table or the rules. What is found
+    is written at once to ``job.partial``, and the table when the budget ends.
 
     Args:
         job: what to tune.
@@ -72,6 +74,7 @@ def tune_points(
     progress = Progress(_resume(job))
     progress.resumed = sum(point.key in progress.entries for point in job.points)
     todo = [point for point in job.points if point.key not in progress.entries]
+    in_use = tile_choice(job.rules, job.backend, job.device, "auto")
     end = now() + job.budget
     lab_of = make_lab(job)
     for i, point in enumerate(todo):
@@ -81,7 +84,7 @@ def tune_points(
         share_ends = start + (end - start) / (len(todo) - i)
         tell(len(job.points) - len(todo) + i, point, None)
         try:
-            found = _search_point(job, point, lab_of(point), share_ends, now)
+            found = _search_point(job, point, lab_of(point), share_ends, now, in_use)
         except RulesFail as error:
             progress.skipped.append(f"{point.cell}: {error}")
             continue
@@ -95,7 +98,12 @@ def tune_points(
 
 
 def _search_point(
-    job: Tuning, point: Point, lab: Lab, share_ends: float, now: Callable[[], float]
+    job: Tuning,
+    point: Point,
+    lab: Lab,
+    share_ends: float,
+    now: Callable[[], float],
+    in_use: TileChoice,
 ) -> Found:
     layer = astuple(point.layer)
     shape = (point.cell.tokens, point.active_slots, point.tile_tokens, *layer)
@@ -105,6 +113,7 @@ def _search_point(
         lambda tiles: not job.rules.tile_faults(tiles, point.tile_tokens, *layer),
         lab,
         lambda: now() >= share_ends,
+        [in_use.choose_tiles(*shape)],
     )
 
 

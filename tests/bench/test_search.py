@@ -100,6 +100,24 @@ def test_without_time_the_rules_are_timed_alone():
     assert found.tried == 0 and set(lab.samples) == {RULES} and found.rules_us == 10.0
 
 
+def test_a_search_begins_with_known_sizes_and_is_never_worse():
+    lab = MadeUp(lambda tiles: 10.0 * 1.2 ** _steps(tiles), noise=0.05)
+    rounds = iter([False] + [True] * 100)  # time for one round
+    found = search(RULES, CANDIDATES, lambda _: True, lab, lambda: next(rounds), [RULES, BEST])
+    assert found.tiles == BEST and found.tried == 1
+    slow = Sizes(Half(16, 1), Half(16, 1))
+    found = search(RULES, CANDIDATES, lambda _: True, lab, lambda: False, [slow, BEST])
+    assert found.tiles == BEST
+    illegal = search(RULES, [RULES], lambda tiles: tiles != BEST, lab, lambda: False, [BEST])
+    assert illegal.tiles == RULES
+
+
+def test_known_sizes_that_fail_are_counted():
+    lab = MadeUp(lambda tiles: 10.0 * 1.2 ** _steps(tiles), broken={BEST})
+    found = search(RULES, [RULES], lambda _: True, lab, lambda: False, [BEST])
+    assert found.tiles == RULES and len(found.failed) == 1
+
+
 def test_rules_that_cannot_be_run_are_told():
     with pytest.raises(RulesFail, match="OutOfResources"):
         _search(MadeUp(lambda _: 10.0, broken={RULES}))

@@ -1,5 +1,7 @@
 """Tuning without a GPU: points, budgets, files; the lab is made up."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from lora_backends.bench.tune import best_tiles, gains, main, summary_lines, tun
 from lora_backends.bench.tune_job import Tuning, make_points, make_tuning, parse_budget, rules_of
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.gpu.choice import tile_choice
-from lora_backends.gpu.tables import Entry, LayerShape, read_table
+from lora_backends.gpu.tables import Entry, LayerShape, file_name, read_table
 from lora_backends.triton import tuning as config
 
 CPU = torch.device("cpu")
@@ -72,6 +74,28 @@ def test_the_table_has_what_was_found_and_is_read_by_a_backend(job):
     assert choice.choose_tiles(128, 8, 32, 1, 16, 64, 64, 2).shrink.num_warps == 8
     assert choice.block_tokens(128, 8) == 32 != config.block_tokens(128, 8)
     assert choice.block_tokens(16, 8) == 16  # 2 tokens a slot: 32 was not tried
+
+
+def test_a_search_begins_with_the_table_that_backends_read(job, tmp_path, monkeypatch):
+    """The second run has time for one round a point, and finds no less than the first."""
+    first = _tune(job)
+    folder = tmp_path / "tiles"
+    folder.mkdir()
+    monkeypatch.setenv("LORA_BACKENDS_TILES", str(folder))
+    job.path.rename(folder / file_name("triton", CPU))
+    rounds = []
+
+    class OneRound(FakeLab):
+        def prepare(self, candidates):
+            rounds.append(candidates)
+            self.clock[0] += 10  # of a share of 10 seconds: the rules take it up to its half
+            return {}
+
+    second = _tune(replace(job, budget=20.0 * len(job.points)), lab=OneRound)
+    assert {key: entry.tiles for key, entry in second.entries.items()} == {
+        key: entry.tiles for key, entry in first.entries.items()
+    }
+    assert max(map(len, rounds)) == 1
 
 
 def test_the_tile_of_a_plan_is_that_of_the_least_time_over_all_layers():
