@@ -74,7 +74,10 @@ def tune_points(
     progress = Progress(_resume(job))
     progress.resumed = sum(point.key in progress.entries for point in job.points)
     todo = [point for point in job.points if point.key not in progress.entries]
-    in_use = tile_choice(job.rules, job.backend, job.device, "auto")
+    try:
+        in_use = tile_choice(job.rules, job.backend, job.device, "auto")
+    except InvalidInputError:  # a broken table is no reason not to measure a new one
+        in_use = tile_choice(job.rules, job.backend, job.device, "rules")
     end = now() + job.budget
     lab_of = make_lab(job)
     for i, point in enumerate(todo):

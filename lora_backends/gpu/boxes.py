@@ -5,7 +5,7 @@ A box is addressed by its first row and rank. What lies outside of the matrix re
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,24 @@ def fits_boxes(lora_b: torch.Tensor) -> bool:
         and lora_b.data_ptr() % _ALIGNMENT == 0
         and num_slots * slot_stride // row_stride + out_features < 2**31
     )
+
+
+@dataclass(frozen=True)
+class _Address:
+    """All that a descriptor asks of its tensor when it is launched again."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def by_address(boxes: Any) -> Any:
+    """Return what `boxes_of` did, without the tensor: who keeps it does not keep B."""
+    if boxes is None:
+        return None
+    return replace(boxes, base=_Address(boxes.base.data_ptr(), boxes.base.dtype))
 
 
 def boxes_of(lora_b: torch.Tensor, block_c: int, block_r: int) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lora_backends.backend import LoRAPlan
+from lora_backends.gpu.boxes import by_address
 from lora_backends.gpu.launching import (
     INTERPRETED,
     Arguments,
@@ -106,7 +107,10 @@ class RememberingPlan(LoRAPlan):
         """
         if type(x) is not torch.Tensor or type(y) is not torch.Tensor:
             return False
-        found = self._ready.get(_key_of(handles, x, y))
+        try:
+            found = self._ready.get(_key_of(handles, x, y))
+        except RuntimeError:  # no strides or no memory: the checks say what is wrong
+            return False
         if (
             found is None
             or found.choice is not choice
@@ -158,6 +162,7 @@ class RememberingPlan(LoRAPlan):
             return  # `repeat` leaves it to the checks whether they overlap
         if len(self._ready) >= MOST_KEPT:
             self._ready.clear()
+        boxes = tuple(map(by_address, expand.arguments.boxes))
         self._ready[_key_of(handles, x, y)] = ReadyLinear(
             choice,
             x.device,
@@ -169,7 +174,7 @@ class RememberingPlan(LoRAPlan):
             _addresses_of(weights),
             tuple(expand.arguments.tensors[0].shape),
             shrink.variant.ready(shrink.arguments, len(shrink.arguments.tensors) - 1),
-            expand.variant.ready(expand.arguments, 2),
+            expand.variant.ready(expand.arguments._replace(boxes=boxes), 2),
             (shrink.programs, expand.programs),
             flat,
         )

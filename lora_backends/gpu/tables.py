@@ -212,5 +212,6 @@ def _is_time(value: float) -> bool:
 def _broken(path: Path, backend: str, problem: str) -> InvalidInputError:
     return InvalidInputError(
         f"the table of tiles {path} cannot be used: {problem}\n"
-        f"  to do: write it anew (lora-backends tune {backend}), delete it, or pass tiles='rules'"
+        f"  to do: delete it and write it anew (lora-backends tune {backend}), "
+        f"or pass tiles='rules'"
     )

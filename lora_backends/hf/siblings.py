@@ -117,12 +117,18 @@ def are_plain(modules: tuple[nn.Module, ...]) -> bool:
             or module._forward_hooks
             or module._forward_pre_hooks
             or set(module._parameters) != {"weight", "bias"}
-            or any(type(p.data) is not torch.Tensor or p.is_meta for p in module.parameters())
+            or any(map(_is_special, module.parameters()))
         ):
             return False
         bias = None if module.bias is None else module.bias.dtype
         kinds.add((module.in_features, module.weight.dtype, module.weight.device, bias))
     return len(kinds) == 1
+
+
+def _is_special(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter cannot be given other memory."""
+    is_plain = type(parameter.data) is torch.Tensor
+    return not is_plain or parameter.is_meta or parameter.is_inference()
 
 
 def leader_forward(
@@ -140,6 +146,7 @@ def leader_forward(
         A function of the module and its input.
     """
     path, in_features = group.paths[0], group.modules[0].in_features
+    device_type = group.modules[0].weight.device.type
     widths, width = group.widths, sum(group.widths)
     run = getattr(backend, group.operation)
     if getattr(type(backend), group.operation) is getattr(LoRABackend, group.operation):
@@ -158,7 +165,7 @@ def leader_forward(
             or group.apart
             or input.is_inference()  # no version tells of a change in inference mode
             or torch.is_grad_enabled()  # the joined weight is nobody's parameter
-            or torch.is_autocast_enabled()  # and would be cast in every call
+            or torch.is_autocast_enabled(device_type)  # and would be cast in every call
             or not group.are_joined()  # somebody has moved or replaced a weight
             or self is not group.modules[0]
         ):

@@ -98,6 +98,14 @@ def test_a_search_begins_with_the_table_that_backends_read(job, tmp_path, monkey
     assert max(map(len, rounds)) == 1
 
 
+def test_a_table_of_another_version_does_not_keep_a_search_from_running(job, tmp_path, monkeypatch):
+    folder = tmp_path / "tiles"
+    folder.mkdir()
+    monkeypatch.setenv("LORA_BACKENDS_TILES", str(folder))
+    (folder / file_name("triton", CPU)).write_text('{"schema": 1}')
+    assert len(_tune(job).entries) == len(job.points)
+
+
 def test_the_tile_of_a_plan_is_that_of_the_least_time_over_all_layers():
     def entry(tile, us, layer):
         return Entry(LayerShape(1, 16, layer, 64, 2), 64, 8, tile, None, us, us)

@@ -1,6 +1,8 @@
 """A repeated call launches what the first one launched, with its own addresses."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from lora_backends import (
 from lora_backends.csgmv import CsgmvBackend
 from lora_backends.csgmv import launch as csgmv_launch
 from lora_backends.gpu import launching, ready
+from lora_backends.gpu.choice import fixed_choice
+from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig
 from lora_backends.triton import TritonBackend
 from lora_backends.triton import launch as triton_launch
 
@@ -181,6 +185,7 @@ WRONG = {
     "y a list": lambda x, w, p, y: (x, w, p, [y]),
     "no weights": lambda x, w, p, y: (x, None, p, y),
     "no plan": lambda x, w, p, y: (x, w, None, y),
+    "x without memory": lambda x, w, p, y: (x.to_sparse(), w, p, y),
     "a gradient": lambda x, w, p, y: (x.requires_grad_(), w, p, y),
     "a plan of other slots": lambda x, w, p, y: (x, w, copy.copy(p), y),
 }
@@ -287,6 +292,42 @@ def test_layers_backends_and_choices_are_told_apart(log, backend):
     kept = len(plan._ready)
     calls(log, type(backend)("cpu", tiles="rules", allow_tf32=True), first, plan, x, y)
     assert len(plan._ready) == kept + 1
+
+
+def test_a_plan_keeps_no_weights_alive(log, backend):
+    backend.tile_choice = fixed_choice(
+        64, TileConfig(ShrinkTiles(16, 16, 1), ExpandTiles(16, 16, 2, num_stages=2))
+    )
+    generous = with_boxes(backend)
+    weights = LoRAWeights(
+        lora_a=torch.randn(2, 1, 16, 32).bfloat16(),
+        lora_b=torch.randn(2, 64, 16).bfloat16(),
+        ranks=torch.full((2, 1), 16),
+        scalings=torch.ones(2, 1),
+        output_slices=(64,),
+    )
+    plan = generous.prepare_batch(LoRABatch([0, 1] * 40, 2))
+    x, y = torch.randn(80, 32).bfloat16(), torch.zeros(80, 64).bfloat16()
+    for _ in range(2):
+        log.clear()
+        generous.run_linear(x, weights, plan, y)
+        (boxes,) = [a for a in log[1][2] if hasattr(a, "block_shape")]
+        assert boxes.base.data_ptr() == weights.lora_b.data_ptr()
+        assert boxes.block_shape == [16, 16]
+    alive = weakref.ref(weights.lora_b)
+    log.clear()
+    del weights, boxes
+    gc.collect()
+    assert plan._ready and alive() is None
+
+
+def with_boxes(backend):
+    """Return the backend as if its device could copy boxes."""
+    if isinstance(backend, TritonBackend):
+        backend._boxes = True
+    else:
+        backend._options = backend._options._replace(boxes=True)
+    return backend
 
 
 def test_what_a_plan_keeps_is_bounded(log, backend, monkeypatch):

@@ -1,7 +1,9 @@
 """q, k, v and gate, up in one call: the same logits, whatever else is done to the modules."""
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import safetensors.torch
@@ -10,6 +12,7 @@ import transformers
 from deltas import random_checkpoint
 from torch.nn.utils import prune
 
+from lora_backends.errors import LoRABackendError
 from lora_backends.hf import MultiLoRAModel, siblings
 from lora_backends.hf.hooks import RUNNING
 from lora_backends.torch_ref import TorchRefBackend
@@ -317,15 +320,90 @@ def test_gradients_are_not_lost(make):
     assert q.weight.grad is not None
 
 
-def test_autocast_casts_the_weights_of_the_modules(make):
+@pytest.fixture
+def products(monkeypatch):
+    """Return a list that notes the products of joined weights."""
+    noted, linear = [], siblings.functional.linear
+
+    def noting(x, weight, bias=None):
+        if not isinstance(weight, torch.nn.Parameter):
+            noted.append(weight)
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(siblings.functional, "linear", noting)
+    return noted
+
+
+def test_autocast_runs_modules_alone(make, products):
+    model = make()
+    logits(model)
+    assert len(products) == 2 * len(model.base.model.layers)
+    products.clear()
+    q, _, _ = attention(model)
+    x = torch.randn(3, 5, 16)
+    # float32 weights meet the bfloat16 of autocast, as they do where modules run alone
+    with model.prepare(ROWS, tokens=5) as step, model.using(step):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(LoRABackendError):
+            q(x.bfloat16())
+    assert not products
+
+
+def test_a_weight_transposed_in_place_is_seen(make, products):
     model, alone = make(), make(fuse=False)
-    with torch.autocast("cpu", torch.bfloat16):
-        q, _, _ = attention(model)
-        plain = q(torch.ones(3, 5, 16))
-    assert plain.dtype == torch.bfloat16
-    rows = [None] * 3
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(logits(model, rows), logits(alone, rows), rtol=0, atol=0)
+    for each in (model, alone):
+        weight = attention(each)[0].weight
+        assert weight.shape[0] == weight.shape[1]
+        weight.data = weight.data.t()
+    torch.testing.assert_close(logits(model), logits(alone), rtol=0, atol=2e-5)
+    assert len(products) == 2 * len(model.base.model.layers) - 1
+
+
+def test_what_was_kept_for_siblings_goes_with_an_update(make):
+    model, alone = make(), make(fuse=False)
+    x, found = torch.randn(3, 5, 16), []
+    for each in (model, alone):
+        q, k, _ = attention(each)
+        with each.prepare(ROWS, tokens=5) as step, each.using(step):
+            q(x)
+            step.update(["b", "b", None])
+            found.append(k(x))
+    torch.testing.assert_close(*found, rtol=0, atol=2e-5)
+
+
+def test_prepared_adapters_keep_what_a_graph_reads(make):
+    model = make()
+    joined = model._groups[0].weight
+    step = model.prepare(ROWS, tokens=5)
+    kept = weakref.ref(joined)
+    del joined
+    model.detach()
+    assert kept() is not None
+    del step
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_deep_copy_runs_its_own_weights_in_a_call(make):
+    model = make()
+    twin = copy.deepcopy(model.base)
+    q, own = twin.model.layers[0].self_attn.q_proj, attention(model)[0]
+    q.weight.data.mul_(3)
+    x = torch.randn(3, 5, 16)
+    with model.prepare([None] * 3, tokens=5) as step, model.using(step):
+        torch.testing.assert_close(q(x), 3 * own(x), rtol=0, atol=2e-5)
+
+
+def test_parameters_that_cannot_move_stay(make_base):
+    with torch.inference_mode():
+        base = make_base("llama")
+        model = MultiLoRAModel(base, TorchRefBackend(), max_adapters=2, max_rank=4, fuse=True)
+        model.add_adapter("a", random_checkpoint(base, LINEAR, 4))
+        model(adapters=["a", None, "a"], input_ids=IDS, use_cache=False)
+        model.detach()
+        base(input_ids=IDS)
+    assert not forwards(MultiLoRAModel(base, TorchRefBackend(), fuse=True).base)
+    modules = [torch.nn.Linear(4, 4, device="meta") for _ in range(2)]
+    assert not siblings.are_plain(tuple(modules))
 
 
 def test_no_memory_for_a_join_leaves_the_base_as_it_was(make_base, monkeypatch):
