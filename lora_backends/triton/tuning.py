@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 from lora_backends.gpu import config
@@ -22,19 +23,8 @@ TILE_TOKENS = (16, 32, 64)
 """Tokens per tile that a plan may have."""
 
 
-def choose_tiles(
-    num_tokens: int,
-    active_slots: int,
-    tile_tokens: int,
-    num_slices: int,
-    max_rank: int,
-    in_features: int,
-    out_features: int,
-    item_bytes: int,
-) -> TileConfig:
-    """Return the sizes of the rules for one layer and batch; arguments as of `Problem`."""
-    layer = (num_slices, max_rank, in_features, out_features, item_bytes)
-    return config.choose_tiles(num_tokens, active_slots, tile_tokens, *layer, boxes=True)
+choose_tiles = partial(config.choose_tiles, boxes=True)
+"""Returns the sizes of the rules for one layer and batch; B may be copied by boxes."""
 
 
 def candidates(
