@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lora_backends.gpu.launching import INTERPRETED
+from lora_backends.gpu.launching import INTERPRETED, has_programmatic_launch
 from lora_backends.gpu.tiles import ExpandTiles
 
 _ALIGNMENT = 16  # bytes, of the matrix and of its rows
@@ -19,11 +19,7 @@ _ALIGNMENT = 16  # bytes, of the matrix and of its rows
 
 def has_boxes(device: torch.device) -> bool:
     """Return whether kernels on a device can copy boxes: compute capability 9.0 and later."""
-    if INTERPRETED:
-        return True
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return INTERPRETED or has_programmatic_launch(device)  # which came with the same devices
 
 
 def without_boxes(tiles: ExpandTiles) -> ExpandTiles:
