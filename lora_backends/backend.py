@@ -19,6 +19,9 @@ from lora_backends.weights import LoRAWeights
 _GUARDED: WeakSet[Callable[..., Any]] = WeakSet()
 """Methods that check their arguments first."""
 
+_REPEATING: WeakSet[Callable[..., Any]] = WeakSet()
+"""Those of them that ask `_repeat_linear` before."""
+
 
 @dataclass(eq=False)
 class LoRAPlan(Handled):
@@ -179,12 +182,13 @@ class LoRABackend(Handled, ABC):
 
         Called before arguments are checked, by a `run_linear` of the same class and not of its
         subclasses. So an engine that defines it makes sure that the call would pass all checks.
+        Whoever calls it directly asks `repeats` first.
 
         Args:
-            x: as in `run_linear`, unchecked.
+            x: as in `run_linear`, unchecked, or contiguous with further axes in front of the last.
             weights: as in `run_linear`, unchecked.
             plan: as in `run_linear`, unchecked.
-            base_output: as in `run_linear`, unchecked, but not None.
+            base_output: as in `run_linear`, unchecked, but not None, or with the axes of x.
 
         Returns:
             Whether base_output is done; else nothing was written.
@@ -316,14 +320,21 @@ def _checked(
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if not torch.compiler.is_compiling() and base_output is not None:
-            if self._repeat_linear(x, weights, plan, base_output):
+        if not torch.compiler.is_compiling() and getattr(x, "ndim", 0) == 2:
+            if base_output is not None and self._repeat_linear(x, weights, plan, base_output):
                 return base_output
         return call(self, x, weights, plan, base_output)  # type: ignore[no-any-return]
 
     found = repeat if repeats else call
     _GUARDED.add(found)
+    if repeats:
+        _REPEATING.add(found)
     return found
+
+
+def repeats(run_linear: Callable[..., Any]) -> bool:
+    """Return whether a backend's bound `run_linear` begins with its `_repeat_linear`."""
+    return getattr(run_linear, "__func__", None) in _REPEATING
 
 
 for _operation in checks.CHECKS:

@@ -270,7 +270,7 @@ def main() -> int:
     parser.add_argument("--device")
     try:
         job = make_tuning(**vars(parser.parse_args()))
-        progress = tune_points(job, gpu_lab_of, _tell)
+        progress = tune_points(job, gpu_lab_of, tell_lines)
     except LoRABackendError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -291,7 +291,8 @@ def gpu_lab_of(job: Tuning) -> Callable[[Point], Lab]:
     return gpu_lab(job)
 
 
-def _tell(index: int, point: Point, found: Found | None) -> None:
+def tell_lines(index: int, point: Point, found: Found | None) -> None:
+    """Print a line before a point and one after it."""
     if found is not None:
         print(f"  {found.rules_us:.2f} -> {found.tuned_us:.2f} us, {found.tried} tried", flush=True)
     else:

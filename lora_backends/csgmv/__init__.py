@@ -112,7 +112,7 @@ class CsgmvBackend(LoRABackend):
     def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: CsgmvPlan) -> torch.Tensor:
         kernels = launch.kernels_of(weights, plan, self._options, "separate")
         h = self._planes(weights, kernels.split_k, plan.num_tokens).zero_()
-        rows = launch.grid_of(plan).rows
+        rows = launch.grid_of(plan, is_capturing(self.device)).rows
         if rows:
             launch.shrink(x, with_contiguous_tables(weights), plan, h, rows, kernels.shrink)
         return h[0] if kernels.split_k == 1 else h.sum(0)
@@ -126,7 +126,7 @@ class CsgmvBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
-        rows = launch.grid_of(plan).rows
+        rows = launch.grid_of(plan, is_capturing(self.device)).rows
         if rows:
             kernels = launch.kernels_of(weights, plan, self._options, "separate")
             laid = with_contiguous_tables(weights)
@@ -144,7 +144,7 @@ class CsgmvBackend(LoRABackend):
         y = self._output(weights, plan, x.dtype) if base_output is None else base_output
         if base_output is None and self._repeat_linear(x, weights, plan, y):
             return y
-        rows, places = launch.grid_of(plan)
+        rows, places = launch.grid_of(plan, is_capturing(self.device))
         if not rows:
             return y
         kernels = launch.kernels_of(weights, plan, self._options)
@@ -153,7 +153,7 @@ class CsgmvBackend(LoRABackend):
         shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
         expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
         handles = self.handle, weights.handle, places
-        plan.remember(handles, self._options, x, weights, y, shrink, expand, flat=True)
+        plan.remember(handles, self._options, x, weights, y, shrink, expand)
         return y
 
     @override
@@ -162,11 +162,12 @@ class CsgmvBackend(LoRABackend):
     ) -> bool:
         if type(plan) is not CsgmvPlan or type(weights) is not LoRAWeights:
             return False
-        rows, places = launch.grid_of(plan)
-        if not plan.num_groups and not is_capturing(self.device):
+        capturing = is_capturing(self.device)
+        rows, places = launch.grid_of(plan, capturing)
+        if not plan.num_groups and not capturing:
             rows = 0  # grid_of has one empty row, which the call that is remembered has launched
         handles = self.handle, weights.handle, places
-        return plan.repeat(handles, self._options, rows, x, weights, base_output)
+        return plan.repeat(handles, self._options, rows, capturing, x, weights, base_output)
 
     @override
     def run_embedding(
@@ -177,7 +178,7 @@ class CsgmvBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
-        rows, places = launch.grid_of(plan)
+        rows, places = launch.grid_of(plan, is_capturing(self.device))
         if rows:
             h, laid = self._planes(weights, 1, places), with_contiguous_tables(weights)
             launch.gather(token_ids, laid, plan, h, rows)

@@ -66,7 +66,6 @@ def shrink_kernel(
     h_stride_k,
     h_stride_s,
     h_stride_t,
-    PROGRAMS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     RANK_PAD: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -87,10 +86,9 @@ def shrink_kernel(
 
     Every part of the inputs has a plane of partial sums.
     """
-    program = tl.program_id(0) % PROGRAMS
+    program = tl.program_id(0)
     slot, places, tokens = _row(
-        tl.program_id(0) // PROGRAMS, segment_slots_ptr, segment_tokens_ptr, group_starts_ptr,
-        SEGMENT, GROUP,
+        tl.program_id(1), segment_slots_ptr, segment_tokens_ptr, group_starts_ptr, SEGMENT, GROUP
     )  # fmt: skip
     part = program % SPLIT_K
     n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
@@ -181,17 +179,15 @@ def gather_kernel(
     a_stride_r,
     h_stride_s,
     h_stride_t,
-    PROGRAMS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SEGMENT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """h[s, p, :r] = a[l, s, :r, token_ids[t]]: the shrink of one-hot rows."""
-    program = tl.program_id(0) % PROGRAMS
+    program = tl.program_id(0)
     slot, places, tokens = _row(
-        tl.program_id(0) // PROGRAMS, segment_slots_ptr, segment_tokens_ptr, group_starts_ptr,
-        SEGMENT, GROUP,
+        tl.program_id(1), segment_slots_ptr, segment_tokens_ptr, group_starts_ptr, SEGMENT, GROUP
     )  # fmt: skip
     if slot < 0:
         return
@@ -227,7 +223,6 @@ def expand_kernel(
     bias_stride_l,
     STARTS: tl.constexpr,
     FIRST_PROGRAMS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
@@ -249,12 +244,10 @@ def expand_kernel(
 
     By token, h[s, t] stands for h[s, p] and is multiplied as it is, in float32.
     """
-    row = tl.program_id(0) // PROGRAMS
-    program = tl.program_id(0) - row * PROGRAMS  # %: 10 to 24 registers more in expand_boxes
     slot, places, tokens = _row(
-        row, segment_slots_ptr, segment_tokens_ptr, group_starts_ptr, SEGMENT, GROUP
+        tl.program_id(1), segment_slots_ptr, segment_tokens_ptr, group_starts_ptr, SEGMENT, GROUP
     )
-    s, first, end = columns_of(program, STARTS, FIRST_PROGRAMS, BLOCK_C * CHUNKS)
+    s, first, end = columns_of(tl.program_id(0), STARTS, FIRST_PROGRAMS, BLOCK_C * CHUNKS)
     rank = tl.load(ranks_ptr + slot * NUM_SLICES + s, mask=slot >= 0, other=0)
     if slot < 0 or (rank == 0 and not HAS_BIAS):
         if PROGRAMMATIC:

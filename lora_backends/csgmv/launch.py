@@ -14,7 +14,7 @@ from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.gpu.boxes import boxes_of, fits_boxes, without_boxes
 from lora_backends.gpu.choice import TileChoice
 from lora_backends.gpu.config import Problem
-from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
+from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant
 from lora_backends.gpu.ready import EMPTY_ROW, Launched
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig, padded_rank
 from lora_backends.weights import LoRAWeights
@@ -61,9 +61,9 @@ class Kernels(NamedTuple):
     split_k: int
 
 
-def grid_of(plan: CsgmvPlan) -> Grid:
+def grid_of(plan: CsgmvPlan, capturing: bool) -> Grid:
     """Return what to launch."""
-    if is_capturing(plan.packed.device):
+    if capturing:
         return Grid(plan.max_groups, plan.max_segments * plan.segment_size)
     segments = plan.num_segments or EMPTY_ROW
     return Grid(plan.num_groups or EMPTY_ROW, segments * plan.segment_size)
@@ -150,7 +150,6 @@ def _shrink(
     step = tiles.block_k * tiles.split_k
     programs = -(-num_slices * rank_pad // tiles.block_n) * tiles.split_k
     constants = (
-        programs,
         num_slices,
         rank_pad,
         *row,  # SEGMENT, GROUP
@@ -188,7 +187,6 @@ def _expand(
     constants = (
         tuple(accumulate(output_slices, initial=0)),  # STARTS
         first_programs[:-1],
-        first_programs[-1],  # PROGRAMS
         len(output_slices),
         planes,
         padded_rank(max_rank),
@@ -214,7 +212,7 @@ def _expand(
 def _gather(num_slices: int, max_rank: int, segment_size: int, group_size: int) -> Kernel:
     block_r = min(64, padded_rank(max_rank))
     programs = -(-max_rank // block_r) * num_slices
-    constants = (programs, num_slices, segment_size, group_size, block_r)
+    constants = (num_slices, segment_size, group_size, block_r)
     return Kernel(Variant(kernels.gather_kernel, constants, 4, 1), programs)
 
 
@@ -244,7 +242,7 @@ def shrink(
         (x, a, weights.ranks, *_tables(plan), h),
         (a.shape[3], x.stride(0), a_slot, a_slice, a_row, h_plane, h_slice, h_row),
     )
-    kernel.variant.launch((kernel.programs * rows, 1), arguments)
+    kernel.variant.launch((kernel.programs, rows), arguments)
     return Launched(kernel.variant, kernel.programs, arguments)
 
 
@@ -277,7 +275,7 @@ def expand(
         (h_plane, h_slice, h_row, b_slot, b_column, y.stride(0), bias_slot),
         (None if kernel.box is None else boxes_of(b, *kernel.box),),
     )
-    kernel.variant.launch((kernel.programs * rows, 1), arguments)
+    kernel.variant.launch((kernel.programs, rows), arguments)
     return Launched(kernel.variant, kernel.programs, arguments)
 
 
@@ -293,7 +291,7 @@ def gather(
         (token_ids, a, weights.ranks, *_tables(plan), h),
         (a_slot, a_slice, a_row, h_slice, h_row),
     )
-    kernel.variant.launch((kernel.programs * rows, 1), arguments)
+    kernel.variant.launch((kernel.programs, rows), arguments)
 
 
 def _tables(plan: CsgmvPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,10 +6,7 @@ A tile of a plan is a row of the grid here: a segment, or a group of them.
 from __future__ import annotations
 
 from lora_backends.csgmv import config
-from lora_backends.gpu.config import (  # without boxes of B: they do not pay here
-    Problem,
-    choose_tiles,
-)
+from lora_backends.gpu.config import Problem, choose_tiles
 from lora_backends.gpu.config import row_tokens as block_tokens
 from lora_backends.gpu.tiles import TileConfig, tile_faults
 

@@ -71,28 +71,22 @@ def choose_tiles(
     in_features: int,
     out_features: int,
     item_bytes: int,
-    boxes: bool = False,
 ) -> TileConfig:
-    """Return the sizes for one layer and batch; arguments as of `Problem` and `tiles_for`."""
+    """Return the sizes for one layer and batch; arguments as of `Problem`."""
     layer = (num_slices, max_rank, in_features, out_features, item_bytes)
-    return tiles_for(Problem(num_tokens, active_slots, row_tokens, *layer), boxes)
+    return tiles_for(Problem(num_tokens, active_slots, row_tokens, *layer))
 
 
 @lru_cache(maxsize=4096)
-def tiles_for(problem: Problem, boxes: bool = False) -> TileConfig:
-    """Return the sizes for one layer and batch.
-
-    Args:
-        problem: the layer and the batch.
-        boxes: whether copying B by boxes pays in the engine's expand kernel.
-    """
+def tiles_for(problem: Problem) -> TileConfig:
+    """Return the sizes for one layer and batch."""
     if problem.num_tokens < _PREFILL_TOKENS:
         shrink = _shrink_decode(problem)
     elif problem.row_tokens == 16:
         shrink = _shrink_many_adapters(problem)
     else:
         shrink = _shrink_prefill(problem)
-    return TileConfig(fitting(shrink, problem), _expand(problem, boxes))
+    return TileConfig(fitting(shrink, problem), _expand(problem))
 
 
 def _shrink_decode(problem: Problem) -> ShrinkTiles:
@@ -142,15 +136,18 @@ def _shrink_prefill(problem: Problem) -> ShrinkTiles:
     planes = max(planes, min(most, (128 if single else 64) // programs))
     planes = 1 if stacked >= 256 and rows >= 64 else min(planes, 256 // rows)
     split_k = equal_parts(problem.in_features, planes)
-    stages = 4 if rows < _MANY_ROWS else 3  # more in flight where few programs share the GPU
+    block_n, block_k = min(64, stacked), 128
     if stacked >= 128:
-        return ShrinkTiles(64, 64, split_k, num_stages=stages)
-    if wide and stacked <= 32 and rows >= 64:
-        return ShrinkTiles(stacked, 64, split_k, num_warps=8, num_stages=4)
-    return ShrinkTiles(stacked, 128, split_k, num_stages=stages)
+        block_n, block_k = (128 if rows >= 64 and problem.row_tokens == 64 else 64), 64
+    programs = -(-problem.stacked // block_n) * rows * split_k
+    if programs <= _MULTIPROCESSORS:  # one for each, so it may have all the room
+        return ShrinkTiles(block_n, 128, split_k, num_stages=4)
+    stage = block_k * (block_n + problem.row_tokens) * problem.item_bytes
+    stages = 4 if 4 * stage <= _SHARED_BYTES * 3 // 4 else 3  # two or more find room side by side
+    return ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
 
 
-def _expand(problem: Problem, boxes: bool) -> ExpandTiles:
+def _expand(problem: Problem) -> ExpandTiles:
     rank_pad = padded_rank(problem.max_rank)
     block_r = min(rank_pad, WIDEST_RANK_BLOCK)
     wide = problem.out_features >= _WIDE_OUTPUT
@@ -168,7 +165,7 @@ def _expand(problem: Problem, boxes: bool) -> ExpandTiles:
         block_c, chunks = (128, 4) if many else (256, 1)
     else:
         block_c, chunks = 128, 4 if wide and problem.row_tokens > 16 else 1
-    if boxes and prefill and problem.item_bytes == 2 and block_r == rank_pad:
+    if prefill and problem.item_bytes == 2 and block_r == rank_pad:
         # boxes of B pay where two programs for each multiprocessor stay busy, or just one does
         kibi = problem.rows * problem.out_features // 1024
         if problem.row_tokens == 64 or (wide and problem.row_tokens == 32):

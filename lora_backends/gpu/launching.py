@@ -15,6 +15,8 @@ import triton
 from triton import knobs
 
 from lora_backends.checks import as_device
+from lora_backends.errors import UnsupportedInputError
+from lora_backends.gpu.direct import DirectLaunch
 
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether kernels run on the CPU, in Triton's interpreter."""
@@ -105,35 +107,44 @@ class Variant:
 class ReadyLaunch:
     """A compiled kernel with all of its arguments but two addresses."""
 
-    __slots__ = ("_compiled", "_function", "_metadata", "_middle", "_run", "_tail")
+    __slots__ = ("_arguments", "_compiled", "_direct", "_second")
 
     def __init__(self, compiled: Any, arguments: tuple[Any, ...], second: int) -> None:
-        self._compiled, self._run = compiled, compiled.run
-        self._function, self._metadata = compiled.function, compiled.packed_metadata
-        self._middle, self._tail = arguments[1:second], arguments[second + 1 :]
+        self._compiled, self._arguments, self._second = compiled, arguments, second
+        self._direct = DirectLaunch.of(compiled, arguments, second)
 
-    def launch(self, programs: int, rows: int, stream: int, first: int, second: int) -> None:
-        """Launch on a stream of the current device, with the addresses that move."""
-        hooks = knobs.runtime
-        if _is_silent(hooks.launch_enter_hook) and _is_silent(hooks.launch_exit_hook):
-            self._run(
-                programs,
-                rows,
-                1,
-                stream,
-                self._function,
-                self._metadata,
-                None,
-                None,
-                None,
-                first,
-                *self._middle,
-                second,
-                *self._tail,
-            )
+    def launch(
+        self, programs: int, rows: int, stream: int, first: int, second: int, told: bool
+    ) -> None:
+        """Launch on a stream of the current device, with the addresses that move.
+
+        `told`: whether a profiler is told of launches, from `are_launches_told`.
+        """
+        if self._direct is not None and not told:
+            self._direct.launch(programs, rows, stream, first, second)
         else:
-            arguments = [first, *self._middle, second, *self._tail]
+            arguments = list(self._arguments)
+            arguments[0], arguments[self._second] = first, second
             _run(self._compiled, (programs, rows), stream, arguments)
+
+
+MOST_ROWS = 65535
+"""Rows of a grid, its second axis, that CUDA launches."""
+
+
+def check_rows(rows: int, num_tokens: int, num_slots: int) -> None:
+    """Refuse a batch that may need more rows of the grid than can be launched.
+
+    Raises:
+        UnsupportedInputError: it does.
+    """
+    if rows > MOST_ROWS:
+        raise UnsupportedInputError(
+            f"the batch is too large for one grid\n"
+            f"  given: {num_tokens} tokens over {num_slots} slots, up to {rows} rows of the grid\n"
+            f"  allowed: {MOST_ROWS} rows\n"
+            f"  to do: split the batch"
+        )
 
 
 def is_current(device: torch.device) -> bool:
@@ -159,11 +170,16 @@ def _kind(
     )
 
 
+def are_launches_told() -> bool:
+    """Return whether a profiler has to be told of every launch."""
+    hooks = knobs.runtime
+    return not (_is_silent(hooks.launch_enter_hook) and _is_silent(hooks.launch_exit_hook))
+
+
 def _run(compiled: Any, grid: tuple[int, int], stream: int, arguments: list[Any]) -> None:
-    enter, leave, metadata = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, None
-    if _is_silent(enter) and _is_silent(leave):
-        enter = leave = None  # calling hooks that do nothing costs more than the launch
-    else:
+    enter = leave = metadata = None  # calling hooks that do nothing costs more than the launch
+    if are_launches_told():
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         metadata = compiled.launch_metadata((*grid, 1), stream, *arguments)
     compiled.run(
         grid[0],

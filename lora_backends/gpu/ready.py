@@ -1,25 +1,30 @@
 """`run_linear` again: both launches of a layer and a plan, kept with all that does not change.
 
 In a model every layer meets the same plan at every step. What is left to do for a call that was
-made before is to look it up, to take memory for h and to hand the addresses of x, h and y to two
-kernels that are compiled and whose other arguments are known.
+made before is to look it up and to hand the addresses of x, h and y to two kernels that are
+compiled and whose other arguments are known. The memory of h is the plan's, and serves all layers
+in turn.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 
 from lora_backends.backend import LoRAPlan
+from lora_backends.compiled import is_in_operation
 from lora_backends.gpu.boxes import by_address
 from lora_backends.gpu.launching import (
     INTERPRETED,
     Arguments,
     ReadyLaunch,
     Variant,
+    are_launches_told,
     current_stream,
     is_current,
 )
@@ -31,6 +36,13 @@ graph may need that is captured next: nothing can be compiled in a capture."""
 
 MOST_KEPT = 4096
 """Calls that a plan remembers: layers, times the kinds of x and y that they are called with."""
+
+LARGEST_KEPT = 2**20
+"""float32 values of h that a plan keeps memory for: taking it anew is 3 to 6 us of host time, which
+larger batches do not notice."""
+
+MOST_STREAMS = 16
+"""Streams and threads that a plan keeps memory for."""
 
 
 class Launched(NamedTuple):
@@ -53,21 +65,17 @@ class ReadyLinear:
     x_span: int  # bytes from the first to the last element
     y_span: int
     weights: tuple[int, ...]  # addresses of the layer's tensors, to notice that one has moved
-    h_shape: tuple[int, ...]  # of the float32 planes between the kernels
+    h_values: int  # float32, of the planes between the kernels
     shrink: ReadyLaunch  # x and h move
     expand: ReadyLaunch  # h and y move
     programs: tuple[int, int]  # of both kernels for a row of the grid
-    flat: bool  # rows and programs share the first axis of the grid
 
-    def launch(self, rows: int, x: int, y: int) -> None:
-        """Launch both kernels over `rows` rows of the grid; x and y are addresses."""
-        h = torch.empty(self.h_shape, dtype=torch.float32, device=self.device)
-        stream, h_address = current_stream(self.device.index), h.data_ptr()
+    def launch(self, rows: int, stream: int, x: int, h: int, y: int) -> None:
+        """Launch both kernels over `rows` rows of the grid; x, h and y are addresses."""
         shrink, expand = self.programs
-        if self.flat:
-            shrink, expand, rows = shrink * rows, expand * rows, 1
-        self.shrink.launch(shrink, rows, stream, x, h_address)
-        self.expand.launch(expand, rows, stream, h_address, y)
+        told = are_launches_told()
+        self.shrink.launch(shrink, rows, stream, x, h, told)
+        self.expand.launch(expand, rows, stream, h, y, told)
 
 
 @dataclass(eq=False)
@@ -75,15 +83,18 @@ class RememberingPlan(LoRAPlan):
     """A plan that remembers the launches of the layers that it was used with."""
 
     _ready: dict[Any, ReadyLinear] = field(default_factory=dict, init=False, repr=False)
+    _memory: dict[Any, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_ready": {}}  # a copy has tables of its own
+        # a copy has tables of its own
+        return super().__getstate__() | {"_ready": {}, "_memory": {}}
 
     def repeat(
         self,
         handles: tuple[int, ...],
         choice: object,
         rows: int,
+        capturing: bool,
         x: torch.Tensor,
         weights: LoRAWeights,
         y: torch.Tensor,
@@ -98,9 +109,10 @@ class RememberingPlan(LoRAPlan):
             handles: as in `remember`.
             choice: as in `remember`.
             rows: of the grid.
-            x: as in `run_linear`, of whatever type.
+            capturing: whether a CUDA graph is being captured.
+            x: as in `run_linear`, of whatever type; with more axes in front if contiguous.
             weights: the layer.
-            y: base_output, of whatever type.
+            y: base_output, of whatever type, with the axes of x.
 
         Returns:
             Whether y is done.
@@ -108,7 +120,11 @@ class RememberingPlan(LoRAPlan):
         if type(x) is not torch.Tensor or type(y) is not torch.Tensor:
             return False
         try:
-            found = self._ready.get(_key_of(handles, x, y))
+            x_first, y_first = x.data_ptr(), y.data_ptr()
+            key = _key_of(handles, x, x_first, y, y_first)
+            found = self._ready.get(key)
+            if found is None and x.ndim > 2:
+                found = self._flattened(key, handles, x, y)
         except RuntimeError:  # no strides or no memory: the checks say what is wrong
             return False
         if (
@@ -124,12 +140,45 @@ class RememberingPlan(LoRAPlan):
             or not is_current(found.device)
         ):
             return False
-        x_first, y_first = x.data_ptr(), y.data_ptr()
         if x_first < y_first + found.y_span and y_first < x_first + found.x_span:
             return False  # columns of one buffer, or an error
         if rows:
-            found.launch(rows, x_first, y_first)
+            stream = current_stream(found.device.index)
+            h = self._memory_of_h(found, stream, capturing)
+            found.launch(rows, stream, x_first, h.data_ptr(), y_first)
         return True
+
+    def _flattened(
+        self, key: Any, handles: tuple[int, ...], x: torch.Tensor, y: torch.Tensor
+    ) -> ReadyLinear | None:
+        """Return the launches for the rows of x and y, and remember them for their own shapes."""
+        if not (x.is_contiguous() and y.is_contiguous()) or x.shape[:-1] != y.shape[:-1]:
+            return None
+        rows, columns = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        found = self._ready.get(_key_of(handles, rows, x.data_ptr(), columns, y.data_ptr()))
+        if found is None or found.x_shape != rows.shape or found.y_shape != columns.shape:
+            return None
+        found = replace(found, x_shape=x.shape, y_shape=y.shape)
+        self._ready[key] = found
+        return found
+
+    def _memory_of_h(self, found: ReadyLinear, stream: int, capturing: bool) -> torch.Tensor:
+        """Return memory that nothing else on the stream uses before the launches that follow.
+
+        A graph's memory comes from its own pool, and so does that of a compiled program, which
+        counts what is left there; each thread has its own, since its launches may come between
+        those of another.
+        """
+        if capturing or found.h_values > LARGEST_KEPT or is_in_operation():
+            return torch.empty(found.h_values, dtype=torch.float32, device=found.device)
+        place = stream, get_ident()
+        kept = self._memory.get(place)
+        if kept is None or len(kept) < found.h_values:
+            if len(self._memory) >= MOST_STREAMS:
+                self._memory.clear()
+            kept = torch.empty(found.h_values, dtype=torch.float32, device=found.device)
+            self._memory[place] = kept
+        return kept
 
     def remember(
         self,
@@ -140,7 +189,6 @@ class RememberingPlan(LoRAPlan):
         y: torch.Tensor,
         shrink: Launched,
         expand: Launched,
-        flat: bool = False,
     ) -> None:
         """Keep the launches of a call that was just made, where they may be repeated.
 
@@ -152,7 +200,6 @@ class RememberingPlan(LoRAPlan):
             y: of the call.
             shrink: x is its first pointer, h the last one.
             expand: h is its first pointer, y the third.
-            flat: whether rows and programs share the first axis of the grid.
         """
         if INTERPRETED or not _tables_are_contiguous(weights):
             return  # not contiguous: copies were passed on
@@ -163,7 +210,7 @@ class RememberingPlan(LoRAPlan):
         if len(self._ready) >= MOST_KEPT:
             self._ready.clear()
         boxes = tuple(map(by_address, expand.arguments.boxes))
-        self._ready[_key_of(handles, x, y)] = ReadyLinear(
+        self._ready[_key_of(handles, x, x_first, y, y_first)] = ReadyLinear(
             choice,
             x.device,
             x.shape,
@@ -172,11 +219,10 @@ class RememberingPlan(LoRAPlan):
             x_span,
             y_span,
             _addresses_of(weights),
-            tuple(expand.arguments.tensors[0].shape),
+            math.prod(expand.arguments.tensors[0].shape),
             shrink.variant.ready(shrink.arguments, len(shrink.arguments.tensors) - 1),
             expand.variant.ready(expand.arguments._replace(boxes=boxes), 2),
             (shrink.programs, expand.programs),
-            flat,
         )
 
 
@@ -198,10 +244,11 @@ def _tables_are_contiguous(weights: LoRAWeights) -> bool:
     return weights.ranks.is_contiguous() and weights.scalings.is_contiguous()
 
 
-def _key_of(handles: tuple[int, ...], x: torch.Tensor, y: torch.Tensor) -> tuple[Any, ...]:
+def _key_of(
+    handles: tuple[int, ...], x: torch.Tensor, x_first: int, y: torch.Tensor, y_first: int
+) -> tuple[Any, ...]:
     """Return what compiled kernels and their other arguments depend on."""
-    aligned = x.data_ptr() & 15 == 0, y.data_ptr() & 15 == 0
-    return *handles, x.stride(), y.stride(), y.dtype, *aligned
+    return handles, x.stride(), y.stride(), y.dtype, x_first & 15 == 0, y_first & 15 == 0
 
 
 def _span_of(rows: torch.Tensor) -> int:

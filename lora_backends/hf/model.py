@@ -412,7 +412,7 @@ class MultiLoRAModel:
             group.join()
             alone = [hooks.pop(path) for path in group.paths]
             forwards = [leader_forward(self._key, group, self.backend, alone[0])]
-            forwards += [sibling_forward(hook) for hook in alone[1:]]
+            forwards += [sibling_forward(self._key, hook) for hook in alone[1:]]
             handles += map(ForwardOverride, group.modules, forwards)
         for path, hook in hooks.items():
             site, module = self._sites[path], self._sites[path].module

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
-from lora_backends.backend import LoRABackend
+from lora_backends.backend import LoRABackend, repeats
 from lora_backends.hf.hooks import RUNNING, Hook, Kept
 from lora_backends.hf.sites import Site
+from lora_backends.weights import LoRAWeights
 
 GROUPS = (
     (("q_proj", "k_proj", "v_proj"), "run_qkv"),
@@ -145,21 +147,20 @@ def leader_forward(
     Returns:
         A function of the module and its input.
     """
-    path, in_features = group.paths[0], group.modules[0].in_features
+    path, widths = group.paths[0], group.widths
     device_type = group.modules[0].weight.device.type
-    widths, width = group.widths, sum(group.widths)
-    run = getattr(backend, group.operation)
-    if getattr(type(backend), group.operation) is getattr(LoRABackend, group.operation):
-        run = backend.run_linear  # what the default does, and checks a second time
+    add = adder(backend, group.operation)
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        call = RUNNING.call
+        if call.model != model:
+            return functional.linear(input, self.weight, self.bias)
         if torch.compiler.is_compiling():
             return _run_alone(self, input, alone)
         left, RUNNING.kept = RUNNING.kept, None
         if left is not None:
             left.group.apart = True
-        call = RUNNING.call
-        weights = call.shared.get(path) if call.model == model else None
+        weights = call.shared.get(path)
         if (
             weights is None
             or group.apart
@@ -171,16 +172,35 @@ def leader_forward(
         ):
             return _run_alone(self, input, alone)
         assert group.weight is not None
-        shape = input.shape[:-1]
-        x = input.reshape(-1, in_features)
-        y = functional.linear(x, group.weight, group.bias)
-        run(x, weights, call.plan(shape, path), y)
-        mine, *theirs = _columns(y.view(*shape, width), widths)
+        y = functional.linear(input, group.weight, group.bias)
+        add(input, weights, call.plan(input.shape[:-1], path), y)
+        mine, *theirs = _columns(y, widths)
         others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
         RUNNING.kept = Kept(group, input, input._version, others)
         return mine
 
     return forward
+
+
+def adder(backend: LoRABackend, operation: str) -> Callable[..., None]:
+    """Return what adds LoRA in place, of x and y with any axes in front of their last.
+
+    Args:
+        backend: whose operation it is.
+        operation: `run_linear`, or one that is the same by default.
+    """
+    run, repeat = getattr(backend, operation), backend._repeat_linear
+    if getattr(type(backend), operation) is getattr(LoRABackend, operation):
+        run = backend.run_linear  # what the default does, and checks a second time
+
+    def add(x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> None:
+        run(x.reshape(-1, x.shape[-1]), weights, plan, y.view(-1, y.shape[-1]))
+
+    def repeat_or_add(x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> None:
+        if not repeat(x, weights, plan, y):  # no views: each is 2 to 3 us of a step
+            add(x, weights, plan, y)
+
+    return repeat_or_add if repeats(run) else add
 
 
 def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
@@ -193,10 +213,20 @@ def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
     return tuple(c.contiguous() for c in columns) if y.device.type == "cpu" else columns
 
 
-def sibling_forward(alone: Hook) -> Callable[..., torch.Tensor]:
-    """Return a sibling's `forward`: what the leader has kept for it, else as if it were alone."""
+def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
+    """Return a sibling's `forward`: what the leader has kept for it, else as if it were alone.
+
+    Args:
+        model: whose calls it serves.
+        alone: the sibling's hook where it runs alone.
+
+    Returns:
+        A function of the module and its input.
+    """
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        if RUNNING.call.model != model:
+            return functional.linear(input, self.weight, self.bias)
         if not torch.compiler.is_compiling():
             kept = RUNNING.kept
             if kept is not None and kept.x is input and kept.version == input._version:
@@ -224,19 +254,18 @@ def linear_forward(
     Returns:
         A function of the module and its input.
     """
-    path, run = site.path, backend.run_linear
-    in_features, width = site.spec.in_features, site.spec.out_features
+    path, add = site.path, adder(backend, "run_linear")
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
-        weights = call.stacks.get(path) if call.model == model else None
+        if call.model != model:
+            return functional.linear(input, self.weight, self.bias)
+        weights = call.stacks.get(path)
         if weights is None or torch.compiler.is_compiling():
             return _run_alone(self, input, alone)
-        shape = input.shape[:-1]
-        x = input.reshape(-1, in_features)
-        y = functional.linear(x, self.weight, self.bias)
-        run(x, weights, call.plan(shape, path), y)
-        return y.view(*shape, width)
+        y = functional.linear(input, self.weight, self.bias)
+        add(input, weights, call.plan(input.shape[:-1], path), y)
+        return y
 
     return forward
 

@@ -12,7 +12,11 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.gpu.boxes import has_boxes
 from lora_backends.gpu.choice import tile_choice
-from lora_backends.gpu.launching import has_programmatic_launch, interpreter_reasons
+from lora_backends.gpu.launching import (
+    has_programmatic_launch,
+    interpreter_reasons,
+    is_capturing,
+)
 from lora_backends.gpu.ready import EMPTY_ROW, with_contiguous_tables
 from lora_backends.gpu.tiles import TileConfig
 from lora_backends.triton import launch, tuning
@@ -93,7 +97,7 @@ class TritonBackend(LoRABackend):
     def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: TritonPlan) -> torch.Tensor:
         tiles = self._tiles(weights, plan, x.element_size())
         h = self._planes(weights, plan, tiles.shrink.split_k).zero_()
-        count = launch.grid_tiles(plan) or EMPTY_ROW
+        count = launch.grid_tiles(plan, is_capturing(self.device)) or EMPTY_ROW
         if count:
             laid = with_contiguous_tables(weights)
             precision, early = self._precision, self._programmatic
@@ -109,7 +113,7 @@ class TritonBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
-        count = launch.grid_tiles(plan) or EMPTY_ROW
+        count = launch.grid_tiles(plan, is_capturing(self.device)) or EMPTY_ROW
         if count:
             laid = with_contiguous_tables(weights)
             tiles = self._tiles(weights, plan, torch.float32.itemsize)
@@ -128,7 +132,7 @@ class TritonBackend(LoRABackend):
         y = self._output(weights, plan, x.dtype) if base_output is None else base_output
         if base_output is None and self._repeat_linear(x, weights, plan, y):
             return y
-        count = launch.grid_tiles(plan) or EMPTY_ROW
+        count = launch.grid_tiles(plan, is_capturing(self.device)) or EMPTY_ROW
         if not count:
             return y
         tiles = self._tiles(weights, plan, x.element_size())
@@ -149,8 +153,9 @@ class TritonBackend(LoRABackend):
     ) -> bool:
         if type(plan) is not TritonPlan or type(weights) is not LoRAWeights:
             return False
-        handles, count = (self.handle, weights.handle), launch.grid_tiles(plan)
-        return plan.repeat(handles, self.tile_choice, count, x, weights, base_output)
+        capturing = is_capturing(self.device)
+        handles, count = (self.handle, weights.handle), launch.grid_tiles(plan, capturing)
+        return plan.repeat(handles, self.tile_choice, count, capturing, x, weights, base_output)
 
     @override
     def run_embedding(
@@ -161,7 +166,7 @@ class TritonBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
-        count = launch.grid_tiles(plan) or EMPTY_ROW
+        count = launch.grid_tiles(plan, is_capturing(self.device)) or EMPTY_ROW
         if count:
             h, laid = self._planes(weights, plan, 1), with_contiguous_tables(weights)
             launch.gather(token_ids, laid, plan, h, count)

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from lora_backends.gpu.boxes import boxes_of, fits_boxes, without_boxes
-from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant, is_capturing
+from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant
 from lora_backends.gpu.ready import Launched
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, padded_rank
 from lora_backends.triton import kernels
@@ -16,9 +16,9 @@ from lora_backends.triton.plan import TritonPlan
 from lora_backends.weights import LoRAWeights
 
 
-def grid_tiles(plan: TritonPlan) -> int:
+def grid_tiles(plan: TritonPlan, capturing: bool) -> int:
     """Return the tiles to launch: all that a graph may meet later, else those in use."""
-    return plan.max_tiles if is_capturing(plan.packed.device) else plan.num_tiles
+    return plan.max_tiles if capturing else plan.num_tiles
 
 
 def shrink(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
-from lora_backends.gpu import config
-from lora_backends.gpu.config import equal_parts
+from lora_backends.gpu.config import choose_tiles, equal_parts
 from lora_backends.gpu.config import row_tokens as block_tokens
 from lora_backends.gpu.tiles import (
     ExpandTiles,
@@ -21,10 +19,6 @@ __all__ = ["TILE_TOKENS", "TileConfig", "block_tokens", "candidates", "choose_ti
 
 TILE_TOKENS = (16, 32, 64)
 """Tokens per tile that a plan may have."""
-
-
-choose_tiles = partial(config.choose_tiles, boxes=True)
-"""Returns the sizes of the rules for one layer and batch; B may be copied by boxes."""
 
 
 def candidates(

@@ -5,7 +5,6 @@ import torch
 from lora_backends.csgmv import launch, tuning
 from lora_backends.csgmv.config import segment_and_group
 from lora_backends.gpu.choice import tile_choice
-from lora_backends.gpu.tiles import ExpandTiles
 
 QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
 DECODE, PREFILL = (1, 1, 16), (2048, 8, 16)  # tokens, active slots, segment_size
@@ -16,8 +15,9 @@ CASES = {
         (PREFILL, DOWN),
         ((64, 64, "auto"), QKV),
         ((2048, 8, 128), DOWN),
+        ((8192, 8, 16), DOWN),  # boxes of B
     ],
-    "fp16": [(PREFILL, QKV)],
+    "fp16": [(PREFILL, QKV), ((8192, 8, 16), DOWN)],
     "fp32": [(PREFILL, DOWN)],
 }
 
@@ -33,9 +33,6 @@ def variants(dtype, programmatic):
         kernels = launch._kernels(*layer, False, *batch, "linear", programmatic)
         yield _parts(kernels.shrink)
         yield _parts(kernels.expand)
-    if programmatic and dtype != "fp32":  # sizes of a table: the rules choose no boxes
-        boxes = ExpandTiles(128, 64, 8, num_warps=8, num_stages=3)
-        yield _parts(launch._expand(((4096,), 64), 2, (16, 4), boxes, False, False, options))
     by_token = launch._kernels(*layer, True, *batch, "separate", programmatic)
     yield _parts(by_token.shrink)
     yield _parts(by_token.expand)

@@ -70,7 +70,7 @@ def test_rows_of_h_follow_the_permutation(device):
     choice = CsgmvBackend(device, tiles="rules").tile_choice
     kernels = launch.kernels_of(weights, plan, launch.Options("ieee", False, False, choice, False))
     x = torch.randn(7, 10, device=device)
-    rows, places = launch.grid_of(plan)
+    rows, places = launch.grid_of(plan, False)
     assert (rows, places) == (4, 64)
     h = torch.full((kernels.split_k, 3, places, 3), float("nan"), device=device)
     launch.shrink(x, weights, plan, h, rows, kernels.shrink)

@@ -14,15 +14,14 @@ def _is_power_of_two(value):
     return value & (value - 1) == 0
 
 
-@pytest.mark.parametrize("boxes", [False, True])
 @pytest.mark.parametrize("item_bytes", [2, 4])
-def test_sizes_of_any_shape_are_ones_that_the_kernels_take(item_bytes, boxes):
+def test_sizes_of_any_shape_are_ones_that_the_kernels_take(item_bytes):
     for (tokens, active), slices, rank, (inputs, outputs) in itertools.product(
         TOKENS, SLICES, RANKS, WIDTHS
     ):
         tile = row_tokens(tokens, active)
         layer = (slices, rank, inputs, outputs, item_bytes)
-        tiles = choose_tiles(tokens, active, tile, *layer, boxes=boxes)
+        tiles = choose_tiles(tokens, active, tile, *layer)
         shrink, expand = tiles.shrink, tiles.expand
         for size in (tile, shrink.block_n, expand.block_c, expand.block_r):
             assert size >= 16 and _is_power_of_two(size)
@@ -33,7 +32,16 @@ def test_sizes_of_any_shape_are_ones_that_the_kernels_take(item_bytes, boxes):
         stage = shrink.block_k * (shrink.block_n + tile) * item_bytes
         assert stage * shrink.num_stages <= 160 * 1024  # shared memory of the smallest target
         assert not tile_faults(tiles, tile, *layer)
-        assert expand.num_stages == 1 or boxes
+        assert expand.num_stages == 1 or item_bytes == 2
+
+
+def test_boxes_of_b_are_for_long_batches_of_16_bit_weights():
+    def stages(tokens, item_bytes):
+        tile = row_tokens(tokens, 8)
+        return choose_tiles(tokens, 8, tile, 1, 64, 4096, 4096, item_bytes).expand.num_stages
+
+    assert stages(8192, 2) == 3
+    assert stages(256, 2) == stages(8192, 4) == 1
 
 
 def test_a_lone_token_of_rank_16_is_split_over_many_programs():
