@@ -64,6 +64,7 @@ class Benchmark:
         self.rows, self.rank, self.past = (6, 4, 8) if arguments.tiny else (64, 16, 128)
         self.names = [f"adapter{i}" for i in range(3 if arguments.tiny else 8)]
         self.base = make_base(self.device, arguments.tiny)
+        self.plain = make_base(self.device, arguments.tiny)  # the same, never wrapped
         backend = make_backend(arguments.backend, self.device)
         fuse = arguments.fuse
         self.model = MultiLoRAModel(self.base, backend, len(self.names), self.rank, fuse=fuse)
@@ -105,8 +106,8 @@ class Benchmark:
 
     def decode(self, **adapters: Any) -> Decoder:
         """Return decode steps of our model, of the base model where no adapters are given."""
-        run = self.model if adapters else self.base
-        return Decoder(self.base, run, self.tokens, self.past, adapters)
+        run = self.model if adapters else self.plain
+        return Decoder(self.plain, run, self.tokens, self.past, adapters)
 
     def time_host(self) -> None:
         """Time a layer's modules on the host, with an empty backend and with the one under test."""
@@ -126,7 +127,7 @@ class Benchmark:
             ours = self.decode(adapters=self.step).logits()
             expected = self.decode(adapters=rows).logits()
             oracle = Decoder(
-                self.base, reference, self.tokens, self.past, {"adapters": rows}
+                self.plain, reference, self.tokens, self.past, {"adapters": rows}
             ).logits()
             found.append(
                 {"torch_ref": distance(ours, oracle), "plan_of_its_own": distance(ours, expected)}
@@ -161,9 +162,9 @@ class Benchmark:
         options: dict[str, Any] = {"mode": "reduce-overhead"}
         if self.device.type == "cpu":
             options = {"backend": "aot_eager"}
-        compiled = torch.compile(self.base, fullgraph=True, **options)
         base, ours = self.decode(), self.decode(adapters=self.step)
-        base.run = compiled
+        base.run = torch.compile(self.plain, fullgraph=True, **options)
+        compiled = torch.compile(self.base, fullgraph=True, **options)
 
         def with_step(adapters: PreparedAdapters, **inputs: Any) -> Any:
             with self.model.using(adapters):
@@ -178,7 +179,7 @@ class Benchmark:
         with tempfile.TemporaryDirectory() as folder:
             run = peft_model(self.base, self.names, self.rank, Path(folder))
             rows = {"adapter_names": self.composition(0)}
-            decoder = Decoder(self.base, run, self.tokens, self.past, rows)
+            decoder = Decoder(self.plain, run, self.tokens, self.past, rows)
             self.measure("peft", {"base": self.decode(), "peft": decoder}, samples=4)
 
     def follow(self, kind: str, decoder: Decoder) -> None:
@@ -224,8 +225,8 @@ class Benchmark:
             f"A decode step of {self.rows} rows with a static cache that holds {self.past} to "
             f"{self.past + STEPS} tokens; {len(self.names)} adapters of rank {self.rank} on "
             f"{', '.join(TARGETS)}; row i uses adapter i mod {len(self.names)}. A sample is the "
-            f"wall time of {STEPS} steps over {STEPS}, contenders take turns, the base model is "
-            f"wrapped and its hooks idle; milliseconds are "
+            f"wall time of {STEPS} steps over {STEPS}, contenders take turns; the base model is "
+            f"another of the same weights, which was never wrapped. Milliseconds are "
             f"medians over the samples, ratios those of medians."
         )
         content: dict[str, Any] = {

@@ -119,7 +119,6 @@ def lora_hook(model: str, site: Site, backend: LoRABackend) -> Hook:
     path, width = site.path, site.spec.out_features
     is_embedding = site.spec.kind == "embedding"
     run = backend.run_embedding if is_embedding else backend.run_linear
-    rows = (-1,) if is_embedding else (-1, site.spec.in_features)
 
     def add_lora(
         module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
@@ -133,10 +132,17 @@ def lora_hook(model: str, site: Site, backend: LoRABackend) -> Hook:
         x = args[0]
         plan = call.plan(x.shape if is_embedding else x.shape[:-1], path)
         output = output.contiguous()
-        run(x.reshape(rows), weights, plan, output.view(-1, width))
+        x = x.flatten() if is_embedding else as_rows(x)
+        run(x, weights, plan, output.view(-1, width))
         return output
 
     return add_lora
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., in_features] as [tokens, in_features], the last axis contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def rows_and_length(inputs: Mapping[str, Any]) -> tuple[int, int]:

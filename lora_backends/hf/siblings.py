@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
 from lora_backends.backend import LoRABackend, repeats
-from lora_backends.hf.hooks import RUNNING, Hook, Kept
+from lora_backends.hf.hooks import RUNNING, Hook, Kept, as_rows
 from lora_backends.hf.sites import Site
 from lora_backends.weights import LoRAWeights
 
@@ -194,7 +194,7 @@ def adder(backend: LoRABackend, operation: str) -> Callable[..., None]:
         run = backend.run_linear  # what the default does, and checks a second time
 
     def add(x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> None:
-        run(x.reshape(-1, x.shape[-1]), weights, plan, y.view(-1, y.shape[-1]))
+        run(as_rows(x), weights, plan, y.view(-1, y.shape[-1]))
 
     def repeat_or_add(x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> None:
         if not repeat(x, weights, plan, y):  # no views: each is 2 to 3 us of a step

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import inspect
+import threading
 import weakref
 
 import pytest
@@ -14,6 +16,7 @@ from lora_backends import (
     LoRAWeights,
     UnsupportedInputError,
     checks,
+    compiled,
 )
 from lora_backends.csgmv import CsgmvBackend
 from lora_backends.csgmv import launch as csgmv_launch
@@ -75,6 +78,11 @@ def log(monkeypatch):
 @pytest.fixture(params=[TritonBackend, CsgmvBackend], ids=["triton", "csgmv"])
 def backend(request):
     return request.param("cpu", tiles="rules")
+
+
+def address_of_h(log):
+    """Return where the last call's two kernels found h."""
+    return log[-1][2][0]
 
 
 def calls(log, backend, weights, plan, x, y):
@@ -337,3 +345,130 @@ def test_what_a_plan_keeps_is_bounded(log, backend, monkeypatch):
     for seed in range(8):
         calls(log, backend, small_weights(seed=seed), plan, x, y)
         assert 1 <= len(plan._ready) <= 3
+
+
+def test_layers_share_the_memory_of_h(log, backend):
+    plan = fresh(backend, LoRABatch(MIXED, 4))
+    x, y, layers = torch.randn(7, 10), torch.zeros(7, 14), [small_weights(seed=s) for s in range(3)]
+    for weights in layers:
+        calls(log, backend, weights, plan, x, y)
+    used = set()
+    for weights in layers * 2:
+        calls(log, backend, weights, plan, x, y)
+        used.add(address_of_h(log))
+    (kept,) = plan._memory.values()
+    assert used == {kept.data_ptr()}
+    assert not copy.deepcopy(plan)._memory
+
+
+def test_memory_of_h_grows_with_the_layers(log, backend, monkeypatch):
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    for _ in range(2):
+        calls(log, backend, weights, plan, x, y)
+    (found,) = plan._ready.values()
+    place, kept = plan._memory.popitem()
+    assert len(kept) == found.h_values
+    plan._memory[place] = kept[: found.h_values - 1]
+    calls(log, backend, weights, plan, x, y)
+    assert len(plan._memory[place]) == found.h_values
+    monkeypatch.setattr(ready, "MOST_STREAMS", 2)
+    for stream in range(5):
+        monkeypatch.setattr(launching, "_stream_of", lambda s=stream: lambda device: s)
+        calls(log, backend, weights, plan, x, y)
+        assert 1 <= len(plan._memory) <= 2
+
+
+def in_operation(monkeypatch, backend):
+    monkeypatch.setattr(compiled._THREAD, "in_operation", True)
+
+
+def capturing(monkeypatch, backend):
+    monkeypatch.setattr(inspect.getmodule(type(backend)), "is_capturing", lambda device: True)
+
+
+def long_batches(monkeypatch, backend):
+    monkeypatch.setattr(ready, "LARGEST_KEPT", 1)
+
+
+@pytest.mark.parametrize("among", [in_operation, capturing, long_batches])
+def test_memory_of_h_is_taken_anew(log, backend, monkeypatch, among):
+    """Where a graph or a compiled program owns what is allocated, or where it would be much."""
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    among(monkeypatch, backend)
+    for _ in range(3):
+        calls(log, backend, weights, plan, x, y)
+    assert plan._ready and not plan._memory
+
+
+def test_threads_have_memory_of_their_own(log, backend):
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    barrier, used = threading.Barrier(2), {}
+
+    def run(name):
+        barrier.wait()  # both live at once: a thread's number is given again after its end
+        for _ in range(3):
+            backend.run_linear(x, weights, plan, y)
+        used[name] = plan._memory[0, threading.get_ident()].data_ptr()
+        barrier.wait()
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert used["a"] != used["b"]
+
+
+def test_an_operation_of_a_compiled_program_is_told_of(log, backend, monkeypatch):
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x, y, seen = torch.randn(7, 10), torch.zeros(7, 14), []
+    monkeypatch.setattr(
+        type(plan), "repeat", lambda *args: bool(seen.append(compiled.is_in_operation()))
+    )
+    backend.run_linear(x, weights, plan, y)
+    compiled._add("run_linear", x, y, backend.handle, weights.handle, plan.handle)
+    with pytest.raises(InvalidInputError):
+        compiled._add("run_linear", x[:3], y, backend.handle, weights.handle, plan.handle)
+    backend.run_linear(x, weights, plan, y)
+    assert seen == [False, True, True, False]
+
+
+@pytest.mark.parametrize("shape", [(7, 1), (1, 7)])
+def test_rows_with_more_axes_are_repeated_as_they_are(log, backend, shape):
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(*shape, 10), torch.zeros(*shape, 14)
+    assert not backend._repeat_linear(x, weights, plan, y)  # nothing to repeat
+    expected = calls(log, backend, weights, plan, x.view(7, 10), y.view(7, 14))
+    for _ in range(2):
+        log.clear()
+        assert backend._repeat_linear(x, weights, plan, y)
+        assert [entry[1] for entry in log] == [grid for grid, _ in expected]
+        assert log[0][2][0] == x.data_ptr() and log[1][2][2] == y.data_ptr()
+    log.clear()
+    for other in (
+        (x.transpose(0, 1).contiguous(), y),
+        (x.expand(2, *shape, 10)[0], y[..., :13]),
+        (x[..., :9], y),
+        (torch.randn(7, 2, 10)[:, :1], y.view(7, 1, 14)),
+        (x, torch.zeros(7, 2, 14)[:, :1]),
+        (x, y.view(7, 14)),
+        (x.view(7, 10), y),
+        (x.bfloat16(), y),
+    ):
+        assert not backend._repeat_linear(other[0], weights, plan, other[1])
+    assert not log
+
+
+def test_the_interface_takes_rows_alone(log, backend):
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 1, 10), torch.zeros(7, 1, 14)
+    calls(log, backend, weights, plan, x.view(7, 10), y.view(7, 14))
+    assert backend._repeat_linear(x, weights, plan, y)
+    log.clear()
+    for wrong in ((x, y), (x.view(7, 10), y), (x, y.view(7, 14))):
+        with pytest.raises(InvalidInputError):
+            backend.run_linear(wrong[0], weights, plan, wrong[1])
+    assert not log

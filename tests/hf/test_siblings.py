@@ -33,14 +33,15 @@ OTHERS = ["Qwen2", "Qwen3", "Mistral"]
 
 @pytest.fixture
 def make(make_base):
-    def make(name="llama", fuse=True, targets=LINEAR, bias=False):
+    def make(name="llama", fuse=True, targets=LINEAR, bias=False, backend=None):
         if name in OTHERS:
             torch.manual_seed(7)
             config = getattr(transformers, f"{name}Config")(**SIZES, head_dim=4)
             base = getattr(transformers, f"{name}ForCausalLM")(config).eval()
         else:
             base = make_base(name)
-        model = MultiLoRAModel(base, TorchRefBackend(), max_adapters=3, max_rank=4, fuse=fuse)
+        backend = backend or TorchRefBackend()
+        model = MultiLoRAModel(base, backend, max_adapters=3, max_rank=4, fuse=fuse)
         for seed, adapter in enumerate("ab"):
             model.add_adapter(adapter, random_checkpoint(base, targets, 4 - seed, seed, bias=bias))
         return model
@@ -181,6 +182,58 @@ def test_a_model_that_leaves_outputs_is_no_longer_fused(make, operations):
         for _ in range(3):
             q(x), k(x)
     assert operations == ["run_qkv", "run_linear", "run_linear", "run_linear", "run_linear"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_inputs_of_any_layout_give_the_same(make, bias):
+    model = make("llama_bias" if bias else "llama")
+    layer = model.base.model.layers[0]
+    layouts = [
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: torch.stack([x, x], -1)[..., 0],
+        lambda x: x.reshape(15, 16),
+    ]
+    with model.prepare(ROWS, tokens=5) as step, model.using(step), torch.no_grad():
+        for module in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.o_proj):
+            x = torch.randn(3, 5, 16)
+            expected = module(x)
+            for layout in layouts:
+                found = module(layout(x))
+                assert found.shape[:-1] == layout(x).shape[:-1]
+                torch.testing.assert_close(found.reshape(expected.shape), expected)
+
+
+def test_an_engine_that_repeats_is_given_rows_as_they_are(make):
+    """What it cannot repeat it is given as rows, and only its own run_linear may be skipped."""
+    repeated, rows = [], []
+
+    class Repeating(TorchRefBackend):
+        willing = False
+
+        def run_linear(self, x, weights, plan, base_output=None):
+            rows.append(x.shape)
+            return super().run_linear(x, weights, plan, base_output)
+
+        def _repeat_linear(self, x, weights, plan, base_output):
+            if x.ndim == 3 and self.willing:
+                repeated.append((x.shape, base_output.shape))
+                self.run_linear(x.flatten(0, 1), weights, plan, base_output.flatten(0, 1))
+                return True
+            return False
+
+    class Inheriting(Repeating):
+        def run_linear(self, x, weights, plan, base_output=None):
+            return super().run_linear(x, weights, plan, base_output)
+
+    expected, calls = logits(make()), 4 * len(make().base.model.layers)
+    for kind, willing in ((Repeating, False), (Repeating, True), (Inheriting, True)):
+        repeated.clear()
+        rows.clear()
+        backend = kind()
+        backend.willing = willing
+        torch.testing.assert_close(logits(make(backend=backend)), expected)
+        assert len(rows) == calls and all(len(shape) == 2 for shape in rows)
+        assert len(repeated) == (calls if willing and kind is Repeating else 0)
 
 
 def test_nothing_is_kept_after_an_error_or_a_call(make):
