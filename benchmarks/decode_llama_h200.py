@@ -176,6 +176,7 @@ class Benchmark:
 
     def time_peft(self) -> None:
         """Time the mixed batch of PEFT; it changes the base model, so it comes last."""
+        self.model.detach()
         with tempfile.TemporaryDirectory() as folder:
             run = peft_model(self.base, self.names, self.rank, Path(folder))
             rows = {"adapter_names": self.composition(0)}

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from lora_backends import get_backend
-from lora_backends.bench.cells import Cell
 from lora_backends.bench.contenders import Contender, from_backend
 from lora_backends.bench.measure import measure
 from lora_backends.bench.results import write_json
@@ -45,37 +44,35 @@ def main() -> None:
         preset_name=given.preset,
         **layers,
     )
+    rivals = [contender(job, "rules", "rules"), contender(job, "in use", "auto")]
     progress = tune_points(job, gpu_lab_of, tell_lines)
     lines = summary_lines(job, progress)
     print("\n".join(lines))
-    result = compare(job)
+    searched = [point.cell for point in job.points if point.key in progress.entries]
+    if not searched:
+        raise SystemExit("nothing to compare")
+    rivals.append(contender(job, "found", str(job.path)))
+    result = measure(list(dict.fromkeys(searched)), rivals, job.device, job.dtype)
     result["tuning"] = {"budget_s": job.budget, "points": len(job.points), "summary": lines}
     write_json(given.output, result)
     for row in result["cells"]:
-        print(row["projection"], row["tokens"], row["adapters"], row["rank"], times_of(row))
+        batch = [row[key] for key in ("projection", "tokens", "adapters", "rank")]
+        print(*batch, [found.get("us") for found in row["results"].values()])
+    result["gains"] = {f"{rival} over found": gain(result, rival) for rival in ("rules", "in use")}
+    write_json(given.output, result)
     print(result["gains"])
 
 
-def compare(job: Tuning) -> dict[str, Any]:
-    """Return the times of the rules, of the table in use and of the one that was found."""
-    choices = {"rules": "rules", "in use": "auto", "found": str(job.path)}
-    contenders: list[Contender] = []
-    for name, tiles in choices.items():
-        backend = get_backend(job.backend, job.device, tiles=tiles)
-        contenders.append(replace(from_backend(backend, {"tiles": tiles}), name=name))
-    cells: list[Cell] = list(dict.fromkeys(point.cell for point in job.points))
-    result = measure(cells, contenders, job.device, job.dtype)
-    rows = [times_of(row) for row in result["cells"]]
-    result["gains"] = {
-        f"{name} over found": statistics.geometric_mean(row[name] / row["found"] for row in rows)
-        for name in ("rules", "in use")
-    }
-    return result
+def contender(job: Tuning, name: str, tiles: str) -> Contender:
+    """Return the engine with tile sizes of one kind; a table is read now."""
+    backend = get_backend(job.backend, job.device, tiles=tiles)
+    return replace(from_backend(backend, {"tiles": tiles}), name=name)
 
 
-def times_of(row: dict[str, Any]) -> dict[str, float]:
-    """Return the microseconds of every contender in a cell."""
-    return {name: found["us"] for name, found in row["results"].items()}
+def gain(result: dict[str, Any], rival: str) -> float:
+    """Return a rival's time over that of the found table, geometric mean of the cells."""
+    rows = [row["results"] for row in result["cells"]]
+    return statistics.geometric_mean(row[rival]["us"] / row["found"]["us"] for row in rows)
 
 
 if __name__ == "__main__":

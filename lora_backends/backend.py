@@ -176,7 +176,12 @@ class LoRABackend(Handled, ABC):
         return self.run_lora_b(self.run_lora_a(x, weights, plan), weights, plan, base_output)
 
     def _repeat_linear(
-        self, x: torch.Tensor, weights: LoRAWeights, plan: Any, base_output: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor,
+        keep: bool = False,
     ) -> bool:
         """Do `run_linear` if an earlier call with arguments of the same kind has prepared it.
 
@@ -189,6 +194,8 @@ class LoRABackend(Handled, ABC):
             weights: as in `run_linear`, unchecked.
             plan: as in `run_linear`, unchecked.
             base_output: as in `run_linear`, unchecked, but not None, or with the axes of x.
+            keep: whether what is allocated may live as long as the plan. Not where memory belongs
+                to somebody who counts it, as to a compiled program.
 
         Returns:
             Whether base_output is done; else nothing was written.

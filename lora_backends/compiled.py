@@ -14,7 +14,6 @@ whose plan is no `LoRAPlan`, run outside of the traced program.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -44,27 +43,7 @@ def _shrink_fake(
 def _add(
     operation: str, x: torch.Tensor, y: torch.Tensor, backend: int, weights: int, plan: int
 ) -> None:
-    _THREAD.in_operation = True
-    try:
-        getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y)
-    finally:
-        _THREAD.in_operation = False
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.in_operation = False
-
-
-_THREAD = _Thread()
-
-
-def is_in_operation() -> bool:
-    """Return whether a compiled program runs an operation in this thread.
-
-    Memory that is allocated then is the program's, which may reuse it in a CUDA graph.
-    """
-    return _THREAD.in_operation
+    getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y)
 
 
 def _add_fake(

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
+SHARED_BYTES = {("cuda", 80): 163 << 10, ("cuda", 90): 227 << 10, ("cuda", 100): 227 << 10}
+SHARED_BYTES["hip", "gfx942"] = 64 << 10  # for a program
 POINTERS = {
     "ranks_ptr": "*i32",
     "scalings_ptr": "*fp32",
@@ -66,10 +68,13 @@ def compile_kernel(kernel, dtype, constants, options, target):
             attributes[(place,)] = [["tt.divisibility", 16]]
     named = {name: constants.get(name) for name in signature if signature[name] == "constexpr"}
     source = ASTSource(kernel, signature, named, attributes)
-    triton.compile(source, target=target, options=options)
+    compiled = triton.compile(source, target=target, options=options)
+    assert compiled.metadata.shared <= SHARED_BYTES[target.backend, target.arch]
 
 
 def main():
+    from lora_backends.gpu.launching import STAGES_ON_ROCM
+
     spec = importlib.util.spec_from_file_location("compiled", sys.argv[1])
     module, target = importlib.util.module_from_spec(spec), target_of(sys.argv[2])
     spec.loader.exec_module(module)
@@ -78,7 +83,8 @@ def main():
     for dtype in ("bf16", "fp16", "fp32"):
         for kernel, constants, options in module.variants(dtype, programmatic):
             if target.backend == "hip":
-                options = options | {"num_stages": min(2, options.get("num_stages", 2))}
+                stages = options.get("num_stages", STAGES_ON_ROCM)
+                options = options | {"num_stages": min(stages, STAGES_ON_ROCM)}
             key = (dtype, kernel.__name__, str(constants), str(options))
             if key not in done:
                 done.add(key)

@@ -158,7 +158,12 @@ class CsgmvBackend(LoRABackend):
 
     @override
     def _repeat_linear(
-        self, x: torch.Tensor, weights: LoRAWeights, plan: CsgmvPlan, base_output: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: CsgmvPlan,
+        base_output: torch.Tensor,
+        keep: bool = False,
     ) -> bool:
         if type(plan) is not CsgmvPlan or type(weights) is not LoRAWeights:
             return False
@@ -167,7 +172,8 @@ class CsgmvBackend(LoRABackend):
         if not plan.num_groups and not capturing:
             rows = 0  # grid_of has one empty row, which the call that is remembered has launched
         handles = self.handle, weights.handle, places
-        return plan.repeat(handles, self._options, rows, capturing, x, weights, base_output)
+        arguments = (x, weights, base_output, keep)
+        return plan.repeat(handles, self._options, rows, capturing, *arguments)
 
     @override
     def run_embedding(

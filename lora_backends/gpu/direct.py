@@ -39,7 +39,7 @@ class DirectLaunch(NamedTuple):
         nested = isinstance(given[-1], tuple) and _place(marks[3], given[-1]) is not None
         inner = given[-1] if nested else None
         if not _same(given, again, but_last=nested) or (inner and not _same(inner, again[-1])):
-            return None  # memory or a number that every launch has of its own
+            return None  # a number that counts launches, for instance
         holder = given if inner is None else inner
         places = [_place(mark, given) for mark in marks[:3]]
         places += [_place(mark, holder) for mark in marks[3:]]
@@ -64,11 +64,12 @@ class DirectLaunch(NamedTuple):
         self.function(*given)
 
 
-class _Mark(int):
-    """A number that is told from all others: its place is what matters."""
+class _Mark:
+    """Stands for a value that each launch has of its own.
 
-    def __new__(cls) -> Self:
-        return super().__new__(cls, 16)  # may be multiplied, and is an aligned address
+    The launcher passes it on, or computes with it, as with the grid where a kernel needs memory
+    for every program: then it raises a TypeError.
+    """
 
 
 def _noted(compiled: Any, marks: list[_Mark], arguments: list[Any]) -> tuple[Any, ...] | None:
@@ -80,18 +81,11 @@ def _noted(compiled: Any, marks: list[_Mark], arguments: list[Any]) -> tuple[Any
     double = copy.copy(launcher)
     double.launch = lambda *given: noted.append(given)
     programs, rows, stream = marks[:3]
-    double(
-        programs,
-        rows,
-        1,
-        stream,
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-        *arguments,
-    )
+    told = (compiled.packed_metadata, None, None, None)
+    try:
+        double(programs, rows, 1, stream, compiled.function, *told, *arguments)
+    except TypeError:
+        return None
     return noted[0] if len(noted) == 1 else None
 
 

@@ -22,6 +22,10 @@ INTERPRETED: bool = knobs.runtime.interpret
 """Whether kernels run on the CPU, in Triton's interpreter."""
 
 
+STAGES_ON_ROCM = 2
+"""Steps of a loop in flight at most there: a workgroup of an MI300 has 64 KB for them."""
+
+
 class Arguments(NamedTuple):
     """What a kernel is called with besides its constants."""
 
@@ -54,6 +58,8 @@ class Variant:
     ) -> None:
         self._kernel = kernel
         self._constants = constants
+        if torch.version.hip is not None:
+            num_stages = min(num_stages, STAGES_ON_ROCM)
         self._options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
         if programmatic:
             self._options["launch_pdl"] = True

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lora_backends.backend import LoRAPlan
-from lora_backends.compiled import is_in_operation
 from lora_backends.gpu.boxes import by_address
 from lora_backends.gpu.launching import (
     INTERPRETED,
@@ -70,6 +69,10 @@ class ReadyLinear:
     expand: ReadyLaunch  # h and y move
     programs: tuple[int, int]  # of both kernels for a row of the grid
 
+    def is_for(self, choice: object, weights: tuple[int, ...]) -> bool:
+        """Return whether tile sizes come from `choice` and the layer lies at these addresses."""
+        return self.choice is choice and self.weights == weights
+
     def launch(self, rows: int, stream: int, x: int, h: int, y: int) -> None:
         """Launch both kernels over `rows` rows of the grid; x, h and y are addresses."""
         shrink, expand = self.programs
@@ -98,6 +101,7 @@ class RememberingPlan(LoRAPlan):
         x: torch.Tensor,
         weights: LoRAWeights,
         y: torch.Tensor,
+        keep: bool,
     ) -> bool:
         """Launch what `remember` was given, if that is for a call with just these arguments.
 
@@ -113,6 +117,7 @@ class RememberingPlan(LoRAPlan):
             x: as in `run_linear`, of whatever type; with more axes in front if contiguous.
             weights: the layer.
             y: base_output, of whatever type, with the axes of x.
+            keep: whether memory for h may be taken that lives as long as the plan.
 
         Returns:
             Whether y is done.
@@ -122,20 +127,19 @@ class RememberingPlan(LoRAPlan):
         try:
             x_first, y_first = x.data_ptr(), y.data_ptr()
             key = _key_of(handles, x, x_first, y, y_first)
-            found = self._ready.get(key)
-            if found is None and x.ndim > 2:
+            found, addresses = self._ready.get(key), _addresses_of(weights)
+            if x.ndim > 2 and not (found and found.is_for(choice, addresses)):
                 found = self._flattened(key, handles, x, y)
         except RuntimeError:  # no strides or no memory: the checks say what is wrong
             return False
         if (
             found is None
-            or found.choice is not choice
+            or not found.is_for(choice, addresses)
             or x.shape != found.x_shape
             or x.dtype != found.x_dtype
             or y.shape != found.y_shape
             or x.device != found.device
             or y.device != found.device
-            or found.weights != _addresses_of(weights)
             or (torch.is_grad_enabled() and _wants_gradient(x, weights, y))
             or not is_current(found.device)
         ):
@@ -144,7 +148,7 @@ class RememberingPlan(LoRAPlan):
             return False  # columns of one buffer, or an error
         if rows:
             stream = current_stream(found.device.index)
-            h = self._memory_of_h(found, stream, capturing)
+            h = self._memory_of_h(found, stream, keep and not capturing)
             found.launch(rows, stream, x_first, h.data_ptr(), y_first)
         return True
 
@@ -158,18 +162,22 @@ class RememberingPlan(LoRAPlan):
         found = self._ready.get(_key_of(handles, rows, x.data_ptr(), columns, y.data_ptr()))
         if found is None or found.x_shape != rows.shape or found.y_shape != columns.shape:
             return None
-        found = replace(found, x_shape=x.shape, y_shape=y.shape)
+        return self._keep(key, replace(found, x_shape=x.shape, y_shape=y.shape))
+
+    def _keep(self, key: Any, found: ReadyLinear) -> ReadyLinear:
+        if len(self._ready) >= MOST_KEPT:
+            self._ready.clear()
         self._ready[key] = found
         return found
 
-    def _memory_of_h(self, found: ReadyLinear, stream: int, capturing: bool) -> torch.Tensor:
+    def _memory_of_h(self, found: ReadyLinear, stream: int, keep: bool) -> torch.Tensor:
         """Return memory that nothing else on the stream uses before the launches that follow.
 
-        A graph's memory comes from its own pool, and so does that of a compiled program, which
-        counts what is left there; each thread has its own, since its launches may come between
-        those of another.
+        It is kept for whoever asks for that alone: where a CUDA graph or a compiled program is
+        being captured or warmed up, what is allocated belongs to that. Each thread has its own,
+        since its launches may come between those of another.
         """
-        if capturing or found.h_values > LARGEST_KEPT or is_in_operation():
+        if not keep or found.h_values > LARGEST_KEPT:
             return torch.empty(found.h_values, dtype=torch.float32, device=found.device)
         place = stream, get_ident()
         kept = self._memory.get(place)
@@ -207,10 +215,8 @@ class RememberingPlan(LoRAPlan):
         x_first, y_first = x.data_ptr(), y.data_ptr()
         if x_first < y_first + y_span and y_first < x_first + x_span:
             return  # `repeat` leaves it to the checks whether they overlap
-        if len(self._ready) >= MOST_KEPT:
-            self._ready.clear()
         boxes = tuple(map(by_address, expand.arguments.boxes))
-        self._ready[_key_of(handles, x, x_first, y, y_first)] = ReadyLinear(
+        found = ReadyLinear(
             choice,
             x.device,
             x.shape,
@@ -224,6 +230,7 @@ class RememberingPlan(LoRAPlan):
             expand.variant.ready(expand.arguments._replace(boxes=boxes), 2),
             (shrink.programs, expand.programs),
         )
+        self._keep(_key_of(handles, x, x_first, y, y_first), found)
 
 
 def with_contiguous_tables(weights: LoRAWeights) -> LoRAWeights:

@@ -197,7 +197,7 @@ def adder(backend: LoRABackend, operation: str) -> Callable[..., None]:
         run(as_rows(x), weights, plan, y.view(-1, y.shape[-1]))
 
     def repeat_or_add(x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> None:
-        if not repeat(x, weights, plan, y):  # no views: each is 2 to 3 us of a step
+        if not repeat(x, weights, plan, y, True):  # no views: each is 2 to 3 us of a step
             add(x, weights, plan, y)
 
     return repeat_or_add if repeats(run) else add

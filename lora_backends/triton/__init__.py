@@ -149,13 +149,19 @@ class TritonBackend(LoRABackend):
 
     @override
     def _repeat_linear(
-        self, x: torch.Tensor, weights: LoRAWeights, plan: TritonPlan, base_output: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: TritonPlan,
+        base_output: torch.Tensor,
+        keep: bool = False,
     ) -> bool:
         if type(plan) is not TritonPlan or type(weights) is not LoRAWeights:
             return False
         capturing = is_capturing(self.device)
         handles, count = (self.handle, weights.handle), launch.grid_tiles(plan, capturing)
-        return plan.repeat(handles, self.tile_choice, count, capturing, x, weights, base_output)
+        arguments = (x, weights, base_output, keep)
+        return plan.repeat(handles, self.tile_choice, count, capturing, *arguments)
 
     @override
     def run_embedding(

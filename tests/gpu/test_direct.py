@@ -3,8 +3,12 @@
 import functools
 
 import pytest
+import torch
+import triton
+from triton.backends.nvidia import driver
 
 from lora_backends.gpu import launching
+from lora_backends.gpu.boxes import boxes_of, by_address
 from lora_backends.gpu.direct import DirectLaunch
 
 ARGUMENTS = (1000, 2000, 3000, "boxes", 7, (0, 4), True)  # the first and third are moved
@@ -46,7 +50,7 @@ class Nested(Flat):
 
 
 class GridLast(Flat):
-    """Has another order, as on AMD."""
+    """Has an order of its own."""
 
     def __call__(self, x, y, z, stream, function, *arguments):
         self.launch(True, *arguments, stream, function, x, y, z)
@@ -74,10 +78,20 @@ def test_a_direct_launch_gives_what_the_launcher_would(launcher):
         assert kernel.noted == [expected]
 
 
-def test_memory_that_every_launch_has_of_its_own_is_never_kept():
-    blocks = iter(range(100))
-    kernel = Kernel(Flat, scratch=lambda programs: f"memory {next(blocks)}")
+def test_memory_that_depends_on_the_grid_is_never_kept():
+    kernel = Kernel(Flat, scratch=lambda programs: pytest.fail("allocated for no grid"))
     assert DirectLaunch.of(kernel, ARGUMENTS, 2) is None
+
+
+def test_a_number_that_counts_launches_is_never_kept():
+    class Counting(Nested):
+        count = 1000  # no two such ints are one object
+
+        def __call__(self, *given):
+            self.count += 1
+            super().__call__(*given, self.count)
+
+    assert DirectLaunch.of(Kernel(Counting), ARGUMENTS, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -97,7 +111,7 @@ def test_a_launcher_of_another_kind_is_left_alone(launcher):
 
 
 @pytest.mark.parametrize("told", [False, True])
-@pytest.mark.parametrize("launcher", [*LAUNCHERS, lambda launch: Flat(launch)])
+@pytest.mark.parametrize("launcher", [*LAUNCHERS, lambda launch: lambda *given: launch(*given)])
 def test_a_profiler_is_told_by_the_launcher(launcher, told, monkeypatch):
     class Hook:
         calls = (print,) if told else ()
@@ -113,22 +127,45 @@ def test_a_profiler_is_told_by_the_launcher(launcher, told, monkeypatch):
     assert ("told" in expected) is told
 
 
-def test_the_launcher_that_is_installed_can_be_asked(monkeypatch):
-    """The launcher for NVIDIA of this Triton, without a device."""
-    import triton
-    from triton.backends.nvidia import driver
+@pytest.fixture
+def installed(monkeypatch):
+    """Return what makes the launcher for NVIDIA of this Triton, without a device."""
 
-    class Driver:
-        """Has no device."""
+    def make(launch, boxes=False):
+        launcher = driver.CudaLauncher.__new__(driver.CudaLauncher)
+        if boxes:
+            signature = dict(enumerate(["*fp32", "*bf16", "*fp32", "tensordesc<bf16[128, 64]>"]))
+            signature |= {place: "i32" for place in range(4, len(ARGUMENTS))}
+            launch = driver.wrap_handle_tensordesc(launch, signature, [None])
+        sizes = {f"{kind}_scratch_{of}": 0 for kind in ("global", "profile") for of in SIZES}
+        more = {"launch_cooperative_grid": False, "launch_pdl": True, "gsan_enabled": False}
+        vars(launcher).update(sizes | more, launch=launch, num_ctas=1)
+        vars(launcher).update(arg_annotations=[], kernel_signature=b"")
+        return launcher
 
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(), raising=False)
-    launcher = driver.CudaLauncher.__new__(driver.CudaLauncher)
-    for name in ("global_scratch", "profile_scratch"):
-        vars(launcher).update({f"{name}_size": 0, f"{name}_align": 1})
-    more = {"launch_cooperative_grid": False, "launch_pdl": True, "gsan_enabled": False}
-    vars(launcher).update(more, num_ctas=1, arg_annotations=[], kernel_signature=b"")
-    kernel = Kernel(lambda launch: vars(launcher).update(launch=launch) or launcher)
+    SIZES = ("size", "align")
+    monkeypatch.setattr(triton.runtime.driver, "_active", object(), raising=False)
+    return make
+
+
+def test_the_launcher_that_is_installed_can_be_asked(installed):
+    kernel = Kernel(installed)
     direct = DirectLaunch.of(kernel, ARGUMENTS, 2)
     expected = launched(kernel, (5, 9), 11, (64, *ARGUMENTS[1:2], 128, *ARGUMENTS[3:]))
     direct.launch(5, 9, 11, 64, 128)
     assert kernel.noted == [expected]
+
+
+def test_boxes_are_described_at_every_launch(installed):
+    lora_b = torch.zeros(2, 256, 64, dtype=torch.bfloat16)
+    arguments = list(ARGUMENTS)
+    arguments[3] = by_address(boxes_of(lora_b, 128, 64))
+    kernel = Kernel(lambda launch: installed(launch, boxes=True))
+    direct = DirectLaunch.of(kernel, tuple(arguments), 2)
+    arguments[0], arguments[2] = 64, 128
+    expected = launched(kernel, (5, 9), 11, arguments)
+    for _ in range(2):
+        direct.launch(5, 9, 11, 64, 128)
+    assert kernel.noted == [expected, expected]
+    given = [*expected, *expected[-1]] if isinstance(expected[-1], list) else expected
+    assert 512 in given and arguments[3] not in given  # rows of B: the box is taken apart

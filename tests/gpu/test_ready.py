@@ -16,7 +16,6 @@ from lora_backends import (
     LoRAWeights,
     UnsupportedInputError,
     checks,
-    compiled,
 )
 from lora_backends.csgmv import CsgmvBackend
 from lora_backends.csgmv import launch as csgmv_launch
@@ -78,11 +77,6 @@ def log(monkeypatch):
 @pytest.fixture(params=[TritonBackend, CsgmvBackend], ids=["triton", "csgmv"])
 def backend(request):
     return request.param("cpu", tiles="rules")
-
-
-def address_of_h(log):
-    """Return where the last call's two kernels found h."""
-    return log[-1][2][0]
 
 
 def calls(log, backend, weights, plan, x, y):
@@ -343,8 +337,19 @@ def test_what_a_plan_keeps_is_bounded(log, backend, monkeypatch):
     plan = fresh(backend, LoRABatch(MIXED, 4))
     x, y = torch.randn(7, 10), torch.zeros(7, 14)
     for seed in range(8):
-        calls(log, backend, small_weights(seed=seed), plan, x, y)
+        weights = small_weights(seed=seed)
+        calls(log, backend, weights, plan, x, y)
+        assert backend._repeat_linear(x[:, None], weights, plan, y[:, None])
         assert 1 <= len(plan._ready) <= 3
+
+
+def kept_calls(log, backend, weights, plan, x, y):
+    """Return where both kernels find h, in a repeated call that may keep its memory."""
+    del log[:]
+    assert backend._repeat_linear(x, weights, plan, y, True)
+    (_, _, shrink), (_, _, expand) = log
+    assert expand[0] in shrink
+    return expand[0]
 
 
 def test_layers_share_the_memory_of_h(log, backend):
@@ -352,10 +357,7 @@ def test_layers_share_the_memory_of_h(log, backend):
     x, y, layers = torch.randn(7, 10), torch.zeros(7, 14), [small_weights(seed=s) for s in range(3)]
     for weights in layers:
         calls(log, backend, weights, plan, x, y)
-    used = set()
-    for weights in layers * 2:
-        calls(log, backend, weights, plan, x, y)
-        used.add(address_of_h(log))
+    used = {kept_calls(log, backend, weights, plan, x, y) for weights in layers * 2}
     (kept,) = plan._memory.values()
     assert used == {kept.data_ptr()}
     assert not copy.deepcopy(plan)._memory
@@ -364,23 +366,19 @@ def test_layers_share_the_memory_of_h(log, backend):
 def test_memory_of_h_grows_with_the_layers(log, backend, monkeypatch):
     weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
     x, y = torch.randn(7, 10), torch.zeros(7, 14)
-    for _ in range(2):
-        calls(log, backend, weights, plan, x, y)
+    calls(log, backend, weights, plan, x, y)
+    kept_calls(log, backend, weights, plan, x, y)
     (found,) = plan._ready.values()
     place, kept = plan._memory.popitem()
     assert len(kept) == found.h_values
     plan._memory[place] = kept[: found.h_values - 1]
-    calls(log, backend, weights, plan, x, y)
+    kept_calls(log, backend, weights, plan, x, y)
     assert len(plan._memory[place]) == found.h_values
     monkeypatch.setattr(ready, "MOST_STREAMS", 2)
     for stream in range(5):
         monkeypatch.setattr(launching, "_stream_of", lambda s=stream: lambda device: s)
-        calls(log, backend, weights, plan, x, y)
+        kept_calls(log, backend, weights, plan, x, y)
         assert 1 <= len(plan._memory) <= 2
-
-
-def in_operation(monkeypatch, backend):
-    monkeypatch.setattr(compiled._THREAD, "in_operation", True)
 
 
 def capturing(monkeypatch, backend):
@@ -391,26 +389,38 @@ def long_batches(monkeypatch, backend):
     monkeypatch.setattr(ready, "LARGEST_KEPT", 1)
 
 
-@pytest.mark.parametrize("among", [in_operation, capturing, long_batches])
+@pytest.mark.parametrize("among", [capturing, long_batches])
 def test_memory_of_h_is_taken_anew(log, backend, monkeypatch, among):
-    """Where a graph or a compiled program owns what is allocated, or where it would be much."""
+    """Where a graph owns what is allocated, or where it would be much."""
     weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
     x, y = torch.randn(7, 10), torch.zeros(7, 14)
     among(monkeypatch, backend)
+    calls(log, backend, weights, plan, x, y)
     for _ in range(3):
-        calls(log, backend, weights, plan, x, y)
-    assert plan._ready and not plan._memory
+        kept_calls(log, backend, weights, plan, x, y)
+    assert not plan._memory
+
+
+def test_a_call_of_the_interface_keeps_no_memory(log, backend):
+    """It may run inside of whatever counts what is allocated."""
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    calls(log, backend, weights, plan, x, y)
+    kept = {kept_calls(log, backend, weights, plan, x, y)}
+    calls(log, backend, weights, plan, x, y)
+    assert log[1][2][0] not in kept and len(plan._memory) == 1
 
 
 def test_threads_have_memory_of_their_own(log, backend):
     weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
     x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    calls(log, backend, weights, plan, x, y)
     barrier, used = threading.Barrier(2), {}
 
     def run(name):
         barrier.wait()  # both live at once: a thread's number is given again after its end
         for _ in range(3):
-            backend.run_linear(x, weights, plan, y)
+            backend._repeat_linear(x, weights, plan, y, True)
         used[name] = plan._memory[0, threading.get_ident()].data_ptr()
         barrier.wait()
 
@@ -422,18 +432,25 @@ def test_threads_have_memory_of_their_own(log, backend):
     assert used["a"] != used["b"]
 
 
-def test_an_operation_of_a_compiled_program_is_told_of(log, backend, monkeypatch):
-    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
-    x, y, seen = torch.randn(7, 10), torch.zeros(7, 14), []
-    monkeypatch.setattr(
-        type(plan), "repeat", lambda *args: bool(seen.append(compiled.is_in_operation()))
+def changed_choice(backend, weights):
+    backend.tile_choice = fixed_choice(
+        16, TileConfig(ShrinkTiles(16, 16, 1), ExpandTiles(16, 16, 1))
     )
-    backend.run_linear(x, weights, plan, y)
-    compiled._add("run_linear", x, y, backend.handle, weights.handle, plan.handle)
-    with pytest.raises(InvalidInputError):
-        compiled._add("run_linear", x[:3], y, backend.handle, weights.handle, plan.handle)
-    backend.run_linear(x, weights, plan, y)
-    assert seen == [False, True, True, False]
+
+
+def moved_weights(backend, weights):
+    weights.lora_b.data = weights.lora_b.clone()
+
+
+@pytest.mark.parametrize("change", [changed_choice, moved_weights])
+def test_rows_with_more_axes_are_repeated_again_after_a_change(log, backend, change):
+    weights, plan = small_weights(), fresh(backend, LoRABatch(MIXED, 4))
+    x, y = torch.randn(7, 1, 10), torch.zeros(7, 1, 14)
+    for _ in range(2):
+        calls(log, backend, weights, plan, x.view(7, 10), y.view(7, 14))
+        assert backend._repeat_linear(x, weights, plan, y)
+        change(backend, weights)
+        assert not backend._repeat_linear(x, weights, plan, y)
 
 
 @pytest.mark.parametrize("shape", [(7, 1), (1, 7)])
