@@ -63,7 +63,7 @@ def test_programs_are_those_that_a_call_launches(name, monkeypatch):
     monkeypatch.setattr("lora_backends.triton.EMPTY_ROW", 0)
     monkeypatch.setattr("lora_backends.csgmv.launch.EMPTY_ROW", 0)
     monkeypatch.setattr(RememberingPlan, "remember", lambda *_, **__: None)
-    monkeypatch.setattr(Variant, "launch", lambda _, grid, *__: grids.append(grid[0] * grid[1]))
+    monkeypatch.setattr(Variant, "launch", lambda v, rows, _: grids.append(v._programs * rows))
     backend = backend_class(name)("cpu")
     for batch, layer in product(BATCHES, LAYERS):
         dtype = torch.float32 if layer.item_bytes == 4 else torch.bfloat16

@@ -20,6 +20,7 @@ from lora_backends.gpu.kernels import (
     load_y,
     multiply_add,
     product,
+    row_and_program,
     store_y,
     within,
 )
@@ -66,6 +67,7 @@ def shrink_kernel(
     h_stride_k,
     h_stride_s,
     h_stride_t,
+    PROGRAMS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     RANK_PAD: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -86,10 +88,10 @@ def shrink_kernel(
 
     Every part of the inputs has a plane of partial sums.
     """
-    program = tl.program_id(0)
+    row, program = row_and_program(PROGRAMS)
     slot, places, tokens = _row(
-        tl.program_id(1), segment_slots_ptr, segment_tokens_ptr, group_starts_ptr, SEGMENT, GROUP
-    )  # fmt: skip
+        row, segment_slots_ptr, segment_tokens_ptr, group_starts_ptr, SEGMENT, GROUP
+    )
     part = program % SPLIT_K
     n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     s = n // RANK_PAD  # [N]
@@ -179,16 +181,17 @@ def gather_kernel(
     a_stride_r,
     h_stride_s,
     h_stride_t,
+    PROGRAMS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SEGMENT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """h[s, p, :r] = a[l, s, :r, token_ids[t]]: the shrink of one-hot rows."""
-    program = tl.program_id(0)
+    row, program = row_and_program(PROGRAMS)
     slot, places, tokens = _row(
-        tl.program_id(1), segment_slots_ptr, segment_tokens_ptr, group_starts_ptr, SEGMENT, GROUP
-    )  # fmt: skip
+        row, segment_slots_ptr, segment_tokens_ptr, group_starts_ptr, SEGMENT, GROUP
+    )
     if slot < 0:
         return
     s = (program % NUM_SLICES).to(tl.int64)
@@ -223,6 +226,7 @@ def expand_kernel(
     bias_stride_l,
     STARTS: tl.constexpr,
     FIRST_PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
@@ -244,10 +248,11 @@ def expand_kernel(
 
     By token, h[s, t] stands for h[s, p] and is multiplied as it is, in float32.
     """
+    row, program = row_and_program(PROGRAMS)
     slot, places, tokens = _row(
-        tl.program_id(1), segment_slots_ptr, segment_tokens_ptr, group_starts_ptr, SEGMENT, GROUP
+        row, segment_slots_ptr, segment_tokens_ptr, group_starts_ptr, SEGMENT, GROUP
     )
-    s, first, end = columns_of(tl.program_id(0), STARTS, FIRST_PROGRAMS, BLOCK_C * CHUNKS)
+    s, first, end = columns_of(program, STARTS, FIRST_PROGRAMS, BLOCK_C * CHUNKS)
     rank = tl.load(ranks_ptr + slot * NUM_SLICES + s, mask=slot >= 0, other=0)
     if slot < 0 or (rank == 0 and not HAS_BIAS):
         if PROGRAMMATIC:

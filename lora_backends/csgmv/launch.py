@@ -14,7 +14,7 @@ from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.gpu.boxes import boxes_of, fits_boxes, without_boxes
 from lora_backends.gpu.choice import TileChoice
 from lora_backends.gpu.config import Problem
-from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant
+from lora_backends.gpu.launching import INTERPRETED, MOST_ROWS, Arguments, Variant
 from lora_backends.gpu.ready import EMPTY_ROW, Launched
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig, padded_rank
 from lora_backends.weights import LoRAWeights
@@ -46,10 +46,9 @@ class Grid(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel with its constants and its programs per row of the grid."""
+    """A kernel with its constants."""
 
     variant: Variant
-    programs: int
     box: tuple[int, int] | None = None  # columns and ranks of a box of B, if it loads boxes
 
 
@@ -84,7 +83,7 @@ def kernels_of(
         (plan.segment_size, plan.group_size),
         options,
         form,
-        options.boxes and fits_boxes(weights.lora_b),
+        options.boxes and plan.max_groups <= MOST_ROWS and fits_boxes(weights.lora_b),
     )
 
 
@@ -150,6 +149,7 @@ def _shrink(
     step = tiles.block_k * tiles.split_k
     programs = -(-num_slices * rank_pad // tiles.block_n) * tiles.split_k
     constants = (
+        programs,
         num_slices,
         rank_pad,
         *row,  # SEGMENT, GROUP
@@ -165,10 +165,8 @@ def _shrink(
         INTERPRETED,
         options.programmatic,
     )
-    variant = Variant(
-        kernels.shrink_kernel, constants, tiles.num_warps, tiles.num_stages, options.programmatic
-    )
-    return Kernel(variant, programs)
+    how = (tiles.num_warps, tiles.num_stages, options.programmatic)
+    return Kernel(Variant(kernels.shrink_kernel, constants, programs, True, *how))
 
 
 @lru_cache(maxsize=4096)
@@ -183,10 +181,12 @@ def _expand(
 ) -> Kernel:
     output_slices, max_rank = layer
     columns = tiles.block_c * tiles.chunks
-    first_programs = tuple(accumulate((-(-width // columns) for width in output_slices), initial=0))
+    *firsts, programs = accumulate((-(-width // columns) for width in output_slices), initial=0)
+    flat = tiles.num_stages == 1  # boxes take up to 24 registers more in a grid of one axis
     constants = (
         tuple(accumulate(output_slices, initial=0)),  # STARTS
-        first_programs[:-1],
+        tuple(firsts),  # FIRST_PROGRAMS
+        programs if flat else 0,
         len(output_slices),
         planes,
         padded_rank(max_rank),
@@ -203,17 +203,17 @@ def _expand(
         INTERPRETED,
         options.programmatic,
     )
-    variant = Variant(kernels.expand_kernel, constants, tiles.num_warps, 1, options.programmatic)
-    box = (tiles.block_c, tiles.block_r) if tiles.num_stages > 1 else None
-    return Kernel(variant, first_programs[-1], box)
+    how = (tiles.num_warps, 1, options.programmatic)
+    box = None if flat else (tiles.block_c, tiles.block_r)
+    return Kernel(Variant(kernels.expand_kernel, constants, programs, flat, *how), box)
 
 
 @lru_cache(maxsize=1024)
 def _gather(num_slices: int, max_rank: int, segment_size: int, group_size: int) -> Kernel:
     block_r = min(64, padded_rank(max_rank))
     programs = -(-max_rank // block_r) * num_slices
-    constants = (num_slices, segment_size, group_size, block_r)
-    return Kernel(Variant(kernels.gather_kernel, constants, 4, 1), programs)
+    constants = (programs, num_slices, segment_size, group_size, block_r)
+    return Kernel(Variant(kernels.gather_kernel, constants, programs, True, 4, 1))
 
 
 def shrink(
@@ -242,8 +242,8 @@ def shrink(
         (x, a, weights.ranks, *_tables(plan), h),
         (a.shape[3], x.stride(0), a_slot, a_slice, a_row, h_plane, h_slice, h_row),
     )
-    kernel.variant.launch((kernel.programs, rows), arguments)
-    return Launched(kernel.variant, kernel.programs, arguments)
+    kernel.variant.launch(rows, arguments)
+    return Launched(kernel.variant, arguments)
 
 
 def expand(
@@ -275,8 +275,8 @@ def expand(
         (h_plane, h_slice, h_row, b_slot, b_column, y.stride(0), bias_slot),
         (None if kernel.box is None else boxes_of(b, *kernel.box),),
     )
-    kernel.variant.launch((kernel.programs, rows), arguments)
-    return Launched(kernel.variant, kernel.programs, arguments)
+    kernel.variant.launch(rows, arguments)
+    return Launched(kernel.variant, arguments)
 
 
 def gather(
@@ -291,7 +291,7 @@ def gather(
         (token_ids, a, weights.ranks, *_tables(plan), h),
         (a_slot, a_slice, a_row, h_slice, h_row),
     )
-    kernel.variant.launch((kernel.programs, rows), arguments)
+    kernel.variant.launch(rows, arguments)
 
 
 def _tables(plan: CsgmvPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

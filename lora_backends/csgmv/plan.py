@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 
 from lora_backends.batch import LoRABatch
-from lora_backends.gpu.launching import check_rows
 from lora_backends.gpu.ready import RememberingPlan
 from lora_backends.gpu.staging import aligned, sort_key, staging_buffer
 
@@ -131,7 +130,6 @@ def make_plan(
     """Return a new plan, its tables on their way to the device."""
     segments = most_runs(batch.num_tokens, batch.num_slots, segment_size)
     groups = most_runs(batch.num_tokens, batch.num_slots, segment_size * group_size)
-    check_rows(groups, batch.num_tokens, batch.num_slots)
     size = aligned(segments) + aligned(segments * segment_size) + groups + 1
     staged, array = staging_buffer(size, device)
     num_segments, num_groups = fill(array, batch, segment_size, group_size, segments)

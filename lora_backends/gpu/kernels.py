@@ -10,6 +10,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def row_and_program(PROGRAMS: tl.constexpr):
+    """Return the row of the grid and the program in it.
+
+    With PROGRAMS, the grid has one axis, in which the programs of a row follow each other; it has
+    two, (programs, rows), with 0.
+    """
+    if PROGRAMS > 0:
+        row = tl.program_id(0) // PROGRAMS
+        program = tl.program_id(0) % PROGRAMS
+    else:
+        row = tl.program_id(1)
+        program = tl.program_id(0)
+    return row, program
+
+
+@triton.jit
 def rounded(value, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return float32 values in `dtype`, rounded to nearest; the interpreter truncates bfloat16."""
     if INTERPRETED and dtype == tl.bfloat16:

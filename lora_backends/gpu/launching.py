@@ -15,7 +15,6 @@ import triton
 from triton import knobs
 
 from lora_backends.checks import as_device
-from lora_backends.errors import UnsupportedInputError
 from lora_backends.gpu.direct import DirectLaunch
 
 INTERPRETED: bool = knobs.runtime.interpret
@@ -41,22 +40,27 @@ class Variant:
         kernel: a `triton.jit` function whose arguments are tensors, boxes, ints, constants, in
             that order.
         constants: the constants, by position.
+        programs: for a row of the grid.
+        flat: whether rows and programs share the grid's first axis, as `row_and_program` says.
         num_warps: warps of a program.
         num_stages: steps of a loop whose loads are in flight together.
         programmatic: launch before the kernel in front has ended (compute capability 9.0).
     """
 
-    __slots__ = ("_compiled", "_constants", "_kernel", "_options")
+    __slots__ = ("_compiled", "_constants", "_flat", "_kernel", "_options", "_programs")
 
     def __init__(
         self,
         kernel: Any,
         constants: tuple[Any, ...],
+        programs: int,
+        flat: bool,
         num_warps: int,
         num_stages: int,
         programmatic: bool = False,
     ) -> None:
         self._kernel = kernel
+        self._programs, self._flat = programs, flat
         self._constants = constants
         if torch.version.hip is not None:
             num_stages = min(num_stages, STAGES_ON_ROCM)
@@ -65,13 +69,14 @@ class Variant:
             self._options["launch_pdl"] = True
         self._compiled: dict[Any, Any] = {}
 
-    def launch(self, grid: tuple[int, int], arguments: Arguments) -> None:
+    def launch(self, rows: int, arguments: Arguments) -> None:
         """Launch over a grid, on the device of the first tensor and its current stream.
 
         Args:
-            grid: programs along the first and second axis, at least 1 each.
+            rows: of the grid, at least 1.
             arguments: all but the constants.
         """
+        grid = grid_of(self._programs, rows, self._flat)
         if INTERPRETED:
             tensors, numbers, boxes = arguments
             self._kernel[grid](*tensors, *boxes, *numbers, *self._constants)
@@ -94,7 +99,8 @@ class Variant:
         tensors, numbers, boxes = arguments
         pointers = [tensor.data_ptr() for tensor in tensors]
         found = self._compiled[_kind(tensors, pointers, numbers)]
-        return ReadyLaunch(found, (*pointers, *boxes, *numbers, *self._constants), second)
+        arguments_now = (*pointers, *boxes, *numbers, *self._constants)
+        return ReadyLaunch(found, arguments_now, second, self._programs, self._flat)
 
     def _launch(self, device: int, grid: tuple[int, int], arguments: Arguments) -> None:
         tensors, numbers, boxes = arguments
@@ -113,44 +119,36 @@ class Variant:
 class ReadyLaunch:
     """A compiled kernel with all of its arguments but two addresses."""
 
-    __slots__ = ("_arguments", "_compiled", "_direct", "_second")
+    __slots__ = ("_arguments", "_compiled", "_direct", "_flat", "_programs", "_second")
 
-    def __init__(self, compiled: Any, arguments: tuple[Any, ...], second: int) -> None:
+    def __init__(
+        self, compiled: Any, arguments: tuple[Any, ...], second: int, programs: int, flat: bool
+    ) -> None:
         self._compiled, self._arguments, self._second = compiled, arguments, second
+        self._programs, self._flat = programs, flat
         self._direct = DirectLaunch.of(compiled, arguments, second)
 
-    def launch(
-        self, programs: int, rows: int, stream: int, first: int, second: int, told: bool
-    ) -> None:
+    def launch(self, rows: int, stream: int, first: int, second: int, told: bool) -> None:
         """Launch on a stream of the current device, with the addresses that move.
 
         `told`: whether a profiler is told of launches, from `are_launches_told`.
         """
+        grid = grid_of(self._programs, rows, self._flat)
         if self._direct is not None and not told:
-            self._direct.launch(programs, rows, stream, first, second)
+            self._direct.launch(*grid, stream, first, second)
         else:
             arguments = list(self._arguments)
             arguments[0], arguments[self._second] = first, second
-            _run(self._compiled, (programs, rows), stream, arguments)
+            _run(self._compiled, grid, stream, arguments)
+
+
+def grid_of(programs: int, rows: int, flat: bool) -> tuple[int, int]:
+    """Return the grid: programs of one row follow each other."""
+    return (programs * rows, 1) if flat else (programs, rows)
 
 
 MOST_ROWS = 65535
-"""Rows of a grid, its second axis, that CUDA launches."""
-
-
-def check_rows(rows: int, num_tokens: int, num_slots: int) -> None:
-    """Refuse a batch that may need more rows of the grid than can be launched.
-
-    Raises:
-        UnsupportedInputError: it does.
-    """
-    if rows > MOST_ROWS:
-        raise UnsupportedInputError(
-            f"the batch is too large for one grid\n"
-            f"  given: {num_tokens} tokens over {num_slots} slots, up to {rows} rows of the grid\n"
-            f"  allowed: {MOST_ROWS} rows\n"
-            f"  to do: split the batch"
-        )
+"""Rows that a grid of two axes can have."""
 
 
 def is_current(device: torch.device) -> bool:
@@ -179,7 +177,10 @@ def _kind(
 def are_launches_told() -> bool:
     """Return whether a profiler has to be told of every launch."""
     hooks = knobs.runtime
-    return not (_is_silent(hooks.launch_enter_hook) and _is_silent(hooks.launch_exit_hook))
+    for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 def _run(compiled: Any, grid: tuple[int, int], stream: int, arguments: list[Any]) -> None:
@@ -199,11 +200,6 @@ def _run(compiled: Any, grid: tuple[int, int], stream: int, arguments: list[Any]
         leave,
         *arguments,
     )
-
-
-def _is_silent(hook: Any) -> bool:
-    """Return whether a profiler has nothing to be told by a launch hook."""
-    return hook is None or not getattr(hook, "calls", True)
 
 
 def interpreter_reasons(device: torch.device | str) -> list[str]:

@@ -48,7 +48,6 @@ class Launched(NamedTuple):
     """What a kernel was launched with."""
 
     variant: Variant
-    programs: int  # for a row of the grid
     arguments: Arguments
 
 
@@ -67,18 +66,6 @@ class ReadyLinear:
     h_values: int  # float32, of the planes between the kernels
     shrink: ReadyLaunch  # x and h move
     expand: ReadyLaunch  # h and y move
-    programs: tuple[int, int]  # of both kernels for a row of the grid
-
-    def is_for(self, choice: object, weights: tuple[int, ...]) -> bool:
-        """Return whether tile sizes come from `choice` and the layer lies at these addresses."""
-        return self.choice is choice and self.weights == weights
-
-    def launch(self, rows: int, stream: int, x: int, h: int, y: int) -> None:
-        """Launch both kernels over `rows` rows of the grid; x, h and y are addresses."""
-        shrink, expand = self.programs
-        told = are_launches_told()
-        self.shrink.launch(shrink, rows, stream, x, h, told)
-        self.expand.launch(expand, rows, stream, h, y, told)
 
 
 @dataclass(eq=False)
@@ -86,7 +73,9 @@ class RememberingPlan(LoRAPlan):
     """A plan that remembers the launches of the layers that it was used with."""
 
     _ready: dict[Any, ReadyLinear] = field(default_factory=dict, init=False, repr=False)
-    _memory: dict[Any, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _memory: dict[Any, tuple[int, torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has tables of its own
@@ -128,13 +117,12 @@ class RememberingPlan(LoRAPlan):
             x_first, y_first = x.data_ptr(), y.data_ptr()
             key = _key_of(handles, x, x_first, y, y_first)
             found, addresses = self._ready.get(key), _addresses_of(weights)
-            if x.ndim > 2 and not (found and found.is_for(choice, addresses)):
-                found = self._flattened(key, handles, x, y)
         except RuntimeError:  # no strides or no memory: the checks say what is wrong
             return False
+        if found is None or found.choice is not choice or found.weights != addresses:
+            found = self._flattened(key, handles, choice, addresses, x, y)
         if (
             found is None
-            or not found.is_for(choice, addresses)
             or x.shape != found.x_shape
             or x.dtype != found.x_dtype
             or y.shape != found.y_shape
@@ -149,18 +137,30 @@ class RememberingPlan(LoRAPlan):
         if rows:
             stream = current_stream(found.device.index)
             h = self._memory_of_h(found, stream, keep and not capturing)
-            found.launch(rows, stream, x_first, h.data_ptr(), y_first)
+            h_first, told = h.data_ptr(), are_launches_told()
+            found.shrink.launch(rows, stream, x_first, h_first, told)
+            found.expand.launch(rows, stream, h_first, y_first, told)
         return True
 
     def _flattened(
-        self, key: Any, handles: tuple[int, ...], x: torch.Tensor, y: torch.Tensor
+        self,
+        key: Any,
+        handles: tuple[int, ...],
+        choice: object,
+        addresses: tuple[int, ...],
+        x: torch.Tensor,
+        y: torch.Tensor,
     ) -> ReadyLinear | None:
         """Return the launches for the rows of x and y, and remember them for their own shapes."""
-        if not (x.is_contiguous() and y.is_contiguous()) or x.shape[:-1] != y.shape[:-1]:
+        if x.ndim < 3 or x.shape[:-1] != y.shape[:-1]:
+            return None
+        if not (x.is_contiguous() and y.is_contiguous()):
             return None
         rows, columns = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         found = self._ready.get(_key_of(handles, rows, x.data_ptr(), columns, y.data_ptr()))
-        if found is None or found.x_shape != rows.shape or found.y_shape != columns.shape:
+        if found is None or found.choice is not choice or found.weights != addresses:
+            return None
+        if found.x_shape != rows.shape or found.y_shape != columns.shape:
             return None
         return self._keep(key, replace(found, x_shape=x.shape, y_shape=y.shape))
 
@@ -180,12 +180,12 @@ class RememberingPlan(LoRAPlan):
         if not keep or found.h_values > LARGEST_KEPT:
             return torch.empty(found.h_values, dtype=torch.float32, device=found.device)
         place = stream, get_ident()
-        kept = self._memory.get(place)
-        if kept is None or len(kept) < found.h_values:
+        values, kept = self._memory.get(place, (0, None))
+        if kept is None or values < found.h_values:
             if len(self._memory) >= MOST_STREAMS:
                 self._memory.clear()
             kept = torch.empty(found.h_values, dtype=torch.float32, device=found.device)
-            self._memory[place] = kept
+            self._memory[place] = found.h_values, kept
         return kept
 
     def remember(
@@ -228,7 +228,6 @@ class RememberingPlan(LoRAPlan):
             math.prod(expand.arguments.tensors[0].shape),
             shrink.variant.ready(shrink.arguments, len(shrink.arguments.tensors) - 1),
             expand.variant.ready(expand.arguments._replace(boxes=boxes), 2),
-            (shrink.programs, expand.programs),
         )
         self._keep(_key_of(handles, x, x_first, y, y_first), found)
 

@@ -20,6 +20,7 @@ from lora_backends.gpu.kernels import (
     load_y,
     multiply_add,
     product,
+    row_and_program,
     store_y,
     within,
 )
@@ -40,6 +41,7 @@ def shrink_kernel(
     a_stride_l,
     a_stride_s,
     a_stride_r,
+    PROGRAMS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -55,9 +57,10 @@ def shrink_kernel(
     PROGRAMMATIC: tl.constexpr,
 ):
     """h[k, s, t, :r] = x[t, part k] @ a[l, s, :r, part k].T: one plane of partial sums per part."""
-    tile = tl.program_id(1).to(tl.int64)
-    part = tl.program_id(0) % SPLIT_K
-    block = tl.program_id(0) // SPLIT_K
+    row, program = row_and_program(PROGRAMS)
+    tile = row.to(tl.int64)
+    part = program % SPLIT_K
+    block = program // SPLIT_K
     slot = tl.load(tile_slots_ptr + tile).to(tl.int64)
     tokens = tl.load(tile_tokens_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)  # [T]
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
@@ -121,14 +124,16 @@ def gather_kernel(
     a_stride_l,
     a_stride_s,
     a_stride_r,
+    PROGRAMS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """h[s, t, :r] = a[l, s, :r, token_ids[t]]: shrink of one-hot rows."""
-    tile = tl.program_id(1).to(tl.int64)
-    s = (tl.program_id(0) % NUM_SLICES).to(tl.int64)
-    r = tl.program_id(0) // NUM_SLICES * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]
+    row, program = row_and_program(PROGRAMS)
+    tile = row.to(tl.int64)
+    s = (program % NUM_SLICES).to(tl.int64)
+    r = program // NUM_SLICES * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]
     slot = tl.load(tile_slots_ptr + tile).to(tl.int64)
     tokens = tl.load(tile_tokens_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)  # [T]
     if slot < 0:
@@ -164,6 +169,7 @@ def expand_kernel(
     bias_stride_l,
     STARTS: tl.constexpr,
     FIRST_PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
@@ -181,14 +187,15 @@ def expand_kernel(
     PROGRAMMATIC: tl.constexpr,
 ):
     """y[t, c] += scaling * (h[s, t, :r] @ b[l, c, :r].T) + bias: h is the sum of its planes."""
-    tile = tl.program_id(1).to(tl.int64)
+    row, program = row_and_program(PROGRAMS)
+    tile = row.to(tl.int64)
     slot = tl.load(tile_slots_ptr + tile).to(tl.int64)
     tokens = tl.load(tile_tokens_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)  # [T]
     if slot < 0:
         if PROGRAMMATIC:
             gdc_wait()
         return
-    s, first, end = columns_of(tl.program_id(0), STARTS, FIRST_PROGRAMS, BLOCK_C * CHUNKS)
+    s, first, end = columns_of(program, STARTS, FIRST_PROGRAMS, BLOCK_C * CHUNKS)
     rank = tl.load(ranks_ptr + slot * NUM_SLICES + s)
     if rank == 0 and not HAS_BIAS:
         if PROGRAMMATIC:

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from lora_backends.gpu.boxes import boxes_of, fits_boxes, without_boxes
-from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant
+from lora_backends.gpu.launching import INTERPRETED, MOST_ROWS, Arguments, Variant
 from lora_backends.gpu.ready import Launched
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, padded_rank
 from lora_backends.triton import kernels
@@ -48,7 +48,7 @@ def shrink(
     """
     a = weights.lora_a
     _, num_slices, max_rank, in_features = a.shape
-    variant, programs = _shrink_variant(
+    variant = _shrink_variant(
         num_slices, max_rank, in_features, plan.block_tokens, tiles, precision, programmatic, exact
     )
     a_slot, a_slice, a_row, _ = a.stride()
@@ -56,8 +56,8 @@ def shrink(
         (x, a, weights.ranks, plan.tile_slots, plan.tile_tokens, h),
         (plan.num_tokens, in_features, max_rank, x.stride(0), a_slot, a_slice, a_row),
     )
-    variant.launch((programs, num_tiles), arguments)
-    return Launched(variant, programs, arguments)
+    variant.launch(num_tiles, arguments)
+    return Launched(variant, arguments)
 
 
 @lru_cache(maxsize=4096)
@@ -70,11 +70,12 @@ def _shrink_variant(
     precision: str,
     programmatic: bool,
     exact: bool,
-) -> tuple[Variant, int]:
-    """Return the kernel and how many programs a tile of tokens takes."""
+) -> Variant:
     rank_pad = padded_rank(max_rank)
     step = tiles.block_k * tiles.split_k
+    programs = -(-num_slices * rank_pad // tiles.block_n) * tiles.split_k
     constants = (
+        programs,
         num_slices,
         rank_pad,
         block_tokens,
@@ -89,10 +90,8 @@ def _shrink_variant(
         INTERPRETED,
         programmatic,
     )
-    variant = Variant(
-        kernels.shrink_kernel, constants, tiles.num_warps, tiles.num_stages, programmatic
-    )
-    return variant, -(-num_slices * rank_pad // tiles.block_n) * tiles.split_k
+    options = (tiles.num_warps, tiles.num_stages, programmatic)
+    return Variant(kernels.shrink_kernel, constants, programs, True, *options)
 
 
 def expand(
@@ -122,14 +121,14 @@ def expand(
         programmatic: launch before the kernel in front, which has to be `shrink`, has ended.
         boxes: whether the device can copy boxes.
     """
-    if not (boxes and fits_boxes(weights.lora_b)):
+    if not (boxes and plan.max_tiles <= MOST_ROWS and fits_boxes(weights.lora_b)):
         tiles = without_boxes(tiles)
     b, bias = weights.lora_b, weights.bias
     max_rank = b.shape[2]
     planes, _, _, _ = h.shape
     _, h_slice, h_token, _ = h.stride()
     b_slot, b_column, _ = b.stride()
-    variant, programs = _expand_variant(
+    variant = _expand_variant(
         weights.output_slices,
         max_rank,
         planes,
@@ -148,8 +147,8 @@ def expand(
         (plan.num_tokens, max_rank, h_slice, h_token, b_slot, b_column, y.stride(0), bias_slot),
         (boxes_of(b, tiles.block_c, tiles.block_r) if tiles.num_stages > 1 else None,),
     )
-    variant.launch((programs, num_tiles), arguments)
-    return Launched(variant, programs, arguments)
+    variant.launch(num_tiles, arguments)
+    return Launched(variant, arguments)
 
 
 @lru_cache(maxsize=4096)
@@ -163,14 +162,15 @@ def _expand_variant(
     exact_h: bool,
     precision: str,
     programmatic: bool,
-) -> tuple[Variant, int]:
-    """Return the kernel and how many programs a tile of tokens takes."""
+) -> Variant:
     columns = tiles.block_c * tiles.chunks
     starts = tuple(accumulate(output_slices, initial=0))
-    programs = tuple(accumulate((-(-width // columns) for width in output_slices), initial=0))
+    *firsts, programs = accumulate((-(-width // columns) for width in output_slices), initial=0)
+    flat = tiles.num_stages == 1  # boxes take up to 24 registers more in a grid of one axis
     constants = (
         starts,
-        programs[:-1],  # FIRST_PROGRAMS
+        tuple(firsts),  # FIRST_PROGRAMS
+        programs if flat else 0,
         len(output_slices),
         planes,  # SPLIT_K
         padded_rank(max_rank),
@@ -187,7 +187,8 @@ def _expand_variant(
         INTERPRETED,
         programmatic,
     )
-    return Variant(kernels.expand_kernel, constants, tiles.num_warps, 1, programmatic), programs[-1]
+    options = (tiles.num_warps, 1, programmatic)
+    return Variant(kernels.expand_kernel, constants, programs, flat, *options)
 
 
 def gather(
@@ -206,10 +207,11 @@ def gather(
         (token_ids, a, weights.ranks, plan.tile_slots, plan.tile_tokens, h),
         (plan.num_tokens, max_rank, a_slot, a_slice, a_row),
     )
-    variant = _gather_variant(weights.num_slices, plan.block_tokens, block_r)
-    variant.launch((blocks, num_tiles), arguments)
+    variant = _gather_variant(blocks, weights.num_slices, plan.block_tokens, block_r)
+    variant.launch(num_tiles, arguments)
 
 
 @lru_cache(maxsize=1024)
-def _gather_variant(num_slices: int, block_tokens: int, block_r: int) -> Variant:
-    return Variant(kernels.gather_kernel, (num_slices, block_tokens, block_r), 4, 1)
+def _gather_variant(programs: int, num_slices: int, block_tokens: int, block_r: int) -> Variant:
+    constants = (programs, num_slices, block_tokens, block_r)
+    return Variant(kernels.gather_kernel, constants, programs, True, 4, 1)

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from lora_backends.batch import LoRABatch
-from lora_backends.gpu.launching import check_rows
 from lora_backends.gpu.ready import RememberingPlan
 from lora_backends.gpu.staging import aligned, sort_key, staging_buffer
 
@@ -103,7 +102,6 @@ def make_plan(
 ) -> TritonPlan:
     """Return a new plan, its tables on their way to the device."""
     tiles = max_tiles(batch.num_tokens, batch.num_slots, block_tokens)
-    check_rows(tiles, batch.num_tokens, batch.num_slots)
     staged, array = staging_buffer(aligned(tiles) + tiles * block_tokens, device)
     num_tiles = fill_tiles(batch.token_slots.numpy(), counts, block_tokens, array)
     packed = staged.to(device, non_blocking=True)

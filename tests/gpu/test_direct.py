@@ -119,10 +119,11 @@ def test_a_profiler_is_told_by_the_launcher(launcher, told, monkeypatch):
     monkeypatch.setattr(launching.knobs.runtime, "launch_enter_hook", hook := Hook())
     assert launching.are_launches_told() is told
     kernel = Kernel(launcher)
-    ready = launching.ReadyLaunch(kernel, ARGUMENTS, 2)
-    expected = launched(kernel, (5, 9), 11, (64, *ARGUMENTS[1:2], 128, *ARGUMENTS[3:]))
-    ready.launch(5, 9, 11, 64, 128, told)
-    assert kernel.noted == [expected]
+    for flat, grid in ((True, (45, 1)), (False, (5, 9))):
+        ready = launching.ReadyLaunch(kernel, ARGUMENTS, 2, 5, flat)
+        expected = launched(kernel, grid, 11, (64, *ARGUMENTS[1:2], 128, *ARGUMENTS[3:]))
+        ready.launch(9, 11, 64, 128, told)
+        assert kernel.noted == [expected]
     assert (hook in expected) is told
     assert ("told" in expected) is told
 

@@ -358,7 +358,7 @@ def test_layers_share_the_memory_of_h(log, backend):
     for weights in layers:
         calls(log, backend, weights, plan, x, y)
     used = {kept_calls(log, backend, weights, plan, x, y) for weights in layers * 2}
-    (kept,) = plan._memory.values()
+    ((_, kept),) = plan._memory.values()
     assert used == {kept.data_ptr()}
     assert not copy.deepcopy(plan)._memory
 
@@ -369,11 +369,11 @@ def test_memory_of_h_grows_with_the_layers(log, backend, monkeypatch):
     calls(log, backend, weights, plan, x, y)
     kept_calls(log, backend, weights, plan, x, y)
     (found,) = plan._ready.values()
-    place, kept = plan._memory.popitem()
-    assert len(kept) == found.h_values
-    plan._memory[place] = kept[: found.h_values - 1]
+    place, (values, kept) = plan._memory.popitem()
+    assert values == len(kept) == found.h_values
+    plan._memory[place] = values - 1, kept[1:]
     kept_calls(log, backend, weights, plan, x, y)
-    assert len(plan._memory[place]) == found.h_values
+    assert plan._memory[place][0] == len(plan._memory[place][1]) == values
     monkeypatch.setattr(ready, "MOST_STREAMS", 2)
     for stream in range(5):
         monkeypatch.setattr(launching, "_stream_of", lambda s=stream: lambda device: s)
@@ -421,7 +421,7 @@ def test_threads_have_memory_of_their_own(log, backend):
         barrier.wait()  # both live at once: a thread's number is given again after its end
         for _ in range(3):
             backend._repeat_linear(x, weights, plan, y, True)
-        used[name] = plan._memory[0, threading.get_ident()].data_ptr()
+        used[name] = plan._memory[0, threading.get_ident()][1].data_ptr()
         barrier.wait()
 
     threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]

@@ -37,6 +37,7 @@ def variants(dtype, programmatic):
             kernels.shrink_kernel,
             shared
             | {
+                "PROGRAMS": 3 * shrink.split_k,
                 "BLOCK_N": shrink.block_n,
                 "BLOCK_K": shrink.block_k,
                 "WARPS_K": shrink.warps_k,
@@ -54,6 +55,7 @@ def variants(dtype, programmatic):
                 | {
                     "STARTS": starts,
                     "FIRST_PROGRAMS": programs,
+                    "PROGRAMS": 4 * len(slices) if sizes.num_stages == 1 else 0,
                     "BLOCK_C": sizes.block_c,
                     "BLOCK_R": sizes.block_r,
                     "CHUNKS": sizes.chunks,
@@ -66,6 +68,6 @@ def variants(dtype, programmatic):
             )
         yield (
             kernels.gather_kernel,
-            {"NUM_SLICES": len(slices), "BLOCK_T": tile, "BLOCK_R": 16},
+            {"PROGRAMS": 4, "NUM_SLICES": len(slices), "BLOCK_T": tile, "BLOCK_R": 16},
             {"num_warps": 4},
         )
