@@ -215,7 +215,8 @@ def quotes_on_triton():
     over = tuned["gains"]
     yield (
         f"{over['rules over found']:.2f} times as fast as the rules over "
-        f"{len(tuned['cells'])} cells of 64 and 2048 tokens in {tuned['tuning']['budget_s']:.0f} s, and "
+        f"{len(tuned['cells'])} cells of 64 and 2048 tokens in "
+        f"{tuned['tuning']['budget_s']:.0f} s, and "
         f"{over['in use over found']:.2f} times as fast as the shipped table was"
     )
     axes = [one_axis_over_two(name) for name in ("triton", "csgmv")]
