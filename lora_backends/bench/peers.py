@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -35,21 +37,16 @@ def vllm(device: torch.device, dtype: torch.dtype) -> Callable[[Workload], Call]
     Source:
         vllm/lora/ops/triton_ops of vllm-project/vllm.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise BackendUnavailableError("vllm is not installed.")
-    if device.type != "cuda":
-        raise BackendUnavailableError(f"vllm's operators run on cuda, not on {device.type}.")
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise UnsupportedInputError(f"vllm takes bfloat16, float16, not {dtype_name(dtype)}.")
+    _check_runs("vllm", device, dtype)
     try:
         ops: Any = importlib.import_module(_OPS)
         shrink, expand, meta_type = ops.lora_shrink, ops.lora_expand, ops.LoRAKernelMeta
         parameters = list(inspect.signature(meta_type.meta_args).parameters)[1:]
         make, prepare = meta_type.make, meta_type.prepare_tensors
     except Exception as error:  # whatever another engine's import raises
-        raise _other_shape(f"{type(error).__name__}: {error}") from error
+        raise _other_shape("vllm", f"{type(error).__name__}: {error}") from error
     if parameters not in (["token_nums"], ["token_nums", "specialize_active_lora"]):
-        raise _other_shape(f"LoRAKernelMeta.meta_args takes {', '.join(parameters)}")
+        raise _other_shape("vllm", f"LoRAKernelMeta.meta_args takes {', '.join(parameters)}")
     specialize = [True] * (len(parameters) - 1)
 
     def bind(work: Workload) -> Call:
@@ -74,7 +71,99 @@ def vllm(device: torch.device, dtype: torch.dtype) -> Callable[[Workload], Call]
     return bind
 
 
-PEERS: dict[str, Callable[[torch.device, torch.dtype], Callable[[Workload], Call]]] = {"vllm": vllm}
+def sglang(device: torch.device, dtype: torch.dtype) -> Callable[[Workload], Call]:
+    """Return a binder for SGLang's chunked SGMV operators, in its own chunks of 16 tokens.
+
+    Args:
+        device: a CUDA device.
+        dtype: float16 or bfloat16.
+
+    Raises:
+        BackendUnavailableError: SGLang is not installed, or does not run on the device.
+        UnsupportedInputError: the dtype, or operators of another shape than those known here.
+
+    Source:
+        python/sglang/srt/lora/triton_ops of sgl-project/sglang.
+    """
+    _check_runs("sglang", device, dtype)
+    try:
+        ops: Any = importlib.import_module("sglang.srt.lora.triton_ops")
+        shrink, expand = ops.chunked_sgmv_lora_shrink_forward, ops.chunked_sgmv_lora_expand_forward
+        info_type = importlib.import_module("sglang.srt.lora.utils").LoRABatchInfo
+        inspect.signature(shrink).bind(*range(4))
+        parameters = inspect.signature(expand).bind(*range(6)).signature.parameters
+        known = {field.name for field in fields(info_type)}
+        info_type(**dict.fromkeys(known & _INFO_FIELDS))
+        blocks_of = None
+        if "slice_block_config" in parameters:  # left out, each call would wait for the device
+            blocks_of = sys.modules[expand.__module__].compute_slice_block_config
+    except Exception as error:
+        raise _other_shape("sglang", f"{type(error).__name__}: {error}") from error
+
+    def bind(work: Workload) -> Call:
+        first, where = work.layers[0], work.x.device
+        values = _segments(work.batch.token_slots, where)
+        values |= {
+            "lora_ranks": first.ranks[:, 0].to(torch.int64),
+            "scalings": first.scalings[:, 0].contiguous(),
+        }
+        info = info_type(**{name: value for name, value in values.items() if name in known})
+        offsets = torch.tensor(first.slice_offsets, dtype=torch.int32, device=where)
+        rest = {} if blocks_of is None else {"slice_block_config": blocks_of(offsets)}
+        layers = [(w.lora_a.flatten(1, 2), w.lora_b.contiguous()) for w in work.layers]
+        widest = max(first.output_slices)
+
+        def call(layer: int) -> None:
+            a, b = layers[layer]
+            h = shrink(work.x, a, info, first.num_slices)
+            expand(h, b, info, offsets, widest, work.y, **rest)
+
+        return call
+
+    return bind
+
+
+_CHUNK = 16
+_INFO_FIELDS = {"use_cuda_graph", "bs", "num_segments", "seg_indptr", "weight_indices"}
+_INFO_FIELDS |= {"lora_ranks", "scalings", "max_len", "seg_lens", "permutation"}
+
+
+def _segments(token_slots: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """Return what SGLang's batch says of the tokens: chunks of one adapter's, sorted by adapter."""
+    adapted = (token_slots >= 0).nonzero().flatten()
+    order = adapted[token_slots[adapted].argsort(stable=True)]
+    slots, counts = torch.unique_consecutive(token_slots[order], return_counts=True)
+    chunks = [
+        (slot, min(_CHUNK, count - done))
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True)
+        for done in range(0, count, _CHUNK)
+    ]
+    lengths = torch.tensor([length for _, length in chunks], dtype=torch.int32)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+    return {
+        "use_cuda_graph": False,  # the grid is as large as the batch, also where a graph captures
+        "bs": len(chunks),
+        "num_segments": len(chunks),
+        "seg_indptr": ends.to(device),
+        "weight_indices": torch.tensor([s for s, _ in chunks], dtype=torch.int32, device=device),
+        "max_len": _CHUNK,
+        "seg_lens": lengths.to(device),
+        "permutation": order.to(device, torch.int32),
+    }
+
+
+Peer = Callable[[torch.device, torch.dtype], Callable[[Workload], Call]]
+
+PEERS: dict[str, Peer] = {"vllm": vllm, "sglang": sglang}
+
+
+def _check_runs(engine: str, device: torch.device, dtype: torch.dtype) -> None:
+    if importlib.util.find_spec(engine) is None:
+        raise BackendUnavailableError(f"{engine} is not installed.")
+    if device.type != "cuda":
+        raise BackendUnavailableError(f"{engine}'s operators run on cuda, not on {device.type}.")
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedInputError(f"{engine} takes bfloat16, float16, not {dtype_name(dtype)}.")
 
 
 def _per_slice(weights: LoRAWeights) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -94,11 +183,11 @@ def _forget_addresses() -> None:
         getattr(utils, name, {}).clear()
 
 
-def _other_shape(what: str) -> UnsupportedInputError:
+def _other_shape(engine: str, what: str) -> UnsupportedInputError:
     try:
-        installed = version("vllm")
+        installed = version(engine)
     except PackageNotFoundError:
         installed = "of unknown version"
     return UnsupportedInputError(
-        f"vllm {installed} is installed, but its LoRA operators are not as known here: {what}"
+        f"{engine} {installed} is installed, but its LoRA operators are not as known here: {what}"
     )

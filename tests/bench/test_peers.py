@@ -1,6 +1,7 @@
-"""vLLM's operators, against a stand-in with the same names, arguments and layouts."""
+"""Other engines' operators, against stand-ins with the same names, arguments and layouts."""
 
 import sys
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -9,7 +10,7 @@ import torch
 
 from lora_backends.bench import Cell
 from lora_backends.bench.layers import check, make_layers, make_workload, reference
-from lora_backends.bench.peers import vllm
+from lora_backends.bench.peers import sglang, vllm
 from lora_backends.errors import BackendUnavailableError, UnsupportedInputError
 
 CUDA = torch.device("cuda")
@@ -57,21 +58,25 @@ def expand(inputs, lora_b_weights, output_tensor, mapping, *rest, offset_start, 
         output_tensor[t] += torch.cat(parts).to(output_tensor.dtype)
 
 
+def add_modules(monkeypatch, whole):
+    """Put empty packages where `import` finds them."""
+    parts = whole.split(".")
+    for depth in range(1, len(parts) + 1):
+        path = ".".join(parts[:depth])
+        module = ModuleType(path)
+        module.__spec__ = ModuleSpec(path, None, is_package=True)
+        module.__path__ = []
+        if path not in sys.modules:
+            monkeypatch.setitem(sys.modules, path, module)
+
+
 @pytest.fixture
 def install(monkeypatch):
     """Return a function that puts a stand-in for vLLM where `import` finds it."""
 
     def put(**names):
-        parts = ["vllm", "lora", "ops", "triton_ops", "utils"]
-        for depth in range(1, len(parts) + 1):
-            path = ".".join(parts[:depth])
-            module = ModuleType(path)
-            module.__spec__ = ModuleSpec(path, None, is_package=True)
-            module.__path__ = []
-            monkeypatch.setitem(sys.modules, path, module)
-        ops = sys.modules["vllm.lora.ops.triton_ops"]
-        for name, value in names.items():
-            setattr(ops, name, value)
+        add_modules(monkeypatch, "vllm.lora.ops.triton_ops.utils")
+        vars(sys.modules["vllm.lora.ops.triton_ops"]).update(names)
         sys.modules["vllm.lora.ops.triton_ops.utils"]._LORA_A_PTR_DICT = {"stale": 1}
         return sys.modules["vllm.lora.ops.triton_ops.utils"]
 
@@ -113,3 +118,106 @@ def test_a_release_of_another_shape_is_refused_by_what_differs(install):
     install(lora_shrink=shrink, lora_expand=expand, LoRAKernelMeta=Changed)
     with pytest.raises(UnsupportedInputError, match="meta_args takes tokens, mode"):
         vllm(CUDA, torch.bfloat16)
+
+
+@dataclass
+class BatchInfo:
+    use_cuda_graph: bool
+    bs: int
+    num_segments: int
+    seg_indptr: torch.Tensor
+    weight_indices: torch.Tensor
+    lora_ranks: torch.Tensor
+    scalings: torch.Tensor
+    max_len: int | None
+    seg_lens: torch.Tensor | None
+    permutation: torch.Tensor | None
+    has_active_lora: bool = False
+
+
+def rows_of(info):
+    """Yield the adapter and the tokens of every segment, after checking the layout."""
+    assert info.seg_indptr.dtype == info.weight_indices.dtype == info.permutation.dtype
+    assert info.seg_indptr.dtype == torch.int32 and not info.use_cuda_graph
+    assert info.bs == info.num_segments == len(info.weight_indices)
+    ends = info.seg_indptr.tolist()
+    assert ends == [0, *info.seg_lens.cumsum(0).tolist()]
+    for slot, start, end in zip(info.weight_indices.tolist(), ends, ends[1:], strict=False):
+        assert 0 < end - start <= info.max_len == 16
+        yield slot, info.permutation[start:end].long()
+
+
+def chunked_shrink(x, weights, batch_info, num_slices):
+    assert weights.is_contiguous() and weights.dim() == 3
+    h = torch.full((len(x), weights.shape[1]), float("nan"))
+    for slot, rows in rows_of(batch_info):
+        used = int(batch_info.lora_ranks[slot]) * num_slices
+        h[rows, :used] = x[rows].float() @ weights[slot, :used].float().T
+    return h.to(x.dtype)
+
+
+def chunked_expand(x, weights, batch_info, slice_offsets, max_slice_size, base_output):
+    assert weights.is_contiguous() and slice_offsets.dtype == torch.int32
+    offsets = slice_offsets.tolist()
+    assert max_slice_size == max(b - a for a, b in zip(offsets, offsets[1:], strict=False))
+    for slot, rows in rows_of(batch_info):
+        rank, scaling = int(batch_info.lora_ranks[slot]), float(batch_info.scalings[slot])
+        for s, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+            h = x[rows, s * rank : (s + 1) * rank].float()
+            delta = scaling * (h @ weights[slot, start:end, :rank].float().T)
+            base_output[rows, start:end] += delta.to(base_output.dtype)
+    return base_output
+
+
+def newer_expand(
+    x, weights, batch_info, slice_offsets, max_slice_size, base_output, slice_block_config=None
+):
+    assert slice_block_config == "blocks"
+    return chunked_expand(x, weights, batch_info, slice_offsets, max_slice_size, base_output)
+
+
+@pytest.fixture
+def install_sglang(monkeypatch):
+    def put(expand=chunked_expand, info=BatchInfo):
+        add_modules(monkeypatch, "sglang.srt.lora.triton_ops")
+        add_modules(monkeypatch, "sglang.srt.lora.utils")
+        names = {"chunked_sgmv_lora_shrink_forward": chunked_shrink}
+        names["chunked_sgmv_lora_expand_forward"] = expand
+        vars(sys.modules["sglang.srt.lora.triton_ops"]).update(names)
+        sys.modules["sglang.srt.lora.utils"].LoRABatchInfo = info
+        monkeypatch.setattr(
+            sys.modules[__name__], "compute_slice_block_config", lambda _: "blocks", raising=False
+        )
+
+    return put
+
+
+@pytest.mark.parametrize("expand", [chunked_expand, newer_expand])
+@pytest.mark.parametrize("mix", ["uniform", "skewed", "identical"])
+def test_sglangs_operators_are_called_as_they_want_to_be(install_sglang, expand, mix):
+    install_sglang(expand)
+    cell = Cell("qkv", 32, (16, 8, 8), tokens=40, adapters=3, rank=4, mix=mix)
+    work = make_workload(cell, make_layers(cell, "cpu", torch.bfloat16))
+    call = sglang(CUDA, torch.bfloat16)(work)
+    check(call, work, reference(work.x, work.layers[0], work.batch))
+
+
+def test_without_sglang_there_is_a_reason():
+    with pytest.raises(BackendUnavailableError, match="sglang is not installed"):
+        sglang(CUDA, torch.bfloat16)
+
+
+def test_another_sglang_is_refused_by_what_differs(install_sglang):
+    def narrow(x, weights, batch_info):
+        return x
+
+    @dataclass
+    class More:
+        routes: torch.Tensor
+
+    install_sglang(info=More)
+    with pytest.raises(UnsupportedInputError, match="sglang .* not as known here: .*routes"):
+        sglang(CUDA, torch.bfloat16)
+    install_sglang(expand=narrow)
+    with pytest.raises(UnsupportedInputError, match="too many positional arguments"):
+        sglang(CUDA, torch.bfloat16)
