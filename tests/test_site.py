@@ -211,6 +211,19 @@ def quotes_on_triton():
         f"{costs[1]:.2f} times the time by the rules"
     )
 
+    low = [
+        next(
+            cell
+            for cell in figures.measured()
+            if (cell["projection"], cell["tokens"], cell["active_adapters"], cell["rank"]) == key
+        )
+        for key in (("gate_up", 16, 8, 64), ("qkv", 16, 8, 16), ("qkv", 64, 8, 16))
+    ]
+    shares = [cell["limit_us"] / cell["times"]["triton"] for cell in low]
+    yield f"rank 64 on gate_up, 16 tokens** ({shares[0]:.2f})"
+    yield f"rank 16 on qkv, 16 and 64 tokens** ({shares[1]:.2f} and {shares[2]:.2f})"
+    ratios = [cell["times"]["csgmv"] / cell["times"]["triton"] for cell in low]
+    yield f"`csgmv` takes {ratios[1]:.2f} and {ratios[2]:.2f} times the time"
     tuned = figures.result("h200_tune_triton")
     over = tuned["gains"]
     yield (

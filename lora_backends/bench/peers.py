@@ -101,6 +101,7 @@ def sglang(device: torch.device, dtype: torch.dtype) -> Callable[[Workload], Cal
         raise _other_shape("sglang", f"{type(error).__name__}: {error}") from error
 
     def bind(work: Workload) -> Call:
+        _forget_kernels(shrink, expand)
         first, where = work.layers[0], work.x.device
         values = _segments(work.batch.token_slots, where)
         values |= {
@@ -121,6 +122,15 @@ def sglang(device: torch.device, dtype: torch.dtype) -> Callable[[Workload], Cal
         return call
 
     return bind
+
+
+def _forget_kernels(*functions: Callable[..., Any]) -> None:
+    """Empty SGLang's tables of compiled kernels: their keys leave out the rank."""
+    for function in functions:
+        for value in list(vars(sys.modules[function.__module__]).values()):
+            cache = getattr(value, "kernel_cache", None)
+            if isinstance(cache, dict):
+                cache.clear()
 
 
 _CHUNK = 16

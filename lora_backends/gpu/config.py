@@ -140,10 +140,10 @@ def _shrink_prefill(problem: Problem) -> ShrinkTiles:
     if stacked >= 128:
         block_n, block_k = (128 if rows >= 64 and problem.row_tokens == 64 else 64), 64
     programs = -(-problem.stacked // block_n) * rows * split_k
-    if programs <= _MULTIPROCESSORS:  # one for each, so it may have all the room
-        return ShrinkTiles(block_n, 128, split_k, num_stages=4)
-    stage = block_k * (block_n + problem.row_tokens) * problem.item_bytes
-    stages = 4 if 4 * stage <= _SHARED_BYTES * 3 // 4 else 3  # two or more find room side by side
+    step = 4 * (block_n + problem.row_tokens) * problem.item_bytes  # of four loads in flight
+    if programs <= _MULTIPROCESSORS and 128 * step <= _SHARED_BYTES:
+        return ShrinkTiles(block_n, 128, split_k, num_stages=4)  # one each has all the room
+    stages = 4 if block_k * step <= _SHARED_BYTES * 3 // 4 else 3  # two or more side by side
     return ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
 
 

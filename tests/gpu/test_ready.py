@@ -323,6 +323,38 @@ def test_a_plan_keeps_no_weights_alive(log, backend):
     assert plan._ready and alive() is None
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_rows_beyond_a_grid_of_two_axes_take_one(log, backend, monkeypatch, over):
+    backend.tile_choice = fixed_choice(
+        64, TileConfig(ShrinkTiles(16, 16, 1), ExpandTiles(16, 16, 2, num_stages=2))
+    )
+    generous = with_boxes(backend)
+    plan = generous.prepare_batch(LoRABatch([0, 1] * 40, 2))
+    rows, most = (
+        (plan.num_tiles, plan.max_tiles)
+        if isinstance(backend, TritonBackend)
+        else (plan.num_groups, plan.max_groups)
+    )
+    assert rows < most  # what a refill may need counts
+    for module in (triton_launch, csgmv_launch):
+        monkeypatch.setattr(module, "MOST_ROWS", most - over)
+    weights = LoRAWeights(
+        lora_a=torch.randn(2, 1, 16, 32).bfloat16(),
+        lora_b=torch.randn(2, 64, 16).bfloat16(),
+        ranks=torch.full((2, 1), 16),
+        scalings=torch.ones(2, 1),
+        output_slices=(64,),
+    )
+    x, y = torch.randn(80, 32).bfloat16(), torch.zeros(80, 64).bfloat16()
+    for _ in range(2):
+        log.clear()
+        generous.run_linear(x, weights, plan, y)
+        (_, shrink, _), (_, expand, arguments) = log
+        assert shrink == (rows, 1)
+        assert expand == ((2 * rows, 1) if over else (2, rows))
+        assert any(hasattr(a, "block_shape") for a in arguments) is not over
+
+
 def with_boxes(backend):
     """Return the backend as if its device could copy boxes."""
     if isinstance(backend, TritonBackend):
