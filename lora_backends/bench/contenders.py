@@ -10,7 +10,7 @@ import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.bench.layers import Workload
-from lora_backends.bench.peers import PEERS
+from lora_backends.bench.peers import PEERS, peer
 from lora_backends.bench.timing import Call
 from lora_backends.checks import as_device, dtype_name, dtype_names
 from lora_backends.errors import (
@@ -102,7 +102,7 @@ def _one(
     options: Mapping[str, Mapping[str, Any]],
 ) -> Contender:
     if name in PEERS and name not in backend_names():
-        bind = PEERS[name](device, dtype)
+        bind = peer(name, device, dtype)
         return Contender(name, True, bind)
     supported = backend_class(name).dtypes
     if dtype not in supported:

@@ -23,30 +23,45 @@ _OPS = "vllm.lora.ops.triton_ops"
 _POINTERS = ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT")
 
 
-def vllm(device: torch.device, dtype: torch.dtype) -> Callable[[Workload], Call]:
-    """Return a binder for vLLM's lora_shrink and lora_expand, its metadata made ahead.
+def peer(name: str, device: torch.device, dtype: torch.dtype) -> Callable[[Workload], Call]:
+    """Return what binds an engine's operators to a workload: its batch is prepared there.
 
     Args:
+        name: one of `PEERS`.
         device: a CUDA device.
         dtype: float16 or bfloat16.
 
     Raises:
-        BackendUnavailableError: vLLM is not installed, or does not run on the device.
+        BackendUnavailableError: the engine is not installed, or does not run on the device.
         UnsupportedInputError: the dtype, or operators of another shape than those known here.
+    """
+    if importlib.util.find_spec(name) is None:
+        raise BackendUnavailableError(f"{name} is not installed.")
+    if device.type != "cuda":
+        raise BackendUnavailableError(f"{name}'s operators run on cuda, not on {device.type}.")
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedInputError(f"{name} takes bfloat16, float16, not {dtype_name(dtype)}.")
+    try:
+        return PEERS[name]()
+    except Exception as error:  # whatever another engine's import raises
+        raise UnsupportedInputError(
+            f"{name} {_version(name)} is installed, but its LoRA operators are not as known here: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _vllm() -> Callable[[Workload], Call]:
+    """lora_shrink and lora_expand.
 
     Source:
         vllm/lora/ops/triton_ops of vllm-project/vllm.
     """
-    _check_runs("vllm", device, dtype)
-    try:
-        ops: Any = importlib.import_module(_OPS)
-        shrink, expand, meta_type = ops.lora_shrink, ops.lora_expand, ops.LoRAKernelMeta
-        parameters = list(inspect.signature(meta_type.meta_args).parameters)[1:]
-        make, prepare = meta_type.make, meta_type.prepare_tensors
-    except Exception as error:  # whatever another engine's import raises
-        raise _other_shape("vllm", f"{type(error).__name__}: {error}") from error
+    ops: Any = importlib.import_module(_OPS)
+    shrink, expand, meta_type = ops.lora_shrink, ops.lora_expand, ops.LoRAKernelMeta
+    parameters = list(inspect.signature(meta_type.meta_args).parameters)[1:]
+    make, prepare = meta_type.make, meta_type.prepare_tensors
     if parameters not in (["token_nums"], ["token_nums", "specialize_active_lora"]):
-        raise _other_shape("vllm", f"LoRAKernelMeta.meta_args takes {', '.join(parameters)}")
+        raise TypeError(f"LoRAKernelMeta.meta_args takes {', '.join(parameters)}")
     specialize = [True] * (len(parameters) - 1)
 
     def bind(work: Workload) -> Call:
@@ -71,34 +86,22 @@ def vllm(device: torch.device, dtype: torch.dtype) -> Callable[[Workload], Call]
     return bind
 
 
-def sglang(device: torch.device, dtype: torch.dtype) -> Callable[[Workload], Call]:
-    """Return a binder for SGLang's chunked SGMV operators, in its own chunks of 16 tokens.
-
-    Args:
-        device: a CUDA device.
-        dtype: float16 or bfloat16.
-
-    Raises:
-        BackendUnavailableError: SGLang is not installed, or does not run on the device.
-        UnsupportedInputError: the dtype, or operators of another shape than those known here.
+def _sglang() -> Callable[[Workload], Call]:
+    """The chunked SGMV, in its own chunks of 16 tokens.
 
     Source:
         python/sglang/srt/lora/triton_ops of sgl-project/sglang.
     """
-    _check_runs("sglang", device, dtype)
-    try:
-        ops: Any = importlib.import_module("sglang.srt.lora.triton_ops")
-        shrink, expand = ops.chunked_sgmv_lora_shrink_forward, ops.chunked_sgmv_lora_expand_forward
-        info_type = importlib.import_module("sglang.srt.lora.utils").LoRABatchInfo
-        inspect.signature(shrink).bind(*range(4))
-        parameters = inspect.signature(expand).bind(*range(6)).signature.parameters
-        known = {field.name for field in fields(info_type)}
-        info_type(**dict.fromkeys(known & _INFO_FIELDS))
-        blocks_of = None
-        if "slice_block_config" in parameters:  # left out, each call would wait for the device
-            blocks_of = sys.modules[expand.__module__].compute_slice_block_config
-    except Exception as error:
-        raise _other_shape("sglang", f"{type(error).__name__}: {error}") from error
+    ops: Any = importlib.import_module("sglang.srt.lora.triton_ops")
+    shrink, expand = ops.chunked_sgmv_lora_shrink_forward, ops.chunked_sgmv_lora_expand_forward
+    info_type = importlib.import_module("sglang.srt.lora.utils").LoRABatchInfo
+    inspect.signature(shrink).bind(*range(4))
+    parameters = inspect.signature(expand).bind(*range(6)).signature.parameters
+    known = {field.name for field in fields(info_type)}
+    info_type(**dict.fromkeys(known & _INFO_FIELDS))
+    blocks_of = None
+    if "slice_block_config" in parameters:  # left out, each call would wait for the device
+        blocks_of = sys.modules[expand.__module__].compute_slice_block_config
 
     def bind(work: Workload) -> Call:
         _forget_kernels(shrink, expand)
@@ -162,18 +165,8 @@ def _segments(token_slots: torch.Tensor, device: torch.device) -> dict[str, Any]
     }
 
 
-Peer = Callable[[torch.device, torch.dtype], Callable[[Workload], Call]]
-
-PEERS: dict[str, Peer] = {"vllm": vllm, "sglang": sglang}
-
-
-def _check_runs(engine: str, device: torch.device, dtype: torch.dtype) -> None:
-    if importlib.util.find_spec(engine) is None:
-        raise BackendUnavailableError(f"{engine} is not installed.")
-    if device.type != "cuda":
-        raise BackendUnavailableError(f"{engine}'s operators run on cuda, not on {device.type}.")
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise UnsupportedInputError(f"{engine} takes bfloat16, float16, not {dtype_name(dtype)}.")
+PEERS: dict[str, Callable[[], Callable[[Workload], Call]]] = {"vllm": _vllm, "sglang": _sglang}
+"""Engines by the name of their package."""
 
 
 def _per_slice(weights: LoRAWeights) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -193,11 +186,8 @@ def _forget_addresses() -> None:
         getattr(utils, name, {}).clear()
 
 
-def _other_shape(engine: str, what: str) -> UnsupportedInputError:
+def _version(name: str) -> str:
     try:
-        installed = version(engine)
+        return version(name)
     except PackageNotFoundError:
-        installed = "of unknown version"
-    return UnsupportedInputError(
-        f"{engine} {installed} is installed, but its LoRA operators are not as known here: {what}"
-    )
+        return "of unknown version"

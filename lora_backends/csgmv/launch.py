@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import astuple, replace
 from functools import lru_cache
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,9 +13,15 @@ from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.gpu.boxes import boxes_of, fits_boxes, without_boxes
 from lora_backends.gpu.choice import TileChoice
 from lora_backends.gpu.config import Problem
-from lora_backends.gpu.launching import INTERPRETED, MOST_ROWS, Arguments, Variant
+from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant
 from lora_backends.gpu.ready import EMPTY_ROW, Launched
-from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig, padded_rank
+from lora_backends.gpu.tiles import (
+    ExpandTiles,
+    ShrinkTiles,
+    TileConfig,
+    column_programs,
+    padded_rank,
+)
 from lora_backends.weights import LoRAWeights
 
 INVARIANT_BATCH = (64, 8)
@@ -83,7 +88,7 @@ def kernels_of(
         (plan.segment_size, plan.group_size),
         options,
         form,
-        options.boxes and plan.max_groups <= MOST_ROWS and fits_boxes(weights.lora_b),
+        options.boxes and fits_boxes(weights.lora_b, plan.max_groups),
     )
 
 
@@ -180,12 +185,10 @@ def _expand(
     options: Options,
 ) -> Kernel:
     output_slices, max_rank = layer
-    columns = tiles.block_c * tiles.chunks
-    *firsts, programs = accumulate((-(-width // columns) for width in output_slices), initial=0)
-    flat = tiles.num_stages == 1  # boxes take up to 24 registers more in a grid of one axis
+    starts, firsts, programs, even, flat = column_programs(output_slices, tiles)
     constants = (
-        tuple(accumulate(output_slices, initial=0)),  # STARTS
-        tuple(firsts),  # FIRST_PROGRAMS
+        starts,
+        firsts,
         programs if flat else 0,
         len(output_slices),
         planes,
@@ -195,7 +198,7 @@ def _expand(
         tiles.block_r,
         tiles.chunks,
         tiles.num_stages,
-        all(width % columns == 0 for width in output_slices),  # EVEN_C
+        even,
         max_rank % 8 == 0,  # EVEN_R
         has_bias,
         by_token,

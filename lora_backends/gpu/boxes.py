@@ -14,6 +14,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lora_backends.gpu.launching import INTERPRETED, has_programmatic_launch
 from lora_backends.gpu.tiles import ExpandTiles
 
+MOST_ROWS = 65535
+"""Rows that a grid of two axes can have: kernels that copy boxes have such grids."""
+
 _ALIGNMENT = 16  # bytes, of the matrix and of its rows
 
 
@@ -27,12 +30,16 @@ def without_boxes(tiles: ExpandTiles) -> ExpandTiles:
     return replace(tiles, num_stages=1) if tiles.num_stages > 1 else tiles
 
 
-def fits_boxes(lora_b: torch.Tensor) -> bool:
-    """Return whether B of all slots is one matrix of aligned 16-bit rows, however far apart."""
+def fits_boxes(lora_b: torch.Tensor, most_rows: int) -> bool:
+    """Return whether boxes of B can be copied for a plan of at most so many rows of the grid.
+
+    B of all slots has to be one matrix of aligned 16-bit rows, however far apart.
+    """
     num_slots, out_features, max_rank = lora_b.shape
     slot_stride, row_stride, _ = lora_b.stride()
     return (
-        lora_b.element_size() == 2
+        most_rows <= MOST_ROWS
+        and lora_b.element_size() == 2
         and max_rank % 8 == 0
         and row_stride >= max_rank
         and row_stride * 2 % _ALIGNMENT == 0

@@ -147,10 +147,6 @@ def grid_of(programs: int, rows: int, flat: bool) -> tuple[int, int]:
     return (programs * rows, 1) if flat else (programs, rows)
 
 
-MOST_ROWS = 65535
-"""Rows that a grid of two axes can have."""
-
-
 def is_current(device: torch.device) -> bool:
     """Return whether kernels for `device` may be launched as they are: it is the current one."""
     return not _several_devices() or device.index == torch.cuda.current_device()

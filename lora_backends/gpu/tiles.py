@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 NARROWEST = 16
 """The side of a matrix product: no size is below it."""
@@ -42,6 +44,33 @@ class TileConfig:
 
     shrink: ShrinkTiles
     expand: ExpandTiles
+
+
+class ColumnPrograms(NamedTuple):
+    """How the programs of an expand kernel share out the columns of a row of the grid."""
+
+    starts: tuple[int, ...]  # first column of every slice, and the end of the last one
+    firsts: tuple[int, ...]  # first program of every slice
+    programs: int
+    even: bool  # whether every slice is whole blocks
+    flat: bool  # whether the grid has one axis
+
+
+def column_programs(output_slices: tuple[int, ...], tiles: ExpandTiles) -> ColumnPrograms:
+    """Return the programs of a layer: a ragged grid over slices and blocks of columns.
+
+    >>> column_programs((256, 64), ExpandTiles(block_c=64, block_r=16, chunks=2))
+    ColumnPrograms(starts=(0, 256, 320), firsts=(0, 2), programs=3, even=False, flat=True)
+    """
+    columns = tiles.block_c * tiles.chunks
+    *firsts, programs = accumulate((-(-width // columns) for width in output_slices), initial=0)
+    return ColumnPrograms(
+        starts=tuple(accumulate(output_slices, initial=0)),
+        firsts=tuple(firsts),
+        programs=programs,
+        even=all(width % columns == 0 for width in output_slices),
+        flat=tiles.num_stages == 1,  # boxes take up to 24 registers more in a grid of one axis
+    )
 
 
 def power_of_two(value: int) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 
 import torch
 
 from lora_backends.gpu.boxes import boxes_of, fits_boxes, without_boxes
-from lora_backends.gpu.launching import INTERPRETED, MOST_ROWS, Arguments, Variant
+from lora_backends.gpu.launching import INTERPRETED, Arguments, Variant
 from lora_backends.gpu.ready import Launched
-from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, padded_rank
+from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, column_programs, padded_rank
 from lora_backends.triton import kernels
 from lora_backends.triton.plan import TritonPlan
 from lora_backends.weights import LoRAWeights
@@ -121,7 +120,7 @@ def expand(
         programmatic: launch before the kernel in front, which has to be `shrink`, has ended.
         boxes: whether the device can copy boxes.
     """
-    if not (boxes and plan.max_tiles <= MOST_ROWS and fits_boxes(weights.lora_b)):
+    if not (boxes and fits_boxes(weights.lora_b, plan.max_tiles)):
         tiles = without_boxes(tiles)
     b, bias = weights.lora_b, weights.bias
     max_rank = b.shape[2]
@@ -163,13 +162,10 @@ def _expand_variant(
     precision: str,
     programmatic: bool,
 ) -> Variant:
-    columns = tiles.block_c * tiles.chunks
-    starts = tuple(accumulate(output_slices, initial=0))
-    *firsts, programs = accumulate((-(-width // columns) for width in output_slices), initial=0)
-    flat = tiles.num_stages == 1  # boxes take up to 24 registers more in a grid of one axis
+    starts, firsts, programs, even, flat = column_programs(output_slices, tiles)
     constants = (
         starts,
-        tuple(firsts),  # FIRST_PROGRAMS
+        firsts,
         programs if flat else 0,
         len(output_slices),
         planes,  # SPLIT_K
@@ -179,7 +175,7 @@ def _expand_variant(
         tiles.block_r,
         tiles.chunks,
         tiles.num_stages,
-        all(width % columns == 0 for width in output_slices),  # EVEN_C
+        even,
         max_rank % 8 == 0,  # EVEN_R
         has_bias,
         exact_h,

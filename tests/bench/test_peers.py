@@ -10,7 +10,7 @@ import torch
 
 from lora_backends.bench import Cell
 from lora_backends.bench.layers import check, make_layers, make_workload, reference
-from lora_backends.bench.peers import sglang, vllm
+from lora_backends.bench.peers import peer
 from lora_backends.errors import BackendUnavailableError, UnsupportedInputError
 
 CUDA = torch.device("cuda")
@@ -88,28 +88,28 @@ def test_the_operators_are_called_as_they_want_to_be(install, meta):
     utils = install(lora_shrink=shrink, lora_expand=expand, LoRAKernelMeta=meta)
     cell = Cell("qkv", 32, (16, 8, 8), tokens=6, adapters=3, rank=4)
     work = make_workload(cell, make_layers(cell, "cpu", torch.bfloat16))
-    call = vllm(CUDA, torch.bfloat16)(work)
+    call = peer("vllm", CUDA, torch.bfloat16)(work)
     check(call, work, reference(work.x, work.layers[0], work.batch))
     assert utils._LORA_A_PTR_DICT == {}  # addresses of an earlier cell's weights
 
 
 def test_without_vllm_there_is_a_reason():
     with pytest.raises(BackendUnavailableError, match="vllm is not installed"):
-        vllm(CUDA, torch.bfloat16)
+        peer("vllm", CUDA, torch.bfloat16)
 
 
 def test_it_runs_on_cuda_in_16_bits(install):
     install(lora_shrink=shrink, lora_expand=expand, LoRAKernelMeta=Meta)
     with pytest.raises(BackendUnavailableError, match="not on cpu"):
-        vllm(torch.device("cpu"), torch.bfloat16)
+        peer("vllm", torch.device("cpu"), torch.bfloat16)
     with pytest.raises(UnsupportedInputError, match="not float32"):
-        vllm(CUDA, torch.float32)
+        peer("vllm", CUDA, torch.float32)
 
 
 def test_a_release_of_another_shape_is_refused_by_what_differs(install):
     install(lora_shrink=shrink, lora_expand=expand)
     with pytest.raises(UnsupportedInputError, match="LoRAKernelMeta"):
-        vllm(CUDA, torch.bfloat16)
+        peer("vllm", CUDA, torch.bfloat16)
 
     class Changed(Meta):
         def meta_args(self, tokens, mode):
@@ -117,7 +117,7 @@ def test_a_release_of_another_shape_is_refused_by_what_differs(install):
 
     install(lora_shrink=shrink, lora_expand=expand, LoRAKernelMeta=Changed)
     with pytest.raises(UnsupportedInputError, match="meta_args takes tokens, mode"):
-        vllm(CUDA, torch.bfloat16)
+        peer("vllm", CUDA, torch.bfloat16)
 
 
 @dataclass
@@ -212,13 +212,13 @@ def test_sglangs_operators_are_called_as_they_want_to_be(install_sglang, expand,
     install_sglang(expand)
     cell = Cell("qkv", 32, (16, 8, 8), tokens=40, adapters=3, rank=4, mix=mix)
     work = make_workload(cell, make_layers(cell, "cpu", torch.bfloat16))
-    call = sglang(CUDA, torch.bfloat16)(work)
+    call = peer("sglang", CUDA, torch.bfloat16)(work)
     check(call, work, reference(work.x, work.layers[0], work.batch))
 
 
 def test_sglangs_kernels_of_another_rank_are_forgotten(install_sglang):
     install_sglang()
-    bind = sglang(CUDA, torch.bfloat16)
+    bind = peer("sglang", CUDA, torch.bfloat16)
     for rank in (4, 8, 4):
         cell = Cell("qkv", 32, (16, 8, 8), tokens=40, adapters=3, rank=rank)
         work = make_workload(cell, make_layers(cell, "cpu", torch.bfloat16))
@@ -227,7 +227,7 @@ def test_sglangs_kernels_of_another_rank_are_forgotten(install_sglang):
 
 def test_without_sglang_there_is_a_reason():
     with pytest.raises(BackendUnavailableError, match="sglang is not installed"):
-        sglang(CUDA, torch.bfloat16)
+        peer("sglang", CUDA, torch.bfloat16)
 
 
 def test_another_sglang_is_refused_by_what_differs(install_sglang):
@@ -240,7 +240,7 @@ def test_another_sglang_is_refused_by_what_differs(install_sglang):
 
     install_sglang(info=More)
     with pytest.raises(UnsupportedInputError, match="sglang .* not as known here: .*routes"):
-        sglang(CUDA, torch.bfloat16)
+        peer("sglang", CUDA, torch.bfloat16)
     install_sglang(expand=narrow)
     with pytest.raises(UnsupportedInputError, match="too many positional arguments"):
-        sglang(CUDA, torch.bfloat16)
+        peer("sglang", CUDA, torch.bfloat16)

@@ -1,7 +1,9 @@
+import doctest
 import itertools
 
 import pytest
 
+from lora_backends.gpu import tiles
 from lora_backends.gpu.config import choose_tiles, row_tokens
 from lora_backends.gpu.tiles import WIDEST_RANK_BLOCK, padded_rank, tile_faults
 
@@ -60,3 +62,8 @@ def test_parts_of_the_inputs_are_equal():
 @pytest.mark.parametrize("rank, padded", [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128)])
 def test_padded_rank(rank, padded):
     assert padded_rank(rank) == padded
+
+
+def test_worked_examples_of_tiles():
+    failed, attempted = doctest.testmod(tiles)
+    assert attempted and not failed

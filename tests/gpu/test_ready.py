@@ -19,7 +19,7 @@ from lora_backends import (
 )
 from lora_backends.csgmv import CsgmvBackend
 from lora_backends.csgmv import launch as csgmv_launch
-from lora_backends.gpu import launching, ready
+from lora_backends.gpu import boxes, launching, ready
 from lora_backends.gpu.choice import fixed_choice
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig
 from lora_backends.triton import TritonBackend
@@ -297,47 +297,48 @@ def test_layers_backends_and_choices_are_told_apart(log, backend):
 
 
 def test_a_plan_keeps_no_weights_alive(log, backend):
-    backend.tile_choice = fixed_choice(
-        64, TileConfig(ShrinkTiles(16, 16, 1), ExpandTiles(16, 16, 2, num_stages=2))
-    )
-    generous = with_boxes(backend)
-    weights = LoRAWeights(
-        lora_a=torch.randn(2, 1, 16, 32).bfloat16(),
-        lora_b=torch.randn(2, 64, 16).bfloat16(),
-        ranks=torch.full((2, 1), 16),
-        scalings=torch.ones(2, 1),
-        output_slices=(64,),
-    )
-    plan = generous.prepare_batch(LoRABatch([0, 1] * 40, 2))
-    x, y = torch.randn(80, 32).bfloat16(), torch.zeros(80, 64).bfloat16()
+    weights, plan, x, y = call_with_boxes(backend)
     for _ in range(2):
         log.clear()
-        generous.run_linear(x, weights, plan, y)
-        (boxes,) = [a for a in log[1][2] if hasattr(a, "block_shape")]
-        assert boxes.base.data_ptr() == weights.lora_b.data_ptr()
-        assert boxes.block_shape == [16, 16]
+        backend.run_linear(x, weights, plan, y)
+        (copied,) = [a for a in log[1][2] if hasattr(a, "block_shape")]
+        assert copied.base.data_ptr() == weights.lora_b.data_ptr()
+        assert copied.block_shape == [16, 16]
     alive = weakref.ref(weights.lora_b)
     log.clear()
-    del weights, boxes
+    del weights, copied
     gc.collect()
     assert plan._ready and alive() is None
 
 
 @pytest.mark.parametrize("over", [False, True])
 def test_rows_beyond_a_grid_of_two_axes_take_one(log, backend, monkeypatch, over):
-    backend.tile_choice = fixed_choice(
-        64, TileConfig(ShrinkTiles(16, 16, 1), ExpandTiles(16, 16, 2, num_stages=2))
-    )
-    generous = with_boxes(backend)
-    plan = generous.prepare_batch(LoRABatch([0, 1] * 40, 2))
+    weights, plan, x, y = call_with_boxes(backend)
     rows, most = (
         (plan.num_tiles, plan.max_tiles)
         if isinstance(backend, TritonBackend)
         else (plan.num_groups, plan.max_groups)
     )
     assert rows < most  # what a refill may need counts
-    for module in (triton_launch, csgmv_launch):
-        monkeypatch.setattr(module, "MOST_ROWS", most - over)
+    monkeypatch.setattr(boxes, "MOST_ROWS", most - over)
+    for _ in range(2):
+        log.clear()
+        backend.run_linear(x, weights, plan, y)
+        (_, shrink, _), (_, expand, arguments) = log
+        assert shrink == (rows, 1)
+        assert expand == ((2 * rows, 1) if over else (2, rows))
+        assert any(hasattr(a, "block_shape") for a in arguments) is not over
+
+
+def call_with_boxes(backend):
+    """Return weights, plan, x and y, after making a backend copy boxes as on a device for it."""
+    backend.tile_choice = fixed_choice(
+        64, TileConfig(ShrinkTiles(16, 16, 1), ExpandTiles(16, 16, 2, num_stages=2))
+    )
+    if isinstance(backend, TritonBackend):
+        backend._boxes = True
+    else:
+        backend._options = backend._options._replace(boxes=True)
     weights = LoRAWeights(
         lora_a=torch.randn(2, 1, 16, 32).bfloat16(),
         lora_b=torch.randn(2, 64, 16).bfloat16(),
@@ -345,23 +346,8 @@ def test_rows_beyond_a_grid_of_two_axes_take_one(log, backend, monkeypatch, over
         scalings=torch.ones(2, 1),
         output_slices=(64,),
     )
-    x, y = torch.randn(80, 32).bfloat16(), torch.zeros(80, 64).bfloat16()
-    for _ in range(2):
-        log.clear()
-        generous.run_linear(x, weights, plan, y)
-        (_, shrink, _), (_, expand, arguments) = log
-        assert shrink == (rows, 1)
-        assert expand == ((2 * rows, 1) if over else (2, rows))
-        assert any(hasattr(a, "block_shape") for a in arguments) is not over
-
-
-def with_boxes(backend):
-    """Return the backend as if its device could copy boxes."""
-    if isinstance(backend, TritonBackend):
-        backend._boxes = True
-    else:
-        backend._options = backend._options._replace(boxes=True)
-    return backend
+    plan = backend.prepare_batch(LoRABatch([0, 1] * 40, 2))
+    return weights, plan, torch.randn(80, 32).bfloat16(), torch.zeros(80, 64).bfloat16()
 
 
 def test_what_a_plan_keeps_is_bounded(log, backend, monkeypatch):
