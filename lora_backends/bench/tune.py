@@ -41,6 +41,7 @@ class Progress:
     tried: int = 0
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # points whose rules cannot be run
+    broken: str = ""  # why searches could not begin with a table in use
 
 
 Tell = Callable[[int, Point, Found | None], None]
@@ -76,7 +77,8 @@ def tune_points(
     todo = [point for point in job.points if point.key not in progress.entries]
     try:
         in_use = tile_choice(job.rules, job.backend, job.device, "auto")
-    except InvalidInputError:  # a broken table is no reason not to measure a new one
+    except InvalidInputError as error:  # is no reason not to measure a new table
+        progress.broken = str(error).splitlines()[0]
         in_use = tile_choice(job.rules, job.backend, job.device, "rules")
     end = now() + job.budget
     lab_of = make_lab(job)
@@ -246,6 +248,8 @@ def summary_lines(job: Tuning, progress: Progress) -> list[str]:
     if table:
         ratio = statistics.geometric_mean(gain.rules_us / gain.tuned_us for gain in table)
         lines.append(f"geometric mean: {ratio:.3f} times as fast as the rules, {len(table)} cells")
+    if progress.broken:
+        lines.append(f"searches began with the rules, not with a table in use: {progress.broken}")
     lines += [f"skipped, the rules cannot be run: {text}" for text in progress.skipped]
     if done + len(progress.skipped) < len(job.points):
         left = len(job.points) - done - len(progress.skipped)

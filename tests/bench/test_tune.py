@@ -103,7 +103,12 @@ def test_a_table_of_another_version_does_not_keep_a_search_from_running(job, tmp
     folder.mkdir()
     monkeypatch.setenv("LORA_BACKENDS_TILES", str(folder))
     (folder / file_name("triton", CPU)).write_text('{"schema": 1}')
-    assert len(_tune(job).entries) == len(job.points)
+    progress = _tune(job)
+    assert len(progress.entries) == len(job.points)
+    told = "\n".join(summary_lines(job, progress))
+    assert f"began with the rules, not with a table in use: the table of tiles {folder}" in told
+    progress.broken = ""
+    assert "began with" not in "\n".join(summary_lines(job, progress))
 
 
 def test_the_tile_of_a_plan_is_that_of_the_least_time_over_all_layers():
