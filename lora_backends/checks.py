@@ -13,7 +13,7 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.weights import LoRAWeights
+from lora_backends.weights import LoRAWeights, extent_of
 
 if TYPE_CHECKING:
     from lora_backends.backend import LoRABackend
@@ -147,8 +147,10 @@ def check_run_lora_b(
                 problems.invalid.append(f"h.dtype is {dtype_name(h.dtype)}; allowed: float32")
             if not _last_axis_contiguous(h):
                 problems.invalid.append("the last axis of h is not contiguous")
+            _check_not_negated(problems, "h", h)
             _check_device(problems, backend, "h", h)
             _check_base(problems, backend, base_output, weights, tokens)
+            _check_not_shared(problems, base_output, h=h)
             if not problems.invalid:
                 _check_gradients(problems, backend, h, weights, base_output)
     problems.raise_if_any(
@@ -198,7 +200,7 @@ def _is_ordinary(
     base_output: torch.Tensor | None,
     num_slices: int | None,
 ) -> bool:
-    """Return True only where `_check_linear` would find nothing, as for most calls, in 2 us.
+    """Return True only where `_check_linear` would find nothing, as for most calls, in 3 us.
 
     It knows contiguous tensors and no gradients. Whatever else there is, right or wrong, is left
     to the checks that can say what is wrong with it.
@@ -221,6 +223,7 @@ def _is_ordinary(
         or x.device != device
         or weights.lora_a.device != device
         or not x.is_contiguous()
+        or x.is_neg()
     ):
         return False
     if base_output is None:
@@ -231,14 +234,27 @@ def _is_ordinary(
         and base_output.dtype in backend.dtypes
         and base_output.device == device
         and base_output.is_contiguous()
-        and not _span_touches(x, base_output)
+        and not base_output.is_neg()
+        and not _is_shared(base_output, x, weights)
     )
 
 
-def _span_touches(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether the memory of two contiguous tensors overlaps."""
-    x_first, y_first = x.data_ptr(), y.data_ptr()
-    return x_first < y_first + y.nbytes and y_first < x_first + x.nbytes
+def _is_shared(y: torch.Tensor, x: torch.Tensor, weights: LoRAWeights) -> bool:
+    """Return whether contiguous y lies within the extent of contiguous x or of a weight."""
+    first, x_first, bias = y.data_ptr(), x.data_ptr(), weights.bias
+    end = first + y.nbytes
+    if x_first < end and first < x_first + x.nbytes:
+        return True
+    a, b = weights.lora_a.data_ptr(), weights.lora_b.data_ptr()
+    ranks, scalings = weights.ranks.data_ptr(), weights.scalings.data_ptr()
+    of_a, of_b, of_ranks, of_scalings, of_bias = weights.extents
+    return (
+        (a < end and first < a + of_a)
+        or (b < end and first < b + of_b)
+        or (ranks < end and first < ranks + of_ranks)
+        or (scalings < end and first < scalings + of_scalings)
+        or (bias is not None and bias.data_ptr() < end and first < bias.data_ptr() + of_bias)
+    )
 
 
 def check_run_linear(
@@ -309,8 +325,10 @@ def check_run_embedding(
             )
         else:
             _check_device(problems, backend, "token_ids", token_ids)
+            _check_not_negated(problems, "token_ids", token_ids)
             _check_token_range(problems, token_ids, weights.in_features)
             _check_base(problems, backend, base_output, weights, tokens)
+            _check_not_shared(problems, base_output, token_ids=token_ids)
             if not problems.invalid:
                 _check_gradients(problems, backend, None, weights, base_output)
     problems.raise_if_any(
@@ -417,6 +435,7 @@ def _check_rows(
             f"the last axis of {name} is not contiguous (strides {tuple(x.stride())}); "
             f"pass {name}.contiguous()"
         )
+    _check_not_negated(problems, name, x)
     _check_device(problems, backend, name, x)
 
 
@@ -458,7 +477,43 @@ def _check_base(
         problems.invalid.append(
             f"rows of base_output overlap (strides {base_output.stride()}); pass a copy"
         )
+    _check_not_negated(problems, "base_output", base_output)
     _check_device(problems, backend, "base_output", base_output)
+    _check_not_shared(
+        problems,
+        base_output,
+        lora_a=weights.lora_a,
+        lora_b=weights.lora_b,
+        ranks=weights.ranks,
+        scalings=weights.scalings,
+        bias=weights.bias,
+    )
+
+
+def _check_not_negated(problems: Problems, name: str, tensor: torch.Tensor) -> None:
+    """Refuse torch's negative bit: engines read and write memory, which holds other values."""
+    if tensor.is_neg():
+        problems.invalid.append(
+            f"{name} is a lazy negation (torch's negative bit is set), so its memory holds the "
+            f"negated values; pass {name}.resolve_neg()"
+        )
+
+
+def _check_not_shared(
+    problems: Problems, base_output: torch.Tensor | None, **others: torch.Tensor | None
+) -> None:
+    """Refuse a base_output that lies within what the call reads: writing would change it."""
+    if problems.invalid or base_output is None or not base_output.numel():
+        return
+    first = base_output.data_ptr()
+    end = first + extent_of(base_output)
+    for name, tensor in others.items():
+        if tensor is None or not tensor.numel():
+            continue
+        if tensor.data_ptr() < end and first < tensor.data_ptr() + extent_of(tensor):
+            problems.invalid.append(
+                f"base_output overlaps {name} in memory; pass a base_output of its own memory"
+            )
 
 
 def _check_token_range(problems: Problems, token_ids: torch.Tensor, vocabulary: int) -> None:
