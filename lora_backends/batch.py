@@ -128,14 +128,14 @@ def _as_int64(values: torch.Tensor | Sequence[int] | Any, name: str) -> torch.Te
     try:
         if isinstance(values, np.ndarray):
             values = np.ascontiguousarray(values)  # torch takes no negative strides
-        tensor = torch.as_tensor(values)
+        tensor = torch.as_tensor(values, device="cpu")  # not torch's default device
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
             f"{name} cannot be read as integers\n  given: {type(values).__name__} ({error})\n"
             f"  allowed: a one-dimensional CPU tensor, list or array of ints"
         ) from error
     if tensor.ndim == 1 and tensor.numel() == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if tensor.ndim != 1 or not integral:
         raise InvalidInputError(

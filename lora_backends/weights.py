@@ -131,7 +131,8 @@ def _refuse_lazy_negation(name: str, tensor: torch.Tensor) -> None:
 def _as_numbers(values: Any, name: str, wanted: str) -> torch.Tensor:
     """Return `values` as a tensor of the kind of numbers that is wanted, in its own dtype."""
     try:
-        tensor = torch.as_tensor(values)
+        own = values.device if isinstance(values, torch.Tensor) else "cpu"
+        tensor = torch.as_tensor(values, device=own)  # not on torch's default device
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
             f"{name} cannot be read as a tensor\n  given: {type(values).__name__} ({error})\n"

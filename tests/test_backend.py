@@ -1,5 +1,8 @@
 """The interface: what is checked before a backend's own code runs, and the defaults."""
 
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 from layers import small_batch, small_weights
@@ -10,6 +13,7 @@ from lora_backends import (
     LoRABackend,
     LoRABackendError,
     LoRABatch,
+    LoRAWeights,
     UnsupportedInputError,
     get_backend,
 )
@@ -293,3 +297,45 @@ def test_a_numbered_cpu_is_the_cpu():
     backend = TorchRefBackend("cpu:0")
     plan = backend.prepare_batch(small_batch())
     assert backend.run_linear(torch.randn(7, 10), small_weights(), plan).shape == (7, 14)
+
+
+@contextlib.contextmanager
+def _default_device(name):
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def _all_results(name, made):
+    """Return what each operation returns, for weights and batches made of lists and arrays."""
+    backend = get_backend(name, device="cpu")
+    tables = (made.ranks.tolist(), made.scalings.tolist())
+    weights = LoRAWeights(made.lora_a, made.lora_b, *tables, made.output_slices, made.bias)
+    plan = backend.prepare_batch(LoRABatch.from_sequences([3, -1, 0], [2, 1, 4], 4))
+    backend.prepare_batch(LoRABatch(np.array([3, -1, 0, 1, 0, 2, 3]), 4), out=plan)
+    x = torch.linspace(-1, 1, 70, device="cpu").view(7, 10)
+    ids = torch.arange(7, device="cpu")
+    h = backend.run_lora_a(x, weights, plan)
+    return [
+        h,
+        backend.run_lora_b(h, weights, plan),
+        backend.run_linear(x, weights, plan, torch.ones(7, 11, device="cpu")),
+        backend.run_gate_up(x, weights, plan),
+        backend.run_logits(x, weights, plan),
+        backend.run_embedding(ids, weights, plan),
+        backend.run_linear(x[:0], weights, backend.prepare_batch(LoRABatch([], 4))),
+    ]
+
+
+@pytest.mark.parametrize("default", [torch.device, _default_device])
+@pytest.mark.parametrize("name", ["torch_ref", pytest.param("numba_cpu", marks=pytest.mark.slow)])
+def test_the_default_device_of_torch_has_no_effect(name, default):
+    made = small_weights(bias=True, slices=(6, 5))
+    expected = _all_results(name, made)
+    with default("meta"):  # where tensors have no values
+        results = _all_results(name, made)
+    for result, wanted in zip(results, expected, strict=True):
+        assert result.device.type == "cpu"
+        assert torch.equal(result, wanted)

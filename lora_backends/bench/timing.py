@@ -148,7 +148,7 @@ def copy_clock() -> Callable[[], float]:
 
     On a shared machine they move, so they are measured next to what they limit.
     """
-    source, target = torch.ones(COPIED_VALUES["cpu"]), torch.ones(COPIED_VALUES["cpu"])
+    source, target = (torch.ones(COPIED_VALUES["cpu"], device="cpu") for _ in range(2))
 
     def gigabytes() -> float:
         fastest = min(_cpu_microseconds(lambda: target.copy_(source)) for _ in range(3))

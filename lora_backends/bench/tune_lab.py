@@ -211,8 +211,8 @@ def _one_layer(cell: Cell, device: torch.device, dtype: torch.dtype) -> Workload
     layer = LoRAWeights(
         lora_a=torch.zeros(slots, slices, cell.rank, cell.in_features, **like),
         lora_b=torch.zeros(slots, cell.out_features, cell.rank, **like),
-        ranks=torch.full((slots, slices), cell.rank, dtype=torch.int32),
-        scalings=torch.ones(slots, slices),
+        ranks=torch.full((slots, slices), cell.rank, dtype=torch.int32, device="cpu"),
+        scalings=torch.ones(slots, slices, device="cpu"),
         output_slices=cell.output_slices,
     )
     return Workload(

@@ -10,6 +10,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 from mutants import MUTANTS, TwoSteps
 
 from lora_backends import InvalidInputError
@@ -260,3 +261,10 @@ def test_the_command_exits_2_where_nothing_can_be_run(arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_suite_makes_its_tensors_on_devices_of_its_own_choice():
+    quick = dataclasses.replace(DEFAULT, effort=0.02)
+    with torch.device("meta"):  # where tensors have no values
+        report = verify(TwoSteps("cpu"), profile=quick)
+    assert report.passed, report.to_text()
