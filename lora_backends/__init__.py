@@ -10,7 +10,8 @@ from lora_backends.errors import (
     LoRABackendError,
     UnsupportedInputError,
 )
-from lora_backends.registry import backend_names, get_backend, unavailable_reasons
+from lora_backends.registry import backend_names, unavailable_reasons
+from lora_backends.selection import get_backend
 from lora_backends.weights import LoRAWeights
 
 if TYPE_CHECKING:

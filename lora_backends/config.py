@@ -22,8 +22,8 @@ from typing_extensions import override
 
 from lora_backends.checks import as_device
 from lora_backends.errors import InvalidInputError, UnknownBackendError, did_you_mean
-from lora_backends.gpu.choice import FOLDER_VARIABLE
-from lora_backends.registry import AUTO, ENV_PREFIX, backend_names
+from lora_backends.names import AUTO, ENV_PREFIX, TILES_VARIABLE
+from lora_backends.registry import backend_names
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class LoRAConfig(BaseSettings):
     @classmethod
     def _check_environment(cls) -> None:
         fields = [ENV_PREFIX + field.upper() for field in LoRAConfig.model_fields]
-        allowed = [*fields, FOLDER_VARIABLE]
+        allowed = [*fields, TILES_VARIABLE]
         for variable in os.environ:
             if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in allowed:
                 raise InvalidInputError(

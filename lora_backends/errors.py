@@ -30,3 +30,13 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest allowed word, or an empty string."""
     close = difflib.get_close_matches(given, list(allowed), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def told(error: BaseException) -> str:
+    """Return the type and the message of a foreign error, whose ``__str__`` may fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return f"{type(error).__name__} (its message cannot be shown)"

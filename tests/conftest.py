@@ -14,7 +14,7 @@ NEEDS = {
     "peft": ["adapters", *PEFT_MODELS],
     "pydantic": ["adapters", *PEFT_MODELS],
     "pydantic_settings": ["test_cli.py", "test_config.py", "test_registry.py"],
-    "typer": ["test_cli.py"],
+    "typer": ["test_cli.py", "test_registry.py"],
 }
 MISSING = [package for package in NEEDS if importlib.util.find_spec(package) is None]
 collect_ignore = [path for package in MISSING for path in NEEDS[package]]

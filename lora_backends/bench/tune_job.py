@@ -25,7 +25,8 @@ from lora_backends.errors import (
 )
 from lora_backends.gpu.choice import user_folder
 from lora_backends.gpu.tables import LayerShape, file_name, read_table
-from lora_backends.registry import AUTO, backend_class, backend_names, unavailable_reasons
+from lora_backends.names import AUTO
+from lora_backends.registry import backend_class, backend_names, unavailable_reasons
 
 DEFAULTS = {"tokens": "1,16,64,256,2048", "adapters": "1,8,64", "rank": "16"}
 """The batches that are tuned if none of them are given; measured ones stand for their neighbours

@@ -26,7 +26,7 @@ from lora_backends.bench.search import Lab
 from lora_backends.bench.timing import between_events
 from lora_backends.bench.tune_job import Point, Tuning
 from lora_backends.gpu.choice import fixed_choice
-from lora_backends.registry import get_backend
+from lora_backends.selection import get_backend
 from lora_backends.weights import LoRAWeights
 
 SAMPLE_US = 1000.0
