@@ -40,3 +40,14 @@ def told(error: BaseException) -> str:
         raise
     except BaseException:
         return f"{type(error).__name__} (its message cannot be shown)"
+
+
+def shown(value: object, most: int = 200) -> str:
+    """Return a short repr of a value, which may be huge, nested deeply or unable to show itself."""
+    try:
+        text = repr(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # an int of 5,000 digits, a list in a list in a list, a foreign object
+        return f"a value of type {type(value).__name__} that cannot be shown"
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -21,6 +21,7 @@ from lora_backends.errors import (
     BackendUnavailableError,
     UnknownBackendError,
     did_you_mean,
+    shown,
     told,
 )
 from lora_backends.names import AUTO
@@ -53,7 +54,7 @@ def backend_class(name: str) -> type[LoRABackend]:
         faults = _declaration_faults(found) if is_backend else []
     if not is_backend:
         raise BackendUnavailableError(
-            f"backend {name!r} is no subclass of LoRABackend\n  given: {_shown(found)}\n"
+            f"backend {name!r} is no subclass of LoRABackend\n  given: {shown(found)}\n"
             f"  registered by: {_origin(entry)}"
         )
     if faults:
@@ -91,7 +92,7 @@ def reasons_of(name: str, found: type[LoRABackend], device: torch.device) -> lis
         return [f"{error}."]
     if isinstance(reasons, list | tuple) and all(isinstance(r, str) for r in reasons):
         return list(reasons)
-    return [f"{name}.unavailable_reasons returns {_shown(reasons)}; allowed: a list of sentences."]
+    return [f"{name}.unavailable_reasons returns {shown(reasons)}; allowed: a list of sentences."]
 
 
 def auto_priority(name: str, found: type[LoRABackend], device: torch.device) -> int | None:
@@ -106,7 +107,7 @@ def auto_priority(name: str, found: type[LoRABackend], device: torch.device) -> 
     if priority is None or isinstance(priority, int):
         return priority
     raise BackendUnavailableError(
-        f"{name}.auto_priority is {_shown(priorities)}; allowed: a type of device to an int"
+        f"{name}.auto_priority is {shown(priorities)}; allowed: a type of device to an int"
     )
 
 
@@ -162,21 +163,10 @@ def _declaration_faults(found: type[LoRABackend]) -> list[str]:
     ):
         value: Any = getattr(found, field)
         if not isinstance(value, tuple | list) or not all(isinstance(v, kind) for v in value):
-            faults.append(f"{field} is {_shown(value)}; allowed: {allowed}")
+            faults.append(f"{field} is {shown(value)}; allowed: {allowed}")
     if not isinstance(found.plan_type, type):
-        faults.append(f"plan_type is {_shown(found.plan_type)}; allowed: a class")
+        faults.append(f"plan_type is {shown(found.plan_type)}; allowed: a class")
     return faults
-
-
-def _shown(value: object) -> str:
-    """Return a short repr of a foreign object, whose own repr may fail."""
-    try:
-        text = repr(value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _entries() -> list[EntryPoint]:

@@ -194,7 +194,7 @@ def read_config(path: Path) -> tuple[Projections, list[str]]:
         config = json.loads(path.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise InvalidInputError(f"{path} holds no JSON object, but a {type(config).__name__}")

@@ -176,5 +176,5 @@ def option_value(text: str) -> Any:
     """Return a value given on a command line: JSON, else the string itself."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
