@@ -38,7 +38,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # The site is built when a page, a docstring or a tool has changed; a warning is an error.
 PAGES := $(shell find docs tools lora_backends -type f -not -name '*.pyc') mkdocs.yml
-SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+SITE := $(BIN)/python tools/build_site.py
 
 test: $(STAMP) lint  ## lint, type-check, pass the tests and build the pages
 	@$(PYTEST) -n auto --dist loadfile -m "not slow"

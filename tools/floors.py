@@ -1,7 +1,7 @@
 """Print the oldest versions that pyproject.toml allows, as constraints for pip.
 
-    python tools/floors.py > floors.txt
-    pip install -c floors.txt '.[hf,test]'
+python tools/floors.py > floors.txt
+pip install -c floors.txt '.[hf,test]'
 """
 
 from __future__ import annotations

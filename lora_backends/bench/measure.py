@@ -137,7 +137,9 @@ def measure(
         method, environment, limits, contenders and cells, as in the file.
 
     Raises:
-        As `check_device` and `check_memory`.
+        InvalidInputError: no such device, or a cell that takes more memory than it has.
+        BackendUnavailableError: torch cannot use the device here.
+        UnsupportedInputError: the device has no clock here: neither CPU nor CUDA or ROCm.
     """
     device = check_device(device)
     check_memory(cells, device, dtype)
