@@ -1,15 +1,11 @@
-"""Every kernel compiles ahead of time for the devices that are named as supported."""
-
-from pathlib import Path
+"""Every kernel compiles ahead of time, as it is launched, for the devices named as supported."""
 
 import pytest
 from ahead_of_time import TARGETS, compiled_by_a_process
 
-KERNELS = Path(__file__).with_name("csgmv_compile.py")
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_variant_compiles(target, tmp_path):
-    printed = compiled_by_a_process(KERNELS, target, tmp_path)
+def test_every_launched_kernel_compiles(target, tmp_path):
+    printed = compiled_by_a_process("csgmv", target, tmp_path)
     assert printed.count("compiled") >= 20

@@ -1,6 +1,7 @@
-"""Files of measured tile sizes, checked strictly.
+"""Files of measured tile sizes, checked before any size is used.
 
-A table belongs to one backend and one model of device and holds measured batches of layer shapes.
+A table belongs to one backend and one device model. It holds the fastest sizes measured for some
+layer shapes and batches.
 """
 
 from __future__ import annotations
@@ -8,29 +9,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lora_backends.errors import InvalidInputError
-from lora_backends.gpu.strict import StrictError, parse
+from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, LayerShape, TileConfig, tile_faults
+from lora_backends.sgmv.tiles.strict_json import StrictError, parse
 
 SCHEMA = 2
 """Version of the files' layout: a file of another version is refused."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What tile sizes depend on in a layer."""
-
-    num_slices: int
-    max_rank: int
-    in_features: int
-    out_features: int
-    item_bytes: int  # of one weight: 2, or 4 for float32
 
 
 @dataclass(frozen=True)
@@ -41,14 +32,14 @@ class Entry:
     num_tokens: int
     active_slots: int  # slots that have tokens
     tile_tokens: int  # tokens per tile of the plan
-    tiles: Any  # the engine's TileConfig
+    tiles: TileConfig
     tuned_us: float  # microseconds of one run_linear with these tiles
     rules_us: float  # with the tiles of the rules, in the same run
 
 
 @dataclass(frozen=True)
 class BatchTiles:
-    """The tile size of the plan of one batch, the best over all layers measured."""
+    """The tokens per tile for the plan of one batch: the fastest over all layers measured."""
 
     num_tokens: int
     active_slots: int
@@ -69,24 +60,6 @@ class TileTable:
     entries: tuple[Entry, ...]
 
 
-class TileRules(Protocol):
-    """What an engine's tuning module offers, so that its tiles can be tabled and tuned."""
-
-    TileConfig: type
-    """A frozen dataclass of frozen dataclasses of ints."""
-    TILE_TOKENS: tuple[int, ...]
-    """Tokens per tile that its kernels take."""
-    block_tokens: Callable[[int, int], int]
-    """(num_tokens, active_slots) to tokens per tile."""
-    choose_tiles: Callable[..., Any]
-    """(num_tokens, active_slots, tile_tokens, *fields of LayerShape) to a TileConfig."""
-    candidates: Callable[..., Sequence[Any]]
-    """The arguments of `choose_tiles` to the TileConfigs worth trying."""
-    tile_faults: Callable[..., list[str]]
-    """(tiles, tile_tokens, *fields of LayerShape) to why its kernels cannot take them; [] if
-    they can and give right results."""
-
-
 def device_of(device: torch.device | str) -> tuple[str, str]:
     """Return the model of a device and its compute capability."""
     device = torch.device(device)
@@ -103,25 +76,21 @@ def file_name(backend: str, device: torch.device | str) -> str:
     return f"{backend}-{slug}.json" if capability != "none" else f"{backend}-{device}.json"
 
 
-def read_table(path: Path, rules: Any, backend: str, device: torch.device | str) -> TileTable:
-    """Read a table and check that it belongs to the backend and device, and that it can be run.
+def read_table(path: Path, backend: str, device: torch.device | str) -> TileTable:
+    """Read a table; check that it belongs to the backend and device and that its sizes can run.
 
     Args:
         path: the file.
-        rules: the engine's tuning module.
-        backend: its name.
-        device: where the table is to be used.
-
-    Returns:
-        The table, its entries' tiles of the engine's TileConfig.
+        backend: the name of the engine that will use the table.
+        device: the device that will use it.
 
     Raises:
-        InvalidInputError: it names the file, what is wrong with it and what to do.
+        InvalidInputError: names the file, the fault and the remedy.
     """
     try:
-        table = _parse(path.read_text(encoding="utf-8"), rules)
+        table = _parse(path.read_text(encoding="utf-8"))
         _check_owner(table, backend, device)
-        _check_entries(table, rules)
+        _check_entries(table)
     except OSError as error:
         raise _broken(path, backend, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, OverflowError, RecursionError) as error:
@@ -140,23 +109,23 @@ def table_text(table: TileTable) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _parse(text: str, rules: Any) -> TileTable:
-    value = json.loads(text, parse_constant=_no_number, object_pairs_hook=_no_twins)
+def _parse(text: str) -> TileTable:
+    value = json.loads(text, parse_constant=_no_number, object_pairs_hook=_unique_keys)
     schema = value.get("schema") if isinstance(value, dict) else None
     if isinstance(value, dict) and schema != SCHEMA:
         raise StrictError(f"its schema is {schema!r}, this version reads {SCHEMA}")
-    table: TileTable = parse(TileTable, value, "the table", {"tiles": rules.TileConfig})
+    table: TileTable = parse(TileTable, value, "the table")
     return table
 
 
 def _no_number(constant: str) -> None:
-    raise StrictError(f"{constant} is no number")
+    raise StrictError(f"{constant} is not a number")
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise StrictError("a key stands twice in one object")
+        raise StrictError("an object repeats a key")
     return found
 
 
@@ -171,31 +140,31 @@ def _check_owner(table: TileTable, backend: str, device: torch.device | str) -> 
         )
 
 
-def _check_entries(table: TileTable, rules: Any) -> None:
-    """Refuse what kernels would run wrongly, and two entries for one question."""
+def _check_entries(table: TileTable) -> None:
+    """Refuse sizes that kernels would run wrongly, and two entries for one layer and batch."""
     seen: set[Any] = set()
     for i, batch in enumerate(table.batches):
-        _check_batch(f"batches[{i}]", batch, rules)
+        _check_batch(f"batches[{i}]", batch)
         _check_once(f"batches[{i}]", (batch.num_tokens, batch.active_slots), seen)
     for i, entry in enumerate(table.entries):
         where, layer = f"entries[{i}]", asdict(entry.layer)
-        _check_batch(where, entry, rules)
+        _check_batch(where, entry)
         if min(layer.values()) < 1 or layer["item_bytes"] not in (2, 4):
-            raise StrictError(f"{where}.layer is no layer: {layer}")
+            raise StrictError(f"{where}.layer is not a layer: {layer}")
         if not (_is_time(entry.tuned_us) and _is_time(entry.rules_us)):
             raise StrictError(f"{where}: microseconds are numbers above 0")
-        faults = rules.tile_faults(entry.tiles, entry.tile_tokens, *layer.values())
+        faults = tile_faults(entry.tiles, entry.tile_tokens, entry.layer)
         if faults:
             raise StrictError(f"{where}.tiles cannot be run: {'; '.join(faults)}")
         key = (entry.layer, entry.num_tokens, entry.active_slots, entry.tile_tokens)
         _check_once(where, key, seen)
 
 
-def _check_batch(where: str, batch: BatchTiles | Entry, rules: Any) -> None:
+def _check_batch(where: str, batch: BatchTiles | Entry) -> None:
     if not 1 <= batch.active_slots <= batch.num_tokens:
         raise StrictError(f"{where}: 1 <= active_slots <= num_tokens must hold")
-    if batch.tile_tokens not in rules.TILE_TOKENS:
-        allowed = ", ".join(map(str, rules.TILE_TOKENS))
+    if batch.tile_tokens not in TILE_TOKENS:
+        allowed = ", ".join(map(str, TILE_TOKENS))
         raise StrictError(f"{where}.tile_tokens is {batch.tile_tokens}; allowed: {allowed}")
 
 
@@ -212,6 +181,6 @@ def _is_time(value: float) -> bool:
 def _broken(path: Path, backend: str, problem: str) -> InvalidInputError:
     return InvalidInputError(
         f"the table of tiles {path} cannot be used: {problem}\n"
-        f"  to do: delete it and write it anew (lora-backends tune {backend}), "
+        f"  to do: delete the file and tune again (lora-backends tune {backend}), "
         f"or pass tiles='rules'"
     )

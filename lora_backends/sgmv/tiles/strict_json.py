@@ -1,4 +1,4 @@
-"""JSON values as dataclasses, without a library: engines run where only torch and triton are."""
+"""JSON values as dataclasses, without pydantic: engines run where only torch and Triton are."""
 
 from __future__ import annotations
 
@@ -8,30 +8,26 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 
 class StrictError(ValueError):
-    """A value is not what its place asks for; it names the place."""
+    """A value does not have the type that its place asks for; the message names the place."""
 
 
-def parse(kind: Any, value: Any, where: str, given: Mapping[str, Any] | None = None) -> Any:
-    """Return a JSON value as `kind`, every key there and none besides, nothing converted.
+def parse(kind: Any, value: Any, where: str) -> Any:
+    """Return a JSON value as `kind`. Keys must match the fields exactly; nothing is converted.
 
     Args:
         kind: a dataclass, int, float, str, ``tuple[T, ...]`` or ``Mapping[str, T]``.
         value: from `json.loads`.
         where: names the value in errors.
-        given: name of a field to its kind, where the dataclass says Any.
-
-    Returns:
-        An instance of `kind`.
 
     Raises:
-        StrictError: the value is of another kind.
+        StrictError: the value is not a `kind`.
     """
     if is_dataclass(kind) and isinstance(kind, type):
-        return _dataclass(kind, value, where, given or {})
+        return _dataclass(kind, value, where)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is tuple:
         _require(isinstance(value, list), where, "a list", value)
-        return tuple(parse(arguments[0], v, f"{where}[{i}]", given) for i, v in enumerate(value))
+        return tuple(parse(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if origin is Mapping:
         _require(isinstance(value, dict), where, "an object", value)
         return {key: parse(arguments[1], v, f"{where}.{key}") for key, v in value.items()}
@@ -44,7 +40,7 @@ def parse(kind: Any, value: Any, where: str, given: Mapping[str, Any] | None = N
     return value
 
 
-def _dataclass(kind: Any, value: Any, where: str, given: Mapping[str, Any]) -> Any:
+def _dataclass(kind: Any, value: Any, where: str) -> Any:
     _require(isinstance(value, dict), where, "an object", value)
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind)]
@@ -54,14 +50,9 @@ def _dataclass(kind: Any, value: Any, where: str, given: Mapping[str, Any]) -> A
         raise StrictError(f"{where} lacks {', '.join(missing)}")
     if unknown:
         raise StrictError(f"{where} has unknown keys: {', '.join(unknown)}")
-    parsed = {}
-    for name in names:
-        expected = given.get(name, hints[name])
-        parsed[name] = parse(expected, value[name], f"{where}.{name}", given)
-    return kind(**parsed)
+    return kind(**{name: parse(hints[name], value[name], f"{where}.{name}") for name in names})
 
 
 def _require(fits: bool, where: str, expected: str, value: Any) -> None:
     if not fits:
-        shown = repr(value)
-        raise StrictError(f"{where} is not {expected}: {shown[:60]}")
+        raise StrictError(f"{where} is not {expected}: {repr(value)[:60]}")

@@ -7,12 +7,23 @@ from typing import NamedTuple
 
 from lora_backends.batch import LoRABatch
 from lora_backends.explain import Explanation, Launch, Layer, Piece, Share, tokens_of
-from lora_backends.gpu.choice import TileChoice
-from lora_backends.gpu.tiles import NARROWEST, ExpandTiles, ShrinkTiles, TileConfig, padded_rank
+from lora_backends.sgmv.tiles.sizes import (
+    MIN_DOT,
+    BatchShape,
+    ExpandTiles,
+    LayerShape,
+    ShrinkTiles,
+    TileConfig,
+    padded_rank,
+)
+from lora_backends.sgmv.tiles.source import TileSource
+
+NARROW_TOKENS = 32
+"""Tiles of up to this many tokens multiply ranks up to 16 in 16 lanes (`expand_tile`)."""
 
 
 class Cut(NamedTuple):
-    """How a plan cuts a batch: what a row of the grid works for."""
+    """How a plan cuts a batch into rows of the grid."""
 
     name: str  # of a piece
     pieces: tuple[Piece, ...]
@@ -25,35 +36,30 @@ def explanation(
     batch: LoRABatch,
     layer: Layer,
     cut: Cut,
-    choice: TileChoice,
+    source: TileSource,
     fact: str,
     legend: str,
-    narrow_tokens: int,
-    narrow_long_ranks: bool,
 ) -> Explanation:
-    """Return the explanation of an engine that launches a shrink and an expand over pieces.
+    """Explain an engine that launches a shrink and an expand over pieces.
 
     Args:
         backend: its name.
         batch: the batch.
         layer: the layer.
         cut: how the plan cuts the batch.
-        choice: where sizes come from.
-        fact: what is to be told of the plan.
-        legend: what the words mean.
-        narrow_tokens: as in `count_expand`.
-        narrow_long_ranks: as in `count_expand`.
+        source: where sizes come from.
+        fact: a sentence about the plan.
+        legend: explains the words.
     """
-    tiles = choice.choose_tiles(
-        batch.num_tokens,
-        cut.active_slots,
-        cut.tile_tokens,
-        len(layer.output_slices),
-        layer.max_rank,
-        layer.in_features,
-        sum(layer.output_slices),
-        layer.item_bytes,
+    shape = LayerShape(
+        num_slices=len(layer.output_slices),
+        max_rank=layer.max_rank,
+        in_features=layer.in_features,
+        out_features=sum(layer.output_slices),
+        item_bytes=layer.item_bytes,
     )
+    sizes = BatchShape(batch.num_tokens, cut.active_slots, cut.tile_tokens)
+    tiles = source.choose_tiles(sizes, shape)
     return Explanation(
         backend=backend,
         token_slots=tokens_of(batch),
@@ -64,15 +70,15 @@ def explanation(
         pieces=cut.pieces,
         launches=(
             count_shrink(cut.pieces, layer, tiles.shrink),
-            count_expand(cut.pieces, layer, tiles.expand, narrow_tokens, narrow_long_ranks),
+            count_expand(cut.pieces, layer, tiles.expand),
         ),
-        facts=(fact, *describe(tiles, choice.sources)),
+        facts=(fact, *describe(tiles, source.files)),
         legend=legend,
     )
 
 
 def describe(tiles: TileConfig, sources: Sequence[str]) -> tuple[str, str]:
-    """Return the sizes in words, and where they come from."""
+    """Return a sentence about the sizes, and one about their source."""
     shrink, expand = tiles.shrink, tiles.expand
     parts = f"inputs in {shrink.split_k} parts" if shrink.split_k > 1 else "inputs in one part"
     columns = expand.block_c * expand.chunks
@@ -85,7 +91,7 @@ def describe(tiles: TileConfig, sources: Sequence[str]) -> tuple[str, str]:
 
 
 def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> Launch:
-    """Return what the shrink kernel launches: a block of stacked ranks and a part of the inputs.
+    """Return the shrink launch: a block of stacked ranks and a part of the inputs per program.
 
     A program whose ranks all lie beyond the adapter's own returns at once.
     """
@@ -108,34 +114,18 @@ def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> L
     )
 
 
-def count_expand(
-    pieces: Sequence[Piece],
-    layer: Layer,
-    tiles: ExpandTiles,
-    narrow_tokens: int,
-    narrow_long_ranks: bool,
-) -> Launch:
-    """Return what the expand kernel launches: blocks of columns of every slice.
+def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> Launch:
+    """Return the expand launch: blocks of columns of every slice, for a layer without a bias.
 
-    Args:
-        pieces: the tiles.
-        layer: without a bias.
-        tiles: sizes.
-        narrow_tokens: tiles of up to this many tokens multiply ranks up to 16 in 16 lanes,
-            where one block holds the padded rank;
-        narrow_long_ranks: elsewhere, too.
-
-    Returns:
-        The launch; a program whose slice has rank 0 returns at once.
+    A program whose slice has rank 0 returns at once.
     """
-    width, rank_pad = tiles.block_c * tiles.chunks, padded_rank(layer.max_rank)
+    width = tiles.block_c * tiles.chunks
     work, columns, programs = [], [], 0
     for piece in pieces:
         for rank, outputs in zip(layer.ranks[piece.slot], layer.output_slices, strict=True):
             lanes = -(-rank // tiles.block_r) * tiles.block_r
-            may_narrow = narrow_long_ranks or tiles.block_r == rank_pad
-            if may_narrow and piece.places <= narrow_tokens and 0 < rank <= NARROWEST:
-                lanes = NARROWEST
+            if piece.places <= NARROW_TOKENS and 0 < rank <= MIN_DOT:
+                lanes = MIN_DOT
             for first in range(0, outputs, width):
                 programs += 1
                 if rank:
