@@ -2,10 +2,12 @@
 
 import pytest
 from ahead_of_time import TARGETS, compiled_by_a_process
+from engines import ENGINES
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_launched_kernel_compiles(target, tmp_path):
-    printed = compiled_by_a_process("triton", target, tmp_path)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_launched_kernel_compiles(engine, target, tmp_path):
+    printed = compiled_by_a_process(engine, target, tmp_path)
     assert printed.count("compiled") >= 20
