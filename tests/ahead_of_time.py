@@ -75,7 +75,8 @@ def compile_kernel(found, dtype, target):
         else:
             default = f"*{dtype}" if name.endswith("_ptr") else "i32"
             signature[name] = POINTERS.get(name, default)
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            if not kernel.params[place].do_not_specialize:
+                attributes[(place,)] = [["tt.divisibility", 16]]
     named = {name: constants.get(name) for name in signature if signature[name] == "constexpr"}
     source = ASTSource(kernel, signature, named, attributes)
     compiled = triton.compile(source, target=target, options=options)

@@ -43,7 +43,7 @@ def _group(
     return slot.to(tl.int64), places, tokens.to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["h_rows"])
 def shrink_kernel(
     x_ptr,
     a_ptr,
@@ -57,7 +57,7 @@ def shrink_kernel(
     a_stride_l,
     a_stride_s,
     a_stride_r,
-    h_stride_k,
+    h_rows,
     h_stride_s,
     h_stride_t,
     PROGRAMS: tl.constexpr,
@@ -92,7 +92,7 @@ def shrink_kernel(
         return
     shrink_tile(
         x_ptr, a_ptr, ranks_ptr, h_ptr, slot, tokens, tokens if BY_TOKEN else places, program,
-        in_features, x_stride_t, a_stride_l, a_stride_s, a_stride_r, h_stride_k, h_stride_s,
+        in_features, x_stride_t, a_stride_l, a_stride_s, a_stride_r, h_rows, h_stride_s,
         h_stride_t, NUM_SLICES, RANK_PAD, BLOCK_N, BLOCK_K, WARPS_K, SPLIT_K, STEPS, EVEN_K,
         EVEN_R, PRECISION, INTERPRETED,
     )  # fmt: skip
@@ -132,7 +132,7 @@ def gather_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["h_rows"])
 def expand_kernel(
     h_ptr,
     b_ptr,
@@ -144,7 +144,7 @@ def expand_kernel(
     token_table_ptr,
     group_starts_ptr,
     b_tma,
-    h_stride_k,
+    h_rows,
     h_stride_s,
     h_stride_t,
     b_stride_l,
@@ -180,15 +180,19 @@ def expand_kernel(
     slot, places, tokens = _group(
         row, slot_table_ptr, token_table_ptr, group_starts_ptr, SEGMENT, GROUP
     )
-    s, first, end = columns_of(program, STARTS, FIRST_PROGRAMS, BLOCK_C * CHUNKS)
-    rank = tl.load(ranks_ptr + slot * NUM_SLICES + s, mask=slot >= 0, other=0)
-    if slot < 0 or (rank == 0 and not HAS_BIAS):
+    if slot < 0:
         if PROGRAMMATIC:
             gdc_wait()  # so that this grid ends after the shrink, on which later kernels rely
         return
+    s, first, end = columns_of(program, STARTS, FIRST_PROGRAMS, BLOCK_C * CHUNKS)
+    rank = tl.load(ranks_ptr + slot * NUM_SLICES + s)
+    if rank == 0 and not HAS_BIAS:
+        if PROGRAMMATIC:
+            gdc_wait()
+        return
     expand_tile(
         h_ptr, b_ptr, y_ptr, bias_ptr, scalings_ptr, b_tma, slot,
-        tokens if BY_TOKEN else places, tokens, s, first, end, rank, h_stride_k, h_stride_s,
+        tokens if BY_TOKEN else places, tokens, s, first, end, rank, h_rows, h_stride_s,
         h_stride_t, b_stride_l, b_stride_c, y_stride_t, bias_stride_l, NUM_SLICES, SPLIT_K,
         RANK_PAD, BLOCK_C, BLOCK_R, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H, PRECISION,
         INTERPRETED, PROGRAMMATIC,

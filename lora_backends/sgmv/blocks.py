@@ -58,7 +58,7 @@ def shrink_tile(
     a_stride_l,
     a_stride_s,
     a_stride_r,
-    h_stride_k,
+    h_rows,
     h_stride_s,
     h_stride_t,
     NUM_SLICES: tl.constexpr,
@@ -93,7 +93,8 @@ def shrink_tile(
         x_rows, a_rows, has_token, r < rank, part * (STEPS * BLOCK_K), in_features,
         BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
     )  # [T, N] # fmt: skip
-    h_columns = h_ptr + part.to(tl.int64) * h_stride_k + s.to(tl.int64) * h_stride_s + r  # [N]
+    plane = NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
+    h_columns = h_ptr + part * plane + s.to(tl.int64) * h_stride_s + r  # [N]
     written = in_groups(r, rank, EVEN_R)  # zeros beyond the rank, up to the end of its group
     mask = has_token[:, None] & written[None, :]
     tl.store(h_columns[None, :] + (h_row * h_stride_t)[:, None], h, mask=mask)
@@ -191,7 +192,7 @@ def expand_tile(
     first,
     end,
     rank,
-    h_stride_k,
+    h_rows,
     h_stride_s,
     h_stride_t,
     b_stride_l,
@@ -220,8 +221,12 @@ def expand_tile(
     """
     scaling = tl.where(rank > 0, tl.load(scalings_ptr + slot * NUM_SLICES + s), 0.0)
     has_token = y_row >= 0  # [T]
-    h_rows = h_ptr + s.to(tl.int64) * h_stride_s + h_row * h_stride_t  # [T]
+    h_at = h_ptr + s.to(tl.int64) * h_stride_s + h_row * h_stride_t  # [T]
     y_rows = y_ptr + y_row * y_stride_t  # [T]
+    # Computed here, not passed: ptxas then keeps the loads of all planes in flight. With a stride
+    # that it can fold into the addresses it adds plane after plane, 1.5 times the time of a call
+    # with 16 planes.
+    plane = NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
     b_slot = b_ptr + slot * b_stride_l
     bias_row = bias_ptr + slot * bias_stride_l
     # A low rank in a small tile takes 16 lanes instead of BLOCK_R: decode waits on products.
@@ -229,25 +234,25 @@ def expand_tile(
     if STAGES > 1:
         b_row = (slot * (b_stride_l // b_stride_c)).to(tl.int32)
         _expand_tma(
-            b_tma, b_row, h_rows, h_stride_k, y_rows, bias_row, first, end, rank, scaling,
+            b_tma, b_row, h_at, plane, y_rows, bias_row, first, end, rank, scaling,
             has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS,
             PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     elif NARROW and rank <= 16:
         _expand_columns(
-            h_rows, h_stride_k, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
+            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
             has_token, 16, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
             PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     elif RANK_PAD == BLOCK_R:
         _expand_columns(
-            h_rows, h_stride_k, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
+            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
             has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
             PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     else:
         _expand_long_ranks(
-            h_rows, h_stride_k, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
+            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
             has_token, BLOCK_R, SPLIT_K, BLOCK_C, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
             PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
@@ -256,7 +261,7 @@ def expand_tile(
 @triton.jit
 def _expand_columns(
     h_rows,
-    h_stride_k,
+    plane,
     b_slot,
     b_stride_c,
     y_rows,
@@ -286,7 +291,7 @@ def _expand_columns(
     if PROGRAMMATIC:
         gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
         gdc_launch_dependents()
-    h = load_h(h_rows, h_stride_k, r, rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
+    h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
     for chunk in tl.static_range(CHUNKS):
         delta = scaling * product(h, within(b, r, rank), EXACT_H, PRECISION, INTERPRETED)  # [T, C]
         c_now, y_now = c, y
@@ -302,7 +307,7 @@ def _expand_columns(
 @triton.jit
 def _expand_long_ranks(
     h_rows,
-    h_stride_k,
+    plane,
     b_slot,
     b_stride_c,
     y_rows,
@@ -334,7 +339,7 @@ def _expand_long_ranks(
     for done in tl.range(0, rank, BLOCK_R, num_stages=1):
         r = done + tl.arange(0, BLOCK_R)  # [R]
         b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
-        h = load_h(h_rows, h_stride_k, r, rank, has_token, SPLIT_K, EVEN_R)
+        h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)
         acc += product(h, within(b, r, rank), EXACT_H, PRECISION, INTERPRETED)
     store_y(y_rows, c, y, scaling * acc, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED)
 
@@ -344,7 +349,7 @@ def _expand_tma(
     b_tma,
     b_row,
     h_rows,
-    h_stride_k,
+    plane,
     y_rows,
     bias_row,
     first,
@@ -368,7 +373,7 @@ def _expand_tma(
     if PROGRAMMATIC:
         gdc_wait()
         gdc_launch_dependents()
-    h = load_h(h_rows, h_stride_k, tl.arange(0, BLOCK_R), rank, has_token, SPLIT_K, EVEN_R)
+    h = load_h(h_rows, plane, tl.arange(0, BLOCK_R), rank, has_token, SPLIT_K, EVEN_R)
     if rank < BLOCK_R:
         _add_tma_blocks(
             b_tma, b_row, h, y_rows, bias_row, first, end, rank, scaling, has_token, BLOCK_R,

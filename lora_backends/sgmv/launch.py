@@ -219,15 +219,15 @@ def shrink(
         x: [num_tokens, in_features].
         weights: the layer, its tables contiguous.
         plan: the batch.
-        h: [planes, num_slices, rows of h, max_rank] float32, the last axis contiguous. Nothing is
-            written for tokens without an adapter; beyond a rank, at most zeros up to the end of
+        h: [planes, num_slices, rows of h, max_rank] float32, contiguous. Nothing is written for
+            tokens without an adapter; beyond a rank, at most zeros up to the end of
             its group of 8.
         rows: rows of the grid.
         kernel: from `kernels_of`.
     """
     a = weights.lora_a
     tensors = (x, a, weights.ranks, *plan.tables(), h)
-    numbers = (weights.in_features, x.stride(0), *a.stride()[:3], *h.stride()[:3])
+    numbers = (weights.in_features, x.stride(0), *a.stride()[:3], *_layout_of(h))
     arguments = Arguments(tensors, (), numbers)
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
@@ -274,10 +274,15 @@ def expand(
     arguments = Arguments(
         (h, b, y, added, weights.ranks, weights.scalings, *plan.tables()),
         (tma,),
-        (*h.stride()[:3], *b.stride()[:2], y.stride(0), bias_stride),
+        (*_layout_of(h), *b.stride()[:2], y.stride(0), bias_stride),
     )
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
+
+
+def _layout_of(h: torch.Tensor) -> tuple[int, int, int]:
+    """Return the rows per slice and the strides of slices and rows; planes follow each other."""
+    return h.shape[2], h.stride(1), h.stride(2)
 
 
 def with_contiguous_tables(weights: LoRAWeights) -> LoRAWeights:
