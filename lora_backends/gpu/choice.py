@@ -41,7 +41,7 @@ def tile_choice(
     rules: Any,
     backend: str,
     device: torch.device,
-    tiles: str | os.PathLike[str],
+    tiles: str | os.PathLike[str] | TileChoice,
     batch_invariant: bool = False,
 ) -> TileChoice:
     """Return the sizes that a backend was asked to use.
@@ -51,7 +51,7 @@ def tile_choice(
         backend: its name.
         device: where it runs.
         tiles: "auto" (the user's table for this device, then the library's own, then the rules),
-            "rules", or the file of a table.
+            "rules", the file of a table, or a choice, which is returned as it is.
         batch_invariant: the rules alone, since a table's sizes follow the batch.
 
     Returns:
@@ -62,6 +62,8 @@ def tile_choice(
             is broken, or is another backend's or device's; also in "auto", for a file that
             carries this device's name.
     """
+    if isinstance(tiles, TileChoice):
+        return tiles
     if not isinstance(tiles, str | os.PathLike):
         raise InvalidInputError(
             f"tiles of backend {backend!r}: given {tiles!r}\n"
