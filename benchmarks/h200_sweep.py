@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from h200_cells import create
 
-from lora_backends.bench.cells import Cell, Projections, preset
+from lora_backends.bench.cells import Cell
 from lora_backends.bench.contenders import from_backend
 from lora_backends.bench.measure import measure
 from lora_backends.bench.results import read_result, summarize, write_json
+from lora_backends.model_shapes import Projections, preset
 
 RESULT = Path(__file__).parent / "results" / "h200_sweep.json"
 DEVICE = "cuda"

@@ -32,9 +32,14 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "device": name,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": versions(*PACKAGES),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Return the versions of some packages, None for one that is not installed."""
+    return {package: _version(package) for package in packages}
 
 
 def write_result(path: Path, method: str, device: torch.device | str, **content: Any) -> None:

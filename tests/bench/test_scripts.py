@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -127,28 +126,3 @@ def test_the_full_sweep_has_its_cells(script):
     assert {c.tokens for c in cells if c.adapters == 8} >= {1, 3, 777, 16384}
     assert {c.adapters for c in cells if c.tokens == 512} >= {1, 64, 512}
     assert {c.adapters for c in cells if c.tokens == 256} == {1, 4, 8, 16, 64, 256}
-
-
-def test_it_runs_with_torch_alone(tmp_path):
-    code = (
-        "import runpy, sys\n"
-        "for name in ('pydantic', 'pydantic_settings', 'typer', 'rich', 'matplotlib'):\n"
-        "    sys.modules[name] = None\n"
-        "runpy.run_module('lora_backends.bench', run_name='__main__')\n"
-    )
-    file = tmp_path / "new" / "bench.json"
-    arguments = "--in-features 16 --output-slices 8,4 --tokens 3 --rank 2 --backends torch_ref"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments.split(), "--device", "cpu", "--json", str(file)],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(file.read_text())["cells"][0]["results"]["torch_ref"]["us"] > 0
-
-
-def test_a_wrong_request_is_status_2_without_a_traceback(monkeypatch, capsys, tmp_path):
-    main = importlib.import_module("lora_backends.bench.__main__").main
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["bench", "--preset", "nothing"])
-    assert main() == 2
-    assert capsys.readouterr().err.startswith("error: no preset named 'nothing'")
