@@ -22,6 +22,7 @@ import importlib
 import json
 import math
 import os
+import platform
 import select
 import statistics
 import subprocess
@@ -42,6 +43,7 @@ TOLERANCE = 1e-2  # largest error of a row, over the root mean square norm of th
 ROTATED_BYTES, MOST_LAYERS, MIN_SLOTS = 240e6, 32, 8
 REPLY_SECONDS = 60.0  # a worker that takes longer is replaced
 ZIPF = 1.5
+FORMAT = "lora-backends results 2"  # of lora_backends.bench.results, which old trees lack
 
 Request = dict[str, Any]
 Reply = dict[str, Any]
@@ -76,10 +78,10 @@ class Worker:
     def hello(self, _: Request) -> Reply:
         """Return what runs here."""
         gpu = self.torch.cuda.get_device_name() if self.device == "cuda" else self.device
-        found: Reply = {"device": gpu, "torch": self.torch.__version__}
+        versions = {"python": platform.python_version(), "torch": self.torch.__version__}
         with contextlib.suppress(ImportError):
-            found["triton"] = importlib.import_module("triton").__version__
-        return found
+            versions["triton"] = importlib.import_module("triton").__version__
+        return {"device": gpu, "versions": versions}
 
     def warm(self, request: Request) -> Reply:
         """Compile the kernels of a cell into Triton's cache on disk."""
@@ -563,7 +565,7 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     try:
         result["trees"] = {name: str(tree) for name, tree in trees.items()}
         result["options"] = options
-        result["environment"] = processes["old"].ask("hello")
+        result |= processes["old"].ask("hello")
         processes["new"].ask("hello")
         todo = [{**request, "cell": cell} for cell in cells for request in requests.values()]
         if arguments.jobs:
@@ -575,7 +577,7 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
             )
         for request in todo:
             row = {"backend": request["backend"], **request["cell"]}
-            result["cells"].append(row)
+            result["rows"].append(row)
             if time.monotonic() > end:
                 row["error"] = "not run: the budget is used up"
                 continue
@@ -641,17 +643,19 @@ def main() -> None:
     if arguments.old is None or arguments.new is None:
         parser.error("two source trees are needed: OLD and NEW")
     result: dict[str, Any] = {
+        "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "method": " ".join((__doc__ or "").split("\n\n")[1].split()),
+        "rows": [],
+        "summary": {},
         "host_us": {},
-        "cells": [],
     }
     try:
         run(arguments, result)
     finally:  # what was measured before an interruption is kept
-        names = dict.fromkeys(row["backend"] for row in result["cells"])
+        names = dict.fromkeys(row["backend"] for row in result["rows"])
         result["summary"] = {
-            name: summarize([row for row in result["cells"] if row["backend"] == name])
+            name: summarize([row for row in result["rows"] if row["backend"] == name])
             for name in names
         }
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -172,7 +172,7 @@ def test_bench_prints_a_table_and_keeps_results_and_plots(small_copies, tmp_path
     assert "torch_ref" in result.stdout and "uniform" in result.stdout
     assert "\x1b" not in result.stdout and result.stdout.isascii()
     found = json.loads(file.read_text())
-    assert found["complete"] and [cell["tokens"] for cell in found["cells"]] == [3, 9]
+    assert found["complete"] and [cell["tokens"] for cell in found["rows"]] == [3, 9]
     assert (folder / "time_against_tokens.svg").exists() and (folder / "roofline.png").exists()
 
     again = run("bench", "--from-json", str(file), "--plot", str(tmp_path / "later"))
@@ -184,7 +184,7 @@ def test_bench_prints_a_table_and_keeps_results_and_plots(small_copies, tmp_path
 
 def test_bench_prints_json_and_nothing_else_on_request(small_copies):
     result = bench(*SMALL, "--json")
-    assert [cell["tokens"] for cell in json.loads(result.stdout)["cells"]] == [3, 9]
+    assert [cell["tokens"] for cell in json.loads(result.stdout)["rows"]] == [3, 9]
 
 
 def test_bench_tells_who_is_not_timed_and_why(small_copies):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lora_backends.bench import Cell, read_result, summarize
 from lora_backends.bench.job import Job, make_job
-from lora_backends.bench.results import check_writable
+from lora_backends.bench.results import check_writable, result_text
 from lora_backends.cli.console import INTERRUPTED, note, output, table
 from lora_backends.cli.options import (
     ConfigJson,
@@ -81,15 +80,17 @@ def bench(
     _check_folders(file, plot)
     if from_json is not None:
         result, interrupted = read_result(from_json), False
+        if "contenders" not in result:
+            raise InvalidInputError(f"{from_json} holds no cells of lora-backends bench")
     else:
         result, interrupted = _run(make_job(**asked, options=option or []), file)
     if as_json:
-        typer.echo(json.dumps(result, indent=1))
+        typer.echo(result_text(result), nl=False)
     else:
         show(result)
     if interrupted:
-        kept = f"; they are in {file}" if file and result.get("cells") else ""
-        note(f"interrupted after {len(result.get('cells', ()))} cells{kept}")
+        kept = f"; they are in {file}" if file and result.get("rows") else ""
+        note(f"interrupted after {len(result.get('rows', ()))} cells{kept}")
         raise typer.Exit(INTERRUPTED)
     if plot is not None:
         from lora_backends.bench.plots import save_plots
@@ -150,14 +151,14 @@ def _cell_text(cell: Cell) -> str:
 def show(result: dict[str, Any]) -> None:
     """Print the cells, what the contenders add up to, and what to know about them."""
     names = list(result.get("contenders", ()))
-    if not result.get("cells"):
+    if not result.get("rows"):
         return
     ways = {name: found["timing"] for name, found in result["contenders"].items()}
     table(
         "microseconds, +- half the interquartile range, share of the limit",
         ["layer", ">tokens", ">adapters", ">rank", "mix", ">limit us"]
         + [f">{name}\n({ways[name]})" for name in names],
-        [_row(cell, names) for cell in result["cells"]],
+        [_row(cell, names) for cell in result["rows"]],
         lines=False,
     )
     summary = summarize(result)
@@ -173,15 +174,15 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _tell(result: dict[str, Any]) -> None:
-    limits, where = result["limits"], result["environment"]
+    limits = result["limits"]
     console = output()
     lines = [
-        f"{where['device']}, {result['dtype']}: copy {limits['copy_gb_per_s']:.0f} GB/s, "
+        f"{result['device']}, {result['dtype']}: copy {limits['copy_gb_per_s']:.0f} GB/s, "
         f"{limits['launches']} launches of {limits['launch_us']:.2f} us"
     ]
     lines += [f"note: {note}" for note in result["notes"]]
     lines += [f"not timed: {name}: {reason}" for name, reason in result["left_out"].items()]
-    timed = [one for cell in result["cells"] for one in cell["results"].values() if "us" in one]
+    timed = [one for cell in result["rows"] for one in cell["results"].values() if "us" in one]
     if any(one["efficiency"] > 1 for one in timed):
         lines.append("note: more than the limit is reached where x and y stay in a cache")
     noisy = sum(_percent(one) > NOISY_PERCENT for one in timed)
@@ -192,7 +193,7 @@ def _tell(result: dict[str, Any]) -> None:
         )
     errors = {
         f"{name}: {found['error']}"
-        for cell in result["cells"]
+        for cell in result["rows"]
         for name, found in cell["results"].items()
         if "error" in found
     }
@@ -215,7 +216,7 @@ def _time(found: dict[str, Any]) -> str:
 
 def _percent(found: dict[str, Any]) -> float:
     """Return half the interquartile range in percent of the median."""
-    return 50 * float(found["us_q3"] - found["us_q1"]) / float(found["us"])
+    return 50 * float(found.get("us_q3", 0) - found.get("us_q1", 0)) / float(found["us"])
 
 
 def _number(value: float | None) -> str:

@@ -41,7 +41,7 @@ def test_trees_are_compared_and_a_wrong_or_dead_one_is_recorded(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
-    right, wrong, dead, after = found["cells"]
+    right, wrong, dead, after = found["rows"]
     for cell in (right, after):
         assert cell["same_bits"] and cell["old_us"] > 0 and cell["new_us"] > 0
         assert cell["ratio"] > 0 and cell["old_relative_error"] == cell["new_relative_error"]
