@@ -18,11 +18,19 @@ from lora_backends.registry import ENV_PREFIX, backend_class
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def backend_list() -> str:
+    """Return a line per backend, what "auto" prefers first: its devices and how it works."""
+    found = _own_backends().items()
+    order = sorted(found, key=lambda item: -max(item[1].auto_priority.values(), default=0))
+    rows = [[f"`{name}`", ", ".join(cls.auto_priority), _first_line(cls)] for name, cls in order]
+    return table(["backend", "devices", "how it works"], rows)
+
+
 def support() -> str:
-    """Return what every backend of the library supports, a column each."""
+    """Return the properties of every backend of the library, a column each."""
     found = _own_backends()
     rows = {
-        "what it does": [_first_line(cls) for cls in found.values()],
+        "how it works": [_first_line(cls) for cls in found.values()],
         "devices": [", ".join(cls.device_types) for cls in found.values()],
         '"auto" priority': [_priorities(cls) for cls in found.values()],
         "dtypes": [", ".join(map(dtype_name, cls.dtypes)) for cls in found.values()],

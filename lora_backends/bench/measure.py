@@ -137,7 +137,9 @@ def measure(
         method, environment, limits, contenders and cells, as in the file.
 
     Raises:
-        As `check_device` and `check_memory`.
+        InvalidInputError: no such device, or a cell that does not fit into its memory.
+        BackendUnavailableError: torch cannot use the device here.
+        UnsupportedInputError: the device is neither a CPU nor a CUDA or ROCm GPU.
     """
     device = check_device(device)
     check_memory(cells, device, dtype)
