@@ -35,7 +35,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "h200-summary": summaries.h200,
     "h200-phases": figures.phases,
     "h200-projections": figures.projections,
-    "h200-cells": figures.cells,
     "arithmetic-example": figures.worked_example,
     "csgmv-over-triton": summaries.csgmv_over_triton,
     "decode-step-cpu": summaries.decode_step_on_a_cpu,

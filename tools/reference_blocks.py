@@ -16,6 +16,7 @@ from lora_backends.checks import dtype_name
 from lora_backends.registry import ENV_PREFIX, backend_class
 
 ROOT = Path(__file__).resolve().parents[1]
+HELP_OPTION = "* `--help`: Show this message and exit.\n"
 
 
 def backend_list() -> str:
@@ -76,12 +77,15 @@ def generate_configuration() -> str:
 
 
 def command_line() -> str:
-    """Return every command with its options, as typer writes it, one heading deeper."""
+    """Return every command with its options, as typer writes it."""
     arguments = ["lora_backends.cli", "utils", "docs", "--name", "lora-backends"]
     result = CliRunner().invoke(typer_cli, arguments)
     if result.exit_code != 0:
         raise RuntimeError(f"typer cannot describe the command: {result.output}")
-    return re.sub(r"^#", "##", result.output.replace("&#x27;", "'"), flags=re.MULTILINE)
+    commands = result.output[result.output.index("\n## ") :]  # the list before cuts sentences short
+    for written, wanted in (("&#x27;", "'"), ("&quot;", '"'), (HELP_OPTION, "")):
+        commands = commands.replace(written, wanted)
+    return commands
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
