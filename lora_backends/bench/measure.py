@@ -139,7 +139,9 @@ def measure(
         The result, in the format of `new_result`, with a row per cell.
 
     Raises:
-        As `check_device` and `check_memory`.
+        InvalidInputError: no such device, or a cell that does not fit into its memory.
+        BackendUnavailableError: torch cannot use the device here.
+        UnsupportedInputError: the device is neither a CPU nor a CUDA or ROCm GPU.
     """
     device = check_device(device)
     check_memory(cells, device, dtype)
