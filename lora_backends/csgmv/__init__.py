@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from typing_extensions import override
@@ -51,7 +51,7 @@ class CsgmvBackend(SgmvBackend):
     name = "csgmv"
     auto_priority = {"cuda": 90}
     plan_type = CsgmvPlan
-    entry_kernels = kernels
+    entry_kernels: ClassVar[Any] = kernels
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Any
+
 from lora_backends.backend import LoRAPlan
 
 

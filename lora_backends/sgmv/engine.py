@@ -44,7 +44,7 @@ class SgmvBackend(LoRABackend):
     """The module with `shrink_kernel`, `gather_kernel` and `expand_kernel`."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
-    plan_type = SgmvPlan
+    plan_type: ClassVar[type] = SgmvPlan
     cuda_graphs = True
     deterministic = True
     narrow_intermediate = True

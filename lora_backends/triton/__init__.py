@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
@@ -39,7 +41,7 @@ class TritonBackend(SgmvBackend):
     name = "triton"
     auto_priority = {"cuda": 100}
     plan_type = TritonPlan
-    entry_kernels = kernels
+    entry_kernels: ClassVar[Any] = kernels
 
     @override
     def prepare_batch(self, batch: LoRABatch, out: TritonPlan | None = None) -> TritonPlan:

@@ -1,1 +1,1 @@
-"""Tile sizes: what they are, the rules, measured tables, and the search space of the tuner."""
+"""Tile sizes: what they are, the rules, and measured tables."""
