@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from lora_backends.dispatch.handles import Handled
 from lora_backends.errors import InvalidInputError
-from lora_backends.handles import Handled
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What weights may be made of; a backend supports some of them."""
