@@ -10,7 +10,7 @@ import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
-from lora_backends.checks import dtype_name
+from lora_backends.dtypes import dtype_name
 from lora_backends.errors import InvalidInputError, LoRABackendError, UnsupportedInputError
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs, bits

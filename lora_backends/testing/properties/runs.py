@@ -10,7 +10,7 @@ import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
-from lora_backends.checks import accumulator_dtype
+from lora_backends.dtypes import accumulator_dtype
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_bits, assert_same_values
 from lora_backends.testing.cases import LoRACase

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_backends.backend import LoRABackend
-from lora_backends.checks import accumulator_dtype
+from lora_backends.dtypes import accumulator_dtype
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases import LoRACase

@@ -1,8 +1,8 @@
-"""The interface under `torch.compile`: calls of every backend as operations of torch's library.
+"""The interface under `torch.compile`: operations of torch's library.
 
-While torch traces, a call of a backend becomes one operation of the library ``lora_backends``,
-whatever the backend, so tracing meets neither kernels nor plans. An operation is given the handles
-of backend, weights and plan instead of their tensors:
+While torch traces, a call of any backend becomes one operation of the library ``lora_backends``,
+so tracing meets neither kernels nor plans. Such an operation is given the handles of backend,
+weights and plan instead of their tensors:
 
 - Weights are read where they lie. A captured CUDA graph does not copy them and sees a slot that
   is rewritten in place.
@@ -15,15 +15,16 @@ whose plan is no `LoRAPlan`, run outside of the traced program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lora_backends.handles import Handled, lookup
+from lora_backends.dispatch.cached import new_output
+from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.handles import Handled, lookup
+from lora_backends.dtypes import accumulator_dtype
+from lora_backends.operations import Operation
 from lora_backends.weights import LoRAWeights
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
 
 
 def _shrink(
@@ -36,8 +37,7 @@ def _shrink(
 def _shrink_fake(
     x: torch.Tensor, num_slices: int, max_rank: int, backend: int, weights: int, plan: int
 ) -> torch.Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty((num_slices, x.shape[0], max_rank), dtype=dtype)
+    return x.new_empty((num_slices, x.shape[0], max_rank), dtype=accumulator_dtype(x.dtype))
 
 
 def _add(
@@ -69,72 +69,44 @@ _UNCAPTURED = _register("_uncaptured", (torch.Tag.cudagraph_unsafe,))
 """For backends that a CUDA graph must not capture."""
 
 
-def traced(operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a call of `operation` is while torch traces.
+def call_outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return ``function(*args, **kwargs)``, called outside of the program that torch traces."""
+    from lora_backends.dispatch.outside_graph import call  # torch's compiler is there by now
 
-    Args:
-        operation: a method of the interface.
-        method: the method, arguments checked.
-
-    Returns:
-        A function of the same arguments.
-    """
-
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        from lora_backends.untraced import call  # brings torch's compiler, which is there by now
-
-        return call(method, *args, **kwargs)
-
-    if operation == "prepare_batch":
-        return outside
-    body = _shrink_call if operation == "run_lora_a" else _add_call
-    first = FIRST_ARGUMENT.get(operation, "x")
-
-    def operate(self: LoRABackend, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if first in kwargs:
-            kwargs["x"] = kwargs.pop(first)
-        return body(operation, outside, self, *args, **kwargs)
-
-    return operate
+    return call(function, *args, **kwargs)
 
 
-FIRST_ARGUMENT = {"run_lora_b": "h", "run_embedding": "token_ids", "run_logits": "hidden"}
-"""What methods call the argument that others call x."""
-
-
-def _shrink_call(
-    operation: str,
-    outside: Callable[..., torch.Tensor],
-    backend: LoRABackend,
+def trace_shrink(
+    call: Callable[..., torch.Tensor],
+    engine: Engine,
     x: torch.Tensor,
     weights: LoRAWeights,
     plan: Any,
 ) -> torch.Tensor:
+    """Return h of a traced call of `run_lora_a`; `call` is the method, which checks."""
     if _needs_python(x, weights, plan, None):
-        return outside(backend, x, weights, plan)
-    run, _ = _CAPTURED if backend.cuda_graphs else _UNCAPTURED
+        return call_outside(call, engine, x, weights, plan)  # type: ignore[no-any-return]
+    run, _ = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
     sizes = weights.num_slices, weights.max_rank
-    h: torch.Tensor = run(x, *sizes, backend.handle, weights.handle, plan.handle)
+    h: torch.Tensor = run(x, *sizes, engine.handle, weights.handle, plan.handle)
     return h
 
 
-def _add_call(
-    operation: str,
-    outside: Callable[..., torch.Tensor],
-    backend: LoRABackend,
+def trace_add(
+    operation: Operation,
+    call: Callable[..., torch.Tensor],
+    engine: Engine,
     x: torch.Tensor,
     weights: LoRAWeights,
     plan: Any,
-    base_output: torch.Tensor | None = None,
+    base_output: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Return y of a traced call of `operation`; `call` is the method, which checks."""
     if _needs_python(x, weights, plan, base_output):
-        return outside(backend, x, weights, plan, base_output)
-    _, run = _CAPTURED if backend.cuda_graphs else _UNCAPTURED
-    y = base_output
-    if y is None:
-        tokens = x.shape[1] if operation == "run_lora_b" else x.shape[0]
-        y = x.new_zeros((tokens, sum(weights.output_slices)), dtype=weights.dtype)
-    run(operation, x, y, backend.handle, weights.handle, plan.handle)
+        return call_outside(call, engine, x, weights, plan, base_output)  # type: ignore[no-any-return]
+    _, run = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
+    y = new_output(operation, x, weights) if base_output is None else base_output
+    run(operation.name, x, y, engine.handle, weights.handle, plan.handle)
     return y
 
 

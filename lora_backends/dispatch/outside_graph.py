@@ -1,4 +1,7 @@
-"""Calls that a program which torch traces makes outside of its graph."""
+"""Calls that a program which torch traces makes outside of its graph.
+
+A module of its own: the decorator imports torch's compiler, which takes seconds.
+"""
 
 from __future__ import annotations
 
