@@ -73,8 +73,7 @@ def unchecked(engine: Engine, name: str) -> Method:
 
 def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
     """Return what a class has in place of its method for an operation."""
-    # the values of token ids are checked in every call
-    stores = marked_to_store_calls(method) and operation.input is not Input.TOKEN_IDS
+    stores = marked_to_store_calls(method)
     if operation.result == "h":
         call = _wrap_h(operation, method)
     else:
@@ -98,6 +97,7 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
 
 def _wrap_y(operation: Operation, method: Method, stores: bool, is_default: bool) -> Method:
     slices = operation.num_slices
+    checks_values = operation.input is Input.TOKEN_IDS  # which no earlier call can vouch for
     stored_as = operation.same_as if is_default and operation.same_as else operation.name
 
     def cache_of(engine: Engine, plan: Any) -> CallCache | None:
@@ -115,7 +115,8 @@ def _wrap_y(operation: Operation, method: Method, stores: bool, is_default: bool
             return trace_add(operation, call, self, x, weights, plan, base_output)
         cache = cache_of(self, plan)
         y: torch.Tensor | None = base_output
-        if cache is None or y is None:
+        checked = cache is None or y is None or checks_values
+        if checked:
             _check(operation, self, x, weights, plan, y)
         if cache is None:
             return method(self, x, weights, plan, y)
@@ -125,7 +126,7 @@ def _wrap_y(operation: Operation, method: Method, stores: bool, is_default: bool
         if cached is not None and slices in (None, weights.num_slices):
             if cached.run(x, weights, plan, y):
                 return y
-        if base_output is not None:
+        if not checked:
             _check(operation, self, x, weights, plan, y)
         return method(self, x, weights, plan, y)
 
