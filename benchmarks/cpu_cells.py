@@ -16,19 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numba
-import numpy as np
 import torch
 
 from lora_backends import LoRABatch, LoRAWeights
+from lora_backends.bench.results import new_result, write_result
 from lora_backends.numba_cpu import NumbaCPUBackend
 from lora_backends.torch_ref import TorchRefBackend
 
@@ -185,25 +182,6 @@ def _at_floor(cells: list[dict[str, Any]], floor: str, or_measured: bool = False
     return round(statistics.geometric_mean(ratios), 2)
 
 
-def machine() -> dict[str, Any]:
-    """Return what the figures depend on."""
-    name = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = lines[0].partition(":")[2].strip() if lines else name
-    return {
-        "cpu": name,
-        "torch_threads": torch.get_num_threads(),
-        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numba": numba.__version__,
-        "numpy": np.__version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -228,15 +206,11 @@ def main() -> None:
                     print(json.dumps(found), flush=True)
     with torch.no_grad():
         call = call_microseconds()
-    report = {
-        "machine": machine(),
-        "call_microseconds": call,
-        "summary": summary(cells),
-        "cells": cells,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report["summary"], indent=1))
+    method = " ".join((__doc__ or "").split("\n\n")[2].split())
+    result = new_result(method, call_microseconds=call)
+    result |= {"rows": cells, "summary": summary(cells)}
+    write_result(options.output, result)
+    print(json.dumps(result["summary"], indent=1))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from lora_backends import LoRABackend, LoRABackendError, LoRABatch, get_backend
 from lora_backends.adapters import Checkpoint, ModuleDelta
 from lora_backends.backend import LoRAPlan
-from lora_backends.bench.results import write_result
+from lora_backends.bench.results import new_result, write_result
 from lora_backends.hf import MultiLoRAModel, PreparedAdapters
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -230,12 +230,20 @@ class Benchmark:
             f"another of the same weights, which was never wrapped. Milliseconds are "
             f"medians over the samples, ratios those of medians."
         )
-        content: dict[str, Any] = {
-            "model": str(self.base.config),
-            "backend": self.model.backend.name,
+        result = new_result(
+            method,
+            self.device,
+            model=str(self.base.config),
+            backend=self.model.backend.name,
+            fused=bool(self.step.shared),
+        )
+        result |= self.results
+        result["summary"] = {
+            f"{row['contender']}, {row['kind']}": row["ratio_to_base"]
+            for row in self.results["rows"]
+            if row["contender"] != "base"
         }
-        content["fused"] = bool(self.step.shared)
-        write_result(self.arguments.output, method, self.device, **content, **self.results)
+        write_result(self.arguments.output, result)
 
     def print_table(self) -> None:
         """Print times, checks and failures."""

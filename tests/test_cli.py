@@ -167,18 +167,24 @@ def bench(*arguments):
 def test_bench_prints_a_table_and_keeps_results_and_plots(small_copies, tmp_path):
     pytest.importorskip("matplotlib")
     file, folder = tmp_path / "new" / "bench.json", tmp_path / "plots"
-    result = bench(*SMALL, "--json", file, "--plot", folder)
+    result = bench(*SMALL, "--output", file, "--plot", folder)
     assert result.exit_code == 0, result.output
     assert "torch_ref" in result.stdout and "uniform" in result.stdout
     assert "\x1b" not in result.stdout and result.stdout.isascii()
     found = json.loads(file.read_text())
-    assert found["complete"] and [cell["tokens"] for cell in found["cells"]] == [3, 9]
+    assert found["complete"] and [cell["tokens"] for cell in found["rows"]] == [3, 9]
     assert (folder / "time_against_tokens.svg").exists() and (folder / "roofline.png").exists()
 
     again = run("bench", "--from-json", str(file), "--plot", str(tmp_path / "later"))
     assert again.exit_code == 0, again.output
     assert again.stdout.splitlines()[:6] == result.stdout.splitlines()[:6]
     assert (tmp_path / "later" / "efficiency.png").exists()
+    assert json.loads(run("bench", "--from-json", str(file), "--json").stdout) == found
+
+
+def test_bench_prints_json_and_nothing_else_on_request(small_copies):
+    result = bench(*SMALL, "--json")
+    assert [cell["tokens"] for cell in json.loads(result.stdout)["rows"]] == [3, 9]
 
 
 def test_bench_tells_who_is_not_timed_and_why(small_copies):
@@ -215,7 +221,7 @@ def test_bench_keeps_what_it_has_when_it_is_interrupted(small_copies, monkeypatc
 
     monkeypatch.setattr(measuring, "time_contenders", interrupted)
     file = tmp_path / "bench.json"
-    result = bench(*SMALL, "--json", file)
+    result = bench(*SMALL, "--output", file)
     assert result.exit_code == 130
     assert f"interrupted after 1 cells; they are in {file}" in result.stderr
     assert json.loads(file.read_text())["complete"] is False and "torch_ref" in result.stdout
@@ -227,8 +233,8 @@ def test_bench_keeps_what_it_has_when_it_is_interrupted(small_copies, monkeypatc
         (["--preset", "lama3-8b"], "did you mean 'llama3-8b'"),
         (["--device", "banana"], "no such device"),
         (["--config-json", "nowhere.json"], "cannot read nowhere.json"),
-        (["--json", "."], "is a folder"),
-        (["--json", "/proc/none/bench.json"], "cannot write to /proc/none"),
+        (["--output", "."], "is a folder"),
+        (["--output", "/proc/none/bench.json"], "cannot write to /proc/none"),
         (["--plot", "/proc/none"], "nothing has been measured"),
         (["--from-json", "nowhere.json"], "cannot read nowhere.json"),
         (["--from-json", "some.json", "--tokens", "3"], "--from-json measures nothing"),
@@ -258,7 +264,6 @@ def test_bench_plots_need_a_package(monkeypatch, tmp_path):
         (["torch_ref"], "has no tiles to tune"),
         (["triton", "--device", "cpu"], "tune measures on a GPU"),
         (["triton", "--budget", "soon"], "allowed: e.g. 90s, 5m, 1h"),
-        (["triton", "--jobs", "0"], "allowed: 1 or more"),
     ],
 )
 def test_tune_refuses_what_it_cannot_measure(arguments, told):
@@ -273,17 +278,17 @@ def tuning(monkeypatch, tmp_path):
     import torch
 
     from lora_backends.bench.cells import Cell
-    from lora_backends.bench.tune_job import Tuning, make_points
+    from lora_backends.bench.tune import Tuning, make_points
     from lora_backends.triton import tuning as config
 
     class Lab:
-        def prepare(self, candidates):
-            return {}
+        def prepare(self, tiles):
+            return None
 
         def sample(self, tiles):
             return 20.0 if tiles.shrink.num_warps == 8 else 30.0
 
-        def keep(self, candidates):
+        def keep(self, kept):
             pass
 
     points = make_points([Cell("o", 64, (64,), 16, 8, 16)], config, torch.bfloat16)
@@ -291,14 +296,15 @@ def tuning(monkeypatch, tmp_path):
     job = Tuning("triton", config, torch.device("cpu"), torch.bfloat16, points, path, 60)
     command = importlib.import_module("lora_backends.cli.tune")  # the package's name is a function
     monkeypatch.setattr(command, "make_tuning", lambda *_, **__: job)
-    monkeypatch.setattr(command, "gpu_lab_of", lambda _: lambda _: Lab())
+    monkeypatch.setattr("lora_backends.bench.tune_gpu.gpu_lab", lambda _: lambda _: Lab())
     return job
 
 
-def test_tune_prints_what_the_table_gains_and_where_it_is(tuning):
+def test_tune_prints_the_gain_of_the_table_and_its_path(tuning):
     result = run("tune", "triton")
     assert result.exit_code == 0, result.output
-    assert "1.50" in result.stdout and f"written to {tuning.path}" in result.stdout
+    assert "1.500 times as fast as the rules" in result.stdout
+    assert f"written to {tuning.path}" in result.stdout
     assert tuning.path.exists() and "\x1b" not in result.stdout
 
 
@@ -306,10 +312,10 @@ def test_tune_interrupted_says_what_is_kept(tuning, monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    command = importlib.import_module("lora_backends.cli.tune")
-    monkeypatch.setattr(command, "gpu_lab_of", interrupted)
+    monkeypatch.setattr("lora_backends.bench.tune_gpu.gpu_lab", interrupted)
     result = run("tune", "triton")
-    assert result.exit_code == 130 and str(tuning.partial) in result.output
+    assert result.exit_code == 130
+    assert f"{tuning.path} has what was found" in result.output.replace("\n", "")
 
 
 @pytest.mark.parametrize("backend", ["triton", "csgmv", "torch_ref", "numba_cpu"])

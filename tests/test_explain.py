@@ -3,11 +3,13 @@
 import json
 import xml.etree.ElementTree as ElementTree
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, UnsupportedInputError
+from lora_backends import explain as explaining
 from lora_backends.explain import Layer, explain
 from lora_backends.explain.job import make_batch, make_layer, ranges
 from lora_backends.explain.svg import draw
@@ -106,6 +108,11 @@ def test_a_drawing_is_valid_svg(name, batch):
     for box in root.iter("{http://www.w3.org/2000/svg}rect"):
         right = float(box.get("x", 0)) + float(box.get("width"))
         assert right <= width and float(box.get("y", 0)) + float(box.get("height")) <= height
+
+
+def test_explaining_needs_no_benchmarks():
+    files = list(Path(explaining.__file__).parent.glob("*.py"))
+    assert files and not [file for file in files if "lora_backends.bench" in file.read_text()]
 
 
 def test_ranges():

@@ -37,7 +37,9 @@ Cell = dict[str, Any]
 def measured() -> list[Cell]:
     """Return the cells of the H200, each with microseconds by contender under "times"."""
     own = {
-        backend: {key(cell): cell["us"] for cell in json.loads(file.read_text())["cells"]}
+        backend: {
+            key(row): row["results"][backend]["us"] for row in json.loads(file.read_text())["rows"]
+        }
         for backend, file in RESULTS.items()
     }
     cells = []
@@ -74,7 +76,7 @@ def result(name: str) -> dict[str, Any]:
 
 def sweep_ratios() -> list[float]:
     """Return the time of csgmv over that of triton in every cell of the sweep, sorted."""
-    cells = [cell["results"] for cell in result("h200_sweep")["cells"]]
+    cells = [cell["results"] for cell in result("h200_sweep")["rows"]]
     return sorted(cell["csgmv"]["us"] / cell["triton"]["us"] for cell in cells)
 
 

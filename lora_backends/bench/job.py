@@ -10,17 +10,13 @@ from typing import Any
 
 import torch
 
-from lora_backends.bench.cells import (
-    Cell,
-    Projections,
-    make_cells,
-    preset,
-    read_config,
-)
+from lora_backends.bench.cells import Cell, make_cells
 from lora_backends.bench.contenders import Contender, choose
 from lora_backends.bench.measure import Progress, check_device, check_memory, measure
-from lora_backends.checks import dtype_name
+from lora_backends.checks import as_device, dtype_name
 from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.model_shapes import Projections, preset, read_config
+from lora_backends.registry import AUTO
 from lora_backends.weights import DTYPES
 
 DEFAULTS = {"cpu": ("smollm2", torch.float32), "cuda": ("llama3-8b", torch.bfloat16)}
@@ -92,10 +88,7 @@ def make_job(
     Raises:
         LoRABackendError: whatever does not fit together; nothing has been measured.
     """
-    if device in (None, "auto"):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert device is not None
-    where = check_device(device)
+    where = check_device(best_device(device))
     default_preset, default_dtype = DEFAULTS[where.type]
     given = (preset_name, config_json, in_features if in_features is not None else output_slices)
     if sum(source is not None for source in given) > 1:
@@ -121,6 +114,13 @@ def make_job(
         raise InvalidInputError("no backends\n  given: ''\n  allowed: names separated by commas")
     contenders, left_out = choose(names, where, kind, _options(options))
     return Job(cells, contenders, left_out, notes, where, kind)
+
+
+def best_device(device: str | None) -> torch.device:
+    """Return the device of a command line; a GPU if there is one, for None and "auto"."""
+    if device is None or device == AUTO:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return as_device(device)
 
 
 def _projections(

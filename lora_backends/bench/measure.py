@@ -23,7 +23,7 @@ from lora_backends.bench.layers import (
     make_workload,
     reference,
 )
-from lora_backends.bench.results import FORMAT, environment, write_json
+from lora_backends.bench.results import new_result, summarize, write_result
 from lora_backends.bench.timing import (
     Call,
     Limits,
@@ -114,6 +114,7 @@ def measure(
     *,
     left_out: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
+    limits: Limits | None = None,
     path: Path | None = None,
     progress: Progress | None = None,
     result: dict[str, Any] | None = None,
@@ -129,25 +130,40 @@ def measure(
         dtype: of x, y and the weights.
         left_out: name to reason, kept with the results.
         notes: sentences kept with the results.
+        limits: of the device, if they are known; measured if None.
         path: a JSON file, written whole after every cell.
         progress: told every cell before it is measured, with its index.
         result: filled while measuring; what is in it after an interruption is right.
 
     Returns:
-        method, environment, limits, contenders and cells, as in the file.
+        The result, in the format of `new_result`, with a row per cell.
 
     Raises:
-        As `check_device` and `check_memory`.
+        InvalidInputError: no such device, or a cell that does not fit into its memory.
+        BackendUnavailableError: torch cannot use the device here.
+        UnsupportedInputError: the device is neither a CPU nor a CUDA or ROCm GPU.
     """
     device = check_device(device)
     check_memory(cells, device, dtype)
     cells = _neighbours(cells)
     result = {} if result is None else result
-    result |= _head(contenders, device, dtype, left_out or {}, [*notes, *_busy(device)])
+    result |= new_result(
+        f"{METHOD[device.type]} {LIMIT}",
+        device,
+        dtype=dtype_name(dtype),
+        contenders={
+            one.name: {"timing": _timing(one, device), "options": dict(one.options)}
+            for one in contenders
+        },
+        left_out=dict(left_out or {}),
+        notes=[*notes, *_busy(device)],
+        complete=False,
+        limits={},
+    )
     torch.manual_seed(0)
     with torch.no_grad(), torch.cuda.device(device if device.type == "cuda" else -1):
-        limits = measure_limits(device, dtype)
-        result["limits"] = limits.describe()
+        limits = limits or measure_limits(device, dtype)
+        result["limits"] |= limits.describe()
         clock = _limits_clock(limits, device)
         numbered = enumerate(cells)
         for _, group in itertools.groupby(numbered, key=lambda pair: _same_layers(pair[1])):
@@ -157,13 +173,14 @@ def measure(
                     progress(index, cell)
                 layers = layers or make_layers(cell, device, dtype)
                 row = _row(cell, layers, contenders, clock)
-                result["cells"].append(row)
+                result["rows"].append(row)
                 result["limits"]["copy_gb_per_s"] = max(
                     result["limits"]["copy_gb_per_s"], row["copy_gb_per_s"]
                 )
-                result["complete"] = len(result["cells"]) == len(cells)
+                result["complete"] = len(result["rows"]) == len(cells)
+                result["summary"] = summarize(result)
                 if path:
-                    write_json(path, result)
+                    write_result(path, result)
     return result
 
 
@@ -187,31 +204,10 @@ def _same_layers(cell: Cell) -> tuple[Any, ...]:
     return cell.projection, cell.in_features, cell.output_slices, cell.rank, cell.num_slots
 
 
-def _head(
-    contenders: Sequence[Contender],
-    device: torch.device,
-    dtype: torch.dtype,
-    left_out: Mapping[str, str],
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    ways = {True: "CUDA graph", False: "call by call"}
-    return {
-        "format": FORMAT,
-        "method": f"{METHOD[device.type]} {LIMIT}",
-        "environment": environment(device),
-        "dtype": dtype_name(dtype),
-        "contenders": {
-            c.name: {
-                "timing": ways[c.graphs] if device.type == "cuda" else "in turns",
-                "options": dict(c.options),
-            }
-            for c in contenders
-        },
-        "left_out": dict(left_out),
-        "notes": list(notes),
-        "complete": False,
-        "cells": [],
-    }
+def _timing(contender: Contender, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "in turns"
+    return "CUDA graph" if contender.graphs else "call by call"
 
 
 def _limits_clock(limits: Limits, device: torch.device) -> Callable[[], Limits]:

@@ -67,7 +67,7 @@ def time_against_adapters(result: Result) -> Figure | None:
 
 def _time_against(result: Result, axis: str, fixed: str, unit: str) -> Figure | None:
     panels = {}
-    for name, cells in _by_projection(result["cells"]).items():
+    for name, cells in _by_projection(result["rows"]).items():
         series = _longest_series(cells, axis, fixed)
         if len(series) > 1:
             panels[name] = series
@@ -99,8 +99,8 @@ def _time_against(result: Result, axis: str, fixed: str, unit: str) -> Figure | 
 def _line(axes: Axes, cells: Sequence[Cell], axis: str, contender: str, index: int) -> None:
     mine = [cell for cell in cells if "us" in cell["results"].get(contender, {})]
     found = [cell["results"][contender] for cell in mine]
-    low = [one["us"] - one["us_q1"] for one in found]
-    high = [one["us_q3"] - one["us"] for one in found]
+    low = [one["us"] - one.get("us_q1", one["us"]) for one in found]
+    high = [one.get("us_q3", one["us"]) - one["us"] for one in found]
     axes.errorbar(
         [cell[axis] for cell in mine],
         [one["us"] for one in found],
@@ -119,8 +119,8 @@ def efficiency(result: Result) -> Figure | None:
     names = [name for name in result["contenders"] if times(result, name)]
     if not names:
         return None
-    rows = list(dict.fromkeys(_batch(cell) for cell in result["cells"]))
-    columns = list(_by_projection(result["cells"]))
+    rows = list(dict.fromkeys(_batch(cell) for cell in result["rows"]))
+    columns = list(_by_projection(result["rows"]))
     width = 2.2 + len(names) * max(1.6, 0.75 * len(columns))
     figure = Figure(figsize=(width + 0.9, 1.6 + 0.3 * len(rows)), layout="constrained")
     grid = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
@@ -156,11 +156,11 @@ def _annotate(axes: Axes, shares: Sequence[Sequence[float]]) -> None:
 def roofline(result: Result) -> Figure | None:
     """Draw what is computed per second against arithmetic intensity, under the device's roof."""
     names = [name for name in result["contenders"] if times(result, name)]
-    if not names:
+    if not names or "gemm_gflop_per_s" not in result["limits"]:
         return None
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
-    intensities = [cell["flop"] / cell["bytes"] for cell in result["cells"]]
+    intensities = [cell["flop"] / cell["bytes"] for cell in result["rows"]]
     copy, gemm = (result["limits"][key] for key in ("copy_gb_per_s", "gemm_gflop_per_s"))
     ends = [min(intensities) / 2, max(*intensities, gemm / copy) * 2]
     roof = sorted([*ends, gemm / copy])
@@ -256,4 +256,4 @@ def _batch(cell: Cell) -> str:
 
 
 def _where(result: Result) -> str:
-    return f"{result['environment']['device']}, {result['dtype']}, {result['environment']['date']}"
+    return f"{result['device']}, {result['dtype']}, {result['date']}"

@@ -11,12 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 PIPED_WIDTH = 110
+INTERRUPTED = 130
+"""Exit status of a command that the user interrupts."""
 
 
 def output() -> Console:
     """Return the console of standard output: no colour and a fixed width when piped."""
     console = Console(highlight=False, emoji=False)
     return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)
+
+
+def note(text: str) -> None:
+    """Print a line to standard error as it is."""
+    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from lora_backends.cli.console import output, table
 from lora_backends.errors import InvalidInputError
 from lora_backends.explain import Explanation, Launch
 from lora_backends.explain import explain as explain_batch
-from lora_backends.explain.job import PRESET_NAMES, make_batch, make_layer, ranges
+from lora_backends.explain.job import make_batch, make_layer, ranges
+from lora_backends.model_shapes import PRESETS
 
 MOST_PIECES = 24
 """Pieces that are drawn; of more, the rest is counted."""
@@ -33,7 +34,7 @@ def explain(
     backend: Annotated[
         str, typer.Option(help="triton, csgmv, torch_ref, numba_cpu, ...")
     ] = "triton",
-    preset: Annotated[str, typer.Option(help=f"A model: {PRESET_NAMES}.")] = "llama3-8b",
+    preset: Annotated[str, typer.Option(help=f"A model: {', '.join(PRESETS)}.")] = "llama3-8b",
     projection: Annotated[str, typer.Option(help="qkv, o, gate_up or down.")] = "qkv",
     in_features: Annotated[int | None, typer.Option(help="Width of x, not a preset's.")] = None,
     output_slices: Annotated[

@@ -73,8 +73,7 @@ def unchecked(engine: Engine, name: str) -> Method:
 
 def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
     """Return what a class has in place of its method for an operation."""
-    # the values of token ids are checked in every call
-    stores = marked_to_store_calls(method) and operation.input is not Input.TOKEN_IDS
+    stores = marked_to_store_calls(method)
     if operation.result == "h":
         call = _wrap_h(operation, method)
     else:
@@ -97,13 +96,15 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
 
 
 def _wrap_y(operation: Operation, method: Method, stores: bool, is_default: bool) -> Method:
-    slices = operation.num_slices
+    slices, has_ids = operation.num_slices, operation.input is Input.TOKEN_IDS
     stored_as = operation.same_as if is_default and operation.same_as else operation.name
 
     def cache_of(engine: Engine, plan: Any) -> CallCache | None:
         """Return the plan's cache if the method, or what the default calls, stores there."""
         if not isinstance(plan, CachingPlan):
             return None
+        if has_ids and engine.device.type == "cpu":
+            return None  # the values of the ids are checked in every call
         if stores or (is_default and _stores(getattr(type(engine), stored_as))):
             return plan.call_cache
         return None

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_backends.batch import LoRABatch
-from lora_backends.bench.cells import PRESETS, preset
 from lora_backends.errors import InvalidInputError, did_you_mean
 from lora_backends.explain import Layer
+from lora_backends.model_shapes import preset
 
 KEYS = ("slots", "sequences", "num_slots", "ranks")
 """What a file may hold: slots or sequences, the number of slots, and ranks per slot."""
@@ -180,6 +180,3 @@ def ranges(tokens: Sequence[int], most: int = 12) -> str:
             spans.append([token, token])
     words = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:most]]
     return " ".join(words) + (" ..." if len(spans) > most else "")
-
-
-PRESET_NAMES = ", ".join(PRESETS)

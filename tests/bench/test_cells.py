@@ -7,6 +7,7 @@ import torch
 
 from lora_backends.bench import Cell, cells, preset, projections_from, read_config
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.model_shapes import PRESETS
 
 
 def test_llama3_8b_has_the_shapes_of_its_layers():
@@ -31,7 +32,7 @@ def test_experts_are_left_out_with_a_note():
     assert notes == ["128 experts are left out: only attention projections are timed"]
 
 
-@pytest.mark.parametrize("name", cells.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_gives_at_most_44_cells_on_each_device(name):
     for device in cells.COMPOSITIONS:
         found = cells.make_cells(preset(name)[0], device)

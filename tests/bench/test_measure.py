@@ -85,10 +85,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_result_is_an_error_in_the_row_and_no_time(fault):
     result = run([spoiled("bad", FAULTS[fault]), from_backend(get_backend("torch_ref", "cpu"))])
-    found = result["cells"][0]["results"]
+    found = result["rows"][0]["results"]
     assert "wrong result" in found["bad"]["error"] and "us" not in found["bad"]
     assert found["torch_ref"]["us"] > 0
-    assert summarize(result)["bad"] == {"cells": 0, "fastest": 0, "errors": 1}
+    assert result["summary"]["bad"] == {"cells": 0, "fastest": 0, "errors": 1}
 
 
 def test_a_contender_that_raises_is_a_row_too():
@@ -96,7 +96,7 @@ def test_a_contender_that_raises_is_a_row_too():
         raise MemoryError("no room")
 
     result = run([Contender("bad", False, bind), from_backend(get_backend("torch_ref", "cpu"))])
-    assert result["cells"][0]["results"]["bad"] == {"error": "MemoryError: no room"}
+    assert result["rows"][0]["results"]["bad"] == {"error": "MemoryError: no room"}
     assert result["complete"] and summarize(result)["torch_ref"]["fastest"] == 1
 
 
@@ -126,7 +126,7 @@ def test_the_limit_is_bytes_over_copy_rate_and_two_launches():
 
 
 def test_efficiency_is_limit_over_time():
-    cell = run([from_backend(get_backend("torch_ref", "cpu"))])["cells"][0]
+    cell = run([from_backend(get_backend("torch_ref", "cpu"))])["rows"][0]
     found = cell["results"]["torch_ref"]
     assert found["us_q1"] <= found["us"] <= found["us_q3"]
     assert found["efficiency"] == pytest.approx(cell["limit_us"] / found["us"], rel=0.2, abs=1e-3)
@@ -135,7 +135,7 @@ def test_efficiency_is_limit_over_time():
 def test_a_contender_far_from_the_limit_is_summed_up_too(monkeypatch):
     monkeypatch.setattr(measuring, "spread", lambda _: {"us": 1e9, "us_q1": 1e9, "us_q3": 1e9})
     result = run([from_backend(get_backend("torch_ref", "cpu"))])
-    assert 0 < result["cells"][0]["results"]["torch_ref"]["efficiency"] < 1e-4
+    assert 0 < result["rows"][0]["results"]["torch_ref"]["efficiency"] < 1e-4
     assert summarize(result)["torch_ref"]["efficiency_decode"] >= 0
 
 
@@ -163,16 +163,16 @@ def test_every_cell_is_written_whole_and_an_interruption_keeps_those_before(tmp_
             [from_backend(get_backend("torch_ref", "cpu"))],
             cells, path=file, progress=interrupt, result=kept,
         )  # fmt: skip
-    assert len(seen["cells"]) == 1 and seen["complete"] is False
-    assert read_result(file)["cells"] == kept["cells"]
+    assert len(seen["rows"]) == 1 and seen["complete"] is False
+    assert read_result(file)["rows"] == kept["rows"]
     assert os.listdir(tmp_path) == ["bench.json"]
 
 
 def test_a_file_is_left_as_it_was_if_writing_fails(tmp_path):
     file = tmp_path / "bench.json"
-    results.write_json(file, {"old": 1})
+    results.write_result(file, {"old": 1})
     with pytest.raises(TypeError):
-        results.write_json(file, {"new": object()})
+        results.write_result(file, {"new": object()})
     assert json.loads(file.read_text()) == {"old": 1} and os.listdir(tmp_path) == ["bench.json"]
 
 
@@ -267,9 +267,9 @@ def test_a_copy_that_was_slow_once_does_not_stand_for_the_device(monkeypatch):
         monkeypatch.setattr(module, "copy_clock", lambda: lambda: next(rates))
     cells = [CELL, Cell("o", 16, (8, 4), tokens=9, adapters=3, rank=2)]
     result = run([from_backend(get_backend("torch_ref", "cpu"))], cells)
-    assert [cell["copy_gb_per_s"] for cell in result["cells"]] == [20.0, 20.0]
+    assert [cell["copy_gb_per_s"] for cell in result["rows"]] == [20.0, 20.0]
     assert result["limits"]["copy_gb_per_s"] == 20.0
-    cell = result["cells"][0]
+    cell = result["rows"][0]
     assert cell["limit_us"] == pytest.approx(cell["bytes"] / 20e3, abs=1e-3)
 
 
