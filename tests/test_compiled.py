@@ -137,9 +137,9 @@ def test_torch_finds_the_operations_well_formed(suffix):
     shrink = getattr(operations, f"run_lora_a{suffix}").default
     torch.library.opcheck(shrink, (x, 3, 3, *handles))
     add = getattr(operations, f"add_lora{suffix}_").default
-    torch.library.opcheck(add, ("run_linear", x, base, *handles))
+    torch.library.opcheck(add, ("run_linear", x, base, *handles, []))
     ids, _ = _inputs("run_embedding", "cpu")
-    torch.library.opcheck(add, ("run_embedding", ids, base, *handles))
+    torch.library.opcheck(add, ("run_embedding", ids, base, *handles, []))
 
 
 def test_only_what_a_graph_may_capture_is_open_to_it():
@@ -211,6 +211,7 @@ def test_a_handle_ends_with_its_object_and_copies_have_their_own():
             backend.handle,
             gone,
             plan.handle,
+            [],
         )
 
 

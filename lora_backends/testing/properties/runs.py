@@ -20,11 +20,13 @@ from lora_backends.weights import LoRAWeights
 
 
 def operations_for(weights: LoRAWeights) -> list[Operation]:
-    """Return the operations that return y and take a layer with as many slices."""
+    """Return the operations that return y and take this layer, by its number of slices."""
     return [
         operation
         for operation in OPERATIONS
-        if operation.result == "y" and operation.num_slices in (None, weights.num_slices)
+        if operation.result == "y"
+        and operation.input is not Input.ROUTED_ROWS
+        and operation.num_slices in (None, weights.num_slices)
     ]
 
 
