@@ -20,7 +20,7 @@ from pydantic_settings import (
 )
 from typing_extensions import override
 
-from lora_backends.checks import as_device
+from lora_backends.devices import as_device
 from lora_backends.errors import InvalidInputError, UnknownBackendError, did_you_mean
 from lora_backends.names import TILES_FOLDER_VARIABLE as FOLDER_VARIABLE
 from lora_backends.registry import AUTO, ENV_PREFIX, backend_names

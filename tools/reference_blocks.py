@@ -12,7 +12,7 @@ from typer.cli import app as typer_cli
 from typer.testing import CliRunner
 
 from lora_backends import LoRABackend, backend_names
-from lora_backends.checks import dtype_name
+from lora_backends.dtypes import dtype_name
 from lora_backends.registry import ENV_PREFIX, backend_class
 
 ROOT = Path(__file__).resolve().parents[1]

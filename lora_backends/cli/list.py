@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lora_backends.checks import dtype_name
 from lora_backends.cli.console import table
+from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError
 from lora_backends.registry import backend_class, backend_names, unavailable_reasons
 

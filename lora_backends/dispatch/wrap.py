@@ -126,15 +126,14 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
 
 
 def _wrap_y(operation: Operation, method: Method, stores: bool, is_default: bool) -> Method:
-    slices, has_ids = operation.num_slices, operation.input is Input.TOKEN_IDS
+    slices = operation.num_slices
+    checks_values = operation.input is Input.TOKEN_IDS  # which no earlier call can vouch for
     stored_as = operation.same_as if is_default and operation.same_as else operation.name
 
     def cache_of(engine: Engine, plan: Any) -> CallCache | None:
         """Return the plan's cache if the method, or what the default calls, stores there."""
         if not isinstance(plan, CachingPlan):
             return None
-        if has_ids and engine.device.type == "cpu":
-            return None  # the values of the ids are checked in every call
         if stores or (is_default and _stores(getattr(type(engine), stored_as))):
             return plan.call_cache
         return None
@@ -146,7 +145,8 @@ def _wrap_y(operation: Operation, method: Method, stores: bool, is_default: bool
             return trace_add(operation, call, self, x, weights, plan, base_output)
         cache = cache_of(self, plan)
         y: torch.Tensor | None = base_output
-        if cache is None or y is None:
+        checked = cache is None or y is None or checks_values
+        if checked:
             _check(operation, self, x, weights, plan, y)
         if cache is None:
             return method(self, x, weights, plan, y)
@@ -156,7 +156,7 @@ def _wrap_y(operation: Operation, method: Method, stores: bool, is_default: bool
         if cached is not None and slices in (None, weights.num_slices):
             if cached.run(x, weights, plan, y):
                 return y
-        if base_output is not None:
+        if not checked:
             _check(operation, self, x, weights, plan, y)
         return method(self, x, weights, plan, y)
 

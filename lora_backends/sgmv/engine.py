@@ -9,6 +9,8 @@ import torch
 from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
+from lora_backends.devices import as_device
+from lora_backends.dispatch.cached import stores_calls
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch, is_capturing
@@ -75,7 +77,7 @@ class SgmvBackend(LoRABackend):
     @override
     def unavailable_reasons(cls, device: torch.device | str) -> list[str]:
         reasons = super().unavailable_reasons(device)
-        if torch.device(device).type == "cpu" and not INTERPRETED:
+        if as_device(device).type == "cpu" and not INTERPRETED:
             reasons.append(
                 "Triton runs on the CPU only where TRITON_INTERPRET=1 is set before the import."
             )
@@ -112,6 +114,7 @@ class SgmvBackend(LoRABackend):
         return y
 
     @override
+    @stores_calls
     def run_linear(
         self,
         x: torch.Tensor,
@@ -131,6 +134,7 @@ class SgmvBackend(LoRABackend):
         return y
 
     @override
+    @stores_calls
     def run_embedding(
         self,
         token_ids: torch.Tensor,
@@ -167,7 +171,7 @@ class SgmvBackend(LoRABackend):
     ) -> None:
         """Keep both launches for the next call, unless they read copies of the layer's tables."""
         if not INTERPRETED and laid is weights:
-            cached = CachedLaunches.of(weights, first, second)
+            cached = CachedLaunches.of(first, second)
             plan.call_cache.store(operation, self, x, weights, y, cached)
 
     def _planes(self, weights: LoRAWeights, split_k: int, rows: int) -> torch.Tensor:

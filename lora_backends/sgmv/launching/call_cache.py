@@ -37,22 +37,19 @@ class Launched(NamedTuple):
 class CachedLaunches:
     """The two launches of one layer, plan and kind of arguments: a `CachedCall`.
 
-    The caller has checked the call and found it by its shapes, strides and dtypes; only the
-    addresses of the layer's tensors are compared here.
+    Dispatch finds it for a call of the same shapes, strides, dtypes and addresses of the layer.
     """
 
     device: torch.device
-    addresses: tuple[int, ...]  # of the layer's tensors
     h_values: int  # float32 values of h, all planes
     shrink: BoundKernel  # x and h change from call to call
     expand: BoundKernel  # h and y change from call to call
 
     @classmethod
-    def of(cls, weights: LoRAWeights, shrink: Launched, expand: Launched) -> Self:
+    def of(cls, shrink: Launched, expand: Launched) -> Self:
         """Return the launches of a call that was just made.
 
         Args:
-            weights: the layer.
             shrink: its first tensor is x, its last one h.
             expand: its first tensor is h, its third one y.
         """
@@ -60,7 +57,6 @@ class CachedLaunches:
         h = expand.arguments.tensors[0]
         return cls(
             h.device,
-            addresses_of(weights),
             math.prod(h.shape),
             shrink.kernel.bind(shrink.arguments, len(shrink.arguments.tensors) - 1),
             expand.kernel.bind(expand.arguments._replace(descriptors=descriptors), 2),
@@ -70,10 +66,10 @@ class CachedLaunches:
         """Launch both kernels.
 
         Returns:
-            False if a tensor of the layer has moved or another device is current; nothing ran.
+            False if another device is current; nothing ran.
         """
         device = self.device
-        if self.addresses != addresses_of(weights) or not is_current(device):
+        if not is_current(device):
             return False
         rows = plan.grid_rows(is_capturing(device))
         if rows:
@@ -82,15 +78,3 @@ class CachedLaunches:
             self.shrink.launch(rows, stream, x.data_ptr(), at_h, hooks)
             self.expand.launch(rows, stream, at_h, y.data_ptr(), hooks)
         return True
-
-
-def addresses_of(weights: LoRAWeights) -> tuple[int, ...]:
-    """Return the addresses of a layer's tensors; 0 for a bias that is missing."""
-    bias = weights.bias
-    return (
-        weights.lora_a.data_ptr(),
-        weights.lora_b.data_ptr(),
-        weights.ranks.data_ptr(),
-        weights.scalings.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-    )
