@@ -10,6 +10,7 @@ from lora_backends.errors import (
     LoRABackendError,
     UnsupportedInputError,
 )
+from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.registry import backend_names, get_backend, unavailable_reasons
 from lora_backends.weights import LoRAWeights
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_ADAPTER",
     "BackendUnavailableError",
+    "ExpertRouting",
+    "ExpertWeights",
     "InvalidInputError",
     "LoRABackend",
     "LoRABackendError",

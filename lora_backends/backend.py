@@ -10,7 +10,11 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.devices import as_device, device_reasons
+from lora_backends.dispatch.output import new_output
 from lora_backends.dispatch.wrap import Dispatched, unchecked
+from lora_backends.experts import ExpertRouting, ExpertWeights
+from lora_backends.experts.default import add_experts, token_slots
+from lora_backends.operations import BY_NAME
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights
 
@@ -60,6 +64,8 @@ class LoRABackend(Dispatched, ABC):
     """Device type to priority for "auto", the highest wins; a type not listed is never chosen."""
     plan_type: ClassVar[type] = object
     """What `prepare_batch` returns; a plan of another type is refused."""
+    routing_type: ClassVar[type] = ExpertRouting
+    """What `prepare_experts` returns; a routing of another type is refused."""
 
     deterministic: bool = False
     """Two runs on equal inputs are equal bit for bit. An option may set it on the instance."""
@@ -249,6 +255,91 @@ class LoRABackend(Dispatched, ABC):
             [num_sampled, vocabulary].
         """
         return unchecked(self, "run_linear")(hidden, weights, plan, base_output)
+
+    def prepare_experts(
+        self,
+        plan: Any,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None = None,
+        out: Any | None = None,
+    ) -> Any:
+        """Make the routing of one layer's experts, for every site of that layer.
+
+        Args:
+            plan: from `prepare_batch`.
+            topk_ids: [num_tokens, k] int32 or int64, the experts of each token. A pair is dead if
+                its id is negative, unmapped or not below `num_experts`; on the CPU an id that is
+                too high is an error.
+            topk_weights: [num_tokens, k] float32, the router's weights.
+            num_experts: experts of this rank.
+            expert_map: [global experts] int32, the local id of each expert, or -1 where it lives
+                on another rank.
+            out: a routing of this backend for as many tokens, k and experts. It is refilled in
+                place and returned; its tensors keep their addresses.
+
+        Returns:
+            The routing, at least an `ExpertRouting`.
+        """
+        if out is not None:
+            out.refill(plan, topk_ids, topk_weights, expert_map)
+            return out
+        return ExpertRouting.of(plan, topk_ids, topk_weights, num_experts, expert_map)
+
+    def run_experts(
+        self,
+        x: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Any,
+        base_output: torch.Tensor | None = None,
+        *,
+        rows: str = "tokens",
+        weighted: bool = False,
+        reduce: bool = False,
+    ) -> torch.Tensor:
+        """Run the LoRA of a mixture's experts, each pair of token and expert with its own A and B.
+
+        For pair (t, j) with slot l, expert e, slice s, a = s (0 where one A feeds every slice),
+        r = ranks[l, e, a], and f = topk_weights[t, j] if `weighted` else 1:
+
+            h           = x_row @ lora_a[l, e, a, :r].T
+            y[t, j, o] += f * scalings[l, e, a] * (h @ lora_b[l, e, o, :r].T)
+
+        for the columns o of slice s. With `reduce`, y[t, o] gains the sum over j. Dead pairs change
+        nothing and read nothing.
+
+        This default gathers the matrices of each pair, so it is slow. It waits for the device once
+        for each number of slots.
+
+        Args:
+            x: [num_tokens, in_features], or [num_tokens * k, in_features] for rows="pairs".
+            weights: the experts.
+            routing: from `prepare_experts`.
+            base_output: [num_tokens, k, out_features], or [num_tokens, out_features] with
+                `reduce`: added to in place and returned. Without it y starts from zero, in the
+                dtype of x.
+            rows: "tokens" or "pairs": what has a row of x. The row of pair (t, j) is t * k + j.
+            weighted: multiply by the router's weights.
+            reduce: sum over the pairs of a token, in float32.
+
+        Returns:
+            As base_output.
+        """
+        options = {"rows": rows, "weighted": weighted, "reduce": reduce}
+        y = base_output
+        if y is None:
+            y = new_output(BY_NAME["run_experts"], x, weights, routing, options)
+        slots = token_slots(
+            unchecked(self, "run_lora_a"),
+            torch.float32 if torch.float32 in self.dtypes else self.dtypes[0],
+            self.device,
+            routing.plan,
+            weights.num_slots,
+            routing.num_tokens,
+        )
+        add_experts(y, x, weights, routing, slots, rows=rows, weighted=weighted, reduce=reduce)
+        return y
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {self.device}>"

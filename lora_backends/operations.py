@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 class Input(Enum):
@@ -18,6 +18,14 @@ class Input(Enum):
     ROWS = "rows"  # [num_tokens, in_features]
     TOKEN_IDS = "token ids"  # [num_tokens] integers: the rows are one-hot
     H = "h"  # [num_slices, num_tokens, max_rank], what `run_lora_a` returns
+    ROUTED_ROWS = "routed rows"  # a row per token or per (token, expert) pair, with a routing
+
+
+class Option(NamedTuple):
+    """A keyword argument of an operation."""
+
+    name: str
+    values: tuple[bool | str, ...]  # allowed; the first is the default
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class Operation:
     result: Literal["h", "y"] = "y"  # y is added to base_output, h has none
     num_slices: int | None = None  # slices that the layer must have; None: any number
     same_as: str | None = None  # the operation that this one is a case of
+    options: tuple[Option, ...] = ()  # keyword arguments behind base_output
 
 
 OPERATIONS = (
@@ -40,6 +49,16 @@ OPERATIONS = (
     Operation("run_gate_up", Input.ROWS, "x", num_slices=2, same_as="run_linear"),
     Operation("run_embedding", Input.TOKEN_IDS, "token_ids"),
     Operation("run_logits", Input.ROWS, "hidden", same_as="run_linear"),
+    Operation(
+        "run_experts",
+        Input.ROUTED_ROWS,
+        "x",
+        options=(
+            Option("rows", ("tokens", "pairs")),
+            Option("weighted", (False, True)),
+            Option("reduce", (False, True)),
+        ),
+    ),
 )
 
 BY_NAME = MappingProxyType({operation.name: operation for operation in OPERATIONS})

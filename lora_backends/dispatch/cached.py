@@ -16,7 +16,6 @@ import torch
 
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.ordinary import addresses_of, lies_on, requires_gradient
-from lora_backends.operations import Input, Operation
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights, extent_of
 
@@ -164,13 +163,3 @@ def stores_calls(method: _Method) -> _Method:
 def marked_to_store_calls(method: Callable[..., Any]) -> bool:
     """Return whether a method is marked by `stores_calls`."""
     return getattr(method, "stores_calls", None) is method
-
-
-def new_output(operation: Operation, first: torch.Tensor, weights: LoRAWeights) -> torch.Tensor:
-    """Return the zeros that a call without base_output adds to.
-
-    They have the dtype of x where there is one, else the dtype of lora_b.
-    """
-    tokens = first.shape[1] if operation.input is Input.H else first.shape[0]
-    dtype = first.dtype if operation.input is Input.ROWS else weights.dtype
-    return first.new_zeros((tokens, weights.out_features), dtype=dtype)

@@ -13,8 +13,10 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.output import output_shape
 from lora_backends.dispatch.problems import Problems, describe
 from lora_backends.dtypes import accumulator_dtype, dtype_name, dtype_names
+from lora_backends.experts import ExpertWeights
 from lora_backends.operations import Input, Operation
 from lora_backends.weights import LoRAWeights, extent_of
 
@@ -72,8 +74,8 @@ def check_operation(
         if check_tensor(problems, engine, name, first):
             _GUARDS[operation.input](problems, name, first, weights, plan)
         if not problems.invalid and base_output is not None:
-            tokens = first.shape[1] if operation.input is Input.H else first.shape[0]
-            check_base(problems, engine, base_output, (tokens, weights.out_features))
+            shape = output_shape(operation, first, weights, plan)
+            check_base(problems, engine, base_output, shape)
             check_apart(problems, base_output, tensors_of(weights))
             check_apart(problems, base_output, {name: first})
         if not problems.invalid:
@@ -170,6 +172,14 @@ def _weights_fit(problems: Problems, engine: Engine, weights: LoRAWeights, plan:
             f"returned ({engine.plan_type.__name__})"
         )
         return False
+    check_weights(problems, engine, weights, plan)
+    return True
+
+
+def check_weights(
+    problems: Problems, engine: Engine, weights: LoRAWeights | ExpertWeights, plan: Any
+) -> None:
+    """Check the number of slots, dtype and device of a layer."""
     num_slots = planned_size(plan, "num_slots")
     if num_slots is not None and num_slots != weights.num_slots:
         problems.invalid.append(
@@ -181,7 +191,6 @@ def _weights_fit(problems: Problems, engine: Engine, weights: LoRAWeights, plan:
             f"lora_a.dtype is {dtype_name(weights.dtype)}; supported: {dtype_names(engine.dtypes)}"
         )
     check_device(problems, engine, "weights", weights.lora_a)
-    return True
 
 
 def planned_size(plan: Any, field: str) -> int | None:
@@ -195,10 +204,10 @@ def _planned_or(plan: Any, otherwise: int) -> int:
     return otherwise if tokens is None else tokens
 
 
-def tensors_of(weights: LoRAWeights) -> dict[str, torch.Tensor]:
+def tensors_of(weights: LoRAWeights | ExpertWeights) -> dict[str, torch.Tensor]:
     """Return the tensors of a layer by name."""
     names = ("lora_a", "lora_b", "ranks", "scalings", "bias")
-    tensors = {name: getattr(weights, name) for name in names}
+    tensors = {name: getattr(weights, name, None) for name in names}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
@@ -253,10 +262,21 @@ def check_base(
         problems.invalid.append(
             f"the last axis of base_output is not contiguous (strides {base_output.stride()})"
         )
-    if shape[0] > 1 and base_output.stride(0) < shape[-1]:
+    if _rows_overlap(base_output):
         problems.invalid.append(
             f"rows of base_output overlap (strides {base_output.stride()}); pass a copy"
         )
+
+
+def _rows_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may share memory: no axis steps over all that lies within it."""
+    axes = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+    inner = tensor.shape[-1]
+    for stride, size in sorted(axes):
+        if size > 1 and stride < inner:
+            return True
+        inner += (size - 1) * stride
+    return False
 
 
 def check_apart(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,8 +27,12 @@ class Engine(Protocol):
         """Dtypes of x, the weights and base_output."""
 
     @property
-    def plan_type(self) -> type:
+    def plan_type(self) -> type[Any]:
         """What `prepare_batch` returns."""
+
+    @property
+    def routing_type(self) -> type[Any]:
+        """What `prepare_experts` returns."""
 
     @property
     def differentiable(self) -> bool:

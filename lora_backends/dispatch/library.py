@@ -14,16 +14,18 @@ whose plan is no `LoRAPlan`, run outside of the traced program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from lora_backends.dispatch.cached import new_output
+from lora_backends.dispatch.checks import tensors_of
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.handles import Handled, lookup
+from lora_backends.dispatch.output import NO_OPTIONS, new_output
 from lora_backends.dtypes import accumulator_dtype
-from lora_backends.operations import Operation
+from lora_backends.experts import ExpertWeights
+from lora_backends.operations import BY_NAME, Operation
 from lora_backends.weights import LoRAWeights
 
 
@@ -41,13 +43,27 @@ def _shrink_fake(
 
 
 def _add(
-    operation: str, x: torch.Tensor, y: torch.Tensor, backend: int, weights: int, plan: int
+    operation: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    backend: int,
+    weights: int,
+    plan: int,
+    options: list[int],
 ) -> None:
-    getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y)
+    pairs = zip(BY_NAME[operation].options, options, strict=True)
+    given = {option.name: option.values[index] for option, index in pairs}
+    getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y, **given)
 
 
 def _add_fake(
-    operation: str, x: torch.Tensor, y: torch.Tensor, backend: int, weights: int, plan: int
+    operation: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    backend: int,
+    weights: int,
+    plan: int,
+    options: list[int],
 ) -> None:
     return None
 
@@ -97,26 +113,36 @@ def trace_add(
     call: Callable[..., torch.Tensor],
     engine: Engine,
     x: torch.Tensor,
-    weights: LoRAWeights,
+    weights: LoRAWeights | ExpertWeights,
     plan: Any,
     base_output: torch.Tensor | None,
+    options: Mapping[str, Any] = NO_OPTIONS,
 ) -> torch.Tensor:
-    """Return y of a traced call of `operation`; `call` is the method, which checks."""
+    """Return y of a traced call of `operation`; `call` is the method, which checks.
+
+    Options reach torch's library as the places of their values in the operation's lists.
+    """
     if _needs_python(x, weights, plan, base_output):
-        return call_outside(call, engine, x, weights, plan, base_output)  # type: ignore[no-any-return]
+        return call_outside(call, engine, x, weights, plan, base_output, **options)  # type: ignore[no-any-return]
     _, run = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
-    y = new_output(operation, x, weights) if base_output is None else base_output
-    run(operation.name, x, y, engine.handle, weights.handle, plan.handle)
+    y = base_output
+    if y is None:
+        y = new_output(operation, x, weights, plan, options)
+    places = [option.values.index(options[option.name]) for option in operation.options]
+    run(operation.name, x, y, engine.handle, weights.handle, plan.handle, places)
     return y
 
 
 def _needs_python(
-    x: torch.Tensor, weights: LoRAWeights, plan: Any, base_output: torch.Tensor | None
+    x: torch.Tensor,
+    weights: LoRAWeights | ExpertWeights,
+    plan: Any,
+    base_output: torch.Tensor | None,
 ) -> bool:
     """Return whether a call cannot be an operation: a foreign plan, or a gradient is wanted."""
     if not isinstance(plan, Handled):
         return True
     if not torch.is_grad_enabled():  # asked first: looking at weights makes them guarded inputs
         return False
-    tensors = (x, weights.lora_a, weights.lora_b, weights.bias, base_output)
+    tensors = (x, *tensors_of(weights).values(), base_output)
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -17,19 +17,24 @@ from lora_backends.dispatch.cached import (
     CachingPlan,
     CallCache,
     marked_to_store_calls,
-    new_output,
 )
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
 from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.expert_checks import check_experts, check_prepare_experts
 from lora_backends.dispatch.handles import Handled
 from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
 from lora_backends.dispatch.ordinary import is_ordinary
+from lora_backends.dispatch.output import new_output
+from lora_backends.experts import ExpertWeights
 from lora_backends.operations import OPERATIONS, Input, Operation
 from lora_backends.weights import LoRAWeights
 
 Method: TypeAlias = Callable[..., torch.Tensor]
 
-PREPARATIONS: dict[str, Callable[..., None]] = {"prepare_batch": check_prepare_batch}
+PREPARATIONS: dict[str, Callable[..., None]] = {
+    "prepare_batch": check_prepare_batch,
+    "prepare_experts": check_prepare_experts,
+}
 """Methods of the interface that make what operations run on, and the guard of each."""
 
 
@@ -74,7 +79,9 @@ def unchecked(engine: Engine, name: str) -> Method:
 def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
     """Return what a class has in place of its method for an operation."""
     stores = marked_to_store_calls(method)
-    if operation.result == "h":
+    if operation.input is Input.ROUTED_ROWS:
+        call = _wrap_routed(operation, method)
+    elif operation.result == "h":
         call = _wrap_h(operation, method)
     else:
         call = _wrap_y(operation, method, stores, is_default)
@@ -82,6 +89,29 @@ def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
         call = _with_argument(operation, call)
     functools.update_wrapper(call, method)
     call.wrapped = _Wrapped(call, method, stores)  # type: ignore[attr-defined]
+    return call
+
+
+def _wrap_routed(operation: Operation, method: Method) -> Method:
+    defaults = {option.name: option.values[0] for option in operation.options}
+
+    def call(
+        self: Engine,
+        x: Any,
+        weights: ExpertWeights,
+        routing: Any,
+        base_output: Any = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        unknown = options.keys() - defaults.keys()
+        if unknown:
+            raise TypeError(f"{operation.name}() got unexpected keyword arguments {unknown}")
+        given = {**defaults, **options}
+        if torch.compiler.is_compiling():
+            return trace_add(operation, call, self, x, weights, routing, base_output, given)
+        check_experts(self, operation, x, weights, routing, base_output, given)
+        return method(self, x, weights, routing, base_output, **given)
+
     return call
 
 
@@ -121,7 +151,7 @@ def _wrap_y(operation: Operation, method: Method, stores: bool, is_default: bool
         if cache is None:
             return method(self, x, weights, plan, y)
         if y is None:
-            y = new_output(operation, x, weights)
+            y = new_output(operation, x, weights, plan)
         cached = cache.find(stored_as, self, x, weights, y)
         if cached is not None and slices in (None, weights.num_slices):
             if cached.run(x, weights, plan, y):

@@ -1,0 +1,51 @@
+"""The kinds of cases, and how each is drawn and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from hypothesis.strategies import SearchStrategy
+
+from lora_backends.errors import InvalidInputError
+from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.expert_cases import ExpertCase
+from lora_backends.testing.expert_strategies import expert_cases
+from lora_backends.testing.strategies import lora_cases
+
+Case: TypeAlias = LoRACase | ExpertCase
+
+KINDS: Mapping[type[Case], Callable[..., SearchStrategy[Any]]] = {
+    LoRACase: lora_cases,
+    ExpertCase: expert_cases,
+}
+"""Every kind of case, and its strategy."""
+
+_ALLOWED = " or ".join(f"{kind.__name__}(...)" for kind in KINDS)
+
+
+def case_from(text: str) -> Case:
+    """Return the case that an expression names, as a report prints it.
+
+    Args:
+        text: ``LoRACase(...)`` or ``ExpertCase(...)`` with literals and dtypes such as
+            ``torch.float16``.
+
+    Returns:
+        The case.
+
+    Raises:
+        InvalidInputError: the text is no such expression.
+    """
+    names = {kind.__name__: kind for kind in KINDS} | {"torch": torch, "__builtins__": {}}
+    try:
+        case = eval(text, names)  # the user's own command line
+    except Exception as error:
+        raise InvalidInputError(
+            f"the case cannot be read: {type(error).__name__}: {error}\n  given: {text}\n"
+            f"  allowed: {_ALLOWED}, as a report prints it"
+        ) from error
+    if not isinstance(case, tuple(KINDS)):
+        raise InvalidInputError(f"the case is a {type(case).__name__}\n  allowed: {_ALLOWED}")
+    return case  # type: ignore[return-value]
