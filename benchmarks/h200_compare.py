@@ -599,7 +599,7 @@ def row_text(row: dict[str, Any]) -> str:
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """Print what the cells add up to."""
+    """Print the summary."""
     print(f"\n{'':10}{'':8}{'cells':>6}{'old':>8}{'new':>8}{'new/old':>9}{'worst time ratio':>18}")
     for backend, found in result["summary"].items():
         for phase in ("decode", "prefill"):
@@ -652,7 +652,7 @@ def main() -> None:
     }
     try:
         run(arguments, result)
-    finally:  # what was measured before an interruption is kept
+    finally:  # keeps the rows measured before an interruption
         names = dict.fromkeys(row["backend"] for row in result["rows"])
         result["summary"] = {
             name: summarize([row for row in result["rows"] if row["backend"] == name])

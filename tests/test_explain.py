@@ -13,6 +13,7 @@ from lora_backends import explain as explaining
 from lora_backends.explain import Layer, explain
 from lora_backends.explain.job import make_batch, make_layer, ranges
 from lora_backends.explain.svg import draw
+from lora_backends.operations import OPERATIONS, Input
 
 NAMES = ["csgmv", "numba_cpu", "torch_ref", "triton"]
 BATCHES = [
@@ -82,6 +83,27 @@ def test_programs_are_those_that_a_call_launches(name, monkeypatch):
         backend.run_linear(x, weights, backend.prepare_batch(batch))
         found = explain(name, batch, layer)
         assert (grids or [0, 0]) == [launch.programs for launch in found.launches]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operation_has_the_launches_of_its_products(name, operation):
+    slices = operation.num_slices or 2
+    layer = Layer(64, (32,) * slices, ((4,) * slices,) * 3, 4)
+    whole = {launch.name: launch for launch in explain(name, BATCHES[0], layer).launches}
+    found = explain(name, BATCHES[0], layer, operation.name)
+    products = [operation.input is Input.ROWS, operation.result == "y"]
+    expected = [half for half, has in zip(("shrink", "expand"), products, strict=True) if has]
+    assert found.operation == operation.name
+    assert found.launches == tuple(whole[half] for half in expected)
+
+
+def test_an_operation_that_does_not_take_the_layer_is_refused():
+    layer = Layer(64, (32, 32), ((4, 4),) * 3, 4)
+    with pytest.raises(InvalidInputError, match="run_qkv does not run a layer of 2 slices"):
+        explain("triton", BATCHES[0], layer, "run_qkv")
+    with pytest.raises(InvalidInputError, match="did you mean 'run_qkv'"):
+        explain("triton", BATCHES[0], layer, "run_qk")
 
 
 def test_padded_ranks_and_empty_places_are_counted():
