@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lora_backends.checks import as_device
 from lora_backends.errors import InvalidInputError, UnknownBackendError, did_you_mean
-from lora_backends.gpu.choice import FOLDER_VARIABLE
+from lora_backends.names import TILES_FOLDER_VARIABLE as FOLDER_VARIABLE
 from lora_backends.registry import AUTO, ENV_PREFIX, backend_names
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from lora_backends.dispatch.handles import Handled
 from lora_backends.errors import InvalidInputError
-from lora_backends.handles import Handled
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What weights may be made of; a backend supports some of them."""
@@ -54,6 +54,8 @@ class LoRAWeights(Handled):
     out_features: int = field(init=False)  # width of y, all slices together
     slice_offsets: tuple[int, ...] = field(init=False)
     # first output column of every slice, then out_features: num_slices + 1 ints
+    extents: tuple[int, ...] = field(init=False, repr=False)
+    # bytes from the first to behind the last element of lora_a, lora_b, ranks, scalings and bias
 
     def __post_init__(self) -> None:
         _check_tensors(self)
@@ -74,6 +76,8 @@ class LoRAWeights(Handled):
             object.__setattr__(self, name, size)
         object.__setattr__(self, "out_features", self.lora_b.shape[1])
         object.__setattr__(self, "slice_offsets", tuple(accumulate(self.output_slices, initial=0)))
+        tensors = (self.lora_a, self.lora_b, self.ranks, self.scalings, self.bias)
+        object.__setattr__(self, "extents", tuple(map(extent_of, tensors)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,6 +97,14 @@ class LoRAWeights(Handled):
         )
 
 
+def extent_of(tensor: torch.Tensor | None) -> int:
+    """Return the bytes from the first element of a tensor to behind its last one."""
+    if tensor is None or not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
 def _as_widths(output_slices: Sequence[int]) -> tuple[int, ...]:
     try:
         widths = tuple(0 if isinstance(w, bool) else operator.index(w) for w in output_slices)
@@ -104,6 +116,16 @@ def _as_widths(output_slices: Sequence[int]) -> tuple[int, ...]:
             f"  allowed: at least one int >= 1, one per slice"
         )
     return widths
+
+
+def _refuse_lazy_negation(name: str, tensor: torch.Tensor) -> None:
+    """Refuse memory that holds the negated values, since engines read weights by address."""
+    if tensor.is_neg():
+        raise InvalidInputError(
+            f"{name} is a lazy negation: its memory holds the negated values\n"
+            f"  given: a tensor with torch's negative bit set\n"
+            f"  to do: pass {name}.resolve_neg()"
+        )
 
 
 def _as_numbers(values: Any, name: str, wanted: str) -> torch.Tensor:
@@ -120,6 +142,7 @@ def _as_numbers(values: Any, name: str, wanted: str) -> torch.Tensor:
         raise InvalidInputError(
             f"{name} has the wrong dtype\n  given: {tensor.dtype}\n  allowed: {wanted}"
         )
+    _refuse_lazy_negation(name, tensor)
     return tensor
 
 
@@ -146,6 +169,7 @@ def _check_tensors(weights: LoRAWeights) -> None:
                 f"{name} is not a floating-point tensor\n  given: {kind}\n"
                 f"  allowed: float16, bfloat16, float32 or float64"
             )
+        _refuse_lazy_negation(name, tensor)
         if tensor.device != a.device:
             raise InvalidInputError(
                 f"weights are on different devices\n"

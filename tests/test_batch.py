@@ -71,3 +71,9 @@ def test_bad_sequences_are_refused(slots, lengths, told):
 
 def test_numpy_integers_count_slots():
     assert LoRABatch([0], np.int64(3)).num_slots == 3
+
+
+def test_a_lazy_negation_is_read_by_its_values():
+    slots = torch._neg_view(torch.tensor([0, 1, -2]))
+    assert LoRABatch(slots, 3).token_slots.tolist() == [0, -1, 2]
+    assert not LoRABatch(slots, 3).token_slots.is_neg()

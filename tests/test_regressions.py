@@ -12,6 +12,7 @@ import torch
 
 from lora_backends import (
     NO_ADAPTER,
+    InvalidInputError,
     LoRABatch,
     backend_names,
     get_backend,
@@ -238,8 +239,97 @@ def test_a_scaling_five_percent_off_is_outside_the_bound(backend):
 
 def test_a_refill_of_another_size_is_refused(backend):
     """Instead of reading past what the plan holds."""
-    from lora_backends import InvalidInputError
-
     plan = backend.prepare_batch(LoRABatch([0, 1], num_slots=2))
     with pytest.raises(InvalidInputError, match="out was made for num_tokens=2"):
         backend.prepare_batch(LoRABatch([0, 1, 1], num_slots=2), out=plan)
+
+
+def negated(tensor):
+    """Return a tensor of equal values whose memory holds them negated."""
+    return torch._neg_view(-tensor)
+
+
+ARGUMENTS = {"run_linear": "x", "run_logits": "hidden", "run_lora_a": "x", "run_lora_b": "h"}
+ARGUMENTS |= {"run_embedding": "token_ids"}
+
+
+def first_arguments(inputs):
+    weights, tokens = inputs.weights, inputs.x.shape[0]
+    h = torch.ones(weights.num_slices, tokens, weights.max_rank, device=weights.device)
+    ids = torch.arange(tokens, device=weights.device)
+    return {"x": inputs.x, "hidden": inputs.x, "h": h, "token_ids": ids}
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("operation", ARGUMENTS)
+def test_a_lazy_negation_is_refused_by_every_operation(backend, operation, gradients):
+    """Engines that read by address took the values with the wrong sign."""
+    inputs = make([0, 1, -1, 2], base=torch.float32).build(backend.device)
+    plan, name = backend.prepare_batch(inputs.batch), ARGUMENTS[operation]
+    value, y = first_arguments(inputs)[name], inputs.base.clone()
+    given = {"weights": inputs.weights, "plan": plan}
+    given |= {} if operation == "run_lora_a" else {"base_output": y}
+    call = getattr(backend, operation)
+    with torch.set_grad_enabled(gradients):
+        with pytest.raises(InvalidInputError, match=rf"{name} is a lazy negation.*resolve_neg"):
+            call(**given | {name: negated(value)})
+        assert torch.equal(y, inputs.base)
+        if "base_output" in given:
+            with pytest.raises(InvalidInputError, match="base_output is a lazy negation"):
+                call(**given | {name: value, "base_output": negated(y)})
+            assert torch.equal(y, inputs.base)
+        call(**given | {name: negated(value).resolve_neg()})
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("owner", ["lora_a", "lora_b", "ranks", "scalings", "bias"])
+def test_base_output_may_not_lie_on_the_weights(backend, owner, gradients):
+    """The result was wrong, and the weights were overwritten."""
+    weights = make([0, 1], bias=True, in_features=8, widths=(2,)).build(backend.device).weights
+    x = torch.ones(2, 8, device=backend.device)
+    ids = torch.zeros(2, dtype=torch.int64, device=backend.device)
+    h = torch.ones(1, 2, 4, device=backend.device)
+    plan = backend.prepare_batch(LoRABatch([0, 1], 4))
+    before = getattr(weights, owner).clone()
+    values = getattr(weights, owner).view(torch.float32).flatten()
+    with torch.set_grad_enabled(gradients):
+        for y in (values[-4:].view(2, 2), values[:4].view(2, 2)):
+            for operation, value in (
+                ("run_linear", x),
+                ("run_logits", x),
+                ("run_embedding", ids),
+                ("run_lora_b", h),
+            ):
+                with pytest.raises(InvalidInputError, match=f"base_output overlaps {owner}"):
+                    getattr(backend, operation)(value, weights, plan, y)
+    assert torch.equal(getattr(weights, owner), before)
+
+
+def test_base_output_may_not_lie_on_h_or_token_ids(backend):
+    """Writing a row changed what the next rows read."""
+    inputs = make([0, 1], in_features=8, widths=(4,)).build(backend.device)
+    plan = backend.prepare_batch(inputs.batch)
+    h = torch.ones(1, 2, 4, device=backend.device)
+    with pytest.raises(InvalidInputError, match="base_output overlaps h in memory"):
+        backend.run_lora_b(h, inputs.weights, plan, h[0])
+    ids = torch.zeros(4, dtype=torch.int64, device=backend.device)
+    y = ids.view(torch.float32).view(2, 4)
+    with pytest.raises(InvalidInputError, match="base_output overlaps token_ids in memory"):
+        backend.run_embedding(ids[:2], inputs.weights, plan, y)
+
+
+def test_base_output_may_follow_the_weights_in_one_buffer(backend):
+    """Neighbours are no overlap."""
+    inputs = make([0, 1], in_features=8, widths=(2,)).build(backend.device)
+    size = inputs.weights.lora_b.numel()
+    arena = torch.zeros(size + 8, device=backend.device)
+    lora_b = arena[2 : 2 + size].view_as(inputs.weights.lora_b)
+    lora_b.copy_(inputs.weights.lora_b)
+    moved = inputs.replace(weights=dataclasses.replace(inputs.weights, lora_b=lora_b))
+    plan = backend.prepare_batch(inputs.batch)
+    wanted = backend.run_linear(inputs.x, inputs.weights, plan)
+    assert torch.equal(
+        backend.run_linear(inputs.x, moved.weights, plan, arena[-4:].view(2, 2)), wanted
+    )
+    with pytest.raises(InvalidInputError, match="base_output overlaps lora_b"):
+        backend.run_linear(inputs.x, moved.weights, plan, arena[1:5].view(2, 2))

@@ -63,3 +63,11 @@ def test_ranks_and_scalings_take_their_dtype():
 def test_contradictions_are_refused_with_what_was_given(change, told):
     with pytest.raises(InvalidInputError, match=told):
         LoRAWeights(**GOOD | change)
+
+
+@pytest.mark.parametrize("name", ["lora_a", "lora_b", "ranks", "scalings", "bias"])
+def test_a_lazy_negation_is_refused(name):
+    arguments = GOOD | {"bias": torch.zeros(4, 12)}
+    arguments[name] = torch._neg_view(arguments[name])
+    with pytest.raises(InvalidInputError, match=f"{name} is a lazy negation"):
+        LoRAWeights(**arguments)

@@ -12,7 +12,8 @@ from lora_backends.backend import LoRABackend
 from lora_backends.bench.layers import Workload
 from lora_backends.bench.peers import PEERS, peer
 from lora_backends.bench.timing import Call
-from lora_backends.checks import as_device, dtype_name, dtype_names
+from lora_backends.devices import as_device
+from lora_backends.dtypes import dtype_name, dtype_names
 from lora_backends.errors import (
     BackendUnavailableError,
     InvalidInputError,

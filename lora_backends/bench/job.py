@@ -13,7 +13,8 @@ import torch
 from lora_backends.bench.cells import Cell, make_cells
 from lora_backends.bench.contenders import Contender, choose
 from lora_backends.bench.measure import Progress, check_device, check_memory, measure
-from lora_backends.checks import as_device, dtype_name
+from lora_backends.devices import as_device
+from lora_backends.dtypes import dtype_name
 from lora_backends.errors import InvalidInputError, did_you_mean
 from lora_backends.model_shapes import LAYER, Projections, preset, read_config
 from lora_backends.operations import BY_NAME, OPERATIONS

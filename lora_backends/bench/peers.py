@@ -15,7 +15,7 @@ import torch
 
 from lora_backends.bench.layers import Workload
 from lora_backends.bench.timing import Call
-from lora_backends.checks import dtype_name
+from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError, UnsupportedInputError
 from lora_backends.weights import LoRAWeights
 

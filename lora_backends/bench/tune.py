@@ -7,15 +7,12 @@ the same command continues with the points that it lacks.
 from __future__ import annotations
 
 import datetime
-import importlib
-import importlib.util
 import os
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +23,21 @@ from lora_backends.bench.job import best_device, make_job
 from lora_backends.bench.results import check_writable, versions
 from lora_backends.bench.search import MARGIN, Found, Lab, RulesFail, search
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.gpu.choice import TileChoice, tile_choice, user_folder
-from lora_backends.gpu.tables import (
+from lora_backends.registry import backend_class, get_backend, unavailable_reasons
+from lora_backends.sgmv.engine import SgmvBackend
+from lora_backends.sgmv.tiles import rules
+from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, BatchShape, LayerShape, tile_faults
+from lora_backends.sgmv.tiles.source import TileSource, user_folder
+from lora_backends.sgmv.tiles.table import (
     SCHEMA,
     BatchTiles,
     Entry,
-    LayerShape,
     TileTable,
     device_of,
     file_name,
     read_table,
     table_text,
 )
-from lora_backends.registry import backend_class, unavailable_reasons
 
 DEFAULTS = {"tokens": "1,16,64,256,2048", "adapters": "1,8,64", "rank": "16"}
 """The batches to tune unless others are given; a measured batch serves those within a factor of 2.
@@ -69,7 +68,6 @@ class Tuning:
     """A tuning run, checked: all of it is possible here."""
 
     backend: str
-    rules: Any  # the engine's tuning module, a TileRules
     device: torch.device
     dtype: torch.dtype
     points: list[Point]  # those with the rules' own tile first
@@ -116,7 +114,7 @@ def tune_points(
     done = {point.key for point in job.points if same_software and point.key in entries}
     progress = Progress(entries, len(done))
     todo = [point for point in job.points if point.key not in done]
-    in_use = tile_choice(job.rules, job.backend, job.device, "auto")
+    in_use = get_backend(job.backend, job.device).tile_source  # type: ignore[attr-defined]
     end = now() + job.budget
     for i, point in enumerate(todo):
         start = now()
@@ -140,17 +138,16 @@ def tune_points(
 def _search(
     job: Tuning,
     point: Point,
-    in_use: TileChoice,
+    in_use: TileSource,
     lab: Lab,
     now: Callable[[], float],
     end: float,
 ) -> Found:
-    layer = astuple(point.layer)
-    shape = (point.cell.tokens, point.active_slots, point.tile_tokens, *layer)
+    batch = BatchShape(point.cell.tokens, point.active_slots, point.tile_tokens)
     return search(
-        job.rules.choose_tiles(*shape),
-        in_use.choose_tiles(*shape),
-        lambda tiles: not job.rules.tile_faults(tiles, point.tile_tokens, *layer),
+        rules.choose_tiles(batch, point.layer),
+        in_use.choose_tiles(batch, point.layer),
+        lambda tiles: not tile_faults(tiles, point.tile_tokens, point.layer),
         lab,
         lambda: now() >= end,
     )
@@ -172,7 +169,7 @@ def _read_entries(job: Tuning) -> tuple[dict[Key, Entry], bool]:
     """Return the table's entries, and whether the torch and Triton of this run measured them."""
     if not job.path.exists():
         return {}, True
-    table = read_table(job.path, job.rules, job.backend, job.device)
+    table = read_table(job.path, job.backend, job.device)
     found = {(e.layer, e.num_tokens, e.active_slots, e.tile_tokens): e for e in table.entries}
     return found, table.versions == _versions()
 
@@ -192,7 +189,7 @@ def _write(job: Tuning, entries: Iterable[Entry]) -> None:
         capability=capability,
         versions=_versions(),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        batches=tuple(best_tiles(entries, job.rules).values()),
+        batches=tuple(best_tiles(entries).values()),
         entries=entries,
     )
     partial = job.path.with_name(f".{job.path.name}.{os.getpid()}")
@@ -203,7 +200,7 @@ def _write(job: Tuning, entries: Iterable[Entry]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def best_tiles(entries: Iterable[Entry], rules: Any) -> dict[tuple[int, int], BatchTiles]:
+def best_tiles(entries: Iterable[Entry]) -> dict[tuple[int, int], BatchTiles]:
     """Return for each batch the tile of the plan with the least time over all measured layers.
 
     A plan serves all layers, so only tiles measured for the same number of layers are compared. The
@@ -217,7 +214,7 @@ def best_tiles(entries: Iterable[Entry], rules: Any) -> dict[tuple[int, int], Ba
     for batch, by_tile in times.items():
         most = max(map(len, by_tile.values()))
         totals = {tile: sum(us) for tile, us in by_tile.items() if len(us) == most}
-        own, fastest = rules.block_tokens(*batch), min(totals, key=totals.__getitem__)
+        own, fastest = rules.tile_tokens(*batch), min(totals, key=totals.__getitem__)
         if own in totals and totals[fastest] >= (1 - MARGIN) * totals[own]:
             fastest = own
         best[batch] = BatchTiles(*batch, fastest)
@@ -226,15 +223,15 @@ def best_tiles(entries: Iterable[Entry], rules: Any) -> dict[tuple[int, int], Ba
 
 def gains(job: Tuning, progress: Progress) -> dict[Point, float]:
     """Return, by point, the rules' time over the table's, each with its own tile of the plan."""
-    best = best_tiles(progress.entries.values(), job.rules)
+    best = best_tiles(progress.entries.values())
     found = {}
     for point in job.points:
         batch = (point.cell.tokens, point.active_slots)
         if point.key not in progress.entries or best[batch].tile_tokens != point.tile_tokens:
             continue
-        rules = progress.entries.get((point.layer, *batch, job.rules.block_tokens(*batch)))
-        if rules is not None:
-            found[point] = rules.rules_us / progress.entries[point.key].tuned_us
+        own = progress.entries.get((point.layer, *batch, rules.tile_tokens(*batch)))
+        if own is not None:
+            found[point] = own.rules_us / progress.entries[point.key].tuned_us
     return found
 
 
@@ -279,7 +276,8 @@ def make_tuning(
         LoRABackendError: arguments that contradict each other, a folder that cannot be written to,
             or an existing file that is no table of this device; nothing has been measured.
     """
-    rules, seconds, where = rules_of(backend), parse_budget(budget), _gpu(backend, device)
+    check_has_tiles(backend)
+    seconds, where = parse_budget(budget), _gpu(backend, device)
     given = layers | {key: layers.get(key) or value for key, value in DEFAULTS.items()}
     options = [f"{backend}.tiles=rules"]
     measured = make_job(**given, backends=backend, options=options, device=str(where))
@@ -288,26 +286,23 @@ def make_tuning(
         raise InvalidInputError(f"--output: {path} is a folder\n  allowed: a file")
     check_writable(path.resolve().parent, "--output")
     if path.exists():
-        read_table(path, rules, backend, where)  # its entries are kept
-    points = make_points(measured.cells, rules, measured.dtype)
-    return Tuning(backend, rules, where, measured.dtype, points, path, seconds)
+        read_table(path, backend, where)  # its entries are kept
+    points = make_points(measured.cells, measured.dtype)
+    return Tuning(backend, where, measured.dtype, points, path, seconds)
 
 
-def rules_of(backend: str) -> Any:
-    """Return the tuning module of an engine with tiles.
+def check_has_tiles(backend: str) -> None:
+    """Refuse an engine without tile sizes.
 
     Raises:
         BackendUnavailableError: no backend of that name is registered, or it does not import.
         UnsupportedInputError: it has no tiles to tune.
     """
-    home = backend_class(backend).__module__
-    is_package = hasattr(sys.modules[home], "__path__")
-    if not is_package or importlib.util.find_spec(f"{home}.tuning") is None:
+    if not issubclass(backend_class(backend), SgmvBackend):
         raise UnsupportedInputError(
             f"backend {backend!r} has no tiles to tune\n"
             f"  allowed: an engine with tiles, e.g. triton"
         )
-    return importlib.import_module(f"{home}.tuning")
 
 
 def _gpu(backend: str, device: str | None) -> torch.device:
@@ -337,12 +332,11 @@ def parse_budget(text: str) -> float:
     return seconds
 
 
-def make_points(cells: Sequence[Cell], rules: Any, dtype: torch.dtype) -> list[Point]:
+def make_points(cells: Sequence[Cell], dtype: torch.dtype) -> list[Point]:
     """Return the points to search: with the rules' tile first, then with twice and half of it.
 
     Args:
         cells: layers and batches; of cells with the same key in a table, the first counts.
-        rules: the engine's tuning module.
         dtype: of the weights.
 
     Returns:
@@ -353,8 +347,8 @@ def make_points(cells: Sequence[Cell], rules: Any, dtype: torch.dtype) -> list[P
     for cell in cells:
         slices, active = len(cell.output_slices), cell.active_adapters
         layer = LayerShape(slices, cell.rank, cell.in_features, cell.out_features, dtype.itemsize)
-        tile = rules.block_tokens(cell.tokens, active)
-        for size in rules.TILE_TOKENS:
+        tile = rules.tile_tokens(cell.tokens, active)
+        for size in TILE_TOKENS:
             point = Point(cell, layer, active, size)
             if size == tile:
                 first.setdefault(point.key, point)

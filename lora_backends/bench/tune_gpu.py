@@ -18,8 +18,8 @@ from lora_backends.backend import LoRAPlan
 from lora_backends.bench.layers import Workload, check, make_layers, make_workload, reference
 from lora_backends.bench.timing import between_events
 from lora_backends.bench.tune import Point, Tuning
-from lora_backends.gpu.choice import fixed_choice
 from lora_backends.registry import get_backend
+from lora_backends.sgmv.tiles.source import fixed_source
 from lora_backends.weights import LoRAWeights
 
 SAMPLE_US = 1000.0
@@ -82,8 +82,8 @@ class GpuLab:
         self._prepared = {tiles: self._prepared[tiles] for tiles in kept}
 
     def _capture(self, tiles: Any) -> _Prepared:
-        work, choice = self._work, fixed_choice(self._point.tile_tokens, tiles)
-        backend = get_backend(self._job.backend, self._job.device, tiles=choice)
+        work, source = self._work, fixed_source(self._point.tile_tokens, tiles)
+        backend = get_backend(self._job.backend, self._job.device, tiles=source)
         plan = backend.prepare_batch(work.batch)
 
         def call(layer: int) -> object:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
-from lora_backends.backend import LoRABackend, repeats
+from lora_backends.backend import LoRABackend
 from lora_backends.hf.hooks import RUNNING, Hook, Kept, as_rows
 from lora_backends.hf.sites import Site
 from lora_backends.weights import LoRAWeights
@@ -189,18 +189,12 @@ def adder(backend: LoRABackend, operation: str) -> Callable[..., None]:
         backend: whose operation it is.
         operation: `run_linear`, or one that is the same by default.
     """
-    run, repeat = getattr(backend, operation), backend._repeat_linear
-    if getattr(type(backend), operation) is getattr(LoRABackend, operation):
-        run = backend.run_linear  # what the default does, and checks a second time
+    run = getattr(backend, operation)
 
     def add(x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> None:
         run(as_rows(x), weights, plan, y.view(-1, y.shape[-1]))
 
-    def repeat_or_add(x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> None:
-        if not repeat(x, weights, plan, y, True):  # no views: each is 2 to 3 us of a step
-            add(x, weights, plan, y)
-
-    return repeat_or_add if repeats(run) else add
+    return add
 
 
 def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
