@@ -289,7 +289,6 @@ def tuning(monkeypatch, tmp_path):
 
     from lora_backends.bench.cells import Cell
     from lora_backends.bench.tune import Tuning, make_points
-    from lora_backends.triton import tuning as config
 
     class Lab:
         def prepare(self, tiles):
@@ -301,9 +300,9 @@ def tuning(monkeypatch, tmp_path):
         def keep(self, kept):
             pass
 
-    points = make_points([Cell("o", 64, (64,), 16, 8, 16)], config, torch.bfloat16)
+    points = make_points([Cell("o", 64, (64,), 16, 8, 16)], torch.bfloat16)
     path = tmp_path / "t.json"
-    job = Tuning("triton", config, torch.device("cpu"), torch.bfloat16, points, path, 60)
+    job = Tuning("triton", torch.device("cpu"), torch.bfloat16, points, path, 60)
     command = importlib.import_module("lora_backends.cli.tune")  # the package's name is a function
     monkeypatch.setattr(command, "make_tuning", lambda *_, **__: job)
     monkeypatch.setattr("lora_backends.bench.tune_gpu.gpu_lab", lambda _: lambda _: Lab())
