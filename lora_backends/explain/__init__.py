@@ -148,7 +148,7 @@ def _part(whole: Explanation, operation: Operation) -> Explanation:
     return replace(
         whole,
         operation=operation.name,
-        launches=tuple(launch for launch in whole.launches if needed[launch.name]),
+        launches=tuple(launch for launch in whole.launches if needed.get(launch.name, True)),
         facts=facts,
     )
 
