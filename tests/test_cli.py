@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from lora_backends.cli import app
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, LoRABackendError
+from lora_backends.operations import OPERATIONS
 
 
 def run(*arguments):
@@ -182,6 +183,15 @@ def test_bench_prints_a_table_and_keeps_results_and_plots(small_copies, tmp_path
     assert json.loads(run("bench", "--from-json", str(file), "--json").stdout) == found
 
 
+def test_bench_times_every_operation_on_request(small_copies):
+    result = bench(*SMALL, "--operations", "all", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    expected = [operation.name for operation in OPERATIONS if operation.same_as is None]
+    assert list(dict.fromkeys(row["operation"] for row in rows)) == expected
+    assert all(row["results"]["torch_ref"]["us"] > 0 for row in rows)
+
+
 def test_bench_prints_json_and_nothing_else_on_request(small_copies):
     result = bench(*SMALL, "--json")
     assert [cell["tokens"] for cell in json.loads(result.stdout)["rows"]] == [3, 9]
@@ -279,7 +289,6 @@ def tuning(monkeypatch, tmp_path):
 
     from lora_backends.bench.cells import Cell
     from lora_backends.bench.tune import Tuning, make_points
-    from lora_backends.triton import tuning as config
 
     class Lab:
         def prepare(self, tiles):
@@ -291,9 +300,9 @@ def tuning(monkeypatch, tmp_path):
         def keep(self, kept):
             pass
 
-    points = make_points([Cell("o", 64, (64,), 16, 8, 16)], config, torch.bfloat16)
+    points = make_points([Cell("o", 64, (64,), 16, 8, 16)], torch.bfloat16)
     path = tmp_path / "t.json"
-    job = Tuning("triton", config, torch.device("cpu"), torch.bfloat16, points, path, 60)
+    job = Tuning("triton", torch.device("cpu"), torch.bfloat16, points, path, 60)
     command = importlib.import_module("lora_backends.cli.tune")  # the package's name is a function
     monkeypatch.setattr(command, "make_tuning", lambda *_, **__: job)
     monkeypatch.setattr("lora_backends.bench.tune_gpu.gpu_lab", lambda _: lambda _: Lab())
@@ -315,7 +324,7 @@ def test_tune_interrupted_says_what_is_kept(tuning, monkeypatch):
     monkeypatch.setattr("lora_backends.bench.tune_gpu.gpu_lab", interrupted)
     result = run("tune", "triton")
     assert result.exit_code == 130
-    assert f"{tuning.path} has what was found" in result.output.replace("\n", "")
+    assert f"{tuning.path} has the results so far" in result.output.replace("\n", "")
 
 
 @pytest.mark.parametrize("backend", ["triton", "csgmv", "torch_ref", "numba_cpu"])
@@ -326,6 +335,7 @@ def test_explain_draws_in_the_terminal_and_to_a_file(tmp_path, backend):
         "--svg", str(svg),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
+    assert f"{backend}, run_linear: 5 tokens" in result.stdout
     assert "kernel order: 2 0 3-4" in result.stdout and "shrink" in result.stdout
     assert "\x1b" not in result.stdout and result.stdout.isascii()
     assert svg.read_text().startswith("<svg")

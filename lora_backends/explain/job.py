@@ -1,4 +1,4 @@
-"""What a command line asks to explain: a batch, given or in a file, and a layer."""
+"""Parses the batch and the layer of a command line, or a batch in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_backends.explain import Layer
 from lora_backends.model_shapes import preset
 
 KEYS = ("slots", "sequences", "num_slots", "ranks")
-"""What a file may hold: slots or sequences, the number of slots, and ranks per slot."""
+"""Keys of a file: slots or sequences, the number of slots, and ranks per slot."""
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -22,7 +22,7 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 def make_batch(
     slots: str | None, sequences: str | None, num_slots: int | None, file: Path | None
 ) -> tuple[LoRABatch, Any]:
-    """Return the batch, and the ranks that a file has for it.
+    """Return the batch, and its ranks if a file has them.
 
     Args:
         slots: "2,-1,0": the slot of every token.
@@ -31,7 +31,7 @@ def make_batch(
         file: JSON or TOML with the keys `KEYS`, instead.
 
     Raises:
-        InvalidInputError: none or several of them, or something in them that is no batch.
+        InvalidInputError: none or several of the sources, or a source that is no batch.
     """
     given = [text for text in (slots, sequences, file) if text is not None]
     if len(given) != 1:
@@ -68,13 +68,13 @@ def make_layer(
         projection: of the preset.
         in_features: width of x, with `output_slices`.
         output_slices: "4096,1024,1024".
-        ranks: "16" for all, "16,8,64" one a slot, or a list of these, or of lists with a rank per
-            slice; 16 if None.
+        ranks: "16" for all slots, "16,8,64" for one per slot, a list of these, or a list of lists
+            with a rank per slice; 16 if None.
         max_rank: width of the stack; the highest rank if None.
         dtype: of the weights.
 
     Raises:
-        InvalidInputError: what does not fit together.
+        InvalidInputError: the arguments contradict each other.
     """
     if (in_features is None) != (output_slices is None):
         raise InvalidInputError("--in-features and --output-slices go together")

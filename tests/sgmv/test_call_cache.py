@@ -9,6 +9,9 @@ import weakref
 import pytest
 import torch
 from layers import small_weights
+from lora_backends.gpu import boxes, launching, ready
+from lora_backends.gpu.choice import fixed_choice
+from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig
 
 from lora_backends import (
     InvalidInputError,
@@ -19,9 +22,6 @@ from lora_backends import (
 )
 from lora_backends.csgmv import CsgmvBackend
 from lora_backends.csgmv import launch as csgmv_launch
-from lora_backends.gpu import boxes, launching, ready
-from lora_backends.gpu.choice import fixed_choice
-from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig
 from lora_backends.triton import TritonBackend
 from lora_backends.triton import launch as triton_launch
 

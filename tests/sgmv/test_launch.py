@@ -7,10 +7,10 @@ import pytest
 import torch
 from engines import DTYPES, ENGINES, UNITS, VARIANTS, make_engine, on, ones, poisoned
 from layers import per_token, small_batch, small_weights
+from lora_backends.sgmv.tiles.search_space import candidates
 
 from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.sgmv import launch
-from lora_backends.sgmv.tiles.search_space import candidates
 from lora_backends.sgmv.tiles.sizes import (
     TILE_TOKENS,
     BatchShape,

@@ -2,7 +2,6 @@ import doctest
 import itertools
 
 import pytest
-
 from lora_backends.gpu import tiles
 from lora_backends.gpu.config import choose_tiles, row_tokens
 from lora_backends.gpu.tiles import WIDEST_RANK_BLOCK, padded_rank, tile_faults

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-
-from lora_backends.errors import InvalidInputError
 from lora_backends.gpu import choice, tables
 from lora_backends.gpu.tables import BatchTiles, Entry, LayerShape, TileTable, table_text
 from lora_backends.gpu.tiles import ExpandTiles, ShrinkTiles, TileConfig
+
+from lora_backends.errors import InvalidInputError
 from lora_backends.triton import TritonBackend
 from lora_backends.triton import tuning as config
 
