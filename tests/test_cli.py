@@ -4,17 +4,48 @@ import importlib
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
 
-from lora_backends.cli import app
+from lora_backends.cli import COMMANDS, app
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, LoRABackendError
 from lora_backends.operations import OPERATIONS
 
 
 def run(*arguments):
     return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_and_version_import_no_engine(argument):
+    code = (
+        "import sys; from lora_backends.cli import COMMANDS, app\n"
+        f"app([{argument!r}], standalone_mode=False)\n"
+        "slow = {'torch', 'numpy', 'pydantic', 'numba', 'triton', 'transformers'}\n"
+        "assert not slow & sys.modules.keys(), slow & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_version_is_that_of_the_package():
+    assert run("--version").stdout == f"lora-backends {version('lora-backends')}\n"
+
+
+def test_help_lists_every_command_and_describes_each():
+    listed = run("--help").stdout
+    for name, (function, summary) in COMMANDS.items():
+        assert f"{name} " in listed and summary.split(",")[0][:30] in listed
+        module = importlib.import_module(f"lora_backends.cli.{name}")
+        described = " ".join(run(name, "--help").stdout.replace("│", "").split())
+        first = getattr(module, function).__doc__.split(".")[0]
+        assert " ".join(first.split()) in described
+
+
+def test_a_misspelt_command_gets_a_suggestion():
+    result = run("lits")
+    assert result.exit_code == 2 and "Did you mean 'list'?" in result.output
 
 
 def test_list_tells_what_runs_here_and_what_each_supports():

@@ -198,6 +198,27 @@ def test_a_file_that_holds_no_batch_is_refused(tmp_path, name, text, told):
 
 
 @pytest.mark.parametrize(
+    ("slots", "sequences", "num_slots", "told"),
+    [
+        (None, "999999999:1", None, "given: 1000000000 slots\n  allowed: at most 1024"),
+        (None, "0:999999999", None, "given: 999999999 tokens\n  allowed: at most 65536"),
+        (None, "0:60000,1:60000", None, "given: 120000 tokens"),
+        (None, "0:5", 10**9, "given: 1000000000 slots"),
+        ("0,999999999", None, None, "given: 1000000000 slots"),
+        (None, f"0:{'9' * 4000}", None, "999... tokens"),
+        (None, f"0:{'9' * 5000}", None, "allowed: SLOT:LENGTH"),
+    ],
+    ids=["slot", "length", "lengths", "slots", "token", "4000 digits", "5000 digits"],
+)
+def test_a_batch_that_is_too_large_to_be_drawn_is_refused_at_once(
+    slots, sequences, num_slots, told
+):
+    with pytest.raises(InvalidInputError) as raised:
+        make_batch(slots, sequences, num_slots, None)
+    assert told in str(raised.value) and len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize(
     ("given", "told"),
     [
         ({"preset_name": "llama9"}, "no preset"),

@@ -180,7 +180,7 @@ def deal(tokens: int, adapters: int, skewed: bool) -> list[int]:
     """Return the slot of every token: round-robin, or drawn by popularity and sorted."""
     if not skewed:
         return [token % adapters for token in range(tokens)]
-    popularity = torch.arange(1, adapters + 1).double() ** -ZIPF
+    popularity = torch.arange(1, adapters + 1, device="cpu").double() ** -ZIPF
     generator = torch.Generator().manual_seed(0)
     drawn = torch.multinomial(popularity, tokens, True, generator=generator)
     return sorted(int(slot) for slot in drawn)

@@ -22,7 +22,8 @@ from lora_backends.errors import (
     did_you_mean,
 )
 from lora_backends.operations import Input
-from lora_backends.registry import backend_class, backend_names, get_backend, unavailable_reasons
+from lora_backends.registry import backend_class, backend_names, unavailable_reasons
+from lora_backends.selection import get_backend
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from lora_backends.devices import as_device
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import InvalidInputError, did_you_mean
 from lora_backends.model_shapes import LAYER, Projections, preset, read_config
+from lora_backends.names import AUTO
 from lora_backends.operations import BY_NAME, OPERATIONS
-from lora_backends.registry import AUTO
 from lora_backends.weights import DTYPES
 
 ALL = "all"
@@ -194,5 +194,5 @@ def option_value(text: str) -> Any:
     """Return a value of a command line: parsed as JSON, else the string itself."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -68,8 +68,8 @@ def make_layers(
             lora_b=torch.randn(slots, cell.out_features, max_rank, **like).mul_(
                 1 / math.sqrt(cell.rank)
             ),
-            ranks=torch.full((slots, slices), cell.rank, dtype=torch.int32),
-            scalings=torch.full((slots, slices), 0.5),
+            ranks=torch.full((slots, slices), cell.rank, dtype=torch.int32, device="cpu"),
+            scalings=torch.full((slots, slices), 0.5, device="cpu"),
             output_slices=cell.output_slices,
         )
         for _ in range(count)

@@ -151,8 +151,10 @@ def _segments(token_slots: torch.Tensor, device: torch.device) -> dict[str, Any]
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True)
         for done in range(0, count, _CHUNK)
     ]
-    lengths = torch.tensor([length for _, length in chunks], dtype=torch.int32)
-    ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+    lengths = torch.tensor([length for _, length in chunks], dtype=torch.int32, device="cpu")
+    ends = torch.cat(
+        [torch.zeros(1, dtype=torch.int32, device="cpu"), lengths.cumsum(0, dtype=torch.int32)]
+    )
     return {
         "use_cuda_graph": False,  # a grid as large as the batch, in a captured graph too
         "bs": len(chunks),

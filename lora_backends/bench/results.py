@@ -101,7 +101,7 @@ def read_result(path: Path) -> dict[str, Any]:
         result = json.loads(path.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not valid JSON: {error}") from error
     given = result.get("format") if isinstance(result, dict) else None
     if given != FORMAT:

@@ -147,7 +147,7 @@ def copy_clock() -> Callable[[], float]:
 
     On a shared machine the rate changes, so it is measured before and after each cell.
     """
-    source, target = torch.ones(COPIED_VALUES["cpu"]), torch.ones(COPIED_VALUES["cpu"])
+    source, target = (torch.ones(COPIED_VALUES["cpu"], device="cpu") for _ in range(2))
 
     def gigabytes() -> float:
         fastest = min(_cpu_microseconds(lambda: target.copy_(source)) for _ in range(3))

@@ -90,9 +90,11 @@ def show(found: Explanation) -> None:
         f"layer {layer.in_features} -> {widths}, max_rank {layer.max_rank}",
         markup=False,
     )
+    tokens_of: dict[int, list[int]] = {}
+    for token, slot in enumerate(found.token_slots):
+        tokens_of.setdefault(slot, []).append(token)
     rows = []
-    for slot in sorted(set(found.token_slots)):
-        tokens = [token for token, own in enumerate(found.token_slots) if own == slot]
+    for slot, tokens in sorted(tokens_of.items()):
         rank = "-" if slot < 0 else "/".join(map(str, layer.ranks[slot]))
         rows.append([_slot(slot), rank, str(len(tokens)), ranges(tokens)])
     table("tokens by adapter", ["slot", ">ranks", ">tokens", "which"], rows, lines=False)

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from lora_backends.batch import LoRABatch
-from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.errors import InvalidInputError, did_you_mean, shown
 from lora_backends.explain import Layer
 from lora_backends.model_shapes import preset
 
 KEYS = ("slots", "sequences", "num_slots", "ranks")
 """Keys of a file: slots or sequences, the number of slots, and ranks per slot."""
+
+MOST = {"slots": 1024, "tokens": 65_536}
+"""How large a batch may be: nobody looks at a drawing of more, which would take minutes."""
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -121,7 +124,7 @@ def _batch(found: dict[str, Any]) -> LoRABatch:
         pairs = found["sequences"]
         if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
             raise InvalidInputError(
-                f"sequences are no list of [slot, length]\n  given: {str(pairs)[:80]}"
+                f"sequences are no list of [slot, length]\n  given: {shown(pairs, 80)}"
             )
         slots, lengths = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     else:
@@ -129,6 +132,15 @@ def _batch(found: dict[str, Any]) -> LoRABatch:
     if found.get("num_slots") is None:
         plain = isinstance(slots, list) and all(isinstance(slot, int) for slot in slots)
         found["num_slots"] = max([0, *slots]) + 1 if plain else 1
+    for what, count in (
+        ("slots", found["num_slots"]),
+        ("tokens", len(slots) if lengths is None else sum(lengths)),
+    ):
+        if isinstance(count, int) and count > MOST[what]:
+            raise InvalidInputError(
+                f"the batch is too large to be drawn\n  given: {shown(count)} {what}\n"
+                f"  allowed: at most {MOST[what]}"
+            )
     if lengths is None:
         return LoRABatch(slots, found["num_slots"])
     return LoRABatch.from_sequences(slots, lengths, found["num_slots"])
@@ -147,7 +159,7 @@ def _ranks(given: Any, num_slots: int, slices: int) -> tuple[tuple[int, ...], ..
     flat = [rank for row in table for rank in row]
     if len(table) != num_slots or not all(type(rank) is int for rank in flat):
         raise InvalidInputError(
-            f"ranks do not fit the batch\n  given: {given!r}\n"
+            f"ranks do not fit the batch\n  given: {shown(given)}\n"
             f"  allowed: one for all, or one for each of {num_slots} slots"
         )
     return tuple(tuple(row) for row in table)
@@ -157,7 +169,7 @@ def _ints(text: str, what: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError as error:
-        raise InvalidInputError(f"{what} {text!r}\n  allowed: e.g. 2,-1,0") from error
+        raise InvalidInputError(f"{what} {shown(text)}\n  allowed: e.g. 2,-1,0") from error
 
 
 def _pair(item: str) -> list[int]:
@@ -166,7 +178,7 @@ def _pair(item: str) -> list[int]:
         return [int(slot), int(length)]
     except ValueError as error:
         raise InvalidInputError(
-            f"--sequences: {item!r}\n  allowed: SLOT:LENGTH, e.g. 0:5,-1:3"
+            f"--sequences: {shown(item)}\n  allowed: SLOT:LENGTH, e.g. 0:5,-1:3"
         ) from error
 
 
