@@ -1,6 +1,8 @@
 """The two engines have one arithmetic, and each stands without the other."""
 
 import ast
+import copy
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import ENGINES, run_interpreted
+from layers import small_batch, small_weights
 
 import lora_backends
 from lora_backends import LoRABatch, LoRAWeights
@@ -94,6 +97,19 @@ def test_constants_of_both_engines_agree_but_for_how_a_row_is_found(segment_size
 
 
 @pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
+def test_a_copied_engine_launches_the_same_kernels(name, how):
+    original = ENGINES[name]("cpu", tiles="rules", allow_tf32=True)
+    weights, batch = small_weights(), small_batch()
+    kernels = []
+    for engine in (original, how(original)):
+        plan = engine.prepare_batch(batch)
+        found = launch.kernels_of(weights, plan, engine._options)
+        kernels.append([found.split_k, *map(split, (found.shrink, found.expand))])
+    assert kernels[0] == kernels[1]
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_an_entry_kernel_refuses_constants_that_it_does_not_take_and_misses_those_it_does(name):
     engine, generator = ENGINES[name]("cpu", tiles="rules"), random.Random(0)
     weights = random_layer(generator)
@@ -170,9 +186,9 @@ print("ran alone")
 
 @pytest.mark.parametrize("engine, other", [("triton", "csgmv"), ("csgmv", "triton")])
 def test_an_engine_runs_where_the_folder_of_the_other_is_deleted(engine, other, tmp_path):
-    copy = tmp_path / "lora_backends"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(copy / other)
+    copied = tmp_path / "lora_backends"
+    shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(copied / other)
     names = {"engine": engine, "backend": ENGINES[engine].__name__, "other": other}
     code = tmp_path / "alone.py"
     code.write_text(ALONE.format(copy=str(tmp_path), **names))
