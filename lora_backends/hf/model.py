@@ -14,9 +14,10 @@ from torch import nn
 from lora_backends.adapters import AdapterPool, Checkpoint, Loaded
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length, running
+from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
 from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.request import Request, RowAdapters, adapter_names
+from lora_backends.hf.running import IDLE, open_block, running
 from lora_backends.hf.siblings import (
     ForwardOverride,
     are_plain,
@@ -40,8 +41,9 @@ class MultiLoRAModel:
 
     The base model is changed in place by forward hooks on the modules that an adapter may
     touch; the values of its weights stay, `detach` takes the hooks off, and a call of the base
-    model itself runs without adapters. Row by row the result is what PEFT computes with that
-    row's adapter alone, in eval mode. Everything runs under `torch.no_grad()`.
+    model itself runs without adapters, except in a block of `using`. Row by row the result is what
+    PEFT computes with that row's adapter alone, in eval mode. Everything runs under
+    `torch.no_grad()`.
 
         model = MultiLoRAModel(base, backend="auto", max_adapters=8, max_rank=64)
         model.load_adapter("pirate", "adapters/pirate")
@@ -235,7 +237,11 @@ class MultiLoRAModel:
         """Let every forward pass of the base model in this block use prepared adapters.
 
         The base model may be called in any way, e.g. as ``torch.compile(model.base)``. The block
-        belongs to the thread that it runs in and is under `torch.no_grad()`.
+        belongs to the thread that enters it and is under `torch.no_grad()`. While it is open, a
+        thread that runs the base model without a call or a block of its own is refused, because it
+        may work for the block and would compute without adapters: `base.generate_batch` and
+        servers run the model in a thread of their own. For the base model's answers such a thread
+        calls ``model(adapters=[None] * rows, ...)``.
 
         Args:
             step: from `prepare` of this model.
@@ -243,13 +249,8 @@ class MultiLoRAModel:
         Raises:
             InvalidInputError: `step` belongs to another model.
         """
-        self._check_attached()
-        if not isinstance(step, PreparedAdapters) or step.model != self._key:
-            raise InvalidInputError(
-                f"these adapters are not prepared by this model\n  given: {step!r}\n"
-                f"  to do: pass what prepare() of this MultiLoRAModel returned"
-            )
-        with torch.no_grad(), running(step):
+        self._check_prepared(step)
+        with torch.no_grad(), open_block(step):
             yield
 
     @torch.no_grad()
@@ -269,7 +270,8 @@ class MultiLoRAModel:
             InvalidInputError: an unknown name, or not one entry per row (or token).
         """
         if isinstance(adapters, PreparedAdapters):
-            with self.using(adapters):
+            self._check_prepared(adapters)
+            with running(adapters):
                 return self.base(**inputs)
         with self._active(adapters, rows_and_length(inputs), after_cache=True):
             return self.base(**inputs)
@@ -345,8 +347,16 @@ class MultiLoRAModel:
                 self.backend,
                 after_cache,
             )
-            with running(None if request.idle else request):
+            with running(IDLE if request.idle else request):
                 yield
+
+    def _check_prepared(self, step: PreparedAdapters) -> None:
+        self._check_attached()
+        if not isinstance(step, PreparedAdapters) or step.model != self._key:
+            raise InvalidInputError(
+                f"these adapters are not prepared by this model\n  given: {step!r}\n"
+                f"  to do: pass what prepare() of this MultiLoRAModel returned"
+            )
 
     def _check_attached(self) -> None:
         if not self._hooks:

@@ -13,8 +13,9 @@ from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.hf.hooks import RUNNING, is_capturing, rows_and_length
+from lora_backends.hf.hooks import is_capturing, rows_and_length
 from lora_backends.hf.request import adapter_names, is_per_token, tokens_per_row
+from lora_backends.hf.running import RUNNING
 
 
 class PreparedAdapters:

@@ -18,7 +18,8 @@ from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
 from lora_backends.backend import LoRABackend, repeats
-from lora_backends.hf.hooks import RUNNING, Hook, Kept, as_rows
+from lora_backends.hf.hooks import Hook, as_rows
+from lora_backends.hf.running import RUNNING, Kept, check_thread
 from lora_backends.hf.sites import Site
 from lora_backends.weights import LoRAWeights
 
@@ -154,6 +155,7 @@ def leader_forward(
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
+            check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         if torch.compiler.is_compiling():
             return _run_alone(self, input, alone)
@@ -226,6 +228,7 @@ def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if RUNNING.call.model != model:
+            check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         if not torch.compiler.is_compiling():
             kept = RUNNING.kept
@@ -259,6 +262,7 @@ def linear_forward(
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
+            check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         weights = call.stacks.get(path)
         if weights is None or torch.compiler.is_compiling():
