@@ -10,14 +10,23 @@ from torch import nn
 
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError
-from lora_backends.hf.running import RUNNING, check_thread
+from lora_backends.hf.running import RUNNING, check_thread, is_open
 from lora_backends.hf.sites import Site
+from lora_backends.hf.structure import Structure
 
 Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
 
 
-def begin_hook(model: str) -> Callable[..., None]:
-    """Return the hook that tells the running call which forward pass starts on the base model."""
+def begin_hook(model: str, structure: Structure) -> Callable[..., None]:
+    """Return the hook that announces a forward pass of the base model to the running call.
+
+    Args:
+        model: whose calls it serves.
+        structure: of the base model. Calls check it themselves, blocks of `using` do it here.
+
+    Returns:
+        A forward pre-hook with keyword arguments.
+    """
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = RUNNING.call
@@ -25,6 +34,9 @@ def begin_hook(model: str) -> Callable[..., None]:
             check_thread(model)
             return
         if not torch.compiler.is_compiling():
+            if is_open(model):
+                structure.check_modules()
+                structure.check_mode()
             RUNNING.kept = None  # of a forward pass that has failed
         call.begin_forward({**kwargs, "input_ids": args[0]} if args else kwargs)
 

@@ -27,6 +27,7 @@ from lora_backends.hf.siblings import (
     sibling_forward,
 )
 from lora_backends.hf.sites import find_sites
+from lora_backends.hf.structure import Structure
 from lora_backends.registry import get_backend
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class MultiLoRAModel:
         groups = [group.paths for group in self._groups]
         self.pool = AdapterPool(specs, max_adapters, max_rank, dtype, backend.device, groups)
         self._key = f"model {next(_NUMBERS)}"
+        self._structure = Structure(base)
         self._hooks = self._register_hooks()
 
     @classmethod
@@ -247,7 +249,7 @@ class MultiLoRAModel:
             step: from `prepare` of this model.
 
         Raises:
-            InvalidInputError: `step` belongs to another model.
+            InvalidInputError: `step` belongs to another model, or as a call.
         """
         self._check_prepared(step)
         with torch.no_grad(), open_block(step):
@@ -267,7 +269,8 @@ class MultiLoRAModel:
             What the base model returns.
 
         Raises:
-            InvalidInputError: an unknown name, or not one entry per row (or token).
+            InvalidInputError: an unknown name, or not one entry per row (or token); the base model
+                is in training mode, or one of its modules was replaced.
         """
         if isinstance(adapters, PreparedAdapters):
             self._check_prepared(adapters)
@@ -322,6 +325,7 @@ class MultiLoRAModel:
         after_cache: bool,
     ) -> Iterator[None]:
         self._check_attached()
+        self._structure.check_mode()
         names = adapter_names(adapters)
         rows, length = rows_and_length
         if len(adapters) != rows:
@@ -352,6 +356,7 @@ class MultiLoRAModel:
 
     def _check_prepared(self, step: PreparedAdapters) -> None:
         self._check_attached()
+        self._structure.check_mode()
         if not isinstance(step, PreparedAdapters) or step.model != self._key:
             raise InvalidInputError(
                 f"these adapters are not prepared by this model\n  given: {step!r}\n"
@@ -364,6 +369,7 @@ class MultiLoRAModel:
                 "this MultiLoRAModel was detached from its base model\n"
                 "  to do: make a new one around the base model"
             )
+        self._structure.check_modules()
 
     def _accept(self, checkpoint: Checkpoint) -> None:
         """Refuse what a row-by-row delta cannot reproduce."""
@@ -403,7 +409,7 @@ class MultiLoRAModel:
 
         All of them from the start: a compiled program would not notice hooks that come later.
         """
-        begin = begin_hook(self._key)
+        begin = begin_hook(self._key, self._structure)
         handles: list[Any] = [self.base.register_forward_pre_hook(begin, with_kwargs=True)]
         try:
             self._add_hooks(handles)

@@ -117,6 +117,11 @@ def open_block(call: Call) -> Iterator[None]:
                 del _OPEN[call.model]
 
 
+def is_open(model: str) -> bool:
+    """Return whether any thread is in a block of `using` of a model."""
+    return model in _OPEN
+
+
 def check_thread(model: str) -> None:
     """Refuse to run a model without adapters in a thread that may be expected to use some.
 
