@@ -10,6 +10,7 @@ from torch import nn
 
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError
+from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, check_thread, is_open
 from lora_backends.hf.sites import Site
 from lora_backends.hf.structure import Structure
@@ -17,12 +18,13 @@ from lora_backends.hf.structure import Structure
 Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
 
 
-def begin_hook(model: str, structure: Structure) -> Callable[..., None]:
+def begin_hook(model: str, structure: Structure, main_input: str) -> Callable[..., None]:
     """Return the hook that announces a forward pass of the base model to the running call.
 
     Args:
         model: whose calls it serves.
         structure: of the base model. Calls check it themselves, blocks of `using` do it here.
+        main_input: name of the base model's first argument.
 
     Returns:
         A forward pre-hook with keyword arguments.
@@ -38,23 +40,25 @@ def begin_hook(model: str, structure: Structure) -> Callable[..., None]:
                 structure.check_modules()
                 structure.check_mode()
             RUNNING.kept = None  # of a forward pass that has failed
-        call.begin_forward({**kwargs, "input_ids": args[0]} if args else kwargs)
+        inputs = {**kwargs, main_input: args[0]} if args else kwargs
+        call.begin_forward(inputs, *rows_and_length(inputs, main_input))
 
     return begin
 
 
-def lora_hook(model: str, site: Site, backend: LoRABackend) -> Hook:
+def lora_hook(model: str, site: Site, layout: Layout, backend: LoRABackend) -> Hook:
     """Return the hook that adds the running call's LoRA to the output of one module.
 
     Args:
         model: whose calls it serves.
         site: the module.
+        layout: of its input.
         backend: what adds.
 
     Returns:
         A forward hook.
     """
-    path, width = site.path, site.spec.out_features
+    path, paths, width = site.path, (site.path,), site.spec.out_features
     is_embedding = site.spec.kind == "embedding"
     run = backend.run_embedding if is_embedding else backend.run_linear
 
@@ -69,7 +73,7 @@ def lora_hook(model: str, site: Site, backend: LoRABackend) -> Hook:
         if weights is None:
             return None
         x = args[0]
-        plan = call.plan(x.shape if is_embedding else x.shape[:-1], path)
+        plan = call.plan(x.shape if is_embedding else x.shape[:-1], layout, paths)
         output = output.contiguous()
         x = x.flatten() if is_embedding else as_rows(x)
         run(x, weights, plan, output.view(-1, width))
@@ -84,19 +88,25 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def rows_and_length(inputs: Mapping[str, Any]) -> tuple[int, int]:
+def rows_and_length(inputs: Mapping[str, Any], main_input: str) -> tuple[int, int]:
     """Return the rows and the tokens per row that a forward pass is given.
+
+    Args:
+        inputs: of the forward pass.
+        main_input: name of the base model's first argument.
 
     Raises:
         InvalidInputError: there are none.
     """
-    for key in ("input_ids", "inputs_embeds"):
+    for key in ("input_ids", "inputs_embeds", main_input):
         tokens = inputs.get(key)
         if isinstance(tokens, torch.Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
             return tokens.shape[0], tokens.shape[1]
     raise InvalidInputError(
         f"no tokens to run on\n  given: {', '.join(inputs) or 'nothing'}\n"
-        f"  allowed: input_ids [rows, tokens] or inputs_embeds [rows, tokens, hidden]"
+        f"  allowed: input_ids [rows, tokens], inputs_embeds [rows, tokens, hidden]"
+        + f", or {main_input} [rows, ...]"
+        * (main_input != "input_ids")
     )
 
 

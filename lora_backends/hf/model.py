@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -15,7 +16,9 @@ from lora_backends.adapters import AdapterPool, Checkpoint, Loaded
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
+from lora_backends.hf.images import Images
 from lora_backends.hf.prepared import PreparedAdapters
+from lora_backends.hf.probe import probe
 from lora_backends.hf.request import Request, RowAdapters, adapter_names
 from lora_backends.hf.running import IDLE, open_block, running
 from lora_backends.hf.siblings import (
@@ -76,7 +79,7 @@ class MultiLoRAModel:
         backend_options: Mapping[str, Any] | None = None,
         fuse: bool | None = None,
     ) -> None:
-        if getattr(base.config, "is_encoder_decoder", False):
+        if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
             raise UnsupportedInputError(
                 f"{type(base).__name__} is an encoder-decoder\n  allowed: causal language models"
             )
@@ -98,6 +101,9 @@ class MultiLoRAModel:
         self.pool = AdapterPool(specs, max_adapters, max_rank, dtype, backend.device, groups)
         self._key = f"model {next(_NUMBERS)}"
         self._structure = Structure(base)
+        self._layouts = probe(base, self._sites)
+        self._images = Images(getattr(base, "config", None))
+        self._main_input: str = getattr(base, "main_input_name", "input_ids")
         self._hooks = self._register_hooks()
 
     @classmethod
@@ -232,7 +238,10 @@ class MultiLoRAModel:
         """
         self._check_attached()
         joined = [tensor for group in self._groups for tensor in (group.weight, group.bias)]
-        return PreparedAdapters(self._key, self.pool, self.backend, adapters, tokens, joined)
+        layout = Counter(self._layouts.values()).most_common(1)[0][0]
+        return PreparedAdapters(
+            self._key, self.pool, self.backend, adapters, tokens, layout, joined
+        )
 
     @contextmanager
     def using(self, step: PreparedAdapters) -> Iterator[None]:
@@ -276,7 +285,7 @@ class MultiLoRAModel:
             self._check_prepared(adapters)
             with running(adapters):
                 return self.base(**inputs)
-        with self._active(adapters, rows_and_length(inputs), after_cache=True):
+        with self._active(adapters, rows_and_length(inputs, self._main_input), True):
             return self.base(**inputs)
 
     @torch.no_grad()
@@ -304,7 +313,7 @@ class MultiLoRAModel:
         """
         prompts = kwargs if inputs is None else {**kwargs, "input_ids": inputs}
         prompts.setdefault("disable_compile", True)
-        with self._active(adapters, rows_and_length(prompts), after_cache=False):
+        with self._active(adapters, rows_and_length(prompts, self._main_input), False):
             return cast(Any, self.base).generate(**prompts)
 
     def detach(self) -> nn.Module:
@@ -340,16 +349,8 @@ class MultiLoRAModel:
                     f"  allowed: one name or None for the row, or one per token"
                 )
         with self.pool.slots.in_use(names) as slots:
-            num_slots = self.pool.slots.num_slots
             request = Request(
-                self._key,
-                self.pool.active_weights,
-                self.pool.shared_weights,
-                adapters,
-                slots,
-                num_slots,
-                self.backend,
-                after_cache,
+                self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
             )
             with running(IDLE if request.idle else request):
                 yield
@@ -409,7 +410,7 @@ class MultiLoRAModel:
 
         All of them from the start: a compiled program would not notice hooks that come later.
         """
-        begin = begin_hook(self._key, self._structure)
+        begin = begin_hook(self._key, self._structure, self._main_input)
         handles: list[Any] = [self.base.register_forward_pre_hook(begin, with_kwargs=True)]
         try:
             self._add_hooks(handles)
@@ -420,20 +421,22 @@ class MultiLoRAModel:
 
     def _add_hooks(self, handles: list[Any]) -> None:
         hooks = {
-            path: lora_hook(self._key, site, self.backend)
+            path: lora_hook(self._key, site, self._layouts[path], self.backend)
             for path, site in self._sites.items()
             if site.refusal is None
         }
         for group in self._groups:
             group.join()
             alone = [hooks.pop(path) for path in group.paths]
-            forwards = [leader_forward(self._key, group, self.backend, alone[0])]
+            layout = self._layouts[group.paths[0]]
+            forwards = [leader_forward(self._key, group, layout, self.backend, alone[0])]
             forwards += [sibling_forward(self._key, hook) for hook in alone[1:]]
             handles += map(ForwardOverride, group.modules, forwards)
         for path, hook in hooks.items():
             site, module = self._sites[path], self._sites[path].module
             if self._fuse and are_plain((module,)):
-                forward = linear_forward(self._key, site, self.backend, hook)
+                layout = self._layouts[path]
+                forward = linear_forward(self._key, site, layout, self.backend, hook)
                 handles.append(ForwardOverride(cast(nn.Linear, module), forward))
             else:
                 handles.append(module.register_forward_hook(hook))

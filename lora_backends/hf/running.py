@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lora_backends.errors import InvalidInputError
+from lora_backends.hf.layout import Layout
 from lora_backends.weights import LoRAWeights
 
 
@@ -22,11 +23,11 @@ class Call(Protocol):
     stacks: Mapping[str, LoRAWeights]  # path to stack of the modules that are adapted
     shared: Mapping[str, LoRAWeights]  # a leader's path to the stack of it and its siblings
 
-    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
+    def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""
 
-    def plan(self, shape: tuple[int, ...], path: str) -> Any:
-        """Return the plan for a module's input of `shape` (without its last axis)."""
+    def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+        """Return the plan for an input of `shape` (without its last axis), of modules."""
 
 
 class _WithoutAdapters:
@@ -36,11 +37,11 @@ class _WithoutAdapters:
     stacks: Mapping[str, LoRAWeights] = {}
     shared: Mapping[str, LoRAWeights] = {}
 
-    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
+    def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Never called: no model has the key ""."""
         raise AssertionError("this call has no model")
 
-    def plan(self, shape: tuple[int, ...], path: str) -> Any:
+    def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Never called."""
         raise AssertionError("this call has no model")
 
