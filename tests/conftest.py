@@ -9,7 +9,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-PEFT_MODELS = [f"hf/test_{name}.py" for name in ("generate", "model", "peft_equality", "smollm2")]
+PEFT_MODELS = [
+    f"hf/test_{name}.py"
+    for name in ("generate", "hf_rows", "model", "peft_equality", "rows", "smollm2")
+]
 NEEDS = {
     "peft": ["adapters", *PEFT_MODELS],
     "pydantic": ["adapters", *PEFT_MODELS],
