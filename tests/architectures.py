@@ -234,7 +234,7 @@ def in_peft(base, targets, seed):
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     layers = {
         path.removeprefix("base_model.model."): layer
         for path, layer in model.named_modules()
@@ -244,8 +244,9 @@ def in_peft(base, targets, seed):
 
 
 def _delta(path, layer):
-    embeds = "default" in layer.lora_embedding_A
+    embeds, scale = "default" in layer.lora_embedding_A, 1.0
     if embeds:
+        scale = float(getattr(layer.base_layer, "embed_scale", 1.0))
         a, b = layer.lora_embedding_A["default"], layer.lora_embedding_B["default"]
     else:
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -253,7 +254,7 @@ def _delta(path, layer):
         module=path,
         kind="embedding" if embeds else "linear",
         rank=3,
-        scaling=layer.scaling["default"],
+        scaling=layer.scaling["default"] * scale,
         lora_a=a.detach().clone(),
         lora_b=b.detach().clone(),
         bias=None,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lora_backends.backend import LoRABackend
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, check_thread, is_open
 from lora_backends.hf.sites import Site
@@ -72,6 +72,11 @@ def lora_hook(model: str, site: Site, layout: Layout, backend: LoRABackend) -> H
         weights = call.stacks.get(path)
         if weights is None:
             return None
+        if not args:
+            raise UnsupportedInputError(
+                f"module {path} is called with arguments by name\n"
+                f"  allowed: its input as the first argument by position"
+            )
         x = args[0]
         plan = call.plan(x.shape if is_embedding else x.shape[:-1], layout, paths)
         output = output.contiguous()

@@ -54,7 +54,8 @@ class Layout:
 
     forms: tuple[Form, ...]
     in_order: bool  # tokens of a row lie in their order: token t depends on none behind it
-    reason: str  # a clause, e.g. "no pass of plain text reaches it"
+    reason: str  # a clause, e.g. "no pass of plain text reaches it"; or why `steps` is False
+    steps: bool  # whether passes with one token per row have these forms, too
 
     def spread(self, shape: Sequence[int], rows: int, length: int) -> Spread | None:
         """Return how the rows lie in an input of `shape`, without its last axis.
@@ -67,6 +68,8 @@ class Layout:
         Returns:
             The spread, or None if it is not known or forms disagree.
         """
+        if length == 1 and not self.steps:
+            return None
         steps = [form for form in self.forms if form.step and length == 1]
         for forms in (steps, [form for form in self.forms if not form.step]):
             spreads = {s for form in forms if (s := form.spread(shape, rows, length)) is not None}

@@ -285,7 +285,7 @@ class MultiLoRAModel:
             self._check_prepared(adapters)
             with running(adapters):
                 return self.base(**inputs)
-        with self._active(adapters, rows_and_length(inputs, self._main_input), True):
+        with self._active(adapters, inputs, after_cache=True):
             return self.base(**inputs)
 
     @torch.no_grad()
@@ -313,7 +313,7 @@ class MultiLoRAModel:
         """
         prompts = kwargs if inputs is None else {**kwargs, "input_ids": inputs}
         prompts.setdefault("disable_compile", True)
-        with self._active(adapters, rows_and_length(prompts, self._main_input), False):
+        with self._active(adapters, prompts, after_cache=False):
             return cast(Any, self.base).generate(**prompts)
 
     def detach(self) -> nn.Module:
@@ -330,13 +330,13 @@ class MultiLoRAModel:
     def _active(
         self,
         adapters: Sequence[RowAdapters],
-        rows_and_length: tuple[int, int],
+        inputs: Mapping[str, Any],
         after_cache: bool,
     ) -> Iterator[None]:
         self._check_attached()
         self._structure.check_mode()
         names = adapter_names(adapters)
-        rows, length = rows_and_length
+        rows, length = rows_and_length(inputs, self._main_input)
         if len(adapters) != rows:
             raise InvalidInputError(
                 f"adapters has {len(adapters)} entries for a batch of {rows} rows\n"
@@ -352,6 +352,8 @@ class MultiLoRAModel:
             request = Request(
                 self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
             )
+            if not after_cache:  # generate encodes images before its first forward pass
+                request.begin_forward(inputs, rows, length)
             with running(IDLE if request.idle else request):
                 yield
 

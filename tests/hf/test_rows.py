@@ -1,5 +1,7 @@
 """Each row gets its own adapter whatever axis it is on, or the module is refused by name."""
 
+import functools
+
 import pytest
 import torch
 from architectures import KNOWN, build, in_peft, inputs_of
@@ -198,6 +200,19 @@ def test_wrapping_runs_no_hook_and_draws_no_random_number():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_modules_with_a_forward_of_their_own_keep_their_rows():
+    """Accelerate puts a partial on each module that keeps the old bound method."""
+    pair = Pair("opt")
+    base = build("opt")
+    for module in base.modules():
+        module.before = module.forward
+        module.forward = functools.partial(lambda module, *a, **k: module.before(*a, **k), module)
+    pair.model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    for seed, adapter in enumerate("ab"):
+        pair.model.add_adapter(adapter, in_peft(build("opt"), "all-linear", seed)[1])
+    pair.check(["a", None, "b"], **inputs_of("opt", 3, 3, seed=1))
+
+
 @pytest.mark.parametrize("name", ["clip", "wav2vec2"])
 def test_a_model_that_does_not_run_on_text_takes_one_adapter_for_all_rows(name):
     pair = Pair(name, ["q_proj", "v_proj"])
@@ -210,6 +225,25 @@ def test_a_model_that_does_not_run_on_text_takes_one_adapter_for_all_rows(name):
     pair.refuses(["a", "b"], "does not run on plain text", **inputs)
     with pytest.raises(InvalidInputError, match="no tokens to run on"):
         pair.model(adapters=["a", "a"])
+
+
+def test_a_model_whose_decode_step_cannot_be_tried_takes_prompts():
+    pair = Pair("llama")
+
+    class Failing(type(pair.model.base)):
+        def forward(self, input_ids, past_key_values=None, use_cache=None):
+            if past_key_values is not None and input_ids.shape[0] > 3:
+                raise ZeroDivisionError("a trial step")
+            return super().forward(input_ids, past_key_values=past_key_values, use_cache=use_cache)
+
+    base = build("llama")
+    base.__class__ = Failing
+    pair.model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    for seed, adapter in enumerate("ab"):
+        pair.model.add_adapter(adapter, in_peft(build("llama"), "all-linear", seed)[1])
+    ids = inputs_of("llama", 2, 4, seed=1)["input_ids"]
+    pair.check(["a", "b"], input_ids=ids)
+    pair.refuses(["a", "b"], "a step after plain text .*a trial step", input_ids=ids[:, :1])
 
 
 class Plain(torch.nn.Module):
@@ -276,3 +310,14 @@ def test_a_cache_of_unknown_length_is_refused_where_adapters_differ_by_token():
     ids = inputs_of("rwkv", 2, 3, seed=1)["input_ids"]
     with pytest.raises(UnsupportedInputError, match="state does not tell how many tokens"):
         pair.model.generate(ids, adapters=[["a", "b", "a"], None], max_new_tokens=2, pad_token_id=0)
+
+
+def test_an_input_given_by_name_is_refused():
+    class ByName(Plain):
+        def forward(self, input_ids):
+            return self.head(input=self.embedding(input_ids))
+
+    model = MultiLoRAModel(ByName().eval(), "torch_ref", max_rank=3)
+    model.add_adapter("a", in_peft(Plain(), ["head"], 0)[1])
+    with pytest.raises(UnsupportedInputError, match="module head is called with arguments by name"):
+        model(adapters=["a"], input_ids=torch.tensor([[1, 2]]))
