@@ -41,6 +41,23 @@ VISION = {
     "image_size": 8,
     "patch_size": 4,
 }
+MROPE = {
+    **TEXT,
+    "num_key_value_heads": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+    },
+}
+PATCHES = {
+    "depth": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 1,
+}
 IMAGE, IMAGE_SIZE, ORDINARY = 60, 8, 58
 """The placeholder token, the size of an image, and the number of tokens with no meaning."""
 
@@ -152,28 +169,39 @@ ARCHITECTURES = {
         "Qwen2VL",
         "ForConditionalGeneration",
         {
-            "text_config": {
-                **TEXT,
-                "num_key_value_heads": 2,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e4,
-                    "mrope_section": [2, 1, 1],
-                },
-            },
+            **IMAGES,
+            "text_config": MROPE,
+            "vision_config": {**PATCHES, "embed_dim": 16, "mlp_ratio": 2},
+            "vision_start_token_id": 58,
+            "vision_end_token_id": 59,
+            "video_token_id": 61,
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        "ForConditionalGeneration",
+        {
+            **IMAGES,
+            "text_config": MROPE,
             "vision_config": {
-                "depth": 2,
-                "embed_dim": 16,
-                "hidden_size": 16,
-                "num_heads": 2,
-                "patch_size": 4,
-                "mlp_ratio": 2,
-                "spatial_merge_size": 2,
-                "temporal_patch_size": 1,
+                **PATCHES,
+                "out_hidden_size": 16,
+                "intermediate_size": 24,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
             },
             "vision_start_token_id": 58,
             "vision_end_token_id": 59,
             "video_token_id": 61,
+        },
+    ),
+    "vipllava": (
+        "VipLlava",
+        "ForConditionalGeneration",
+        {
+            "vision_config": {"model_type": "clip_vision_model", **VISION},
+            "text_config": LLAMA,
+            "vision_feature_layers": [-1, -2],
             **IMAGES,
         },
     ),
@@ -211,7 +239,16 @@ KNOWN = [
 ]
 """Those that the installed Transformers has."""
 
-TOKENS_PER_IMAGE = {"llava": 4, "gemma3": 4, "paligemma": 4, "smolvlm": 1, "idefics3": 1}
+TOKENS_PER_IMAGE = {
+    "llava": 4,
+    "vipllava": 4,
+    "gemma3": 4,
+    "paligemma": 4,
+    "smolvlm": 1,
+    "idefics3": 1,
+    "qwen2_vl": 0,  # depends on the image
+    "qwen2_5_vl": 0,
+}
 
 
 def build(name, seed=7):
@@ -274,10 +311,14 @@ def inputs_of(name, rows, length, seed, images=None):
             return {"input_ids": ids, "pixel_values": pixels}
         return {"input_ids": ids}
     texts = [[chance.randrange(1, ORDINARY) for _ in range(length)] for _ in range(rows)]
+    grids = []  # height and width in patches of every image, in order
     for text, count in zip(texts, images, strict=True):
         for _ in range(count):
-            at = chance.choice([i for i in range(len(text) + 1) if text[i - 1 : i] != [IMAGE]])
-            text[at:at] = [IMAGE] * TOKENS_PER_IMAGE[name]
+            grids.append((1, 2 * chance.randint(1, 3), 2 * chance.randint(1, 3)))
+        places = sorted(chance.randint(0, length) for _ in range(count))
+        for place, grid in reversed([*zip(places, grids[len(grids) - count :], strict=True)]):
+            tokens = TOKENS_PER_IMAGE[name] or grid[1] * grid[2] // 4
+            text[place:place] = [58, *[IMAGE] * tokens, 59]
     longest = max(map(len, texts))
     inputs = {
         "input_ids": torch.tensor([[1] * (longest - len(text)) + text for text in texts]),
@@ -285,13 +326,20 @@ def inputs_of(name, rows, length, seed, images=None):
             [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
         ),
     }
+    if name.startswith("qwen"):
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
     if sum(images):
-        inputs["pixel_values"] = _pixels(name, images, generator)
+        inputs["pixel_values"] = _pixels(name, images, grids, generator)
+    if sum(images) and name.startswith("qwen"):
+        inputs["image_grid_thw"] = torch.tensor(grids)
     return inputs
 
 
-def _pixels(name, images, generator):
+def _pixels(name, images, grids, generator):
     size = (3, IMAGE_SIZE, IMAGE_SIZE)
+    if name.startswith("qwen"):
+        patches = sum(height * width for _, height, width in grids)
+        return torch.randn(patches, 3 * 4 * 4, generator=generator)
     if name not in ("smolvlm", "idefics3"):
         return torch.randn(sum(images), *size, generator=generator)
     pixels = torch.zeros(len(images), max(images), *size)

@@ -173,7 +173,7 @@ class Request:
 
     def _forget(self) -> None:
         """Forget the forward pass of before."""
-        self._image_rows: list[int] | None = None
+        self._elements: dict[int, list[int] | None] = {}  # of images, by the size of their axis
         self._layout: Layout | None = None  # of the last plan
         self._shape: tuple[int, ...] = ()
         self._plan: Any = None
@@ -210,14 +210,15 @@ class Request:
         if slot is not None:
             return self._keep(("all", slot, math.prod(shape)), [slot], (1, math.prod(shape)))
         reason = layout.reason
-        if self._images.holds(paths[0]) and not self._per_token:
-            if self._image_rows is None:
-                self._image_rows = self._images.rows(self._inputs)
-            rows = self._image_rows
-            if rows is not None and shape and len(rows) == shape[0]:
-                slots = [self._row_slots[row] for row in rows]
-                return self._keep((tuple(slots), shape[1:]), slots, (1, math.prod(shape[1:])))
-            reason = "the placeholder tokens in input_ids do not say which row has which image"
+        if self._images.hold(paths[0]) and shape and not self._per_token:
+            if shape[0] not in self._elements:
+                self._elements[shape[0]] = self._images.elements(self._inputs, shape[0])
+            elements = self._elements[shape[0]]
+            if elements is not None:
+                pairs = zip(self._row_slots, elements, strict=True)
+                slots = [slot for slot, count in pairs for _ in range(count)]
+                return self._keep(("images", *shape, *slots), slots, (1, math.prod(shape[1:])))
+            reason = "the placeholder tokens in input_ids do not show which row has which image"
         raise unknown_rows(paths[0], shape, self._rows, self._length, reason)
 
     def _plan_by_token(

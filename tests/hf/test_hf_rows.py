@@ -11,11 +11,11 @@ from lora_backends import UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
 
 BOUND = 2e-5
-ROW_BY_ROW = [name for name in KNOWN if name not in ("t5", "clip", "wav2vec2", "rwkv", "deberta")]
-"""Architectures of which nothing may be refused."""
-
-NOT_ALWAYS = [name for name in ("clip", "wav2vec2", "rwkv", "deberta") if name in KNOWN]
+NOT_ALWAYS = [n for n in KNOWN if n in ("clip", "wav2vec2", "rwkv", "deberta", "vipllava")]
 """Architectures with a module whose rows cannot be known."""
+
+ROW_BY_ROW = [name for name in KNOWN if name not in ("t5", *NOT_ALWAYS)]
+"""Architectures of which nothing may be refused."""
 
 GENERATES = {"llama", "gpt2", "opt", "mixtral", "xlnet", "rwkv", "deepseek_v3", *TOKENS_PER_IMAGE}
 NEW_TOKENS = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

@@ -4,12 +4,13 @@ import functools
 
 import pytest
 import torch
-from architectures import KNOWN, build, in_peft, inputs_of
+from architectures import KNOWN, TOKENS_PER_IMAGE, build, in_peft, inputs_of
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
 
 BOUND = 2e-5
+WITH_IMAGES = {*TOKENS_PER_IMAGE} - {"vipllava"}
 
 
 class Pair:
@@ -46,7 +47,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma", "smolvlm", "idefics3"])
+@pytest.mark.parametrize("name", sorted(WITH_IMAGES))
 def test_an_image_belongs_to_the_row_with_its_placeholders(name, fuse):
     pair = Pair(name, fuse=fuse)
     for images in ([2, 0], [0, 2], [1, 1], [1, 3], [0, 0]):
@@ -65,40 +66,47 @@ def test_images_without_a_row_are_refused():
     pair.check(["a", "a"], **inputs)
 
 
-def test_images_of_an_unknown_tower_are_refused():
-    pair = Pair("qwen2_vl", ["qkv", "q_proj"])
-    ids = torch.tensor([[1, 58, 60, 59, 2], [58, 60, 59, 3, 4]])
-    kinds = (ids == 60).long()
-    inputs = {
-        "input_ids": ids,
-        "mm_token_type_ids": kinds,
-        "pixel_values": torch.randn(8, 48, generator=torch.Generator().manual_seed(1)),
-        "image_grid_thw": torch.tensor([[1, 2, 2]] * 2),
-    }
-    pair.refuses(["a", "b"], "module model.visual.blocks.0.attn.qkv", **inputs)
+def test_images_of_an_unknown_architecture_are_refused():
+    pair = Pair("vipllava")
+    inputs = inputs_of("vipllava", 2, 3, seed=1, images=[1, 1])
+    pair.refuses(["a", "b"], "module model.vision_tower.*no pass of plain text", **inputs)
     pair.check(["a", "a"], **inputs)
-    pair.check(["a", None], input_ids=ids % 50)  # no image
+    pair.check(["a", None], **inputs_of("vipllava", 2, 3, seed=1))
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_patches_that_placeholders_do_not_account_for_are_refused(name):
+    """A video brings patches of its own to the modules that see those of images."""
+    pair = Pair(name, ["qkv", "q_proj"])
+    inputs = inputs_of(name, 2, 3, seed=1, images=[1, 1])
+    ids, kinds = inputs["input_ids"].clone(), inputs["mm_token_type_ids"].clone()
+    kinds[ids == 60], ids[ids == 60] = 2, 61
+    video = {
+        "input_ids": ids,
+        "attention_mask": inputs["attention_mask"],
+        "mm_token_type_ids": kinds,
+        "pixel_values_videos": inputs["pixel_values"],
+        "video_grid_thw": inputs["image_grid_thw"],
+    }
+    pair.refuses(["a", "b"], "module model.visual.blocks.0.attn.qkv", **video)
+    pair.check(["a", "a"], **video)
 
 
 def test_adapters_without_a_module_do_not_need_its_rows():
-    """Only "a" and None are used, and neither touches the vision tower that "b" adapts."""
-    pair = Pair("qwen2_vl", ["q_proj"])
-    _, both = in_peft(build("qwen2_vl"), ["qkv", "q_proj"], 5)
-    pair.model.add_adapter("b", both)
-    inputs = {
-        "input_ids": torch.tensor([[1, 58, 60, 59, 2], [58, 60, 59, 3, 4]]),
-        "pixel_values": torch.randn(8, 48, generator=torch.Generator().manual_seed(1)),
-        "image_grid_thw": torch.tensor([[1, 2, 2]] * 2),
-    }
-    inputs["mm_token_type_ids"] = (inputs["input_ids"] == 60).long()
+    """Only "a" and None are used, and neither touches the vision tower that "c" adapts."""
+    pair = Pair("vipllava", ["lm_head", "gate_proj"])
+    _, everywhere = in_peft(build("vipllava"), "all-linear", 5)
+    pair.model.add_adapter("c", everywhere)
+    inputs = inputs_of("vipllava", 2, 3, seed=1, images=[1, 1])
+    tokens = inputs["input_ids"].shape[1]
     pair.check(["a", None], **inputs)
-    pair.refuses(["b", "a"], "module model.visual.blocks.0.attn.qkv", **inputs)
-    with pair.model.prepare(["a", None], tokens=5) as step:
+    pair.refuses(["c", "a"], "module model.vision_tower", **inputs)
+    with pair.model.prepare(["a", None], tokens=tokens) as step:
         logits = pair.model(adapters=step, **inputs).logits
         expected = pair.expected(["a", None], **inputs)
         torch.testing.assert_close(logits, expected, rtol=0, atol=BOUND)
-        with pytest.raises(UnsupportedInputError, match="module model.visual"):
-            step.update(["b", "a"])
+        with pytest.raises(UnsupportedInputError, match="module model.vision_tower"):
+            step.update(["c", "a"])
         assert step.adapters == ["a", None]
 
 
