@@ -16,14 +16,25 @@ from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
-from lora_backends.hf.request import adapter_names, is_per_token, only_slot, spread_slots
+from lora_backends.hf.request import (
+    adapter_names,
+    is_per_token,
+    slot_of_all,
+    spread_slots,
+    touched_modules,
+    uses_one_slot,
+)
 from lora_backends.hf.running import RUNNING
 
 MOST_PLANS = 16
 """Plans that are kept where no graph has captured them."""
 
-_Key: TypeAlias = Spread | tuple[tuple[str, ...], tuple[int, ...], str]
-"""How the rows lie in an input; or modules, the shape of their input and why that is not known."""
+_Key: TypeAlias = Spread | int
+"""How the rows lie in an input; or its positions, where all rows use one slot."""
+
+_Paths: TypeAlias = tuple[str, ...]
+_Input: TypeAlias = tuple[tuple[int, ...], str]
+"""Modules that see one input; its shape, and why the rows in it are not known."""
 
 
 class PreparedAdapters:
@@ -72,6 +83,7 @@ class PreparedAdapters:
         self._shape: tuple[int, ...] = ()  # of most inputs with that layout
         self._plan: Any = None  # of those
         self._plans: dict[_Key, Any] = {}
+        self._unknown: dict[_Paths, _Input] = {}  # inputs whose rows are not known
         self._captured = False
         self._held = ExitStack()
         self._released = False
@@ -96,7 +108,8 @@ class PreparedAdapters:
         Raises:
             InvalidInputError: an unknown name, another number of rows, or an adapter that touches
                 a module that no adapter touched when this was prepared. Nothing has changed.
-            UnsupportedInputError: a row has an entry per token.
+            UnsupportedInputError: a row has an entry per token, or rows differ in a module of
+                whose input the rows are not known. Nothing has changed.
         """
         self._check_usable()
         names = adapter_names(adapters)
@@ -105,6 +118,7 @@ class PreparedAdapters:
             slots = held.enter_context(self._pool.slots.in_use(names))
             self._check_adapted(slots)
             row_slots = [NO_ADAPTER if name is None else slots[name] for name in adapters]
+            self._check_unknown(row_slots, self._unknown)
             RUNNING.kept = None  # it belongs to the adapters of before
             self._refill(row_slots)
             self._adapters, self._row_slots = list(adapters), row_slots
@@ -180,7 +194,11 @@ class PreparedAdapters:
         """Return the plan for an input, made now if there is none yet."""
         key: _Key | None = layout.spread(shape, self.rows, self.tokens)
         if key is None:
-            key = (tuple(paths), tuple(shape), layout.reason)
+            unknown = {tuple(paths): (shape, layout.reason)}
+            if not unknown.items() <= self._unknown.items():  # else every update has checked it
+                self._check_unknown(self._row_slots, unknown)
+                self._unknown |= unknown
+            key = math.prod(shape)
         if key not in self._plans:
             if torch.compiler.is_compiling() or is_capturing(self.backend.device):
                 raise InvalidInputError(
@@ -192,19 +210,24 @@ class PreparedAdapters:
         return self._plans[key]
 
     def _drop_plans(self) -> None:
-        """Make room for a plan; a pass over all that a cache holds needs another in every step."""
+        """Make room for a plan: an input of all cached tokens needs another in every step."""
         for key in list(self._plans)[: len(self._plans) + 1 - MOST_PLANS]:
             if not self._captured and self._plans[key] is not self._plan:
                 del self._plans[key]
 
     def _batch(self, row_slots: Sequence[int], key: _Key) -> LoRABatch:
-        if len(key) == 2:
-            return LoRABatch(spread_slots(row_slots, key), self._pool.slots.num_slots)
-        paths, shape, reason = key
-        slot = only_slot(self._pool, row_slots, paths)
-        if slot is None:
-            raise unknown_rows(paths[0], shape, self.rows, self.tokens, reason)
-        return LoRABatch([slot] * math.prod(shape), self._pool.slots.num_slots)
+        if isinstance(key, int):
+            slots = spread_slots([slot_of_all(row_slots)], (1, key))
+        else:
+            slots = spread_slots(row_slots, key)
+        return LoRABatch(slots, self._pool.slots.num_slots)
+
+    def _check_unknown(self, row_slots: Sequence[int], inputs: Mapping[_Paths, _Input]) -> None:
+        """Refuse rows that differ in modules of whose inputs the rows are not known."""
+        touched = touched_modules(self._pool, row_slots)
+        for paths, (shape, reason) in inputs.items():
+            if not uses_one_slot(touched, row_slots, paths):
+                raise unknown_rows(paths[0], shape, self.rows, self.tokens, reason)
 
     def _check_usable(self) -> None:
         if self._released:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -60,22 +60,31 @@ def spread_slots(row_slots: Sequence[int], spread: Spread) -> torch.Tensor:
     return slots.repeat_interleave(after).repeat(before)
 
 
-def only_slot(pool: AdapterPool, row_slots: Sequence[int], paths: Sequence[str]) -> int | None:
-    """Return the slot that all rows use in modules, or None where they differ.
+def touched_modules(pool: AdapterPool, slots: Iterable[int]) -> dict[int, set[str]]:
+    """Return the paths of the modules that the adapter in each slot touches."""
+    return {slot: set(pool.modules_of(slot)) for slot in {*slots} - {NO_ADAPTER}}
 
-    A row whose adapter leaves the modules alone is one without adapter.
+
+def uses_one_slot(
+    touched: Mapping[int, set[str]], row_slots: Iterable[int], paths: Sequence[str]
+) -> bool:
+    """Return whether rows have the same adapter, or none, in modules that see the same input.
 
     Args:
-        pool: of the adapters.
+        touched: from `touched_modules`.
         row_slots: slot of every row.
         paths: of the modules.
     """
-    touching = {
-        slot: slot != NO_ADAPTER and not set(paths).isdisjoint(pool.modules_of(slot))
-        for slot in set(row_slots)
-    }
-    slots = {slot if touching[slot] else NO_ADAPTER for slot in row_slots}
-    return slots.pop() if len(slots) == 1 else None
+    slots = {*row_slots}
+    return len(slots) == 1 or all(
+        slot == NO_ADAPTER or touched[slot].isdisjoint(paths) for slot in slots
+    )
+
+
+def slot_of_all(row_slots: Iterable[int]) -> int:
+    """Return the slot that all rows use, or `NO_ADAPTER` where they differ."""
+    slots = {*row_slots}
+    return slots.pop() if len(slots) == 1 else NO_ADAPTER
 
 
 class Request:
@@ -119,9 +128,10 @@ class Request:
         if any(not row for row in self._slots):
             raise InvalidInputError("a row of adapters is empty; allowed: one entry per token")
         self._per_token = any(len(set(row)) > 1 for row in self._slots)
-        distinct = {slot for row in self._slots for slot in row}
-        self._slot = distinct.pop() if len(distinct) == 1 else None  # of all rows
-        self.idle = self._slot == NO_ADAPTER
+        self._every_slot = {slot for row in self._slots for slot in row}
+        self._differ = len(self._every_slot) > 1
+        self.idle = self._every_slot <= {NO_ADAPTER}
+        self._touched: dict[int, set[str]] | None = None  # by the adapters of this call
         self._first: int | None = None if after_cache else 0  # position of the first entry
         self._plans: dict[Any, Any] = {}
         self._rows = self._length = self._past = 0
@@ -179,78 +189,72 @@ class Request:
         self._plan: Any = None
 
     def _find(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
-        if self._slot is not None:
-            plan = self._keep(("all", math.prod(shape)), [self._slot], (1, math.prod(shape)))
+        spread = layout.spread(shape, self._rows, self._length) if self._differ else None
+        if spread is None:
+            return self._plan_without_spread(shape, layout, paths)
+        if self._per_token:
+            plan = self._plan_by_token(shape, layout, spread, paths)
         else:
-            spread = layout.spread(shape, self._rows, self._length)
-            if spread is None:
-                return self._plan_of_unknown(shape, layout, paths)
-            if self._per_token:
-                plan = self._plan_by_token(shape, layout, spread, paths)
-            else:
-                plan = self._keep((self._rows, spread), self._row_slots, spread)
+            plan = self._keep((self._rows, spread), lambda: spread_slots(self._row_slots, spread))
         self._layout, self._shape, self._plan = layout, shape, plan
         return plan
 
-    def _keep(self, key: Any, row_slots: Sequence[int], spread: Spread) -> Any:
-        """Return the plan of a batch, an earlier one if it is kept under `key`."""
+    def _keep(self, key: Any, token_slots: Callable[[], torch.Tensor]) -> Any:
+        """Return the plan of a batch, an earlier one if there is one under `key`."""
         if key not in self._plans:
             while len(self._plans) >= MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = self._prepare(spread_slots(row_slots, spread))
+            batch = LoRABatch(token_slots(), self._pool.slots.num_slots)
+            self._plans[key] = self.backend.prepare_batch(batch)
         return self._plans[key]
 
-    def _prepare(self, token_slots: torch.Tensor) -> Any:
-        return self.backend.prepare_batch(LoRABatch(token_slots, self._pool.slots.num_slots))
-
-    def _plan_of_unknown(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+    def _plan_without_spread(
+        self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]
+    ) -> Any:
         """Return the plan for an input of images, or one whose rows all use one slot."""
-        every_slot = [slot for row in self._slots for slot in row]
-        slot = only_slot(self._pool, every_slot, paths)
-        if slot is not None:
-            return self._keep(("all", slot, math.prod(shape)), [slot], (1, math.prod(shape)))
         reason = layout.reason
-        if self._images.hold(paths[0]) and shape and not self._per_token:
+        if self._differ and self._images.hold(paths[0]) and shape and not self._per_token:
             if shape[0] not in self._elements:
                 self._elements[shape[0]] = self._images.elements(self._inputs, shape[0])
             elements = self._elements[shape[0]]
             if elements is not None:
                 pairs = zip(self._row_slots, elements, strict=True)
                 slots = [slot for slot, count in pairs for _ in range(count)]
-                return self._keep(("images", *shape, *slots), slots, (1, math.prod(shape[1:])))
+                spread = (1, math.prod(shape[1:]))
+                return self._keep((spread, *slots), lambda: spread_slots(slots, spread))
             reason = "the placeholder tokens in input_ids do not show which row has which image"
-        raise unknown_rows(paths[0], shape, self._rows, self._length, reason)
+        if self._differ and self._touched is None:
+            self._touched = touched_modules(self._pool, self._every_slot)
+        if not uses_one_slot(self._touched or {}, self._every_slot, paths):
+            raise unknown_rows(paths[0], shape, self._rows, self._length, reason)
+        spread = (1, math.prod(shape))
+        slot = slot_of_all(self._every_slot)
+        return self._keep(spread, lambda: spread_slots([slot], spread))
 
     def _plan_by_token(
         self, shape: tuple[int, ...], layout: Layout, spread: Spread, paths: Sequence[str]
     ) -> Any:
         """Return the plan where the slots of a row differ by token."""
-        tokens = math.prod(shape) // self._rows
+        rows, tokens = self._rows, math.prod(shape) // self._rows
         start = self._first_token(tokens)
-        sizes, rows = [size for size in shape if size != 1], self._rows
+        sizes = [size for size in shape if size != 1]
         in_order = (layout.in_order or self._length == tokens == 1) and sizes in [
             [size for size in allowed if size != 1]
             for allowed in ((rows, tokens), (tokens, rows), (rows * tokens,))
         ]
         if start is None or not in_order:
-            raise unknown_rows(
-                paths[0],
-                shape,
-                rows,
-                self._length,
-                "adapters differ by token, and its tokens are "
-                "not known to be those of the rows, in order",
-            )
-        key = ("tokens", self._past, start, shape)
-        if key not in self._plans:
-            self._plans.clear()  # every step has its own
+            reason = "adapters differ by token, and it is not known which token each position is"
+            raise unknown_rows(paths[0], shape, rows, self._length, reason)
+
+        def token_slots() -> torch.Tensor:
             chosen = [
                 (row + row[-1:] * (start + tokens))[start : start + tokens] for row in self._slots
             ]
             slots = torch.tensor(chosen, dtype=torch.int64, device="cpu")
             slots = slots.repeat_interleave(rows // len(self._slots), dim=0)
-            self._plans[key] = self._prepare((slots if spread[0] == 1 else slots.t()).flatten())
-        return self._plans[key]
+            return (slots if spread[0] == 1 else slots.t()).flatten()
+
+        return self._keep(("tokens", rows, start, tokens, spread), token_slots)
 
     def _first_token(self, tokens: int) -> int | None:
         """Return the entry of the first of `tokens` positions of each row, or None."""
