@@ -18,7 +18,9 @@ from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
 from lora_backends.backend import LoRABackend
-from lora_backends.hf.hooks import RUNNING, Hook, Kept, as_rows
+from lora_backends.hf.hooks import Hook, as_rows
+from lora_backends.hf.layout import Layout
+from lora_backends.hf.running import RUNNING, Kept, check_thread
 from lora_backends.hf.sites import Site
 from lora_backends.weights import LoRAWeights
 
@@ -134,33 +136,35 @@ def _is_special(parameter: nn.Parameter) -> bool:
 
 
 def leader_forward(
-    model: str, group: Siblings, backend: LoRABackend, alone: Hook
+    model: str, group: Siblings, layout: Layout, backend: LoRABackend, alone: Hook
 ) -> Callable[..., torch.Tensor]:
     """Return the leader's `forward`.
 
     Args:
         model: whose calls it serves.
         group: the leader and its siblings.
+        layout: of the leader's input.
         backend: what adds.
         alone: the leader's hook where it runs without the others.
 
     Returns:
         A function of the module and its input.
     """
-    path, widths = group.paths[0], group.widths
+    paths, widths = group.paths, group.widths
     device_type = group.modules[0].weight.device.type
     add = adder(backend, group.operation)
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
+            check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         if torch.compiler.is_compiling():
             return _run_alone(self, input, alone)
         left, RUNNING.kept = RUNNING.kept, None
         if left is not None:
             left.group.apart = True
-        weights = call.shared.get(path)
+        weights = call.shared.get(paths[0])
         if (
             weights is None
             or group.apart
@@ -173,7 +177,7 @@ def leader_forward(
             return _run_alone(self, input, alone)
         assert group.weight is not None
         y = functional.linear(input, group.weight, group.bias)
-        add(input, weights, call.plan(input.shape[:-1], path), y)
+        add(input, weights, call.plan(input.shape[:-1], layout, paths), y)
         mine, *theirs = _columns(y, widths)
         others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
         RUNNING.kept = Kept(group, input, input._version, others)
@@ -220,6 +224,7 @@ def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if RUNNING.call.model != model:
+            check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         if not torch.compiler.is_compiling():
             kept = RUNNING.kept
@@ -235,30 +240,32 @@ def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
 
 
 def linear_forward(
-    model: str, site: Site, backend: LoRABackend, alone: Hook
+    model: str, site: Site, layout: Layout, backend: LoRABackend, alone: Hook
 ) -> Callable[..., torch.Tensor]:
     """Return a `forward` that does what a hook would, and takes less time than torch's hooks do.
 
     Args:
         model: whose calls it serves.
         site: a plain linear module.
+        layout: of its input.
         backend: what adds.
         alone: its hook.
 
     Returns:
         A function of the module and its input.
     """
-    path, add = site.path, adder(backend, "run_linear")
+    path, paths, add = site.path, (site.path,), adder(backend, "run_linear")
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
+            check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         weights = call.stacks.get(path)
         if weights is None or torch.compiler.is_compiling():
             return _run_alone(self, input, alone)
         y = functional.linear(input, self.weight, self.bias)
-        add(input, weights, call.plan(input.shape[:-1], path), y)
+        add(input, weights, call.plan(input.shape[:-1], layout, paths), y)
         return y
 
     return forward

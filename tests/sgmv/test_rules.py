@@ -4,10 +4,10 @@ import doctest
 import itertools
 
 import pytest
+from lora_backends.sgmv.tiles.search_space import candidates
 
 from lora_backends.sgmv.tiles import sizes
 from lora_backends.sgmv.tiles.rules import choose_tiles, tile_tokens
-from lora_backends.sgmv.tiles.search_space import candidates
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
     TILE_TOKENS,

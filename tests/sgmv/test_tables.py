@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from engines import ENGINES
+from lora_backends.sgmv.tiles.search_space import candidates
 
 from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.tiles import rules, source
-from lora_backends.sgmv.tiles.search_space import candidates
 from lora_backends.sgmv.tiles.sizes import (
     BatchShape,
     ExpandTiles,
