@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ from lora_backends.hf.hooks import Hook, as_rows
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, Kept, check_thread
 from lora_backends.hf.sites import Site
-from lora_backends.weights import LoRAWeights
 
 GROUPS = (
     (("q_proj", "k_proj", "v_proj"), "run_qkv"),
@@ -152,7 +150,7 @@ def leader_forward(
     """
     paths, widths = group.paths, group.widths
     device_type = group.modules[0].weight.device.type
-    add = adder(backend, group.operation)
+    run = getattr(backend, group.operation)
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
@@ -176,29 +174,15 @@ def leader_forward(
         ):
             return _run_alone(self, input, alone)
         assert group.weight is not None
-        y = functional.linear(input, group.weight, group.bias)
-        add(input, weights, call.plan(input.shape[:-1], layout, paths), y)
-        mine, *theirs = _columns(y, widths)
+        rows, shape = as_rows(input), input.shape[:-1]  # torch folds the axes of a product itself,
+        y = functional.linear(rows, group.weight, group.bias)  # at the cost of more views
+        run(rows, weights, call.plan(shape, layout, paths), y)
+        mine, *theirs = _columns(y.view(*shape, -1), widths)
         others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
         RUNNING.kept = Kept(group, input, input._version, others)
         return mine
 
     return forward
-
-
-def adder(backend: LoRABackend, operation: str) -> Callable[..., None]:
-    """Return what adds LoRA in place, of x and y with any axes in front of their last.
-
-    Args:
-        backend: whose operation it is.
-        operation: `run_linear`, or one that is the same by default.
-    """
-    run = getattr(backend, operation)
-
-    def add(x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> None:
-        run(as_rows(x), weights, plan, y.view(-1, y.shape[-1]))
-
-    return add
 
 
 def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
@@ -254,7 +238,7 @@ def linear_forward(
     Returns:
         A function of the module and its input.
     """
-    path, paths, add = site.path, (site.path,), adder(backend, "run_linear")
+    path, paths, run = site.path, (site.path,), backend.run_linear
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
@@ -264,9 +248,10 @@ def linear_forward(
         weights = call.stacks.get(path)
         if weights is None or torch.compiler.is_compiling():
             return _run_alone(self, input, alone)
-        y = functional.linear(input, self.weight, self.bias)
-        add(input, weights, call.plan(input.shape[:-1], layout, paths), y)
-        return y
+        rows, shape = as_rows(input), input.shape[:-1]
+        y = functional.linear(rows, self.weight, self.bias)
+        run(rows, weights, call.plan(shape, layout, paths), y)
+        return y.view(*shape, -1)
 
     return forward
 
