@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reference_blocks import table
 
-from lora_backends.testing import DEFAULT, EDGES, THOROUGH, suite
+from lora_backends.testing import DEFAULT, EDGES, EXPERT_EDGES, THOROUGH, suite
 from lora_backends.testing.properties.core import BOUNDED, BY_CLAIM, EXACT
 
 AGREEMENTS = {EXACT: "exact", BY_CLAIM: "exact if claimed", BOUNDED: "bound"}
@@ -22,7 +22,7 @@ def properties() -> str:
 
 def edges() -> str:
     """Return the names of the edges that a report counts."""
-    return ", ".join(EDGES)
+    return ", ".join(EDGES | EXPERT_EDGES)
 
 
 def profiles() -> str:
