@@ -119,7 +119,7 @@ def run_cells(arguments: argparse.Namespace) -> None:
         )
         result["host_us"] = attempt(lambda: measure_host(backend))
         result["mixed_ranks"] = attempt(lambda: measure_mixed_ranks(backend))
-    finally:  # what was measured before an interruption is kept
+    finally:  # keeps the rows measured before an interruption
         for row in result.get("rows", ()):
             add_peers(row, by_cell)
         if result:
@@ -208,7 +208,7 @@ def run_sweep(arguments: argparse.Namespace) -> None:
     try:
         cells = sweep_cells(arguments.sweep or SWEEPS)
         measure(cells, contenders, DEVICE, DTYPE, progress=show, result=result)
-    finally:  # what was measured before an interruption is kept
+    finally:  # keeps the rows measured before an interruption
         if result.get("rows"):
             keep_others(result, arguments.output)
             result["summary"] = summarize(result)

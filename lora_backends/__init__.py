@@ -1,21 +1,22 @@
 """Multi-LoRA compute: one interface, interchangeable engines, every token its own adapter."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lora_backends.backend import LoRABackend, LoRAPlan
-from lora_backends.batch import NO_ADAPTER, LoRABatch
-from lora_backends.errors import (
-    BackendUnavailableError,
-    InvalidInputError,
-    LoRABackendError,
-    UnsupportedInputError,
-)
-from lora_backends.experts import ExpertRouting, ExpertWeights
-from lora_backends.registry import backend_names, get_backend, unavailable_reasons
-from lora_backends.weights import LoRAWeights
-
 if TYPE_CHECKING:
+    from lora_backends.backend import LoRABackend, LoRAPlan
+    from lora_backends.batch import NO_ADAPTER, LoRABatch
     from lora_backends.config import LoRAConfig
+    from lora_backends.errors import (
+        BackendUnavailableError,
+        InvalidInputError,
+        LoRABackendError,
+        UnsupportedInputError,
+    )
+    from lora_backends.experts import ExpertRouting, ExpertWeights
+    from lora_backends.registry import backend_names, unavailable_reasons
+    from lora_backends.selection import get_backend
+    from lora_backends.weights import LoRAWeights
 
 __all__ = [
     "NO_ADAPTER",
@@ -35,11 +36,35 @@ __all__ = [
     "unavailable_reasons",
 ]
 
+_MODULES = {
+    "backend": ("LoRABackend", "LoRAPlan"),
+    "batch": ("NO_ADAPTER", "LoRABatch"),
+    "config": ("LoRAConfig",),
+    "errors": (
+        "BackendUnavailableError",
+        "InvalidInputError",
+        "LoRABackendError",
+        "UnsupportedInputError",
+    ),
+    "experts": ("ExpertRouting", "ExpertWeights"),
+    "registry": ("backend_names", "unavailable_reasons"),
+    "selection": ("get_backend",),
+    "weights": ("LoRAWeights",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    """Import `LoRAConfig` when it is asked for: kernels need no settings library."""
-    if name == "LoRAConfig":
-        from lora_backends.config import LoRAConfig
+    """Import a public name when it is first used.
 
-        return LoRAConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    The command line answers ``--help`` without torch, and kernels need no settings library.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, shown
+from lora_backends.tensors import unusable
 
 NO_ADAPTER = -1
 """The slot of a token that uses no adapter."""
+
+MOST = torch.iinfo(torch.int32).max
+"""Slots at most, and tokens at most: plans hold both in int32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +43,7 @@ class LoRABatch:
     def __init__(self, token_slots: torch.Tensor | Sequence[int] | Any, num_slots: int) -> None:
         num_slots = _as_num_slots(num_slots)
         slots = _as_int64(token_slots, "token_slots")
+        _check_num_tokens(slots.numel())
         _check_range(slots, num_slots)
         object.__setattr__(self, "token_slots", slots)
         object.__setattr__(self, "num_slots", num_slots)
@@ -76,6 +81,7 @@ class LoRABatch:
                 f"a sequence has a negative length\n"
                 f"  given: lengths {length_per_sequence.tolist()}\n  allowed: 0 or more"
             )
+        _check_num_tokens(sum(length_per_sequence.tolist()))  # an int64 sum may wrap around
         _check_range(slot_per_sequence, _as_num_slots(num_slots))
         try:
             slots = slot_per_sequence.repeat_interleave(length_per_sequence)
@@ -99,11 +105,19 @@ def _as_num_slots(num_slots: Any) -> int:
         count = 0 if isinstance(num_slots, bool) else operator.index(num_slots)
     except TypeError:
         count = 0
-    if count < 1:
+    if not 1 <= count <= MOST:
         raise InvalidInputError(
-            f"num_slots is not a number of slots\n  given: {num_slots!r}\n  allowed: an int >= 1"
+            f"num_slots is not a number of slots\n  given: {shown(num_slots)}\n"
+            f"  allowed: an int from 1 to {MOST}"
         )
     return count
+
+
+def _check_num_tokens(num_tokens: int) -> None:
+    if num_tokens > MOST:
+        raise InvalidInputError(
+            f"a batch has too many tokens\n  given: {num_tokens}\n  allowed: at most {MOST}"
+        )
 
 
 def _check_range(slots: torch.Tensor, num_slots: int) -> None:
@@ -126,16 +140,14 @@ def _as_int64(values: torch.Tensor | Sequence[int] | Any, name: str) -> torch.Te
             f"  to do: keep the slots of a batch on the host; {name}.cpu() waits for the device"
         )
     try:
-        if isinstance(values, np.ndarray):
-            values = np.ascontiguousarray(values)  # torch takes no negative strides
-        tensor = torch.as_tensor(values)
+        tensor = _as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
             f"{name} cannot be read as integers\n  given: {type(values).__name__} ({error})\n"
             f"  allowed: a one-dimensional CPU tensor, list or array of ints"
         ) from error
     if tensor.ndim == 1 and tensor.numel() == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if tensor.ndim != 1 or not integral:
         raise InvalidInputError(
@@ -147,3 +159,21 @@ def _as_int64(values: torch.Tensor | Sequence[int] | Any, name: str) -> torch.Te
     if not tensor.dtype.is_signed and bool((result < 0).any()):
         raise InvalidInputError(f"{name} holds values beyond int64\n  given: dtype {tensor.dtype}")
     return result
+
+
+def _as_tensor(values: Any) -> torch.Tensor:
+    """Return `values` as a plain tensor on the CPU, whatever torch's default device.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: they cannot be read.
+    """
+    if isinstance(values, torch.Tensor):
+        values = values.resolve_neg()
+        reason = unusable(values)
+        if reason:
+            raise ValueError(f"it {reason}")
+    elif isinstance(values, np.ndarray):
+        if np.ma.is_masked(values):
+            raise ValueError("it has masked values; pass .filled(...)")
+        values = np.ascontiguousarray(values)  # torch takes no negative strides
+    return torch.as_tensor(values, device="cpu")

@@ -21,9 +21,17 @@ from pydantic_settings import (
 from typing_extensions import override
 
 from lora_backends.devices import as_device
-from lora_backends.errors import InvalidInputError, UnknownBackendError, did_you_mean
-from lora_backends.names import TILES_FOLDER_VARIABLE as FOLDER_VARIABLE
-from lora_backends.registry import AUTO, ENV_PREFIX, backend_names
+from lora_backends.errors import (
+    InvalidInputError,
+    UnknownBackendError,
+    did_you_mean,
+    shown,
+)
+from lora_backends.names import AUTO, ENV_PREFIX, TILES_VARIABLE
+from lora_backends.registry import backend_names
+
+MOST = 2**31 - 1
+"""The largest number in a configuration."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +116,9 @@ class LoRAConfig(BaseSettings):
     """"cpu", "cuda", "cuda:1", ... or "auto"."""
     dtype: Literal["float16", "bfloat16", "float32", "float64", "auto"] = "auto"
     """Dtype that a model is loaded in; "auto": as its checkpoint says."""
-    max_adapters: StrictInt = Field(default=8, ge=1)
+    max_adapters: StrictInt = Field(default=8, ge=1, le=MOST)
     """Slots: adapters that may be loaded at once."""
-    max_rank: StrictInt = Field(default=64, ge=1)
+    max_rank: StrictInt = Field(default=64, ge=1, le=MOST)
     """The largest rank that a slot has room for."""
     backend_options: dict[str, Any] = Field(default_factory=dict)
     """The backend's own options."""
@@ -125,7 +133,7 @@ class LoRAConfig(BaseSettings):
             unknown = any("no backend named" in detail["msg"] for detail in error.errors())
             kind = UnknownBackendError if unknown else InvalidInputError
             raise kind(self._explain(error, values)) from error
-        except SettingsError as error:
+        except (SettingsError, RecursionError) as error:
             raise InvalidInputError(
                 f"the environment is wrong: {error}\n  allowed: tables as JSON, e.g. "
                 f"{ENV_PREFIX}BACKEND_OPTIONS='{{\"tile\": 32}}'"
@@ -150,7 +158,7 @@ class LoRAConfig(BaseSettings):
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise InvalidInputError(f"cannot read the configuration {file}: {error}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also ints of 5,000 digits, deep nesting
             raise InvalidInputError(f"{file} is not valid TOML: {error}") from error
         adapters = values.get("adapters")
         if isinstance(adapters, dict):
@@ -182,7 +190,7 @@ class LoRAConfig(BaseSettings):
         names = [AUTO, *backend_names()]
         if backend not in names:
             raise ValueError(
-                f"no backend named {backend!r}{did_you_mean(backend, names) or ';'} "
+                f"no backend named {shown(backend)}{did_you_mean(backend, names) or ';'} "
                 f"registered: {', '.join(names)}"
             )
         return backend
@@ -202,7 +210,7 @@ class LoRAConfig(BaseSettings):
     @classmethod
     def _check_environment(cls) -> None:
         fields = [ENV_PREFIX + field.upper() for field in LoRAConfig.model_fields]
-        allowed = [*fields, FOLDER_VARIABLE]
+        allowed = [*fields, TILES_VARIABLE]
         for variable in os.environ:
             if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in allowed:
                 raise InvalidInputError(
@@ -221,7 +229,7 @@ class LoRAConfig(BaseSettings):
                 guess = did_you_mean(str(detail["loc"][-1]), fields)
                 problem = f"unknown key{guess}\n    allowed: {', '.join(fields)}"
             else:
-                problem = f"{detail['msg']} (given: {detail['input']!r})"
+                problem = f"{detail['msg']} (given: {shown(detail['input'])})"
             lines.append(f"  - {key} in {cls._where(top, arguments)}: {problem}")
         return "\n".join(["the configuration is wrong:", *lines])
 

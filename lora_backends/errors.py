@@ -30,3 +30,24 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest allowed word, or an empty string."""
     close = difflib.get_close_matches(given, list(allowed), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def told(error: BaseException) -> str:
+    """Return the type and the message of a foreign error, whose ``__str__`` may fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return f"{type(error).__name__} (its message cannot be shown)"
+
+
+def shown(value: object, most: int = 200) -> str:
+    """Return a short repr of a value, which may be huge, nested deeply or unable to show itself."""
+    try:
+        text = repr(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # an int of 5,000 digits, a list in a list in a list, a foreign object
+        return f"a value of type {type(value).__name__} that cannot be shown"
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -11,18 +11,30 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_y
 
 Projections = dict[str, tuple[int, tuple[int, ...]]]  # name: in_features, output_slices
 
-_NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+EMBEDDING = "embedding"
+"""The projection that reads token ids: its in_features is the size of the vocabulary."""
+
+LAYER = "layer"
+"""The projection of a layer that is given by its widths: of any kind."""
+
+_NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 PRESETS: Mapping[str, Mapping[str, int]] = {
-    "llama3-8b": dict(zip(_NAMES, (4096, 14336, 32, 8), strict=True)),
-    "llama3-70b": dict(zip(_NAMES, (8192, 28672, 64, 8), strict=True)),
+    "llama3-8b": dict(zip(_NAMES, (4096, 14336, 32, 8, 128256), strict=True)),
+    "llama3-70b": dict(zip(_NAMES, (8192, 28672, 64, 8, 128256), strict=True)),
     "qwen3-30b-a3b": {
-        **dict(zip(_NAMES, (2048, 6144, 32, 4), strict=True)),
+        **dict(zip(_NAMES, (2048, 6144, 32, 4, 151936), strict=True)),
         "head_dim": 128,
         "num_experts": 128,
     },
-    "smollm2": dict(zip(_NAMES, (576, 1536, 9, 3), strict=True)),
+    "smollm2": dict(zip(_NAMES, (576, 1536, 9, 3, 49152), strict=True)),
 }
-"""The keys of each model's config.json that decide the shapes of its layers."""
+"""For each model, the keys of its config.json that decide the shapes of its layers."""
 
 
 def preset(name: str) -> tuple[Projections, list[str]]:
@@ -66,15 +78,16 @@ def read_config(path: Path) -> tuple[Projections, list[str]]:
 
 
 def projections_from(config: Mapping[str, Any], origin: str) -> tuple[Projections, list[str]]:
-    """Return qkv, o, gate_up and down of a decoder layer, and notes on what is left out.
+    """Return the projections of a decoder: qkv, o, gate_up, down and the embedding; and notes.
 
     Args:
         config: the keys of a config.json; num_key_value_heads and head_dim may be missing, as
-            in Transformers. With experts, only the attention's projections are taken.
+            in Transformers, and without vocab_size there is no embedding. With experts, the
+            feed-forward projections are left out.
         origin: where they come from, for errors.
 
     Returns:
-        in_features and output_slices by name, and sentences on what is left out.
+        in_features and output_slices by name, and a sentence on each part left out.
 
     Raises:
         InvalidInputError: keys are missing or no sizes.
@@ -107,11 +120,16 @@ def projections_from(config: Mapping[str, Any], origin: str) -> tuple[Projection
     dim = _size(config, "head_dim", origin) if config.get("head_dim") else hidden // heads
     q, kv = heads * dim, key_heads * dim
     found: Projections = {"qkv": (hidden, (q, kv, kv)), "o": (q, (hidden,))}
+    notes = []
     if experts:
         note = f"{config[experts[0]]} experts are left out: only attention projections are timed"
-        return found, [note]
-    inner = _size(config, "intermediate_size", origin)
-    return found | {"gate_up": (hidden, (inner, inner)), "down": (inner, (hidden,))}, []
+        notes.append(note)
+    else:
+        inner = _size(config, "intermediate_size", origin)
+        found |= {"gate_up": (hidden, (inner, inner)), "down": (inner, (hidden,))}
+    if config.get("vocab_size") is not None:
+        found[EMBEDDING] = (_size(config, "vocab_size", origin), (hidden,))
+    return found, notes
 
 
 def _size(config: Mapping[str, Any], key: str, origin: str) -> int:

@@ -1,4 +1,8 @@
-"""Names that users write outside of Python code."""
+"""Names that users write, and that more than one module reads."""
 
-TILES_FOLDER_VARIABLE = "LORA_BACKENDS_TILES"
-"""The environment variable that names the user's folder of tile-size tables."""
+AUTO = "auto"
+"""The backend, device or dtype that the library chooses."""
+ENV_PREFIX = "LORA_BACKENDS_"
+"""What environment variables of the library begin with."""
+TILES_VARIABLE = ENV_PREFIX + "TILES"
+"""The environment variable that names the user's folder of tile tables."""

@@ -11,6 +11,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from lora_backends.errors import InvalidInputError, did_you_mean
+
 
 class Input(Enum):
     """What an operation reads per token."""
@@ -63,3 +65,17 @@ OPERATIONS = (
 
 BY_NAME = MappingProxyType({operation.name: operation for operation in OPERATIONS})
 """Every operation by the name of its method."""
+
+
+def find_operation(name: str) -> Operation:
+    """Return the operation of a name.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    if name not in BY_NAME:
+        raise InvalidInputError(
+            f"no operation named {name!r}{did_you_mean(name, BY_NAME)}\n"
+            f"  allowed: {', '.join(BY_NAME)}"
+        )
+    return BY_NAME[name]

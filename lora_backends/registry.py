@@ -1,15 +1,17 @@
-"""Backends by name: entry points, why one does not run here, and the choice of "auto".
+"""Backends by name: the entry points that register them, and why one does not run here.
 
-Built-ins and third parties stand in one entry-point group, ``lora_backends``. Asking for names
-imports nothing; a plugin that fails to import hurts only the one who asks for it.
+Built-ins and third parties share one entry-point group, ``lora_backends``. Listing names imports
+nothing. A plugin is foreign code that may fail in any way; whatever it does becomes a
+`BackendUnavailableError` or a reason that names it, and no other backend is affected.
 """
 
 from __future__ import annotations
 
-import inspect
-import os
-from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from typing import Any, cast
 
 import torch
 
@@ -17,23 +19,19 @@ from lora_backends.backend import LoRABackend
 from lora_backends.devices import as_device
 from lora_backends.errors import (
     BackendUnavailableError,
-    InvalidInputError,
-    LoRABackendError,
     UnknownBackendError,
     did_you_mean,
+    shown,
+    told,
 )
-
-if TYPE_CHECKING:
-    from lora_backends.config import LoRAConfig
+from lora_backends.names import AUTO
 
 GROUP = "lora_backends"
-AUTO = "auto"
-ENV_PREFIX = "LORA_BACKENDS_"
 
 
 def backend_names() -> list[str]:
     """Return every registered name in alphabetical order; nothing is imported."""
-    return sorted({entry.name for entry in entry_points(group=GROUP)})
+    return sorted({entry.name for entry in _entries()})
 
 
 def backend_class(name: str) -> type[LoRABackend]:
@@ -47,21 +45,25 @@ def backend_class(name: str) -> type[LoRABackend]:
 
     Raises:
         BackendUnavailableError: no such name, two different objects under it, a failing import,
-            or something that is no `LoRABackend`.
+            something that is no `LoRABackend`, or one that declares what it supports wrongly.
     """
     entry = _entry_point(name)
-    try:
-        loaded = entry.load()
-    except (Exception, SystemExit) as error:  # whatever a plugin does while it is imported
+    with plugin_code(f"backend {name!r} does not import", _origin(entry)):
+        found = entry.load()
+        is_backend = isinstance(found, type) and issubclass(found, LoRABackend)
+        faults = _declaration_faults(found) if is_backend else []
+    if not is_backend:
         raise BackendUnavailableError(
-            f"backend {name!r} does not import: {_told(error)}\n  registered by: {_origin(entry)}"
-        ) from error
-    if not (isinstance(loaded, type) and issubclass(loaded, LoRABackend)):
-        raise BackendUnavailableError(
-            f"backend {name!r} is no subclass of LoRABackend\n  given: {loaded!r}\n"
+            f"backend {name!r} is no subclass of LoRABackend\n  given: {shown(found)}\n"
             f"  registered by: {_origin(entry)}"
         )
-    return loaded
+    if faults:
+        lines = "".join(f"\n  - {fault}" for fault in faults)
+        raise BackendUnavailableError(
+            f"backend {name!r} declares wrongly what it supports:{lines}\n"
+            f"  registered by: {_origin(entry)}"
+        )
+    return cast(type[LoRABackend], found)
 
 
 def unavailable_reasons(name: str, device: torch.device | str | None = None) -> list[str]:
@@ -78,149 +80,156 @@ def unavailable_reasons(name: str, device: torch.device | str | None = None) -> 
         found = backend_class(name)
     except BackendUnavailableError as error:
         return [str(error)]
-    return _reasons(name, found, _resolve_device(device))
+    return reasons_of(name, found, resolve_device(device))
 
 
-def get_backend(
-    name: str | LoRAConfig | None = None,
-    device: torch.device | str | None = None,
-    **options: Any,
-) -> LoRABackend:
-    """Return a backend by name, by configuration, or the best that runs on the device.
+def reasons_of(name: str, found: type[LoRABackend], device: torch.device) -> list[str]:
+    """Return a backend's own reasons; a failure to give them is a reason."""
+    try:
+        with plugin_code(f"{name}.unavailable_reasons fails"):
+            reasons: Any = found.unavailable_reasons(device)
+    except BackendUnavailableError as error:
+        return [f"{error}."]
+    if isinstance(reasons, list | tuple) and all(isinstance(r, str) for r in reasons):
+        return list(reasons)
+    return [f"{name}.unavailable_reasons returns {shown(reasons)}; allowed: a list of sentences."]
 
-    What is not given comes from the environment (``LORA_BACKENDS_BACKEND``,
-    ``LORA_BACKENDS_DEVICE``, ...), else it is "auto".
 
-    Args:
-        name: a registered name, "auto", a `LoRAConfig`, or None.
-        device: a `torch.device` or its name, "auto" or None (CUDA where there is one, else the
-            CPU).
-        options: the backend's own, e.g. ``segment_size=32``; they override the configuration's.
-
-    Returns:
-        A new backend. A name that was given never falls back to another.
+def auto_priority(name: str, found: type[LoRABackend], device: torch.device) -> int | None:
+    """Return a backend's priority for "auto" on a device; None if it never takes part there.
 
     Raises:
-        BackendUnavailableError: the name is not registered, does not run on the device, or fails
-            while it is made.
-        InvalidInputError: an option that the backend does not have.
+        BackendUnavailableError: its `auto_priority` does not map types of device to ints.
     """
-    if not isinstance(name, str):
-        config = _as_config(name)
-        device = config.device if device is None else device
-        name, options = config.backend, {**config.backend_options, **options}
-    elif device is None:
-        device = os.environ.get(ENV_PREFIX + "DEVICE")
-    resolved = _resolve_device(device)
-    if name == AUTO:
-        return _create_best(resolved, options)
-    found = backend_class(name)
-    reasons = _reasons(name, found, resolved)
-    if reasons:
-        lines = "".join(f"\n  - {reason}" for reason in reasons)
-        raise BackendUnavailableError(
-            f"backend {name!r} does not run on {resolved}:{lines}\n"
-            f"  runs there: {', '.join(_runnable_names(resolved)) or 'none'}"
-        )
-    return _create(name, found, resolved, options)
-
-
-def _as_config(config: LoRAConfig | None) -> LoRAConfig:
-    """Return the configuration given, else the one that the environment holds."""
-    from lora_backends.config import LoRAConfig  # kernels need no settings library
-
-    if config is None:
-        return LoRAConfig()
-    if isinstance(config, LoRAConfig):
-        return config
-    raise InvalidInputError(
-        f"a backend is chosen by its name or a LoRAConfig\n  given: a {type(config).__name__}"
-    )
-
-
-def _create(
-    name: str, found: type[LoRABackend], device: torch.device, options: dict[str, Any]
-) -> LoRABackend:
-    parameters = inspect.signature(found).parameters
-    allowed = [parameter for parameter in parameters if parameter != "device"]
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for option in options:
-        if option not in allowed and not takes_any:
-            raise InvalidInputError(
-                f"backend {name!r} has no option {option!r}{did_you_mean(option, allowed)}\n"
-                f"  allowed: {', '.join(allowed) or 'none; this backend has no options'}"
-            )
-    try:
-        backend = found(device=device, **options)
-    except LoRABackendError:
-        raise
-    except Exception as error:  # whatever a plugin raises
-        raise BackendUnavailableError(f"backend {name!r} fails: {_told(error)}") from error
-    backend.name = name  # commands and errors name what can be asked for
-    return backend
-
-
-def _create_best(device: torch.device, options: dict[str, Any]) -> LoRABackend:
-    """Return the backend of the highest priority that runs on `device`; broken plugins lose."""
-    candidates = []
-    for name in backend_names():
-        try:
-            found = backend_class(name)
-            priority = int(dict(found.auto_priority)[device.type])
-        except (BackendUnavailableError, KeyError, TypeError, ValueError):
-            continue  # named by `lora-backends list` and by whoever asks for it
-        if not _reasons(name, found, device):
-            candidates.append((priority, name, found))
-    for _, name, found in sorted(candidates, key=lambda c: c[:2], reverse=True):
-        try:
-            return _create(name, found, device, options)
-        except BackendUnavailableError:
-            continue
+    with plugin_code(f"{name}.auto_priority cannot be read"):
+        priorities: Any = dict(found.auto_priority)
+        priority = priorities.get(device.type)
+    if priority is None or isinstance(priority, int):
+        return priority
     raise BackendUnavailableError(
-        f"no backend runs on {device}\n"
-        f"  registered: {', '.join(backend_names()) or 'none; is lora-backends installed?'}"
+        f"{name}.auto_priority is {shown(priorities)}; allowed: a type of device to an int"
     )
 
 
-def _reasons(name: str, found: type[LoRABackend], device: torch.device) -> list[str]:
-    """Return a backend's own reasons; that it cannot even tell is one."""
-    try:
-        return list(found.unavailable_reasons(device))
-    except Exception as error:  # whatever a plugin raises
-        return [f"{name} fails to tell whether it runs: {_told(error)}."]
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _runnable_names(device: torch.device) -> list[str]:
-    return [name for name in backend_names() if not unavailable_reasons(name, device)]
-
-
-def _resolve_device(device: torch.device | str | None) -> torch.device:
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """Return the device asked for; for "auto" or None, CUDA where there is one, else the CPU."""
     if device is None or device == AUTO:
         return as_device("cuda" if torch.cuda.is_available() else "cpu")
     return as_device(device)
 
 
+def unreadable_distributions() -> list[str]:
+    """Return the installed packages whose entry points cannot be read, and why, a sentence each."""
+    try:
+        entry_points(group=GROUP)
+    except Exception:  # one bad file makes it raise; look at each package alone
+        return [fault for _, fault in _entries_one_by_one() if fault]
+    return []
+
+
+@contextmanager
+def plugin_code(
+    failure: str, origin: str = "", passes: type[Exception] | tuple[()] = ()
+) -> Iterator[None]:
+    """Turn whatever a plugin raises into an error that names it.
+
+    KeyboardInterrupt passes: it comes from the user.
+
+    Args:
+        failure: what has failed, e.g. ``backend 'x' does not import``.
+        origin: the package that the plugin comes from.
+        passes: errors that are meant for the caller.
+
+    Raises:
+        BackendUnavailableError: the plugin raised anything else, SystemExit included.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except passes:
+        raise
+    except BaseException as error:
+        by = f"\n  registered by: {origin}" if origin else ""
+        raise BackendUnavailableError(f"{failure}: {told(error)}{by}") from error
+
+
+def _declaration_faults(found: type[LoRABackend]) -> list[str]:
+    """Return which class data the checks of a call cannot work with."""
+    faults = []
+    for field, kind, allowed in (
+        ("dtypes", torch.dtype, "a tuple of torch.dtype"),
+        ("device_types", str, "a tuple of types of torch.device"),
+    ):
+        value: Any = getattr(found, field)
+        if not isinstance(value, tuple | list) or not all(isinstance(v, kind) for v in value):
+            faults.append(f"{field} is {shown(value)}; allowed: {allowed}")
+    if not isinstance(found.plan_type, type):
+        faults.append(f"plan_type is {shown(found.plan_type)}; allowed: a class")
+    return faults
+
+
+def _entries() -> list[EntryPoint]:
+    try:
+        return list(entry_points(group=GROUP))
+    except Exception:  # one package's bad entry_points.txt hides those of all others
+        return [entry for entry, _ in _entries_one_by_one() if entry]
+
+
+def _entries_one_by_one() -> Iterator[tuple[EntryPoint | None, str]]:
+    """Yield the entry points of each package, or why they cannot be read.
+
+    As in `importlib.metadata`, the first of two distributions of one name on the path wins.
+    """
+    seen = set()
+    for distribution in distributions():
+        name = re.sub(r"[-_.]+", "-", _name_of(distribution)).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            entries = list(distribution.entry_points.select(group=GROUP))
+        except Exception as error:
+            yield (
+                None,
+                f"the entry points of {_label_of(distribution)} cannot be read: {told(error)}",
+            )
+        else:
+            yield from ((entry, "") for entry in entries)
+
+
+def _name_of(distribution: Distribution) -> str:
+    try:
+        return str(distribution.metadata["Name"])
+    except Exception:  # its METADATA is broken too
+        return f"the package at {getattr(distribution, '_path', 'an unknown place')}"
+
+
+def _label_of(distribution: Distribution) -> str:
+    try:
+        return f"{_name_of(distribution)} {distribution.version}"
+    except Exception:
+        return _name_of(distribution)
+
+
 def _entry_point(name: str) -> EntryPoint:
-    found = list(entry_points(group=GROUP, name=name)) if isinstance(name, str) else []
-    if not found:
+    entries = [entry for entry in _entries() if entry.name == name]
+    if not entries:
         names = backend_names()
+        unreadable = "".join(f"\n  {fault}" for fault in unreadable_distributions())
         raise UnknownBackendError(
             f"no LoRA backend named {name!r}{did_you_mean(str(name), names) or ';'} "
-            f"registered: {', '.join(names) or 'none; is lora-backends installed?'}"
+            f"registered: {', '.join(names) or 'none; is lora-backends installed?'}{unreadable}"
         )
-    if len({entry.value for entry in found}) > 1:
-        origins = "".join(f"\n  - {_origin(entry)}" for entry in found)
+    if len({entry.value for entry in entries}) > 1:
+        origins = "".join(f"\n  - {_origin(entry)}" for entry in entries)
         raise BackendUnavailableError(
             f"backend {name!r} is registered more than once:{origins}\n"
             f"  to do: uninstall all but one, or rename it"
         )
-    return found[0]
+    return entries[0]
 
 
 def _origin(entry: EntryPoint) -> str:
-    package = f" of {entry.dist.name} {entry.dist.version}" if entry.dist else ""
+    package = f" of {_label_of(entry.dist)}" if entry.dist else ""
     return f"{entry.value}{package}"

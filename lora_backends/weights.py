@@ -11,10 +11,14 @@ from typing import Any
 import torch
 
 from lora_backends.dispatch.handles import Handled
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, shown
+from lora_backends.tensors import unusable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What weights may be made of; a backend supports some of them."""
+
+MOST = torch.iinfo(torch.int32).max
+"""Columns of y at most: kernels count them in int32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +67,11 @@ class LoRAWeights(Handled):
         device = self.lora_a.device
         object.__setattr__(self, "ranks", _as_numbers(self.ranks, "ranks", "int32").to(device))
         scalings = _as_numbers(self.scalings, "scalings", "float32")
+        if scalings.requires_grad:
+            raise InvalidInputError(
+                "scalings requires a gradient, which no backend computes\n"
+                "  to do: pass scalings.detach()"
+            )
         object.__setattr__(self, "scalings", scalings.to(device, torch.float32))
         _check_shapes(self)
         _check_ranks(self.ranks, self.lora_a.shape[2])
@@ -110,28 +119,28 @@ def _as_widths(output_slices: Sequence[int]) -> tuple[int, ...]:
         widths = tuple(0 if isinstance(w, bool) else operator.index(w) for w in output_slices)
     except TypeError:
         widths = ()
-    if not widths or min(widths) < 1:
+    if not widths or min(widths) < 1 or sum(widths) > MOST:
         raise InvalidInputError(
-            f"output_slices is not a tuple of widths\n  given: {output_slices!r}\n"
-            f"  allowed: at least one int >= 1, one per slice"
+            f"output_slices is not a tuple of widths\n  given: {shown(output_slices)}\n"
+            f"  allowed: at least one int from 1 to {MOST}, one per slice"
         )
     return widths
 
 
-def _refuse_lazy_negation(name: str, tensor: torch.Tensor) -> None:
-    """Refuse memory that holds the negated values, since engines read weights by address."""
-    if tensor.is_neg():
-        raise InvalidInputError(
-            f"{name} is a lazy negation: its memory holds the negated values\n"
-            f"  given: a tensor with torch's negative bit set\n"
-            f"  to do: pass {name}.resolve_neg()"
-        )
+def _check_usable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that engines, which read weights by address, would read wrongly."""
+    reason = unusable(tensor)
+    if reason:
+        raise InvalidInputError(f"weights cannot be read by address\n  given: {name} {reason}")
 
 
 def _as_numbers(values: Any, name: str, wanted: str) -> torch.Tensor:
     """Return `values` as a tensor of the kind of numbers that is wanted, in its own dtype."""
+    if isinstance(values, torch.Tensor):
+        _check_usable(name, values)
     try:
-        tensor = torch.as_tensor(values)
+        own = values.device if isinstance(values, torch.Tensor) else "cpu"
+        tensor = torch.as_tensor(values, device=own)  # not on torch's default device
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
             f"{name} cannot be read as a tensor\n  given: {type(values).__name__} ({error})\n"
@@ -142,7 +151,6 @@ def _as_numbers(values: Any, name: str, wanted: str) -> torch.Tensor:
         raise InvalidInputError(
             f"{name} has the wrong dtype\n  given: {tensor.dtype}\n  allowed: {wanted}"
         )
-    _refuse_lazy_negation(name, tensor)
     return tensor
 
 
@@ -169,12 +177,12 @@ def _check_tensors(weights: LoRAWeights) -> None:
                 f"{name} is not a floating-point tensor\n  given: {kind}\n"
                 f"  allowed: float16, bfloat16, float32 or float64"
             )
-        _refuse_lazy_negation(name, tensor)
         if tensor.device != a.device:
             raise InvalidInputError(
                 f"weights are on different devices\n"
                 f"  given: lora_a on {a.device}, {name} on {tensor.device}\n  allowed: one device"
             )
+        _check_usable(name, tensor)
     if a.dtype != b.dtype:
         raise InvalidInputError(
             f"lora_a and lora_b differ in dtype\n  given: {a.dtype} and {b.dtype}\n"

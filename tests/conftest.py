@@ -9,12 +9,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    # a machine that is busy for a moment is no fault of what is tested
+    settings.register_profile(
+        "no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("no clock")
+
 PEFT_MODELS = [f"hf/test_{name}.py" for name in ("generate", "model", "peft_equality", "smollm2")]
 NEEDS = {
     "peft": ["adapters", *PEFT_MODELS],
     "pydantic": ["adapters", *PEFT_MODELS],
     "pydantic_settings": ["test_cli.py", "test_config.py", "test_registry.py"],
-    "typer": ["test_cli.py"],
+    "typer": ["test_cli.py", "test_registry.py"],
 }
 MISSING = [package for package in NEEDS if importlib.util.find_spec(package) is None]
 collect_ignore = [path for package in MISSING for path in NEEDS[package]]

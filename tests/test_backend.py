@@ -1,5 +1,8 @@
 """The interface: what is checked before a backend's own code runs, and the defaults."""
 
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 from layers import small_batch, small_weights
@@ -10,9 +13,11 @@ from lora_backends import (
     LoRABackend,
     LoRABackendError,
     LoRABatch,
+    LoRAWeights,
     UnsupportedInputError,
     get_backend,
 )
+from lora_backends.testing import expected_linear
 from lora_backends.torch_ref import TorchRefBackend
 
 
@@ -119,11 +124,17 @@ def test_an_override_is_checked_and_may_call_its_parent():
 
 @either_way
 def test_row_strided_views_are_taken(job):
-    x, base = torch.randn(7, 40), torch.zeros(7, 30)
-    expected = job(x=x[:, 3:13].contiguous(), base_output=torch.zeros(7, 14))
-    result = job(x=x[:, 3:13], base_output=base[:, 9:23])
-    assert torch.equal(result, expected)
+    x, base = torch.randn(7, 40)[:, 3:13], torch.zeros(7, 30)
+    result = job(x=x, base_output=base[:, 9:23])
+    # other strides may mean another order of sums, so the rows need not equal contiguous ones
+    _assert_within_bound(result, x, torch.zeros(7, 14))
     assert (base[:, :9] == 0).all() and (base[:, 23:] == 0).all()
+
+
+def _assert_within_bound(y, x, base):
+    """Check y of `small_weights` and `small_batch` against the bound on its rounding errors."""
+    expected = expected_linear(x, small_weights(), small_batch(), base)
+    assert ((y.double() - expected.value).abs() <= expected.bound).all()
 
 
 STRIDED = torch.zeros(20, 7).T
@@ -250,11 +261,9 @@ def test_what_a_mixin_brings_is_checked_too():
 def test_columns_of_one_buffer_may_lie_side_by_side_but_not_overlap():
     backend, weights = TorchRefBackend(), small_weights()
     plan, buffer = backend.prepare_batch(small_batch()), torch.randn(7, 30)
-    x = buffer[:, :10].clone()
-    expected = backend.run_linear(x, weights, plan, buffer[:, 10:24].clone())
-    assert torch.equal(
-        backend.run_linear(buffer[:, :10], weights, plan, buffer[:, 10:24]), expected
-    )
+    x, base = buffer[:, :10].clone(), buffer[:, 10:24].clone()
+    result = backend.run_linear(buffer[:, :10], weights, plan, buffer[:, 10:24])
+    _assert_within_bound(result, x, base)
     for first in (1, 9):
         with pytest.raises(InvalidInputError, match="base_output overlaps x in memory"):
             backend.run_linear(buffer[:, :10], weights, plan, buffer[:, first : first + 14])
@@ -296,3 +305,45 @@ def test_a_numbered_cpu_is_the_cpu():
     backend = TorchRefBackend("cpu:0")
     plan = backend.prepare_batch(small_batch())
     assert backend.run_linear(torch.randn(7, 10), small_weights(), plan).shape == (7, 14)
+
+
+@contextlib.contextmanager
+def _default_device(name):
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def _all_results(name, made):
+    """Return what each operation returns, for weights and batches made of lists and arrays."""
+    backend = get_backend(name, device="cpu")
+    tables = (made.ranks.tolist(), made.scalings.tolist())
+    weights = LoRAWeights(made.lora_a, made.lora_b, *tables, made.output_slices, made.bias)
+    plan = backend.prepare_batch(LoRABatch.from_sequences([3, -1, 0], [2, 1, 4], 4))
+    backend.prepare_batch(LoRABatch(np.array([3, -1, 0, 1, 0, 2, 3]), 4), out=plan)
+    x = torch.linspace(-1, 1, 70, device="cpu").view(7, 10)
+    ids = torch.arange(7, device="cpu")
+    h = backend.run_lora_a(x, weights, plan)
+    return [
+        h,
+        backend.run_lora_b(h, weights, plan),
+        backend.run_linear(x, weights, plan, torch.ones(7, 11, device="cpu")),
+        backend.run_gate_up(x, weights, plan),
+        backend.run_logits(x, weights, plan),
+        backend.run_embedding(ids, weights, plan),
+        backend.run_linear(x[:0], weights, backend.prepare_batch(LoRABatch([], 4))),
+    ]
+
+
+@pytest.mark.parametrize("default", [torch.device, _default_device])
+@pytest.mark.parametrize("name", ["torch_ref", pytest.param("numba_cpu", marks=pytest.mark.slow)])
+def test_the_default_device_of_torch_has_no_effect(name, default):
+    made = small_weights(bias=True, slices=(6, 5))
+    expected = _all_results(name, made)
+    with default("meta"):  # where tensors have no values
+        results = _all_results(name, made)
+    for result, wanted in zip(results, expected, strict=True):
+        assert result.device.type == "cpu"
+        assert torch.equal(result, wanted)

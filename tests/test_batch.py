@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -77,3 +80,61 @@ def test_a_lazy_negation_is_read_by_its_values():
     slots = torch._neg_view(torch.tensor([0, 1, -2]))
     assert LoRABatch(slots, 3).token_slots.tolist() == [0, -1, 2]
     assert not LoRABatch(slots, 3).token_slots.is_neg()
+
+
+@pytest.mark.parametrize(
+    "num_slots", [2**31, 10**30, 10**5000, -(10**5000), 2.5, True], ids=lambda value: "slots"
+)
+def test_a_number_of_slots_that_no_plan_holds_is_refused(num_slots):
+    with pytest.raises(InvalidInputError, match="allowed: an int from 1 to 2147483647"):
+        LoRABatch([0], num_slots)
+
+
+@pytest.mark.parametrize("lengths", [[2**31], [10**12], [2**62] * 2 + [5], [2**62] * 4])
+def test_sequences_of_more_tokens_than_a_plan_holds_are_refused(lengths):
+    """The sum of the last two wraps around in int64, to five tokens and to none."""
+    with pytest.raises(InvalidInputError, match=f"given: {sum(lengths)}\n  allowed: at most"):
+        LoRABatch.from_sequences([0] * len(lengths), lengths, 1)
+
+
+ODD_TENSORS = {
+    "torch.sparse_coo; pass .to_dense": lambda: torch.tensor([0, 1]).to_sparse(),
+    "torch.sparse_csr; pass .to_dense": lambda: torch.eye(2, dtype=torch.int64).to_sparse_csr(),
+    "nested tensor": lambda: torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]),
+    "is quantized, torch.qint8": lambda: torch.quantize_per_tensor(
+        torch.zeros(2), 1.0, 0, torch.qint8
+    ),
+    "masked values": lambda: np.ma.array([0, 1], mask=[False, True]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta state|Quantized|quantized)")
+@pytest.mark.parametrize("told", ODD_TENSORS)
+def test_values_that_cannot_be_read_as_they_lie_are_refused_by_name(told):
+    values = ODD_TENSORS[told]()
+    with pytest.raises(InvalidInputError, match=told):
+        LoRABatch(values, 3)
+    with pytest.raises(InvalidInputError, match=told):
+        LoRABatch.from_sequences([0, 1], values, 3)
+
+
+@pytest.mark.parametrize(
+    "values", ["abc", b"ab", None, {}, {0}, np.array([0, None]), [[[]]], [None]]
+)
+def test_what_is_no_list_of_integers_is_refused(values):
+    with pytest.raises(InvalidInputError, match="token_slots"):
+        LoRABatch(values, 3)
+
+
+def test_a_list_nested_deeply_is_refused():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidInputError, match="token_slots"):
+        LoRABatch(deep, 3)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_is_an_equal_batch(copied):
+    batch = copied(LoRABatch([0, -1, 2], 3))
+    assert batch.token_slots.tolist() == [0, -1, 2] and batch.num_slots == 3

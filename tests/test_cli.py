@@ -4,16 +4,48 @@ import importlib
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
 
-from lora_backends.cli import app
+from lora_backends.cli import COMMANDS, app
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, LoRABackendError
+from lora_backends.operations import OPERATIONS
 
 
 def run(*arguments):
     return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_and_version_import_no_engine(argument):
+    code = (
+        "import sys; from lora_backends.cli import COMMANDS, app\n"
+        f"app([{argument!r}], standalone_mode=False)\n"
+        "slow = {'torch', 'numpy', 'pydantic', 'numba', 'triton', 'transformers'}\n"
+        "assert not slow & sys.modules.keys(), slow & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_version_is_that_of_the_package():
+    assert run("--version").stdout == f"lora-backends {version('lora-backends')}\n"
+
+
+def test_help_lists_every_command_and_describes_each():
+    listed = run("--help").stdout
+    for name, (function, summary) in COMMANDS.items():
+        assert f"{name} " in listed and summary.split(",")[0][:30] in listed
+        module = importlib.import_module(f"lora_backends.cli.{name}")
+        described = " ".join(run(name, "--help").stdout.replace("│", "").split())
+        first = getattr(module, function).__doc__.split(".")[0]
+        assert " ".join(first.split()) in described
+
+
+def test_a_misspelt_command_gets_a_suggestion():
+    result = run("lits")
+    assert result.exit_code == 2 and "Did you mean 'list'?" in result.output
 
 
 def test_list_tells_what_runs_here_and_what_each_supports():
@@ -182,6 +214,15 @@ def test_bench_prints_a_table_and_keeps_results_and_plots(small_copies, tmp_path
     assert json.loads(run("bench", "--from-json", str(file), "--json").stdout) == found
 
 
+def test_bench_times_every_operation_on_request(small_copies):
+    result = bench(*SMALL, "--operations", "all", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    expected = [operation.name for operation in OPERATIONS if operation.same_as is None]
+    assert list(dict.fromkeys(row["operation"] for row in rows)) == expected
+    assert all(row["results"]["torch_ref"]["us"] > 0 for row in rows)
+
+
 def test_bench_prints_json_and_nothing_else_on_request(small_copies):
     result = bench(*SMALL, "--json")
     assert [cell["tokens"] for cell in json.loads(result.stdout)["rows"]] == [3, 9]
@@ -279,7 +320,6 @@ def tuning(monkeypatch, tmp_path):
 
     from lora_backends.bench.cells import Cell
     from lora_backends.bench.tune import Tuning, make_points
-    from lora_backends.triton import tuning as config
 
     class Lab:
         def prepare(self, tiles):
@@ -291,9 +331,9 @@ def tuning(monkeypatch, tmp_path):
         def keep(self, kept):
             pass
 
-    points = make_points([Cell("o", 64, (64,), 16, 8, 16)], config, torch.bfloat16)
+    points = make_points([Cell("o", 64, (64,), 16, 8, 16)], torch.bfloat16)
     path = tmp_path / "t.json"
-    job = Tuning("triton", config, torch.device("cpu"), torch.bfloat16, points, path, 60)
+    job = Tuning("triton", torch.device("cpu"), torch.bfloat16, points, path, 60)
     command = importlib.import_module("lora_backends.cli.tune")  # the package's name is a function
     monkeypatch.setattr(command, "make_tuning", lambda *_, **__: job)
     monkeypatch.setattr("lora_backends.bench.tune_gpu.gpu_lab", lambda _: lambda _: Lab())
@@ -315,7 +355,7 @@ def test_tune_interrupted_says_what_is_kept(tuning, monkeypatch):
     monkeypatch.setattr("lora_backends.bench.tune_gpu.gpu_lab", interrupted)
     result = run("tune", "triton")
     assert result.exit_code == 130
-    assert f"{tuning.path} has what was found" in result.output.replace("\n", "")
+    assert f"{tuning.path} has the results so far" in result.output.replace("\n", "")
 
 
 @pytest.mark.parametrize("backend", ["triton", "csgmv", "torch_ref", "numba_cpu"])
@@ -326,6 +366,7 @@ def test_explain_draws_in_the_terminal_and_to_a_file(tmp_path, backend):
         "--svg", str(svg),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
+    assert f"{backend}, run_linear: 5 tokens" in result.stdout
     assert "kernel order: 2 0 3-4" in result.stdout and "shrink" in result.stdout
     assert "\x1b" not in result.stdout and result.stdout.isascii()
     assert svg.read_text().startswith("<svg")

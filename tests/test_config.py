@@ -129,3 +129,65 @@ def test_an_unknown_backend_is_unavailable_and_invalid():
     for error in (InvalidInputError, BackendUnavailableError):
         with pytest.raises(error, match="did you mean 'torch_ref'"):
             LoRAConfig(backend="torchref")
+
+
+DEEP = "[" * 5000 + "]" * 5000
+LONG = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"backend = {DEEP}", "is not valid TOML"),
+        (f"max_rank = {LONG}", "is not valid TOML"),
+        (f"[backend_options]\na = {LONG}", "is not valid TOML"),
+        (f"max_rank = {LONG[:4000]}", "less than or equal to 2147483647"),
+        (f"max_adapters = {LONG[:30]}", "less than or equal to 2147483647"),
+        (f"backend = '{'x' * 10**6}'", "no backend named 'xxx"),
+    ],
+    ids=[
+        "deep",
+        "5000 digits",
+        "5000 digits in a table",
+        "4000 digits",
+        "30 digits",
+        "a long word",
+    ],
+)
+def test_deep_and_huge_values_in_a_file_are_refused_shortly(file, text, told):
+    with pytest.raises(InvalidInputError, match=told) as raised:
+        LoRAConfig.from_file(file(text))
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("MAX_RANK", LONG),
+        ("MAX_RANK", LONG[:4000]),
+        ("BACKEND_OPTIONS", f'{{"a": {LONG}}}'),
+        ("BACKEND_OPTIONS", f'{{"a": {"[" * 100_000}'),
+        ("BACKEND_OPTIONS", f'{{"a": {"[" * 20_000 + "]" * 20_000}}}'),
+    ],
+    ids=["5000 digits", "4000 digits", "5000 digits in a table", "an open list", "deep"],
+)
+def test_deep_and_huge_values_in_the_environment_are_refused(monkeypatch, variable, value):
+    monkeypatch.setenv(f"LORA_BACKENDS_{variable}", value)
+    with pytest.raises(InvalidInputError, match="max_rank|the environment is wrong"):
+        LoRAConfig()
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), 2**31], ids=["long", "negative", "int32"])
+def test_huge_arguments_are_refused(value):
+    with pytest.raises(InvalidInputError, match="max_rank in the arguments"):
+        LoRAConfig(max_rank=value)
+    with pytest.raises(InvalidInputError, match="max_new_tokens in the arguments"):
+        GenerateConfig(max_new_tokens=value)
+
+
+def test_an_argument_nested_deeply_is_refused():
+    deep = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    with pytest.raises(InvalidInputError, match="backend in the arguments"):
+        LoRAConfig(backend=deep)

@@ -1,5 +1,6 @@
 """Backends by name, with distributions made for the test in a temporary folder."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -11,10 +12,12 @@ from lora_backends import (
     BackendUnavailableError,
     InvalidInputError,
     LoRAConfig,
+    UnsupportedInputError,
     backend_names,
     get_backend,
     unavailable_reasons,
 )
+from lora_backends.cli import app
 
 PLUGIN = """
     from lora_backends.torch_ref import TorchRefBackend
@@ -90,20 +93,56 @@ def test_a_broken_plugin_hurts_only_the_one_who_asks_for_it(install):
     assert "no_such_module_here" in unavailable_reasons("plugin", "cpu")[0]
 
 
-BROKEN = {
-    "leaves": "raise SystemExit(3)",
-    "cannot tell": PLUGIN.replace("PRIORITY", "99")
-    + """
+EAGER = PLUGIN.replace("PRIORITY", "99")
+PANIC = """
+    class Panic(BaseException):
+        pass
+"""
+REASONS = """
         @classmethod
         def unavailable_reasons(cls, device):
-            raise ModuleNotFoundError("no_such_module_here")
+            {}
+"""
+BROKEN = {
+    "leaves": "raise SystemExit(3)",
+    "panics": PANIC + "    raise Panic('no_such_module_here')",
+    "raises what cannot be shown": """
+    class Silent(Exception):
+        def __str__(self):
+            raise SystemExit(3)
+    raise Silent
 """,
-    "cannot be made": PLUGIN.replace("PRIORITY", "99").replace(
-        "self.tile = tile", "raise RuntimeError('no_such_module_here')"
+    "raises an error of the library": """
+    from lora_backends import BackendUnavailableError
+    raise BackendUnavailableError("no")
+""",
+    "cannot be shown": """
+    class Silent:
+        def __repr__(self):
+            raise SystemExit(3)
+    Plugin = Silent()
+""",
+    "cannot tell": EAGER + REASONS.format("raise ModuleNotFoundError('no_such_module_here')"),
+    "leaves when asked": EAGER + REASONS.format("raise SystemExit(3)"),
+    "gives no reasons": EAGER + REASONS.format("return None"),
+    "gives one sentence": EAGER + REASONS.format("return 'it is Monday'"),
+    "gives numbers": EAGER + REASONS.format("return [3]"),
+    "cannot be made": EAGER.replace("self.tile = tile", "raise RuntimeError('no_such_module')"),
+    "panics when made": PANIC + EAGER.replace("self.tile = tile", "raise Panic"),
+    "leaves when made": EAGER.replace("self.tile = tile", "raise SystemExit(3)"),
+    "makes something else": EAGER
+    + """
+        def __new__(cls, *args, **kwargs):
+            return 3
+""",
+    "forgets its device": EAGER.replace("super().__init__(device)", "pass"),
+    "takes no device": EAGER.replace('device="cpu", *, tile: int = 16', "").replace(
+        "super().__init__(device)", "pass"
     ),
-    "takes no device": PLUGIN.replace("PRIORITY", "99")
-    .replace('device="cpu", *, tile: int = 16', "")
-    .replace("super().__init__(device)", "pass"),
+    "has no dtypes": EAGER + "        dtypes = None",
+    "has names for dtypes": EAGER + "        dtypes = ('float32',)",
+    "has a name for devices": EAGER + "        device_types = 'cpu'",
+    "has no type of plan": EAGER + "        plan_type = None",
     "is abstract": """
     from lora_backends import LoRABackend
 
@@ -117,9 +156,88 @@ BROKEN = {
 def test_a_plugin_that_fails_in_any_way_is_passed_over_by_auto(install, how):
     install("lb_plugin_x", BROKEN[how], "plugin", "lb_plugin_x:Plugin")
     assert get_backend("auto", device="cpu").name != "plugin"
-    unavailable_reasons("plugin", "cpu")
+    assert all(isinstance(reason, str) for reason in unavailable_reasons("plugin", "cpu"))
     with pytest.raises(BackendUnavailableError, match="plugin"):
         get_backend("plugin", device="cpu")
+
+
+def test_a_plugin_that_refuses_its_options_is_passed_over_by_auto(install):
+    code = textwrap.dedent(EAGER.replace("self.tile = tile", "raise UnsupportedInputError('no')"))
+    code = "from lora_backends import UnsupportedInputError\n" + code
+    install("lb_plugin_x", code, "plugin", "lb_plugin_x:Plugin")
+    assert get_backend("auto", device="cpu").name != "plugin"
+    with pytest.raises(UnsupportedInputError):
+        get_backend("plugin", device="cpu")
+
+
+def listed(capsys):
+    """Return what `lora-backends list --json` says of each backend."""
+    app(["list", "--device", "cpu", "--json"], standalone_mode=False)
+    return {backend["name"]: backend for backend in json.loads(capsys.readouterr().out)}
+
+
+SEEN_WHEN_MADE = {
+    "cannot be made",
+    "panics when made",
+    "leaves when made",
+    "makes something else",
+    "forgets its device",
+    "takes no device",
+    "is abstract",
+}
+
+
+@pytest.mark.parametrize("how", BROKEN.keys() - SEEN_WHEN_MADE)
+def test_list_names_a_plugin_that_fails_and_describes_the_others(install, how, capsys):
+    install("lb_plugin_x", BROKEN[how], "plugin", "lb_plugin_x:Plugin")
+    found = listed(capsys)
+    assert not found["plugin"]["runs_here"] and "plugin" in found["plugin"]["reasons"][0]
+    assert found["torch_ref"]["runs_here"]
+
+
+@pytest.mark.parametrize("priority", ["None", "'high'", "float('inf')", "float('nan')", "'9'"])
+def test_list_says_that_auto_passes_over_a_wrong_priority(install, priority, capsys):
+    value = priority if priority == "None" else f'{{"cpu": {priority}}}'
+    code = PLUGIN.replace('{"cpu": PRIORITY}', value)
+    install("lb_plugin_x", code, "plugin", "lb_plugin_x:Plugin")
+    assert get_backend("auto", device="cpu").name != "plugin"
+    assert "plugin.auto_priority" in listed(capsys)["plugin"]["not_in_auto"]
+    assert listed(capsys)["torch_ref"]["not_in_auto"] is None
+
+
+def test_list_prints_json_alone_when_a_plugin_prints(install, capsys):
+    install(
+        "lb_plugin_x", "print('hello')\n" + textwrap.dedent(EAGER), "plugin", "lb_plugin_x:Plugin"
+    )
+    assert listed(capsys)["plugin"]["runs_here"]
+
+
+def test_an_interrupt_of_the_user_is_no_fault_of_the_plugin(install):
+    install("lb_plugin_x", "raise KeyboardInterrupt", "plugin", "lb_plugin_x:Plugin")
+    with pytest.raises(KeyboardInterrupt):
+        get_backend("auto", device="cpu")
+
+
+@pytest.mark.parametrize("text", ["[lora_backends]\nplugin\n", "[console_scripts]\nx\n", "\xff"])
+def test_an_unreadable_list_of_entry_points_hides_no_other_backend(install, tmp_path, capsys, text):
+    install("lb_plugin_x", EAGER, "plugin", "lb_plugin_x:Plugin")
+    install("lb_plugin_bad", "", "bad", "lb_plugin_bad:Plugin")
+    entries = tmp_path / "lb_plugin_bad-1.0.dist-info" / "entry_points.txt"
+    entries.write_bytes(text.encode("latin-1"))
+    assert {"plugin", "torch_ref"} <= set(backend_names())
+    assert get_backend("auto", device="cpu").name == "plugin"
+    app(["list", "--device", "cpu"], standalone_mode=False)
+    assert "entry points of lb_plugin_bad 1.0 cannot be read" in capsys.readouterr().err
+    with pytest.raises(BackendUnavailableError, match=r"entry points of lb_plugin_bad 1\.0"):
+        get_backend("bad", device="cpu")
+
+
+def test_auto_says_what_was_wrong_with_each_backend_when_none_runs(install):
+    install("lb_plugin_x", "import no_such_module_here", "plugin", "lb_plugin_x:Plugin")
+    with pytest.raises(BackendUnavailableError, match="no backend runs on meta") as raised:
+        get_backend("auto", device="meta")
+    assert "no_such_module_here" in str(raised.value)
+    assert "torch_ref runs on cpu" in str(raised.value)
 
 
 @pytest.mark.parametrize("priority", ["None", "'high'"])

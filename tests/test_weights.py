@@ -71,3 +71,48 @@ def test_a_lazy_negation_is_refused(name):
     arguments[name] = torch._neg_view(arguments[name])
     with pytest.raises(InvalidInputError, match=f"{name} is a lazy negation"):
         LoRAWeights(**arguments)
+
+
+ODD_TENSORS = {
+    "torch.sparse_coo; pass .to_dense": lambda tensor: tensor.to_sparse(),
+    "torch.sparse_csr; pass .to_dense": lambda tensor: tensor.to_sparse_csr(),
+    "is a nested tensor": lambda tensor: torch.nested.nested_tensor(list(tensor)),
+}
+NAMES = ["lora_a", "lora_b", "ranks", "scalings", "bias"]
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta state)")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [(name, told) for name in NAMES for told in ODD_TENSORS if "csr" not in told or name == "bias"],
+)
+def test_a_tensor_whose_memory_holds_no_values_is_refused_by_name(name, told):
+    arguments = GOOD | {"bias": torch.zeros(4, 12)}
+    arguments[name] = ODD_TENSORS[told](arguments[name])
+    with pytest.raises(InvalidInputError, match=f"{name} .*{told}"):
+        LoRAWeights(**arguments)
+
+
+@pytest.mark.parametrize("names", [["ranks"], ["scalings"], GOOD.keys() - {"output_slices"}])
+def test_weights_on_meta_are_refused(names):
+    with pytest.raises(InvalidInputError, match="is on meta, where tensors have no values"):
+        LoRAWeights(**GOOD | {name: GOOD[name].to("meta") for name in names})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"lora_a": GOOD["lora_a"].numpy()}, "lora_a is not a floating-point tensor"),
+        ({"lora_b": "x"}, "lora_b is not a floating-point tensor"),
+        ({"ranks": "x"}, "ranks cannot be read"),
+        ({"ranks": [[10**5000] * 3] * 4}, "ranks cannot be read"),
+        ({"scalings": [[10**400] * 3] * 4}, "scalings cannot be read"),
+        ({"scalings": torch.ones(4, 3, requires_grad=True)}, "scalings requires a gradient"),
+        ({"output_slices": (10**30, 2, 2)}, "allowed: at least one int from 1 to 2147483647"),
+        ({"output_slices": (10**5000, 2, 2)}, "a value of type tuple that cannot be shown"),
+        ({"output_slices": "abc"}, "output_slices is not a tuple of widths"),
+    ],
+)
+def test_what_is_no_layer_is_refused(change, told):
+    with pytest.raises(InvalidInputError, match=told):
+        LoRAWeights(**GOOD | change)

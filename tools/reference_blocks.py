@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from lora_backends import LoRABackend, backend_names
 from lora_backends.dtypes import dtype_name
-from lora_backends.registry import ENV_PREFIX, backend_class
+from lora_backends.names import ENV_PREFIX
+from lora_backends.registry import backend_class
 
 ROOT = Path(__file__).resolve().parents[1]
 HELP_OPTION = "* `--help`: Show this message and exit.\n"

@@ -1,6 +1,6 @@
-"""What `lora-backends bench` measures: backends side by side, layer by layer, against a limit.
+"""`lora-backends bench`: times backends side by side, layer by layer, against a limit.
 
-Importing and running it needs torch alone; plots need matplotlib.
+It needs torch alone; plots need matplotlib.
 """
 
 from lora_backends.bench.cells import Cell

@@ -1,4 +1,4 @@
-"""What is timed: a cell is one layer's shape and one batch."""
+"""Cells: the shape of a layer, a batch and an operation, timed together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError, did_you_mean
-from lora_backends.model_shapes import Projections
+from lora_backends.model_shapes import EMBEDDING, LAYER, Projections
+from lora_backends.operations import BY_NAME, Input, find_operation
 
 MIXES = ("identical", "distinct", "uniform", "skewed")
-"""How tokens are dealt over adapters, after Punica (arXiv 2310.18547)."""
+"""How tokens are assigned to adapters, after Punica (arXiv 2310.18547)."""
 ZIPF = 1.5
-MIN_SLOTS = 8  # a stack has room for more adapters than a small batch uses
+H_BYTES, ID_BYTES = 4, 8  # of one value of h, and of one token id
+MIN_SLOTS = 8  # a stack usually has more slots than a small batch uses
 
 Composition = tuple[int, int, int, str]  # tokens, adapters, rank, mix
 
@@ -45,26 +47,28 @@ COMPOSITIONS: Mapping[str, Sequence[Composition]] = {
         (64, 8, 64, "uniform"),
     ),
 }
-"""The batches that each projection of a model is timed with, by type of device."""
+"""The default batches for each projection, by type of device."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One layer and one batch.
+    """One layer, one batch and one operation.
 
     Args:
-        projection: its name in tables and plots.
+        projection: name of the layer in tables and plots.
         in_features: width of x.
         output_slices: width of every slice of y.
         tokens: rows of x.
-        adapters: adapters that tokens are dealt over; a batch may leave some without a token.
+        adapters: number of adapters; some may have no token.
         rank: of all adapters.
-        mix: one of `MIXES`. identical: all tokens use one adapter; distinct: every token its own;
-            uniform: dealt round-robin, so that neighbours use different adapters; skewed: drawn
+        mix: one of `MIXES`. identical: all tokens use one adapter; distinct: each token uses its
+            own; uniform: round-robin, so that neighbours use different adapters; skewed: drawn
             with a popularity that falls as 1 / i^1.5, tokens of one adapter side by side.
+        operation: the name of one of `OPERATIONS`.
 
     Raises:
-        InvalidInputError: a size below 1, or no such mix.
+        InvalidInputError: a size below 1, no such mix or operation, or an operation for another
+            number of slices.
 
     Source:
         Punica: Multi-Tenant LoRA Serving, arXiv 2310.18547, names the four mixes.
@@ -77,18 +81,23 @@ class Cell:
     adapters: int
     rank: int
     mix: str = "uniform"
+    operation: str = "run_linear"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_slices", tuple(self.output_slices))
         sizes = (self.in_features, *self.output_slices, self.tokens, self.adapters, self.rank)
         if not self.output_slices or min(sizes) < 1:
-            raise InvalidInputError(
-                f"not a layer and a batch\n  given: {self}\n  allowed: sizes >= 1"
-            )
+            raise InvalidInputError(f"not a cell\n  given: {self}\n  allowed: sizes >= 1")
         if self.mix not in MIXES:
             raise InvalidInputError(
                 f"no mix of adapters named {self.mix!r}{did_you_mean(self.mix, MIXES)}\n"
                 f"  allowed: {', '.join(MIXES)}"
+            )
+        find_operation(self.operation)
+        if not fits(self.operation, len(self.output_slices)):
+            raise InvalidInputError(
+                f"{self.operation} does not run a layer of {len(self.output_slices)} slices\n"
+                f"  given: {self}"
             )
         fixed = {"identical": 1, "distinct": self.tokens}
         object.__setattr__(self, "adapters", fixed.get(self.mix, self.adapters))
@@ -105,12 +114,12 @@ class Cell:
 
     @property
     def token_slots(self) -> list[int]:
-        """The slot of every token: the same ones every time."""
+        """The slot of every token; equal cells have equal slots."""
         return deal(self.tokens, self.adapters, self.mix == "skewed")
 
     @property
     def active_adapters(self) -> int:
-        """Adapters that have a token."""
+        """Number of adapters with a token."""
         return len(set(self.token_slots))
 
     def adapter_bytes(self, itemsize: int) -> int:
@@ -119,15 +128,40 @@ class Cell:
         return itemsize * self.rank * width
 
     def bytes_moved(self, itemsize: int) -> int:
-        """Return what must move: active A and B once, x once, y read and written."""
-        rows = itemsize * self.tokens * (self.in_features + 2 * self.out_features)
-        return self.active_adapters * self.adapter_bytes(itemsize) + rows
+        """Return the bytes that the operation must move.
+
+        Active A and B are read once, the input is read once, y is read and written, and h counts
+        only where it is the input or the result. Of A, token ids select one column per token.
+        """
+        operation, active = find_operation(self.operation), self.active_adapters
+        h = len(self.output_slices) * self.tokens * self.rank
+        rows_of_a = active * len(self.output_slices) * self.rank
+        inputs = {
+            Input.ROWS: itemsize * (rows_of_a + self.tokens) * self.in_features,
+            Input.TOKEN_IDS: itemsize * h + ID_BYTES * self.tokens,
+            Input.H: H_BYTES * h,
+        }
+        outputs = {
+            "h": H_BYTES * h,
+            "y": itemsize * (active * self.rank + 2 * self.tokens) * self.out_features,
+        }
+        return inputs[operation.input] + outputs[operation.result]
 
     @property
     def flop(self) -> int:
-        """Multiplications and additions of shrink and expand."""
-        width = len(self.output_slices) * self.in_features + self.out_features
+        """Multiplications and additions of the operation."""
+        operation, width = find_operation(self.operation), 0
+        if operation.input is Input.ROWS:
+            width += len(self.output_slices) * self.in_features
+        if operation.result == "y":
+            width += self.out_features
         return 2 * self.tokens * self.rank * width
+
+    @property
+    def launches(self) -> int:
+        """Kernels that the operation needs: one that makes h, one that makes y."""
+        operation = find_operation(self.operation)
+        return (operation.input is not Input.H) + (operation.result == "y")
 
     def describe(self) -> dict[str, Any]:
         """Return the cell as a row of a result file."""
@@ -137,11 +171,16 @@ class Cell:
         }
 
 
+def fits(operation: str, num_slices: int) -> bool:
+    """Return whether an operation takes layers of so many slices."""
+    return find_operation(operation).num_slices in (None, num_slices)
+
+
 def deal(tokens: int, adapters: int, skewed: bool) -> list[int]:
-    """Return the slot of every token: dealt round-robin, or drawn by popularity and grouped."""
+    """Return the slot of every token: round-robin, or drawn by popularity and sorted."""
     if not skewed:
         return [token % adapters for token in range(tokens)]
-    popularity = torch.arange(1, adapters + 1).double() ** -ZIPF
+    popularity = torch.arange(1, adapters + 1, device="cpu").double() ** -ZIPF
     generator = torch.Generator().manual_seed(0)
     drawn = torch.multinomial(popularity, tokens, True, generator=generator)
     return sorted(int(slot) for slot in drawn)
@@ -154,8 +193,9 @@ def make_cells(
     adapters: Sequence[int] = (),
     ranks: Sequence[int] = (),
     mixes: Sequence[str] = (),
+    operations: Sequence[str] = ("run_linear",),
 ) -> list[Cell]:
-    """Return every projection with every batch.
+    """Return every operation with every projection that it takes and every batch.
 
     Args:
         projections: from `preset`, `read_config`, or by hand.
@@ -164,18 +204,50 @@ def make_cells(
         adapters: numbers of adapters.
         ranks: ranks.
         mixes: some of `MIXES`.
+        operations: names; those that read token ids take the embedding, if there is one, and
+            others all projections but the embedding.
 
     Returns:
         The cells, none twice.
+
+    Raises:
+        InvalidInputError: no such operation, or one that takes none of the projections.
     """
     compositions: Iterable[Composition] = COMPOSITIONS[device_type]
     if tokens or adapters or ranks or mixes:
         compositions = itertools.product(
             tokens or (16, 64, 256), adapters or (8,), ranks or (16,), mixes or ("uniform",)
         )
-    pairs = itertools.product(projections.items(), list(compositions))
-    cells = [Cell(name, width, slices, *batch) for (name, (width, slices)), batch in pairs]
+    layers = [
+        (operation, name, *projections[name])
+        for operation in operations
+        for name in projections_of(operation, projections)
+    ]
+    cells = [
+        Cell(name, width, slices, *batch, operation=operation)
+        for (operation, name, width, slices), batch in itertools.product(layers, list(compositions))
+    ]
     return list(dict.fromkeys(cells))
+
+
+def projections_of(operation: str, projections: Projections) -> list[str]:
+    """Return the names of the projections that an operation takes.
+
+    Raises:
+        InvalidInputError: no such operation, or it takes none of them.
+    """
+    ids = find_operation(operation).input is Input.TOKEN_IDS
+    names = [
+        name
+        for name, (_, slices) in projections.items()
+        if fits(operation, len(slices)) and (name == LAYER or ids is (name == EMBEDDING))
+    ]
+    if not names:
+        raise InvalidInputError(
+            f"{operation} takes none of the layers\n  given: {projections}\n"
+            f"  needed: {BY_NAME[operation].num_slices or 'any number of'} slices"
+        )
+    return names
 
 
 def num_layers(cell: Cell, itemsize: int, rotated_bytes: float, most: int) -> int:

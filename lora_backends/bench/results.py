@@ -19,7 +19,7 @@ from lora_backends.errors import InvalidInputError
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "peft")
 FORMAT = "lora-backends results 2"
-"""The format of every result file; `read_result` reads no other."""
+"""The format of every result file; `read_result` refuses others."""
 DECODE_TOKENS = 256
 """Batches of at most as many tokens are counted as decode, larger ones as prefill."""
 
@@ -75,7 +75,7 @@ def result_text(result: Mapping[str, Any]) -> str:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Make a folder and try it, before anything is measured that could not be kept.
+    """Make a folder and try to write to it, before anything is measured.
 
     Raises:
         InvalidInputError: the folder cannot be made or written to.
@@ -101,7 +101,7 @@ def read_result(path: Path) -> dict[str, Any]:
         result = json.loads(path.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not valid JSON: {error}") from error
     given = result.get("format") if isinstance(result, dict) else None
     if given != FORMAT:
@@ -144,6 +144,12 @@ def summarize(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "errors": sum("error" in row["results"].get(name, {}) for row in result["rows"]),
         }
     return summary
+
+
+def layer_name(row: Mapping[str, Any]) -> str:
+    """Return the name of a row's layer, and its operation where that is not the usual one."""
+    projection, operation = str(row["projection"]), str(row["operation"])
+    return projection if operation == "run_linear" else f"{projection}, {operation}"
 
 
 def _fastest(row: Mapping[str, Any]) -> float:

@@ -23,7 +23,7 @@ from lora_backends.bench.job import best_device, make_job
 from lora_backends.bench.results import check_writable, versions
 from lora_backends.bench.search import MARGIN, Found, Lab, RulesFail, search
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.registry import backend_class, get_backend, unavailable_reasons
+from lora_backends.registry import backend_class, unavailable_reasons
 from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, BatchShape, LayerShape, tile_faults
@@ -114,7 +114,7 @@ def tune_points(
     done = {point.key for point in job.points if same_software and point.key in entries}
     progress = Progress(entries, len(done))
     todo = [point for point in job.points if point.key not in done]
-    in_use = get_backend(job.backend, job.device).tile_source  # type: ignore[attr-defined]
+    in_use = engine_with_tiles(job.backend)(job.device).tile_source
     end = now() + job.budget
     for i, point in enumerate(todo):
         start = now()
@@ -276,7 +276,7 @@ def make_tuning(
         LoRABackendError: arguments that contradict each other, a folder that cannot be written to,
             or an existing file that is no table of this device; nothing has been measured.
     """
-    check_has_tiles(backend)
+    engine_with_tiles(backend)
     seconds, where = parse_budget(budget), _gpu(backend, device)
     given = layers | {key: layers.get(key) or value for key, value in DEFAULTS.items()}
     options = [f"{backend}.tiles=rules"]
@@ -291,18 +291,20 @@ def make_tuning(
     return Tuning(backend, where, measured.dtype, points, path, seconds)
 
 
-def check_has_tiles(backend: str) -> None:
-    """Refuse an engine without tile sizes.
+def engine_with_tiles(backend: str) -> type[SgmvBackend]:
+    """Return the class of an engine that has tile sizes.
 
     Raises:
         BackendUnavailableError: no backend of that name is registered, or it does not import.
         UnsupportedInputError: it has no tiles to tune.
     """
-    if not issubclass(backend_class(backend), SgmvBackend):
+    engine = backend_class(backend)
+    if not issubclass(engine, SgmvBackend):
         raise UnsupportedInputError(
             f"backend {backend!r} has no tiles to tune\n"
             f"  allowed: an engine with tiles, e.g. triton"
         )
+    return engine
 
 
 def _gpu(backend: str, device: str | None) -> torch.device:

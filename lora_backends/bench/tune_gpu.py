@@ -1,8 +1,8 @@
 """Compiling, checking and timing tile sizes on a GPU: the `Lab` of a search.
 
-A plain loop compiles. Triton takes 0.5 to 1 s for a kernel, but a candidate changes one kernel of
-two, and a kernel depends on neither the number of tokens nor of adapters: the batches of a layer
-share what one of them has compiled.
+Candidates are compiled one by one. Triton takes 0.5 to 1 s for a kernel, but a candidate changes
+one kernel of two, and kernels depend on neither the number of tokens nor of adapters, so the
+batches of a layer share them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lora_backends.backend import LoRAPlan
 from lora_backends.bench.layers import Workload, check, make_layers, make_workload, reference
 from lora_backends.bench.timing import between_events
 from lora_backends.bench.tune import Point, Tuning
-from lora_backends.registry import get_backend
+from lora_backends.selection import get_backend
 from lora_backends.sgmv.tiles.source import fixed_source
 from lora_backends.weights import LoRAWeights
 
@@ -52,14 +52,14 @@ class GpuLab:
     """A `Lab` for one point.
 
     Args:
-        job: what is tuned.
+        job: the run.
         point: the layer, the batch and the tile of its plan.
         work: the batch, and the layers that a graph runs.
     """
 
     def __init__(self, job: Tuning, point: Point, work: Workload) -> None:
         self._job, self._point, self._work = job, point, work
-        self._expected = reference(work.x, work.layers[0], work.batch)
+        self._expected = reference(work)
         self._prepared: dict[Any, _Prepared] = {}
 
     def prepare(self, tiles: Any) -> str | None:

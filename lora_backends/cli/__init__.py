@@ -1,32 +1,85 @@
-"""The `lora-backends` command: one file per subcommand."""
+"""The `lora-backends` command: one file per subcommand, imported when it runs."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from lora_backends.cli.bench import bench
-from lora_backends.cli.explain import explain
-from lora_backends.cli.generate import generate
-from lora_backends.cli.list import list_backends
-from lora_backends.cli.tune import tune
-from lora_backends.cli.verify import verify
 from lora_backends.errors import LoRABackendError
+
+COMMANDS = {
+    "list": ("list_backends", "List every registered backend, and whether it runs here."),
+    "explain": ("explain", "Draw how a backend cuts a batch for a layer."),
+    "generate": ("generate", "Answer prompts in one batch, every row with its own adapter."),
+    "tune": ("tune", "Search tile sizes on this GPU, and write them to a table."),
+    "verify": ("verify", "Check that a backend computes what the interface says."),
+    "bench": ("bench", "Time backends side by side, and against what the device allows."),
+}
+"""Name of a subcommand, which is its module's, to its function and one line of help."""
+
+
+class Commands(TyperGroup):
+    """Imports a subcommand only to run or describe it: most of them import torch, for seconds."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {
+            name: TyperCommand(name, help=summary) for name, (_, summary) in COMMANDS.items()
+        }
+        self._listing = False
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a subcommand; while they are listed, its name and its line of help."""
+        if self._listing or cmd_name not in COMMANDS:
+            return self.commands.get(cmd_name)
+        module = import_module(f"lora_backends.cli.{cmd_name}")
+        single = typer.Typer(add_completion=False)
+        single.command(cmd_name)(getattr(module, COMMANDS[cmd_name][0]))
+        return typer.main.get_command(single)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help of the group itself."""
+        self._listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._listing = False
+
 
 app = typer.Typer(
     name="lora-backends",
+    cls=Commands,
     help="Multi-LoRA compute: every row of a batch its own adapter, on the engine of your choice.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("list")(list_backends)
-app.command("explain")(explain)
-app.command("generate")(generate)
-app.command("tune")(tune)
-app.command("verify")(verify)
-app.command("bench")(bench)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            typer.echo(f"lora-backends {version('lora-backends')}")
+        except PackageNotFoundError:
+            typer.echo("lora-backends, not installed as a package")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Multi-LoRA compute: every row of a batch its own adapter, on the engine of your choice."""
 
 
 def main() -> None:

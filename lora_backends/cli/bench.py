@@ -1,4 +1,4 @@
-"""`lora-backends bench`: backends side by side on this device, against its limit."""
+"""`lora-backends bench`: times backends side by side on this device, against its limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lora_backends.bench import Cell, read_result, summarize
 from lora_backends.bench.job import Job, make_job
-from lora_backends.bench.results import check_writable, result_text
+from lora_backends.bench.results import check_writable, layer_name, result_text
 from lora_backends.cli.console import INTERRUPTED, note, output, table
 from lora_backends.cli.options import (
     ConfigJson,
@@ -25,6 +25,7 @@ from lora_backends.cli.options import (
     Preset,
 )
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.operations import BY_NAME
 
 NOISY_PERCENT = 15
 
@@ -40,8 +41,12 @@ def bench(
     mixes: Annotated[
         str | None, typer.Option(help="How adapters mix: identical,distinct,uniform,skewed.")
     ] = None,
+    operations: Annotated[
+        str | None,
+        typer.Option(help=f"all, or some of {', '.join(BY_NAME)}; default: run_linear."),
+    ] = None,
     backends: Annotated[
-        str | None, typer.Option(help="Backends, e.g. triton,torch_ref; all that run if left out.")
+        str | None, typer.Option(help="Backends, e.g. triton,torch_ref; default: all that run.")
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME.KEY=VALUE", help="A backend's option.")
@@ -57,10 +62,10 @@ def bench(
         Path | None, typer.Option(help="Measure nothing: show the results in this file.")
     ] = None,
 ) -> None:
-    """Time backends side by side, layer by layer, and compare with what the device allows.
+    """Time backends side by side, layer by layer, and compare them with the device's limit.
 
-    Every result is checked before it is timed. Given --tokens, --adapters, --rank or --mixes,
-    every combination is timed; else a set made for the device.
+    Every result is checked before it is timed. With --tokens, --adapters, --rank or --mixes, every
+    combination is timed; without, a set of batches for the device.
     """
     asked: dict[str, Any] = {
         "preset_name": preset,
@@ -71,6 +76,7 @@ def bench(
         "adapters": adapters,
         "rank": rank,
         "mixes": mixes,
+        "operations": operations,
         "backends": backends,
         "dtype": dtype,
         "device": device,
@@ -100,7 +106,7 @@ def bench(
 
 
 def _check_folders(file: Path | None, plot: Path | None) -> None:
-    """Refuse files that could not be written, before anything is measured."""
+    """Refuse unwritable files before anything is measured."""
     if file is not None:
         if file.is_dir():
             raise InvalidInputError(f"--output: {file} is a folder\n  allowed: a file")
@@ -117,7 +123,7 @@ def _check_folders(file: Path | None, plot: Path | None) -> None:
 
 
 def _run(job: Job, path: Path | None) -> tuple[dict[str, Any], bool]:
-    """Measure; return the results and whether the user ended it early."""
+    """Measure; return the result and whether the user interrupted it."""
     for name, reason in job.left_out.items():
         note(f"not timed: {name}: {reason}")
     result: dict[str, Any] = {}
@@ -145,17 +151,17 @@ def _progress(total: int) -> Iterator[Callable[[int, Cell], None]]:
 
 def _cell_text(cell: Cell) -> str:
     batch = f"{cell.tokens} tokens, {cell.adapters} adapters ({cell.mix}), rank {cell.rank}"
-    return f"{cell.projection}: {batch}"
+    return f"{cell.projection}, {cell.operation}: {batch}"
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the cells, what the contenders add up to, and what to know about them."""
+    """Print the cells, a summary of the contenders, and notes."""
     names = list(result.get("contenders", ()))
     if not result.get("rows"):
         return
     ways = {name: found["timing"] for name, found in result["contenders"].items()}
     table(
-        "microseconds, +- half the interquartile range, share of the limit",
+        "microseconds, +- half the interquartile range, efficiency (limit / measured time)",
         ["layer", ">tokens", ">adapters", ">rank", "mix", ">limit us"]
         + [f">{name}\n({ways[name]})" for name in names],
         [_row(cell, names) for cell in result["rows"]],
@@ -163,33 +169,33 @@ def show(result: dict[str, Any]) -> None:
     )
     summary = summarize(result)
     keys = ("efficiency_decode", "efficiency_prefill", "fastest", "cells", "errors")
-    titles = ["of the limit, decode", "of the limit, prefill", "fastest in", "cells", "errors"]
+    titles = ["efficiency, decode", "efficiency, prefill", "fastest in", "cells", "errors"]
     table(
         "geometric means over cells; decode: up to 256 tokens",
         ["", *(f">{title}" for title in titles)],
         [[name, *(_number(summary[name].get(key)) for key in keys)] for name in names],
         lines=False,
     )
-    _tell(result)
+    _show_notes(result)
 
 
-def _tell(result: dict[str, Any]) -> None:
+def _show_notes(result: dict[str, Any]) -> None:
     limits = result["limits"]
     console = output()
     lines = [
         f"{result['device']}, {result['dtype']}: copy {limits['copy_gb_per_s']:.0f} GB/s, "
-        f"{limits['launches']} launches of {limits['launch_us']:.2f} us"
+        f"launch {limits['launch_us']:.2f} us"
     ]
     lines += [f"note: {note}" for note in result["notes"]]
     lines += [f"not timed: {name}: {reason}" for name, reason in result["left_out"].items()]
     timed = [one for cell in result["rows"] for one in cell["results"].values() if "us" in one]
     if any(one["efficiency"] > 1 for one in timed):
-        lines.append("note: more than the limit is reached where x and y stay in a cache")
+        lines.append("note: efficiency above 1: x and y stay in a cache")
     noisy = sum(_percent(one) > NOISY_PERCENT for one in timed)
     if noisy:
         lines.append(
-            f"note: {noisy} of {len(timed)} times vary by more than +-{NOISY_PERCENT}%: something "
-            f"else was running; measure again"
+            f"note: {noisy} of {len(timed)} times vary by more than +-{NOISY_PERCENT}%: other "
+            f"programs were running; measure again"
         )
     errors = {
         f"{name}: {found['error']}"
@@ -203,7 +209,7 @@ def _tell(result: dict[str, Any]) -> None:
 
 
 def _row(cell: dict[str, Any], names: list[str]) -> list[str]:
-    head = [cell["projection"], cell["tokens"], cell["active_adapters"], cell["rank"], cell["mix"]]
+    head = [layer_name(cell), cell["tokens"], cell["active_adapters"], cell["rank"], cell["mix"]]
     times = [_time(cell["results"].get(name, {})) for name in names]
     return [*map(str, head), f"{cell['limit_us']:.1f}", *times]
 

@@ -1,4 +1,4 @@
-"""What the commands share: consoles, progress and tables that stay plain when piped."""
+"""Consoles, progress and tables of the commands; plain text when piped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def note(text: str) -> None:
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Show on standard error that `what` is going on, then how long it took."""
+    """Show on standard error that `what` is running, then how long it took."""
     console = Console(stderr=True, highlight=False)
     start = time.perf_counter()
     with console.status(f"{what} ..."):

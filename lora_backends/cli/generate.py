@@ -11,7 +11,8 @@ import typer
 from lora_backends.cli.console import output, step, table
 from lora_backends.cli.generate_config import GenerateConfig
 from lora_backends.errors import BackendUnavailableError, InvalidInputError
-from lora_backends.registry import backend_names, get_backend, unavailable_reasons
+from lora_backends.registry import backend_names, unavailable_reasons
+from lora_backends.selection import get_backend
 
 if TYPE_CHECKING:
     from lora_backends.hf import MultiLoRAModel

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
-from lora_backends.config import LoRAConfig
+from lora_backends.config import MOST, LoRAConfig
 from lora_backends.errors import InvalidInputError
 
 
@@ -63,7 +63,7 @@ class GenerateConfig(LoRAConfig):
     """The base model."""
     prompts: list[PromptConfig] = Field(default_factory=list)
     """The rows of the batch."""
-    max_new_tokens: StrictInt = Field(default=40, ge=1)
+    max_new_tokens: StrictInt = Field(default=40, ge=1, le=MOST)
     """How long an answer may be."""
     chat: StrictBool = True
     """Whether prompts go through the tokenizer's chat template."""

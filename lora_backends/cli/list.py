@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
 from typing import Annotated, Any
 
+import torch
 import typer
 
+from lora_backends.backend import LoRABackend
 from lora_backends.cli.console import table
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError
-from lora_backends.registry import backend_class, backend_names, unavailable_reasons
+from lora_backends.registry import (
+    auto_priority,
+    backend_class,
+    backend_names,
+    plugin_code,
+    resolve_device,
+    unavailable_reasons,
+    unreadable_distributions,
+)
+
+CAPABILITIES = ("deterministic", "batch_invariant", "differentiable", "cuda_graphs")
 
 
 def list_backends(
@@ -20,7 +34,10 @@ def list_backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List every registered backend: whether it runs here, or why not, and what it supports."""
-    backends = [_describe(name, device) for name in backend_names()]
+    with redirect_stdout(sys.stderr):  # a plugin may print while it is imported
+        backends = [_describe(name, resolve_device(device)) for name in backend_names()]
+    for fault in unreadable_distributions():
+        typer.echo(f"warning: {fault}", err=True)
     if as_json:
         typer.echo(json.dumps(backends, indent=2))
         return
@@ -28,31 +45,41 @@ def list_backends(
     table("", columns, [_row(backend) for backend in backends])
 
 
-def _describe(name: str, device: str | None) -> dict[str, Any]:
+def _describe(name: str, device: torch.device) -> dict[str, Any]:
     reasons = unavailable_reasons(name, device)
     try:
         found = backend_class(name)
-    except BackendUnavailableError:
-        return {"name": name, "runs_here": False, "reasons": reasons}
+        with plugin_code(f"backend {name!r} cannot be described"):
+            capabilities = {each: bool(getattr(found, each)) for each in CAPABILITIES}
+    except BackendUnavailableError as error:
+        return {"name": name, "runs_here": False, "reasons": reasons or [str(error)]}
     return {
         "name": name,
         "runs_here": not reasons,
         "reasons": reasons,
+        "not_in_auto": _fault_of_priority(name, found, device),
         "device_types": list(found.device_types),
         "dtypes": [dtype_name(dtype) for dtype in found.dtypes],
-        "differentiable": found.differentiable,
-        "deterministic": found.deterministic,
-        "batch_invariant": found.batch_invariant,
-        "cuda_graphs": found.cuda_graphs,
+        **capabilities,
     }
 
 
+def _fault_of_priority(name: str, found: type[LoRABackend], device: torch.device) -> str | None:
+    """Return why "auto" passes over a backend that declares its priority wrongly."""
+    try:
+        auto_priority(name, found, device)
+    except BackendUnavailableError as error:
+        return str(error)
+    return None
+
+
 def _row(backend: dict[str, Any]) -> list[str]:
-    capabilities = ("deterministic", "batch_invariant", "differentiable", "cuda_graphs")
+    runs = "yes" if backend["runs_here"] else "no: " + " ".join(backend["reasons"])
+    fault = backend.get("not_in_auto")
     return [
         backend["name"],
-        "yes" if backend["runs_here"] else "no: " + " ".join(backend["reasons"]),
+        f'{runs}; never taken by "auto": {fault}' if fault else runs,
         ", ".join(backend.get("device_types", [])),
         ", ".join(backend.get("dtypes", [])),
-        ", ".join(c.replace("_", "-") for c in capabilities if backend.get(c)),
+        ", ".join(each.replace("_", "-") for each in CAPABILITIES if backend.get(each)),
     ]

@@ -68,7 +68,7 @@ def tune(
     try:
         progress = tune_points(job, gpu_lab(job), _show_progress(len(job.points)))
     except KeyboardInterrupt:
-        note(f"interrupted; {job.path} has what was found: run the same command to continue")
+        note(f"interrupted; {job.path} has the results so far: run the same command to continue")
         raise typer.Exit(INTERRUPTED) from None
     for line in summary_lines(job, progress):
         output().print(line, markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lora_backends.cli.console import output
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.registry import get_backend
+from lora_backends.selection import get_backend
 
 if TYPE_CHECKING:
     from lora_backends.backend import LoRABackend

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -19,8 +19,11 @@ from lora_backends.dispatch.ordinary import addresses_of, lies_on, requires_grad
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights, extent_of
 
-MOST_CALLS = 4096
-"""Calls that a plan keeps: one per layer and kind of x and y."""
+MOST_LAYERS = 4096
+"""Layers and operations that a plan keeps calls of."""
+
+MOST_KINDS = 8
+"""Calls of one layer that differ in strides, dtypes or alignment; beyond, the oldest goes."""
 
 
 class CachedCall(Protocol):
@@ -34,18 +37,54 @@ class CachedCall(Protocol):
         """
 
 
-class _Entry(NamedTuple):
-    call: CachedCall
-    x_extent: int  # bytes from the first to behind the last element of x
-    y_extent: int
-    addresses: tuple[int, ...]  # of the layer's tensors, to notice that one has moved
+class _Entry:
+    """One stored call, and what another call must have in common with it."""
+
+    __slots__ = ("addresses", "apart", "call", "kind", "x_extent", "y_extent")
+
+    def __init__(
+        self, call: CachedCall, x: torch.Tensor, weights: LoRAWeights, y: torch.Tensor
+    ) -> None:
+        self.call = call
+        self.kind = _kind_of(x, x.data_ptr(), y, y.data_ptr())
+        self.x_extent, self.y_extent = extent_of(x), extent_of(y)  # bytes, first to last element
+        self.addresses = addresses_of(weights)  # to notice that a tensor of the layer has moved
+        self.apart = (0, 0)  # addresses of x and y that were last found apart
+
+    def is_apart(self, weights: LoRAWeights, x_first: int, y_first: int) -> bool:
+        """Return whether y overlaps neither x nor the layer; an allocator repeats addresses."""
+        if self.apart == (x_first, y_first):
+            return True
+        y_end = y_first + self.y_extent
+        if x_first < y_end and y_first < x_first + self.x_extent:
+            return False
+        if lies_on(self.addresses, weights.extents, y_first, y_end):
+            return False
+        self.apart = (x_first, y_first)
+        return True
+
+
+def _kind_of(x: torch.Tensor, x_first: int, y: torch.Tensor, y_first: int) -> tuple[Any, ...]:
+    """Return all that checks and compiled kernels depend on besides the layer."""
+    return (
+        x.shape,
+        x.is_contiguous() or x.stride(),  # strides take longer to read
+        x.dtype,
+        x.device,
+        y.shape,
+        y.is_contiguous() or y.stride(),
+        y.dtype,
+        y.device,
+        (x_first | y_first) & 15 and (x_first & 15 == 0, y_first & 15 == 0),
+    )
 
 
 class CallCache:
     """The cached calls of one plan."""
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[Any, ...], _Entry] = {}
+        # by operation, backend and layer; a handle stands for one object while the process lives
+        self._calls: dict[tuple[str, int, int], list[_Entry]] = {}
 
     def find(
         self,
@@ -57,8 +96,8 @@ class CallCache:
     ) -> CachedCall | None:
         """Return the call that these arguments repeat, or None; they need not be checked.
 
-        Where one is found, every check would pass. Those that depend on the key alone have passed
-        before; addresses, lazy negations and gradients differ from call to call.
+        Where one is found, every check would pass. Checks of the layer and of the kind have passed
+        before; addresses, lazy negations and gradients may differ from call to call.
         """
         if (
             type(x) is not torch.Tensor
@@ -66,24 +105,28 @@ class CallCache:
             or type(weights) is not LoRAWeights
         ):
             return None
+        entries = self._calls.get((operation, backend.handle, weights.handle))
+        if entries is None:
+            return None
         try:
             x_first, y_first = x.data_ptr(), y.data_ptr()
-            entry = self._calls.get(_key_of(operation, backend, x, x_first, weights, y, y_first))
+            kind = _kind_of(x, x_first, y, y_first)
         except RuntimeError:  # a sparse tensor has no strides
             return None
-        if entry is None or x.is_neg() or y.is_neg():
+        for entry in entries:
+            if entry.kind == kind:
+                break
+        else:
             return None
-        call, x_extent, y_extent, addresses = entry
-        y_end = y_first + y_extent
         if (
-            addresses != addresses_of(weights)
-            or (x_first < y_end and y_first < x_first + x_extent)
-            or lies_on(addresses, weights.extents, y_first, y_end)
+            entry.addresses != addresses_of(weights)
+            or not entry.is_apart(weights, x_first, y_first)
+            or x.is_neg()
+            or y.is_neg()
+            or (torch.is_grad_enabled() and requires_gradient(weights, x, y))
         ):
             return None
-        if torch.is_grad_enabled() and requires_gradient(weights, x, y):
-            return None
-        return call
+        return entry.call
 
     def store(
         self,
@@ -96,45 +139,17 @@ class CallCache:
     ) -> None:
         """Keep a call for arguments of this kind; a full cache is emptied first.
 
-        To be called from a method of the interface, whose arguments are checked.
+        Call it from a method of the interface, whose arguments are checked.
         """
-        if len(self._calls) >= MOST_CALLS:
+        if len(self._calls) >= MOST_LAYERS:
             self._calls.clear()
-        key = _key_of(operation, backend, x, x.data_ptr(), weights, y, y.data_ptr())
-        self._calls[key] = _Entry(call, extent_of(x), extent_of(y), addresses_of(weights))
+        stored = _Entry(call, x, weights, y)
+        key = operation, backend.handle, weights.handle
+        others = [entry for entry in self._calls.get(key, ()) if entry.kind != stored.kind]
+        self._calls[key] = [*others[-(MOST_KINDS - 1) :], stored]
 
     def __len__(self) -> int:
-        return len(self._calls)
-
-
-def _key_of(
-    operation: str,
-    backend: Engine,
-    x: torch.Tensor,
-    x_first: int,
-    weights: LoRAWeights,
-    y: torch.Tensor,
-    y_first: int,
-) -> tuple[Any, ...]:
-    """Return what the checks, compiled kernels and their fixed arguments depend on.
-
-    A handle stands for one object as long as the process lives.
-    """
-    return (
-        operation,
-        backend.handle,
-        weights.handle,
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.device,
-        x_first & 15 == 0,
-        y.shape,
-        y.stride(),
-        y.dtype,
-        y.device,
-        y_first & 15 == 0,
-    )
+        return sum(map(len, self._calls.values()))
 
 
 @dataclass(eq=False)

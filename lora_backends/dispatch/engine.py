@@ -41,3 +41,7 @@ class Engine(Protocol):
     @property
     def cuda_graphs(self) -> bool:
         """Whether a CUDA graph may capture its calls."""
+
+    @property
+    def storing(self) -> frozenset[str]:
+        """Operations whose calls the engine stores on its plans."""

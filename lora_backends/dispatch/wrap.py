@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
 from lora_backends.dispatch.cached import (
     CachingPlan,
-    CallCache,
     marked_to_store_calls,
 )
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
@@ -26,7 +25,7 @@ from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
 from lora_backends.dispatch.ordinary import is_ordinary
 from lora_backends.dispatch.output import new_output
 from lora_backends.experts import ExpertWeights
-from lora_backends.operations import OPERATIONS, Input, Operation
+from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
 from lora_backends.weights import LoRAWeights
 
 Method: TypeAlias = Callable[..., torch.Tensor]
@@ -41,6 +40,9 @@ PREPARATIONS: dict[str, Callable[..., None]] = {
 class Dispatched(Handled):
     """Wraps, once, each method of the interface that a class defines or has from a mixin."""
 
+    storing: ClassVar[frozenset[str]] = frozenset()
+    """Operations whose calls the class stores on its plans."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for operation in OPERATIONS:
@@ -53,12 +55,14 @@ class Dispatched(Handled):
             method = getattr(cls, name, None)
             if method is not None and _wrapped(method) is None:
                 setattr(cls, name, _wrap_preparation(guard, method))
+        cls.storing = frozenset(op.name for op in OPERATIONS if _stores(cls, op))
 
 
 class _Wrapped(NamedTuple):
     call: Callable[..., Any]  # the wrapper itself: functools.wraps copies attributes further on
     method: Callable[..., Any]
-    stores: bool  # whether the method stores calls
+    stores: bool = False  # whether the method stores calls
+    is_default: bool = False  # whether it is the interface's own, which calls another operation
 
 
 def _wrapped(method: Any) -> _Wrapped | None:
@@ -78,17 +82,16 @@ def unchecked(engine: Engine, name: str) -> Method:
 
 def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
     """Return what a class has in place of its method for an operation."""
-    stores = marked_to_store_calls(method)
     if operation.input is Input.ROUTED_ROWS:
         call = _wrap_routed(operation, method)
     elif operation.result == "h":
         call = _wrap_h(operation, method)
     else:
-        call = _wrap_y(operation, method, stores, is_default)
+        call = _wrap_y(operation, method, is_default)
     if operation.argument != "x":
         call = _with_argument(operation, call)
     functools.update_wrapper(call, method)
-    call.wrapped = _Wrapped(call, method, stores)  # type: ignore[attr-defined]
+    call.wrapped = _Wrapped(call, method, marked_to_store_calls(method), is_default)  # type: ignore[attr-defined]
     return call
 
 
@@ -125,25 +128,20 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
     return call
 
 
-def _wrap_y(operation: Operation, method: Method, stores: bool, is_default: bool) -> Method:
-    slices = operation.num_slices
+def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
+    name, slices, stores = operation.name, operation.num_slices, marked_to_store_calls(method)
     checks_values = operation.input is Input.TOKEN_IDS  # which no earlier call can vouch for
     stored_as = operation.same_as if is_default and operation.same_as else operation.name
-
-    def cache_of(engine: Engine, plan: Any) -> CallCache | None:
-        """Return the plan's cache if the method, or what the default calls, stores there."""
-        if not isinstance(plan, CachingPlan):
-            return None
-        if stores or (is_default and _stores(getattr(type(engine), stored_as))):
-            return plan.call_cache
-        return None
 
     def call(
         self: Engine, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return trace_add(operation, call, self, x, weights, plan, base_output)
-        cache = cache_of(self, plan)
+        if (stores or name in self.storing) and isinstance(plan, CachingPlan):
+            cache = plan.call_cache
+        else:
+            cache = None
         y: torch.Tensor | None = base_output
         checked = cache is None or y is None or checks_values
         if checked:
@@ -163,9 +161,13 @@ def _wrap_y(operation: Operation, method: Method, stores: bool, is_default: bool
     return call
 
 
-def _stores(method: Method) -> bool:
-    found = _wrapped(method)
-    return found is not None and found.stores
+def _stores(cls: type, operation: Operation) -> bool:
+    """Return whether a class's method for an operation, or what a default calls, stores calls."""
+    found = _wrapped(getattr(cls, operation.name, None))
+    if found is None:
+        return False
+    by_default = found.is_default and operation.same_as is not None
+    return found.stores or (by_default and _stores(cls, BY_NAME[operation.same_as or ""]))
 
 
 def _check(
@@ -197,5 +199,5 @@ def _wrap_preparation(guard: Callable[..., None], method: Callable[..., Any]) ->
         guard(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 
-    call.wrapped = _Wrapped(call, method, stores=False)  # type: ignore[attr-defined]
+    call.wrapped = _Wrapped(call, method)  # type: ignore[attr-defined]
     return call

@@ -14,7 +14,7 @@ from lora_backends.weights import (
     _as_numbers,
     _as_widths,
     _check_ranks,
-    _refuse_lazy_negation,
+    _check_usable,
 )
 
 
@@ -123,7 +123,7 @@ def _check_matrices(weights: ExpertWeights) -> None:
                 f"{name} has the wrong axes\n  given: {list(tensor.shape)} {tensor.layout}\n"
                 f"  allowed: a dense tensor {allowed}"
             )
-        _refuse_lazy_negation(name, tensor)
+        _check_usable(name, tensor)
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise InvalidInputError(
                 f"the last axis of {name} is not contiguous\n"

@@ -1,4 +1,4 @@
-"""What a command line asks to explain: a batch, given or in a file, and a layer."""
+"""Parses the batch and the layer of a command line, or a batch in a file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from lora_backends.batch import LoRABatch
-from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.errors import InvalidInputError, did_you_mean, shown
 from lora_backends.explain import Layer
 from lora_backends.model_shapes import preset
 
 KEYS = ("slots", "sequences", "num_slots", "ranks")
-"""What a file may hold: slots or sequences, the number of slots, and ranks per slot."""
+"""Keys of a file: slots or sequences, the number of slots, and ranks per slot."""
+
+MOST = {"slots": 1024, "tokens": 65_536}
+"""How large a batch may be: nobody looks at a drawing of more, which would take minutes."""
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -22,7 +25,7 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 def make_batch(
     slots: str | None, sequences: str | None, num_slots: int | None, file: Path | None
 ) -> tuple[LoRABatch, Any]:
-    """Return the batch, and the ranks that a file has for it.
+    """Return the batch, and its ranks if a file has them.
 
     Args:
         slots: "2,-1,0": the slot of every token.
@@ -31,7 +34,7 @@ def make_batch(
         file: JSON or TOML with the keys `KEYS`, instead.
 
     Raises:
-        InvalidInputError: none or several of them, or something in them that is no batch.
+        InvalidInputError: none or several of the sources, or a source that is no batch.
     """
     given = [text for text in (slots, sequences, file) if text is not None]
     if len(given) != 1:
@@ -68,13 +71,13 @@ def make_layer(
         projection: of the preset.
         in_features: width of x, with `output_slices`.
         output_slices: "4096,1024,1024".
-        ranks: "16" for all, "16,8,64" one a slot, or a list of these, or of lists with a rank per
-            slice; 16 if None.
+        ranks: "16" for all slots, "16,8,64" for one per slot, a list of these, or a list of lists
+            with a rank per slice; 16 if None.
         max_rank: width of the stack; the highest rank if None.
         dtype: of the weights.
 
     Raises:
-        InvalidInputError: what does not fit together.
+        InvalidInputError: the arguments contradict each other.
     """
     if (in_features is None) != (output_slices is None):
         raise InvalidInputError("--in-features and --output-slices go together")
@@ -121,7 +124,7 @@ def _batch(found: dict[str, Any]) -> LoRABatch:
         pairs = found["sequences"]
         if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
             raise InvalidInputError(
-                f"sequences are no list of [slot, length]\n  given: {str(pairs)[:80]}"
+                f"sequences are no list of [slot, length]\n  given: {shown(pairs, 80)}"
             )
         slots, lengths = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     else:
@@ -129,6 +132,15 @@ def _batch(found: dict[str, Any]) -> LoRABatch:
     if found.get("num_slots") is None:
         plain = isinstance(slots, list) and all(isinstance(slot, int) for slot in slots)
         found["num_slots"] = max([0, *slots]) + 1 if plain else 1
+    for what, count in (
+        ("slots", found["num_slots"]),
+        ("tokens", len(slots) if lengths is None else sum(lengths)),
+    ):
+        if isinstance(count, int) and count > MOST[what]:
+            raise InvalidInputError(
+                f"the batch is too large to be drawn\n  given: {shown(count)} {what}\n"
+                f"  allowed: at most {MOST[what]}"
+            )
     if lengths is None:
         return LoRABatch(slots, found["num_slots"])
     return LoRABatch.from_sequences(slots, lengths, found["num_slots"])
@@ -147,7 +159,7 @@ def _ranks(given: Any, num_slots: int, slices: int) -> tuple[tuple[int, ...], ..
     flat = [rank for row in table for rank in row]
     if len(table) != num_slots or not all(type(rank) is int for rank in flat):
         raise InvalidInputError(
-            f"ranks do not fit the batch\n  given: {given!r}\n"
+            f"ranks do not fit the batch\n  given: {shown(given)}\n"
             f"  allowed: one for all, or one for each of {num_slots} slots"
         )
     return tuple(tuple(row) for row in table)
@@ -157,7 +169,7 @@ def _ints(text: str, what: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError as error:
-        raise InvalidInputError(f"{what} {text!r}\n  allowed: e.g. 2,-1,0") from error
+        raise InvalidInputError(f"{what} {shown(text)}\n  allowed: e.g. 2,-1,0") from error
 
 
 def _pair(item: str) -> list[int]:
@@ -166,7 +178,7 @@ def _pair(item: str) -> list[int]:
         return [int(slot), int(length)]
     except ValueError as error:
         raise InvalidInputError(
-            f"--sequences: {item!r}\n  allowed: SLOT:LENGTH, e.g. 0:5,-1:3"
+            f"--sequences: {shown(item)}\n  allowed: SLOT:LENGTH, e.g. 0:5,-1:3"
         ) from error
 
 

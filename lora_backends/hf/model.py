@@ -26,7 +26,7 @@ from lora_backends.hf.siblings import (
     sibling_forward,
 )
 from lora_backends.hf.sites import find_sites
-from lora_backends.registry import get_backend
+from lora_backends.selection import get_backend
 
 if TYPE_CHECKING:
     from lora_backends.config import LoRAConfig

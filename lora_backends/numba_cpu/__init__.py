@@ -104,4 +104,4 @@ def _output(
 ) -> torch.Tensor:
     if base_output is not None:
         return base_output
-    return torch.zeros(plan.num_tokens, weights.out_features, dtype=weights.dtype)
+    return torch.zeros(plan.num_tokens, weights.out_features, dtype=weights.dtype, device="cpu")

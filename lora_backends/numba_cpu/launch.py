@@ -51,7 +51,7 @@ def _address_of(data: bytes) -> int:
 
 def shrink(x: torch.Tensor, weights: LoRAWeights, layers: Layers, plan: NumbaPlan) -> torch.Tensor:
     """Return h, [num_slices, num_tokens, max_rank] float32."""
-    h = torch.zeros(weights.num_slices, plan.num_tokens, weights.max_rank)
+    h = torch.zeros(weights.num_slices, plan.num_tokens, weights.max_rank, device="cpu")
     _run(kernels.SHRINK, x, h, None, weights, layers, plan)
     return h
 
@@ -97,7 +97,7 @@ def _run(
     if h is None:
         h_row = 4 * weights.max_rank
         h_slice = h_row * plan.num_tokens
-        h = torch.empty(h_slice * weights.num_slices // 4)
+        h = torch.empty(h_slice * weights.num_slices // 4, device="cpu")
     else:
         h_slice, h_row = 4 * h.stride(0), 4 * h.stride(1)
     openmp = torch_openmp() if threads > 1 else None

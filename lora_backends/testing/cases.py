@@ -68,17 +68,24 @@ class LoRACase:
         a_shape = (self.num_slots, num_slices, self.max_rank, self.in_features)
         x = draw((self.num_tokens, self.in_features), generator)
         if self.is_integer:
-            x[:, torch.randperm(self.in_features, generator=generator)[LARGEST_EXACT:]] = 0
+            x[
+                :,
+                torch.randperm(self.in_features, generator=generator, device="cpu")[LARGEST_EXACT:],
+            ] = 0
         x[[slot == NO_ADAPTER for slot in self.slots]] = float("nan")
         a = draw(a_shape, generator)
         b = draw((self.num_slots, out_features, self.max_rank), generator, 15)
         bias = draw((self.num_slots, out_features), generator)
         base = base_values((self.num_tokens, out_features), generator, self.is_integer)
-        token_ids = torch.randint(self.in_features, (self.num_tokens,), generator=generator)
-        ranks = torch.tensor(self.ranks, dtype=torch.int32).reshape(self.num_slots, num_slices)
+        token_ids = torch.randint(
+            self.in_features, (self.num_tokens,), generator=generator, device="cpu"
+        )
+        ranks = torch.tensor(self.ranks, dtype=torch.int32, device="cpu").reshape(
+            self.num_slots, num_slices
+        )
         _poison_beyond_ranks(a, b, ranks, self.output_slices)
 
-        scalings = torch.tensor(self.scalings).reshape(ranks.shape)
+        scalings = torch.tensor(self.scalings, device="cpu").reshape(ranks.shape)
         scalings = scalings.masked_fill(ranks == 0, float("nan"))
         bias_dtype = torch.float32 if self.wide_bias else self.dtype
 
@@ -168,26 +175,28 @@ EDGES: Mapping[str, Callable[[LoRACase], bool]] = {
 
 def normals(shape: tuple[int, ...], generator: torch.Generator, largest: int = 0) -> torch.Tensor:
     """Return normal values."""
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator, device="cpu")
 
 
 def integers(shape: tuple[int, ...], generator: torch.Generator, largest: int = 1) -> torch.Tensor:
     """Return integers from -largest to largest."""
-    return torch.randint(-largest, largest + 1, shape, generator=generator).float()
+    return torch.randint(-largest, largest + 1, shape, generator=generator, device="cpu").float()
 
 
 def base_values(shape: tuple[int, int], generator: torch.Generator, integer: bool) -> torch.Tensor:
     """Return values of base_output: normal, or quarters of eight bits, exact in every dtype."""
     if integer:
-        return torch.randint(-128, 129, shape, generator=generator) * 0.25
-    return 4 * torch.randn(shape, generator=generator)
+        return torch.randint(-128, 129, shape, generator=generator, device="cpu") * 0.25
+    return 4 * torch.randn(shape, generator=generator, device="cpu")
 
 
 def _poison_beyond_ranks(
     a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor, output_slices: tuple[int, ...]
 ) -> None:
     """Set what lies beyond each slot's and slice's rank to NaN, in place."""
-    beyond = torch.arange(a.shape[2]) >= ranks[..., None]  # [num_slots, num_slices, max_rank]
+    beyond = (
+        torch.arange(a.shape[2], device="cpu") >= ranks[..., None]
+    )  # [num_slots, num_slices, max_rank]
     a[beyond] = float("nan")
-    widths = torch.tensor(output_slices)
+    widths = torch.tensor(output_slices, device="cpu")
     b[beyond.repeat_interleave(widths, dim=1)] = float("nan")

@@ -60,19 +60,27 @@ class Pool:
         self.evict(slot)
         generator = torch.Generator().manual_seed(seed)
         for index, weights in enumerate(self.layers):
-            delta = torch.zeros(weights.out_features, weights.in_features, dtype=torch.float64)
+            delta = torch.zeros(
+                weights.out_features, weights.in_features, dtype=torch.float64, device="cpu"
+            )
             for s in range(weights.num_slices):
                 own = max(0, rank - s)  # unequal, and 0 in a later slice of rank 1
                 cols = slice(weights.slice_offsets[s], weights.slice_offsets[s + 1])
-                a = torch.randn(own, weights.in_features, generator=generator).to(self.dtype)
-                b = torch.randn(cols.stop - cols.start, own, generator=generator).to(self.dtype)
+                a = torch.randn(own, weights.in_features, generator=generator, device="cpu").to(
+                    self.dtype
+                )
+                b = torch.randn(cols.stop - cols.start, own, generator=generator, device="cpu").to(
+                    self.dtype
+                )
                 weights.lora_a[slot, s, :own] = a.to(self.device)
                 weights.lora_b[slot, cols, :own] = b.to(self.device)
                 weights.ranks[slot, s], weights.scalings[slot, s] = own, scaling
                 delta[cols] = scaling * b.double() @ a.double()
             self.deltas[slot, index] = delta
             if weights.bias is not None:
-                bias = torch.randn(weights.out_features, generator=generator).to(self.dtype)
+                bias = torch.randn(weights.out_features, generator=generator, device="cpu").to(
+                    self.dtype
+                )
                 weights.bias[slot] = bias.to(self.device)
                 self.biases[slot, index] = bias.double()
 
@@ -206,8 +214,8 @@ class PoolMachine(RuleBasedStateMachine):
 def _layer_inputs(weights: LoRAWeights, slots: list[int], seed: int) -> LoRAInputs:
     """Return random x and base_output for one layer of the pool."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(len(slots), weights.in_features, generator=generator)
-    base = torch.randn(len(slots), weights.out_features, generator=generator)
+    x = torch.randn(len(slots), weights.in_features, generator=generator, device="cpu")
+    base = torch.randn(len(slots), weights.out_features, generator=generator, device="cpu")
     return LoRAInputs(
         x=x.to(weights.device, weights.dtype),
         token_ids=torch.zeros(len(slots), dtype=torch.int64, device=weights.device),

@@ -69,7 +69,7 @@ def expected_shrink(
     """
     tokens = batch.num_tokens
     shape = (weights.num_slices, tokens, weights.max_rank)
-    value, magnitude = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
+    value, magnitude = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
     width = max(1, weights.num_slices * weights.max_rank * weights.in_features)
     x_all, a_all = x.detach().cpu(), weights.lora_a.detach().cpu()
     for rows in _chunks(tokens, width):
@@ -105,7 +105,7 @@ def expected_expand(
         [num_tokens, out_features]; the bound is 0 where y keeps base_output.
     """
     tokens, out_features = batch.num_tokens, weights.out_features
-    base = torch.zeros(tokens, out_features, dtype=torch.float64)
+    base = torch.zeros(tokens, out_features, dtype=torch.float64, device="cpu")
     if base_output is not None:
         base = base_output.detach().cpu().double()
     value, bound = base.clone(), torch.zeros_like(base)
@@ -207,7 +207,7 @@ def touched(weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
     if weights.bias is not None:
         adapted = torch.ones_like(adapted)
     adapted &= (slots != NO_ADAPTER)[:, None]
-    return adapted.repeat_interleave(torch.tensor(weights.output_slices), dim=1)
+    return adapted.repeat_interleave(torch.tensor(weights.output_slices, device="cpu"), dim=1)
 
 
 def _sum_bound(magnitude: torch.Tensor, terms: int, dtype: torch.dtype) -> torch.Tensor:
@@ -219,7 +219,7 @@ def _sum_bound(magnitude: torch.Tensor, terms: int, dtype: torch.dtype) -> torch
 def _rank_mask(weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:
     """Return which h are within the token's own rank: [num_tokens, num_slices, max_rank] bool."""
     ranks = weights.ranks.detach().cpu()[slots.clamp(min=0)]
-    within = torch.arange(weights.max_rank) < ranks[..., None]
+    within = torch.arange(weights.max_rank, device="cpu") < ranks[..., None]
     return within & (slots != NO_ADAPTER)[:, None, None]
 
 

@@ -26,8 +26,10 @@ class TorchRefPlan(LoRAPlan):
 class TorchRefBackend(LoRABackend):
     """Loops over the active slots with torch's own matrix products: short, right and portable.
 
-    Results on one device are deterministic. They are not batch-invariant, because the matrix
-    library may choose another order of sums for another number of rows.
+    Two runs on one device are equal bit for bit if their tensors are laid out alike (strides, and
+    addresses modulo 64 bytes) and torch uses the same number of threads: the matrix library
+    chooses its order of sums by these. It also chooses by the number of rows, so results are not
+    batch-invariant.
     """
 
     name = "torch_ref"

@@ -10,19 +10,21 @@ from lora_backends.bench.cells import Cell
 from lora_backends.bench.tune import (
     Tuning,
     best_tiles,
+    engine_with_tiles,
     gains,
     make_points,
     make_tuning,
     parse_budget,
-    rules_of,
     summary_lines,
     tune_points,
 )
 from lora_backends.errors import InvalidInputError, UnknownBackendError, UnsupportedInputError
-from lora_backends.gpu.choice import fixed_choice, tile_choice
-from lora_backends.gpu.tables import Entry, LayerShape, file_name, read_table
 from lora_backends.registry import backend_class
-from lora_backends.triton import tuning as config
+from lora_backends.sgmv.tiles import rules
+from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
+from lora_backends.sgmv.tiles.source import fixed_source
+from lora_backends.sgmv.tiles.table import Entry, file_name, read_table
+from lora_backends.triton import TritonBackend
 
 CPU = torch.device("cpu")
 CELLS = [
@@ -55,8 +57,8 @@ class FakeLab:
 
 @pytest.fixture
 def job(tmp_path):
-    points = make_points(CELLS, config, torch.bfloat16)
-    return Tuning("triton", config, CPU, torch.bfloat16, points, tmp_path / "t.json", 1e6)
+    points = make_points(CELLS, torch.bfloat16)
+    return Tuning("triton", CPU, torch.bfloat16, points, tmp_path / "t.json", 1e6)
 
 
 def _tune(job, clock=None, lab=FakeLab, **options):
@@ -65,9 +67,9 @@ def _tune(job, clock=None, lab=FakeLab, **options):
 
 
 def test_points_begin_with_the_rules_tiles_and_leave_out_empty_ones():
-    points = make_points(CELLS, config, torch.bfloat16)
+    points = make_points(CELLS, torch.bfloat16)
     assert len({point.key for point in points}) == len(points)
-    own = [config.block_tokens(p.cell.tokens, p.active_slots) == p.tile_tokens for p in points]
+    own = [rules.tile_tokens(p.cell.tokens, p.active_slots) == p.tile_tokens for p in points]
     assert own == sorted(own, reverse=True) and not all(own)
     assert all(
         p.tile_tokens <= 16 or p.cell.tokens / p.active_slots >= p.tile_tokens / 2 for p in points
@@ -76,12 +78,13 @@ def test_points_begin_with_the_rules_tiles_and_leave_out_empty_ones():
 
 def test_the_table_has_what_was_found_and_is_read_by_a_backend(job):
     progress = _tune(job)
-    table = read_table(job.path, config, "triton", CPU)
+    table = read_table(job.path, "triton", CPU)
     assert len(table.entries) == len(job.points) == len(progress.entries)
-    choice = tile_choice(config, "triton", CPU, job.path)
-    assert choice.choose_tiles(128, 8, 32, 1, 16, 64, 64, 2).shrink.num_warps == 8
-    assert choice.block_tokens(128, 8) == 32 != config.block_tokens(128, 8)
-    assert choice.block_tokens(16, 8) == 16  # 2 tokens a slot: 32 was not tried
+    source = TritonBackend("cpu", tiles=job.path).tile_source
+    layer = LayerShape(1, 16, 64, 64, 2)
+    assert source.choose_tiles(BatchShape(128, 8, 32), layer).shrink.num_warps == 8
+    assert source.tile_tokens(128, 8) == 32 != rules.tile_tokens(128, 8)
+    assert source.tile_tokens(16, 8) == 16  # 2 tokens a slot: 32 was not tried
 
 
 def test_a_search_begins_with_the_table_that_backends_read(job, tmp_path, monkeypatch):
@@ -109,17 +112,16 @@ def test_a_search_begins_with_the_table_that_backends_read(job, tmp_path, monkey
 def test_a_broken_table_in_use_is_an_error_before_anything_is_searched(job, tmp_path, monkeypatch):
     monkeypatch.setenv("LORA_BACKENDS_TILES", str(tmp_path))
     (tmp_path / file_name("triton", CPU)).write_text('{"schema": 1}')
-    with pytest.raises(InvalidInputError, match="to do: delete it"):
+    with pytest.raises(InvalidInputError, match="to do: delete the file"):
         _tune(job, lab=None)
 
 
 @pytest.mark.parametrize("engine", ["triton", "csgmv"])
 def test_a_candidate_is_a_backend_made_with_its_tiles(engine):
-    tiles = config.choose_tiles(64, 8, 32, 1, 16, 64, 64, 2)
-    choice = fixed_choice(32, tiles)
-    backend = backend_class(engine)("cpu", tiles=choice)
-    assert backend.tile_choice is choice
-    assert backend.tile_choice.block_tokens(1, 1) == 32
+    tiles = rules.choose_tiles(BatchShape(64, 8, 32), LayerShape(1, 16, 64, 64, 2))
+    source = fixed_source(32, tiles)
+    backend = backend_class(engine)("cpu", tiles=source)
+    assert backend.tile_source is source and source.tile_tokens(1, 1) == 32
 
 
 def test_the_tile_of_a_plan_is_that_of_the_least_time_over_all_layers():
@@ -127,11 +129,11 @@ def test_the_tile_of_a_plan_is_that_of_the_least_time_over_all_layers():
         return Entry(LayerShape(1, 16, layer, 64, 2), 64, 8, tile, None, us, us)
 
     slow_in_one = [entry(16, 10, 1), entry(16, 10, 2), entry(32, 5, 1), entry(32, 17, 2)]
-    assert best_tiles(slow_in_one, config)[64, 8].tile_tokens == 16
+    assert best_tiles(slow_in_one)[64, 8].tile_tokens == 16
     faster = [*slow_in_one[:3], entry(32, 14, 2)]
-    assert best_tiles(faster, config)[64, 8].tile_tokens == 32
+    assert best_tiles(faster)[64, 8].tile_tokens == 32
     half_measured = slow_in_one[:3]
-    assert best_tiles(half_measured, config)[64, 8].tile_tokens == 16
+    assert best_tiles(half_measured)[64, 8].tile_tokens == 16
 
 
 def test_gains_against_the_rules_with_their_own_tiles(job):
@@ -152,11 +154,11 @@ def test_an_interrupted_search_goes_on_where_it_was(job):
 
     with pytest.raises(KeyboardInterrupt):
         _tune(job, lab=Interrupted)
-    assert len(read_table(job.path, config, "triton", CPU).entries) == 2
+    assert len(read_table(job.path, "triton", CPU).entries) == 2
     searched = []
     progress = _tune(job, notify=lambda i, point, found: found or searched.append((i, point)))
     assert progress.resumed == 2 and searched == list(enumerate(job.points))[2:]
-    assert len(read_table(job.path, config, "triton", CPU).entries) == len(job.points)
+    assert len(read_table(job.path, "triton", CPU).entries) == len(job.points)
 
 
 def test_what_other_software_has_measured_is_searched_again_and_kept_meanwhile(job):
@@ -167,7 +169,7 @@ def test_what_other_software_has_measured_is_searched_again_and_kept_meanwhile(j
     short = replace(job, budget=1.0)
     progress = _tune(short, notify=lambda i, point, found: found or searched.append(point))
     assert progress.resumed == 0 and searched == job.points[:1]
-    assert len(read_table(job.path, config, "triton", CPU).entries) == len(job.points)
+    assert len(read_table(job.path, "triton", CPU).entries) == len(job.points)
 
 
 def test_a_table_is_left_as_it_was_if_writing_fails(job, monkeypatch):
@@ -203,10 +205,10 @@ def test_points_beyond_the_budget_are_left_for_the_next_run(job):
 def test_what_a_table_has_of_other_layers_is_kept(job):
     _tune(job)
     other = Cell("down", 128, (64,), 64, 8, 16)
-    points = make_points([other], config, torch.bfloat16)
+    points = make_points([other], torch.bfloat16)
     more = replace(job, points=points)
     _tune(more)
-    table = read_table(job.path, config, "triton", CPU)
+    table = read_table(job.path, "triton", CPU)
     assert len(table.entries) == len(job.points) + len(points)
 
 
@@ -233,9 +235,9 @@ def test_a_budget_that_is_none_is_refused(text):
 
 def test_an_engine_without_tiles_is_refused():
     with pytest.raises(UnsupportedInputError, match="'torch_ref' has no tiles to tune"):
-        rules_of("torch_ref")
+        engine_with_tiles("torch_ref")
     with pytest.raises(UnknownBackendError, match="did you mean 'triton'"):
-        rules_of("tritn")
+        engine_with_tiles("tritn")
 
 
 def test_a_machine_without_a_gpu_is_refused():

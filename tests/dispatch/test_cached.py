@@ -220,10 +220,21 @@ def test_a_copy_of_a_plan_has_no_calls(stored, how):
 
 def test_a_plan_keeps_a_bounded_number_of_calls(stored, monkeypatch):
     backend, x, _, plan, y = stored
-    monkeypatch.setattr(cached, "MOST_CALLS", 3)
+    monkeypatch.setattr(cached, "MOST_LAYERS", 3)
     layers = [small_weights() for _ in range(10)]
     for weights in layers:
         backend.run_linear(x, weights, plan, y)
         assert len(plan.call_cache) <= 3
     backend.run_linear(x, layers[-1], plan, y)
+    assert backend.call.repeated == 1
+
+
+def test_a_layer_keeps_a_bounded_number_of_kinds(stored, monkeypatch):
+    backend, x, weights, plan, _ = stored
+    monkeypatch.setattr(cached, "MOST_KINDS", 3)
+    for width in range(20, 30):
+        y = torch.zeros(7, width)[:, :14]
+        backend.run_linear(x, weights, plan, y)
+        assert len(plan.call_cache) <= 3
+    backend.run_linear(x, weights, plan, y)
     assert backend.call.repeated == 1

@@ -155,10 +155,10 @@ def test_threads_are_those_of_torch(two_threads, monkeypatch):
     weights = layer()
     batch = random_batch(weights, 9)
     torch.ones(1 << 20) + 1  # starts torch's threads
-    before = len(os.listdir("/proc/self/task"))
+    before = set(os.listdir("/proc/self/task"))
     monkeypatch.setattr(launch, "SERIAL_BYTES", 0)
     run(NumbaCPUBackend(), weights, *batch)
-    assert len(os.listdir("/proc/self/task")) == before
+    assert set(os.listdir("/proc/self/task")) <= before  # threads of earlier tests may end
 
 
 def test_without_openmp_one_thread_does_all(two_threads, monkeypatch):

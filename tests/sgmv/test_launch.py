@@ -7,10 +7,10 @@ import pytest
 import torch
 from engines import DTYPES, ENGINES, UNITS, VARIANTS, make_engine, on, ones, poisoned
 from layers import per_token, small_batch, small_weights
+from lora_backends.sgmv.tiles.search_space import candidates
 
 from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.sgmv import launch
-from lora_backends.sgmv.tiles.search_space import candidates
 from lora_backends.sgmv.tiles.sizes import (
     TILE_TOKENS,
     BatchShape,
@@ -130,6 +130,20 @@ def test_loads_of_b_through_tma_compute_the_formula(make, monkeypatch, dtype, bi
     assert ((y.cpu().double() - expected).abs() <= room).all()
     assert torch.equal(y[70].cpu(), base[70])
     assert bool(described) is (dtype != torch.float32 and layout != "unaligned rows")
+
+
+def test_run_lora_b_takes_h_as_it_is_whatever_the_tiles(make):
+    """Tiles that load B through TMA round h; callers of `run_lora_b` are promised float32."""
+    weights, batch = _wide_weights(torch.bfloat16, False, "whole"), _long_batch()
+    h = torch.randn(3, batch.num_tokens, 24)
+    results = []
+    for tiles in ("rules", fixed_source(64, TMA_TILES)):
+        backend = make(tiles=tiles)
+        y = torch.zeros(batch.num_tokens, weights.out_features, device=backend.device)
+        moved, plan = on(backend.device, weights), backend.prepare_batch(batch)
+        results.append(backend.run_lora_b(h.to(backend.device), moved, plan, y))
+    expected, found = results
+    assert (found - expected).abs().amax() <= 2.0**-20 * expected.abs().amax()
 
 
 TMA_TILES = TileConfig(ShrinkTiles(16, 16, 2), ExpandTiles(16, 32, 4, num_stages=3))

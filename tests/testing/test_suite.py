@@ -1,17 +1,28 @@
 """`verify`: what it reports, how small failing cases become, and that a seed repeats them."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
 from mutants import MUTANTS, TwoSteps
 
 from lora_backends import InvalidInputError
-from lora_backends.testing import DEFAULT, LoRACase, case_from, check_case, properties, verify
+from lora_backends.testing import (
+    DEFAULT,
+    LoRACase,
+    case_from,
+    check_case,
+    properties,
+    suite,
+    verify,
+)
 
 CLI = "from lora_backends.cli import main; main()"
 
@@ -143,17 +154,26 @@ def test_the_machine_reports_the_steps_that_fail():
     assert len(result.failure.case.splitlines()) <= 6
 
 
-def test_shrinking_stops_when_its_time_is_up():
-    class Slow(MUTANTS["OneTileOnly"].backend):
+def test_shrinking_stops_when_its_time_is_up(monkeypatch):
+    """A second passes at every look at the clock, and every run of the backend is counted."""
+    clock, calls = itertools.count(), []
+
+    class Counted(MUTANTS["TailTokenSkipped"].backend):
         def run_linear(self, *args, **kwargs):
-            time.sleep(0.05)
+            calls.append(args)
             return super().run_linear(*args, **kwargs)
 
-    hasty = dataclasses.replace(DEFAULT, shrink_seconds=0.2)
-    start = time.monotonic()
-    report = verify(Slow("cpu"), profile=hasty, only=["many_tokens_are_right"])
-    assert not report.passed
-    assert time.monotonic() - start < 10
+    def calls_of(seconds):
+        calls.clear()
+        profile = dataclasses.replace(DEFAULT, shrink_seconds=seconds)
+        assert not verify(
+            Counted("cpu"), profile=profile, only=["run_linear_is_within_the_bound"]
+        ).passed
+        return len(calls)
+
+    ticking = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
+    monkeypatch.setattr(suite, "time", ticking)
+    assert calls_of(3.0) < calls_of(1e9)
 
 
 def test_a_seed_draws_the_same_cases_again():
@@ -253,3 +273,10 @@ def test_the_command_exits_2_where_nothing_can_be_run(arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_suite_makes_its_tensors_on_devices_of_its_own_choice():
+    quick = dataclasses.replace(DEFAULT, effort=0.02)
+    with torch.device("meta"):  # where tensors have no values
+        report = verify(TwoSteps("cpu"), profile=quick)
+    assert report.passed, report.to_text()

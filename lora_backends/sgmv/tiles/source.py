@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError
-from lora_backends.names import TILES_FOLDER_VARIABLE
+from lora_backends.names import TILES_VARIABLE
 from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, TileConfig
 from lora_backends.sgmv.tiles.table import Entry, TileTable, file_name, read_table
@@ -99,7 +99,7 @@ def user_folder() -> Path:
     It is ``$LORA_BACKENDS_TILES``, else ``lora_backends/tiles`` in ``$XDG_CACHE_HOME``, else in
     ``~/.cache``.
     """
-    given = os.environ.get(TILES_FOLDER_VARIABLE)
+    given = os.environ.get(TILES_VARIABLE)
     if given:
         return Path(given).expanduser()
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -131,9 +131,9 @@ def nearest(measured: Sequence[Any], num_tokens: int, active_slots: int) -> Any 
 def _automatic(backend: str, package: str, device: torch.device) -> list[Path]:
     """Return the places of tables for a device, the strongest first."""
     folder = user_folder()
-    if os.environ.get(TILES_FOLDER_VARIABLE) and not folder.is_dir():
+    if os.environ.get(TILES_VARIABLE) and not folder.is_dir():
         raise InvalidInputError(
-            f"{TILES_FOLDER_VARIABLE} does not name a folder\n  given: {folder}\n"
+            f"{TILES_VARIABLE} does not name a folder\n  given: {folder}\n"
             f"  to do: make it, or unset the variable; `lora-backends tune` makes it when it writes"
         )
     name = file_name(backend, device)

@@ -32,7 +32,7 @@ def _assert_sum(backend: LoRABackend, whole: LoRAInputs, parts: Sequence[LoRAInp
 def _halves(shape: Sequence[int], seed: int, device: torch.device) -> torch.Tensor:
     """Return a random mask; values under it and values outside add up to all, exactly."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.rand(tuple(shape), generator=generator) < 0.5).to(device)
+    return (torch.rand(tuple(shape), generator=generator, device="cpu") < 0.5).to(device)
 
 
 @prop("The delta is linear in x.", values="either", agreement=BOUNDED)
@@ -110,7 +110,9 @@ def merged_weights_equal_unmerged(backend: LoRABackend, case: LoRACase) -> None:
     inputs = case.build(backend.device)
     weights = inputs.weights
     generator = torch.Generator().manual_seed(case.seed)
-    w = torch.randn(weights.out_features, weights.in_features, generator=generator).double()
+    w = torch.randn(
+        weights.out_features, weights.in_features, generator=generator, device="cpu"
+    ).double()
     x = inputs.x.cpu().double().nan_to_num(nan=0.0)
     base = (x @ w.T).to(case.base)
     y_inputs = replace(inputs, base=base.to(backend.device))
@@ -127,7 +129,9 @@ def merged_weights_equal_unmerged(backend: LoRABackend, case: LoRACase) -> None:
 
 def _delta(weights: LoRAWeights, slot: int) -> torch.Tensor:
     """Return s B A of a slot, all slices below each other: [out_features, in_features] float64."""
-    delta = torch.zeros(weights.out_features, weights.in_features, dtype=torch.float64)
+    delta = torch.zeros(
+        weights.out_features, weights.in_features, dtype=torch.float64, device="cpu"
+    )
     for s in range(weights.num_slices):
         rank, cols = int(weights.ranks[slot, s]), columns(weights, s)
         a = weights.lora_a[slot, s, :rank].cpu().double()

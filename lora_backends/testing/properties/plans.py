@@ -48,8 +48,8 @@ def compositions(case: LoRACase) -> list[list[int]]:
 def composed(inputs: LoRAInputs, slots: list[int], seed: int) -> LoRAInputs:
     """Return the inputs for another composition; every row that gains an adapter gets values."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(-1, 2, inputs.x.shape, generator=generator).to(inputs.x)
-    x[torch.tensor(slots, dtype=torch.int64) == NO_ADAPTER] = float("nan")
+    x = torch.randint(-1, 2, inputs.x.shape, generator=generator, device="cpu").to(inputs.x)
+    x[torch.tensor(slots, dtype=torch.int64, device="cpu") == NO_ADAPTER] = float("nan")
     return inputs.replace(x=x, slots=slots)
 
 

@@ -87,8 +87,10 @@ def untouched_elements_keep_their_bits(backend: LoRABackend, case: LoRACase) -> 
 def _odd_values(base: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     """Return `base` with -0.0, NaN, infinities and a denormal in turn wherever `where` is true."""
     tiny = torch.finfo(base.dtype).smallest_normal / 4
-    odd = torch.tensor([-0.0, float("nan"), float("inf"), -float("inf"), tiny], dtype=base.dtype)
-    turns = torch.arange(base.numel()).remainder(len(odd)).reshape(base.shape)
+    odd = torch.tensor(
+        [-0.0, float("nan"), float("inf"), -float("inf"), tiny], dtype=base.dtype, device="cpu"
+    )
+    turns = torch.arange(base.numel(), device="cpu").remainder(len(odd)).reshape(base.shape)
     return torch.where(where, odd[turns], base)
 
 

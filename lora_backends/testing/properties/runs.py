@@ -121,12 +121,12 @@ def given_h(case: LoRACase, inputs: LoRAInputs) -> torch.Tensor:
     weights = inputs.weights
     shape = (weights.num_slices, inputs.batch.num_tokens, weights.max_rank)
     if case.is_integer:
-        h = torch.randint(-8, 9, shape, generator=generator).float()
+        h = torch.randint(-8, 9, shape, generator=generator, device="cpu").float()
     else:
-        h = torch.randn(shape, generator=generator)
+        h = torch.randn(shape, generator=generator, device="cpu")
     slots = inputs.batch.token_slots
     ranks = weights.ranks.cpu()[slots.clamp(min=0)]  # [T, S]
-    within = torch.arange(weights.max_rank) < ranks.T[..., None]  # [S, T, R]
+    within = torch.arange(weights.max_rank, device="cpu") < ranks.T[..., None]  # [S, T, R]
     h[~(within & (slots != NO_ADAPTER)[None, :, None])] = float("nan")
     sums = accumulator_dtype(weights.dtype)
     return guarded(h.to(weights.device, sums), inputs.x_pad, float("nan"))

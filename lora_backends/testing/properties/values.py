@@ -85,7 +85,9 @@ def expand_is_right(backend: LoRABackend, case: LoRACase) -> None:
     plan = backend.prepare_batch(inputs.batch)
     view = None if base is None else base.view
     y = backend.run_lora_b(h, inputs.weights, plan, view)
-    given = Expected(h.detach().cpu().double(), torch.zeros(h.shape, dtype=torch.float64))
+    given = Expected(
+        h.detach().cpu().double(), torch.zeros(h.shape, dtype=torch.float64, device="cpu")
+    )
     wanted = oracles.expected_expand(
         given, inputs.weights, inputs.batch, inputs.base, case.base or case.dtype
     )

@@ -1,0 +1,20 @@
+"""What every engine needs of a tensor that it reads by address."""
+
+from __future__ import annotations
+
+import torch
+
+
+def unusable(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor's memory does not hold its values, and what to do; None if it does."""
+    if tensor.is_nested:
+        return "is a nested tensor; pass its padded values, torch.nested.to_padded_tensor(...)"
+    if tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}; pass .to_dense()"
+    if tensor.is_quantized:
+        return f"is quantized, {tensor.dtype}; pass .dequantize() or .int_repr()"
+    if tensor.is_meta:
+        return "is on meta, where tensors have no values; pass it on the device of the backend"
+    if tensor.is_neg():
+        return "is a lazy negation: its memory holds the negated values; pass .resolve_neg()"
+    return None
