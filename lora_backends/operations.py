@@ -23,6 +23,10 @@ class Input(Enum):
     ROUTED_ROWS = "routed rows"  # a row per token or per (token, expert) pair, with a routing
 
 
+DENSE = (Input.ROWS, Input.TOKEN_IDS, Input.H)
+"""Inputs of operations that take a `LoRAWeights` and a plan."""
+
+
 class Option(NamedTuple):
     """A keyword argument of an operation."""
 

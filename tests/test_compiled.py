@@ -5,10 +5,9 @@ import gc
 
 import pytest
 import torch
-from layers import FACTORS, IDS, small_batch, small_experts, small_weights
+from layers import small_batch, small_weights
 
 from lora_backends import (
-    ExpertWeights,
     InvalidInputError,
     LoRABatch,
     UnsupportedInputError,
@@ -16,16 +15,14 @@ from lora_backends import (
     get_backend,
     unavailable_reasons,
 )
-from lora_backends.operations import BY_NAME, OPERATIONS, Input
+from lora_backends.operations import BY_NAME, DENSE, OPERATIONS, Input
 from lora_backends.torch_ref import TorchRefBackend
 
 ANOTHER = LoRABatch([1, 1, -1, 3, 2, 0, -1], num_slots=4)
 RETURNING_Y = [
     operation
     for operation in OPERATIONS
-    if operation.result == "y"
-    and operation.input is not Input.ROUTED_ROWS
-    and operation.num_slices in (None, 3)
+    if operation.result == "y" and operation.input in DENSE and operation.num_slices in (None, 3)
 ]
 BACKENDS = [(name, "cpu") for name in backend_names() if not unavailable_reasons(name, "cpu")]
 if torch.cuda.is_available():
@@ -85,52 +82,6 @@ def test_a_call_is_part_of_one_graph_and_follows_a_refilled_plan(name, device, o
     backend.prepare_batch(ANOTHER, out=plan)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(compiled(x, base, plan), layer(x, base, plan))
-
-
-@pytest.mark.parametrize("name, device", BACKENDS)
-def test_experts_are_part_of_one_graph_and_follow_a_refilled_routing(name, device):
-    backend, generator = _backend(name, device), torch.Generator().manual_seed(1)
-    weights = ExpertWeights(
-        lora_a=torch.randn(4, 3, 1, 2, 10, generator=generator).to(device),
-        lora_b=torch.randn(4, 3, 6, 2, generator=generator).to(device),
-        ranks=torch.tensor([[[2], [1], [0]]] * 4),
-        scalings=torch.rand(4, 3, 1, generator=generator),
-        output_slices=(3, 3),
-        num_experts=3,
-    )
-    x = torch.randn(7, 10, generator=generator).to(device)
-    ids = torch.randint(-1, 3, (7, 2), generator=generator).to(device)
-    factors = torch.rand(7, 2, generator=generator).to(device)
-
-    def layer(x, routing):
-        pairs = backend.run_experts(x, weights, routing)
-        y = pairs.sum(1) * 2
-        backend.run_experts(x, weights, routing, base_output=y, weighted=True, reduce=True)
-        return y + backend.run_experts(pairs.new_ones(14, 10), weights, routing, rows="pairs").sum(
-            1
-        )
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    plan = backend.prepare_batch(small_batch())
-    routing = backend.prepare_experts(plan, ids, factors, 3)
-    assert torch.equal(compiled(x, routing), layer(x, routing))
-    backend.prepare_batch(ANOTHER, out=plan)
-    backend.prepare_experts(plan, ids.flip(0), factors, 3, out=routing)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        assert torch.equal(compiled(x, routing), layer(x, routing))
-
-
-def test_a_routing_is_made_between_the_graphs_of_a_compiled_program():
-    backend, weights = TorchRefBackend(), small_experts()
-    plan, x = backend.prepare_batch(small_batch()), torch.randn(7, 5)
-
-    def layer(x, ids, factors):
-        routing = backend.prepare_experts(plan, ids, factors * 2, 3)
-        return backend.run_experts(x, weights, routing, weighted=True, reduce=True) + 1
-
-    compiled = torch.compile(layer, backend="eager")
-    for ids in (IDS, IDS.flip(0)):
-        assert torch.equal(compiled(x, ids, FACTORS), layer(x, ids, FACTORS))
 
 
 @pytest.mark.parametrize("name, device", BACKENDS)

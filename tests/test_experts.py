@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from layers import FACTORS, IDS, small_batch, small_experts, small_weights
+from layers import small_batch, small_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_backends import (
@@ -15,12 +15,35 @@ from lora_backends import (
     LoRABatch,
     LoRAPlan,
     UnsupportedInputError,
+    backend_names,
     get_backend,
+    unavailable_reasons,
 )
+from lora_backends import experts_default as default
 from lora_backends.dispatch.wrap import unchecked
-from lora_backends.experts import default
-from lora_backends.experts.routing import local_ids
+from lora_backends.experts import local_ids
 from lora_backends.torch_ref import TorchRefBackend
+
+
+def small_experts(dtype=torch.float32, **changes):
+    """Return gate and up of three experts, one A for both, 4 slots."""
+    generator = torch.Generator().manual_seed(3)
+    given = {
+        "lora_a": torch.randn(4, 3, 1, 2, 5, generator=generator).to(dtype),
+        "lora_b": torch.randn(4, 3, 6, 2, generator=generator).to(dtype),
+        "ranks": torch.randint(1, 3, (4, 3, 1), generator=generator),
+        "scalings": torch.randn(4, 3, 1, generator=generator),
+        "output_slices": (3, 3),
+        "num_experts": 3,
+    }
+    return ExpertWeights(**given | changes)
+
+
+IDS = torch.tensor([[0, 2], [1, 1], [2, -1], [0, 1], [1, 2], [2, 0], [-1, -1]])
+"""Two of three experts for each of seven tokens; -1: none."""
+
+FACTORS = torch.arange(14).reshape(7, 2) / 8
+"""The router's weights."""
 
 
 @pytest.fixture
@@ -328,3 +351,62 @@ def test_copies_of_weights_and_routing_live_on_their_own(job, how):
     assert copies[0].handle != weights.handle and copies[1].handle != routing.handle
     del weights, routing
     assert torch.equal(job(x=x, weights=copies[0], routing=copies[1], base_output=None), expected)
+
+
+ON_THE_CPU = [name for name in backend_names() if not unavailable_reasons(name, "cpu")]
+
+
+@pytest.fixture
+def _fresh_programs():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ON_THE_CPU)
+@pytest.mark.usefixtures("_fresh_programs")
+def test_experts_are_part_of_one_graph_and_follow_a_refilled_routing(name):
+    backend, generator = get_backend(name, device="cpu"), torch.Generator().manual_seed(1)
+    weights = ExpertWeights(
+        lora_a=torch.randn(4, 3, 1, 2, 10, generator=generator),
+        lora_b=torch.randn(4, 3, 6, 2, generator=generator),
+        ranks=torch.tensor([[[2], [1], [0]]] * 4),
+        scalings=torch.rand(4, 3, 1, generator=generator),
+        output_slices=(3, 3),
+        num_experts=3,
+    )
+    x = torch.randn(7, 10, generator=generator)
+    ids = torch.randint(-1, 3, (7, 2), generator=generator)
+    factors = torch.rand(7, 2, generator=generator)
+
+    def layer(x, routing):
+        pairs = backend.run_experts(x, weights, routing)
+        y = pairs.sum(1) * 2
+        backend.run_experts(x, weights, routing, base_output=y, weighted=True, reduce=True)
+        return y + backend.run_experts(pairs.new_ones(14, 10), weights, routing, rows="pairs").sum(
+            1
+        )
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    plan = backend.prepare_batch(small_batch())
+    routing = backend.prepare_experts(plan, ids, factors, 3)
+    assert torch.equal(compiled(x, routing), layer(x, routing))
+    backend.prepare_batch(LoRABatch([1, 1, -1, 3, 2, 0, -1], 4), out=plan)
+    backend.prepare_experts(plan, ids.flip(0), factors, 3, out=routing)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(compiled(x, routing), layer(x, routing))
+
+
+@pytest.mark.usefixtures("_fresh_programs")
+def test_a_routing_is_made_between_the_graphs_of_a_compiled_program():
+    backend, weights = TorchRefBackend(), small_experts()
+    plan, x = backend.prepare_batch(small_batch()), torch.randn(7, 5)
+
+    def layer(x, ids, factors):
+        routing = backend.prepare_experts(plan, ids, factors * 2, 3)
+        return backend.run_experts(x, weights, routing, weighted=True, reduce=True) + 1
+
+    compiled = torch.compile(layer, backend="eager")
+    for ids in (IDS, IDS.flip(0)):
+        assert torch.equal(compiled(x, ids, FACTORS), layer(x, ids, FACTORS))

@@ -5,20 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 from hypothesis.statistics import collector
 
 from lora_backends import InvalidInputError
-from lora_backends.testing import (
-    EDGES,
-    EXPERT_EDGES,
-    ExpertCase,
-    GuardedOutput,
-    LoRACase,
-    case_from,
-    expert_cases,
-    lora_cases,
-)
+from lora_backends.testing import GuardedOutput, LoRACase, case_from
 from lora_backends.testing.inputs import same_bits
+from lora_backends.testing.kinds import KINDS
 
 QUICK = settings(max_examples=60, deadline=None, database=None)
 CASE = LoRACase(
@@ -38,14 +31,12 @@ CASE = LoRACase(
 
 
 @QUICK
-@given(lora_cases(values="either") | expert_cases(values="either"))
+@given(st.one_of([kind.strategy(values="either") for kind in KINDS.values()]))
 def test_a_case_is_read_back_from_its_text(case):
     assert case_from(repr(case)) == case
 
 
-@pytest.mark.parametrize(
-    "text", ["LoRACase(", "ExpertCase(", "LoRACase()", "3", "__import__('os')"]
-)
+@pytest.mark.parametrize("text", ["LoRACase(", "LoRACase()", "3", "__import__('os')"])
 def test_text_that_is_no_case_is_refused(text):
     with pytest.raises(InvalidInputError, match=r"LoRACase\(\.\.\.\)"):
         case_from(text)
@@ -98,31 +89,7 @@ def test_a_write_beside_the_view_is_noticed():
             guarded.assert_untouched()
 
 
-def test_dead_pairs_have_no_values():
-    case = ExpertCase(
-        slots=(0, -1, 1),
-        ids=((0, -1), (1, 0), (1, 1)),
-        num_experts=2,
-        ranks=(((2,), (1,)), ((0,), (2,))),
-        max_rank=2,
-        in_features=3,
-        output_slices=(2, 2),
-        scalings=(((1.0,), (0.5,)), ((2.0,), (1.0,))),
-        rows="pairs",
-        mapped=True,
-        weights_pad=1,
-    )
-    inputs = case.build()
-    dead = [False, True, True, True, False, False]
-    assert inputs.x.isnan().all(1).tolist() == dead
-    assert inputs.topk_weights.isnan().flatten().tolist() == dead
-    assert inputs.expert_map[inputs.topk_ids.long()].tolist() == [[0, -1], [1, 0], [1, 1]]
-    assert inputs.weights.lora_a[1, 0].isnan().all() and inputs.weights.lora_b[1, 0].isnan().all()
-    assert not inputs.weights.lora_b[0, 0].isnan().any()
-    assert inputs.weights.lora_b[0, 1].isnan().tolist() == [[False, True]] * 4
-
-
-def drawn_edges(cases_of, run_seed):
+def drawn_edges(kind, run_seed):
     """Return how often each edge was an event of one run of 150 cases, as Hypothesis counts."""
     cases = []
 
@@ -138,7 +105,7 @@ def drawn_edges(cases_of, run_seed):
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases_of())
+    @given(kind.strategy())
     def draw(case):
         pass
 
@@ -148,7 +115,7 @@ def drawn_edges(cases_of, run_seed):
 
 
 @pytest.mark.parametrize("run_seed", [0, 1, 2])
-@pytest.mark.parametrize("cases_of, edges", [(lora_cases, EDGES), (expert_cases, EXPERT_EDGES)])
-def test_every_edge_is_drawn(cases_of, edges, run_seed):
-    counts = drawn_edges(cases_of, run_seed)
-    assert {edge for edge in edges if counts[edge] < 2} == set()
+@pytest.mark.parametrize("kind", KINDS.values(), ids=[kind.__name__ for kind in KINDS])
+def test_every_edge_is_drawn(kind, run_seed):
+    counts = drawn_edges(kind, run_seed)
+    assert {edge for edge in kind.edges if counts[edge] < 2} == set()

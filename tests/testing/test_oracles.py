@@ -12,10 +12,8 @@ from lora_backends.testing import (
     assert_same_bits,
     assert_same_values,
     expected_embedding,
-    expected_experts,
     expected_linear,
     expected_shrink,
-    expert_cases,
     lora_cases,
     rounded_exactly,
 )
@@ -132,41 +130,6 @@ def test_an_embedding_is_a_linear_layer_of_one_hot_rows():
     ids = torch.tensor([1, 0, 1])
     wanted = expected_linear(torch.eye(2)[ids], weights, batch).value
     assert torch.equal(expected_embedding(ids, weights, batch).value, wanted)
-
-
-def pair_by_pair(inputs):
-    """Return y of experts in float64, straight from the formula."""
-    weights, options = inputs.weights, inputs.options
-    base = torch.zeros(inputs.output_shape()) if inputs.base is None else inputs.base
-    y, top_k = base.double().clone(), inputs.ids.shape[1]
-    for t, j in inputs.live.nonzero().tolist():
-        slot, expert = int(inputs.batch.token_slots[t]), int(inputs.ids[t, j])
-        own = {
-            name: getattr(weights, name)[slot, expert % getattr(weights, name).shape[1]]
-            for name in ("lora_a", "lora_b", "ranks", "scalings")
-        }
-        x = inputs.x[t if options["rows"] == "tokens" else t * top_k + j].double()
-        row = y[t] if options["reduce"] else y[t, j]
-        for s in range(weights.num_slices):
-            a = s if weights.num_a > 1 else 0
-            r = int(own["ranks"][a])
-            if r:
-                factor = float(inputs.topk_weights[t, j]) if options["weighted"] else 1.0
-                h = own["lora_a"][a, :r].double() @ x
-                columns = range(weights.out_features)[weights.columns(s)]
-                for o in columns:
-                    delta = own["lora_b"][o, :r].double() @ h
-                    row[o] += factor * float(own["scalings"][a]) * delta
-    return y
-
-
-@QUICK
-@given(expert_cases(values="either"))
-def test_the_oracle_of_experts_is_the_formula_pair_by_pair(case):
-    inputs = case.build()
-    torch.testing.assert_close(
-        expected_experts(inputs).value, pair_by_pair(inputs), rtol=1e-9, atol=1e-9
-    )
 
 
 def comparison():
