@@ -10,7 +10,7 @@ import torch
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.dtypes import accumulator_dtype
-from lora_backends.operations import BY_NAME, DENSE, OPERATIONS, Input, Operation
+from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_bits, assert_same_values
 from lora_backends.testing.cases import LoRACase
@@ -25,7 +25,7 @@ def operations_for(weights: LoRAWeights) -> list[Operation]:
         operation
         for operation in OPERATIONS
         if operation.result == "y"
-        and operation.input in DENSE
+        and operation.is_dense
         and operation.num_slices in (None, weights.num_slices)
     ]
 
