@@ -13,7 +13,7 @@ from lora_backends.devices import as_device, device_reasons
 from lora_backends.dispatch.output import new_output
 from lora_backends.dispatch.wrap import Dispatched, unchecked
 from lora_backends.experts import ExpertRouting, ExpertWeights
-from lora_backends.experts.default import add_experts, token_slots
+from lora_backends.experts_default import add_experts, token_slots
 from lora_backends.operations import BY_NAME
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights

@@ -42,6 +42,11 @@ class Operation:
     same_as: str | None = None  # the operation that this one is a case of
     options: tuple[Option, ...] = ()  # keyword arguments behind base_output
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether it takes a `LoRAWeights` and a plan."""
+        return self.input is not Input.ROUTED_ROWS
+
 
 OPERATIONS = (
     Operation("run_lora_a", Input.ROWS, "x", result="h"),
@@ -66,16 +71,19 @@ OPERATIONS = (
 BY_NAME = MappingProxyType({operation.name: operation for operation in OPERATIONS})
 """Every operation by the name of its method."""
 
+DENSE = MappingProxyType({name: found for name, found in BY_NAME.items() if found.is_dense})
+"""Those of them that `bench` times and `explain` draws."""
+
 
 def find_operation(name: str) -> Operation:
-    """Return the operation of a name.
+    """Return the operation of a dense layer of a name.
 
     Raises:
         InvalidInputError: there is none.
     """
-    if name not in BY_NAME:
+    if name not in DENSE:
         raise InvalidInputError(
-            f"no operation named {name!r}{did_you_mean(name, BY_NAME)}\n"
-            f"  allowed: {', '.join(BY_NAME)}"
+            f"no operation of a dense layer named {name!r}{did_you_mean(name, DENSE)}\n"
+            f"  allowed: {', '.join(DENSE)}"
         )
-    return BY_NAME[name]
+    return DENSE[name]

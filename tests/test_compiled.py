@@ -22,7 +22,7 @@ ANOTHER = LoRABatch([1, 1, -1, 3, 2, 0, -1], num_slots=4)
 RETURNING_Y = [
     operation
     for operation in OPERATIONS
-    if operation.result == "y" and operation.num_slices in (None, 3)
+    if operation.result == "y" and operation.is_dense and operation.num_slices in (None, 3)
 ]
 BACKENDS = [(name, "cpu") for name in backend_names() if not unavailable_reasons(name, "cpu")]
 if torch.cuda.is_available():

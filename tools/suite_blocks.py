@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from reference_blocks import table
 
-from lora_backends.testing import DEFAULT, EDGES, THOROUGH, suite
+from lora_backends.testing import DEFAULT, THOROUGH, suite
+from lora_backends.testing.kinds import KINDS
 from lora_backends.testing.properties.core import BOUNDED, BY_CLAIM, EXACT
 
 AGREEMENTS = {EXACT: "exact", BY_CLAIM: "exact if claimed", BOUNDED: "bound"}
@@ -22,7 +23,7 @@ def properties() -> str:
 
 def edges() -> str:
     """Return the names of the edges that a report counts."""
-    return ", ".join(EDGES)
+    return ", ".join(edge for kind in KINDS.values() for edge in kind.edges)
 
 
 def profiles() -> str:

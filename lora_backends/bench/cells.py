@@ -12,7 +12,7 @@ import torch
 
 from lora_backends.errors import InvalidInputError, did_you_mean
 from lora_backends.model_shapes import EMBEDDING, LAYER, Projections
-from lora_backends.operations import BY_NAME, Input, find_operation
+from lora_backends.operations import DENSE, Input, find_operation
 
 MIXES = ("identical", "distinct", "uniform", "skewed")
 """How tokens are assigned to adapters, after Punica (arXiv 2310.18547)."""
@@ -64,7 +64,7 @@ class Cell:
         mix: one of `MIXES`. identical: all tokens use one adapter; distinct: each token uses its
             own; uniform: round-robin, so that neighbours use different adapters; skewed: drawn
             with a popularity that falls as 1 / i^1.5, tokens of one adapter side by side.
-        operation: the name of one of `OPERATIONS`.
+        operation: the name of one of `operations.DENSE`.
 
     Raises:
         InvalidInputError: a size below 1, no such mix or operation, or an operation for another
@@ -245,7 +245,7 @@ def projections_of(operation: str, projections: Projections) -> list[str]:
     if not names:
         raise InvalidInputError(
             f"{operation} takes none of the layers\n  given: {projections}\n"
-            f"  needed: {BY_NAME[operation].num_slices or 'any number of'} slices"
+            f"  needed: {DENSE[operation].num_slices or 'any number of'} slices"
         )
     return names
 

@@ -18,7 +18,7 @@ from lora_backends.dtypes import dtype_name
 from lora_backends.errors import InvalidInputError, did_you_mean
 from lora_backends.model_shapes import LAYER, Projections, preset, read_config
 from lora_backends.names import AUTO
-from lora_backends.operations import BY_NAME, OPERATIONS
+from lora_backends.operations import DENSE
 from lora_backends.weights import DTYPES
 
 ALL = "all"
@@ -159,11 +159,11 @@ def _ints(text: str | None, what: str) -> list[int]:
 
 def _operations(text: str | None) -> list[str]:
     if text == ALL:
-        return [operation.name for operation in OPERATIONS if operation.same_as is None]
+        return [operation.name for operation in DENSE.values() if operation.same_as is None]
     names = _words("run_linear" if text is None else text)
     if not names:
         raise InvalidInputError(
-            f"no operations\n  given: {text!r}\n  allowed: {ALL}, or some of {', '.join(BY_NAME)}"
+            f"no operations\n  given: {text!r}\n  allowed: {ALL}, or some of {', '.join(DENSE)}"
         )
     return names
 

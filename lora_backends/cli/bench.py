@@ -25,7 +25,7 @@ from lora_backends.cli.options import (
     Preset,
 )
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.operations import BY_NAME
+from lora_backends.operations import DENSE
 
 NOISY_PERCENT = 15
 
@@ -43,7 +43,7 @@ def bench(
     ] = None,
     operations: Annotated[
         str | None,
-        typer.Option(help=f"all, or some of {', '.join(BY_NAME)}; default: run_linear."),
+        typer.Option(help=f"all, or some of {', '.join(DENSE)}; default: run_linear."),
     ] = None,
     backends: Annotated[
         str | None, typer.Option(help="Backends, e.g. triton,torch_ref; default: all that run.")

@@ -13,7 +13,7 @@ from lora_backends.explain import Explanation, Launch
 from lora_backends.explain import explain as explain_batch
 from lora_backends.explain.job import make_batch, make_layer, ranges
 from lora_backends.model_shapes import PRESETS
-from lora_backends.operations import BY_NAME
+from lora_backends.operations import DENSE
 
 MOST_PIECES = 24
 """Pieces drawn; the rest is only counted."""
@@ -35,7 +35,7 @@ def explain(
     backend: Annotated[
         str, typer.Option(help="triton, csgmv, torch_ref, numba_cpu, ...")
     ] = "triton",
-    operation: Annotated[str, typer.Option(help=f"One of {', '.join(BY_NAME)}.")] = "run_linear",
+    operation: Annotated[str, typer.Option(help=f"One of {', '.join(DENSE)}.")] = "run_linear",
     preset: Annotated[str, typer.Option(help=f"A model: {', '.join(PRESETS)}.")] = "llama3-8b",
     projection: Annotated[str, typer.Option(help="qkv, o, gate_up or down.")] = "qkv",
     in_features: Annotated[

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from lora_backends.batch import LoRABatch
-from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.engine import Engine, Layer
 from lora_backends.dispatch.output import output_shape
 from lora_backends.dispatch.problems import Problems, describe
 from lora_backends.dtypes import accumulator_dtype, dtype_name, dtype_names
-from lora_backends.experts import ExpertWeights
 from lora_backends.operations import Input, Operation
 from lora_backends.weights import LoRAWeights, extent_of
 
@@ -176,9 +175,7 @@ def _weights_fit(problems: Problems, engine: Engine, weights: LoRAWeights, plan:
     return True
 
 
-def check_weights(
-    problems: Problems, engine: Engine, weights: LoRAWeights | ExpertWeights, plan: Any
-) -> None:
+def check_weights(problems: Problems, engine: Engine, weights: Layer, plan: Any) -> None:
     """Check the number of slots, dtype and device of a layer."""
     num_slots = planned_size(plan, "num_slots")
     if num_slots is not None and num_slots != weights.num_slots:
@@ -204,7 +201,7 @@ def _planned_or(plan: Any, otherwise: int) -> int:
     return otherwise if tokens is None else tokens
 
 
-def tensors_of(weights: LoRAWeights | ExpertWeights) -> dict[str, torch.Tensor]:
+def tensors_of(weights: Layer) -> dict[str, torch.Tensor]:
     """Return the tensors of a layer by name."""
     names = ("lora_a", "lora_b", "ranks", "scalings", "bias")
     tensors = {name: getattr(weights, name, None) for name in names}

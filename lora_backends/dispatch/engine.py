@@ -1,4 +1,4 @@
-"""What dispatch asks of a backend, so that it need not import `LoRABackend`."""
+"""What dispatch asks of a backend and of a layer, of whatever class they are."""
 
 from __future__ import annotations
 
@@ -45,3 +45,27 @@ class Engine(Protocol):
     @property
     def storing(self) -> frozenset[str]:
         """Operations whose calls the engine stores on its plans."""
+
+
+class Layer(Protocol):
+    """The sizes and tensors that every kind of weights has."""
+
+    @property
+    def lora_a(self) -> torch.Tensor:
+        """The A of every slot."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of A and B."""
+
+    @property
+    def num_slots(self) -> int:
+        """Adapters that there is room for."""
+
+    @property
+    def out_features(self) -> int:
+        """Width of y."""
+
+    @property
+    def handle(self) -> int:
+        """An int that stands for the layer in a traced program."""

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 
 from lora_backends.dispatch.checks import tensors_of
-from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.engine import Engine, Layer
 from lora_backends.dispatch.handles import Handled, lookup
 from lora_backends.dispatch.output import NO_OPTIONS, new_output
 from lora_backends.dtypes import accumulator_dtype
-from lora_backends.experts import ExpertWeights
 from lora_backends.operations import BY_NAME, Operation
 from lora_backends.weights import LoRAWeights
 
@@ -113,7 +112,7 @@ def trace_add(
     call: Callable[..., torch.Tensor],
     engine: Engine,
     x: torch.Tensor,
-    weights: LoRAWeights | ExpertWeights,
+    weights: Layer,
     plan: Any,
     base_output: torch.Tensor | None,
     options: Mapping[str, Any] = NO_OPTIONS,
@@ -135,7 +134,7 @@ def trace_add(
 
 def _needs_python(
     x: torch.Tensor,
-    weights: LoRAWeights | ExpertWeights,
+    weights: Layer,
     plan: Any,
     base_output: torch.Tensor | None,
 ) -> bool:

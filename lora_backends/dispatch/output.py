@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from lora_backends.experts import ExpertWeights
+from lora_backends.dispatch.engine import Layer
 from lora_backends.operations import Input, Operation
-from lora_backends.weights import LoRAWeights
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -18,7 +17,7 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 def output_shape(
     operation: Operation,
     first: torch.Tensor,
-    weights: LoRAWeights | ExpertWeights,
+    weights: Layer,
     plan: Any,
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> tuple[int, ...]:
@@ -33,7 +32,7 @@ def output_shape(
 def new_output(
     operation: Operation,
     first: torch.Tensor,
-    weights: LoRAWeights | ExpertWeights,
+    weights: Layer,
     plan: Any,
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> torch.Tensor:

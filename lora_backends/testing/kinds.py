@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from hypothesis.strategies import SearchStrategy
 
 from lora_backends.errors import InvalidInputError
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.expert_cases import ExpertCase
+from lora_backends.testing.cases import EDGES, LoRACase
+from lora_backends.testing.expert_cases import EXPERT_EDGES, ExpertCase
 from lora_backends.testing.expert_strategies import expert_cases
 from lora_backends.testing.strategies import lora_cases
 
 Case: TypeAlias = LoRACase | ExpertCase
 
-KINDS: Mapping[type[Case], Callable[..., SearchStrategy[Any]]] = {
-    LoRACase: lora_cases,
-    ExpertCase: expert_cases,
+
+class Kind(NamedTuple):
+    """What the suite needs to know of a kind of cases."""
+
+    strategy: Callable[..., SearchStrategy[Any]]  # of (dtypes, *, profile, ...)
+    edges: Mapping[str, Callable[[Any], bool]]  # name to the predicate on a case
+
+
+KINDS: Mapping[type[Case], Kind] = {
+    LoRACase: Kind(lora_cases, EDGES),
+    ExpertCase: Kind(expert_cases, EXPERT_EDGES),
 }
-"""Every kind of case, and its strategy."""
+"""Every kind of case."""
 
 _ALLOWED = " or ".join(f"{kind.__name__}(...)" for kind in KINDS)
 

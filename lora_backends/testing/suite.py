@@ -242,7 +242,7 @@ def _seed_of(attempt: _Attempt) -> int:
 
 def _run_cases(attempt: _Attempt) -> None:
     dtypes = attempt.backend.dtypes
-    strategy = KINDS[attempt.prop.kind]
+    strategy = KINDS[attempt.prop.kind].strategy
     cases = strategy(dtypes, profile=attempt.profile, **attempt.prop.cases)
 
     @hypothesis.seed(_seed_of(attempt))

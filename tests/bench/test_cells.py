@@ -8,7 +8,7 @@ import torch
 from lora_backends.bench import Cell, cells, preset, projections_from, read_config
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.model_shapes import PRESETS
-from lora_backends.operations import OPERATIONS, Input
+from lora_backends.operations import DENSE, Input
 
 
 def test_llama3_8b_has_the_shapes_of_its_layers():
@@ -151,7 +151,7 @@ def test_bytes_and_operations_of_a_part_are_its_own():
     assert part["run_embedding"].flop == part["run_lora_b"].flop
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+@pytest.mark.parametrize("operation", DENSE.values(), ids=lambda operation: operation.name)
 def test_every_operation_has_cells_of_the_layers_it_takes(operation):
     found = cells.make_cells(preset("llama3-8b")[0], "cpu", [4], operations=[operation.name])
     names = [one.projection for one in found]

@@ -28,7 +28,7 @@ from lora_backends.errors import (
     InvalidInputError,
     UnsupportedInputError,
 )
-from lora_backends.operations import BY_NAME
+from lora_backends.operations import DENSE
 
 CELL = Cell("o", 16, (8, 4), tokens=6, adapters=3, rank=2)
 measuring = importlib.import_module("lora_backends.bench.measure")
@@ -58,7 +58,7 @@ def test_the_reference_is_the_formula():
     weights = small_weights()
     x = torch.randn(7, 10)
     expected = per_token(x, weights, small_batch(), torch.zeros(7, 14, dtype=torch.float64))
-    work = bench_layers.Workload(BY_NAME["run_linear"], [weights], small_batch(), x, x)
+    work = bench_layers.Workload(DENSE["run_linear"], [weights], small_batch(), x, x)
     found = bench_layers.reference(work)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected)
@@ -128,10 +128,10 @@ def test_the_limit_is_bytes_over_copy_rate_and_launches():
     assert limits.microseconds(8_000_000, 2) == pytest.approx(2 + 2)
 
 
-@pytest.mark.parametrize("operation", BY_NAME)
+@pytest.mark.parametrize("operation", DENSE)
 @pytest.mark.parametrize("name", ["torch_ref", "numba_cpu"])
 def test_every_operation_is_checked_and_timed(operation, name):
-    slices = (4,) * (BY_NAME[operation].num_slices or 2)
+    slices = (4,) * (DENSE[operation].num_slices or 2)
     cell = Cell("layer", 16, slices, tokens=6, adapters=3, rank=2, operation=operation)
     result = run([from_backend(get_backend(name, "cpu"))], [cell])
     row = result["rows"][0]
@@ -139,9 +139,9 @@ def test_every_operation_is_checked_and_timed(operation, name):
     assert row["bytes"] == cell.bytes_moved(4) and row["limit_us"] > 0
 
 
-@pytest.mark.parametrize("operation", BY_NAME)
+@pytest.mark.parametrize("operation", DENSE)
 def test_a_wrong_row_of_any_operation_is_found(operation):
-    slices = (4,) * (BY_NAME[operation].num_slices or 2)
+    slices = (4,) * (DENSE[operation].num_slices or 2)
     cell = Cell("layer", 16, slices, tokens=6, adapters=3, rank=2, operation=operation)
     work = bench_layers.make_workload(cell, bench_layers.make_layers(cell, "cpu", torch.float32))
     call = from_backend(get_backend("torch_ref", "cpu")).bind(work)

@@ -4,10 +4,12 @@ import pytest
 from mutants import MUTANTS
 
 from lora_backends.testing import properties, verify
+from lora_backends.testing.properties import PROPERTIES
+from lora_backends.testing.properties.core import cuda_graphs
 from lora_backends.testing.suite import MACHINE
 
 CRASHES = {"EmptyBatchCrashes"}
-NOT_ON_THE_CPU = {"graph_replay_equals_eager", "graph_replay_of_experts_equals_eager"}
+NOT_ON_THE_CPU = {name for name, prop in PROPERTIES.items() if cuda_graphs in prop.requires}
 
 
 @pytest.mark.slow

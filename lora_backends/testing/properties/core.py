@@ -93,3 +93,10 @@ def no_interpreter(backend: LoRABackend) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter runs one kernel at a time and copies whole storages"
     return None
+
+
+def cuda_graphs(backend: LoRABackend) -> str | None:
+    """Require a CUDA device and `LoRABackend.cuda_graphs`."""
+    if backend.device.type != "cuda":
+        return f"graphs are captured on CUDA devices, not on {backend.device.type}"
+    return None if backend.cuda_graphs else "the backend does not claim that it can be captured"

@@ -11,10 +11,8 @@ import torch
 from lora_backends.backend import LoRABackend
 from lora_backends.testing.assertions import assert_close
 from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.expert_cases import ExpertCase
 from lora_backends.testing.inputs import LoRAInputs
-from lora_backends.testing.properties import experts
-from lora_backends.testing.properties.core import BY_CLAIM, EXACT, no_interpreter, prop
+from lora_backends.testing.properties.core import BY_CLAIM, EXACT, cuda_graphs, no_interpreter, prop
 from lora_backends.testing.properties.plans import composed, compositions, device_tensors
 from lora_backends.testing.properties.runs import assert_agree, expected, linear
 
@@ -101,13 +99,6 @@ def _spread(tensor: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
     return storage.as_strided(tensor.shape, strides, HALF + ROOM).copy_(tensor)
 
 
-def cuda_graphs(backend: LoRABackend) -> str | None:
-    """Require a CUDA device and `LoRABackend.cuda_graphs`."""
-    if backend.device.type != "cuda":
-        return f"graphs are captured on CUDA devices, not on {backend.device.type}"
-    return None if backend.cuda_graphs else "the backend does not claim that it can be captured"
-
-
 def _capture(
     backend: LoRABackend, inputs: LoRAInputs, plan: object
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
@@ -156,39 +147,3 @@ def graph_replay_equals_eager(backend: LoRABackend, case: LoRACase) -> None:
         exact = case.is_integer
         claimed = backend.deterministic
         assert_agree(y, wanted, bound, turned, exact=exact, claimed=claimed)
-
-
-@prop(
-    "A captured graph of experts follows the plan and the router.",
-    agreement=BY_CLAIM,
-    examples=10,
-    kind=ExpertCase,
-    base=True,
-    values="either",
-    requires=(cuda_graphs,),
-    min_tokens=1,
-)
-def graph_replay_of_experts_equals_eager(backend: LoRABackend, case: ExpertCase) -> None:
-    """The routing is made within the graph, from what the router writes before each replay."""
-    inputs = case.build(backend.device)
-    assert inputs.base is not None
-    plan = backend.prepare_batch(inputs.batch)
-    routing, y = experts.routing_of(backend, inputs, plan), inputs.base.clone()
-    backend.run_experts(inputs.x, inputs.weights, routing, y.clone(), **inputs.options)
-    torch.cuda.synchronize(backend.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        experts.routing_of(backend, inputs, plan, out=routing)
-        backend.run_experts(inputs.x, inputs.weights, routing, y, **inputs.options)
-    for turn in range(3):
-        another = dataclasses.replace(case, slots=case.slots[::-1], seed=case.seed + 2 * turn)
-        turned = dataclasses.replace(another.build(backend.device), weights=inputs.weights)
-        assert turned.base is not None
-        backend.prepare_batch(turned.batch, out=plan)
-        for name in ("x", "topk_ids", "topk_weights", "expert_map"):
-            if getattr(inputs, name) is not None:
-                getattr(inputs, name).copy_(getattr(turned, name))
-        y.copy_(turned.base)
-        graph.replay()
-        torch.cuda.synchronize(backend.device)
-        experts.assert_right(y, experts.expected(backend, turned), turned, case.is_integer)

@@ -24,6 +24,7 @@ from lora_backends.testing.properties.core import (
     BOUNDED,
     BY_CLAIM,
     batch_invariant,
+    cuda_graphs,
     prop,
 )
 
@@ -236,6 +237,42 @@ def _token(inputs: ExpertInputs, token: int) -> ExpertInputs:
         topk_weights=inputs.topk_weights[part],
         base=None if inputs.base is None else inputs.base[part],
     )
+
+
+@prop(
+    "A captured graph of experts follows the plan and the router.",
+    agreement=BY_CLAIM,
+    examples=10,
+    kind=ExpertCase,
+    base=True,
+    values="either",
+    requires=(cuda_graphs,),
+    min_tokens=1,
+)
+def graph_replay_of_experts_equals_eager(backend: LoRABackend, case: ExpertCase) -> None:
+    """The routing is made within the graph, from what the router writes before each replay."""
+    inputs = case.build(backend.device)
+    assert inputs.base is not None
+    plan = backend.prepare_batch(inputs.batch)
+    routing, y = routing_of(backend, inputs, plan), inputs.base.clone()
+    backend.run_experts(inputs.x, inputs.weights, routing, y.clone(), **inputs.options)
+    torch.cuda.synchronize(backend.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routing_of(backend, inputs, plan, out=routing)
+        backend.run_experts(inputs.x, inputs.weights, routing, y, **inputs.options)
+    for turn in range(3):
+        another = replace(case, slots=case.slots[::-1], seed=case.seed + 2 * turn)
+        turned = replace(another.build(backend.device), weights=inputs.weights)
+        assert turned.base is not None
+        backend.prepare_batch(turned.batch, out=plan)
+        for name in ("x", "topk_ids", "topk_weights", "expert_map"):
+            if getattr(inputs, name) is not None:
+                getattr(inputs, name).copy_(getattr(turned, name))
+        y.copy_(turned.base)
+        graph.replay()
+        torch.cuda.synchronize(backend.device)
+        assert_right(y, expected(backend, turned), turned, case.is_integer)
 
 
 @prop(

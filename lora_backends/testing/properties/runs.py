@@ -25,7 +25,7 @@ def operations_for(weights: LoRAWeights) -> list[Operation]:
         operation
         for operation in OPERATIONS
         if operation.result == "y"
-        and operation.input is not Input.ROUTED_ROWS
+        and operation.is_dense
         and operation.num_slices in (None, weights.num_slices)
     ]
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from lora_backends.dtypes import accumulator_dtype
-from lora_backends.experts.routing import ExpertRouting
-from lora_backends.experts.weights import ExpertWeights
+from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.weights import LoRAWeights
 
 VALUES_AT_ONCE = 2**24
