@@ -298,12 +298,51 @@ def test_entries_per_token_follow_the_axis_of_the_tokens():
         torch.testing.assert_close(found[row], alone, rtol=0, atol=BOUND)
 
 
+class Changed(Plain):
+    """A model that does something to hidden states before its head."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids):
+        return self.head(self.change(self.embedding(input_ids)))
+
+
+def changed_model(change):
+    model = MultiLoRAModel(Changed(change).eval(), "torch_ref", max_rank=3)
+    for seed, adapter in enumerate("ab"):
+        model.add_adapter(adapter, in_peft(Plain(), ["head"], seed)[1])
+    return model
+
+
+def test_rows_that_depend_on_each_other_are_refused():
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    model = changed_model(lambda hidden: hidden - hidden.mean(0))
+    with pytest.raises(UnsupportedInputError, match="module head .*independent rows"):
+        model(adapters=["a", "b"], input_ids=ids)
+    changed_model(lambda hidden: hidden - hidden.mean(1, keepdim=True))(
+        adapters=["a", "b"], input_ids=ids
+    )
+
+
 def test_entries_per_token_need_tokens_in_order():
-    pair = Pair("bert", ["query", "dense"])
-    ids = inputs_of("bert", 2, 5, seed=1)["input_ids"]
-    rows = [["a"] * 3 + ["b"] * 2, "a"]
-    pair.refuses(rows, "adapters differ by token", input_ids=ids)
-    pair.model(adapters=[["a"] * 5, [None] * 5], input_ids=ids)  # the same for every token
+    ids, rows = torch.tensor([[1, 2, 3], [4, 5, 6]]), [["a", "b", "b"], "a"]
+    model = changed_model(lambda hidden: hidden.flip(1))
+    with pytest.raises(UnsupportedInputError, match="module head .*which token"):
+        model(adapters=rows, input_ids=ids)
+    plain = changed_model(lambda hidden: hidden)
+    flipped = model(adapters=["a", "b"], input_ids=ids).flip(1)
+    assert torch.equal(flipped, plain(adapters=["a", "b"], input_ids=ids))
+    found = plain(adapters=rows, input_ids=ids)
+    for name, start, end in (("a", 0, 1), ("b", 1, 3)):
+        whole = plain(adapters=[name, "a"], input_ids=ids)
+        torch.testing.assert_close(found[0, start:end], whole[0, start:end], rtol=0, atol=BOUND)
+    same = plain(adapters=[["a"] * 3, [None] * 3], input_ids=ids)
+    assert torch.equal(same, plain(adapters=["a", None], input_ids=ids))
 
 
 def test_entries_per_token_follow_tokens_that_are_cached():
