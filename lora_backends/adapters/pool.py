@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.slots import SlotTable
 from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec
 from lora_backends.adapters.stacks import Stacks
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, shown
 from lora_backends.weights import LoRAWeights
 
 
@@ -42,9 +43,10 @@ class AdapterPool:
         device: where the stacks live.
         groups: paths of linear modules that share an input and a stack, in the order of its
             slices; a module is in one group at most.
+        limits: what the files of a checkpoint may cost; None takes the defaults.
 
     Raises:
-        InvalidInputError: a number is less than 1.
+        InvalidInputError: a number is less than 1, or too large.
     """
 
     def __init__(
@@ -55,11 +57,15 @@ class AdapterPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         groups: Iterable[Sequence[str]] = (),
+        limits: LoadLimits | None = None,
     ) -> None:
         for key, number in (("max_adapters", max_adapters), ("max_rank", max_rank)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise InvalidInputError(f"{key} is {number!r}; allowed: an int, 1 or more")
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
+                raise InvalidInputError(
+                    f"{key} is {shown(number)}; allowed: an int, 1 or more and less than 2^31"
+                )
         self.modules = dict(modules)
+        self.limits = limits or LoadLimits()
         self.slots = SlotTable(max_adapters)
         self.max_rank = max_rank
         self.dtype = dtype
@@ -100,8 +106,6 @@ class AdapterPool:
             UnsupportedInputError: a feature that cannot be reproduced exactly.
         """
         _check_name(name)
-        if not isinstance(folder, (str, Path)):
-            raise InvalidInputError(f"a checkpoint is a folder; given: {folder!r}")
         if name in self.slots and not replace_existing:
             raise InvalidInputError(
                 f"an adapter named {name!r} is loaded already\n"
@@ -109,7 +113,7 @@ class AdapterPool:
             )
         from lora_backends.adapters.checkpoint import read_checkpoint  # needs pydantic
 
-        checkpoint = read_checkpoint(folder, self.modules, self.max_rank)
+        checkpoint = read_checkpoint(folder, self.modules, self.max_rank, self.limits)
         if accept is not None:
             accept(checkpoint)
         return self.add(name, checkpoint)
@@ -123,7 +127,7 @@ class AdapterPool:
         _check_name(name)
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidInputError(
-                f"the checkpoint is {checkpoint!r}\n  allowed: a Checkpoint, e.g. of "
+                f"the checkpoint is {shown(checkpoint)}\n  allowed: a Checkpoint, e.g. of "
                 f"lora_backends.adapters.read_checkpoint"
             )
         for delta in checkpoint.modules.values():
@@ -218,7 +222,7 @@ class AdapterPool:
 
 def _check_name(name: str) -> None:
     if not isinstance(name, str) or not name:
-        raise InvalidInputError(f"an adapter's name is a non-empty str; given: {name!r}")
+        raise InvalidInputError(f"an adapter's name is a non-empty str; given: {shown(name)}")
 
 
 def _as_scaling(delta: ModuleDelta) -> float:

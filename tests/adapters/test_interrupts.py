@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fuzz.interrupts import SPECS, faults, make_pool, save_adapter
+from fuzz.interrupts import SPECS, faults, interrupt_loads, make_pool, save_adapter
 
 import lora_backends.adapters
 from lora_backends import InvalidInputError
@@ -132,3 +132,9 @@ def test_an_adapter_whose_replacement_was_interrupted_is_named_as_lost(adapters,
         pool.add(NAMES[1], adapters[NAMES[1]])
     with pytest.raises(InvalidInputError, match="lost when loading its replacement"):
         pool.slots.slot(NAMES[1])
+
+
+def test_loads_that_signals_interrupt_leave_no_name_with_torn_weights(tmp_path):
+    interrupted, wrong = interrupt_loads(tmp_path, loads=100)
+    assert wrong == []
+    assert interrupted > 5
