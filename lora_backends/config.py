@@ -6,7 +6,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -20,8 +20,15 @@ from pydantic_settings import (
 )
 from typing_extensions import override
 
+from lora_backends.adapters import LoadLimits
 from lora_backends.checks import as_device
-from lora_backends.errors import InvalidInputError, UnknownBackendError, did_you_mean
+from lora_backends.errors import (
+    InvalidInputError,
+    UnknownBackendError,
+    did_you_mean,
+    shown,
+)
+from lora_backends.files import as_path, read_text
 from lora_backends.gpu.choice import FOLDER_VARIABLE
 from lora_backends.registry import AUTO, ENV_PREFIX, backend_names
 
@@ -108,14 +115,16 @@ class LoRAConfig(BaseSettings):
     """"cpu", "cuda", "cuda:1", ... or "auto"."""
     dtype: Literal["float16", "bfloat16", "float32", "float64", "auto"] = "auto"
     """Dtype that a model is loaded in; "auto": as its checkpoint says."""
-    max_adapters: StrictInt = Field(default=8, ge=1)
+    max_adapters: StrictInt = Field(default=8, ge=1, lt=2**31)
     """Slots: adapters that may be loaded at once."""
-    max_rank: StrictInt = Field(default=64, ge=1)
+    max_rank: StrictInt = Field(default=64, ge=1, lt=2**31)
     """The largest rank that a slot has room for."""
     backend_options: dict[str, Any] = Field(default_factory=dict)
     """The backend's own options."""
     adapters: dict[str, Path] = Field(default_factory=dict)
     """Name to the folder of a PEFT checkpoint."""
+    limits: LoadLimits = Field(default_factory=LoadLimits)
+    """What a checkpoint may cost before it is refused: a table of `LoadLimits`."""
 
     def __init__(self, **values: Any) -> None:
         self._check_environment()
@@ -125,7 +134,7 @@ class LoRAConfig(BaseSettings):
             unknown = any("no backend named" in detail["msg"] for detail in error.errors())
             kind = UnknownBackendError if unknown else InvalidInputError
             raise kind(self._explain(error, values)) from error
-        except SettingsError as error:
+        except (SettingsError, RecursionError) as error:  # JSON that is broken or nested too deep
             raise InvalidInputError(
                 f"the environment is wrong: {error}\n  allowed: tables as JSON, e.g. "
                 f"{ENV_PREFIX}BACKEND_OPTIONS='{{\"tile\": 32}}'"
@@ -145,17 +154,19 @@ class LoRAConfig(BaseSettings):
         Raises:
             InvalidInputError: no such file, no TOML, or a wrong key or value in it.
         """
-        file = Path(path).expanduser()
+        file = as_path(path, "the configuration")
         try:
-            values = tomllib.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InvalidInputError(f"cannot read the configuration {file}: {error}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InvalidInputError(f"{file} is not valid TOML: {error}") from error
+            values = tomllib.loads(read_text(file))
+        except InvalidInputError:
+            raise
+        except (ValueError, RecursionError) as error:  # an int of thousands of digits, deep lists
+            raise InvalidInputError(f"{file} is not valid TOML: {shown(str(error))}") from error
         adapters = values.get("adapters")
         if isinstance(adapters, dict):
             values["adapters"] = {
-                name: file.parent / Path(folder).expanduser() if isinstance(folder, str) else folder
+                name: file.parent / as_path(folder, f"adapters.{name} in {file}")
+                if isinstance(folder, str)
+                else folder
                 for name, folder in adapters.items()
             }
         token = _FILE.set(_File(file, values))
@@ -194,10 +205,23 @@ class LoRAConfig(BaseSettings):
             as_device(device)  # an InvalidInputError is a ValueError
         return device
 
+    @field_validator("limits", mode="before")
+    @classmethod
+    def _as_limits(cls, limits: Any) -> Any:
+        if not isinstance(limits, Mapping):
+            return limits
+        names = [field.name for field in fields(LoadLimits)]
+        unknown = [shown(name) for name in limits if name not in names]
+        if unknown:
+            raise ValueError(f"unknown limit {unknown[0]}\n    allowed: {', '.join(names)}")
+        return LoadLimits(**limits)  # an InvalidInputError is a ValueError
+
     @field_validator("adapters")
     @classmethod
     def _expanded(cls, adapters: dict[str, Path]) -> dict[str, Path]:
-        return {name: folder.expanduser() for name, folder in adapters.items()}
+        if "" in adapters:
+            raise ValueError("an adapter has the empty name")
+        return {name: as_path(folder, f"adapters.{name}") for name, folder in adapters.items()}
 
     @classmethod
     def _check_environment(cls) -> None:
@@ -221,7 +245,7 @@ class LoRAConfig(BaseSettings):
                 guess = did_you_mean(str(detail["loc"][-1]), fields)
                 problem = f"unknown key{guess}\n    allowed: {', '.join(fields)}"
             else:
-                problem = f"{detail['msg']} (given: {detail['input']!r})"
+                problem = f"{detail['msg']} (given: {shown(detail['input'])})"
             lines.append(f"  - {key} in {cls._where(top, arguments)}: {problem}")
         return "\n".join(["the configuration is wrong:", *lines])
 

@@ -14,7 +14,7 @@ class LoadLimits:
     """What a checkpoint may cost before it is refused.
 
     Raises:
-        InvalidInputError: a limit is not a number above 0.
+        InvalidInputError: a limit is no number, or not above 0.
     """
 
     file_bytes: int = 8 * 2**30  # size of adapter_model.safetensors or adapter_model.bin
@@ -27,10 +27,10 @@ class LoadLimits:
         for field in fields(self):
             value = getattr(self, field.name)
             kinds = (int, float) if field.type == "float" else (int,)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 2**63:
                 raise InvalidInputError(
                     f"limits.{field.name} is {shown(value)}\n  allowed: "
-                    f"{'a number' if len(kinds) > 1 else 'an int'} above 0"
+                    f"{'a number' if len(kinds) > 1 else 'an int'} above 0 and below 2^63"
                 )
 
     def file_too_large(self, path: Path, size: int) -> InvalidInputError:
