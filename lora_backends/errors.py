@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_LONGEST = 200  # characters of a value in a message
+_LONGEST = 200  # characters of a word that is compared with others
 
 
 class LoRABackendError(Exception):
@@ -36,13 +36,12 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def shown(value: object) -> str:
-    """Return the repr of a value for a message: cut where it is long, its type where it has none.
-
-    An int of thousands of digits and a list nested too deep have no repr.
-    """
+def shown(value: object, most: int = 200) -> str:
+    """Return a short repr of a value, which may be huge, nested deeply or unable to show itself."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # an int of 5,000 digits, a list in a list in a list, a foreign object
+        return f"a value of type {type(value).__name__} that cannot be shown"
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -141,14 +141,14 @@ def unreadable(path: Path, error: Exception) -> InvalidInputError:
     """Return the error for a path at which the system, not the content, is in the way."""
     reason = getattr(error, "strerror", None) or str(error)
     return InvalidInputError(
-        f"cannot read {shown(str(path))}\n  given: {type(error).__name__}: {reason}\n"
+        f"cannot read {_text(path)}\n  given: {type(error).__name__}: {reason}\n"
         f"  allowed: a file that this user may read\n  to do: correct the path or its permissions"
     )
 
 
 def _no_settings(path: Path, size: int) -> InvalidInputError:
     return InvalidInputError(
-        f"cannot read {shown(str(path))}\n  given: {size} bytes\n"
+        f"cannot read {_text(path)}\n  given: {size} bytes\n"
         f"  allowed: a file of settings, at most {TEXT_BYTES} bytes"
     )
 
@@ -156,8 +156,13 @@ def _no_settings(path: Path, size: int) -> InvalidInputError:
 def _check_is_file(path: Path, kind: str) -> None:
     if kind != "a file":
         raise InvalidInputError(
-            f"cannot read {shown(str(path))}\n  given: {kind}\n  allowed: a regular file"
+            f"cannot read {_text(path)}\n  given: {kind}\n  allowed: a regular file"
         )
+
+
+def _text(path: Path) -> str:
+    text = str(path)
+    return text if text.isprintable() and len(text) <= 500 else shown(text)
 
 
 def _kind(mode: int) -> str:

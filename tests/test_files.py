@@ -159,9 +159,9 @@ def test_values_without_a_repr_are_shown_by_their_type():
     nested = []
     for _ in range(100_000):
         nested = [nested]
-    assert shown(nested) == "<list>"
-    assert shown(10**5000) == "<int>"
-    assert len(shown("x" * 10**6)) <= 200
+    assert shown(nested) == "a value of type list that cannot be shown"
+    assert shown(10**5000) == "a value of type int that cannot be shown"
+    assert len(shown("x" * 10**6)) <= 203
 
 
 def test_no_word_is_sought_for_a_very_long_one():

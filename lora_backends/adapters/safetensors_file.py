@@ -50,6 +50,6 @@ def _check_size(content: bytes, path: Path, limits: LoadLimits) -> None:
         names = json.loads(content[8 : 8 + length])
     except (ValueError, RecursionError):
         return
-    count = len(names) if isinstance(names, dict) else 0
+    count = len(names) - ("__metadata__" in names) if isinstance(names, dict) else 0
     if count > limits.tensors:
         raise limits.exceeded("tensors", path, f"{count} tensors", count)

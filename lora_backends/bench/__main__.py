@@ -12,7 +12,7 @@ from typing import Any
 
 from lora_backends.bench.cells import Cell
 from lora_backends.bench.job import make_job
-from lora_backends.bench.results import check_writable, summarize
+from lora_backends.bench.results import summarize, writable_file
 from lora_backends.errors import LoRABackendError
 
 
@@ -32,7 +32,7 @@ def main() -> int:
     path = values.pop("json")
     result: dict[str, Any] = {}
     try:
-        check_writable(path.resolve().parent, "--json")
+        path = writable_file(path, "--json")
         job = make_job(**values)
         for name, reason in job.left_out.items():
             print(f"not timed: {name}: {reason}")

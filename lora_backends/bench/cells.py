@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
+from lora_backends.files import as_path, read_text
 
 MIXES = ("identical", "distinct", "uniform", "skewed")
 """How tokens are dealt over adapters, after Punica (arXiv 2310.18547)."""
@@ -191,10 +192,10 @@ def read_config(path: Path) -> tuple[Projections, list[str]]:
         UnsupportedInputError: the attention is not made of q, k, v and o.
     """
     try:
-        config = json.loads(path.expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+        config = json.loads(read_text(as_path(path, "--config-json")))
+    except InvalidInputError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise InvalidInputError(f"{path} holds no JSON object, but a {type(config).__name__}")

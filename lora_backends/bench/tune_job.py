@@ -15,7 +15,7 @@ import torch
 
 from lora_backends.bench.cells import Cell
 from lora_backends.bench.job import make_job
-from lora_backends.bench.results import check_writable
+from lora_backends.bench.results import writable_file
 from lora_backends.checks import as_device
 from lora_backends.errors import (
     InvalidInputError,
@@ -143,10 +143,7 @@ def make_tuning(
         options=[f"{backend}.tiles=rules"],
         device=str(where),
     )
-    path = output or user_folder() / file_name(backend, where)
-    if path.is_dir():
-        raise InvalidInputError(f"--output: {path} is a folder\n  allowed: a file")
-    check_writable(path.resolve().parent, "--output")
+    path = writable_file(output or user_folder() / file_name(backend, where), "--output")
     if path.exists():
         read_table(path, rules, backend, where)  # what it has of other layers is kept
     points = make_points(measured.cells, rules, measured.dtype)

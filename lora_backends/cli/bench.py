@@ -14,9 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lora_backends.bench import Cell, read_result, summarize
 from lora_backends.bench.cells import PRESETS
 from lora_backends.bench.job import Job, make_job
-from lora_backends.bench.results import check_writable
+from lora_backends.bench.results import check_writable, writable_file
 from lora_backends.cli.console import output, table
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.files import as_path
 
 INTERRUPTED = 130
 NOISY_PERCENT = 15
@@ -79,7 +80,7 @@ def bench(
         json_file or option or any(v is not None for v in asked.values())
     ):
         raise InvalidInputError("--from-json measures nothing\n  allowed beside it: --plot")
-    _check_folders(json_file, plot)
+    json_file, plot = _writable(json_file, plot)
     if from_json is not None:
         result, interrupted = read_result(from_json), False
     else:
@@ -95,12 +96,10 @@ def bench(
             output().print(f"written: {file}", markup=False, soft_wrap=True)
 
 
-def _check_folders(json_file: Path | None, plot: Path | None) -> None:
+def _writable(json_file: Path | None, plot: Path | None) -> tuple[Path | None, Path | None]:
     """Refuse what could not be kept, before minutes are spent on it."""
     if json_file is not None:
-        if json_file.is_dir():
-            raise InvalidInputError(f"--json: {json_file} is a folder\n  allowed: a file")
-        check_writable(json_file.resolve().parent, "--json")
+        json_file = writable_file(json_file, "--json")
     if plot is not None:
         try:
             import matplotlib  # noqa: F401
@@ -109,7 +108,9 @@ def _check_folders(json_file: Path | None, plot: Path | None) -> None:
                 f"--plot needs a package that is not installed: {error.name}\n"
                 f"  to do: pip install 'lora-backends[bench]'"
             ) from error
+        plot = as_path(plot, "--plot")
         check_writable(plot, "--plot")
+    return json_file, plot
 
 
 def _run(job: Job, path: Path | None) -> tuple[dict[str, Any], bool]:

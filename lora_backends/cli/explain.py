@@ -12,6 +12,7 @@ from lora_backends.errors import InvalidInputError
 from lora_backends.explain import Explanation, Launch
 from lora_backends.explain import explain as explain_batch
 from lora_backends.explain.job import PRESET_NAMES, make_batch, make_layer, ranges
+from lora_backends.files import as_path
 
 MOST_PIECES = 24
 """Pieces that are drawn; of more, the rest is counted."""
@@ -65,6 +66,7 @@ def explain(
     if svg is not None:
         from lora_backends.explain.svg import draw
 
+        svg = as_path(svg, "--svg")
         try:
             svg.write_text(draw(found), encoding="utf-8")
         except OSError as error:

@@ -113,10 +113,10 @@ def test_a_fifo_or_device_in_the_place_of_a_file_is_refused(name, write_adapter)
         (folder / SAFETENSORS_FILE).unlink()
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    refused(folder, f"{name}'\n  given: a FIFO")
+    refused(folder, f"{name}\n  given: a FIFO")
     (folder / name).unlink()
     (folder / name).symlink_to("/dev/zero")
-    refused(folder, f"{name}'\n  given: a device")
+    refused(folder, f"{name}\n  given: a device")
 
 
 def test_tensors_outlive_their_file(write_adapter):
