@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_LONGEST = 200  # characters of a word that is compared with others
+_LONGEST, _MOST_WORDS = 200, 10_000  # characters and words that are compared for a suggestion
 
 
 class LoRABackendError(Exception):
@@ -30,9 +30,11 @@ class UnknownBackendError(BackendUnavailableError, InvalidInputError):
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest allowed word, or an empty string."""
-    if len(given) > _LONGEST:  # comparing takes time with the square of the length
+    words = list(allowed)
+    # Comparing takes time with the square of the length, and with the number of words.
+    if len(given) > _LONGEST or len(words) > _MOST_WORDS:
         return ""
-    close = difflib.get_close_matches(given, list(allowed), n=1)
+    close = difflib.get_close_matches(given, words, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

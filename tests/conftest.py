@@ -11,8 +11,8 @@ import torch
 
 PEFT_MODELS = [f"hf/test_{name}.py" for name in ("generate", "model", "peft_equality", "smollm2")]
 NEEDS = {
-    "peft": ["adapters", *PEFT_MODELS],
-    "pydantic": ["adapters", *PEFT_MODELS],
+    "peft": ["adapters", "fuzz", *PEFT_MODELS],
+    "pydantic": ["adapters", "fuzz", *PEFT_MODELS],
     "pydantic_settings": ["test_cli.py", "test_config.py", "test_registry.py"],
     "typer": ["test_cli.py"],
 }

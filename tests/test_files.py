@@ -164,6 +164,7 @@ def test_values_without_a_repr_are_shown_by_their_type():
     assert len(shown("x" * 10**6)) <= 203
 
 
-def test_no_word_is_sought_for_a_very_long_one():
+def test_no_word_is_sought_for_a_very_long_one_or_among_very_many():
     assert did_you_mean("torch_re", ["torch_ref"])
     assert did_you_mean("torch_ref" * 10**5, ["torch_ref" * 10**5 + "f"]) == ""
+    assert did_you_mean("torch_re", ["torch_ref"] * 10**6) == ""

@@ -5,12 +5,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from fuzz.interrupts import SPECS, faults, interrupt_loads, make_pool, save_adapter
 
 import lora_backends.adapters
 from lora_backends import InvalidInputError
 from lora_backends.adapters import read_checkpoint
 from lora_backends.adapters.stacks import Stacks
+from lora_backends.hf import MultiLoRAModel
 
 PACKAGE = str(Path(lora_backends.adapters.__file__).parent)
 NAMES = ("adapter0", "adapter1", "adapter2", "adapter3", "adapter7")
@@ -138,3 +140,35 @@ def test_loads_that_signals_interrupt_leave_no_name_with_torn_weights(tmp_path):
     interrupted, wrong = interrupt_loads(tmp_path, loads=100)
     assert wrong == []
     assert interrupted > 5
+
+
+def test_a_row_is_never_served_by_the_weights_of_an_interrupted_load(
+    make_base, save_adapter, monkeypatch
+):
+    folders = [
+        save_adapter(name=name, seed=seed, std=0.3, r=4, target_modules="all-linear")
+        for seed, name in enumerate(("first", "second", "third"))
+    ]
+    model = MultiLoRAModel(make_base("llama"), "torch_ref", max_adapters=2, max_rank=4)
+    model.load_adapter("first", folders[0])
+    model.load_adapter("second", folders[1])
+    ids = torch.arange(1, 6)[None]
+    expected = model(adapters=["second"], input_ids=ids).logits
+    write, calls = Stacks.write, []
+
+    def interrupt(self, slot, delta):
+        calls.append(slot)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        write(self, slot, delta)
+
+    monkeypatch.setattr(Stacks, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.load_adapter("third", folders[2])  # evicts the first
+    assert len(calls) == 8 and model.adapters == ["second"]
+    for name in ("first", "third"):
+        with pytest.raises(InvalidInputError, match=f"adapter (named )?'{name}'"):
+            model(adapters=[name], input_ids=ids)
+    assert torch.equal(model(adapters=["second"], input_ids=ids).logits, expected)
+    monkeypatch.setattr(Stacks, "write", write)
+    assert model.load_adapter("third", folders[2]).slot == 0

@@ -68,7 +68,7 @@ def faults(pool: AdapterPool, adapters: dict[str, Checkpoint]) -> Iterator[str]:
     """Yield every loaded name that would be served other weights than those of its checkpoint."""
     for name in pool.slots.names:
         slot = pool.slots.slot(name)
-        for path in SPECS:
+        for path in pool.modules:
             delta, stack = adapters[name].modules.get(path), pool.active_weights.get(path)
             if stack is None:
                 if delta is not None:
