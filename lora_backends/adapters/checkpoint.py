@@ -133,7 +133,7 @@ def _refuse_features(path: Path, tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in tensors.items():
         feature = _feature_of(key, tensor)
         if feature:
-            found.setdefault(feature, f"{feature}, by tensor {key!r} {list(tensor.shape)}")
+            found.setdefault(feature, f"{feature}, by tensor {_described(key, tensor)}")
     if found:
         what = "the weights belong to features that this library cannot reproduce exactly"
         allowed = "LoRA that computes base(x) + scaling * (B A x + b)"
@@ -276,6 +276,10 @@ def _check_room(source: _Source, module: str, rank: int) -> None:
         raise source.error(what, given, allowed, f"set max_rank to {rank} or more")
 
 
+def _described(key: str, tensor: Tensor) -> str:
+    return f"{shown(key, 1100)} {shown(list(tensor.shape))}"
+
+
 def _width(tensor: Tensor, axis: int) -> int:
     return tensor.shape[axis] if tensor.ndim == 2 else -1
 
@@ -283,7 +287,7 @@ def _width(tensor: Tensor, axis: int) -> int:
 def _check_tensor(
     source: _Source, key: str, tensor: Tensor, shape: tuple[int, ...], rank: int
 ) -> None:
-    given = f"tensor {key!r} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    given = f"tensor {_described(key, tensor)} {str(tensor.dtype).removeprefix('torch.')}"
     if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or tensor.is_meta:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise source.error("a tensor is not of a floating dtype", given, f"dense, {names}")

@@ -92,13 +92,15 @@ def _read_legacy(content: bytes, path: Path, limits: LoadLimits) -> dict[str, Te
     if (evaluate(stream, check), evaluate(stream, check)) != (_MAGIC, _VERSION):
         raise RefusedPickleError("the file is damaged", "no file of torch.save")
     system = evaluate(stream, check)
-    if system["little_endian"] != (sys.byteorder == "little"):
-        given = f"little_endian = {shown(system['little_endian'])}"
-        raise RefusedPickleError("the file is of a machine with another byte order", given)
+    if system["little_endian"] is not (sys.byteorder == "little"):
+        what = "the file is of a machine with another byte order"
+        raise RefusedPickleError(what, f"not {sys.byteorder} endian")
     state = _stored(evaluate(stream, check))
     keys = evaluate(stream, check, extra=2 * len(state))
     items = {s.key: s.dtype.itemsize for s in state.values()}
     storages: dict[str, bytes] = {}
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise TypeError("the keys of the storages are no list of names")
     for key in keys:
         size = int.from_bytes(stream.read(8), sys.byteorder) * items[key]
         storages[key] = stream.read(size)

@@ -2,7 +2,8 @@
 
 A dict of tensors needs about thirty opcodes and four functions. Python's unpickler calls whatever
 a pickle names, and torch's calls, among others, `bytearray` with any number and hashes tuples that
-are nested exponentially deep. Here nothing is called: a tensor becomes a description.
+are nested exponentially deep. Here nothing is called: a tensor becomes a description. What a
+pickle makes is told apart by its type; only str and int are compared, hashed or shown.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ _STORAGES = {
     "torch ShortStorage": torch.int16,
 }
 _GLOBALS: dict[str, Any] = {**_FUNCTIONS, **_STORAGES}
+
+_MOST_AXES = 16
 
 # A tensor takes about 45 opcodes: more of them than this make nothing that is read.
 _OPCODES, _OPCODES_PER_TENSOR = 1000, 100
@@ -215,7 +218,11 @@ def _global(name: str) -> Any:
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_rest: Any) -> StoredTensor:
     """Describe a tensor; whether it requires gradients and its hooks are left out."""
     numbers = (offset, *size, *stride)
-    if type(storage) is not _Storage or not all(map(_is_size, numbers)):
+    if (
+        type(storage) is not _Storage
+        or len(numbers) > 1 + 2 * _MOST_AXES
+        or not all(map(_is_size, numbers))
+    ):
         raise TypeError("a tensor is not described as torch.save does")
     return StoredTensor(
         storage.key, storage.dtype, storage.size, offset, tuple(size), tuple(stride)

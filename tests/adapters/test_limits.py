@@ -252,6 +252,19 @@ HOSTILE_PICKLES = {
     "is empty": b"",
     "pops": b"\x80\x02\x87.",
     "no mark": b"\x80\x02}u.",
+    "many axes": b"\x80\x02"
+    + b"".join(
+        [
+            b"ctorch._utils\n_rebuild_tensor_v2\n((",
+            b"X\x07\0\0\0storage",
+            b"ctorch\nFloatStorage\nX\x01\0\0\0aNK\x01tQK\0(",
+            b"\x8a\x08" + b"\xff" * 7 + b"\x7f",
+            b"K\x01" * 900,
+            b"t(",
+            b"K\x01" * 900,
+            b"ttR.",
+        ]
+    ),
     "odd items": b"\x80\x02}(Nu.",
     "appends": b"\x80\x02}Na.",
 }
@@ -264,6 +277,26 @@ def test_a_hostile_pickle_is_refused_at_once(name, legacy, write_bin, deadline):
     content = HOSTILE_PICKLES[name]
     legacy_content = b"".join([*magic, pickle.dumps({"little_endian": True}, 2), content])
     folder = write_bin(legacy_content if legacy else archive_of(content))
+    with deadline(20):
+        refused(folder, "cannot read the PEFT checkpoint")
+
+
+@pytest.mark.parametrize("place", ["magic", "system", "keys", "byte order", "key"])
+def test_no_object_of_a_hostile_pickle_is_hashed_or_shown(place, write_bin, deadline):
+    """Tuples that hold the one before twice take 2^60 steps to hash, compare with or print."""
+    doubling = exponential()[3:-3]  # pushes the tuple
+    magic = [pickle.dumps(x, 2) for x in (pickle_file._MAGIC, pickle_file._VERSION)]
+    system = pickle.dumps({"little_endian": sys.byteorder == "little"}, 2)
+    hostile = b"\x80\x02" + doubling + b"."
+    order = b"\x80\x02}X\r\0\0\0little_endian" + doubling + b"s."
+    parts = {
+        "magic": [hostile, magic[1]],
+        "system": [*magic, hostile],
+        "byte order": [*magic, order],
+        "keys": [*magic, system, b"\x80\x02}.", b"\x80\x02]" + doubling + b"a."],
+        "key": [*magic, system, b"\x80\x02}" + doubling + b"Ns."],
+    }
+    folder = write_bin(b"".join(parts[place]))
     with deadline(20):
         refused(folder, "cannot read the PEFT checkpoint")
 
