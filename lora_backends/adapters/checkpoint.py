@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -258,15 +258,35 @@ def _spec_of(source: _Source, module: str, kind: Kind) -> ModuleSpec | None:
         return None
     spec = source.specs.get(module)
     if spec is None:
-        what = f"the base model has no module {module!r}{did_you_mean(module, source.specs)}"
-        given, allowed = f"LoRA for {module!r}", f"{len(source.specs)} modules of the base model"
-        raise source.error(what, given, allowed, "load it on the model it was trained on")
+        raise _missing_module(source, source.specs, module)
     if spec.kind != kind:
         what = f"module {module!r} of the base model is of another kind"
         allowed = f"LoRA of kind {spec.kind!r}"
         to_do = "load it on the model it was trained on"
         raise source.error(what, f"LoRA of kind {kind!r}", allowed, to_do)
     return spec
+
+
+def _missing_module(
+    source: _Source, specs: Mapping[str, ModuleSpec], module: str
+) -> InvalidInputError:
+    missing = [name for name in source.rules if name not in specs]
+    facts = [f"LoRA for {len(source.rules)} modules, {len(missing)} of which the base model lacks"]
+    mine, theirs = _highest_layer(missing), _highest_layer(specs)
+    if mine > theirs >= 0:
+        what = "the base model has fewer layers than the adapter"
+        facts.append(f"LoRA for layer {mine}; the base model's last layer is {theirs}")
+    else:
+        what = f"the base model has no module {module!r}{did_you_mean(module, specs)}"
+        facts.append(f"LoRA for {module!r}")
+    allowed = f"{len(specs)} modules of the base model"
+    return source.error(what, facts, allowed, "load it on the model it was trained on")
+
+
+def _highest_layer(modules: Iterable[str]) -> int:
+    """Return the highest number among components of paths, or -1."""
+    numbers = (re.search(r"\.(\d{1,9})\.", module) for module in modules)
+    return max((int(number[1]) for number in numbers if number), default=-1)
 
 
 def _check_room(source: _Source, module: str, rank: int) -> None:

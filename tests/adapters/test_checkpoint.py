@@ -525,6 +525,15 @@ def test_module_missing_in_the_base_is_an_error_with_a_suggestion(write_adapter)
     assert f"no module '{Q_PROJ}'; did you mean 'model.layers.0.self_attn.qq_proj'?" in message
 
 
+def test_an_adapter_of_more_layers_than_the_base_has_says_so(write_adapter, lora):
+    tensors = lora(Q_PROJ) | lora(Q_PROJ.replace("0", "1")) | lora(Q_PROJ.replace("0", "31"))
+    message = rejected(InvalidInputError, write_adapter(tensors), modules=SPECS)
+    assert "the base model has fewer layers than the adapter" in message
+    assert "3 modules, 2 of which the base model lacks" in message
+    assert "LoRA for layer 31; the base model's last layer is 0" in message
+    assert "did you mean" not in message
+
+
 def test_module_of_another_kind_is_an_error(write_adapter):
     specs = {Q_PROJ: ModuleSpec("embedding", 8, 6)}
     message = rejected(InvalidInputError, write_adapter(), modules=specs)

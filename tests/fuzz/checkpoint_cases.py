@@ -361,7 +361,7 @@ def edit_the_header(case):
         length = struct.unpack("<Q", content[:8])[0]
         header = json.loads(content[8 : 8 + length])
         entry = header[case.draw.choice(list(header))]
-    except (ValueError, struct.error, IndexError, TypeError, MemoryError, OverflowError):
+    except Exception:  # it was damaged already
         return
     if isinstance(entry, dict):
         key = case.draw.choice(["dtype", "shape", "data_offsets", "extra"])
@@ -381,7 +381,7 @@ def edit_the_archive(case):
     try:
         with zipfile.ZipFile(case.weights) as archive:
             records = [(name, archive.read(name)) for name in archive.namelist()]
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError):
+    except Exception:  # it was damaged already
         return
     if not records:
         return

@@ -56,7 +56,8 @@ def save_adapter(root: Path, name: str) -> Path:
         if biased:
             bias = torch.randn(spec.out_features, generator=generator)
             tensors[f"base_model.model.{path}.lora_B.bias"] = bias
-    config = {"peft_type": "LORA", "target_modules": sorted(ranks), "lora_bias": biased}
+    targets = "|".join(ranks) if draw.random() < 0.2 else sorted(ranks)  # the former by a process
+    config = {"peft_type": "LORA", "target_modules": targets, "lora_bias": biased}
     folder = root / name
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": ranks}))
