@@ -25,7 +25,7 @@ _MOST_ENTRIES = 1000  # of a folder that are looked at
 _FORMATS = (
     (r"\.lora_(down|up)\.weight$|^lora_(unet|te\d*|transformer)_|\.alpha$", "kohya"),
     (
-        r"\.lora\.(down|up)\.weight$|^(unet|text_encoder\w*|transformer)\.|\.processor\.",
+        r"\.lora\.(down|up)\.weight$|^(unet|text_encoder\w*|transformer(?!\.h))\.|\.processor\.",
         "diffusers",
     ),
     (r"\.lora_[ab]$", "MLX"),
