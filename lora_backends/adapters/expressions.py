@@ -106,7 +106,10 @@ def match_all(
         result = json.loads(child.stdout)
     except subprocess.TimeoutExpired as error:
         raise MatchingTimeoutError from error
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
+    except subprocess.CalledProcessError as error:
+        last_line = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise MatchingFailedError(shown(last_line or f"status {error.returncode}")) from error
+    except (OSError, ValueError) as error:
         raise MatchingFailedError(shown(str(error))) from error
     if result and isinstance(result[0], int):
         raise BrokenExpressionError(*result)

@@ -106,7 +106,9 @@ class _Rules:
         targets = self._config.target_modules
         if isinstance(targets, list):
             return any(target.split(".")[-1] == name for target in targets)
-        return isinstance(targets, str) and self._names(targets, name)
+        if targets is None or targets.lower() == ALL_LINEAR:
+            return False
+        return self._names(targets, name)
 
     def _with_matches(self, patterns: Mapping[str, T]) -> Patterns[T]:
         return {

@@ -111,8 +111,9 @@ def test_unknown_key_with_an_empty_value_is_accepted(read, value):
     read(some_future_field=value)
 
 
-def test_ensure_weight_tying_without_an_embedding_is_accepted(read):
-    read(ensure_weight_tying=True)
+@pytest.mark.parametrize("targets", [["q_proj"], ".*q_proj", "all-linear"])
+def test_ensure_weight_tying_without_an_embedding_is_accepted(read, targets):
+    read(ensure_weight_tying=True, target_modules=targets)
 
 
 # What is refused by name
@@ -305,8 +306,9 @@ def test_a_pattern_that_takes_too_long_is_refused_by_its_limit(key):
 @pytest.mark.parametrize("end", ["raise MemoryError", "raise SystemExit", "print('[')"])
 def test_patterns_whose_process_ends_early_are_refused(end, monkeypatch):
     monkeypatch.setattr(child, "_PROGRAM", end)
-    with pytest.raises(InvalidInputError, match="expressions could not be matched"):
+    with pytest.raises(InvalidInputError, match="expressions could not be matched") as caught:
         rule(make(rank_pattern={"q.*": 2}), "q_proj")
+    assert end.startswith("raise Mem") == ("MemoryError" in str(caught.value))
 
 
 def test_names_without_metacharacters_start_no_process(monkeypatch):

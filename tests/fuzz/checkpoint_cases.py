@@ -73,6 +73,20 @@ NASTY = [
     [None], ["q_proj", 3], ["q_proj"], [[]], {}, {"a": 1}, {"(": 1}, {"q_proj": None}, {"": 3},
     {"q_proj": 2}, {".*": 3}, [0, 1], [1.5], ["layers"], "layers", "LORA", "lora_only", "pissa",
 ]  # fmt: skip
+PLAUSIBLE = {
+    **dict.fromkeys(["use_rslora", "lora_bias", "fan_in_fan_out"], [True, False]),
+    **dict.fromkeys(["ensure_weight_tying", "use_dora", "use_qalora"], [True, False]),
+    "target_modules": ["all-linear", "ALL-LINEAR", ".*", ["q_proj"], ["lm_head", "embed_tokens"]],
+    "exclude_modules": ["all-linear", ".*q_proj", ["q_proj"], "", []],
+    "layers_to_transform": [0, 10, [0], [], [-1], None],
+    "layers_pattern": ["layers", "", [], ["h", ""], r"(layers)", None],
+    "rank_pattern": [{}, {"^q_proj": 3}, {"q_proj$": 2}, {"layers.0": 1}, {".q_proj": 2}, None],
+    "alpha_pattern": [{"lm.head": 3}, {"model": 3, "self_attn.q_proj": 0}, {"v_proj": -1.5}],
+    "task_type": ["CAUSAL_LM", "SEQ_CLS", "", None],
+    "init_lora_weights": ["gaussian", "pissa", "EVA", True],
+    "r": [1, 4, 12, 13],
+    "lora_alpha": [0, -2, 7.25],
+}
 PICKLED = [
     b"K\x05", b"J\xff\xff\xff\x7f", b"}", b"(", b"t", b"R", b"b", b"0", b"2", b"\x86", b"h\x01",
     b"r\xff\xff\xff\x7f", b"ctorch\nTensor\n", b"cos\nsystem\n", b"X\x01\0\0\0a", b"Q",
@@ -208,6 +222,12 @@ def alpha_of(config, path):
 
 def set_a_key(case):
     case.config[case.draw.choice(KEYS)] = case.draw.choice(NASTY)
+
+
+def switch_a_key(case):
+    """Set a key to another value that is of its type."""
+    key, values = case.draw.choice(list(PLAUSIBLE.items()))
+    case.config[key] = case.draw.choice(values)
 
 
 def drop_a_key(case):
@@ -463,8 +483,8 @@ def edit_config_text(case):
 
 
 BEFORE_WRITING = [
-    set_a_key, set_a_key, drop_a_key, use_a_slow_pattern, use_a_random_pattern, nest_a_value,
-    drop_a_tensor, rename_a_tensor, add_a_tensor, change_a_tensor, change_a_tensor,
+    set_a_key, switch_a_key, switch_a_key, drop_a_key, use_a_slow_pattern, use_a_random_pattern,
+    nest_a_value, drop_a_tensor, rename_a_tensor, add_a_tensor, change_a_tensor, change_a_tensor,
     share_a_storage, lower_a_limit,
 ]  # fmt: skip
 AFTER_WRITING = [
