@@ -28,14 +28,14 @@ from safetensors.torch import load_file
 from lora_backends import LoRABackendError
 from lora_backends.adapters import AdapterPool, Checkpoint, read_checkpoint
 
-from .checkpoint_cases import (
+from .checkpoint_cases import Case
+from .folders import (
     CONFIG,
     MAX_RANK,
     PICKLE,
     PREFIX,
     SAFETENSORS,
     SPECS,
-    Case,
     alpha_of,
     is_targeted,
     rank_of,

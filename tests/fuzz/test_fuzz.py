@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("peft", reason="the cases are made with PEFT's functions")
 
-from fuzz.checkpoint_cases import Case, is_targeted
+from fuzz.checkpoint_cases import Case
 from fuzz.checkpoints import new_result, read_all
+from fuzz.folders import is_targeted
 
 CASES = 300
 
