@@ -23,8 +23,8 @@ PEFT_MODELS = [
     for name in ("generate", "hf_rows", "model", "peft_equality", "rows", "smollm2")
 ]
 NEEDS = {
-    "peft": ["adapters", *PEFT_MODELS],
-    "pydantic": ["adapters", *PEFT_MODELS],
+    "peft": ["adapters", "fuzz", *PEFT_MODELS],
+    "pydantic": ["adapters", "fuzz", *PEFT_MODELS],
     "pydantic_settings": ["test_cli.py", "test_config.py", "test_registry.py"],
     "typer": ["test_cli.py", "test_registry.py"],
 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import nn
 
-from lora_backends.adapters import AdapterPool, Checkpoint, Loaded
+from lora_backends.adapters import AdapterPool, Checkpoint, Loaded, LoadLimits
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
@@ -64,6 +64,7 @@ class MultiLoRAModel:
             same parameters with the same values; a product of another size may round otherwise.
             On a GPU their outputs are columns of one buffer, which a model can view by heads
             and not flatten. None: on a GPU, for on a CPU it does not pay.
+        limits: what the files of an adapter may cost; None takes the defaults.
 
     Raises:
         UnsupportedInputError: `base` is an encoder-decoder, or spread over devices.
@@ -78,6 +79,7 @@ class MultiLoRAModel:
         max_rank: int = 64,
         backend_options: Mapping[str, Any] | None = None,
         fuse: bool | None = None,
+        limits: LoadLimits | None = None,
     ) -> None:
         if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
             raise UnsupportedInputError(
@@ -98,7 +100,9 @@ class MultiLoRAModel:
         self._fuse = device.type != "cpu" if fuse is None else fuse
         self._groups = find_siblings(self._sites) if self._fuse else []
         groups = [group.paths for group in self._groups]
-        self.pool = AdapterPool(specs, max_adapters, max_rank, dtype, backend.device, groups)
+        self.pool = AdapterPool(
+            specs, max_adapters, max_rank, dtype, backend.device, groups, limits
+        )
         self._key = f"model {next(_NUMBERS)}"
         self._structure = Structure(base)
         self._layouts = probe(base, self._sites)
@@ -132,6 +136,7 @@ class MultiLoRAModel:
             max_adapters=config.max_adapters,
             max_rank=config.max_rank,
             backend_options=config.backend_options,
+            limits=config.limits,
         )
         try:
             for name, folder in config.adapters.items():

@@ -115,7 +115,7 @@ class PreparedAdapters:
         names = adapter_names(adapters)
         self._check_rows(adapters)
         with ExitStack() as held:
-            slots = held.enter_context(self._pool.slots.in_use(names))
+            slots = held.enter_context(self._pool.slots.in_use(names, by="prepared"))
             self._check_adapted(slots)
             row_slots = [NO_ADAPTER if name is None else slots[name] for name in adapters]
             self._check_unknown(row_slots, self._unknown)
