@@ -206,39 +206,6 @@ def test_inputs_of_any_layout_give_the_same(make, operations, bias):
             assert operations == ["run_qkv", "run_linear"]
 
 
-def test_an_engine_that_repeats_is_given_rows_as_they_are(make):
-    """What it cannot repeat it is given as rows, and only its own run_linear may be skipped."""
-    repeated, rows = [], []
-
-    class Repeating(TorchRefBackend):
-        willing = False
-
-        def run_linear(self, x, weights, plan, base_output=None):
-            rows.append(x.shape)
-            return super().run_linear(x, weights, plan, base_output)
-
-        def _repeat_linear(self, x, weights, plan, base_output, keep=False):
-            if x.ndim == 3 and self.willing:
-                repeated.append((x.shape, base_output.shape))
-                self.run_linear(x.flatten(0, 1), weights, plan, base_output.flatten(0, 1))
-                return True
-            return False
-
-    class Inheriting(Repeating):
-        def run_linear(self, x, weights, plan, base_output=None):
-            return super().run_linear(x, weights, plan, base_output)
-
-    expected, calls = logits(make()), 4 * len(make().base.model.layers)
-    for kind, willing in ((Repeating, False), (Repeating, True), (Inheriting, True)):
-        repeated.clear()
-        rows.clear()
-        backend = kind()
-        backend.willing = willing
-        torch.testing.assert_close(logits(make(backend=backend)), expected)
-        assert len(rows) == calls and all(len(shape) == 2 for shape in rows)
-        assert len(repeated) == (calls if willing and kind is Repeating else 0)
-
-
 def test_nothing_is_kept_after_an_error_or_a_call(make):
     model = make()
     q, k, _ = attention(model)
