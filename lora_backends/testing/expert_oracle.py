@@ -1,4 +1,9 @@
-"""What a result of experts must be: each pair is a token of a dense layer, one slot per expert."""
+"""What a result of experts must be: each pair is a token of a dense layer, one slot per expert.
+
+The bound of the dense oracle is that of a pair. The router's weight adds one rounding, a sum over k
+pairs at most k - 1 additions, and base_output two operations, since it may be converted first; the
+rounding into y comes last. The bound is 0 where no live pair has a rank.
+"""
 
 from __future__ import annotations
 
