@@ -53,8 +53,13 @@ class MultiLoRAModel:
         model.load_adapter("pirate", "adapters/pirate")
         model(adapters=["pirate", None], **inputs).logits
 
+    The model is run on a few tokens when it is wrapped, without hooks and in eval mode, to see how
+    each module's input holds the rows. A call whose rows use different adapters in a module of
+    which this is not known is refused by the name of the module; rows that all use one adapter
+    never are.
+
     Args:
-        base: a Transformers causal language model, on one device.
+        base: a Transformers model that is no encoder-decoder, on one device.
         backend: a backend's name, "auto", a `LoRABackend`, or None for the environment's choice.
         max_adapters: slots; loading more evicts the least recently used that is not pinned.
         max_rank: the largest rank of an adapter.
@@ -285,6 +290,7 @@ class MultiLoRAModel:
         Raises:
             InvalidInputError: an unknown name, or not one entry per row (or token); the base model
                 is in training mode, or one of its modules was replaced.
+            UnsupportedInputError: rows differ in a module whose input's rows are not known.
         """
         if isinstance(adapters, PreparedAdapters):
             self._check_prepared(adapters)
@@ -315,6 +321,7 @@ class MultiLoRAModel:
 
         Raises:
             InvalidInputError: as a call.
+            UnsupportedInputError: as a call.
         """
         prompts = kwargs if inputs is None else {**kwargs, "input_ids": inputs}
         prompts.setdefault("disable_compile", True)
