@@ -30,9 +30,9 @@ demo: $(STAMP)  ## one batch of a real model, every row with its own adapter
 	@$(BIN)/lora-backends generate --config examples/quickstart.toml --check --compare
 
 # Proofs take minutes (kernels compile for four GPUs, for every combination of dtypes on the CPU, and
-# run in Triton's interpreter; every mutant has to fail; a real model is compared with PEFT), so
-# they are repeated when a source changed.
-PROOFS := $(foreach proof,csgmv numba_cpu triton mutants smollm2,$(VENV)/.proof-$(proof))
+# run in Triton's interpreter; every mutant has to fail; a real model, and random batches of many
+# small ones, are compared with PEFT), so they are repeated when a source changed.
+PROOFS := $(foreach proof,csgmv numba_cpu triton mutants smollm2 hf_rows,$(VENV)/.proof-$(proof))
 SOURCES := $(shell find lora_backends tests examples/custom_backend -name '*.py') pyproject.toml
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 

@@ -1,14 +1,14 @@
-"""Measure `numba_cpu` against the plain torch loop and `torch_ref`, cell by cell.
+"""Measures `numba_cpu` against a plain torch loop and `torch_ref`, cell by cell.
 
     python benchmarks/cpu_cells.py [--dtypes float32 bfloat16] [--repeats 9] [--output FILE]
 
 A cell is one linear layer: widths, tokens, active adapters, rank. Each cell rotates over enough
-layers that their weights do not stay in the second-level cache. The contenders take turns, layer
-sets are swept by one after the other, and the best sweep of each counts. The floor is the time
-that the bytes need (active A and B once, x once, y twice) at the copy bandwidth, which is measured
-before and after every cell: on a shared machine it moves. So is the read bandwidth, by the fastest
-operation of torch that only reads. The summary tells how many times the loop's speed an engine
-would reach that ran at either, without any cost per call: what the machine allows.
+layers that their weights do not stay in the second-level cache. The contenders sweep the layers in
+turns, and the best sweep of each counts. The floor is the time of the bytes (active A and B once,
+x once, y twice) at the copy bandwidth, measured before and after every cell because it changes on
+a shared machine. The read bandwidth is measured in the same way, by the fastest torch operation
+that only reads. The summary also has the speed over the loop of an ideal engine, which runs at
+either bandwidth and has no cost per call.
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numba
-import numpy as np
 import torch
 
 from lora_backends import LoRABatch, LoRAWeights
+from lora_backends.bench.results import new_result, write_result
 from lora_backends.numba_cpu import NumbaCPUBackend
 from lora_backends.torch_ref import TorchRefBackend
 
@@ -69,7 +66,7 @@ class Cell:
         )
 
     def contenders(self) -> dict[str, Callable[[LoRAWeights], None]]:
-        """Return what each contender does for one layer; plans are made outside of it."""
+        """Return a function per contender that runs one layer; plans are made beforehand."""
         calls: dict[str, Callable[[LoRAWeights], None]] = {"loop": self._loop}
         for backend in (TorchRefBackend(), NumbaCPUBackend()):
             calls[backend.name] = _linear(backend, backend.prepare_batch(self.batch), self)
@@ -139,7 +136,7 @@ def measure(cell: Cell, repeats: int, buffers: tuple[torch.Tensor, torch.Tensor]
 
 
 def call_microseconds(calls: int = 5000) -> float:
-    """Return what a call takes that has hardly anything to compute: 1 token, 16 x 16, rank 4."""
+    """Return the time of a call with almost no work: 1 token, 16 x 16, rank 4."""
     cell = Cell(torch.float32, (16, 16), (1, 1), 4)
     call, weights = cell.contenders()["numba_cpu"], cell.layers[0]
 
@@ -151,7 +148,7 @@ def call_microseconds(calls: int = 5000) -> float:
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return per dtype what the cells add up to."""
+    """Return the summary of the cells, by dtype."""
     found: dict[str, Any] = {}
     for dtype in sorted({cell["dtype"] for cell in cells}):
         mine = [cell for cell in cells if cell["dtype"] == dtype]
@@ -176,32 +173,13 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _at_floor(cells: list[dict[str, Any]], floor: str, or_measured: bool = False) -> float:
-    """Return the geometric mean of the loop's time over the floor, or what is less."""
+    """Return the geometric mean of the loop's time over the floor, or over less if measured."""
     ratios = []
     for cell in cells:
         times = cell["microseconds"]
         least = min(cell[floor], times["numba_cpu"]) if or_measured else cell[floor]
         ratios.append(times["loop"] / least)
     return round(statistics.geometric_mean(ratios), 2)
-
-
-def machine() -> dict[str, Any]:
-    """Return what the figures depend on."""
-    name = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = lines[0].partition(":")[2].strip() if lines else name
-    return {
-        "cpu": name,
-        "torch_threads": torch.get_num_threads(),
-        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numba": numba.__version__,
-        "numpy": np.__version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 def main() -> None:
@@ -228,15 +206,11 @@ def main() -> None:
                     print(json.dumps(found), flush=True)
     with torch.no_grad():
         call = call_microseconds()
-    report = {
-        "machine": machine(),
-        "call_microseconds": call,
-        "summary": summary(cells),
-        "cells": cells,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report["summary"], indent=1))
+    method = " ".join((__doc__ or "").split("\n\n")[2].split())
+    result = new_result(method, call_microseconds=call)
+    result |= {"rows": cells, "summary": summary(cells)}
+    write_result(options.output, result)
+    print(json.dumps(result["summary"], indent=1))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Contenders: the base model, `MultiLoRAModel` and, with --peft, PEFT's mixed batch; each called
 eagerly, the first two also under a CUDA graph and under torch.compile(mode="reduce-overhead").
-The logits are checked before anything is timed, and a contender that fails leaves the others be.
+The logits are checked before anything is timed. A contender that fails does not stop the others.
 
     python benchmarks/decode_llama_h200.py --peft
 """
@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from lora_backends import LoRABackend, LoRABackendError, LoRABatch, get_backend
 from lora_backends.adapters import Checkpoint, ModuleDelta
 from lora_backends.backend import LoRAPlan
-from lora_backends.bench.results import write_result
+from lora_backends.bench.results import new_result, write_result
 from lora_backends.hf import MultiLoRAModel, PreparedAdapters
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 class Benchmark:
-    """One model, its adapters, and what was found so far."""
+    """One model, its adapters, and the results so far."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -75,7 +75,7 @@ class Benchmark:
         self.results: dict[str, Any] = {"checks": {}, "rows": [], "failed": {}}
 
     def run(self) -> None:
-        """Run every part; a part that fails is noted and the rest goes on."""
+        """Run every part; a failure is recorded and the other parts still run."""
         parts: list[tuple[str, Callable[[], None]]] = [
             ("host", self.time_host),
             ("reference", self.check_reference),
@@ -90,7 +90,7 @@ class Benchmark:
         for name, part in parts:
             try:
                 part()
-            except Exception as error:  # one contender may fail, the others are still worth it
+            except Exception as error:  # the other contenders are still worth timing
                 traceback.print_exc()
                 self.results["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
             self.write()
@@ -139,7 +139,7 @@ class Benchmark:
         checks["base_relative_error"] = noise = repeatability(plain)
         checks["no_adapter_relative_error"] = distance(ours, plain.logits())  # ours: all None
         worst = max(entry["torch_ref"] for entry in found)
-        # joined products are others than the base model's, and round otherwise
+        # a fused product rounds differently from the base model's
         unadapted = ROUNDING if self.step.shared else 3 * noise
         if worst > ROUNDING or checks["no_adapter_relative_error"] > unadapted:
             raise AssertionError(f"logits are wrong: {checks}")
@@ -184,9 +184,9 @@ class Benchmark:
             self.measure("peft", {"base": self.decode(), "peft": decoder}, samples=4)
 
     def follow(self, kind: str, decoder: Decoder) -> None:
-        """Check that what was captured follows updates: what the eager step computes.
+        """Check that a captured step follows updates, as the eager step does.
 
-        Bits may differ: the base model's own eager step does not always repeat its bits.
+        Bits may differ: even the base model's eager step does not always repeat its bits.
         """
         eager = self.decode(adapters=self.step)
         errors, apart = [], []
@@ -221,21 +221,29 @@ class Benchmark:
             self.results["rows"].append(row | {"ratio_to_base": round(middle / base, 3)})
 
     def write(self) -> None:
-        """Write what was found so far."""
+        """Write the results so far."""
         method = (
             f"A decode step of {self.rows} rows with a static cache that holds {self.past} to "
             f"{self.past + STEPS} tokens; {len(self.names)} adapters of rank {self.rank} on "
             f"{', '.join(TARGETS)}; row i uses adapter i mod {len(self.names)}. A sample is the "
             f"wall time of {STEPS} steps over {STEPS}, contenders take turns; the base model is "
-            f"another of the same weights, which was never wrapped. Milliseconds are "
+            f"a copy with the same weights that was never wrapped. Milliseconds are "
             f"medians over the samples, ratios those of medians."
         )
-        content: dict[str, Any] = {
-            "model": str(self.base.config),
-            "backend": self.model.backend.name,
+        result = new_result(
+            method,
+            self.device,
+            model=str(self.base.config),
+            backend=self.model.backend.name,
+            fused=bool(self.step.shared),
+        )
+        result |= self.results
+        result["summary"] = {
+            f"{row['contender']}, {row['kind']}": row["ratio_to_base"]
+            for row in self.results["rows"]
+            if row["contender"] != "base"
         }
-        content["fused"] = bool(self.step.shared)
-        write_result(self.arguments.output, method, self.device, **content, **self.results)
+        write_result(self.arguments.output, result)
 
     def print_table(self) -> None:
         """Print times, checks and failures."""
@@ -253,7 +261,7 @@ STEPS = 8  # consecutive steps of a sample, and room in the cache behind the pro
 
 
 class Nothing(LoRABackend):
-    """A backend that only has its arguments checked."""
+    """A backend that does nothing after its arguments have been checked."""
 
     def prepare_batch(self, batch: LoRABatch, out: Any = None) -> LoRAPlan:
         """Do nothing."""
@@ -432,7 +440,7 @@ def make_backend(name: str, device: torch.device) -> LoRABackend:
 
 
 def random_adapter(base: Any, rank: int, seed: int) -> Checkpoint:
-    """Return random LoRA for all linear layers but the head; its delta is small, not tiny."""
+    """Return random LoRA for all linear layers but the head, with a small delta."""
     device = next(base.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     modules = {}
@@ -457,7 +465,7 @@ def peft_model(base: Any, names: list[str], rank: int, folder: Path) -> Any:
 
 
 def host_microseconds(call: Callable[[], Any], calls: int = 1000) -> float:
-    """Return the best of some timings of a call on the host, whatever it starts elsewhere."""
+    """Return the best of some host timings of a call; work on the GPU is not awaited."""
     best = float("inf")
     for _ in range(5):
         synchronize(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

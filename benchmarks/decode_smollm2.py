@@ -1,6 +1,6 @@
 """A decode step of SmolLM2 with 32 rows over 8 adapters: base model, every backend, PEFT.
 
-Run:  python benchmarks/decode_smollm2.py [--rounds 12] [--out FILE]
+python benchmarks/decode_smollm2.py [--rounds 12] [--output FILE]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from lora_backends import backend_names, unavailable_reasons
-from lora_backends.bench.results import write_result
+from lora_backends.bench.results import new_result, write_result
 from lora_backends.hf import MultiLoRAModel
 
 ROWS, ADAPTERS, RANK, PROMPT = 32, 8, 8, 32
@@ -122,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     default = Path(__file__).parent / "results" / "decode_smollm2_cpu.json"
-    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--output", type=Path, default=default)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     console = Console(stderr=True)
@@ -136,8 +136,11 @@ def main() -> None:
     for row in rows:
         table.add_row(row["contender"], f"{row['ms']:.1f}", f"{row['ratio_to_base']:.2f}")
     Console().print(table)
-    write_result(arguments.out, METHOD, "cpu", rows=rows)
-    console.print(f"written to {arguments.out}")
+    result = new_result(METHOD, dtype="float32")
+    result["rows"] = rows
+    result["summary"] = {row["contender"]: row["ratio_to_base"] for row in rows}
+    write_result(arguments.output, result)
+    console.print(f"written to {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         LoRABackendError,
         UnsupportedInputError,
     )
+    from lora_backends.experts import ExpertRouting, ExpertWeights
     from lora_backends.registry import backend_names, unavailable_reasons
     from lora_backends.selection import get_backend
     from lora_backends.weights import LoRAWeights
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_ADAPTER",
     "BackendUnavailableError",
+    "ExpertRouting",
+    "ExpertWeights",
     "InvalidInputError",
     "LoRABackend",
     "LoRABackendError",
@@ -43,6 +46,7 @@ _MODULES = {
         "LoRABackendError",
         "UnsupportedInputError",
     ),
+    "experts": ("ExpertRouting", "ExpertWeights"),
     "registry": ("backend_names", "unavailable_reasons"),
     "selection": ("get_backend",),
     "weights": ("LoRAWeights",),

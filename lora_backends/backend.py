@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 
-from lora_backends import checks, compiled
 from lora_backends.batch import LoRABatch
-from lora_backends.handles import Handled
+from lora_backends.devices import as_device, device_reasons
+from lora_backends.dispatch.output import new_output
+from lora_backends.dispatch.wrap import Dispatched, unchecked
+from lora_backends.experts import ExpertRouting, ExpertWeights
+from lora_backends.experts_default import add_experts, token_slots
+from lora_backends.operations import BY_NAME
+from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights
 
-_GUARDED: WeakSet[Callable[..., Any]] = WeakSet()
-"""Methods that check their arguments first."""
-
-_REPEATING: WeakSet[Callable[..., Any]] = WeakSet()
-"""Those of them that ask `_repeat_linear` before."""
+__all__ = ["LoRABackend", "LoRAPlan"]
 
 
-@dataclass(eq=False)
-class LoRAPlan(Handled):
-    """What every plan tells about its batch; a backend's own plan adds its per-batch data."""
-
-    num_tokens: int  # tokens of the batch, those without an adapter included
-    num_slots: int  # slots of the weights that the plan fits
-
-
-class LoRABackend(Handled, ABC):
+class LoRABackend(Dispatched, ABC):
     r"""Adds the LoRA of each token's own adapter to the output of a layer.
 
     For token t with slot l, and slice s with the output columns [o, o'):
@@ -74,6 +64,8 @@ class LoRABackend(Handled, ABC):
     """Device type to priority for "auto", the highest wins; a type not listed is never chosen."""
     plan_type: ClassVar[type] = object
     """What `prepare_batch` returns; a plan of another type is refused."""
+    routing_type: ClassVar[type] = ExpertRouting
+    """What `prepare_experts` returns; a routing of another type is refused."""
 
     deterministic: bool = False
     """Two runs on equal inputs are equal bit for bit. An option may set it on the instance."""
@@ -84,15 +76,9 @@ class LoRABackend(Handled, ABC):
         super().__init_subclass__(**kwargs)
         if "name" not in cls.__dict__:
             cls.name = cls.__name__
-        for operation in checks.CHECKS:
-            method = getattr(cls, operation)  # its own, or of a mixin
-            if method not in _GUARDED:
-                # only with a run_linear of the same class: a subclass may add to what it inherits
-                repeats = operation == "run_linear" and "_repeat_linear" in cls.__dict__
-                setattr(cls, operation, _checked(operation, method, repeats))
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = checks.as_device(device)
+        self.device = as_device(device)
 
     @classmethod
     def unavailable_reasons(cls, device: torch.device | str) -> list[str]:
@@ -100,7 +86,7 @@ class LoRABackend(Handled, ABC):
 
         Override it to add reasons to those of ``super().unavailable_reasons(device)``.
         """
-        return checks.device_reasons(cls.name, cls.device_types, device)
+        return device_reasons(cls.name, cls.device_types, device)
 
     @abstractmethod
     def prepare_batch(self, batch: LoRABatch, out: Any | None = None) -> Any:
@@ -173,34 +159,8 @@ class LoRABackend(Handled, ABC):
         Returns:
             [num_tokens, out_features].
         """
-        return self.run_lora_b(self.run_lora_a(x, weights, plan), weights, plan, base_output)
-
-    def _repeat_linear(
-        self,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor,
-        keep: bool = False,
-    ) -> bool:
-        """Do `run_linear` if an earlier call with arguments of the same kind has prepared it.
-
-        Called before arguments are checked, by a `run_linear` of the same class and not of its
-        subclasses. So an engine that defines it makes sure that the call would pass all checks.
-        Whoever calls it directly asks `repeats` first.
-
-        Args:
-            x: as in `run_linear`, unchecked, or contiguous with further axes in front of the last.
-            weights: as in `run_linear`, unchecked.
-            plan: as in `run_linear`, unchecked.
-            base_output: as in `run_linear`, unchecked, but not None, or with the axes of x.
-            keep: whether what is allocated may live as long as the plan. Not where memory belongs
-                to somebody who counts it, as to a compiled program.
-
-        Returns:
-            Whether base_output is done; else nothing was written.
-        """
-        return False
+        h = unchecked(self, "run_lora_a")(x, weights, plan)
+        return unchecked(self, "run_lora_b")(h, weights, plan, base_output)
 
     def run_qkv(
         self,
@@ -220,7 +180,7 @@ class LoRABackend(Handled, ABC):
         Returns:
             [num_tokens, out_features].
         """
-        return self.run_linear(x, weights, plan, base_output)
+        return unchecked(self, "run_linear")(x, weights, plan, base_output)
 
     def run_gate_up(
         self,
@@ -240,7 +200,7 @@ class LoRABackend(Handled, ABC):
         Returns:
             [num_tokens, out_features].
         """
-        return self.run_linear(x, weights, plan, base_output)
+        return unchecked(self, "run_linear")(x, weights, plan, base_output)
 
     def run_embedding(
         self,
@@ -274,7 +234,7 @@ class LoRABackend(Handled, ABC):
             bias=weights.bias,
         )
         x = torch.eye(token_ids.shape[0], dtype=weights.dtype, device=weights.device)
-        return self.run_linear(x, used, plan, base_output)
+        return unchecked(self, "run_linear")(x, used, plan, base_output)
 
     def run_logits(
         self,
@@ -294,55 +254,92 @@ class LoRABackend(Handled, ABC):
         Returns:
             [num_sampled, vocabulary].
         """
-        return self.run_linear(hidden, weights, plan, base_output)
+        return unchecked(self, "run_linear")(hidden, weights, plan, base_output)
+
+    def prepare_experts(
+        self,
+        plan: Any,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None = None,
+        out: Any | None = None,
+    ) -> Any:
+        """Make the routing of one layer's experts, for every site of that layer.
+
+        Args:
+            plan: from `prepare_batch`.
+            topk_ids: [num_tokens, k] int32 or int64, the experts of each token. A pair is dead if
+                its id is negative, unmapped or not below `num_experts`; on the CPU an id that is
+                too high is an error.
+            topk_weights: [num_tokens, k] float32, the router's weights.
+            num_experts: experts of this rank.
+            expert_map: [global experts] int32, the local id of each expert, or -1 where it lives
+                on another rank.
+            out: a routing of this backend for as many tokens, k and experts. It is refilled in
+                place and returned; its tensors keep their addresses.
+
+        Returns:
+            The routing, at least an `ExpertRouting`.
+        """
+        if out is not None:
+            out.refill(plan, topk_ids, topk_weights, expert_map)
+            return out
+        return ExpertRouting.of(plan, topk_ids, topk_weights, num_experts, expert_map)
+
+    def run_experts(
+        self,
+        x: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Any,
+        base_output: torch.Tensor | None = None,
+        *,
+        rows: str = "tokens",
+        weighted: bool = False,
+        reduce: bool = False,
+    ) -> torch.Tensor:
+        """Run the LoRA of a mixture's experts, each pair of token and expert with its own A and B.
+
+        For pair (t, j) with slot l, expert e, slice s, a = s (0 where one A feeds every slice),
+        r = ranks[l, e, a], and f = topk_weights[t, j] if `weighted` else 1:
+
+            h           = x_row @ lora_a[l, e, a, :r].T
+            y[t, j, o] += f * scalings[l, e, a] * (h @ lora_b[l, e, o, :r].T)
+
+        for the columns o of slice s. With `reduce`, y[t, o] gains the sum over j. Dead pairs change
+        nothing and read nothing.
+
+        This default gathers the matrices of each pair, so it is slow. It waits for the device once
+        for each number of slots.
+
+        Args:
+            x: [num_tokens, in_features], or [num_tokens * k, in_features] for rows="pairs".
+            weights: the experts.
+            routing: from `prepare_experts`.
+            base_output: [num_tokens, k, out_features], or [num_tokens, out_features] with
+                `reduce`: added to in place and returned. Without it y starts from zero, in the
+                dtype of x.
+            rows: "tokens" or "pairs": what has a row of x. The row of pair (t, j) is t * k + j.
+            weighted: multiply by the router's weights.
+            reduce: sum over the pairs of a token, in float32.
+
+        Returns:
+            As base_output.
+        """
+        options = {"rows": rows, "weighted": weighted, "reduce": reduce}
+        y = base_output
+        if y is None:
+            y = new_output(BY_NAME["run_experts"], x, weights, routing, options)
+        slots = token_slots(
+            unchecked(self, "run_lora_a"),
+            torch.float32 if torch.float32 in self.dtypes else self.dtypes[0],
+            self.device,
+            routing.plan,
+            weights.num_slots,
+            routing.num_tokens,
+        )
+        add_experts(y, x, weights, routing, slots, rows=rows, weighted=weighted, reduce=reduce)
+        return y
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {self.device}>"
-
-
-def _checked(
-    operation: str, method: Callable[..., Any], repeats: bool = False
-) -> Callable[..., Any]:
-    """Wrap a method of the interface so that its arguments are checked before it runs."""
-    check = checks.CHECKS[operation]
-
-    def checked(self: LoRABackend, *args: Any, **kwargs: Any) -> Any:
-        check(self, *args, **kwargs)
-        return method(self, *args, **kwargs)
-
-    traced = compiled.traced(operation, checked)
-
-    @functools.wraps(method)
-    def call(self: LoRABackend, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return traced(self, *args, **kwargs)
-        check(self, *args, **kwargs)
-        return method(self, *args, **kwargs)
-
-    @functools.wraps(method)
-    def repeat(
-        self: LoRABackend,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if not torch.compiler.is_compiling() and getattr(x, "ndim", 0) == 2:
-            if base_output is not None and self._repeat_linear(x, weights, plan, base_output):
-                return base_output
-        return call(self, x, weights, plan, base_output)  # type: ignore[no-any-return]
-
-    found = repeat if repeats else call
-    _GUARDED.add(found)
-    if repeats:
-        _REPEATING.add(found)
-    return found
-
-
-def repeats(run_linear: Callable[..., Any]) -> bool:
-    """Return whether a backend's bound `run_linear` begins with its `_repeat_linear`."""
-    return getattr(run_linear, "__func__", None) in _REPEATING
-
-
-for _operation in checks.CHECKS:
-    setattr(LoRABackend, _operation, _checked(_operation, LoRABackend.__dict__[_operation]))

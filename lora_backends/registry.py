@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from lora_backends.backend import LoRABackend
-from lora_backends.checks import as_device
+from lora_backends.devices import as_device
 from lora_backends.errors import (
     BackendUnavailableError,
     UnknownBackendError,

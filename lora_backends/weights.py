@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from lora_backends.dispatch.handles import Handled
 from lora_backends.errors import InvalidInputError, shown
-from lora_backends.handles import Handled
 from lora_backends.tensors import unusable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -158,11 +158,11 @@ def _check_ranks(ranks: torch.Tensor, max_rank: int) -> None:
     wide = ranks.to(torch.int64)
     wrong = (wide < 0) | (wide > max_rank)
     if bool(wrong.any()):
-        slot, slice_index = (int(i) for i in wrong.nonzero()[0])
+        index = wrong.nonzero()[0].tolist()
         raise InvalidInputError(
             f"a rank is out of range\n"
-            f"  given: ranks[{slot}, {slice_index}] = {int(wide[slot, slice_index])}\n"
-            f"  allowed: 0 to {max_rank} (max_rank, the third axis of lora_a)"
+            f"  given: ranks{index} = {int(wide[tuple(index)])}\n"
+            f"  allowed: 0 to {max_rank} (max_rank, the last axis but one of lora_a)"
         )
 
 

@@ -1,12 +1,13 @@
-"""Compiles kernels without a device: ``python -m ahead_of_time FILE cuda:90``.
+"""Compiles an engine's kernels without a device: ``python -m ahead_of_time triton cuda:90``.
 
-FILE has `variants(dtype, programmatic)`, which yields (kernel, constants by name, options).
+The kernels, their constants and options are those that `sgmv.launch` launches for a spread of
+layers and batches.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
@@ -15,25 +16,28 @@ SHARED_BYTES["hip", "gfx942"] = 64 << 10  # for a program
 POINTERS = {
     "ranks_ptr": "*i32",
     "scalings_ptr": "*fp32",
-    "tile_slots_ptr": "*i32",
-    "tile_tokens_ptr": "*i32",
-    "segment_slots_ptr": "*i32",
-    "segment_tokens_ptr": "*i32",
+    "slot_table_ptr": "*i32",
+    "token_table_ptr": "*i32",
     "group_starts_ptr": "*i32",
     "token_ids_ptr": "*i64",
     "h_ptr": "*fp32",
 }
+QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
+LAYERS = {"bf16": [QKV, DOWN, ODD], "fp16": [DOWN], "fp32": [DOWN]}
+BATCHES = {"bf16": [(1, 1), (64, 64), (2048, 8), (8192, 8)], "fp16": [(8192, 8)]}
+BATCHES["fp32"] = [(2048, 8)]  # tokens, active slots
+SEGMENT_SIZES = {"bf16": (16, "auto", 128), "fp16": (16,), "fp32": (16,)}
 
 
-def compiled_by_a_process(file, target, cache):
-    """Return what a process of its own printed: one that runs the interpreter has no compiler."""
+def compiled_by_a_process(engine, target, cache):
+    """Return the output of a process of its own: one that runs the interpreter cannot compile."""
     here = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     paths = [str(here.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "ahead_of_time", str(file), target],
+        [sys.executable, "-W", "ignore", "-m", "ahead_of_time", engine, target],
         cwd=here,
         env=environment,
         capture_output=True,
@@ -52,43 +56,81 @@ def target_of(name):
     return GPUTarget("hip", arch, 64)
 
 
-def compile_kernel(kernel, dtype, constants, options, target):
+def compile_kernel(found, dtype, target):
+    """Compile a `SpecializedKernel` for weights of a dtype, all strides multiples of 16."""
     import triton
     from triton.compiler import ASTSource
 
+    from lora_backends.sgmv.launching.kernel import STAGES_ON_ROCM
+
+    kernel, constants, options = found.kernel, found.constants, dict(found.options)
+    if target.backend == "hip":
+        options["num_stages"] = min(options["num_stages"], STAGES_ON_ROCM)
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
-        if name.isupper() or (name.endswith("_boxes") and constants["STAGES"] == 1):
+        if name.isupper() or (name.endswith("_tma") and constants["STAGES"] == 1):
             signature[name] = "constexpr"
-        elif name.endswith("_boxes"):
+        elif name.endswith("_tma"):
             signature[name] = f"tensordesc<{dtype}[{constants['BLOCK_C']}, {constants['BLOCK_R']}]>"
         else:
             default = f"*{dtype}" if name.endswith("_ptr") else "i32"
             signature[name] = POINTERS.get(name, default)
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            if not kernel.params[place].do_not_specialize:
+                attributes[(place,)] = [["tt.divisibility", 16]]
     named = {name: constants.get(name) for name in signature if signature[name] == "constexpr"}
     source = ASTSource(kernel, signature, named, attributes)
     compiled = triton.compile(source, target=target, options=options)
     assert compiled.metadata.shared <= SHARED_BYTES[target.backend, target.arch]
+    return compiled
+
+
+def kernels(engine, dtype, programmatic):
+    """Yield every kernel that the engine launches for the layers and batches above."""
+    from lora_backends.sgmv import launch
+    from lora_backends.sgmv.tiles import rules
+    from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
+    from lora_backends.sgmv.tiles.source import RULES
+
+    entry = import_module(f"lora_backends.{engine}.kernels")
+    options = launch.Options(entry, "ieee", programmatic, False, RULES, programmatic)
+    item_bytes = 4 if dtype == "fp32" else 2
+    for slices, inputs, rank in LAYERS[dtype]:
+        layer = LayerShape(len(slices), rank, inputs, sum(slices), item_bytes)
+        for tokens, active in BATCHES[dtype]:
+            for constants, tile in row_constants(engine, dtype, rules.tile_tokens(tokens, active)):
+                batch = BatchShape(tokens, active, tile)
+                for form, bias in (("linear", False), ("separate", True), ("embedding", True)):
+                    row = constants(form == "separate")
+                    found = launch._kernels(
+                        batch, layer, slices, bias, row, options, form, programmatic
+                    )
+                    yield from (found.shrink, found.expand)
+                yield launch.gather_kernel(entry, len(slices), rank, constants(False))
+
+
+def row_constants(engine, dtype, tile):
+    """Yield what a plan of the engine tells its entry kernels, and its tokens per tile."""
+    if engine == "triton":
+        yield lambda by_token: (("TILE", tile),), tile
+        return
+    from lora_backends.csgmv import segment_and_group
+
+    for size in SEGMENT_SIZES[dtype]:
+        segment, group = segment_and_group(size, tile)
+        pairs = (("SEGMENT", segment), ("GROUP", group))
+        yield lambda by_token, pairs=pairs: (*pairs, ("BY_TOKEN", by_token)), segment * group
 
 
 def main():
-    from lora_backends.gpu.launching import STAGES_ON_ROCM
-
-    spec = importlib.util.spec_from_file_location("compiled", sys.argv[1])
-    module, target = importlib.util.module_from_spec(spec), target_of(sys.argv[2])
-    spec.loader.exec_module(module)
+    engine, target = sys.argv[1], target_of(sys.argv[2])
     programmatic = target.backend == "cuda" and target.arch >= 90
     done = set()
     for dtype in ("bf16", "fp16", "fp32"):
-        for kernel, constants, options in module.variants(dtype, programmatic):
-            if target.backend == "hip":
-                stages = options.get("num_stages", STAGES_ON_ROCM)
-                options = options | {"num_stages": min(stages, STAGES_ON_ROCM)}
-            key = (dtype, kernel.__name__, str(constants), str(options))
+        for found in kernels(engine, dtype, programmatic):
+            key = (dtype, found.kernel.__name__, str(found.constants), str(found.options))
             if key not in done:
                 done.add(key)
-                compile_kernel(kernel, dtype, constants, options, target)
+                compile_kernel(found, dtype, target)
                 print("compiled", *key[:2])
 
 

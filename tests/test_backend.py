@@ -153,6 +153,12 @@ BAD = [
     ),
     ("run_linear", {"base_output": STRIDED[:, :14]}, "last axis of base_output"),
     ("run_linear", {"base_output": [1]}, r"base_output is \(list\)"),
+    ("run_linear", {"x": torch.zeros(7, 10).to_sparse()}, "torch.sparse_coo; allowed: a dense"),
+    ("run_lora_a", {"x": torch.zeros(7, 10).numpy()}, r"x is \(ndarray\); allowed: a tensor"),
+    ("run_lora_a", {"x": "rows"}, r"x is \(str\); allowed: a tensor"),
+    ("run_lora_a", {"x": torch.zeros(7, 10, device="meta")}, "x is on meta"),
+    ("run_lora_b", {"h": torch.zeros(3, 7, 3).numpy()}, r"h is \(ndarray\); allowed: a tensor"),
+    ("run_lora_b", {"h": torch.zeros(3, 7, 3).to_sparse()}, "allowed: a dense tensor"),
     ("run_linear", {"weights": None}, "NoneType; allowed: LoRAWeights"),
     ("run_linear", {"plan": 3}, "TorchRefPlan"),
     ("run_lora_a", {"x": torch.zeros(6, 10)}, r"x is \[6, 10\]"),
@@ -183,6 +189,8 @@ def test_contradictory_arguments_are_refused_before_anything_is_written(job, met
         (torch.zeros(6, dtype=torch.int64), r"allowed: \[7\]"),
         (torch.tensor(1), r"allowed: \[7\]"),
         (torch.zeros(14, dtype=torch.int64)[::2], "contiguous"),
+        ([0] * 7, r"token_ids is \(list\); allowed: a tensor"),
+        (torch.zeros(7, dtype=torch.int64).to_sparse(), "allowed: a dense tensor"),
     ],
 )
 def test_bad_token_ids_are_refused(ids, told):
@@ -196,7 +204,7 @@ def test_x_and_base_output_may_not_be_one_tensor():
     backend = TorchRefBackend()
     weights = small_weights(slices=(10,))
     x = torch.randn(7, 10)
-    with pytest.raises(InvalidInputError, match="overlap in memory"):
+    with pytest.raises(InvalidInputError, match="base_output overlaps x in memory"):
         backend.run_linear(x, weights, backend.prepare_batch(small_batch()), x)
 
 
@@ -257,10 +265,10 @@ def test_columns_of_one_buffer_may_lie_side_by_side_but_not_overlap():
     result = backend.run_linear(buffer[:, :10], weights, plan, buffer[:, 10:24])
     _assert_within_bound(result, x, base)
     for first in (1, 9):
-        with pytest.raises(InvalidInputError, match="overlap in memory"):
+        with pytest.raises(InvalidInputError, match="base_output overlaps x in memory"):
             backend.run_linear(buffer[:, :10], weights, plan, buffer[:, first : first + 14])
     backend.run_linear(buffer[:, 20:], weights, plan, buffer[:, 6:20])
-    with pytest.raises(InvalidInputError, match="overlap in memory"):
+    with pytest.raises(InvalidInputError, match="base_output overlaps x in memory"):
         backend.run_linear(buffer[:, 19:29], weights, plan, buffer[:, 6:20])
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from lora_backends.cli import COMMANDS, app
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, LoRABackendError
+from lora_backends.operations import DENSE
 
 
 def run(*arguments):
@@ -163,9 +165,161 @@ def test_a_row_that_differs_when_run_alone_is_status_1(tiny_job, monkeypatch):
     assert result.exit_code == 1 and "NO" in result.stdout
 
 
-def test_an_unknown_adapter_is_named(tiny_job):
+@pytest.fixture
+def no_model(monkeypatch):
+    """Fail where a model is loaded."""
+    import transformers
+
+    def fail(*_, **__):
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+
+
+def test_an_unknown_adapter_is_named_before_the_model_is_loaded(tiny_job, no_model):
     result = run("generate", "--config", str(tiny_job), "--prompt", "a", "--use", "onne")
-    assert "no adapter named 'onne'; did you mean 'one'" in str(result.exception)
+    assert isinstance(result.exception, InvalidInputError)
+    message = str(result.exception)
+    assert "no adapter named 'onne'; did you mean 'one'" in message
+    assert "prompt 1 uses it; adapters: one" in message
+    assert "to do: give --adapter onne=FOLDER" in message and "load_adapter" not in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--adapter", "two=nowhere"], "given: no such folder"),
+        (["--adapter", "two=~nosuchuser/x"], "is in the home of a user that is not known"),
+        (["--adapter", "two=someone/an-adapter"], "hf download someone/an-adapter"),
+        (["--adapter", "two=a", "--adapter", "two=b"], "--adapter names 'two' twice"),
+    ],
+)
+def test_adapters_are_looked_at_before_the_model_is_loaded(arguments, told, tiny_job, no_model):
+    result = run("generate", "--config", str(tiny_job), "--prompt", "a", "--use", "-", *arguments)
+    assert isinstance(result.exception, InvalidInputError)
+    assert told in str(result.exception)
+
+
+def test_more_adapters_than_slots_are_named_before_the_model_is_loaded(tiny_job, no_model):
+    text = tiny_job.read_text()
+    tiny_job.write_text(
+        f"max_adapters = 1\n{text.replace('one = ', 'two = {0}one{0}{1}one = ')}".format("'", "\n")
+    )
+    result = run("generate", "--config", str(tiny_job))
+    assert "write max_adapters = 2 in the configuration" in str(result.exception)
+
+
+def test_a_limit_of_the_configuration_holds(tiny_job, no_model):
+    tiny_job.write_text(f"{tiny_job.read_text()}[limits]\ntensors = 3\n")
+    result = run("generate", "--config", str(tiny_job))
+    assert "write tensors = 42 under [limits]" in str(result.exception)
+
+
+def _edit(name, **values):
+    def edit(model):
+        path = model / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return edit
+
+
+def _write(name, content):
+    return lambda model: (model / name).write_bytes(content)
+
+
+def _drop_a_tensor(model):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def _make_fifo(model):
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+
+
+BROKEN = {
+    "weights are noise": (_write("model.safetensors", b"\x07" * 5000), "cannot load the model"),
+    "weights are empty": (_write("model.safetensors", b""), "cannot load the model"),
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), "cannot load the model"),
+    "a tensor lacks": (
+        _drop_a_tensor,
+        "not complete\n  given: no model.layers.1.mlp.up_proj.weight",
+    ),
+    "more layers": (_edit("config.json", num_hidden_layers=5), "not complete"),
+    "another width": (_edit("config.json", hidden_size=32), "cannot load the model"),
+    "no heads": (_edit("config.json", num_attention_heads=0), "cannot load the model"),
+    "an unknown type": (_edit("config.json", model_type="nonsense"), "cannot load the model"),
+    "code": (
+        _edit("config.json", model_type="x", auto_map={"AutoModelForCausalLM": "a.B"}),
+        "cannot load the model",
+    ),
+    "config is noise": (_write("config.json", b"\xff\xfe"), "cannot load the model"),
+    "config is deep": (_write("config.json", b"[" * 100_000), "cannot load the model"),
+    "tokenizer is noise": (_write("tokenizer.json", b"\xff"), "cannot load the tokenizer"),
+    "tokenizer is empty": (_write("tokenizer.json", b"{}"), "cannot load the tokenizer"),
+    "no end": (
+        _edit("tokenizer_config.json", pad_token=None, eos_token=None),
+        "neither a padding nor an end token",
+    ),
+    "template": (_edit("tokenizer_config.json", chat_template="{{ no("), "cannot encode"),
+    "no tokens": (
+        _edit("tokenizer_config.json", chat_template=" "),
+        "does not belong to the model",
+    ),
+    "generation": (_edit("generation_config.json", repetition_penalty=-1.0), "cannot answer"),
+    "a FIFO": (_make_fifo, "model.safetensors is a FIFO"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_model_is_one_message(fault, tiny_job):
+    breaks, told = BROKEN[fault]
+    breaks(tiny_job.parent / "model")
+    result = run("generate", "--config", str(tiny_job))
+    assert isinstance(result.exception, InvalidInputError), result.exception
+    assert told in str(result.exception)
+
+
+@pytest.mark.parametrize("name", ["no.such", "", ".x", "os.path", "a b"])
+def test_a_package_is_an_identifier_that_is_not_imported(name, tiny_job, monkeypatch):
+    text = tiny_job.read_text().replace("path = ", "package = ")
+    tiny_job.write_text(text.replace(str(tiny_job.parent / "model"), name))
+    result = run("generate", "--config", str(tiny_job))
+    assert "allowed: the name of a package" in str(result.exception)
+
+
+PATH_OPTIONS = {
+    "generate": ["--config", "--model"],
+    "explain": ["--batch"],
+    "bench": ["--output", "--plot", "--from-json", "--config-json"],
+}
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])
+@pytest.mark.parametrize("option", [f"{c} {o}" for c, found in PATH_OPTIONS.items() for o in found])
+def test_what_is_no_path_is_refused_wherever_one_is_taken(option, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command, name = option.split()
+    more = ["--prompt", "a"] if command == "generate" else []
+    result = run(command, name, path, *more)
+    assert isinstance(result.exception, LoRABackendError), result.exception
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])
+def test_a_drawing_needs_a_path(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("explain", "--slots", "0", "--svg", path)
+    assert isinstance(result.exception, InvalidInputError)
+
+
+@pytest.mark.parametrize("option", ["generate --config", "explain --batch", "bench --from-json"])
+def test_a_fifo_is_not_waited_for(option, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    result = run(*option.split(), str(tmp_path / "fifo"))
+    assert "given: a FIFO" in str(result.exception)
 
 
 def test_a_device_that_is_not_here_is_refused_before_the_model_is_loaded(tiny_job):
@@ -198,18 +352,33 @@ def bench(*arguments):
 def test_bench_prints_a_table_and_keeps_results_and_plots(small_copies, tmp_path):
     pytest.importorskip("matplotlib")
     file, folder = tmp_path / "new" / "bench.json", tmp_path / "plots"
-    result = bench(*SMALL, "--json", file, "--plot", folder)
+    result = bench(*SMALL, "--output", file, "--plot", folder)
     assert result.exit_code == 0, result.output
     assert "torch_ref" in result.stdout and "uniform" in result.stdout
     assert "\x1b" not in result.stdout and result.stdout.isascii()
     found = json.loads(file.read_text())
-    assert found["complete"] and [cell["tokens"] for cell in found["cells"]] == [3, 9]
+    assert found["complete"] and [cell["tokens"] for cell in found["rows"]] == [3, 9]
     assert (folder / "time_against_tokens.svg").exists() and (folder / "roofline.png").exists()
 
     again = run("bench", "--from-json", str(file), "--plot", str(tmp_path / "later"))
     assert again.exit_code == 0, again.output
     assert again.stdout.splitlines()[:6] == result.stdout.splitlines()[:6]
     assert (tmp_path / "later" / "efficiency.png").exists()
+    assert json.loads(run("bench", "--from-json", str(file), "--json").stdout) == found
+
+
+def test_bench_times_every_operation_on_request(small_copies):
+    result = bench(*SMALL, "--operations", "all", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    expected = [operation.name for operation in DENSE.values() if operation.same_as is None]
+    assert list(dict.fromkeys(row["operation"] for row in rows)) == expected
+    assert all(row["results"]["torch_ref"]["us"] > 0 for row in rows)
+
+
+def test_bench_prints_json_and_nothing_else_on_request(small_copies):
+    result = bench(*SMALL, "--json")
+    assert [cell["tokens"] for cell in json.loads(result.stdout)["rows"]] == [3, 9]
 
 
 def test_bench_tells_who_is_not_timed_and_why(small_copies):
@@ -246,7 +415,7 @@ def test_bench_keeps_what_it_has_when_it_is_interrupted(small_copies, monkeypatc
 
     monkeypatch.setattr(measuring, "time_contenders", interrupted)
     file = tmp_path / "bench.json"
-    result = bench(*SMALL, "--json", file)
+    result = bench(*SMALL, "--output", file)
     assert result.exit_code == 130
     assert f"interrupted after 1 cells; they are in {file}" in result.stderr
     assert json.loads(file.read_text())["complete"] is False and "torch_ref" in result.stdout
@@ -258,8 +427,8 @@ def test_bench_keeps_what_it_has_when_it_is_interrupted(small_copies, monkeypatc
         (["--preset", "lama3-8b"], "did you mean 'llama3-8b'"),
         (["--device", "banana"], "no such device"),
         (["--config-json", "nowhere.json"], "cannot read nowhere.json"),
-        (["--json", "."], "is a folder"),
-        (["--json", "/proc/none/bench.json"], "cannot write to /proc/none"),
+        (["--output", "."], "is a folder"),
+        (["--output", "/proc/none/bench.json"], "cannot write to /proc/none"),
         (["--plot", "/proc/none"], "nothing has been measured"),
         (["--from-json", "nowhere.json"], "cannot read nowhere.json"),
         (["--from-json", "some.json", "--tokens", "3"], "--from-json measures nothing"),
@@ -289,7 +458,6 @@ def test_bench_plots_need_a_package(monkeypatch, tmp_path):
         (["torch_ref"], "has no tiles to tune"),
         (["triton", "--device", "cpu"], "tune measures on a GPU"),
         (["triton", "--budget", "soon"], "allowed: e.g. 90s, 5m, 1h"),
-        (["triton", "--jobs", "0"], "allowed: 1 or more"),
     ],
 )
 def test_tune_refuses_what_it_cannot_measure(arguments, told):
@@ -304,32 +472,32 @@ def tuning(monkeypatch, tmp_path):
     import torch
 
     from lora_backends.bench.cells import Cell
-    from lora_backends.bench.tune_job import Tuning, make_points
-    from lora_backends.triton import tuning as config
+    from lora_backends.bench.tune import Tuning, make_points
 
     class Lab:
-        def prepare(self, candidates):
-            return {}
+        def prepare(self, tiles):
+            return None
 
         def sample(self, tiles):
             return 20.0 if tiles.shrink.num_warps == 8 else 30.0
 
-        def keep(self, candidates):
+        def keep(self, kept):
             pass
 
-    points = make_points([Cell("o", 64, (64,), 16, 8, 16)], config, torch.bfloat16)
+    points = make_points([Cell("o", 64, (64,), 16, 8, 16)], torch.bfloat16)
     path = tmp_path / "t.json"
-    job = Tuning("triton", config, torch.device("cpu"), torch.bfloat16, points, path, 60)
-    command = importlib.import_module("lora_backends.cli.tune")
+    job = Tuning("triton", torch.device("cpu"), torch.bfloat16, points, path, 60)
+    command = importlib.import_module("lora_backends.cli.tune")  # the package's name is a function
     monkeypatch.setattr(command, "make_tuning", lambda *_, **__: job)
-    monkeypatch.setattr(command, "gpu_lab_of", lambda _: lambda _: Lab())
+    monkeypatch.setattr("lora_backends.bench.tune_gpu.gpu_lab", lambda _: lambda _: Lab())
     return job
 
 
-def test_tune_prints_what_the_table_gains_and_where_it_is(tuning):
+def test_tune_prints_the_gain_of_the_table_and_its_path(tuning):
     result = run("tune", "triton")
     assert result.exit_code == 0, result.output
-    assert "1.50" in result.stdout and f"written to {tuning.path}" in result.stdout
+    assert "1.500 times as fast as the rules" in result.stdout
+    assert f"written to {tuning.path}" in result.stdout
     assert tuning.path.exists() and "\x1b" not in result.stdout
 
 
@@ -337,10 +505,10 @@ def test_tune_interrupted_says_what_is_kept(tuning, monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    command = importlib.import_module("lora_backends.cli.tune")
-    monkeypatch.setattr(command, "gpu_lab_of", interrupted)
+    monkeypatch.setattr("lora_backends.bench.tune_gpu.gpu_lab", interrupted)
     result = run("tune", "triton")
-    assert result.exit_code == 130 and str(tuning.partial) in result.output
+    assert result.exit_code == 130
+    assert f"{tuning.path} has the results so far" in result.output.replace("\n", "")
 
 
 @pytest.mark.parametrize("backend", ["triton", "csgmv", "torch_ref", "numba_cpu"])
@@ -351,6 +519,7 @@ def test_explain_draws_in_the_terminal_and_to_a_file(tmp_path, backend):
         "--svg", str(svg),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
+    assert f"{backend}, run_linear: 5 tokens" in result.stdout
     assert "kernel order: 2 0 3-4" in result.stdout and "shrink" in result.stdout
     assert "\x1b" not in result.stdout and result.stdout.isascii()
     assert svg.read_text().startswith("<svg")

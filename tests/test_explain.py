@@ -3,14 +3,17 @@
 import json
 import xml.etree.ElementTree as ElementTree
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, UnsupportedInputError
+from lora_backends import explain as explaining
 from lora_backends.explain import Layer, explain
 from lora_backends.explain.job import make_batch, make_layer, ranges
 from lora_backends.explain.svg import draw
+from lora_backends.operations import DENSE, Input
 
 NAMES = ["csgmv", "numba_cpu", "torch_ref", "triton"]
 BATCHES = [
@@ -55,15 +58,18 @@ def test_products_that_count_are_those_of_the_formula(name):
 @pytest.mark.parametrize("name", ["triton", "csgmv"])
 def test_programs_are_those_that_a_call_launches(name, monkeypatch):
     """The launches are recorded, not run, without those that only compile for a later capture."""
-    from lora_backends.gpu.launching import Variant
-    from lora_backends.gpu.ready import RememberingPlan
     from lora_backends.registry import backend_class
+    from lora_backends.sgmv import engine
+    from lora_backends.sgmv.launching.kernel import SpecializedKernel
 
     grids = []
-    monkeypatch.setattr("lora_backends.triton.EMPTY_ROW", 0)
-    monkeypatch.setattr("lora_backends.csgmv.launch.EMPTY_ROW", 0)
-    monkeypatch.setattr(RememberingPlan, "remember", lambda *_, **__: None)
-    monkeypatch.setattr(Variant, "launch", lambda v, rows, _: grids.append(v._programs * rows))
+
+    def record(kernel, rows, _):
+        grids.append(kernel._programs * rows)
+
+    monkeypatch.setattr(engine, "EMPTY_ROW", 0)
+    monkeypatch.setattr(engine.SgmvBackend, "_cache", lambda *_: None)
+    monkeypatch.setattr(SpecializedKernel, "launch", record)
     backend = backend_class(name)("cpu")
     for batch, layer in product(BATCHES, LAYERS):
         dtype = torch.float32 if layer.item_bytes == 4 else torch.bfloat16
@@ -82,6 +88,27 @@ def test_programs_are_those_that_a_call_launches(name, monkeypatch):
         assert (grids or [0, 0]) == [launch.programs for launch in found.launches]
 
 
+@pytest.mark.parametrize("operation", DENSE.values(), ids=lambda operation: operation.name)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operation_has_the_launches_of_its_products(name, operation):
+    slices = operation.num_slices or 2
+    layer = Layer(64, (32,) * slices, ((4,) * slices,) * 3, 4)
+    whole = {launch.name: launch for launch in explain(name, BATCHES[0], layer).launches}
+    found = explain(name, BATCHES[0], layer, operation.name)
+    products = [operation.input is Input.ROWS, operation.result == "y"]
+    expected = [half for half, has in zip(("shrink", "expand"), products, strict=True) if has]
+    assert found.operation == operation.name
+    assert found.launches == tuple(whole[half] for half in expected)
+
+
+def test_an_operation_that_does_not_take_the_layer_is_refused():
+    layer = Layer(64, (32, 32), ((4, 4),) * 3, 4)
+    with pytest.raises(InvalidInputError, match="run_qkv does not run a layer of 2 slices"):
+        explain("triton", BATCHES[0], layer, "run_qkv")
+    with pytest.raises(InvalidInputError, match="did you mean 'run_qkv'"):
+        explain("triton", BATCHES[0], layer, "run_qk")
+
+
 def test_padded_ranks_and_empty_places_are_counted():
     layer = Layer(4096, (4096,), ((8,),), 16)
     shrink, expand = explain("triton", LoRABatch([0, 0, 0, 0], 1), layer).launches
@@ -90,12 +117,12 @@ def test_padded_ranks_and_empty_places_are_counted():
     assert shrink.products.wasted == 1 - 0.5 * 0.25
 
 
-@pytest.mark.parametrize("name, lanes", [("triton", 64), ("csgmv", 16)])
-def test_a_low_rank_in_a_wide_stack_occupies_the_lanes_that_its_kernel_has_for_it(name, lanes):
+@pytest.mark.parametrize("name", ["triton", "csgmv"])
+def test_a_low_rank_occupies_16_lanes_in_a_stack_of_any_width(name):
     batch = LoRABatch([0], 1)
-    for width, expected in ((64, 16), (256, lanes)):
+    for width in (64, 256):
         expand = explain(name, batch, Layer(512, (256,), ((8,),), width)).launches[1]
-        assert expand.ranks.computed == expected * (expand.programs - expand.idle)
+        assert expand.ranks.computed == 16 * (expand.programs - expand.idle)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,6 +133,11 @@ def test_a_drawing_is_valid_svg(name, batch):
     for box in root.iter("{http://www.w3.org/2000/svg}rect"):
         right = float(box.get("x", 0)) + float(box.get("width"))
         assert right <= width and float(box.get("y", 0)) + float(box.get("height")) <= height
+
+
+def test_explaining_needs_no_benchmarks():
+    files = list(Path(explaining.__file__).parent.glob("*.py"))
+    assert files and not [file for file in files if "lora_backends.bench" in file.read_text()]
 
 
 def test_ranges():

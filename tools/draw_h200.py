@@ -1,4 +1,4 @@
-"""Draws how near the limit every contender comes on an H200: docs/images/h200.svg.
+"""Draws the efficiency of every contender on an H200: docs/images/h200.svg.
 
 A line per batch; a mark is the geometric mean over the four projections of the layer, the bar
 behind it reaches from the lowest to the highest. Needs matplotlib: pip install '.[bench]'.
@@ -19,7 +19,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "h200.svg"
-# Colours of Okabe and Ito, which the colour-blind tell apart; the markers differ as well.
+# The palette of Okabe and Ito is safe for colour blindness; markers differ as well.
 STYLES = {
     "triton": {"color": "#0072B2", "marker": "o", "markersize": 8, "zorder": 4},
     "csgmv": {"color": "#CC79A7", "marker": "v", "markersize": 7, "zorder": 5},
@@ -27,7 +27,7 @@ STYLES = {
     "SGLang 0.5.23 csgmv": {"color": "#009E73", "marker": "^", "markersize": 6, "zorder": 2},
     "vLLM 0.33": {"color": "#555555", "marker": "D", "markersize": 5, "zorder": 1},
 }
-# The two engines of this library come out so near each other that they stand a little apart.
+# The two engines of this library are almost equal, so they are drawn a little apart.
 SHIFTS = {"triton": -0.17, "csgmv": 0.17}
 Batch = tuple[int, int, int, str]
 
@@ -45,7 +45,7 @@ def main() -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     labels = [f"lora_backends, {name}" if name in RESULTS else name for name in labels]
     figure.legend(handles, labels, loc="upper center", ncols=3, frameon=False, columnspacing=1.4)
-    panels[-1].set_xlabel("efficiency: the hardware's limit over the time taken (1 = at the limit)")
+    panels[-1].set_xlabel("efficiency = modelled minimum time / measured time")
     figure.tight_layout(rect=(0, 0, 1, 0.94))
     PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE, metadata={"Date": None, "Description": digest()})

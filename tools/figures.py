@@ -1,4 +1,4 @@
-"""The figures that the pages quote from benchmarks/results and benchmarks/peers."""
+"""Figures that the pages quote from benchmarks/results and benchmarks/peers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CONTENDERS = {
     "SGLang 0.5.23 csgmv": ("sglang_0.5.23_csgmv", "sglang_0.5.23_csgmv_chunk128"),
     "vLLM 0.33": ("vllm_0.33",),
 }
-"""Peers by name, and their fields; the better of two settings of one peer counts."""
+"""Fields of each peer, by name; of two settings of one peer, the faster counts."""
 PHASES: dict[str, Callable[[int], bool]] = {
     "decode": lambda tokens: tokens <= 256,
     "prefill": lambda tokens: tokens > 256,
 }
 LAUNCHES = 2 * 0.96e-6 * 4.27e12
-"""Bytes that the limit's copy rate moves in the time of its two launches."""
+"""Bytes that a copy moves in the time of the limit's two launches."""
 BEST_PEER = "best peer, cell by cell"
 Cell = dict[str, Any]
 
@@ -37,7 +37,9 @@ Cell = dict[str, Any]
 def measured() -> list[Cell]:
     """Return the cells of the H200, each with microseconds by contender under "times"."""
     own = {
-        backend: {key(cell): cell["us"] for cell in json.loads(file.read_text())["cells"]}
+        backend: {
+            key(row): row["results"][backend]["us"] for row in json.loads(file.read_text())["rows"]
+        }
         for backend, file in RESULTS.items()
     }
     cells = []
@@ -49,12 +51,12 @@ def measured() -> list[Cell]:
 
 
 def key(cell: Cell) -> tuple[Any, ...]:
-    """Return what tells a cell from all others."""
+    """Return the key of a cell."""
     return tuple(cell[name] for name in KEY)
 
 
 def efficiency(cells: Iterable[Cell], contender: str | None = None) -> list[float]:
-    """Return the limit over the time, of a contender or of the best peer in each cell."""
+    """Return the efficiency in each cell, of a contender or of the best peer."""
     return [
         cell["limit_us"] / (cell["times"][contender] if contender else cell["best_peer_us"])
         for cell in cells
@@ -74,7 +76,7 @@ def result(name: str) -> dict[str, Any]:
 
 def sweep_ratios() -> list[float]:
     """Return the time of csgmv over that of triton in every cell of the sweep, sorted."""
-    cells = [cell["results"] for cell in result("h200_sweep")["cells"]]
+    cells = [cell["results"] for cell in result("h200_sweep")["rows"]]
     return sorted(cell["csgmv"]["us"] / cell["triton"]["us"] for cell in cells)
 
 
@@ -96,11 +98,11 @@ def smollm2_ratios() -> dict[str, float]:
 
 
 def at_a_glance() -> str:
-    """Return one figure per backend and kind of machine, for whoever chooses."""
+    """Return one figure per backend and kind of machine, for choosing a backend."""
     layers = "layers of Llama-3-8B on an H200, bfloat16"
     step = "a decode step of SmolLM2-135M on two CPU cores, float32, 32 rows over 8 adapters"
     rows = [
-        [f"{layers}: share of the hardware's limit in {phase}", name, f"{value:.2f}"]
+        [f"{layers}: efficiency in {phase}", name, f"{value:.2f}"]
         for phase in PHASES
         for name, value in (
             *((f"`{backend}`", mean_efficiency(phase, backend)) for backend in RESULTS),
@@ -126,12 +128,12 @@ def at_a_glance() -> str:
 
 
 def digest() -> str:
-    """Return what tells whether a picture was drawn from the measurements as they are."""
+    """Return a digest of the measurements, to see if a picture is up to date."""
     return hashlib.sha256(json.dumps(measured()).encode()).hexdigest()
 
 
 def phases() -> str:
-    """Return efficiency by phase, of every backend that was measured and of the peers."""
+    """Return efficiency by phase, of the backends and of the peers."""
     names = {f"`{backend}`": backend for backend in RESULTS} | {BEST_PEER: None}
     names |= {name: name for name in CONTENDERS}
     rows = [

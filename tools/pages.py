@@ -1,6 +1,6 @@
-"""Writes what README and docs quote from the code and from measurements.
+"""Writes the generated parts of README and docs: tables of class data and of measurements.
 
-Such a part stands between two comments, and the tests compare it with what this script makes::
+A generated part lies between two comments; the tests compare it with the output of this script:
 
     <!-- generated: support -->
     <!-- /generated -->
@@ -16,21 +16,32 @@ from pathlib import Path
 
 import figures
 import reference_blocks
+import suite_blocks
+import summaries
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "backend-list": reference_blocks.backend_list,
     "support": reference_blocks.support,
     "backends": reference_blocks.backends,
     "configuration": reference_blocks.configuration,
     "generate-configuration": reference_blocks.generate_configuration,
     "command-line": reference_blocks.command_line,
+    "properties": suite_blocks.properties,
+    "edges": suite_blocks.edges,
+    "profiles": suite_blocks.profiles,
+    "h200-summary": summaries.h200,
     "h200-phases": figures.phases,
     "h200-projections": figures.projections,
-    "h200-cells": figures.cells,
-    "at-a-glance": figures.at_a_glance,
     "arithmetic-example": figures.worked_example,
+    "csgmv-over-triton": summaries.csgmv_over_triton,
+    "decode-step-cpu": summaries.decode_step_on_a_cpu,
+    "decode-step-h200": summaries.decode_step_on_the_h200,
+    "host-time": summaries.host_time,
+    "wide-stacks": summaries.wide_stacks,
+    "numba-cpu": summaries.numba_cpu,
 }
 
 
@@ -41,7 +52,7 @@ def pages() -> list[Path]:
 
 
 def updated(text: str) -> str:
-    """Return a page with its generated parts made anew."""
+    """Return a page with its generated parts rewritten."""
     return BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]]().strip()}\n\n{found[3]}", text)
 
 

@@ -12,18 +12,27 @@ from typer.cli import app as typer_cli
 from typer.testing import CliRunner
 
 from lora_backends import LoRABackend, backend_names
-from lora_backends.checks import dtype_name
+from lora_backends.dtypes import dtype_name
 from lora_backends.names import ENV_PREFIX
 from lora_backends.registry import backend_class
 
 ROOT = Path(__file__).resolve().parents[1]
+HELP_OPTION = "* `--help`: Show this message and exit.\n"
+
+
+def backend_list() -> str:
+    """Return a line per backend, what "auto" prefers first: its devices and how it works."""
+    found = _own_backends().items()
+    order = sorted(found, key=lambda item: -max(item[1].auto_priority.values(), default=0))
+    rows = [[f"`{name}`", ", ".join(cls.auto_priority), _first_line(cls)] for name, cls in order]
+    return table(["backend", "devices", "how it works"], rows)
 
 
 def support() -> str:
-    """Return what every backend of the library supports, a column each."""
+    """Return the properties of every backend of the library, a column each."""
     found = _own_backends()
     rows = {
-        "what it does": [_first_line(cls) for cls in found.values()],
+        "how it works": [_first_line(cls) for cls in found.values()],
         "devices": [", ".join(cls.device_types) for cls in found.values()],
         '"auto" priority': [_priorities(cls) for cls in found.values()],
         "dtypes": [", ".join(map(dtype_name, cls.dtypes)) for cls in found.values()],
@@ -69,12 +78,15 @@ def generate_configuration() -> str:
 
 
 def command_line() -> str:
-    """Return every command with its options, as typer writes it, one heading deeper."""
+    """Return every command with its options, as typer writes it."""
     arguments = ["lora_backends.cli", "utils", "docs", "--name", "lora-backends"]
     result = CliRunner().invoke(typer_cli, arguments)
     if result.exit_code != 0:
         raise RuntimeError(f"typer cannot describe the command: {result.output}")
-    return re.sub(r"^#", "##", result.output.replace("&#x27;", "'"), flags=re.MULTILINE)
+    commands = result.output[result.output.index("\n## ") :]  # the list before cuts sentences short
+    for written, wanted in (("&#x27;", "'"), ("&quot;", '"'), (HELP_OPTION, "")):
+        commands = commands.replace(written, wanted)
+    return commands
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""Who is timed: registered backends and, where they are installed, other engines' operators."""
+"""Contenders: registered backends and, where they are installed, other engines' operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lora_backends.backend import LoRABackend
 from lora_backends.bench.layers import Workload
 from lora_backends.bench.peers import PEERS, peer
 from lora_backends.bench.timing import Call
-from lora_backends.checks import as_device, dtype_name, dtype_names
+from lora_backends.devices import as_device
+from lora_backends.dtypes import dtype_name, dtype_names
 from lora_backends.errors import (
     BackendUnavailableError,
     InvalidInputError,
@@ -20,26 +21,29 @@ from lora_backends.errors import (
     UnsupportedInputError,
     did_you_mean,
 )
+from lora_backends.operations import Input
 from lora_backends.registry import backend_class, backend_names, unavailable_reasons
 from lora_backends.selection import get_backend
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that adds the LoRA of a layer to y."""
+    """Something that runs an operation on the layers of a cell."""
 
     name: str
     graphs: bool  # whether a CUDA graph may capture its calls
-    bind: Callable[[Workload], Call]  # returns what runs the layer of an index
+    bind: Callable[[Workload], Call]  # returns a function that runs one layer, by index
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def from_backend(backend: LoRABackend, options: Mapping[str, Any] | None = None) -> Contender:
-    """Return a backend as a contender: the plan is made outside of what is timed."""
+    """Return a backend as a contender; its plan is made before the clock starts."""
 
     def bind(work: Workload) -> Call:
-        plan = backend.prepare_batch(work.batch)
-        return lambda layer: backend.run_linear(work.x, work.layers[layer], plan, work.y)
+        plan, run = backend.prepare_batch(work.batch), getattr(backend, work.operation.name)
+        if work.operation.result == "h":
+            return lambda layer: run(work.x, work.layers[layer], plan)
+        return lambda layer: run(work.x, work.layers[layer], plan, work.y)
 
     return Contender(backend.name, backend.cuda_graphs, bind, options or {})
 
@@ -50,21 +54,22 @@ def choose(
     dtype: torch.dtype,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Return who is timed on a device, and why others are not.
+    """Return the contenders on a device, and why others are left out.
 
     Args:
-        names: registered backends and peers; None: all that run there.
+        names: registered backends and peers; None: all that run on the device.
         device: of the cells.
         dtype: of the cells.
-        options: per name, its own options.
+        options: the options of each backend, by name.
 
     Returns:
-        The contenders, and a reason for each that was not asked for by name and is left out.
+        The contenders, and a reason for each backend or peer that is left out; one that was asked
+        for by name never is.
 
     Raises:
-        BackendUnavailableError: a name is unknown or does not run there, or none does.
+        BackendUnavailableError: a name does not run on the device, or none does.
         UnsupportedInputError: a name does not take the dtype.
-        InvalidInputError: an option that a backend does not have, or of none that is timed.
+        InvalidInputError: an unknown name, or an unknown option or one of no contender.
     """
     device, options = as_device(device), options or {}
     known = [*backend_names(), *PEERS]
@@ -77,7 +82,9 @@ def choose(
     if names is not None:
         wrong = [name for name in options if name not in names]
         if wrong:
-            raise InvalidInputError(f"options of {wrong[0]!r}, which is not among the contenders")
+            raise InvalidInputError(
+                f"options for {wrong[0]!r}, which is no contender\n  contenders: {', '.join(names)}"
+            )
         return [_one(name, device, dtype, options) for name in dict.fromkeys(names)], {}
     found, left_out = [], {}
     for name in known:
@@ -103,8 +110,7 @@ def _one(
     options: Mapping[str, Mapping[str, Any]],
 ) -> Contender:
     if name in PEERS and name not in backend_names():
-        bind = peer(name, device, dtype)
-        return Contender(name, True, bind)
+        return Contender(name, True, _linear_alone(name, peer(name, device, dtype)))
     supported = backend_class(name).dtypes
     if dtype not in supported:
         raise UnsupportedInputError(
@@ -112,6 +118,17 @@ def _one(
         )
     backend = get_backend(name, device, **options.get(name, {}))
     return from_backend(backend, options.get(name))
+
+
+def _linear_alone(name: str, bind: Callable[[Workload], Call]) -> Callable[[Workload], Call]:
+    """Refuse single halves and token ids: the peers' operators run whole layers on rows."""
+
+    def checked(work: Workload) -> Call:
+        if (work.operation.input, work.operation.result) != (Input.ROWS, "y"):
+            raise UnsupportedInputError(f"{name} is timed in run_linear, not {work.operation.name}")
+        return bind(work)
+
+    return checked
 
 
 def _why_not_by_default(name: str, device: torch.device) -> str:

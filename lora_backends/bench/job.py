@@ -1,4 +1,4 @@
-"""`make_job`: what a command line asks for, checked before anything is measured."""
+"""`make_job`: checks a command line before anything is measured."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from typing import Any
 
 import torch
 
-from lora_backends.bench.cells import (
-    Cell,
-    Projections,
-    make_cells,
-    preset,
-    read_config,
-)
+from lora_backends.bench.cells import Cell, make_cells
 from lora_backends.bench.contenders import Contender, choose
 from lora_backends.bench.measure import Progress, check_device, check_memory, measure
-from lora_backends.checks import dtype_name
+from lora_backends.devices import as_device
+from lora_backends.dtypes import dtype_name
 from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.model_shapes import LAYER, Projections, preset, read_config
+from lora_backends.names import AUTO
+from lora_backends.operations import DENSE
 from lora_backends.weights import DTYPES
 
+ALL = "all"
 DEFAULTS = {"cpu": ("smollm2", torch.float32), "cuda": ("llama3-8b", torch.bfloat16)}
 """Preset and dtype by type of device."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be measured, all of it possible here."""
+    """A checked run of `measure`."""
 
     cells: list[Cell]
     contenders: list[Contender]
@@ -68,34 +67,34 @@ def make_job(
     adapters: str | None = None,
     rank: str | None = None,
     mixes: str | None = None,
+    operations: str | None = None,
     backends: str | None = None,
     options: Sequence[str] = (),
     dtype: str | None = None,
     device: str | None = None,
 ) -> Job:
-    """Return the job of a command line; lists are separated by commas.
+    """Return the run that a command line asks for; lists are separated by commas.
 
     Args:
-        preset_name: one of `PRESETS`; the device's own one if no other layers are given.
+        preset_name: one of `PRESETS`; the default of the device if no other layers are given.
         config_json: a Transformers config.json, instead of a preset.
         in_features: width of x, instead of a preset.
         output_slices: widths of y's slices, with `in_features`.
-        tokens: numbers of tokens; given any of these four, every combination is timed.
+        tokens: numbers of tokens; with any of these four, every combination is timed.
         adapters: numbers of adapters.
         rank: ranks.
         mixes: some of `MIXES`.
+        operations: names of operations; run_linear if None, and "all" for each that is not a case
+            of another.
         backends: names; all that run on the device if None.
         options: ``NAME.KEY=VALUE``, options of the contenders, the value as JSON or a string.
         dtype: of x and the weights; float32 on the CPU and bfloat16 on a GPU if None.
         device: "cpu", "cuda", ...; the best here if None or "auto".
 
     Raises:
-        LoRABackendError: whatever does not fit together; nothing has been measured.
+        LoRABackendError: contradictory or unknown arguments; nothing has been measured.
     """
-    if device in (None, "auto"):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert device is not None
-    where = check_device(device)
+    where = check_device(best_device(device))
     default_preset, default_dtype = DEFAULTS[where.type]
     given = (preset_name, config_json, in_features if in_features is not None else output_slices)
     if sum(source is not None for source in given) > 1:
@@ -113,6 +112,7 @@ def make_job(
         _ints(adapters, "adapters"),
         _ints(rank, "rank"),
         _words(mixes),
+        _operations(operations),
     )
     kind = default_dtype if dtype is None else _dtype(dtype)
     check_memory(cells, where, kind)
@@ -123,17 +123,24 @@ def make_job(
     return Job(cells, contenders, left_out, notes, where, kind)
 
 
+def best_device(device: str | None) -> torch.device:
+    """Return the device of a command line; a GPU if there is one, for None and "auto"."""
+    if device is None or device == AUTO:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return as_device(device)
+
+
 def _projections(
     name: str, config_json: Path | None, in_features: int | None, output_slices: str | None
 ) -> tuple[Projections, list[str]]:
     if (in_features is None) != (output_slices is None):
         raise InvalidInputError(
-            f"widths of a layer\n"
+            f"in_features and output_slices belong together\n"
             f"  given: in_features={in_features}, output_slices={output_slices}\n"
             f"  allowed: both, e.g. 4096 and 4096,1024,1024"
         )
     if in_features is not None:
-        return {"layer": (in_features, tuple(_ints(output_slices, "output_slices")))}, []
+        return {LAYER: (in_features, tuple(_ints(output_slices, "output_slices")))}, []
     return read_config(config_json) if config_json else preset(name)
 
 
@@ -145,9 +152,20 @@ def _ints(text: str | None, what: str) -> list[int]:
     words = _words(text)
     if text is not None and not (words and all(w.isdecimal() and int(w) > 0 for w in words)):
         raise InvalidInputError(
-            f"{what} is no list of sizes\n  given: {text!r}\n  allowed: e.g. 1,16,256"
+            f"{what} is not a list of sizes\n  given: {text!r}\n  allowed: e.g. 1,16,256"
         )
     return [int(word) for word in words]
+
+
+def _operations(text: str | None) -> list[str]:
+    if text == ALL:
+        return [operation.name for operation in DENSE.values() if operation.same_as is None]
+    names = _words("run_linear" if text is None else text)
+    if not names:
+        raise InvalidInputError(
+            f"no operations\n  given: {text!r}\n  allowed: {ALL}, or some of {', '.join(DENSE)}"
+        )
+    return names
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -173,7 +191,7 @@ def _options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def option_value(text: str) -> Any:
-    """Return a value given on a command line: JSON, else the string itself."""
+    """Return a value of a command line: parsed as JSON, else the string itself."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

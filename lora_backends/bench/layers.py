@@ -1,4 +1,4 @@
-"""The layers of a cell, and what every contender's result is checked against."""
+"""The layers of a cell, and the reference that every result is checked against."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.bench.cells import Cell, num_layers
 from lora_backends.errors import LoRABackendError
+from lora_backends.operations import Input, Operation, find_operation
 from lora_backends.weights import LoRAWeights
 
 ROTATED_BYTES = {"cuda": 240e6, "cpu": 192 * 2**20}
-"""Weights that a timing passes through, so that they do not stay in a cache."""
+"""Bytes of weights that a timing rotates over, so that they do not stay in a cache."""
 MOST_LAYERS = {"cuda": 32, "cpu": 64}
 TOLERANCES = {
     torch.float16: 2.5e-3,
@@ -23,21 +24,22 @@ TOLERANCES = {
     torch.float32: 5e-3,  # tf32 is an option of some backends
     torch.float64: 1e-9,
 }
-"""Largest error of a row, over the root mean square norm of the rows of the delta."""
+"""Largest error of a row, over the root mean square norm of the expected rows."""
 
 
 class WrongResultError(LoRABackendError):
-    """A contender does not compute what it is timed for."""
+    """A contender computes something else than the reference."""
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """One cell on a device: what a contender binds to."""
+    """One cell on a device: the arguments of a contender's calls."""
 
+    operation: Operation
     layers: list[LoRAWeights]  # equal shapes, different values
     batch: LoRABatch
-    x: torch.Tensor  # [tokens, in_features], shared by the layers
-    y: torch.Tensor  # [tokens, out_features], added to by every call
+    x: torch.Tensor  # the operation's input, shared by the layers: rows, token ids, or h
+    y: torch.Tensor  # [tokens, out_features], added to by every call; an h is returned instead
 
 
 def make_layers(
@@ -75,47 +77,58 @@ def make_layers(
 
 
 def make_workload(cell: Cell, layers: list[LoRAWeights]) -> Workload:
-    """Return layers with a batch, an x and a y."""
-    device, dtype = layers[0].device, layers[0].dtype
-    return Workload(
-        layers=layers,
-        batch=LoRABatch(cell.token_slots, layers[0].num_slots),
-        x=torch.randn(cell.tokens, cell.in_features, device=device, dtype=dtype),
-        y=torch.zeros(cell.tokens, cell.out_features, device=device, dtype=dtype),
-    )
+    """Return layers with a batch, the operation's input, and a y of zeros."""
+    operation, first = find_operation(cell.operation), layers[0]
+    like: dict[str, Any] = {"device": first.device, "dtype": first.dtype}
+    if operation.input is Input.ROWS:
+        x = torch.randn(cell.tokens, cell.in_features, **like)
+    elif operation.input is Input.TOKEN_IDS:
+        x = torch.randint(cell.in_features, (cell.tokens,), device=first.device)
+    else:
+        shape = (first.num_slices, cell.tokens, first.max_rank)
+        x = torch.randn(shape, device=first.device, dtype=torch.float32)
+        x[..., cell.rank :] = 0
+    batch = LoRABatch(cell.token_slots, first.num_slots)
+    y = torch.zeros(cell.tokens, cell.out_features, **like)
+    return Workload(operation, layers, batch, x, y)
 
 
-def reference(x: torch.Tensor, weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
-    """Return the LoRA of every token by plain products, adapter by adapter.
-
-    Args:
-        x: [num_tokens, in_features].
-        weights: the layer; it has no bias.
-        batch: the slots.
+def reference(work: Workload) -> torch.Tensor:
+    """Return the right result for the first layer, by plain products.
 
     Returns:
-        [num_tokens, out_features], float32 for 16-bit inputs and float64 for wider ones.
+        The delta [num_tokens, out_features], or h [num_slices, num_tokens, max_rank]; float32 for
+        16-bit weights and float64 for wider ones.
     """
-    wide = torch.float32 if x.dtype.itemsize == 2 else torch.float64
-    delta = torch.zeros(x.shape[0], weights.out_features, device=x.device, dtype=wide)
+    weights, batch, x = work.layers[0], work.batch, work.x
+    wide = torch.float32 if weights.dtype.itemsize == 2 else torch.float64
+    like: dict[str, Any] = {"device": x.device, "dtype": wide}
+    h = torch.zeros(weights.num_slices, batch.num_tokens, weights.max_rank, **like)
+    delta = torch.zeros(batch.num_tokens, weights.out_features, **like)
     offsets, ranks = weights.slice_offsets, weights.ranks.tolist()
     scalings = weights.scalings.tolist()
     for slot in sorted(set(batch.token_slots.tolist()) - {NO_ADAPTER}):
         rows = (batch.token_slots == slot).nonzero().flatten().to(x.device)
-        rows_of_x = x[rows].to(wide)
         for s, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
             rank = ranks[slot][s]
-            h = rows_of_x @ weights.lora_a[slot, s, :rank].to(wide).T
+            a = weights.lora_a[slot, s, :rank].to(wide)
+            if work.operation.input is Input.ROWS:
+                h_rows = x[rows].to(wide) @ a.T
+            elif work.operation.input is Input.TOKEN_IDS:
+                h_rows = a.T[x[rows]]
+            else:
+                h_rows = x[s, rows, :rank].to(wide)
+            h[s, rows, :rank] = h_rows
             b = weights.lora_b[slot, start:end, :rank].to(wide)
-            delta[rows, start:end] = scalings[slot][s] * (h @ b.T)
-    return delta
+            delta[rows, start:end] = scalings[slot][s] * (h_rows @ b.T)
+    return h if work.operation.result == "h" else delta
 
 
 def check(call: Callable[[int], object], work: Workload, expected: torch.Tensor) -> None:
-    """Run a contender on the first layer and compare what it added to y.
+    """Run a contender on the first layer and compare its result.
 
     Args:
-        call: adds the LoRA of a layer, by its index, to ``work.y``.
+        call: runs the operation for a layer, by its index: returns h, or adds to ``work.y``.
         work: the cell; y is left at zero.
         expected: from `reference`.
 
@@ -123,10 +136,13 @@ def check(call: Callable[[int], object], work: Workload, expected: torch.Tensor)
         WrongResultError: a row is off by more than `TOLERANCES` allows.
     """
     work.y.fill_(1)
-    call(0)
-    error = (work.y.to(expected.dtype) - 1 - expected).norm(dim=1).max()
-    scale = expected.square().sum(1).mean().sqrt()
+    found = call(0)
+    if work.operation.result == "y":
+        found = work.y.to(expected.dtype) - 1
+    assert isinstance(found, torch.Tensor)
+    error = (found.to(expected.dtype) - expected).norm(dim=-1).max()
+    scale = expected.square().sum(-1).mean().sqrt()
     work.y.zero_()
-    relative, allowed = float(error / scale), TOLERANCES[work.x.dtype]
+    relative, allowed = float(error / scale), TOLERANCES[work.layers[0].dtype]
     if not relative <= allowed:
         raise WrongResultError(f"wrong result: a row is off by {relative:.1e}, allowed {allowed:g}")

@@ -1,4 +1,4 @@
-"""`measure`: every cell, every contender, checked, timed and written down."""
+"""`measure`: checks and times every contender in every cell."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lora_backends.bench.layers import (
     make_workload,
     reference,
 )
-from lora_backends.bench.results import FORMAT, environment, write_json
+from lora_backends.bench.results import new_result, summarize, write_result
 from lora_backends.bench.timing import (
     Call,
     Limits,
@@ -34,7 +34,8 @@ from lora_backends.bench.timing import (
     spread,
     times_in_turns,
 )
-from lora_backends.checks import as_device, dtype_name
+from lora_backends.devices import as_device
+from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from lora_backends.weights import LoRAWeights
 
@@ -42,25 +43,26 @@ Progress = Callable[[int, Cell], object]
 
 METHOD = {
     "cuda": (
-        "Microseconds of one run_linear into an existing y (shrink and expand together), over 4 to "
+        "Microseconds of one call of the operation, into an existing y where it has one, over 4 to "
         "32 layers with different weights, 240 MB in all, x and y shared. Contenders that CUDA "
         "graphs may capture: 5 timings of 10 replays of a graph that runs every layer once; the "
         "others are launched call by call, between two events, 5 times. Median and quartiles of "
         "the timings. The plan is made ahead."
     ),
     "cpu": (
-        "Microseconds of one run_linear into an existing y (shrink and expand together), over 4 to "
+        "Microseconds of one call of the operation, into an existing y where it has one, over 4 to "
         "64 layers with different weights, 192 MiB in all, x and y shared. Contenders sweep the "
         "layers in turns, up to 9 times. Median and quartiles of the sweeps. The plan is made "
         "ahead."
     ),
 }
 LIMIT = (
-    "limit: active adapters' A and B once at their rank, x once, y read and written, at the rate "
-    "of a large copy (on the CPU measured before and after every cell), plus on a GPU two launches "
-    "of a near-empty kernel in a CUDA graph. Efficiency: limit over time; above 1 where x and y "
-    "stay in a cache. Every contender's first layer is compared with plain products (float32 for "
-    "16-bit values, else float64) before it is timed."
+    "limit, the modelled minimum time: the bytes that must move (active adapters' A and B once at "
+    "their rank, x once, y read and written) at the rate of a large copy (on the CPU measured "
+    "before and after every cell), plus on a GPU a launch of a near-empty kernel in a CUDA graph "
+    "for each kernel that the operation needs. Efficiency = modelled minimum time / measured time; "
+    "above 1 where x and y stay in a cache. Every contender's first layer is compared with plain "
+    "products (float32 for 16-bit values, else float64) before it is timed."
 )
 
 
@@ -70,7 +72,7 @@ def check_device(device: torch.device | str) -> torch.device:
     Raises:
         InvalidInputError: no such device.
         BackendUnavailableError: torch cannot use it here.
-        UnsupportedInputError: it has no clock here: neither CPU nor CUDA or ROCm.
+        UnsupportedInputError: it is neither a CPU nor a CUDA or ROCm GPU.
     """
     parsed = as_device(device)
     if parsed.type not in METHOD:
@@ -84,7 +86,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def check_memory(cells: Sequence[Cell], device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse cells that do not fit, before anything is measured.
+    """Refuse cells that do not fit into memory, before anything is measured.
 
     Raises:
         InvalidInputError: layers, x, y and the reference of a cell take more than the device has.
@@ -114,6 +116,7 @@ def measure(
     *,
     left_out: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
+    limits: Limits | None = None,
     path: Path | None = None,
     progress: Progress | None = None,
     result: dict[str, Any] | None = None,
@@ -127,29 +130,42 @@ def measure(
         contenders: from `choose`.
         device: "cpu", "cuda", ...
         dtype: of x, y and the weights.
-        left_out: name to reason, kept with the results.
-        notes: sentences kept with the results.
+        left_out: reasons by name, kept in the result.
+        notes: sentences kept in the result.
+        limits: of the device, if they are known; measured if None.
         path: a JSON file, written whole after every cell.
-        progress: told every cell before it is measured, with its index.
-        result: filled while measuring; what is in it after an interruption is right.
+        progress: called with index and cell before each cell.
+        result: filled while measuring, so that it is valid after an interruption.
 
     Returns:
-        method, environment, limits, contenders and cells, as in the file.
+        The result, in the format of `new_result`, with a row per cell.
 
     Raises:
-        InvalidInputError: no such device, or a cell that takes more memory than it has.
+        InvalidInputError: no such device, or a cell that does not fit into its memory.
         BackendUnavailableError: torch cannot use the device here.
-        UnsupportedInputError: the device has no clock here: neither CPU nor CUDA or ROCm.
+        UnsupportedInputError: the device is neither a CPU nor a CUDA or ROCm GPU.
     """
     device = check_device(device)
     check_memory(cells, device, dtype)
     cells = _neighbours(cells)
     result = {} if result is None else result
-    result |= _head(contenders, device, dtype, left_out or {}, [*notes, *_busy(device)])
+    result |= new_result(
+        f"{METHOD[device.type]} {LIMIT}",
+        device,
+        dtype=dtype_name(dtype),
+        contenders={
+            one.name: {"timing": _timing(one, device), "options": dict(one.options)}
+            for one in contenders
+        },
+        left_out=dict(left_out or {}),
+        notes=[*notes, *_busy(device)],
+        complete=False,
+        limits={},
+    )
     torch.manual_seed(0)
     with torch.no_grad(), torch.cuda.device(device if device.type == "cuda" else -1):
-        limits = measure_limits(device, dtype)
-        result["limits"] = limits.describe()
+        limits = limits or measure_limits(device, dtype)
+        result["limits"] |= limits.describe()
         clock = _limits_clock(limits, device)
         numbered = enumerate(cells)
         for _, group in itertools.groupby(numbered, key=lambda pair: _same_layers(pair[1])):
@@ -159,18 +175,19 @@ def measure(
                     progress(index, cell)
                 layers = layers or make_layers(cell, device, dtype)
                 row = _row(cell, layers, contenders, clock)
-                result["cells"].append(row)
+                result["rows"].append(row)
                 result["limits"]["copy_gb_per_s"] = max(
                     result["limits"]["copy_gb_per_s"], row["copy_gb_per_s"]
                 )
-                result["complete"] = len(result["cells"]) == len(cells)
+                result["complete"] = len(result["rows"]) == len(cells)
+                result["summary"] = summarize(result)
                 if path:
-                    write_json(path, result)
+                    write_result(path, result)
     return result
 
 
 def _busy(device: torch.device) -> list[str]:
-    """Return a note if other programs use the CPU that is about to be timed."""
+    """Return a note if other programs are using the CPU to be timed."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if device.type == "cuda" or load < cores / 2:
         return []
@@ -178,7 +195,7 @@ def _busy(device: torch.device) -> list[str]:
 
 
 def _neighbours(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells with those of equal layers side by side: layers are made once for them."""
+    """Return the cells with those of equal layers side by side, so that layers are made once."""
     first: dict[tuple[Any, ...], int] = {}
     for index, cell in enumerate(cells):
         first.setdefault(_same_layers(cell), index)
@@ -189,35 +206,14 @@ def _same_layers(cell: Cell) -> tuple[Any, ...]:
     return cell.projection, cell.in_features, cell.output_slices, cell.rank, cell.num_slots
 
 
-def _head(
-    contenders: Sequence[Contender],
-    device: torch.device,
-    dtype: torch.dtype,
-    left_out: Mapping[str, str],
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    ways = {True: "CUDA graph", False: "call by call"}
-    return {
-        "format": FORMAT,
-        "method": f"{METHOD[device.type]} {LIMIT}",
-        "environment": environment(device),
-        "dtype": dtype_name(dtype),
-        "contenders": {
-            c.name: {
-                "timing": ways[c.graphs] if device.type == "cuda" else "in turns",
-                "options": dict(c.options),
-            }
-            for c in contenders
-        },
-        "left_out": dict(left_out),
-        "notes": list(notes),
-        "complete": False,
-        "cells": [],
-    }
+def _timing(contender: Contender, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "in turns"
+    return "CUDA graph" if contender.graphs else "call by call"
 
 
 def _limits_clock(limits: Limits, device: torch.device) -> Callable[[], Limits]:
-    """Return what tells the limits as they are when it is called; on a GPU they stay."""
+    """Return a function that returns the limits of the moment; on a GPU they are constant."""
     if device.type == "cuda":
         return lambda: limits
     gigabytes = copy_clock()
@@ -232,14 +228,14 @@ def _row(
 ) -> dict[str, Any]:
     begin = time.perf_counter()
     work = make_workload(cell, layers)
-    num_bytes = cell.bytes_moved(work.x.dtype.itemsize)
+    num_bytes = cell.bytes_moved(layers[0].dtype.itemsize)
     before = clock()
     results = time_contenders(contenders, work)
     limits = max(before, clock(), key=lambda limits: limits.copy_gb_per_s)
-    limit = limits.microseconds(num_bytes)
+    limit = limits.microseconds(num_bytes, cell.launches)
     for found in results.values():
         if "us" in found:
-            found["efficiency"] = float(f"{limit / found['us']:.4g}")  # never rounded to 0
+            found["efficiency"] = float(f"{limit / found['us']:.4g}")  # significant digits: never 0
     return cell.describe() | {
         "layers": len(layers),
         "bytes": num_bytes,
@@ -252,8 +248,8 @@ def _row(
 
 
 def time_contenders(contenders: Sequence[Contender], work: Workload) -> dict[str, dict[str, Any]]:
-    """Return per contender median and quartiles of its timings, or its error."""
-    expected = reference(work.x, work.layers[0], work.batch)
+    """Return the median and quartiles of each contender's timings, or its error."""
+    expected = reference(work)
     on_cpu = work.x.device.type == "cpu"
     results: dict[str, dict[str, Any]] = {}
     calls: dict[str, Call] = {}
@@ -269,15 +265,15 @@ def time_contenders(contenders: Sequence[Contender], work: Workload) -> dict[str
             else:
                 clock = graph_times if contender.graphs else eager_times
                 results[contender.name] = spread(clock(call, len(work.layers)))
-                del calls[contender.name], call  # its buffers make room for the next one's
-        except Exception as error:  # of a plugin or another engine: a row, not the end of the run
+                del calls[contender.name], call  # frees its buffers for the next one
+        except Exception as error:  # a plugin may raise anything; the run continues
             calls.pop(contender.name, None)
-            results[contender.name] = {"error": _told(error)}
+            results[contender.name] = {"error": _first_line(error)}
     for name, series in times_in_turns(calls, len(work.layers), work.y.zero_).items():
         results[name] = spread(series)
     return results
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     first = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first}"

@@ -15,7 +15,7 @@ import torch
 
 from lora_backends.bench.layers import Workload
 from lora_backends.bench.timing import Call
-from lora_backends.checks import dtype_name
+from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError, UnsupportedInputError
 from lora_backends.weights import LoRAWeights
 
@@ -24,7 +24,7 @@ _POINTERS = ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT")
 
 
 def peer(name: str, device: torch.device, dtype: torch.dtype) -> Callable[[Workload], Call]:
-    """Return what binds an engine's operators to a workload: its batch is prepared there.
+    """Return a function that prepares an engine's batch and returns its call for a workload.
 
     Args:
         name: one of `PEERS`.
@@ -33,7 +33,7 @@ def peer(name: str, device: torch.device, dtype: torch.dtype) -> Callable[[Workl
 
     Raises:
         BackendUnavailableError: the engine is not installed, or does not run on the device.
-        UnsupportedInputError: the dtype, or operators of another shape than those known here.
+        UnsupportedInputError: the dtype, or operators with other signatures than expected.
     """
     if importlib.util.find_spec(name) is None:
         raise BackendUnavailableError(f"{name} is not installed.")
@@ -45,7 +45,7 @@ def peer(name: str, device: torch.device, dtype: torch.dtype) -> Callable[[Workl
         return PEERS[name]()
     except Exception as error:  # whatever another engine's import raises
         raise UnsupportedInputError(
-            f"{name} {_version(name)} is installed, but its LoRA operators are not as known here: "
+            f"{name} {_version(name)} is installed, but its LoRA operators have changed: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -72,7 +72,7 @@ def _vllm() -> Callable[[Workload], Call]:
         arguments = meta.meta_args(work.batch.num_tokens, *specialize)
         layers = [_per_slice(weights) for weights in work.layers]
         first = work.layers[0]
-        scaling = float(first.scalings.flatten()[0])  # the layers of a cell have one
+        scaling = float(first.scalings.flatten()[0])  # one for all layers of a cell
         shape = (first.num_slices, work.batch.num_tokens, first.max_rank)
         h = torch.empty(shape, dtype=torch.float32, device=where)
 
@@ -87,7 +87,7 @@ def _vllm() -> Callable[[Workload], Call]:
 
 
 def _sglang() -> Callable[[Workload], Call]:
-    """The chunked SGMV, in its own chunks of 16 tokens.
+    """The chunked SGMV, in chunks of 16 tokens.
 
     Source:
         python/sglang/srt/lora/triton_ops of sgl-project/sglang.
@@ -100,7 +100,7 @@ def _sglang() -> Callable[[Workload], Call]:
     known = {field.name for field in fields(info_type)}
     info_type(**dict.fromkeys(known & _INFO_FIELDS))
     blocks_of = None
-    if "slice_block_config" in parameters:  # left out, each call would wait for the device
+    if "slice_block_config" in parameters:  # without it, each call waits for the device
         blocks_of = sys.modules[expand.__module__].compute_slice_block_config
 
     def bind(work: Workload) -> Call:
@@ -128,7 +128,7 @@ def _sglang() -> Callable[[Workload], Call]:
 
 
 def _forget_kernels(*functions: Callable[..., Any]) -> None:
-    """Empty SGLang's tables of compiled kernels: their keys leave out the rank."""
+    """Empty SGLang's caches of compiled kernels: their keys do not include the rank."""
     for function in functions:
         for value in list(vars(sys.modules[function.__module__]).values()):
             cache = getattr(value, "kernel_cache", None)
@@ -142,7 +142,7 @@ _INFO_FIELDS |= {"lora_ranks", "scalings", "max_len", "seg_lens", "permutation"}
 
 
 def _segments(token_slots: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    """Return what SGLang's batch says of the tokens: chunks of one adapter's, sorted by adapter."""
+    """Return the fields of SGLang's batch: the tokens sorted by adapter and cut into chunks."""
     adapted = (token_slots >= 0).nonzero().flatten()
     order = adapted[token_slots[adapted].argsort(stable=True)]
     slots, counts = torch.unique_consecutive(token_slots[order], return_counts=True)
@@ -156,7 +156,7 @@ def _segments(token_slots: torch.Tensor, device: torch.device) -> dict[str, Any]
         [torch.zeros(1, dtype=torch.int32, device="cpu"), lengths.cumsum(0, dtype=torch.int32)]
     )
     return {
-        "use_cuda_graph": False,  # the grid is as large as the batch, also where a graph captures
+        "use_cuda_graph": False,  # a grid as large as the batch, in a captured graph too
         "bs": len(chunks),
         "num_segments": len(chunks),
         "seg_indptr": ends.to(device),
@@ -182,7 +182,7 @@ def _per_slice(weights: LoRAWeights) -> tuple[list[torch.Tensor], list[torch.Ten
 
 
 def _forget_addresses() -> None:
-    """Empty vLLM's tables of tensors by address: memory of an earlier cell is used again."""
+    """Empty vLLM's caches keyed by address: later cells reuse the memory of earlier ones."""
     utils = importlib.import_module(f"{_OPS}.utils")
     for name in _POINTERS:
         getattr(utils, name, {}).clear()

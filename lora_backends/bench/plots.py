@@ -1,4 +1,4 @@
-"""Plots of a result: time against tokens and adapters, share of the limit, roofline."""
+"""Plots of a result: time against tokens and adapters, efficiency, roofline."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from lora_backends.bench.results import DECODE_TOKENS, times
+from lora_backends.bench.results import DECODE_TOKENS, layer_name, times
 
 Result = Mapping[str, Any]
 Cell = Mapping[str, Any]
 
-# The palette of Okabe and Ito, told apart in every kind of colour vision; markers tell it in grey.
+# The palette of Okabe and Ito is safe for colour blindness; markers differ for print in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "os^DvP"
 GREY = "#555555"
@@ -25,7 +25,7 @@ PANEL = (4.6, 3.3)  # inches
 
 
 def save_plots(result: Result, folder: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Draw whatever the cells of a result allow.
+    """Draw every plot that the rows of a result allow.
 
     Args:
         result: from `measure` or `read_result`.
@@ -33,7 +33,7 @@ def save_plots(result: Result, folder: Path, formats: Sequence[str] = ("png", "s
         formats: file endings that matplotlib knows.
 
     Returns:
-        The files. A time against tokens (adapters) needs two cells that differ in them alone.
+        The files. Time against tokens (adapters) needs two cells that differ in nothing else.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -47,7 +47,7 @@ def save_plots(result: Result, folder: Path, formats: Sequence[str] = ("png", "s
 
 
 def save_figure(figure: Figure, file: Path) -> Path:
-    """Write a figure in the format that the file's ending tells, and return the file."""
+    """Write a figure in the format of the file's ending, and return the file."""
     # without a date or random names, equal results give equal files
     dated = {"Date": None} if file.suffix == ".svg" else None
     with rc_context({"svg.hashsalt": file.stem}):
@@ -67,7 +67,7 @@ def time_against_adapters(result: Result) -> Figure | None:
 
 def _time_against(result: Result, axis: str, fixed: str, unit: str) -> Figure | None:
     panels = {}
-    for name, cells in _by_projection(result["cells"]).items():
+    for name, cells in _by_projection(result["rows"]).items():
         series = _longest_series(cells, axis, fixed)
         if len(series) > 1:
             panels[name] = series
@@ -99,8 +99,8 @@ def _time_against(result: Result, axis: str, fixed: str, unit: str) -> Figure | 
 def _line(axes: Axes, cells: Sequence[Cell], axis: str, contender: str, index: int) -> None:
     mine = [cell for cell in cells if "us" in cell["results"].get(contender, {})]
     found = [cell["results"][contender] for cell in mine]
-    low = [one["us"] - one["us_q1"] for one in found]
-    high = [one["us_q3"] - one["us"] for one in found]
+    low = [one["us"] - one.get("us_q1", one["us"]) for one in found]
+    high = [one.get("us_q3", one["us"]) - one["us"] for one in found]
     axes.errorbar(
         [cell[axis] for cell in mine],
         [one["us"] for one in found],
@@ -115,12 +115,12 @@ def _line(axes: Axes, cells: Sequence[Cell], axis: str, contender: str, index: i
 
 
 def efficiency(result: Result) -> Figure | None:
-    """Draw the share of the limit that each contender reaches, cell by cell."""
+    """Draw the efficiency of each contender, cell by cell."""
     names = [name for name in result["contenders"] if times(result, name)]
     if not names:
         return None
-    rows = list(dict.fromkeys(_batch(cell) for cell in result["cells"]))
-    columns = list(_by_projection(result["cells"]))
+    rows = list(dict.fromkeys(_batch(cell) for cell in result["rows"]))
+    columns = list(_by_projection(result["rows"]))
     width = 2.2 + len(names) * max(1.6, 0.75 * len(columns))
     figure = Figure(figsize=(width + 0.9, 1.6 + 0.3 * len(rows)), layout="constrained")
     grid = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
@@ -128,7 +128,7 @@ def efficiency(result: Result) -> Figure | None:
     for axes, name in zip(grid, names, strict=True):
         shares = [[float("nan")] * len(columns) for _ in rows]
         for cell, found in times(result, name):
-            row, column = rows.index(_batch(cell)), columns.index(cell["projection"])
+            row, column = rows.index(_batch(cell)), columns.index(layer_name(cell))
             shares[row][column] = found["efficiency"]
         image = axes.imshow(shares, cmap="cividis", vmin=0, vmax=1, aspect="auto")
         _annotate(axes, shares)
@@ -137,8 +137,10 @@ def efficiency(result: Result) -> Figure | None:
         axes.set_yticks(range(len(rows)), rows, fontsize=8)
         axes.tick_params(length=0)
     assert image is not None
-    figure.colorbar(image, ax=grid, label="limit over time")
-    figure.suptitle(f"Share of the limit that is reached\n{_where(result)}", fontsize=10)
+    figure.colorbar(image, ax=grid, label="efficiency")
+    figure.suptitle(
+        f"Efficiency = modelled minimum time / measured time\n{_where(result)}", fontsize=10
+    )
     return figure
 
 
@@ -154,13 +156,13 @@ def _annotate(axes: Axes, shares: Sequence[Sequence[float]]) -> None:
 
 
 def roofline(result: Result) -> Figure | None:
-    """Draw what is computed per second against arithmetic intensity, under the device's roof."""
+    """Draw operations per second against arithmetic intensity, under the roof of the device."""
     names = [name for name in result["contenders"] if times(result, name)]
-    if not names:
+    if not names or "gemm_gflop_per_s" not in result["limits"]:
         return None
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
-    intensities = [cell["flop"] / cell["bytes"] for cell in result["cells"]]
+    intensities = [cell["flop"] / cell["bytes"] for cell in result["rows"]]
     copy, gemm = (result["limits"][key] for key in ("copy_gb_per_s", "gemm_gflop_per_s"))
     ends = [min(intensities) / 2, max(*intensities, gemm / copy) * 2]
     roof = sorted([*ends, gemm / copy])
@@ -205,7 +207,7 @@ PLOTS: Mapping[str, Callable[[Result], Figure | None]] = {
 def _by_projection(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
     found: dict[str, list[Cell]] = {}
     for cell in cells:
-        found.setdefault(cell["projection"], []).append(cell)
+        found.setdefault(layer_name(cell), []).append(cell)
     return found
 
 
@@ -231,7 +233,7 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
 
 
 def _plain_ticks(axes: Axes, ticks: Sequence[int]) -> None:
-    """Name few enough values that they do not run into each other."""
+    """Label so few values that the labels do not overlap."""
     powers = [tick for tick in ticks if tick & (tick - 1) == 0] or list(ticks)
     shown = powers[:: -(-len(powers) // 8)]
     axes.set_xticks(shown, [str(tick) for tick in shown])
@@ -243,7 +245,7 @@ def _plain_ticks(axes: Axes, ticks: Sequence[int]) -> None:
 
 def _layer(cell: Cell) -> str:
     widths = " + ".join(str(width) for width in cell["output_slices"])
-    return f"{cell['projection']}: {cell['in_features']} to {widths}"
+    return f"{layer_name(cell)}: {cell['in_features']} to {widths}"
 
 
 def _batch(cell: Cell) -> str:
@@ -256,4 +258,4 @@ def _batch(cell: Cell) -> str:
 
 
 def _where(result: Result) -> str:
-    return f"{result['environment']['device']}, {result['dtype']}, {result['environment']['date']}"
+    return f"{result['device']}, {result['dtype']}, {result['date']}"

@@ -1,4 +1,4 @@
-"""Results of measurements as JSON files that say where and when they were made."""
+"""The one format of measurements: JSON files that say where, when and how they were made."""
 
 from __future__ import annotations
 
@@ -16,45 +16,80 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError
+from lora_backends.files import as_path, kind_of, read_text
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "peft")
-FORMAT = "lora-backends bench 1"
-"""What `read_result` understands."""
+FORMAT = "lora-backends results 2"
+"""The format of every result file; `read_result` refuses others."""
 DECODE_TOKENS = 256
 """Batches of at most as many tokens are counted as decode, larger ones as prefill."""
 
 
-def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the device, its software and the date, for a result file."""
+def new_result(method: str, device: torch.device | str = "cpu", **settings: Any) -> dict[str, Any]:
+    """Return a result without rows: where, when and how it is measured.
+
+    Args:
+        method: how a row is measured, in sentences.
+        device: where.
+        settings: what all rows share.
+
+    Returns:
+        format, device, threads, versions, date, method, the settings, rows and summary.
+    """
     device = torch.device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {
-        "device": name,
+        "format": FORMAT,
+        "device": _device_name(device),
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "method": method,
+        **settings,
+        "rows": [],
+        "summary": {},
     }
 
 
-def write_result(path: Path, method: str, device: torch.device | str, **content: Any) -> None:
-    """Write a result file: how it was measured, where, when, and the content."""
-    write_json(path, {"method": method, "environment": environment(device), **content})
+def versions(*packages: str) -> dict[str, str | None]:
+    """Return the versions of some packages, None for one that is not installed."""
+    return {package: _version(package) for package in packages}
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file whole or not at all: an interrupted run leaves the last whole one."""
+def write_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result whole or not at all: an interrupted run leaves the last whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(result_text(result), encoding="utf-8")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
+def result_text(result: Mapping[str, Any]) -> str:
+    """Return a result as JSON, a row a line."""
+    lines = ",\n".join("  " + json.dumps(row) for row in result.get("rows", ()))
+    values = {key: json.dumps(value) for key, value in result.items()}
+    if lines:
+        values["rows"] = f"[\n{lines}\n ]"
+    return "{\n" + ",\n".join(f' "{key}": {value}' for key, value in values.items()) + "\n}\n"
+
+
+def writable_file(path: Path, option: str) -> Path:
+    """Return where a result goes, after its folder has been made and tried.
+
+    Raises:
+        InvalidInputError: it is a folder or no path, or its folder cannot be written to.
+    """
+    file = as_path(path, option)
+    if kind_of(file) == "a folder":
+        raise InvalidInputError(f"{option}: {file} is a folder\n  allowed: a file")
+    check_writable(file.absolute().parent, option)
+    return file
+
+
 def check_writable(folder: Path, option: str) -> None:
-    """Make a folder and try it, before anything is measured that could not be kept.
+    """Make a folder and try to write to it, before anything is measured.
 
     Raises:
         InvalidInputError: the folder cannot be made or written to.
@@ -71,21 +106,21 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Return what `measure` wrote.
+    """Return the contents of a result file, e.g. what `measure` wrote.
 
     Raises:
         InvalidInputError: no such file, or another kind of file.
     """
     try:
-        result = json.loads(path.expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from error
+        result = json.loads(read_text(as_path(path, "--from-json")))
+    except InvalidInputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not valid JSON: {error}") from error
     given = result.get("format") if isinstance(result, dict) else None
     if given != FORMAT:
         raise InvalidInputError(
-            f"{path} was not written by lora-backends bench\n"
+            f"{path} is no result file of this version of lora-backends\n"
             f"  given: format {given!r}\n  allowed: {FORMAT!r}"
         )
     found: dict[str, Any] = result
@@ -93,35 +128,46 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def times(result: Mapping[str, Any], name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return every cell in which a contender has a time, with what was measured."""
-    pairs = [(cell, cell["results"].get(name, {})) for cell in result["cells"]]
-    return [(cell, found) for cell, found in pairs if "us" in found]
+    """Return every row in which a contender has a time, with that time."""
+    pairs = [(row, row["results"].get(name, {})) for row in result["rows"]]
+    return [(row, found) for row, found in pairs if "us" in found]
 
 
 def summarize(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return per contender its efficiency (geometric mean), cells won, and errors."""
+    """Return for each contender its efficiency by phase, the cells it is fastest in, and errors.
+
+    Efficiency = modelled minimum time / measured time: its geometric mean over cells, and the
+    lowest of them.
+    """
     summary = {}
     for name in result["contenders"]:
         mine = times(result, name)
-        phases: dict[str, list[float]] = {"decode": [], "prefill": []}
-        for cell, found in mine:
-            phase = "decode" if cell["tokens"] <= DECODE_TOKENS else "prefill"
-            phases[phase].append(found["efficiency"])
-        summary[name] = {
-            **{
-                f"efficiency_{phase}": round(statistics.geometric_mean(values), 3)
-                for phase, values in phases.items()
-                if values
-            },
+        found: dict[str, Any] = {}
+        for phase in ("decode", "prefill"):
+            values = [
+                time["efficiency"]
+                for row, time in mine
+                if (row["tokens"] <= DECODE_TOKENS) is (phase == "decode")
+            ]
+            if values:
+                found[f"efficiency_{phase}"] = round(statistics.geometric_mean(values), 3)
+                found[f"lowest_{phase}"] = min(values)
+        summary[name] = found | {
             "cells": len(mine),
-            "fastest": sum(found["us"] == _fastest(cell) for cell, found in mine),
-            "errors": sum("error" in cell["results"].get(name, {}) for cell in result["cells"]),
+            "fastest": sum(time["us"] == _fastest(row) for row, time in mine),
+            "errors": sum("error" in row["results"].get(name, {}) for row in result["rows"]),
         }
     return summary
 
 
-def _fastest(cell: Mapping[str, Any]) -> float:
-    return min(float(found["us"]) for found in cell["results"].values() if "us" in found)
+def layer_name(row: Mapping[str, Any]) -> str:
+    """Return the name of a row's layer, and its operation where that is not the usual one."""
+    projection, operation = str(row["projection"]), str(row["operation"])
+    return projection if operation == "run_linear" else f"{projection}, {operation}"
+
+
+def _fastest(row: Mapping[str, Any]) -> float:
+    return min(float(found["us"]) for found in row["results"].values() if "us" in found)
 
 
 def _version(package: str) -> str | None:
@@ -131,7 +177,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

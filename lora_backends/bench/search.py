@@ -1,8 +1,8 @@
-"""The search for tile sizes: which are measured, in what order, and when one counts as faster.
+"""The search for tile sizes: which sizes are tried, and when one counts as faster.
 
-Nothing here knows a GPU: a `Lab` compiles, checks and times. Times are noisy, so rivals are timed
-in turns, the slower part is given up round by round (successive halving), and the winner has to
-beat the rules once more, in new timings.
+Nothing here knows a GPU: a `Lab` compiles, checks and times. Timings are noisy, so sizes are timed
+in turns, the slower part is dropped round by round (successive halving), and the winner has to beat
+the sizes of the rules once more, in new timings.
 
 Source:
     Jamieson and Talwalkar, Non-stochastic Best Arm Identification, arXiv 1502.07943.
@@ -12,180 +12,145 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-ROUND = 24
-"""Candidates compiled and timed together."""
-
 REPEATS = 3
-"""Timings of every rival before the slower two thirds are given up."""
+"""Timings of each candidate before the slower two thirds are dropped."""
 
 FINAL = 11
-"""Timings of the last two, in turns."""
+"""Timings of each of the last two, in turns."""
 
 WINS = 9
-"""Of `FINAL` turns that a winner has to be faster in: by chance one of two equals is in 3%."""
+"""Turns of `FINAL` that a winner has to be faster in; one of two equals is with chance 3%."""
 
 MARGIN = 0.01
-"""Share of the time that a winner has to gain; below it the rules stay."""
-
-PATIENCE = 3
-"""Rounds without a new best after which a search ends."""
+"""Share of the time that a winner has to gain."""
 
 
 class Lab(Protocol):
-    """Where candidates are run; what `sample` is asked for has passed `prepare`."""
+    """Compiles, checks and times tile sizes for one layer and batch."""
 
-    def prepare(self, candidates: Sequence[Any]) -> Mapping[Any, str]:
-        """Compile and check candidates; return why some of them cannot be used."""
+    def prepare(self, tiles: Any) -> str | None:
+        """Compile and check these sizes; return the reason if they cannot be used."""
 
     def sample(self, tiles: Any) -> float:
-        """Return microseconds of one call, timed once."""
+        """Return one timing of prepared sizes, in microseconds of one call."""
 
-    def keep(self, candidates: Iterable[Any]) -> None:
-        """Forget what was prepared of all others."""
+    def keep(self, kept: Iterable[Any]) -> None:
+        """Free all prepared sizes but these."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """The result of one search."""
 
-    tiles: Any  # the best, or those of the rules
+    tiles: Any  # the fastest sizes, or those of the rules
     tuned_us: float
-    rules_us: float  # timed in turns with the best
-    tried: int  # candidates timed, the rules' not counted
-    failed: tuple[str, ...]  # one reason for each candidate that could not be used
+    rules_us: float  # timed in turns with tuned_us
+    tried: int  # candidates timed, without the rules
+    failed: tuple[str, ...]  # a reason for each candidate that could not be used
 
 
 class RulesFail(Exception):
-    """The rules' own sizes cannot be run here."""
+    """The sizes of the rules cannot be used."""
 
 
 def search(
     rules: Any,
-    candidates: Sequence[Any],
+    in_use: Any,
     legal: Callable[[Any], bool],
     lab: Lab,
     out_of_time: Callable[[], bool],
-    known: Iterable[Any] = (),
 ) -> Found:
-    """Walk from the rules' sizes, or better known ones, to better ones, the nearest untried first.
+    """Climb from the sizes in use: change one size at a time while that makes a call faster.
 
     Args:
-        rules: a TileConfig, where the walk begins.
-        candidates: TileConfigs; a step takes one field's value from any of them.
+        rules: the TileConfig of the rules, which the result is compared with.
+        in_use: the TileConfig that a backend takes today.
         legal: whether the kernels can take a TileConfig.
-        lab: where they are run.
-        out_of_time: asked before each round.
-        known: TileConfigs that were found before, by any run: where the walk begins, if one of
-            them beats the rules.
+        lab: where candidates run.
+        out_of_time: asked before each candidate is compiled.
 
     Returns:
-        The best that was found, at least as good as the rules and, if time allowed a round, as
-        the known ones.
+        The fastest sizes found: never slower than the rules or, given time to try them, than those
+        in use.
 
     Raises:
-        RulesFail: the rules' sizes cannot be compiled, or compute something wrong.
+        RulesFail: the sizes of the rules cannot be compiled, or compute a wrong result.
     """
-    reason = lab.prepare([rules]).get(rules)
+    reason = lab.prepare(rules)
     if reason is not None:
         raise RulesFail(reason)
-    best, seen, stale = rules, {rules}, 0
-    failed: list[str] = []
-    again = [tiles for tiles in dict.fromkeys(known) if tiles not in seen and legal(tiles)]
-    if again and not out_of_time():
-        seen.update(again)
-        reasons = lab.prepare(again)
-        failed += reasons.values()
-        best = fastest([best, *(tiles for tiles in again if tiles not in reasons)], lab.sample)
-        lab.keep({rules, best})
-    while stale < PATIENCE and not out_of_time():
-        fresh = [
-            tiles for tiles in _nearest(best, candidates) if tiles not in seen and legal(tiles)
-        ]
-        if not fresh:
+    seen, failed = {rules}, []
+
+    def prepared(candidates: Iterable[Any]) -> list[Any]:
+        usable = []
+        for tiles in candidates:
+            if tiles in seen or not legal(tiles):
+                continue
+            if out_of_time():
+                break
+            seen.add(tiles)
+            reason = lab.prepare(tiles)
+            if reason is None:
+                usable.append(tiles)
+            else:
+                failed.append(reason)
+        return usable
+
+    best = fastest([rules, *prepared([in_use])], lab.sample)
+    while True:
+        winner = fastest([best, *prepared(neighbours(best))], lab.sample)
+        if winner == best:
             break
-        fresh = fresh[:ROUND]
-        seen.update(fresh)
-        reasons = lab.prepare(fresh)
-        failed += reasons.values()
-        before = best
-        best = fastest([best, *(tiles for tiles in fresh if tiles not in reasons)], lab.sample)
+        best = winner
         lab.keep({rules, best})
-        stale = stale + 1 if best == before else 0
     tried = len(seen) - 1 - len(failed)
-    return _verdict(rules, best, lab.sample, tried, tuple(failed))
+    if best != rules:  # the timings that chose it flatter it
+        rules_us, best_us, won = _duel(rules, best, lab.sample)
+        if won:
+            return Found(best, best_us, rules_us, tried, tuple(failed))
+    us = statistics.median(lab.sample(rules) for _ in range(FINAL))
+    return Found(rules, us, us, tried, tuple(failed))
+
+
+def neighbours(tiles: Any) -> list[Any]:
+    """Return a TileConfig with one size doubled, halved, or one more or less."""
+    found: dict[Any, None] = {}
+    for half in fields(tiles):
+        sizes = getattr(tiles, half.name)
+        for field in fields(sizes):
+            size = getattr(sizes, field.name)
+            for step in (2 * size, size // 2, size + 1, size - 1):
+                if step > 0:
+                    changed = replace(sizes, **{field.name: step})
+                    found[replace(tiles, **{half.name: changed})] = None
+    return list(found)
 
 
 def fastest(rivals: Sequence[Any], sample: Callable[[Any], float]) -> Any:
-    """Return the fastest; the first of `rivals` holds its place unless beaten clearly.
+    """Return the fastest of some sizes; the first keeps its place unless it is clearly beaten.
 
     Args:
         rivals: TileConfigs, the best so far first.
         sample: times one.
-
-    Returns:
-        One of them.
     """
-    times: dict[Any, list[float]] = {tiles: [] for tiles in rivals}
-    alive, holder = list(rivals[1:]), rivals[0]
+    holder, alive = rivals[0], list(rivals[1:])
+    times: dict[Any, list[float]] = {tiles: [] for tiles in alive}
     while len(alive) > 1:
         for _ in range(REPEATS):
             for tiles in alive:
                 times[tiles].append(sample(tiles))
         alive.sort(key=lambda tiles: statistics.median(times[tiles]))
         del alive[max(1, math.ceil(len(alive) / 3)) :]
-    if not alive:
-        return holder
-    return alive[0] if _duel(holder, alive[0], sample).won else holder
+    return alive[0] if alive and _duel(holder, alive[0], sample)[2] else holder
 
 
-def _verdict(
-    rules: Any, best: Any, sample: Callable[[Any], float], tried: int, failed: tuple[str, ...]
-) -> Found:
-    """Time the best against the rules anew: the timings that chose it flatter it."""
-    if best == rules:
-        us = statistics.median(sample(rules) for _ in range(FINAL))
-        return Found(rules, us, us, tried, failed)
-    duel = _duel(rules, best, sample)
-    if duel.won:
-        return Found(best, duel.rival_us, duel.holder_us, tried, failed)
-    return Found(rules, duel.holder_us, duel.holder_us, tried, failed)
-
-
-@dataclass(frozen=True)
-class _Duel:
-    """Two timed in turns; times are medians."""
-
-    holder_us: float
-    rival_us: float
-    won: bool  # by the rival
-
-
-def _duel(holder: Any, rival: Any, sample: Callable[[Any], float]) -> _Duel:
+def _duel(holder: Any, rival: Any, sample: Callable[[Any], float]) -> tuple[float, float, bool]:
+    """Time two in turns; return both medians, and whether the rival is clearly faster."""
     pairs = [(sample(holder), sample(rival)) for _ in range(FINAL)]
     held, tried = (statistics.median(side) for side in zip(*pairs, strict=True))
     wins = sum(b < a for a, b in pairs)
-    return _Duel(held, tried, tried < (1 - MARGIN) * held and wins >= WINS)
-
-
-def _nearest(best: Any, candidates: Sequence[Any]) -> list[Any]:
-    """Return `best` with one field's value from any candidate, those most alike first."""
-    steps: dict[Any, float] = {}
-    for field in fields(best):
-        now = getattr(best, field.name)
-        for value in dict.fromkeys(getattr(tiles, field.name) for tiles in candidates):
-            steps.setdefault(replace(best, **{field.name: value}), _distance(now, value))
-    return sorted(steps, key=steps.__getitem__)
-
-
-def _distance(a: Any, b: Any) -> float:
-    """Return how far two values of a field are apart: about one for each doubling of a size."""
-    pairs = zip(_sizes(a), _sizes(b), strict=True)
-    return sum(abs(math.log2((1 + x) / (1 + y))) for x, y in pairs)
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    return astuple(value) if is_dataclass(value) and not isinstance(value, type) else (value,)
+    return held, tried, tried < (1 - MARGIN) * held and wins >= WINS

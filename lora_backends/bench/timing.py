@@ -1,4 +1,4 @@
-"""Clocks: CUDA graphs, CUDA events, contenders in turns on the CPU, and the hardware's limits."""
+"""Clocks for GPU and CPU, and the limits of the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-Call = Callable[[int], object]  # runs the layer of that index
+Call = Callable[[int], object]  # runs one layer, by index
 
 TIMINGS = 5
 REPLAYS = 10
@@ -19,7 +19,7 @@ TURNS = 9
 FEWEST_TURNS = 3
 COPIED_VALUES = {"cpu": 2**26, "cuda": 2**27}  # float32, more than caches hold
 SECONDS_A_CELL = 6.0
-"""After this long a cell on the CPU, or run call by call on a GPU, takes no further turn."""
+"""Limit for a cell on the CPU, or run call by call on a GPU: no turn starts after it."""
 
 
 def graph_times(
@@ -27,8 +27,8 @@ def graph_times(
 ) -> list[float]:
     """Return microseconds of one call in a CUDA graph that runs every layer once, per timing.
 
-    Every layer runs once before the capture: what is compiled, allocated or looked up on first
-    use must not happen inside.
+    Every layer runs once before the capture, so that compiling and other work of a first call
+    stays outside.
     """
     for layer in range(num_layers):
         call(layer)
@@ -65,7 +65,7 @@ def eager_times(call: Call, num_layers: int, timings: int = TIMINGS) -> list[flo
 
 
 def between_events(run: Callable[[], object]) -> float:
-    """Return microseconds that the GPU takes for what `run` launches."""
+    """Return the GPU's microseconds for the work that `run` launches."""
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
     torch.cuda.synchronize()
@@ -84,7 +84,7 @@ def times_in_turns(
 ) -> dict[str, list[float]]:
     """Return microseconds of one call on the CPU, per turn: contenders sweep the layers in turns.
 
-    Load that comes and goes on a shared machine then meets all contenders alike.
+    Other load on the machine then slows all contenders alike.
     """
     found: dict[str, list[float]] = {name: [] for name in calls}
     begin = time.perf_counter()
@@ -110,16 +110,15 @@ def spread(times: list[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device itself needs, measured where the contenders run."""
+    """Rates of the device, measured where the contenders run."""
 
     copy_gb_per_s: float  # bytes read and written by a copy
-    launch_us: float  # one near-empty kernel in a CUDA graph; an empty call on the CPU costs 0
-    launches: int  # of a layer's LoRA
+    launch_us: float  # one near-empty kernel in a CUDA graph; 0 on a CPU
     gemm_gflop_per_s: float  # one large matrix product in the cells' dtype
 
-    def microseconds(self, num_bytes: int) -> float:
-        """Return the time below which no contender gets: the bytes, and the launches."""
-        return num_bytes / self.copy_gb_per_s / 1e3 + self.launches * self.launch_us
+    def microseconds(self, num_bytes: int, launches: int) -> float:
+        """Return the modelled minimum time of so many bytes and launches."""
+        return num_bytes / self.copy_gb_per_s / 1e3 + launches * self.launch_us
 
     def describe(self) -> dict[str, Any]:
         """Return the limits as a table of a result file."""
@@ -130,7 +129,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     """Measure copy bandwidth, launch cost and the rate of a large matrix product."""
     if device.type == "cpu":
         gemm = _gemm_rate(_cpu_microseconds, device, dtype, 1024)
-        return Limits(copy_clock()(), 0.0, 0, gemm)
+        return Limits(copy_clock()(), 0.0, gemm)
     source = torch.empty(COPIED_VALUES["cuda"], dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -140,13 +139,13 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     one = torch.zeros(1, device=device)
     launch_us = statistics.median(graph_times(lambda _: one.add_(1), 200))
     gemm = _gemm_rate(between_events, device, dtype, 8192 if dtype.itemsize == 2 else 2048)
-    return Limits(2 * source.nbytes / copy_us / 1e3, launch_us, 2, gemm)
+    return Limits(2 * source.nbytes / copy_us / 1e3, launch_us, gemm)
 
 
 def copy_clock() -> Callable[[], float]:
-    """Return what measures gigabytes that the CPU reads and writes in a second, when called.
+    """Return a function that measures the CPU's copy rate, in GB/s read and written.
 
-    On a shared machine they move, so they are measured next to what they limit.
+    On a shared machine the rate changes, so it is measured before and after each cell.
     """
     source, target = (torch.ones(COPIED_VALUES["cpu"], device="cpu") for _ in range(2))
 

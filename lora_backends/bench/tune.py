@@ -1,124 +1,155 @@
-"""Tuning: points in turn, a share of the time each, kept as it goes, and the table at the end.
+"""Tuning: searches tile sizes within a budget and writes them to a table that backends read.
 
-``python -m lora_backends.bench.tune triton`` runs it with torch and Triton alone.
+The table is also the state of the run. It is written after every point, whole or not at all, and
+the same command continues with the points that it lacks.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
+import re
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_backends.bench.results import environment
+import torch
+
+from lora_backends.bench.cells import Cell
+from lora_backends.bench.job import best_device, make_job
+from lora_backends.bench.results import versions, writable_file
 from lora_backends.bench.search import MARGIN, Found, Lab, RulesFail, search
-from lora_backends.bench.tune_job import DEFAULTS, Point, Tuning, make_tuning
-from lora_backends.errors import InvalidInputError, LoRABackendError
-from lora_backends.gpu.choice import TileChoice, tile_choice
-from lora_backends.gpu.tables import (
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.registry import backend_class, unavailable_reasons
+from lora_backends.sgmv.engine import SgmvBackend
+from lora_backends.sgmv.tiles import rules
+from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, BatchShape, LayerShape, tile_faults
+from lora_backends.sgmv.tiles.source import TileSource, user_folder
+from lora_backends.sgmv.tiles.table import (
     SCHEMA,
     BatchTiles,
     Entry,
     TileTable,
     device_of,
+    file_name,
     read_table,
     table_text,
 )
 
+DEFAULTS = {"tokens": "1,16,64,256,2048", "adapters": "1,8,64", "rank": "16"}
+"""The batches to tune unless others are given; a measured batch serves those within a factor of 2.
+"""
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+Key = tuple[LayerShape, int, int, int]  # of an entry: layer, tokens, active slots, tile
+
+
+@dataclass(frozen=True)
+class Point:
+    """One search: a layer, a batch, and the tile of its plan."""
+
+    cell: Cell
+    layer: LayerShape
+    active_slots: int
+    tile_tokens: int
+
+    @property
+    def key(self) -> Key:
+        """The key of the point's entry in a table."""
+        return self.layer, self.cell.tokens, self.active_slots, self.tile_tokens
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A tuning run, checked: all of it is possible here."""
+
+    backend: str
+    device: torch.device
+    dtype: torch.dtype
+    points: list[Point]  # those with the rules' own tile first
+    path: Path  # the table
+    budget: float  # seconds
+
 
 @dataclass
 class Progress:
-    """What has been found, in this run and in those before it."""
+    """The table's entries, and what this run did."""
 
-    entries: dict[tuple[Any, ...], Entry] = field(default_factory=dict)
-    resumed: int = 0
-    tried: int = 0
-    failed: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)  # points whose rules cannot be run
-    broken: str = ""  # why searches could not begin with a table in use
+    entries: dict[Key, Entry]  # of the table, from this run and earlier ones
+    resumed: int  # points that the table had before
+    tried: int = 0  # sizes timed
+    failed: list[str] = field(default_factory=list)  # why sizes could not be used
+    skipped: list[str] = field(default_factory=list)  # points at which the rules' sizes fail
 
 
-Tell = Callable[[int, Point, Found | None], None]
-"""Called before a point with None and after it with what was found."""
+Notify = Callable[[int, Point, Found | None], object]
+"""Called before a point is searched, with None, and after it, with the result."""
 
 
 def tune_points(
     job: Tuning,
-    make_lab: Callable[[Tuning], Callable[[Point], Lab]],
-    tell: Tell = lambda *_: None,
+    lab_of: Callable[[Point], Lab],
+    notify: Notify = lambda *_: None,
     now: Callable[[], float] = time.monotonic,
 ) -> Progress:
-    """Search every point that earlier runs have not, until the budget is used up.
+    """Search every point that the table lacks, until the budget is used up.
 
-    Each point has an equal share of what is left, so time that one saves goes to those after it.
-    A search begins with the sizes that backends take now, from a table or the rules. What is found
-    is written at once to ``job.partial``, and the table when the budget ends.
+    A point may use an equal share of the time that is left, so time saved at one point goes to
+    those after it.
 
     Args:
         job: what to tune.
-        make_lab: returns what makes the lab of a point.
-        tell: is told of each point.
+        lab_of: makes the lab of a point.
+        notify: see `Notify`.
         now: a clock, in seconds.
 
     Returns:
-        What was found.
-
-    Raises:
-        KeyboardInterrupt: as it came; the points that were done are kept in ``job.partial``.
+        The state of the table. An interruption is raised; the table has all points searched before.
     """
-    progress = Progress(_resume(job))
-    progress.resumed = sum(point.key in progress.entries for point in job.points)
-    todo = [point for point in job.points if point.key not in progress.entries]
-    try:
-        in_use = tile_choice(job.rules, job.backend, job.device, "auto")
-    except InvalidInputError as error:  # is no reason not to measure a new table
-        progress.broken = str(error).splitlines()[0]
-        in_use = tile_choice(job.rules, job.backend, job.device, "rules")
+    entries, same_software = _read_entries(job)
+    done = {point.key for point in job.points if same_software and point.key in entries}
+    progress = Progress(entries, len(done))
+    todo = [point for point in job.points if point.key not in done]
+    in_use = engine_with_tiles(job.backend)(job.device).tile_source
     end = now() + job.budget
-    lab_of = make_lab(job)
     for i, point in enumerate(todo):
         start = now()
         if start >= end:
             break
         share_ends = start + (end - start) / (len(todo) - i)
-        tell(len(job.points) - len(todo) + i, point, None)
+        notify(len(done) + i, point, None)
         try:
-            found = _search_point(job, point, lab_of(point), share_ends, now, in_use)
+            found = _search(job, point, in_use, lab_of(point), now, share_ends)
         except RulesFail as error:
             progress.skipped.append(f"{point.cell}: {error}")
             continue
         progress.entries[point.key] = _entry(point, found)
         progress.tried += found.tried
         progress.failed += found.failed
-        _write(job.partial, _table(job, progress.entries.values(), {}))
-        tell(len(job.points) - len(todo) + i, point, found)
-    _finish(job, progress)
+        _write(job, progress.entries.values())
+        notify(len(done) + i, point, found)
     return progress
 
 
-def _search_point(
+def _search(
     job: Tuning,
     point: Point,
+    in_use: TileSource,
     lab: Lab,
-    share_ends: float,
     now: Callable[[], float],
-    in_use: TileChoice,
+    end: float,
 ) -> Found:
-    layer = astuple(point.layer)
-    shape = (point.cell.tokens, point.active_slots, point.tile_tokens, *layer)
+    batch = BatchShape(point.cell.tokens, point.active_slots, point.tile_tokens)
     return search(
-        job.rules.choose_tiles(*shape),
-        job.rules.candidates(*shape),
-        lambda tiles: not job.rules.tile_faults(tiles, point.tile_tokens, *layer),
+        rules.choose_tiles(batch, point.layer),
+        in_use.choose_tiles(batch, point.layer),
+        lambda tiles: not tile_faults(tiles, point.tile_tokens, point.layer),
         lab,
-        lambda: now() >= share_ends,
-        [in_use.choose_tiles(*shape)],
+        lambda: now() >= end,
     )
 
 
@@ -134,43 +165,46 @@ def _entry(point: Point, found: Found) -> Entry:
     )
 
 
-def _resume(job: Tuning) -> dict[tuple[Any, ...], Entry]:
-    """Return what an interrupted run has found with the same software."""
-    if not job.partial.exists():
-        return {}
-    table = read_table(job.partial, job.rules, job.backend, job.device)
-    if table.versions != _versions(job):
-        raise InvalidInputError(
-            f"{job.partial} was begun with other software\n"
-            f"  given: {dict(table.versions)}, here: {_versions(job)}\n"
-            f"  to do: delete it to begin anew"
-        )
-    return _by_key(table)
+def _read_entries(job: Tuning) -> tuple[dict[Key, Entry], bool]:
+    """Return the table's entries, and whether the torch and Triton of this run measured them."""
+    if not job.path.exists():
+        return {}, True
+    table = read_table(job.path, job.backend, job.device)
+    found = {(e.layer, e.num_tokens, e.active_slots, e.tile_tokens): e for e in table.entries}
+    return found, table.versions == _versions()
 
 
-def _finish(job: Tuning, progress: Progress) -> None:
-    """Write the table: what was found now, and what it had of other layers and batches."""
-    if not progress.entries:
-        return
-    entries, batches = progress.entries, best_tiles(progress.entries.values(), job.rules)
-    if job.path.exists():
-        old = read_table(job.path, job.rules, job.backend, job.device)
-        entries = _by_key(old) | entries
-        batches = {(b.num_tokens, b.active_slots): b for b in old.batches} | batches
-    _write(job.path, _table(job, entries.values(), batches))
-    if all(point.key in progress.entries for point in job.points):
-        job.partial.unlink(missing_ok=True)
+def _versions() -> dict[str, str]:
+    return {name: str(found) for name, found in versions("torch", "triton").items()}
 
 
-def _by_key(table: TileTable) -> dict[tuple[Any, ...], Entry]:
-    return {(e.layer, e.num_tokens, e.active_slots, e.tile_tokens): e for e in table.entries}
+def _write(job: Tuning, entries: Iterable[Entry]) -> None:
+    """Write the table whole or not at all."""
+    device, capability = device_of(job.device)
+    entries = tuple(entries)
+    table = TileTable(
+        schema=SCHEMA,
+        backend=job.backend,
+        device=device,
+        capability=capability,
+        versions=_versions(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        batches=tuple(best_tiles(entries).values()),
+        entries=entries,
+    )
+    partial = job.path.with_name(f".{job.path.name}.{os.getpid()}")
+    try:
+        partial.write_text(table_text(table), encoding="utf-8")
+        partial.replace(job.path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def best_tiles(entries: Iterable[Entry], rules: Any) -> dict[tuple[int, int], BatchTiles]:
-    """Return per batch the tiles of the plan that take the least time over all layers measured.
+def best_tiles(entries: Iterable[Entry]) -> dict[tuple[int, int], BatchTiles]:
+    """Return for each batch the tile of the plan with the least time over all measured layers.
 
-    A plan serves all layers, so sizes compete only where as many layers were measured; the rules'
-    size holds its place unless it is beaten by `MARGIN`.
+    A plan serves all layers, so only tiles measured for the same number of layers are compared. The
+    rules' tile keeps its place unless another is faster by `MARGIN`.
     """
     times: dict[tuple[int, int], dict[int, list[float]]] = {}
     for entry in entries:
@@ -180,128 +214,143 @@ def best_tiles(entries: Iterable[Entry], rules: Any) -> dict[tuple[int, int], Ba
     for batch, by_tile in times.items():
         most = max(map(len, by_tile.values()))
         totals = {tile: sum(us) for tile, us in by_tile.items() if len(us) == most}
-        own, fastest = rules.block_tokens(*batch), min(totals, key=totals.__getitem__)
+        own, fastest = rules.tile_tokens(*batch), min(totals, key=totals.__getitem__)
         if own in totals and totals[fastest] >= (1 - MARGIN) * totals[own]:
             fastest = own
         best[batch] = BatchTiles(*batch, fastest)
     return best
 
 
-def _table(job: Tuning, entries: Any, batches: dict[Any, BatchTiles]) -> TileTable:
-    device, capability = device_of(job.device)
-    return TileTable(
-        schema=SCHEMA,
-        backend=job.backend,
-        device=device,
-        capability=capability,
-        versions=_versions(job),
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        batches=tuple(batches.values()),
-        entries=tuple(entries),
-    )
-
-
-def _versions(job: Tuning) -> dict[str, str]:
-    found = environment(job.device)["versions"]
-    return {name: str(found[name]) for name in ("torch", "triton")}
-
-
-def _write(path: Path, table: TileTable) -> None:
-    """Write a file whole or not at all."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        fresh.write_text(table_text(table), encoding="utf-8")
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class Gain:
-    """One layer and batch: the rules against the table, each with its own tiles of the plan."""
-
-    point: Point  # with the table's tiles of the plan
-    rules_us: float
-    tuned_us: float
-
-
-def gains(job: Tuning, progress: Progress) -> list[Gain]:
-    """Return what the table gains, layer by layer and batch by batch."""
-    best = best_tiles(progress.entries.values(), job.rules)
-    found = []
+def gains(job: Tuning, progress: Progress) -> dict[Point, float]:
+    """Return, by point, the rules' time over the table's, each with its own tile of the plan."""
+    best = best_tiles(progress.entries.values())
+    found = {}
     for point in job.points:
         batch = (point.cell.tokens, point.active_slots)
         if point.key not in progress.entries or best[batch].tile_tokens != point.tile_tokens:
             continue
-        own = (point.layer, *batch, job.rules.block_tokens(*batch))
-        if own in progress.entries:
-            rules_us = progress.entries[own].rules_us
-            found.append(Gain(point, rules_us, progress.entries[point.key].tuned_us))
+        own = progress.entries.get((point.layer, *batch, rules.tile_tokens(*batch)))
+        if own is not None:
+            found[point] = own.rules_us / progress.entries[point.key].tuned_us
     return found
 
 
 def summary_lines(job: Tuning, progress: Progress) -> list[str]:
-    """Return what to tell at the end, a sentence a line."""
-    table = gains(job, progress)
-    done = sum(point.key in progress.entries for point in job.points)
-    lines = [f"{progress.tried} sizes timed, {len(progress.failed)} could not be run"]
-    if table:
-        ratio = statistics.geometric_mean(gain.rules_us / gain.tuned_us for gain in table)
-        lines.append(f"geometric mean: {ratio:.3f} times as fast as the rules, {len(table)} cells")
-    if progress.broken:
-        lines.append(f"searches began with the rules, not with a table in use: {progress.broken}")
+    """Return the summary of a run, a sentence a line."""
+    found = gains(job, progress)
+    lines = [f"{progress.tried} sizes timed, {len(progress.failed)} could not be used"]
+    lines += [f"  {reason}" for reason in sorted(set(progress.failed))]
+    if found:
+        mean, best = statistics.geometric_mean(found.values()), max(found.values())
+        lines.append(
+            f"{mean:.3f} times as fast as the rules (geometric mean of {len(found)} batches; "
+            f"at most {best:.2f})"
+        )
     lines += [f"skipped, the rules cannot be run: {text}" for text in progress.skipped]
-    if done + len(progress.skipped) < len(job.points):
-        left = len(job.points) - done - len(progress.skipped)
-        lines.append(f"{left} of {len(job.points)} points are left: the same command goes on")
+    left = sum(point.key not in progress.entries for point in job.points) - len(progress.skipped)
+    if left > 0:
+        lines.append(f"{left} of {len(job.points)} points are left: run the same command again")
     lines.append(f"written to {job.path}" if progress.entries else "nothing was found")
     return lines
 
 
-def main() -> int:
-    """Tune on this machine's GPU with a line a point; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m lora_backends.bench.tune", description=__doc__)
-    parser.add_argument("backend")
-    parser.add_argument("--budget", default="10m", help="e.g. 90s, 5m, 1h")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--jobs", type=int)
-    parser.add_argument("--preset", dest="preset_name")
-    parser.add_argument("--config-json", type=Path)
-    parser.add_argument("--in-features", type=int)
-    for name in ("output-slices", *DEFAULTS):
-        parser.add_argument(f"--{name}", help=f"separated by commas; {DEFAULTS.get(name, '')}")
-    parser.add_argument("--dtype")
-    parser.add_argument("--device")
-    try:
-        job = make_tuning(**vars(parser.parse_args()))
-        progress = tune_points(job, gpu_lab_of, tell_lines)
-    except LoRABackendError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"interrupted; {job.partial} keeps what was found", file=sys.stderr)
-        return 130
-    for gain in gains(job, progress):
-        ratio = gain.rules_us / gain.tuned_us
-        print(f"{gain.rules_us:9.2f} -> {gain.tuned_us:9.2f} us {ratio:5.2f}  {gain.point}")
-    print("\n".join(summary_lines(job, progress)))
-    return 0
+def make_tuning(
+    backend: str,
+    *,
+    budget: str = "10m",
+    output: Path | None = None,
+    device: str | None = None,
+    **layers: Any,
+) -> Tuning:
+    """Return the run that a command line asks for.
+
+    Args:
+        backend: an engine with tiles.
+        budget: "90s", "5m", "1h".
+        output: the table; in the user's folder under the device's name if None.
+        device: "cuda", "cuda:1", ...; the best here if None or "auto".
+        layers: as `make_job`: preset_name, config_json, in_features, output_slices, tokens,
+            adapters, rank, mixes, dtype; lists are separated by commas.
+
+    Raises:
+        LoRABackendError: arguments that contradict each other, a folder that cannot be written to,
+            or an existing file that is no table of this device; nothing has been measured.
+    """
+    engine_with_tiles(backend)
+    seconds, where = parse_budget(budget), _gpu(backend, device)
+    given = layers | {key: layers.get(key) or value for key, value in DEFAULTS.items()}
+    options = [f"{backend}.tiles=rules"]
+    measured = make_job(**given, backends=backend, options=options, device=str(where))
+    path = writable_file(output or user_folder() / file_name(backend, where), "--output")
+    if path.exists():
+        read_table(path, backend, where)  # its entries are kept
+    points = make_points(measured.cells, measured.dtype)
+    return Tuning(backend, where, measured.dtype, points, path, seconds)
 
 
-def gpu_lab_of(job: Tuning) -> Callable[[Point], Lab]:
-    """Return what makes labs on the job's GPU."""
-    from lora_backends.bench.tune_lab import gpu_lab  # Triton is imported where it is used
+def engine_with_tiles(backend: str) -> type[SgmvBackend]:
+    """Return the class of an engine that has tile sizes.
 
-    return gpu_lab(job)
+    Raises:
+        BackendUnavailableError: no backend of that name is registered, or it does not import.
+        UnsupportedInputError: it has no tiles to tune.
+    """
+    engine = backend_class(backend)
+    if not issubclass(engine, SgmvBackend):
+        raise UnsupportedInputError(
+            f"backend {backend!r} has no tiles to tune\n"
+            f"  allowed: an engine with tiles, e.g. triton"
+        )
+    return engine
 
 
-def tell_lines(index: int, point: Point, found: Found | None) -> None:
-    """Print a line before a point and one after it."""
-    if found is not None:
-        print(f"  {found.rules_us:.2f} -> {found.tuned_us:.2f} us, {found.tried} tried", flush=True)
-    else:
-        print(f"{index + 1} {point}", flush=True)
+def _gpu(backend: str, device: str | None) -> torch.device:
+    where = best_device(device)
+    if where.type != "cuda":
+        raise UnsupportedInputError(
+            f"tune measures on a GPU\n  given: {where}\n"
+            f"  to do: run it on a machine with a CUDA or ROCm device; "
+            f"times in Triton's interpreter say nothing about one"
+        )
+    reasons = unavailable_reasons(backend, where)
+    if reasons:
+        raise UnsupportedInputError(f"{backend} cannot be tuned on {where}: {' '.join(reasons)}")
+    return where
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def parse_budget(text: str) -> float:
+    """Return the seconds of "90s", "5m" or "1h".
+
+    Raises:
+        InvalidInputError: it is none of these, or zero.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+    if seconds <= 0:
+        raise InvalidInputError(f"--budget {text!r}\n  allowed: e.g. 90s, 5m, 1h")
+    return seconds
+
+
+def make_points(cells: Sequence[Cell], dtype: torch.dtype) -> list[Point]:
+    """Return the points to search: with the rules' tile first, then with twice and half of it.
+
+    Args:
+        cells: layers and batches; of cells with the same key in a table, the first counts.
+        dtype: of the weights.
+
+    Returns:
+        The points, none twice, those of one layer together: they share compiled kernels.
+    """
+    first: dict[Key, Point] = {}
+    others: dict[Key, Point] = {}
+    for cell in cells:
+        slices, active = len(cell.output_slices), cell.active_adapters
+        layer = LayerShape(slices, cell.rank, cell.in_features, cell.out_features, dtype.itemsize)
+        tile = rules.tile_tokens(cell.tokens, active)
+        for size in TILE_TOKENS:
+            point = Point(cell, layer, active, size)
+            if size == tile:
+                first.setdefault(point.key, point)
+            elif size in (tile // 2, 2 * tile) and cell.tokens / active >= size / 2:
+                others.setdefault(point.key, point)
+    return [*first.values(), *others.values()]

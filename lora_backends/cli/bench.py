@@ -1,8 +1,8 @@
-"""`lora-backends bench`: backends side by side on this device, against its limit."""
+"""`lora-backends bench`: times backends side by side on this device, against its limit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,55 +12,61 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lora_backends.bench import Cell, read_result, summarize
-from lora_backends.bench.cells import PRESETS
 from lora_backends.bench.job import Job, make_job
-from lora_backends.bench.results import check_writable
-from lora_backends.cli.console import output, table
+from lora_backends.bench.results import check_writable, layer_name, result_text, writable_file
+from lora_backends.cli.console import INTERRUPTED, note, output, table
+from lora_backends.cli.options import (
+    ConfigJson,
+    Device,
+    DType,
+    InFeatures,
+    JsonFlag,
+    OutputSlices,
+    Preset,
+)
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.files import as_path
+from lora_backends.operations import DENSE
 
-INTERRUPTED = 130
 NOISY_PERCENT = 15
 
 
 def bench(
-    preset: Annotated[
-        str | None, typer.Option(help=f"Layers of a model: {', '.join(PRESETS)}.")
-    ] = None,
-    config_json: Annotated[
-        Path | None, typer.Option(help="Layers of the model of a Transformers config.json.")
-    ] = None,
-    in_features: Annotated[int | None, typer.Option(help="One layer: width of x.")] = None,
-    output_slices: Annotated[
-        str | None, typer.Option(help="One layer: widths of y's slices, e.g. 4096,1024,1024.")
-    ] = None,
+    preset: Preset = None,
+    config_json: ConfigJson = None,
+    in_features: InFeatures = None,
+    output_slices: OutputSlices = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of a batch, e.g. 1,16,256.")] = None,
     adapters: Annotated[str | None, typer.Option(help="Adapters of a batch, e.g. 1,8.")] = None,
     rank: Annotated[str | None, typer.Option(help="Ranks, e.g. 16,64.")] = None,
     mixes: Annotated[
         str | None, typer.Option(help="How adapters mix: identical,distinct,uniform,skewed.")
     ] = None,
+    operations: Annotated[
+        str | None,
+        typer.Option(help=f"all, or some of {', '.join(DENSE)}; default: run_linear."),
+    ] = None,
     backends: Annotated[
-        str | None, typer.Option(help="Backends, e.g. triton,torch_ref; all that run if left out.")
+        str | None, typer.Option(help="Backends, e.g. triton,torch_ref; default: all that run.")
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME.KEY=VALUE", help="A backend's option.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 on a CPU, bfloat16 on a GPU if left out.")
+    dtype: DType = None,
+    device: Device = None,
+    file: Annotated[
+        Path | None, typer.Option("--output", help="Write the results here, cell by cell.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; the best one here.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Keep the results here, cell by cell.")
-    ] = None,
+    as_json: JsonFlag = False,
     plot: Annotated[Path | None, typer.Option(help="Folder for plots, PNG and SVG.")] = None,
     from_json: Annotated[
         Path | None, typer.Option(help="Measure nothing: show the results in this file.")
     ] = None,
 ) -> None:
-    """Time backends side by side, layer by layer, and compare with what the device allows.
+    """Time backends side by side, layer by layer, and compare them with the device's limit.
 
-    Every result is checked before it is timed. Given --tokens, --adapters, --rank or --mixes,
-    every combination is timed; else a set made for the device.
+    Every result is checked before it is timed. With --tokens, --adapters, --rank or --mixes, every
+    combination is timed; without, a set of batches for the device.
     """
     asked: dict[str, Any] = {
         "preset_name": preset,
@@ -71,36 +77,39 @@ def bench(
         "adapters": adapters,
         "rank": rank,
         "mixes": mixes,
+        "operations": operations,
         "backends": backends,
         "dtype": dtype,
         "device": device,
     }
-    if from_json is not None and (
-        json_file or option or any(v is not None for v in asked.values())
-    ):
-        raise InvalidInputError("--from-json measures nothing\n  allowed beside it: --plot")
-    _check_folders(json_file, plot)
+    if from_json is not None and (file or option or any(v is not None for v in asked.values())):
+        raise InvalidInputError("--from-json measures nothing\n  allowed beside it: --json, --plot")
+    file, plot = _writable(file, plot)
     if from_json is not None:
         result, interrupted = read_result(from_json), False
+        if "contenders" not in result:
+            raise InvalidInputError(f"{from_json} holds no cells of lora-backends bench")
     else:
-        result, interrupted = _run(make_job(**asked, options=option or []), json_file)
-    show(result)
+        result, interrupted = _run(make_job(**asked, options=option or []), file)
+    if as_json:
+        typer.echo(result_text(result), nl=False)
+    else:
+        show(result)
     if interrupted:
-        _tell_interrupted(result, json_file)
+        kept = f"; they are in {file}" if file and result.get("rows") else ""
+        note(f"interrupted after {len(result.get('rows', ()))} cells{kept}")
         raise typer.Exit(INTERRUPTED)
     if plot is not None:
         from lora_backends.bench.plots import save_plots
 
-        for file in save_plots(result, plot):
-            output().print(f"written: {file}", markup=False, soft_wrap=True)
+        for written in save_plots(result, plot):
+            note(f"written: {written}")
 
 
-def _check_folders(json_file: Path | None, plot: Path | None) -> None:
-    """Refuse what could not be kept, before minutes are spent on it."""
-    if json_file is not None:
-        if json_file.is_dir():
-            raise InvalidInputError(f"--json: {json_file} is a folder\n  allowed: a file")
-        check_writable(json_file.resolve().parent, "--json")
+def _writable(file: Path | None, plot: Path | None) -> tuple[Path | None, Path | None]:
+    """Return both paths expanded; refuse unwritable ones before anything is measured."""
+    if file is not None:
+        file = writable_file(file, "--output")
     if plot is not None:
         try:
             import matplotlib  # noqa: F401
@@ -109,30 +118,30 @@ def _check_folders(json_file: Path | None, plot: Path | None) -> None:
                 f"--plot needs a package that is not installed: {error.name}\n"
                 f"  to do: pip install 'lora-backends[bench]'"
             ) from error
+        plot = as_path(plot, "--plot")
         check_writable(plot, "--plot")
+    return file, plot
 
 
 def _run(job: Job, path: Path | None) -> tuple[dict[str, Any], bool]:
-    """Measure; return the results and whether the user ended it early."""
-    stderr = Console(stderr=True, highlight=False)
+    """Measure; return the result and whether the user interrupted it."""
     for name, reason in job.left_out.items():
-        stderr.print(f"not timed: {name}: {reason}", markup=False, soft_wrap=True)
+        note(f"not timed: {name}: {reason}")
     result: dict[str, Any] = {}
     try:
-        with _progress(len(job.cells), stderr) as tell:
-            job.run(path, tell, result)
+        with _progress(len(job.cells)) as notify:
+            job.run(path, notify, result)
     except KeyboardInterrupt:
         return result, True
     return result, False
 
 
 @contextmanager
-def _progress(total: int, console: Console) -> Iterator[Any]:
-    """Yield what shows the running cell: a bar on a terminal, else a line per cell."""
+def _progress(total: int) -> Iterator[Callable[[int, Cell], None]]:
+    """Yield a function that shows the running cell: a bar on a terminal, else a line per cell."""
+    console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield lambda index, cell: console.print(
-            f"{index + 1}/{total} {_cell_text(cell)}", markup=False, soft_wrap=True
-        )
+        yield lambda index, cell: note(f"{index + 1}/{total} {_cell_text(cell)}")
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
@@ -143,55 +152,55 @@ def _progress(total: int, console: Console) -> Iterator[Any]:
 
 def _cell_text(cell: Cell) -> str:
     batch = f"{cell.tokens} tokens, {cell.adapters} adapters ({cell.mix}), rank {cell.rank}"
-    return f"{cell.projection}: {batch}"
+    return f"{cell.projection}, {cell.operation}: {batch}"
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the cells, what the contenders add up to, and what to know about them."""
+    """Print the cells, a summary of the contenders, and notes."""
     names = list(result.get("contenders", ()))
-    if not result.get("cells"):
+    if not result.get("rows"):
         return
     ways = {name: found["timing"] for name, found in result["contenders"].items()}
     table(
-        "microseconds, +- half the interquartile range, share of the limit",
+        "microseconds, +- half the interquartile range, efficiency (limit / measured time)",
         ["layer", ">tokens", ">adapters", ">rank", "mix", ">limit us"]
         + [f">{name}\n({ways[name]})" for name in names],
-        [_row(cell, names) for cell in result["cells"]],
+        [_row(cell, names) for cell in result["rows"]],
         lines=False,
     )
     summary = summarize(result)
     keys = ("efficiency_decode", "efficiency_prefill", "fastest", "cells", "errors")
-    titles = ["of the limit, decode", "of the limit, prefill", "fastest in", "cells", "errors"]
+    titles = ["efficiency, decode", "efficiency, prefill", "fastest in", "cells", "errors"]
     table(
         "geometric means over cells; decode: up to 256 tokens",
         ["", *(f">{title}" for title in titles)],
         [[name, *(_number(summary[name].get(key)) for key in keys)] for name in names],
         lines=False,
     )
-    _tell(result)
+    _show_notes(result)
 
 
-def _tell(result: dict[str, Any]) -> None:
-    limits, where = result["limits"], result["environment"]
+def _show_notes(result: dict[str, Any]) -> None:
+    limits = result["limits"]
     console = output()
     lines = [
-        f"{where['device']}, {result['dtype']}: copy {limits['copy_gb_per_s']:.0f} GB/s, "
-        f"{limits['launches']} launches of {limits['launch_us']:.2f} us"
+        f"{result['device']}, {result['dtype']}: copy {limits['copy_gb_per_s']:.0f} GB/s, "
+        f"launch {limits['launch_us']:.2f} us"
     ]
     lines += [f"note: {note}" for note in result["notes"]]
     lines += [f"not timed: {name}: {reason}" for name, reason in result["left_out"].items()]
-    timed = [one for cell in result["cells"] for one in cell["results"].values() if "us" in one]
+    timed = [one for cell in result["rows"] for one in cell["results"].values() if "us" in one]
     if any(one["efficiency"] > 1 for one in timed):
-        lines.append("note: more than the limit is reached where x and y stay in a cache")
+        lines.append("note: efficiency above 1: x and y stay in a cache")
     noisy = sum(_percent(one) > NOISY_PERCENT for one in timed)
     if noisy:
         lines.append(
-            f"note: {noisy} of {len(timed)} times vary by more than +-{NOISY_PERCENT}%: something "
-            f"else was running; measure again"
+            f"note: {noisy} of {len(timed)} times vary by more than +-{NOISY_PERCENT}%: other "
+            f"programs were running; measure again"
         )
     errors = {
         f"{name}: {found['error']}"
-        for cell in result["cells"]
+        for cell in result["rows"]
         for name, found in cell["results"].items()
         if "error" in found
     }
@@ -201,7 +210,7 @@ def _tell(result: dict[str, Any]) -> None:
 
 
 def _row(cell: dict[str, Any], names: list[str]) -> list[str]:
-    head = [cell["projection"], cell["tokens"], cell["active_adapters"], cell["rank"], cell["mix"]]
+    head = [layer_name(cell), cell["tokens"], cell["active_adapters"], cell["rank"], cell["mix"]]
     times = [_time(cell["results"].get(name, {})) for name in names]
     return [*map(str, head), f"{cell['limit_us']:.1f}", *times]
 
@@ -214,16 +223,8 @@ def _time(found: dict[str, Any]) -> str:
 
 def _percent(found: dict[str, Any]) -> float:
     """Return half the interquartile range in percent of the median."""
-    return 50 * float(found["us_q3"] - found["us_q1"]) / float(found["us"])
+    return 50 * float(found.get("us_q3", 0) - found.get("us_q1", 0)) / float(found["us"])
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _tell_interrupted(result: dict[str, Any], path: Path | None) -> None:
-    done = len(result.get("cells", ()))
-    kept = f"; they are in {path}" if path and done else ""
-    Console(stderr=True, highlight=False).print(
-        f"interrupted after {done} cells{kept}", markup=False, soft_wrap=True
-    )

@@ -1,4 +1,4 @@
-"""What the commands share: consoles, progress and tables that stay plain when piped."""
+"""Consoles, progress and tables of the commands; plain text when piped."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 PIPED_WIDTH = 110
+INTERRUPTED = 130
+"""Exit status of a command that the user interrupts."""
 
 
 def output() -> Console:
@@ -19,9 +21,14 @@ def output() -> Console:
     return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)
 
 
+def note(text: str) -> None:
+    """Print a line to standard error as it is."""
+    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+
+
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Show on standard error that `what` is going on, then how long it took."""
+    """Show on standard error that `what` is running, then how long it took."""
     console = Console(stderr=True, highlight=False)
     start = time.perf_counter()
     with console.status(f"{what} ..."):

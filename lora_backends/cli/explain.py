@@ -11,10 +11,13 @@ from lora_backends.cli.console import output, table
 from lora_backends.errors import InvalidInputError
 from lora_backends.explain import Explanation, Launch
 from lora_backends.explain import explain as explain_batch
-from lora_backends.explain.job import PRESET_NAMES, make_batch, make_layer, ranges
+from lora_backends.explain.job import make_batch, make_layer, ranges
+from lora_backends.files import as_path
+from lora_backends.model_shapes import PRESETS
+from lora_backends.operations import DENSE
 
 MOST_PIECES = 24
-"""Pieces that are drawn; of more, the rest is counted."""
+"""Pieces drawn; the rest is only counted."""
 
 BAR = 32
 
@@ -33,20 +36,23 @@ def explain(
     backend: Annotated[
         str, typer.Option(help="triton, csgmv, torch_ref, numba_cpu, ...")
     ] = "triton",
-    preset: Annotated[str, typer.Option(help=f"A model: {PRESET_NAMES}.")] = "llama3-8b",
+    operation: Annotated[str, typer.Option(help=f"One of {', '.join(DENSE)}.")] = "run_linear",
+    preset: Annotated[str, typer.Option(help=f"A model: {', '.join(PRESETS)}.")] = "llama3-8b",
     projection: Annotated[str, typer.Option(help="qkv, o, gate_up or down.")] = "qkv",
-    in_features: Annotated[int | None, typer.Option(help="Width of x, not a preset's.")] = None,
+    in_features: Annotated[
+        int | None, typer.Option(help="Width of x, instead of a preset.")
+    ] = None,
     output_slices: Annotated[
         str | None, typer.Option(help="Widths of y's slices, e.g. 4096,1024,1024.")
     ] = None,
     ranks: Annotated[
-        str | None, typer.Option(help="One rank for all slots, or one a slot: 16,8,64.")
+        str | None, typer.Option(help="One rank for all slots, or one per slot: 16,8,64.")
     ] = None,
     max_rank: Annotated[int | None, typer.Option(help="Width of the stack.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    svg: Annotated[Path | None, typer.Option(help="Draw to this file, too.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw to this file.")] = None,
 ) -> None:
-    """Draw how a backend cuts a batch: order, pieces, launches, and what is computed for nothing.
+    """Draw how a backend cuts a batch: order, pieces, launches, and wasted work.
 
     It uses the backend's own plan and tile sizes and needs no GPU.
     """
@@ -61,10 +67,11 @@ def explain(
         max_rank=max_rank,
         dtype=dtype,
     )
-    found = explain_batch(backend, made, layer)
+    found = explain_batch(backend, made, layer, operation)
     if svg is not None:
         from lora_backends.explain.svg import draw
 
+        svg = as_path(svg, "--svg")
         try:
             svg.write_text(draw(found), encoding="utf-8")
         except OSError as error:
@@ -80,7 +87,8 @@ def show(found: Explanation) -> None:
     layer, name = found.layer, found.piece_name
     widths = "+".join(map(str, layer.output_slices))
     console.print(
-        f"{found.backend}: {len(found.token_slots)} tokens, {found.num_slots} slots; "
+        f"{found.backend}, {found.operation}: {len(found.token_slots)} tokens, "
+        f"{found.num_slots} slots; "
         f"layer {layer.in_features} -> {widths}, max_rank {layer.max_rank}",
         markup=False,
     )
@@ -105,7 +113,7 @@ def show(found: Explanation) -> None:
     title = f"{name}s" + (f", the first {len(rows)}; {more} more" if more else "")
     table(title, [f">{name}", ">slot", ">places", "", "tokens"], rows, lines=False)
     table(
-        "launches, and the share of each axis that is computed for nothing",
+        "launches, and the wasted share of each axis",
         ["", ">launched", ">idle", ">rows", ">inputs or columns", ">ranks", ">all products"],
         [_launch(launch) for launch in found.launches],
         lines=False,

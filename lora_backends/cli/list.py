@@ -11,8 +11,8 @@ import torch
 import typer
 
 from lora_backends.backend import LoRABackend
-from lora_backends.checks import dtype_name
 from lora_backends.cli.console import table
+from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError
 from lora_backends.registry import (
     auto_priority,

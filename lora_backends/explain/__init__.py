@@ -1,26 +1,27 @@
-"""How a backend cuts one batch for one layer: what `lora-backends explain` draws.
+"""How a backend cuts one batch for one layer, as `lora-backends explain` draws it.
 
-An engine offers it in a module ``explain`` of its own, with one function of that name; it takes
-its plan and its tile sizes from the functions that a call takes them from.
+An engine offers it in its module ``explain``, as a function of that name. The function takes plan
+and tile sizes from the same functions as a call does.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.errors import InvalidInputError, LoRABackendError, UnsupportedInputError
+from lora_backends.operations import Input, Operation, find_operation
 from lora_backends.registry import backend_class, backend_names
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The shapes of a layer; explaining needs no weights.
+    """The shapes of a layer; no weights are needed.
 
     Raises:
         InvalidInputError: sizes below 1, or ranks that do not fit.
@@ -47,69 +48,74 @@ class Layer:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of one slot that programs take together."""
+    """Tokens of one slot that programs process together."""
 
     slot: int
     tokens: tuple[int, ...]  # in kernel order
-    places: int  # rows that are computed, at least as many as tokens
+    places: int  # rows computed, at least as many as tokens
 
 
 @dataclass(frozen=True)
 class Share:
-    """How much of what is computed counts."""
+    """The useful part of the computed work."""
 
     used: int
     computed: int
 
     @property
     def wasted(self) -> float:
-        """The part that is computed for nothing, 0 to 1."""
+        """The useless part, 0 to 1."""
         return 1 - self.used / self.computed if self.computed else 0.0
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One half of the work; shares count the programs that have something to do."""
+    """One kernel launch; shares count the programs that have work."""
 
     name: str  # "shrink" or "expand"
-    unit: str  # what a program is to the engine
+    unit: str  # the engine's word for a program
     programs: int
-    idle: int  # programs that find nothing to do and return
+    idle: int  # programs without work, which return at once
     rows: Share  # tokens against places
     columns: Share  # inputs of the shrink, columns of y of the expand
     ranks: Share  # true ranks against lanes
-    products: Share  # multiplications, all three together
+    products: Share  # multiplications: all three axes together
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """One batch and layer in one engine's terms."""
+    """One batch and layer as one engine processes them."""
 
     backend: str
     token_slots: tuple[int, ...]
     num_slots: int
     layer: Layer
-    order: tuple[int, ...]  # tokens with an adapter as the kernels meet them
+    order: tuple[int, ...]  # tokens with an adapter, in kernel order
     piece_name: str  # "tile", "segment", ...
     pieces: tuple[Piece, ...]
     launches: tuple[Launch, ...]
-    facts: tuple[str, ...]  # sizes, and where they come from
+    facts: tuple[str, ...]  # sizes, and their source
     legend: str  # one paragraph
+    operation: str = "run_linear"  # the launches are its own
 
 
-def explain(backend: str, batch: LoRABatch, layer: Layer) -> Explanation:
+def explain(
+    backend: str, batch: LoRABatch, layer: Layer, operation: str = "run_linear"
+) -> Explanation:
     """Return how a backend cuts a batch for a layer.
 
     Args:
         backend: a registered name whose engine offers it; it need not run here.
         batch: the slots of the tokens.
         layer: the shapes, with ranks for as many slots as the batch has.
+        operation: its name; a part of a layer has only the launches that it needs.
 
     Returns:
-        What there is to draw.
+        The explanation, to be drawn.
 
     Raises:
-        InvalidInputError: no such backend, or a layer for another number of slots.
+        InvalidInputError: no such backend or operation, or a layer for another number of slots, or
+            of slices that the operation does not take.
         BackendUnavailableError: the backend does not import.
         UnsupportedInputError: the engine does not offer it.
     """
@@ -117,15 +123,34 @@ def explain(backend: str, batch: LoRABatch, layer: Layer) -> Explanation:
     if found is None:
         offering = [name for name in backend_names() if _offers(name)]
         raise UnsupportedInputError(
-            f"backend {backend!r} does not explain how it cuts a batch\n"
+            f"backend {backend!r} has no explanation of how it cuts a batch\n"
             f"  allowed: {', '.join(offering) or 'none of those registered'}"
         )
     if len(layer.ranks) != batch.num_slots:
         raise InvalidInputError(
             f"ranks of {len(layer.ranks)} slots for a batch of num_slots={batch.num_slots}"
         )
-    explanation: Explanation = found.explain(batch, layer)
-    return explanation
+    return _part(found.explain(batch, layer), find_operation(operation))
+
+
+def _part(whole: Explanation, operation: Operation) -> Explanation:
+    """Return the explanation of one operation from that of a whole layer."""
+    slices = len(whole.layer.output_slices)
+    if operation.num_slices not in (None, slices):
+        raise InvalidInputError(
+            f"{operation.name} does not run a layer of {slices} slices\n"
+            f"  needed: {operation.num_slices}"
+        )
+    needed = {"shrink": operation.input is Input.ROWS, "expand": operation.result == "y"}
+    facts = whole.facts
+    if operation.input is Input.TOKEN_IDS:
+        facts = (*facts, "A is gathered by token id: h takes a launch, but no products")
+    return replace(
+        whole,
+        operation=operation.name,
+        launches=tuple(launch for launch in whole.launches if needed.get(launch.name, True)),
+        facts=facts,
+    )
 
 
 def tokens_of(batch: LoRABatch) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a command line asks to explain: a batch, given or in a file, and a layer."""
+"""Parses the batch and the layer of a command line, or a batch in a file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from lora_backends.batch import LoRABatch
-from lora_backends.bench.cells import PRESETS, preset
 from lora_backends.errors import InvalidInputError, did_you_mean, shown
 from lora_backends.explain import Layer
+from lora_backends.files import as_path, read_text
+from lora_backends.model_shapes import preset
 
 KEYS = ("slots", "sequences", "num_slots", "ranks")
-"""What a file may hold: slots or sequences, the number of slots, and ranks per slot."""
+"""Keys of a file: slots or sequences, the number of slots, and ranks per slot."""
 
 MOST = {"slots": 1024, "tokens": 65_536}
 """How large a batch may be: nobody looks at a drawing of more, which would take minutes."""
@@ -25,7 +26,7 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 def make_batch(
     slots: str | None, sequences: str | None, num_slots: int | None, file: Path | None
 ) -> tuple[LoRABatch, Any]:
-    """Return the batch, and the ranks that a file has for it.
+    """Return the batch, and its ranks if a file has them.
 
     Args:
         slots: "2,-1,0": the slot of every token.
@@ -34,7 +35,7 @@ def make_batch(
         file: JSON or TOML with the keys `KEYS`, instead.
 
     Raises:
-        InvalidInputError: none or several of them, or something in them that is no batch.
+        InvalidInputError: none or several of the sources, or a source that is no batch.
     """
     given = [text for text in (slots, sequences, file) if text is not None]
     if len(given) != 1:
@@ -71,13 +72,13 @@ def make_layer(
         projection: of the preset.
         in_features: width of x, with `output_slices`.
         output_slices: "4096,1024,1024".
-        ranks: "16" for all, "16,8,64" one a slot, or a list of these, or of lists with a rank per
-            slice; 16 if None.
+        ranks: "16" for all slots, "16,8,64" for one per slot, a list of these, or a list of lists
+            with a rank per slice; 16 if None.
         max_rank: width of the stack; the highest rank if None.
         dtype: of the weights.
 
     Raises:
-        InvalidInputError: what does not fit together.
+        InvalidInputError: the arguments contradict each other.
     """
     if (in_features is None) != (output_slices is None):
         raise InvalidInputError("--in-features and --output-slices go together")
@@ -100,11 +101,9 @@ def make_layer(
 
 
 def _read(file: Path) -> dict[str, Any]:
+    text = read_text(as_path(file, "--batch"))
     try:
-        text = file.expanduser().read_text(encoding="utf-8")
         value = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {file}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         kind = "TOML" if file.suffix == ".toml" else "JSON"
         raise InvalidInputError(f"{file} is not valid {kind}: {error}") from error
@@ -192,6 +191,3 @@ def ranges(tokens: Sequence[int], most: int = 12) -> str:
             spans.append([token, token])
     words = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:most]]
     return " ".join(words) + (" ..." if len(spans) > most else "")
-
-
-PRESET_NAMES = ", ".join(PRESETS)

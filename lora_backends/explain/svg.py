@@ -9,7 +9,7 @@ from lora_backends.explain import Explanation, Launch, Share
 
 WIDTH, MARGIN = 960, 24
 MOST_LINES = 96
-"""Tokens up to which each one's way from the batch to the kernels is drawn."""
+"""Largest number of tokens that are joined by lines from batch order to kernel order."""
 MOST_PIECES = 32
 
 _INNER = WIDTH - 2 * MARGIN
@@ -23,7 +23,10 @@ def draw(found: Explanation) -> str:
     layer = found.layer
     widths = "+".join(map(str, layer.output_slices))
     page.text(
-        f"{found.backend}: {len(found.token_slots)} tokens over {found.num_slots} slots", 18, _TEXT
+        f"{found.backend}, {found.operation}: {len(found.token_slots)} tokens over "
+        f"{found.num_slots} slots",
+        18,
+        _TEXT,
     )
     page.text(f"layer {layer.in_features} to {widths}, width of the stack {layer.max_rank}")
     page.gap(10)
@@ -49,7 +52,7 @@ class _Page:
         self.y += height
 
     def text(self, words: str, size: int = 12, colour: str = _PALE) -> None:
-        """Add a line of text below what is there."""
+        """Add a line of text at the bottom."""
         self.y += size + 5
         self.label(MARGIN, self.y - 5, words, size, colour, "start")
 
@@ -89,10 +92,10 @@ def _colour(slot: int) -> str:
 
 
 def _draw_order(page: _Page, found: Explanation) -> None:
-    """Draw tokens as they come and as the kernels meet them, and the way between."""
+    """Draw the tokens in batch order and in kernel order, and lines between."""
     count = max(1, len(found.token_slots))
     cell = min(28.0, _INNER / count)
-    page.text("tokens as they come: the colour is the slot, grey is no adapter", 13, _TEXT)
+    page.text("tokens in batch order: the colour is the slot, grey is no adapter", 13, _TEXT)
     top = page.y + 4
     for token, slot in enumerate(found.token_slots):
         page.box(MARGIN + token * cell, top, cell, 22, _colour(slot))
@@ -113,7 +116,7 @@ def _draw_order(page: _Page, found: Explanation) -> None:
 
 
 def _draw_pieces(page: _Page, found: Explanation) -> None:
-    """Draw each piece with a box per place, the empty ones pale."""
+    """Draw each piece with a box per place; empty places are pale."""
     drawn = found.pieces[:MOST_PIECES]
     left_out = len(found.pieces) - len(drawn)
     more = f", the first {len(drawn)} drawn" if left_out else ""
@@ -139,11 +142,11 @@ def _draw_pieces(page: _Page, found: Explanation) -> None:
 
 
 def _draw_launches(page: _Page, found: Explanation) -> None:
-    """Draw per launch what part of the lanes counts, axis by axis."""
-    page.text("launches: the pale part of a bar is computed for nothing", 13, _TEXT)
+    """Draw the useful share of the lanes of each launch, axis by axis."""
+    page.text("launches: the pale part of a bar is wasted", 13, _TEXT)
     page.gap(4)
     for launch in found.launches:
-        idle = f", {launch.idle} of them with nothing to do" if launch.idle else ""
+        idle = f", {launch.idle} of them without work" if launch.idle else ""
         page.text(f"{launch.name}: {launch.programs} {launch.unit}{idle}", 12, _TEXT)
         page.gap(3)
         for name, share in _axes(launch).items():

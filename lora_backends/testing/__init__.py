@@ -4,8 +4,12 @@
 """
 
 from lora_backends.testing.assertions import assert_close, assert_same_bits, assert_same_values
-from lora_backends.testing.cases import EDGES, LoRACase, case_from
+from lora_backends.testing.cases import EDGES, LoRACase
+from lora_backends.testing.expert_cases import EXPERT_EDGES, ExpertCase, ExpertInputs
+from lora_backends.testing.expert_oracle import expected_experts
+from lora_backends.testing.expert_strategies import expert_cases
 from lora_backends.testing.inputs import GuardedOutput, LoRAInputs
+from lora_backends.testing.kinds import case_from
 from lora_backends.testing.oracles import (
     Expected,
     expected_embedding,
@@ -24,8 +28,11 @@ from lora_backends.testing.suite import check_case, properties, verify
 __all__ = [
     "DEFAULT",
     "EDGES",
+    "EXPERT_EDGES",
     "THOROUGH",
     "Expected",
+    "ExpertCase",
+    "ExpertInputs",
     "Failure",
     "GuardedOutput",
     "LoRACase",
@@ -42,8 +49,10 @@ __all__ = [
     "conformance_tests",
     "expected_embedding",
     "expected_expand",
+    "expected_experts",
     "expected_linear",
     "expected_shrink",
+    "expert_cases",
     "lora_cases",
     "properties",
     "rounded_exactly",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
-from lora_backends.errors import InvalidInputError
 from lora_backends.testing.inputs import LoRAInputs, guarded
 from lora_backends.weights import LoRAWeights
 
@@ -64,7 +63,7 @@ class LoRACase:
     def build(self, device: torch.device | str = "cpu") -> LoRAInputs:
         """Return the tensors; they depend on the case alone, never on the device."""
         generator = torch.Generator().manual_seed(self.seed)
-        draw = _integers if self.is_integer else _normals
+        draw = integers if self.is_integer else normals
         num_slices, out_features = len(self.output_slices), sum(self.output_slices)
         a_shape = (self.num_slots, num_slices, self.max_rank, self.in_features)
         x = draw((self.num_tokens, self.in_features), generator)
@@ -77,7 +76,7 @@ class LoRACase:
         a = draw(a_shape, generator)
         b = draw((self.num_slots, out_features, self.max_rank), generator, 15)
         bias = draw((self.num_slots, out_features), generator)
-        base = _base_values((self.num_tokens, out_features), generator, self.is_integer)
+        base = base_values((self.num_tokens, out_features), generator, self.is_integer)
         token_ids = torch.randint(
             self.in_features, (self.num_tokens,), generator=generator, device="cpu"
         )
@@ -116,37 +115,17 @@ class LoRACase:
         return frozenset(name for name, stands_on in EDGES.items() if stands_on(self))
 
     def __repr__(self) -> str:
-        given = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if field.default is MISSING or getattr(self, field.name) != field.default
-        ]
-        return f"LoRACase({', '.join(given)})"
+        return repr_of_case(self)
 
 
-def case_from(text: str) -> LoRACase:
-    """Return the case that an expression names, as a report prints it.
-
-    Args:
-        text: ``LoRACase(...)`` with literals and dtypes such as ``torch.float16``.
-
-    Returns:
-        The case.
-
-    Raises:
-        InvalidInputError: the text is no such expression.
-    """
-    names = {"LoRACase": LoRACase, "torch": torch, "__builtins__": {}}
-    try:
-        case = eval(text, names)  # the user's own command line
-    except Exception as error:
-        raise InvalidInputError(
-            f"the case cannot be read: {type(error).__name__}: {error}\n  given: {text}\n"
-            f"  allowed: LoRACase(...), as a report prints it"
-        ) from error
-    if not isinstance(case, LoRACase):
-        raise InvalidInputError(f"the case is a {type(case).__name__}\n  allowed: LoRACase(...)")
-    return case
+def repr_of_case(case: Any) -> str:
+    """Return the expression that makes a case; defaults are left out."""
+    given = [
+        f"{field.name}={getattr(case, field.name)!r}"
+        for field in fields(case)
+        if field.default is MISSING or getattr(case, field.name) != field.default
+    ]
+    return f"{type(case).__name__}({', '.join(given)})"
 
 
 def _active(case: LoRACase) -> set[int]:
@@ -194,15 +173,17 @@ EDGES: Mapping[str, Callable[[LoRACase], bool]] = {
 """Name of every edge to the predicate on a case; the report of `verify` counts them."""
 
 
-def _normals(shape: tuple[int, ...], generator: torch.Generator, largest: int = 0) -> torch.Tensor:
+def normals(shape: tuple[int, ...], generator: torch.Generator, largest: int = 0) -> torch.Tensor:
+    """Return normal values."""
     return torch.randn(shape, generator=generator, device="cpu")
 
 
-def _integers(shape: tuple[int, ...], generator: torch.Generator, largest: int = 1) -> torch.Tensor:
+def integers(shape: tuple[int, ...], generator: torch.Generator, largest: int = 1) -> torch.Tensor:
+    """Return integers from -largest to largest."""
     return torch.randint(-largest, largest + 1, shape, generator=generator, device="cpu").float()
 
 
-def _base_values(shape: tuple[int, int], generator: torch.Generator, integer: bool) -> torch.Tensor:
+def base_values(shape: tuple[int, int], generator: torch.Generator, integer: bool) -> torch.Tensor:
     """Return values of base_output: normal, or quarters of eight bits, exact in every dtype."""
     if integer:
         return torch.randint(-128, 129, shape, generator=generator, device="cpu") * 0.25

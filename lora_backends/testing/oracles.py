@@ -80,7 +80,7 @@ def expected_shrink(
         magnitude[:, rows] = torch.einsum("ti,tsri->str", x_rows.abs(), a.abs())
     bound = _sum_bound(magnitude, weights.in_features, weights.dtype)
     if intermediate in (torch.float16, torch.bfloat16):
-        bound += _UNIT_ROUNDOFF[intermediate] * (value.abs() + bound) + _SMALLEST[intermediate]
+        bound += rounding_bound(value, bound, intermediate)
     within = _rank_mask(weights, batch.token_slots).permute(1, 0, 2)
     return Expected(value, bound * within)
 
@@ -135,8 +135,13 @@ def expected_expand(
     unit = sum_unit(weights.dtype)
     bound += gamma(4, unit) * (base.abs() + delta.abs() + bound + bias.abs())
     value += bias
-    bound += _UNIT_ROUNDOFF[out_dtype] * (value.abs() + bound) + _SMALLEST[out_dtype]
+    bound += rounding_bound(value, bound, out_dtype)
     return Expected(value, bound * touched(weights, batch))
+
+
+def rounding_bound(value: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what one rounding to `dtype` adds to the bound of a value."""
+    return _UNIT_ROUNDOFF[dtype] * (value.abs() + bound) + _SMALLEST[dtype]
 
 
 def expected_linear(

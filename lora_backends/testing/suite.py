@@ -18,12 +18,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, did_you_mean
 from lora_backends.selection import get_backend
-from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.kinds import KINDS, Case
 from lora_backends.testing.machine import machine_for
 from lora_backends.testing.profiles import DEFAULT, PROFILES, Profile
 from lora_backends.testing.properties import PROPERTIES, Property
 from lora_backends.testing.report import Failure, PropertyResult, Report
-from lora_backends.testing.strategies import lora_cases
 
 Progress: TypeAlias = Callable[[Property, PropertyResult | None], None]
 
@@ -103,7 +102,7 @@ def _known(name: str, allowed: Iterable[str], kind: str) -> str:
     return name
 
 
-def check_case(backend: LoRABackend, name: str, case: LoRACase) -> Report:
+def check_case(backend: LoRABackend, name: str, case: Case) -> Report:
     """Check one property on one case, e.g. the smallest of a report.
 
     Args:
@@ -124,7 +123,7 @@ def check_case(backend: LoRABackend, name: str, case: LoRACase) -> Report:
     return Report(backend.name, str(backend.device), "one case", 0, (result,), dict(attempt.edges))
 
 
-def _check_fits(case: LoRACase, prop: Property) -> None:
+def _check_fits(case: Case, prop: Property) -> None:
     """Refuse a case that no backend could run, or that the property is not about."""
     try:
         case.build("cpu")
@@ -132,23 +131,28 @@ def _check_fits(case: LoRACase, prop: Property) -> None:
         raise InvalidInputError(
             f"the case contradicts itself\n  given: {case}\n  {type(error).__name__}: {error}"
         ) from error
-    slices = prop.cases.get("num_slices")
-    wanted = {
-        f"{slices} slices": slices in (None, len(case.output_slices)),
-        "a base_output": not prop.cases.get("base") or case.base is not None,
-        "no base_output": prop.cases.get("base") is not False or case.base is None,
-        "a bias": not prop.cases.get("bias") or case.bias,
-        "values='integer'": prop.cases.get("values") != "integer" or case.is_integer,
-        f"{prop.cases.get('min_tokens')} tokens or more": (
-            case.num_tokens >= prop.cases.get("min_tokens", 0)
-        ),
-    }
-    lacking = [what for what, holds in wanted.items() if not holds]
+    lacking = [f"{prop.kind.__name__}(...)"] if not isinstance(case, prop.kind) else []
+    for name, wanted in prop.cases.items() if not lacking else ():
+        if wanted is not None and not _has(case, name, wanted):
+            lacking.append(f"{name}={wanted!r}")
     if lacking:
         raise InvalidInputError(
             f"the property {prop.name} takes other cases\n  given: {case}\n"
             f"  allowed: {', '.join(lacking)}"
         )
+
+
+def _has(case: Case, name: str, wanted: Any) -> bool:
+    """Return whether a strategy would draw this case, given one of its arguments."""
+    if name == "num_slices":
+        return len(case.output_slices) == wanted  # type: ignore[no-any-return]
+    if name == "min_tokens":
+        return case.num_tokens >= wanted  # type: ignore[no-any-return]
+    if name == "base":
+        return (case.base is not None) is wanted
+    if name == "values":
+        return wanted in ("either", case.values) or wanted == "real"
+    return getattr(case, name) == wanted  # type: ignore[no-any-return]
 
 
 class _TimeIsUp(BaseException):
@@ -192,7 +196,7 @@ class _Attempt:
         if self.error is None:
             self.examples += 1
 
-    def check(self, case: LoRACase) -> None:
+    def check(self, case: Case) -> None:
         """Run the property on one case."""
         self.begin()
         if self.error is None:
@@ -238,12 +242,13 @@ def _seed_of(attempt: _Attempt) -> int:
 
 def _run_cases(attempt: _Attempt) -> None:
     dtypes = attempt.backend.dtypes
-    cases = lora_cases(dtypes, profile=attempt.profile, **attempt.prop.cases)
+    strategy = KINDS[attempt.prop.kind].strategy
+    cases = strategy(dtypes, profile=attempt.profile, **attempt.prop.cases)
 
     @hypothesis.seed(_seed_of(attempt))
     @attempt.settings()
     @given(cases)
-    def check(case: LoRACase) -> None:
+    def check(case: Case) -> None:
         attempt.check(case)
 
     check()

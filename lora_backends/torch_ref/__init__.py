@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from lora_backends.backend import LoRABackend, LoRAPlan
 from lora_backends.batch import NO_ADAPTER, LoRABatch
-from lora_backends.checks import accumulator_dtype, as_device
+from lora_backends.devices import as_device
+from lora_backends.dtypes import accumulator_dtype
 from lora_backends.torch_ref import reference
 from lora_backends.weights import LoRAWeights
 

@@ -6,33 +6,32 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.explain import Explanation, Layer, Piece, table_device
-from lora_backends.gpu.choice import tile_choice
-from lora_backends.gpu.lanes import Cut, explanation
-from lora_backends.triton import plan as plans
-from lora_backends.triton import tuning
-
-_NARROW_TOKENS = 32  # tiles up to here have a form of 16 lanes in the expand kernel
+from lora_backends.sgmv.explain import Cut, explanation
+from lora_backends.sgmv.layout import EMPTY, count_active, count_tokens
+from lora_backends.sgmv.tiles.source import tile_source
+from lora_backends.triton.plan import make_plan
 
 _LEGEND = (
-    "Tokens are sorted by slot, those without an adapter left out, and each slot's tokens are cut "
-    "into tiles; a tile holds one slot, so its last places may stay empty. Each tile is served by "
-    "a row of programs per kernel. A program of the shrink takes some of the stacked rows of A "
-    "(each slice padded to a power of two of at least 16 ranks) and a part of the inputs; one of "
-    "the expand takes some columns of one slice. Empty places, ranks beyond the adapter's own and "
-    "columns beyond the layer are masked: they are not read from memory, but occupy lanes."
+    "Tokens are sorted by slot; tokens without an adapter are left out. Each slot's tokens are cut "
+    "into tiles. A tile holds tokens of one slot, so its last places may stay empty. Each kernel "
+    "has one row of programs per tile. A program of the shrink takes a block of the stacked rows "
+    "of A (each slice padded to a power of two of at least 16 ranks) and a part of the inputs; a "
+    "program of the expand takes some columns of one slice. Empty places, ranks beyond the "
+    "adapter's own and columns beyond the layer are masked: they are not read from memory, but "
+    "they occupy lanes."
 )
 
 
 def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     """Return how a batch is cut for a layer."""
-    choice = tile_choice(tuning, "triton", table_device(), "auto")
-    counts = plans.count_tokens(batch)
-    tile_tokens = choice.block_tokens(batch.num_tokens, plans.count_active(counts))
-    plan = plans.make_plan(batch, counts, tile_tokens, torch.device("cpu"))
+    source = tile_source("triton", __package__, table_device(), "auto")
+    counts = count_tokens(batch)
+    tile_tokens = source.tile_tokens(batch.num_tokens, count_active(counts))
+    plan = make_plan(batch, counts, tile_tokens, torch.device("cpu"))
     pieces = tuple(
-        Piece(slot, tuple(token for token in tokens if token != plans.EMPTY), tile_tokens)
+        Piece(slot, tuple(token for token in tokens if token != EMPTY), tile_tokens)
         for slot, tokens in zip(
-            plan.tile_slots[: plan.num_tiles].tolist(), plan.tile_tokens.tolist(), strict=False
+            plan.slot_table[: plan.num_tiles].tolist(), plan.token_table.tolist(), strict=False
         )
     )
     return explanation(
@@ -40,10 +39,8 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
         batch,
         layer,
         Cut("tile", pieces, tile_tokens, plan.active_slots),
-        choice,
+        source,
         f"tiles of {tile_tokens} tokens; {plan.num_tiles} launched, "
         f"{plan.max_tiles} while a CUDA graph is captured",
         _LEGEND,
-        _NARROW_TOKENS,
-        False,
     )

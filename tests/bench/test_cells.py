@@ -7,6 +7,8 @@ import torch
 
 from lora_backends.bench import Cell, cells, preset, projections_from, read_config
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.model_shapes import PRESETS
+from lora_backends.operations import DENSE, Input
 
 
 def test_llama3_8b_has_the_shapes_of_its_layers():
@@ -16,6 +18,7 @@ def test_llama3_8b_has_the_shapes_of_its_layers():
             "o": (4096, (4096,)),
             "gate_up": (4096, (14336, 14336)),
             "down": (14336, (4096,)),
+            "embedding": (128256, (4096,)),
         },
         [],
     )
@@ -23,7 +26,11 @@ def test_llama3_8b_has_the_shapes_of_its_layers():
 
 def test_heads_may_be_wider_than_the_hidden_size_tells():
     projections, _ = preset("qwen3-30b-a3b")
-    assert projections == {"qkv": (2048, (4096, 512, 512)), "o": (4096, (2048,))}
+    assert projections == {
+        "qkv": (2048, (4096, 512, 512)),
+        "o": (4096, (2048,)),
+        "embedding": (151936, (2048,)),
+    }
 
 
 def test_experts_are_left_out_with_a_note():
@@ -31,7 +38,7 @@ def test_experts_are_left_out_with_a_note():
     assert notes == ["128 experts are left out: only attention projections are timed"]
 
 
-@pytest.mark.parametrize("name", cells.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_gives_at_most_44_cells_on_each_device(name):
     for device in cells.COMPOSITIONS:
         found = cells.make_cells(preset(name)[0], device)
@@ -128,6 +135,43 @@ def test_bytes_and_operations_are_those_of_the_formula():
     rows = 2 * 12 * (8 + 9 + 9)
     assert one.bytes_moved(2) == 4 * adapter + rows
     assert one.flop == 2 * 12 * (2 * 2 * 8 + 2 * 9)
+
+
+def test_bytes_and_operations_of_a_part_are_its_own():
+    part = {name: cell(operation=name) for name in ("run_lora_a", "run_lora_b", "run_embedding")}
+    h = 4 * 2 * 12 * 2  # 4 bytes; slices x tokens x rank
+    a, b = 2 * 4 * 2 * 2 * 8, 2 * 4 * 2 * 9  # 2 bytes, 4 adapters; slices x rank x in, rank x out
+    x, y = 2 * 12 * 8, 2 * 2 * 12 * 9  # y is read and written
+    assert part["run_lora_a"].bytes_moved(2) == a + x + h
+    assert part["run_lora_b"].bytes_moved(2) == h + b + y
+    ids, columns = 8 * 12, 2 * 2 * 12 * 2  # a column of A per token and slice
+    assert part["run_embedding"].bytes_moved(2) == ids + columns + b + y
+    assert [one.launches for one in part.values()] == [1, 1, 2] and cell().launches == 2
+    assert part["run_lora_a"].flop + part["run_lora_b"].flop == cell().flop
+    assert part["run_embedding"].flop == part["run_lora_b"].flop
+
+
+@pytest.mark.parametrize("operation", DENSE.values(), ids=lambda operation: operation.name)
+def test_every_operation_has_cells_of_the_layers_it_takes(operation):
+    found = cells.make_cells(preset("llama3-8b")[0], "cpu", [4], operations=[operation.name])
+    names = [one.projection for one in found]
+    if operation.input is Input.TOKEN_IDS:
+        assert names == ["embedding"]
+    else:
+        by_slices = {None: ["qkv", "o", "gate_up", "down"], 2: ["gate_up"], 3: ["qkv"]}
+        assert names == by_slices[operation.num_slices]
+    assert {one.operation for one in found} == {operation.name}
+
+
+def test_an_operation_for_another_number_of_slices_is_refused():
+    with pytest.raises(InvalidInputError, match="run_qkv does not run a layer of 2 slices"):
+        cell(operation="run_qkv")
+
+
+def test_a_model_without_a_vocabulary_has_no_embedding():
+    keys = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    with pytest.raises(InvalidInputError, match="run_embedding takes none of the layers"):
+        cells.make_cells(projections_from(keys, "here")[0], "cpu", operations=["run_embedding"])
 
 
 def test_sizes_given_by_hand_are_combined_and_none_is_timed_twice():

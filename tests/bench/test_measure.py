@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from lora_backends.errors import (
     InvalidInputError,
     UnsupportedInputError,
 )
+from lora_backends.operations import DENSE
 
 CELL = Cell("o", 16, (8, 4), tokens=6, adapters=3, rank=2)
 measuring = importlib.import_module("lora_backends.bench.measure")
@@ -56,7 +58,8 @@ def test_the_reference_is_the_formula():
     weights = small_weights()
     x = torch.randn(7, 10)
     expected = per_token(x, weights, small_batch(), torch.zeros(7, 14, dtype=torch.float64))
-    found = bench_layers.reference(x, weights, small_batch())
+    work = bench_layers.Workload(DENSE["run_linear"], [weights], small_batch(), x, x)
+    found = bench_layers.reference(work)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected)
 
@@ -66,7 +69,7 @@ def test_the_reference_is_the_formula():
 def test_a_right_backend_passes_the_check_in_every_dtype(dtype, rank):
     cell = Cell("o", 64, (48, 16), tokens=40, adapters=5, rank=rank)
     work = bench_layers.make_workload(cell, bench_layers.make_layers(cell, "cpu", dtype))
-    expected = bench_layers.reference(work.x, work.layers[0], work.batch)
+    expected = bench_layers.reference(work)
     call = from_backend(get_backend("torch_ref", "cpu")).bind(work)
     bench_layers.check(call, work, expected)
     assert not work.y.any()
@@ -85,10 +88,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_result_is_an_error_in_the_row_and_no_time(fault):
     result = run([spoiled("bad", FAULTS[fault]), from_backend(get_backend("torch_ref", "cpu"))])
-    found = result["cells"][0]["results"]
+    found = result["rows"][0]["results"]
     assert "wrong result" in found["bad"]["error"] and "us" not in found["bad"]
     assert found["torch_ref"]["us"] > 0
-    assert summarize(result)["bad"] == {"cells": 0, "fastest": 0, "errors": 1}
+    assert result["summary"]["bad"] == {"cells": 0, "fastest": 0, "errors": 1}
 
 
 def test_a_contender_that_raises_is_a_row_too():
@@ -96,7 +99,7 @@ def test_a_contender_that_raises_is_a_row_too():
         raise MemoryError("no room")
 
     result = run([Contender("bad", False, bind), from_backend(get_backend("torch_ref", "cpu"))])
-    assert result["cells"][0]["results"]["bad"] == {"error": "MemoryError: no room"}
+    assert result["rows"][0]["results"]["bad"] == {"error": "MemoryError: no room"}
     assert result["complete"] and summarize(result)["torch_ref"]["fastest"] == 1
 
 
@@ -120,13 +123,53 @@ def test_spread_is_median_and_quartiles():
     assert timing.spread([7.0]) == {"us": 7.0, "us_q1": 7.0, "us_q3": 7.0}
 
 
-def test_the_limit_is_bytes_over_copy_rate_and_two_launches():
-    limits = timing.Limits(copy_gb_per_s=4000, launch_us=1.0, launches=2, gemm_gflop_per_s=1)
-    assert limits.microseconds(8_000_000) == pytest.approx(2 + 2)
+def test_the_limit_is_bytes_over_copy_rate_and_launches():
+    limits = timing.Limits(copy_gb_per_s=4000, launch_us=1.0, gemm_gflop_per_s=1)
+    assert limits.microseconds(8_000_000, 2) == pytest.approx(2 + 2)
+
+
+@pytest.mark.parametrize("operation", DENSE)
+@pytest.mark.parametrize("name", ["torch_ref", "numba_cpu"])
+def test_every_operation_is_checked_and_timed(operation, name):
+    slices = (4,) * (DENSE[operation].num_slices or 2)
+    cell = Cell("layer", 16, slices, tokens=6, adapters=3, rank=2, operation=operation)
+    result = run([from_backend(get_backend(name, "cpu"))], [cell])
+    row = result["rows"][0]
+    assert row["operation"] == operation and row["results"][name].get("us", 0) > 0, row
+    assert row["bytes"] == cell.bytes_moved(4) and row["limit_us"] > 0
+
+
+@pytest.mark.parametrize("operation", DENSE)
+def test_a_wrong_row_of_any_operation_is_found(operation):
+    slices = (4,) * (DENSE[operation].num_slices or 2)
+    cell = Cell("layer", 16, slices, tokens=6, adapters=3, rank=2, operation=operation)
+    work = bench_layers.make_workload(cell, bench_layers.make_layers(cell, "cpu", torch.float32))
+    call = from_backend(get_backend("torch_ref", "cpu")).bind(work)
+
+    def wrong(layer):
+        found = call(layer)
+        found[..., 3, :] = found[..., 2, :].clone()
+        return found
+
+    bench_layers.check(call, work, bench_layers.reference(work))
+    with pytest.raises(bench_layers.WrongResultError):
+        bench_layers.check(wrong, work, bench_layers.reference(work))
+
+
+def test_peers_are_timed_in_whole_layers_of_rows_alone(monkeypatch):
+    """The peer is a stand-in: its operators would add the delta of rows to y."""
+    contenders = importlib.import_module("lora_backends.bench.contenders")
+    right = from_backend(get_backend("torch_ref", "cpu"))
+    monkeypatch.setattr(contenders, "peer", lambda *_: right.bind)
+    peer = choose(["vllm"], "cpu", torch.float32)[0]
+    cells = [replace(CELL, operation=name) for name in ("run_linear", "run_lora_a")]
+    linear, half = run(peer, cells)["rows"]
+    assert linear["results"]["vllm"]["us"] > 0
+    assert "timed in run_linear, not run_lora_a" in half["results"]["vllm"]["error"]
 
 
 def test_efficiency_is_limit_over_time():
-    cell = run([from_backend(get_backend("torch_ref", "cpu"))])["cells"][0]
+    cell = run([from_backend(get_backend("torch_ref", "cpu"))])["rows"][0]
     found = cell["results"]["torch_ref"]
     assert found["us_q1"] <= found["us"] <= found["us_q3"]
     assert found["efficiency"] == pytest.approx(cell["limit_us"] / found["us"], rel=0.2, abs=1e-3)
@@ -135,7 +178,7 @@ def test_efficiency_is_limit_over_time():
 def test_a_contender_far_from_the_limit_is_summed_up_too(monkeypatch):
     monkeypatch.setattr(measuring, "spread", lambda _: {"us": 1e9, "us_q1": 1e9, "us_q3": 1e9})
     result = run([from_backend(get_backend("torch_ref", "cpu"))])
-    assert 0 < result["cells"][0]["results"]["torch_ref"]["efficiency"] < 1e-4
+    assert 0 < result["rows"][0]["results"]["torch_ref"]["efficiency"] < 1e-4
     assert summarize(result)["torch_ref"]["efficiency_decode"] >= 0
 
 
@@ -163,16 +206,16 @@ def test_every_cell_is_written_whole_and_an_interruption_keeps_those_before(tmp_
             [from_backend(get_backend("torch_ref", "cpu"))],
             cells, path=file, progress=interrupt, result=kept,
         )  # fmt: skip
-    assert len(seen["cells"]) == 1 and seen["complete"] is False
-    assert read_result(file)["cells"] == kept["cells"]
+    assert len(seen["rows"]) == 1 and seen["complete"] is False
+    assert read_result(file)["rows"] == kept["rows"]
     assert os.listdir(tmp_path) == ["bench.json"]
 
 
 def test_a_file_is_left_as_it_was_if_writing_fails(tmp_path):
     file = tmp_path / "bench.json"
-    results.write_json(file, {"old": 1})
+    results.write_result(file, {"old": 1})
     with pytest.raises(TypeError):
-        results.write_json(file, {"new": object()})
+        results.write_result(file, {"new": object()})
     assert json.loads(file.read_text()) == {"old": 1} and os.listdir(tmp_path) == ["bench.json"]
 
 
@@ -209,11 +252,18 @@ def test_one_that_does_not_take_the_dtype_has_that_as_its_reason():
         ({"device": "meta"}, UnsupportedInputError, "bench times cuda, cpu"),
         ({"dtype": "float8"}, InvalidInputError, "no dtype named"),
         ({"preset_name": "gpt"}, InvalidInputError, "no preset named"),
-        ({"tokens": "1,x"}, InvalidInputError, "tokens is no list of sizes"),
-        ({"tokens": ""}, InvalidInputError, "tokens is no list of sizes"),
-        ({"rank": "0"}, InvalidInputError, "rank is no list of sizes"),
+        ({"tokens": "1,x"}, InvalidInputError, "tokens is not a list of sizes"),
+        ({"tokens": ""}, InvalidInputError, "tokens is not a list of sizes"),
+        ({"rank": "0"}, InvalidInputError, "rank is not a list of sizes"),
         ({"mixes": "even"}, InvalidInputError, "no mix of adapters"),
-        ({"in_features": 8}, InvalidInputError, "allowed: both"),
+        ({"operations": "run_linar"}, InvalidInputError, "did you mean 'run_linear'"),
+        ({"operations": ","}, InvalidInputError, "no operations"),
+        (
+            {"operations": "run_qkv", "in_features": 8, "output_slices": "8"},
+            InvalidInputError,
+            "takes none of the layers",
+        ),
+        ({"in_features": 8}, InvalidInputError, "belong together"),
         ({"in_features": 0, "output_slices": "8"}, InvalidInputError, "sizes >= 1"),
         ({"preset_name": "smollm2", "in_features": 8}, InvalidInputError, "one of the three"),
         (
@@ -226,7 +276,7 @@ def test_one_that_does_not_take_the_dtype_has_that_as_its_reason():
         (
             {"backends": "torch_ref", "options": ["numba_cpu.batch_invariant=true"]},
             InvalidInputError,
-            "not among the contenders",
+            "which is no contender",
         ),
     ],
 )
@@ -267,9 +317,9 @@ def test_a_copy_that_was_slow_once_does_not_stand_for_the_device(monkeypatch):
         monkeypatch.setattr(module, "copy_clock", lambda: lambda: next(rates))
     cells = [CELL, Cell("o", 16, (8, 4), tokens=9, adapters=3, rank=2)]
     result = run([from_backend(get_backend("torch_ref", "cpu"))], cells)
-    assert [cell["copy_gb_per_s"] for cell in result["cells"]] == [20.0, 20.0]
+    assert [cell["copy_gb_per_s"] for cell in result["rows"]] == [20.0, 20.0]
     assert result["limits"]["copy_gb_per_s"] == 20.0
-    cell = result["cells"][0]
+    cell = result["rows"][0]
     assert cell["limit_us"] == pytest.approx(cell["bytes"] / 20e3, abs=1e-3)
 
 

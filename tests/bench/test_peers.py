@@ -89,7 +89,7 @@ def test_the_operators_are_called_as_they_want_to_be(install, meta):
     cell = Cell("qkv", 32, (16, 8, 8), tokens=6, adapters=3, rank=4)
     work = make_workload(cell, make_layers(cell, "cpu", torch.bfloat16))
     call = peer("vllm", CUDA, torch.bfloat16)(work)
-    check(call, work, reference(work.x, work.layers[0], work.batch))
+    check(call, work, reference(work))
     assert utils._LORA_A_PTR_DICT == {}  # addresses of an earlier cell's weights
 
 
@@ -213,7 +213,7 @@ def test_sglangs_operators_are_called_as_they_want_to_be(install_sglang, expand,
     cell = Cell("qkv", 32, (16, 8, 8), tokens=40, adapters=3, rank=4, mix=mix)
     work = make_workload(cell, make_layers(cell, "cpu", torch.bfloat16))
     call = peer("sglang", CUDA, torch.bfloat16)(work)
-    check(call, work, reference(work.x, work.layers[0], work.batch))
+    check(call, work, reference(work))
 
 
 def test_sglangs_kernels_of_another_rank_are_forgotten(install_sglang):
@@ -222,7 +222,7 @@ def test_sglangs_kernels_of_another_rank_are_forgotten(install_sglang):
     for rank in (4, 8, 4):
         cell = Cell("qkv", 32, (16, 8, 8), tokens=40, adapters=3, rank=rank)
         work = make_workload(cell, make_layers(cell, "cpu", torch.bfloat16))
-        check(bind(work), work, reference(work.x, work.layers[0], work.batch))
+        check(bind(work), work, reference(work))
 
 
 def test_without_sglang_there_is_a_reason():
@@ -239,7 +239,7 @@ def test_another_sglang_is_refused_by_what_differs(install_sglang):
         routes: torch.Tensor
 
     install_sglang(info=More)
-    with pytest.raises(UnsupportedInputError, match="sglang .* not as known here: .*routes"):
+    with pytest.raises(UnsupportedInputError, match="sglang .* have changed: .*routes"):
         peer("sglang", CUDA, torch.bfloat16)
     install_sglang(expand=narrow)
     with pytest.raises(UnsupportedInputError, match="too many positional arguments"):

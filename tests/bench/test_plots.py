@@ -21,11 +21,12 @@ def result(cells, names=("fast", "slow"), missing=()):
         row = {"bytes": cell.bytes_moved(4), "flop": cell.flop, "limit_us": 0.5, "results": found}
         rows.append(cell.describe() | row)
     return {
-        "environment": {"device": "a CPU", "date": "2026-01-01"},
+        "device": "a CPU",
+        "date": "2026-01-01",
         "dtype": "float32",
         "limits": {"copy_gb_per_s": 10.0, "gemm_gflop_per_s": 100.0},
         "contenders": {name: {} for name in names},
-        "cells": rows,
+        "rows": rows,
     }
 
 

@@ -1,15 +1,14 @@
-"""The scripts for a bare GPU machine, here on the CPU with another clock."""
+"""The script for an H200, here on the CPU, and the files of results."""
 
 import importlib
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from lora_backends.bench import read_result, summarize
 from lora_backends.errors import UnknownBackendError
 
 pytest.importorskip("triton")
@@ -17,32 +16,21 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
-def cpu_clock(call, num_layers, **_):
-    start = time.perf_counter()
-    for layer in range(num_layers):
-        call(layer)
-    return [(time.perf_counter() - start) / num_layers * 1e6] * 3
-
-
 @pytest.fixture
 def script(monkeypatch, tmp_path):
-    """Return a function that imports a script of benchmarks/ for the CPU and gives it arguments."""
+    """Return a function that runs benchmarks/h200.py on the CPU with some arguments."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "no GPU")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module("h200")
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(module, "O_PROJECTION", ("o", 16, (16,)))
 
-    def load(name, *arguments):
-        cells = importlib.import_module("h200_cells")
-        module = importlib.import_module(name)
-        monkeypatch.setattr(cells, "DEVICE", "cpu")
-        monkeypatch.setattr(module, "DEVICE", "cpu")
-        monkeypatch.setattr(cells, "graph_times", cpu_clock)
-        monkeypatch.setattr(cells, "O_PROJECTION", ("o", 16, (16,)))
-        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        return module
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["h200", *map(str, arguments)])
+        module.main()
 
-    return load
+    run.module = module
+    return run
 
 
 @pytest.fixture
@@ -57,98 +45,97 @@ def peers(tmp_path):
     return file
 
 
-def test_h200_cells_times_any_backend_with_options_and_writes_its_schema(
+def test_cells_times_any_backend_with_options_beside_the_peers(
     script, peers, monkeypatch, tmp_path
 ):
-    file = tmp_path / "out.json"
-    arguments = ["--peers", peers, "--output", file, "--option", "tile=8", "--option", "mode=auto"]
-    module = script("h200_cells", "--backend", "csgmv", *arguments)
-    asked = []
-    backend = module.create("torch_ref", {})
-    monkeypatch.setattr(module, "create", lambda *given: asked.append(given) or backend)
-    module.main()
-    found = json.loads(file.read_text())
+    file, asked = tmp_path / "out.json", []
+    backend = script.module.create("torch_ref", {})
+    monkeypatch.setattr(script.module, "create", lambda *given: asked.append(given) or backend)
+    options = ["--option", "tile=8", "--option", "mode=auto"]
+    script("cells", "--backend", "csgmv", "--peers", peers, "--output", file, *options)
+    found = read_result(file)
     assert asked == [("csgmv", {"tile": 8, "mode": "auto"})]
-    assert found["backend"] == "csgmv" and found["options"] == asked[0][1]
-    assert list(found["cells"][0]) == [
-        "projection", "active_adapters", "rank", "tokens", "mix", "limit_us", "best_peer_us",
-        "us", "efficiency",
-    ]  # fmt: skip
+    assert found["contenders"]["csgmv"]["options"] == asked[0][1]
+    for row in found["rows"]:
+        assert row["limit_us"] == 1.0 and row["best_peer_us"] == 9.0
+        one = row["results"]["csgmv"]
+        assert one["efficiency"] == pytest.approx(1 / one["us"], rel=1e-3)
     assert set(found["host_us"]) == {"run_linear", "prepare_batch", "prepare_batch_refill"}
     assert [row["active_adapters"] for row in found["mixed_ranks"]] == [8, 64]
-    assert found["summary"]["decode"]["cells"] == found["summary"]["prefill"]["cells"] == 1
+    assert found["summary"]["csgmv"]["cells"] == 2
 
 
-def test_h200_cells_keeps_what_was_measured_when_a_cell_fails(script, peers, monkeypatch, tmp_path):
-    module = script("h200_cells", "--backend", "torch_ref", "--peers", peers)
-    right = module.check
+def test_cells_keeps_the_others_when_a_cell_fails(script, peers, monkeypatch, tmp_path):
+    measuring = importlib.import_module("lora_backends.bench.measure")
+    right, file = measuring.check, tmp_path / "out.json"
 
     def check(call, work, expected):
         if work.batch.num_tokens == 300:
             raise RuntimeError("illegal address")
         right(call, work, expected)
 
-    monkeypatch.setattr(module, "check", check)
-    module.main()
-    found = json.loads((tmp_path / "h200_torch_ref.json").read_text())
-    assert found["summary"]["failed"][0]["error"] == "RuntimeError: illegal address"
-    assert found["summary"]["decode"]["cells"] == 1
+    monkeypatch.setattr(measuring, "check", check)
+    script("cells", "--backend", "torch_ref", "--peers", peers, "--output", file)
+    found = read_result(file)
+    assert [row["results"]["torch_ref"].get("error") for row in found["rows"]] == [
+        None,
+        "RuntimeError: illegal address",
+    ]
+    assert found["summary"]["torch_ref"]["cells"] == found["summary"]["torch_ref"]["errors"] == 1
 
 
-def test_h200_cells_makes_a_backend_that_is_not_registered_here(script, monkeypatch):
-    module = script("h200_cells")
+def test_a_backend_that_is_not_registered_comes_from_the_source_tree(script, monkeypatch):
     monkeypatch.setattr("lora_backends.registry.entry_points", lambda **_: [])
-    assert module.create("torch_ref", {}).name == "torch_ref"
+    assert script.module.create("torch_ref", {}).name == "torch_ref"
     with pytest.raises(UnknownBackendError):
-        module.create("nothing", {})
+        script.module.create("nothing", {})
 
 
-def test_h200_sweep_measures_keeps_the_other_sweeps_and_draws(script, monkeypatch, tmp_path):
+def test_a_sweep_keeps_the_other_sweeps_and_is_drawn(script, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "sweep.json"
-    given = ["--backends", "torch_ref", "--output", file]
-    module = script("h200_sweep", *given, "--sweep", "tokens")
+    given = ["sweep", "--backends", "torch_ref", "--output", file]
     small = {"active": [(8, 1), (8, 4)], "tokens": [(1, 2), (3, 2)], "adapters": [(6, 1), (6, 2)]}
-    monkeypatch.setattr(module, "SWEEPS", small)
-    monkeypatch.setattr(module, "preset", lambda name: ({"qkv": (8, (6, 3)), "o": (8, (8,))}, []))
-    module.main()
-    assert len(json.loads(file.read_text())["cells"]) == 4
-    script("h200_sweep", *given, "--sweep", "active", "--sweep", "adapters").main()
-    assert len(json.loads(file.read_text())["cells"]) == 12
-    script("h200_sweep", "--output", file, "--plot", tmp_path / "images").main()
+    monkeypatch.setattr(script.module, "SWEEPS", small)
+    widths = {"qkv": (8, (6, 3)), "o": (8, (8,))}
+    monkeypatch.setattr(script.module, "preset", lambda name: (widths, []))
+    script(*given, "--sweep", "tokens")
+    assert len(read_result(file)["rows"]) == 4
+    script(*given, "--sweep", "active", "--sweep", "adapters")
+    found = read_result(file)
+    assert len(found["rows"]) == found["summary"]["torch_ref"]["cells"] == 12
+    script("plot", tmp_path / "images", "--input", file)
     assert {one.name for one in (tmp_path / "images").iterdir()} == {
         f"h200_sweep_{name}.svg" for name in small
     }
 
 
 def test_the_full_sweep_has_its_cells(script):
-    module = script("h200_sweep")
-    cells = module.sweep_cells(module.SWEEPS)
+    cells = script.module.sweep_cells(script.module.SWEEPS)
     assert {c.tokens for c in cells if c.adapters == 8} >= {1, 3, 777, 16384}
     assert {c.adapters for c in cells if c.tokens == 512} >= {1, 64, 512}
     assert {c.adapters for c in cells if c.tokens == 256} == {1, 4, 8, 16, 64, 256}
 
 
-def test_it_runs_with_torch_alone(tmp_path):
-    code = (
-        "import runpy, sys\n"
-        "for name in ('pydantic', 'pydantic_settings', 'typer', 'rich', 'matplotlib'):\n"
-        "    sys.modules[name] = None\n"
-        "runpy.run_module('lora_backends.bench', run_name='__main__')\n"
-    )
-    file = tmp_path / "new" / "bench.json"
-    arguments = "--in-features 16 --output-slices 8,4 --tokens 3 --rank 2 --backends torch_ref"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments.split(), "--device", "cpu", "--json", str(file)],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(file.read_text())["cells"][0]["results"]["torch_ref"]["us"] > 0
+def test_memory_takes_the_median_of_each_kernel_and_stack(script, monkeypatch, tmp_path):
+    file = tmp_path / "memory.json"
+    launches = [
+        {"Kernel Name": f"{kernel}_kernel", "Metric Value": f"{width},{run:03}"}
+        for width in script.module.WIDTHS
+        for run in range(3)
+        for kernel in ("shrink", "expand")
+    ]
+    monkeypatch.setattr(script.module, "profile", lambda names: launches)
+    script("memory", "--backends", "triton", "--output", file)
+    rows = [(r["max_rank"], r["kernel"], r["bytes_read"]) for r in read_result(file)["rows"]]
+    assert rows == [
+        (8, "shrink", 8001), (8, "expand", 8001), (64, "shrink", 64001), (64, "expand", 64001),
+    ]  # fmt: skip
 
 
-def test_a_wrong_request_is_status_2_without_a_traceback(monkeypatch, capsys, tmp_path):
-    main = importlib.import_module("lora_backends.bench.__main__").main
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["bench", "--preset", "nothing"])
-    assert main() == 2
-    assert capsys.readouterr().err.startswith("error: no preset named 'nothing'")
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("*.json")))
+def test_every_result_file_has_the_one_format(file):
+    found = read_result(file)
+    assert found["rows"] and {"device", "versions", "date", "method", "summary"} <= set(found)
+    if "contenders" in found:
+        assert found["summary"] == summarize(found)

@@ -3,8 +3,6 @@
 import engines
 import pytest
 
-from lora_backends.csgmv import CsgmvBackend
-
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
@@ -14,8 +12,3 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def device():
     return engines.device_or_skip()
-
-
-@pytest.fixture(params=[16, 64, "auto"])
-def backend(device, request):
-    return CsgmvBackend(device, segment_size=request.param)

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 
 from lora_backends.errors import LoRABackendError
 from lora_backends.hf import MultiLoRAModel, siblings
-from lora_backends.hf.hooks import RUNNING
+from lora_backends.hf.running import RUNNING
 from lora_backends.torch_ref import TorchRefBackend
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -191,7 +191,6 @@ def test_inputs_of_any_layout_give_the_same(make, operations, bias):
     layouts = [
         lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
         lambda x: torch.stack([x, x], -1)[..., 0],
-        lambda x: x.reshape(15, 16),
     ]
     with model.prepare(ROWS, tokens=5) as step, model.using(step), torch.no_grad():
         original = torch.randn(3, 5, 16)
@@ -206,37 +205,18 @@ def test_inputs_of_any_layout_give_the_same(make, operations, bias):
             assert operations == ["run_qkv", "run_linear"]
 
 
-def test_an_engine_that_repeats_is_given_rows_as_they_are(make):
-    """What it cannot repeat it is given as rows, and only its own run_linear may be skipped."""
-    repeated, rows = [], []
+def test_an_engine_is_given_rows_once_for_every_group_and_module(make):
+    rows = []
 
-    class Repeating(TorchRefBackend):
-        willing = False
-
+    class Noting(TorchRefBackend):
         def run_linear(self, x, weights, plan, base_output=None):
-            rows.append(x.shape)
-            return super().run_linear(x, weights, plan, base_output)
-
-        def _repeat_linear(self, x, weights, plan, base_output, keep=False):
-            if x.ndim == 3 and self.willing:
-                repeated.append((x.shape, base_output.shape))
-                self.run_linear(x.flatten(0, 1), weights, plan, base_output.flatten(0, 1))
-                return True
-            return False
-
-    class Inheriting(Repeating):
-        def run_linear(self, x, weights, plan, base_output=None):
+            rows.append((x.ndim, base_output.ndim))
             return super().run_linear(x, weights, plan, base_output)
 
     expected, calls = logits(make()), 4 * len(make().base.model.layers)
-    for kind, willing in ((Repeating, False), (Repeating, True), (Inheriting, True)):
-        repeated.clear()
-        rows.clear()
-        backend = kind()
-        backend.willing = willing
-        torch.testing.assert_close(logits(make(backend=backend)), expected)
-        assert len(rows) == calls and all(len(shape) == 2 for shape in rows)
-        assert len(repeated) == (calls if willing and kind is Repeating else 0)
+    rows.clear()
+    torch.testing.assert_close(logits(make(backend=Noting())), expected)
+    assert rows == [(2, 2)] * calls
 
 
 def test_nothing_is_kept_after_an_error_or_a_call(make):

@@ -5,11 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 from hypothesis.statistics import collector
 
 from lora_backends import InvalidInputError
-from lora_backends.testing import EDGES, GuardedOutput, LoRACase, case_from, lora_cases
+from lora_backends.testing import GuardedOutput, LoRACase, case_from
 from lora_backends.testing.inputs import same_bits
+from lora_backends.testing.kinds import KINDS
 
 QUICK = settings(max_examples=60, deadline=None, database=None)
 CASE = LoRACase(
@@ -29,7 +31,7 @@ CASE = LoRACase(
 
 
 @QUICK
-@given(lora_cases(values="either"))
+@given(st.one_of([kind.strategy(values="either") for kind in KINDS.values()]))
 def test_a_case_is_read_back_from_its_text(case):
     assert case_from(repr(case)) == case
 
@@ -87,7 +89,7 @@ def test_a_write_beside_the_view_is_noticed():
             guarded.assert_untouched()
 
 
-def drawn_edges(run_seed):
+def drawn_edges(kind, run_seed):
     """Return how often each edge was an event of one run of 150 cases, as Hypothesis counts."""
     cases = []
 
@@ -103,7 +105,7 @@ def drawn_edges(run_seed):
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(lora_cases())
+    @given(kind.strategy())
     def draw(case):
         pass
 
@@ -113,6 +115,7 @@ def drawn_edges(run_seed):
 
 
 @pytest.mark.parametrize("run_seed", [0, 1, 2])
-def test_every_edge_is_drawn(run_seed):
-    counts = drawn_edges(run_seed)
-    assert {edge for edge in EDGES if counts[edge] < 2} == set()
+@pytest.mark.parametrize("kind", KINDS.values(), ids=[kind.__name__ for kind in KINDS])
+def test_every_edge_is_drawn(kind, run_seed):
+    counts = drawn_edges(kind, run_seed)
+    assert {edge for edge in kind.edges if counts[edge] < 2} == set()

@@ -23,6 +23,7 @@ from lora_backends.testing import (
     suite,
     verify,
 )
+from lora_backends.testing.kinds import KINDS
 
 CLI = "from lora_backends.cli import main; main()"
 
@@ -67,9 +68,8 @@ def test_the_default_profile_makes_few_launches(full_run):
 
 
 def test_the_default_profile_stands_on_every_edge_many_times(full_run):
-    from lora_backends.testing import EDGES
-
-    assert {edge for edge in EDGES if full_run[1].edges.get(edge, 0) < 20} == set()
+    every = [edge for kind in KINDS.values() for edge in kind.edges]
+    assert {edge for edge in every if full_run[1].edges.get(edge, 0) < 20} == set()
 
 
 def test_what_does_not_apply_says_why(full_run):

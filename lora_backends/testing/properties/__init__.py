@@ -7,6 +7,7 @@ from lora_backends.testing.properties import (  # noqa: I001  the order of the r
     algebra,
     plans,
     errors,
+    experts,
     device,
 )
 from lora_backends.testing.properties.core import PROPERTIES, Property
@@ -17,6 +18,7 @@ __all__ = [
     "algebra",
     "device",
     "errors",
+    "experts",
     "plans",
     "relations",
     "results",

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 from lora_backends.backend import LoRABackend
 from lora_backends.testing.cases import LoRACase
+from lora_backends.testing.kinds import Case
 
-Check: TypeAlias = Callable[[LoRABackend, LoRACase], None]
+Check: TypeAlias = Callable[[LoRABackend, Any], None]  # of a case of the property's kind
 Requirement: TypeAlias = Callable[[LoRABackend], str | None]
 
 EXACT = "bit for bit"
@@ -27,7 +28,8 @@ class Property:
     agreement: str  # EXACT, BOUNDED or BY_CLAIM
     check: Check  # raises AssertionError on a case that breaks the rule
     examples: int  # cases drawn by the default profile
-    cases: Mapping[str, Any] = field(default_factory=dict)  # arguments of `lora_cases`
+    kind: type[Case] = LoRACase  # of the cases
+    cases: Mapping[str, Any] = field(default_factory=dict)  # arguments of the kind's strategy
     requires: tuple[Requirement, ...] = ()  # each returns why it does not apply, or None
 
     def not_applicable(self, backend: LoRABackend) -> str | None:
@@ -46,6 +48,7 @@ def prop(
     agreement: str = EXACT,
     examples: int = 25,
     requires: tuple[Requirement, ...] = (),
+    kind: type[Case] = LoRACase,
     **cases: Any,
 ) -> Callable[[Check], Check]:
     """Register a check as a property under the name of its function.
@@ -55,7 +58,8 @@ def prop(
         agreement: EXACT, BOUNDED or BY_CLAIM.
         examples: cases drawn by the default profile.
         requires: what has to hold for the property to apply.
-        cases: arguments of `lora_cases`, e.g. ``num_slices=3``.
+        kind: of the cases.
+        cases: arguments of the kind's strategy, e.g. ``num_slices=3``.
 
     Returns:
         A decorator that returns the check unchanged.
@@ -65,7 +69,7 @@ def prop(
         name = check.__name__
         if name in PROPERTIES:
             raise ValueError(f"there are two properties named {name!r}")
-        PROPERTIES[name] = Property(name, rule, agreement, check, examples, cases, requires)
+        PROPERTIES[name] = Property(name, rule, agreement, check, examples, kind, cases, requires)
         return check
 
     return register
@@ -89,3 +93,10 @@ def no_interpreter(backend: LoRABackend) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter runs one kernel at a time and copies whole storages"
     return None
+
+
+def cuda_graphs(backend: LoRABackend) -> str | None:
+    """Require a CUDA device and `LoRABackend.cuda_graphs`."""
+    if backend.device.type != "cuda":
+        return f"graphs are captured on CUDA devices, not on {backend.device.type}"
+    return None if backend.cuda_graphs else "the backend does not claim that it can be captured"

@@ -12,7 +12,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.testing.assertions import assert_close
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs
-from lora_backends.testing.properties.core import BY_CLAIM, EXACT, no_interpreter, prop
+from lora_backends.testing.properties.core import BY_CLAIM, EXACT, cuda_graphs, no_interpreter, prop
 from lora_backends.testing.properties.plans import composed, compositions, device_tensors
 from lora_backends.testing.properties.runs import assert_agree, expected, linear
 
@@ -97,13 +97,6 @@ def _spread(tensor: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
     inner = tensor[0].contiguous()
     strides = (HALF // (tensor.shape[0] - 1), *inner.stride())
     return storage.as_strided(tensor.shape, strides, HALF + ROOM).copy_(tensor)
-
-
-def cuda_graphs(backend: LoRABackend) -> str | None:
-    """Require a CUDA device and `LoRABackend.cuda_graphs`."""
-    if backend.device.type != "cuda":
-        return f"graphs are captured on CUDA devices, not on {backend.device.type}"
-    return None if backend.cuda_graphs else "the backend does not claim that it can be captured"
 
 
 def _capture(

@@ -10,11 +10,13 @@ import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
-from lora_backends.checks import dtype_name
+from lora_backends.dtypes import dtype_name
 from lora_backends.errors import InvalidInputError, LoRABackendError, UnsupportedInputError
+from lora_backends.operations import OPERATIONS, Operation
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs, bits
 from lora_backends.testing.properties.core import EXACT, prop
+from lora_backends.testing.properties.runs import operations_for, run
 from lora_backends.weights import LoRAWeights
 
 BadCall: TypeAlias = tuple[str, type[LoRABackendError], Callable[[torch.Tensor], object]]
@@ -54,7 +56,8 @@ def _bad_calls(backend: LoRABackend, inputs: LoRAInputs) -> Iterator[BadCall]:
     tokens, width = inputs.x.shape
     x = torch.ones(tokens, width, dtype=inputs.x.dtype, device=inputs.x.device)
     yield from _bad_rows(backend, weights, plan, x)
-    yield from _bad_bases(backend, weights, plan, x)
+    for operation in operations_for(weights):
+        yield from _bad_bases(backend, operation, inputs, plan)
     if isinstance(getattr(plan, "num_tokens", None), int):  # a plan that tells its size
         yield from _bad_plans(backend, inputs, plan, x)
     ids = torch.full((tokens,), width, device=x.device)
@@ -70,12 +73,7 @@ def _bad_calls(backend: LoRABackend, inputs: LoRAInputs) -> Iterator[BadCall]:
         InvalidInputError,
         lambda base: backend.run_lora_b(h, weights, plan, base),
     )
-    if weights.num_slices != 3:
-        yield (
-            f"run_qkv of {weights.num_slices} slices",
-            InvalidInputError,
-            lambda base: backend.run_qkv(x, weights, plan, base),
-        )
+    yield from _bad_slices(backend, inputs, plan)
     foreign = next((d for d in _ALL_DTYPES if d not in backend.dtypes), None)
     if foreign is not None:
         other = dataclasses.replace(
@@ -112,6 +110,17 @@ def _bad_plans(
     )
 
 
+def _bad_slices(backend: LoRABackend, inputs: LoRAInputs, plan: object) -> Iterator[BadCall]:
+    """Yield operations that demand another number of slices."""
+    for operation in OPERATIONS:
+        if operation.num_slices not in (None, inputs.weights.num_slices):
+            yield (
+                f"{operation.name} of {inputs.weights.num_slices} slices",
+                InvalidInputError,
+                lambda base, operation=operation: run(backend, operation, inputs, plan, base),  # type: ignore[misc]
+            )
+
+
 _ALL_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -137,19 +146,20 @@ def _bad_rows(
 
 
 def _bad_bases(
-    backend: LoRABackend, weights: LoRAWeights, plan: object, x: torch.Tensor
+    backend: LoRABackend, operation: Operation, inputs: LoRAInputs, plan: object
 ) -> Iterator[BadCall]:
-    """Yield calls with a wrong base_output."""
+    """Yield calls of an operation with a wrong base_output."""
     wrong: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "a base_output with too few rows": lambda base: base[1:],
         "a base_output too narrow": lambda base: base[:, 1:],
         "a base_output whose rows overlap": lambda base: base[:1].expand(base.shape),
         "a base_output of integers' dtype": lambda base: base.to(torch.int32),
     }
+    weights = inputs.weights
+    h = torch.zeros(weights.num_slices, len(inputs.x), weights.max_rank, device=inputs.x.device)
     for what, spoil in wrong.items():
-        error = UnsupportedInputError if "dtype" in what else InvalidInputError
         yield (
-            what,
-            error,
-            lambda base, spoil=spoil: backend.run_linear(x, weights, plan, spoil(base)),  # type: ignore[misc]
+            f"{what}, given to {operation.name}",
+            UnsupportedInputError if "dtype" in what else InvalidInputError,
+            lambda base, spoil=spoil: run(backend, operation, inputs, plan, spoil(base), h),  # type: ignore[misc]
         )

@@ -10,7 +10,7 @@ from lora_backends.testing import oracles
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import GuardedOutput, LoRAInputs, bits, same_bits
 from lora_backends.testing.properties.core import prop
-from lora_backends.testing.properties.runs import OPERATIONS, given_h, linear, operations_for
+from lora_backends.testing.properties.runs import given_h, linear, operations_for, run
 
 
 @prop("The result is [num_tokens, out_features] of the promised dtype.", examples=20)
@@ -19,13 +19,13 @@ def results_have_the_promised_shape_and_dtype(backend: LoRABackend, case: LoRACa
     inputs = case.build(backend.device)
     plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
     shape = (case.num_tokens, sum(case.output_slices))
-    for name in operations_for(inputs.weights):
+    for operation in operations_for(inputs.weights):
         base = inputs.new_base()
-        y = OPERATIONS[name](backend, inputs, h, plan, None if base is None else base.view)
+        y = run(backend, operation, inputs, plan, None if base is None else base.view, h)
         dtype = case.base or case.dtype
         if tuple(y.shape) != shape or y.dtype != dtype or y.device != backend.device:
             raise AssertionError(
-                f"{name} returned {list(y.shape)} {y.dtype} on {y.device}, "
+                f"{operation.name} returned {list(y.shape)} {y.dtype} on {y.device}, "
                 f"not {list(shape)} {dtype} on {backend.device}"
             )
 
@@ -35,11 +35,13 @@ def base_output_is_returned_itself(backend: LoRABackend, case: LoRACase) -> None
     """The object given is the object returned."""
     inputs = case.build(backend.device)
     plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
-    for name in operations_for(inputs.weights):
+    for operation in operations_for(inputs.weights):
         base = inputs.new_base()
         assert base is not None
-        if OPERATIONS[name](backend, inputs, h, plan, base.view) is not base.view:
-            raise AssertionError(f"{name} returned another tensor than the base_output given")
+        if run(backend, operation, inputs, plan, base.view, h) is not base.view:
+            raise AssertionError(
+                f"{operation.name} returned another tensor than the base_output given"
+            )
 
 
 @prop("Nothing outside the view that base_output is gets written.", examples=25, base=True)
@@ -47,10 +49,10 @@ def only_the_view_is_written(backend: LoRABackend, case: LoRACase) -> None:
     """Guard rows and columns around y keep their sentinels."""
     inputs = case.build(backend.device)
     plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
-    for name in operations_for(inputs.weights):
+    for operation in operations_for(inputs.weights):
         base = inputs.new_base()
         assert base is not None
-        OPERATIONS[name](backend, inputs, h, plan, base.view)
+        run(backend, operation, inputs, plan, base.view, h)
         base.assert_untouched()
 
 
@@ -67,15 +69,16 @@ def untouched_elements_keep_their_bits(backend: LoRABackend, case: LoRACase) -> 
     kept = ~oracles.touched(inputs.weights, inputs.batch)
     values = _odd_values(inputs.base.cpu(), kept).to(backend.device)
     before = bits(values)
-    for name in operations_for(inputs.weights):
+    for operation in operations_for(inputs.weights):
         base = GuardedOutput(values, case.base_pad)
-        OPERATIONS[name](backend, inputs, h, plan, base.view)
+        run(backend, operation, inputs, plan, base.view, h)
         changed = (bits(base.view) != before) & kept
         if bool(changed.any()):
             token, column = (int(i) for i in changed.nonzero()[0])
             where = inputs.location(token, inputs.slice_of(column))
             raise AssertionError(
-                f"{name} changed y[{token}, {column}], which keeps base_output:\n  {where}\n"
+                f"{operation.name} changed y[{token}, {column}], which keeps base_output:\n"
+                f"  {where}\n"
                 f"  before {values[token, column].item()!r}\n"
                 f"  after  {base.view[token, column].item()!r}"
             )
@@ -97,10 +100,10 @@ def rows_start_from_zero(backend: LoRABackend, case: LoRACase) -> None:
     inputs = case.build(backend.device)
     plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
     kept = ~oracles.touched(inputs.weights, inputs.batch)
-    for name in operations_for(inputs.weights):
-        y = OPERATIONS[name](backend, inputs, h, plan, None).detach().cpu()
+    for operation in operations_for(inputs.weights):
+        y = run(backend, operation, inputs, plan, None, h).detach().cpu()
         if bool((y[kept] != 0).any()):
-            raise AssertionError(f"{name} returned other than 0 where nothing is added")
+            raise AssertionError(f"{operation.name} returned other than 0 where nothing is added")
 
 
 @prop("x, the weights, token_ids, h and the batch are not modified.", examples=20)
@@ -113,10 +116,10 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
     backend.run_lora_a(inputs.x, inputs.weights, plan)
     for operation in operations_for(inputs.weights):
         base = inputs.new_base()
-        OPERATIONS[operation](backend, inputs, h, plan, None if base is None else base.view)
+        run(backend, operation, inputs, plan, None if base is None else base.view, h)
         for name, tensor in _arguments(inputs, h).items():
             if not torch.equal(bits(tensor), before[name]):
-                raise AssertionError(f"run_lora_a or {operation} modified {name}")
+                raise AssertionError(f"run_lora_a or {operation.name} modified {name}")
 
 
 def _arguments(inputs: LoRAInputs, h: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -160,9 +163,9 @@ def batches_without_work_change_nothing(backend: LoRABackend, case: LoRACase) ->
         h = backend.run_lora_a(quiet.x, quiet.weights, plan)
         if bool((h != 0).any()):
             raise AssertionError("run_lora_a returned other than 0 without any adapter")
-        for name in operations_for(quiet.weights):
+        for operation in operations_for(quiet.weights):
             base = quiet.new_base()
-            y = OPERATIONS[name](backend, quiet, h, plan, None if base is None else base.view)
+            y = run(backend, operation, quiet, plan, None if base is None else base.view, h)
             wanted = torch.zeros_like(y) if quiet.base is None else quiet.base
             if not same_bits(y, wanted):
-                raise AssertionError(f"{name} changed y in a batch without any adapter")
+                raise AssertionError(f"{operation.name} changed y in a batch without any adapter")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
-from lora_backends.checks import accumulator_dtype
+from lora_backends.dtypes import accumulator_dtype
+from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_bits, assert_same_values
 from lora_backends.testing.cases import LoRACase
@@ -18,30 +18,30 @@ from lora_backends.testing.inputs import LoRAInputs, guarded
 from lora_backends.testing.oracles import Expected
 from lora_backends.weights import LoRAWeights
 
-Operation: TypeAlias = Callable[
-    [LoRABackend, LoRAInputs, torch.Tensor, Any, torch.Tensor | None], torch.Tensor
-]
 
-OPERATIONS: dict[str, Operation] = {
-    "run_linear": lambda b, i, h, plan, base: b.run_linear(i.x, i.weights, plan, base),
-    "run_lora_b": lambda b, i, h, plan, base: b.run_lora_b(h, i.weights, plan, base),
-    "run_embedding": lambda b, i, h, plan, base: b.run_embedding(
-        i.token_ids, i.weights, plan, base
-    ),
-    "run_logits": lambda b, i, h, plan, base: b.run_logits(i.x, i.weights, plan, base),
-    "run_qkv": lambda b, i, h, plan, base: b.run_qkv(i.x, i.weights, plan, base),
-    "run_gate_up": lambda b, i, h, plan, base: b.run_gate_up(i.x, i.weights, plan, base),
-}
-"""Every operation that returns y: (backend, inputs, h, plan, base_output) to y."""
-
-_SLICES = {"run_qkv": 3, "run_gate_up": 2}
-
-
-def operations_for(weights: LoRAWeights) -> list[str]:
-    """Return the operations that take a layer with as many slices."""
+def operations_for(weights: LoRAWeights) -> list[Operation]:
+    """Return the operations that return y and take this layer, by its number of slices."""
     return [
-        name for name in OPERATIONS if _SLICES.get(name, weights.num_slices) == weights.num_slices
+        operation
+        for operation in OPERATIONS
+        if operation.result == "y"
+        and operation.is_dense
+        and operation.num_slices in (None, weights.num_slices)
     ]
+
+
+def run(
+    backend: LoRABackend,
+    operation: Operation,
+    inputs: LoRAInputs,
+    plan: Any,
+    base_output: torch.Tensor | None,
+    h: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return y of an operation; `h` is read by operations that take one."""
+    first = {Input.ROWS: inputs.x, Input.TOKEN_IDS: inputs.token_ids, Input.H: h}[operation.input]
+    y: torch.Tensor = getattr(backend, operation.name)(first, inputs.weights, plan, base_output)
+    return y
 
 
 def intermediate(backend: LoRABackend, inputs: LoRAInputs) -> torch.dtype:
@@ -57,7 +57,7 @@ def linear(
         plan = backend.prepare_batch(inputs.batch)
     base = inputs.new_base()
     view = None if base is None else base.view
-    return OPERATIONS[name](backend, inputs, torch.empty(0, device="cpu"), plan, view)
+    return run(backend, BY_NAME[name], inputs, plan, view)
 
 
 def expected(backend: LoRABackend, inputs: LoRAInputs) -> Expected:

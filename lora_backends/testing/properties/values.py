@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_backends.backend import LoRABackend
-from lora_backends.checks import accumulator_dtype
+from lora_backends.dtypes import accumulator_dtype
+from lora_backends.operations import OPERATIONS, Operation
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases import LoRACase
@@ -108,36 +109,23 @@ def two_steps_equal_run_linear(backend: LoRABackend, case: LoRACase) -> None:
         assert_close(y, wanted, inputs)
 
 
-def _check_variant(backend: LoRABackend, case: LoRACase, name: str) -> None:
-    inputs = case.build(backend.device)
-    y = linear(backend, inputs, name=name)
-    assert_right(y, expected(backend, inputs), inputs, case.is_integer)
+def _register_case_of(operation: Operation) -> None:
+    """Add the property that an operation computes what the one does that it is a case of."""
+
+    def check(backend: LoRABackend, case: LoRACase) -> None:
+        inputs = case.build(backend.device)
+        y = linear(backend, inputs, name=operation.name)
+        assert_right(y, expected(backend, inputs), inputs, case.is_integer)
+
+    check.__name__ = f"{operation.name}_is_right"
+    slices = f" of {operation.num_slices} slices" if operation.num_slices else ""
+    rule = f"{operation.name} is {operation.same_as}{slices}."
+    prop(rule, values="either", num_slices=operation.num_slices, agreement=BY_CLAIM)(check)
 
 
-@prop("run_qkv is run_linear of three slices.", values="either", num_slices=3, agreement=BY_CLAIM)
-def run_qkv_is_right(backend: LoRABackend, case: LoRACase) -> None:
-    """Against the same oracle."""
-    _check_variant(backend, case, "run_qkv")
-
-
-@prop("run_gate_up is run_linear of two slices.", values="either", num_slices=2, agreement=BY_CLAIM)
-def run_gate_up_is_right(backend: LoRABackend, case: LoRACase) -> None:
-    """Against the same oracle."""
-    _check_variant(backend, case, "run_gate_up")
-
-
-@prop(
-    "run_logits is run_linear over the sampled rows.",
-    values="either",
-    agreement=BY_CLAIM,
-    num_slices=1,
-)
-def run_logits_is_right(backend: LoRABackend, case: LoRACase) -> None:
-    """With a plan made for the sampled rows."""
-    inputs = case.build(backend.device)
-    sampled = inputs.select(range(0, case.num_tokens, 2))
-    y = linear(backend, sampled, name="run_logits")
-    assert_right(y, expected(backend, sampled), sampled, case.is_integer)
+for _operation in OPERATIONS:
+    if _operation.same_as:
+        _register_case_of(_operation)
 
 
 @prop(

@@ -1,0 +1,37 @@
+"""Devices: from text to `torch.device`, and whether this machine has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lora_backends.errors import InvalidInputError
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    """Return the device as its tensors name it: "cuda" gets its number, "cpu:0" loses it."""
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInputError(
+            f"no such device\n  given: {device!r}\n  allowed: cpu, cuda, cuda:N, ...\n  {error}"
+        ) from error
+    if parsed.type == "cpu":
+        return torch.device("cpu")  # tensors on "cpu:0" say "cpu"
+    if parsed.type == "cuda" and parsed.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return parsed
+
+
+def device_reasons(name: str, device_types: Sequence[str], device: torch.device | str) -> list[str]:
+    """Return why a backend for `device_types` cannot run on `device`; [] if it can."""
+    parsed = as_device(device)
+    reasons = []
+    if parsed.type not in device_types:
+        reasons.append(f"{name} runs on {', '.join(device_types)}, not on {parsed.type}.")
+    if parsed.type == "cuda" and not torch.cuda.is_available():
+        reasons.append("torch finds no CUDA or ROCm device here.")
+    elif parsed.type == "cuda" and parsed.index >= torch.cuda.device_count():
+        reasons.append(f"there is no {parsed}; torch finds {torch.cuda.device_count()} device(s).")
+    return reasons

@@ -1,0 +1,1 @@
+"""The way from a public method to an engine's: trace, check, look for a cached call, run."""

@@ -1,0 +1,180 @@
+"""Cached calls: what an engine keeps on a plan to repeat a call with little host time.
+
+In a model every layer meets the same plan in every step. An engine that launches kernels stores,
+after its first run, a `CachedCall` that holds the compiled kernels and all of their arguments but
+the addresses of x and y. Dispatch finds it for a call of the same kind, which has then passed
+every check: what the checks depend on is part of the key, or is compared in `CallCache.find`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.ordinary import addresses_of, lies_on, requires_gradient
+from lora_backends.plan import LoRAPlan
+from lora_backends.weights import LoRAWeights, extent_of
+
+MOST_LAYERS = 4096
+"""Layers and operations that a plan keeps calls of."""
+
+MOST_KINDS = 8
+"""Calls of one layer that differ in strides, dtypes or alignment; beyond, the oldest goes."""
+
+
+class CachedCall(Protocol):
+    """One call of an engine, ready to be repeated with other values of x and y."""
+
+    def run(self, x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
+        """Add to y, or return False where nothing was written and the method has to run.
+
+        The layer's tensors lie where they lay when the call was stored; their values, and the
+        plan's, may have changed. It is the engine that knows whether its tile sizes have.
+        """
+
+
+class _Entry:
+    """One stored call, and what another call must have in common with it."""
+
+    __slots__ = ("addresses", "apart", "call", "kind", "x_extent", "y_extent")
+
+    def __init__(
+        self, call: CachedCall, x: torch.Tensor, weights: LoRAWeights, y: torch.Tensor
+    ) -> None:
+        self.call = call
+        self.kind = _kind_of(x, x.data_ptr(), y, y.data_ptr())
+        self.x_extent, self.y_extent = extent_of(x), extent_of(y)  # bytes, first to last element
+        self.addresses = addresses_of(weights)  # to notice that a tensor of the layer has moved
+        self.apart = (0, 0)  # addresses of x and y that were last found apart
+
+    def is_apart(self, weights: LoRAWeights, x_first: int, y_first: int) -> bool:
+        """Return whether y overlaps neither x nor the layer; an allocator repeats addresses."""
+        if self.apart == (x_first, y_first):
+            return True
+        y_end = y_first + self.y_extent
+        if x_first < y_end and y_first < x_first + self.x_extent:
+            return False
+        if lies_on(self.addresses, weights.extents, y_first, y_end):
+            return False
+        self.apart = (x_first, y_first)
+        return True
+
+
+def _kind_of(x: torch.Tensor, x_first: int, y: torch.Tensor, y_first: int) -> tuple[Any, ...]:
+    """Return all that checks and compiled kernels depend on besides the layer."""
+    return (
+        x.shape,
+        x.is_contiguous() or x.stride(),  # strides take longer to read
+        x.dtype,
+        x.device,
+        y.shape,
+        y.is_contiguous() or y.stride(),
+        y.dtype,
+        y.device,
+        (x_first | y_first) & 15 and (x_first & 15 == 0, y_first & 15 == 0),
+    )
+
+
+class CallCache:
+    """The cached calls of one plan."""
+
+    def __init__(self) -> None:
+        # by operation, backend and layer; a handle stands for one object while the process lives
+        self._calls: dict[tuple[str, int, int], list[_Entry]] = {}
+
+    def find(
+        self,
+        operation: str,
+        backend: Engine,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        y: torch.Tensor,
+    ) -> CachedCall | None:
+        """Return the call that these arguments repeat, or None; they need not be checked.
+
+        Where one is found, every check would pass. Checks of the layer and of the kind have passed
+        before; addresses, lazy negations and gradients may differ from call to call.
+        """
+        if (
+            type(x) is not torch.Tensor
+            or type(y) is not torch.Tensor
+            or type(weights) is not LoRAWeights
+        ):
+            return None
+        entries = self._calls.get((operation, backend.handle, weights.handle))
+        if entries is None:
+            return None
+        try:
+            x_first, y_first = x.data_ptr(), y.data_ptr()
+            kind = _kind_of(x, x_first, y, y_first)
+        except RuntimeError:  # a sparse tensor has no strides
+            return None
+        for entry in entries:
+            if entry.kind == kind:
+                break
+        else:
+            return None
+        if (
+            entry.addresses != addresses_of(weights)
+            or not entry.is_apart(weights, x_first, y_first)
+            or x.is_neg()
+            or y.is_neg()
+            or (torch.is_grad_enabled() and requires_gradient(weights, x, y))
+        ):
+            return None
+        return entry.call
+
+    def store(
+        self,
+        operation: str,
+        backend: Engine,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        y: torch.Tensor,
+        call: CachedCall,
+    ) -> None:
+        """Keep a call for arguments of this kind; a full cache is emptied first.
+
+        Call it from a method of the interface, whose arguments are checked.
+        """
+        if len(self._calls) >= MOST_LAYERS:
+            self._calls.clear()
+        stored = _Entry(call, x, weights, y)
+        key = operation, backend.handle, weights.handle
+        others = [entry for entry in self._calls.get(key, ()) if entry.kind != stored.kind]
+        self._calls[key] = [*others[-(MOST_KINDS - 1) :], stored]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._calls.values()))
+
+
+@dataclass(eq=False)
+class CachingPlan(LoRAPlan):
+    """A plan whose engine stores calls."""
+
+    call_cache: CallCache = field(default_factory=CallCache, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"call_cache": CallCache()}  # addresses die with a copy
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def stores_calls(method: _Method) -> _Method:
+    """Mark an engine's method that stores calls, so that dispatch looks for them before it runs.
+
+    The mark is the function itself, since `functools.wraps` copies attributes: an override that
+    adds to what it inherits is not marked, and always runs.
+    """
+    method.stores_calls = method  # type: ignore[attr-defined]
+    return method
+
+
+def marked_to_store_calls(method: Callable[..., Any]) -> bool:
+    """Return whether a method is marked by `stores_calls`."""
+    return getattr(method, "stores_calls", None) is method

@@ -1,0 +1,71 @@
+"""What dispatch asks of a backend and of a layer, of whatever class they are."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Engine(Protocol):
+    """The attributes of a `LoRABackend` that checks and torch's library look at."""
+
+    @property
+    def name(self) -> str:
+        """For error messages."""
+
+    @property
+    def handle(self) -> int:
+        """An int that stands for the engine in a traced program."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors have to be."""
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of x, the weights and base_output."""
+
+    @property
+    def plan_type(self) -> type[Any]:
+        """What `prepare_batch` returns."""
+
+    @property
+    def routing_type(self) -> type[Any]:
+        """What `prepare_experts` returns."""
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients flow."""
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether a CUDA graph may capture its calls."""
+
+    @property
+    def storing(self) -> frozenset[str]:
+        """Operations whose calls the engine stores on its plans."""
+
+
+class Layer(Protocol):
+    """The sizes and tensors that every kind of weights has."""
+
+    @property
+    def lora_a(self) -> torch.Tensor:
+        """The A of every slot."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of A and B."""
+
+    @property
+    def num_slots(self) -> int:
+        """Adapters that there is room for."""
+
+    @property
+    def out_features(self) -> int:
+        """Width of y."""
+
+    @property
+    def handle(self) -> int:
+        """An int that stands for the layer in a traced program."""

@@ -1,0 +1,199 @@
+"""The guards of experts: of making a routing, and of running on one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lora_backends.dispatch import checks
+from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.output import output_shape
+from lora_backends.dispatch.problems import Problems, describe
+from lora_backends.dtypes import dtype_name
+from lora_backends.experts import ExpertRouting, ExpertWeights
+from lora_backends.operations import Operation
+
+
+def check_prepare_experts(
+    engine: Engine,
+    plan: Any,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    out: ExpertRouting | None = None,
+) -> None:
+    """Guard `prepare_experts`; the signature is the method's."""
+    problems = Problems()
+    if not isinstance(plan, engine.plan_type):
+        problems.invalid.append(
+            f"plan is a {type(plan).__name__}; allowed: a plan of this backend "
+            f"({engine.plan_type.__name__})"
+        )
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
+        problems.invalid.append(f"num_experts is {num_experts!r}; allowed: an int >= 1")
+    _check_pairs(problems, engine, plan, topk_ids, topk_weights)
+    if expert_map is not None and checks.check_tensor(problems, engine, "expert_map", expert_map):
+        if expert_map.dtype != torch.int32 or expert_map.ndim != 1 or not expert_map.numel():
+            problems.invalid.append(
+                f"expert_map is {describe(expert_map)}; allowed: [global experts] int32"
+            )
+    if not problems.invalid:
+        _check_ids(problems, topk_ids, num_experts, expert_map)
+        checks.check_gradients(problems, engine, [topk_weights], None)
+    if not problems.invalid and out is not None:
+        _check_refill(problems, engine, topk_ids, num_experts, out)
+    problems.raise_if_any(
+        engine.name,
+        "prepare_experts",
+        plan=plan,
+        topk_ids=topk_ids,
+        topk_weights=topk_weights,
+        expert_map=expert_map,
+        out=out,
+    )
+
+
+def _check_pairs(
+    problems: Problems, engine: Engine, plan: Any, topk_ids: Any, topk_weights: Any
+) -> None:
+    if not checks.check_tensor(problems, engine, "topk_ids", topk_ids):
+        return
+    tokens = checks.planned_size(plan, "num_tokens")
+    if (
+        topk_ids.ndim != 2
+        or topk_ids.shape[1] < 1
+        or tokens not in (None, topk_ids.shape[0])
+        or topk_ids.dtype not in (torch.int32, torch.int64)
+    ):
+        planned = "num_tokens" if tokens is None else tokens
+        problems.invalid.append(
+            f"topk_ids is {describe(topk_ids)}; allowed: [{planned}, k] int32 or int64, k >= 1"
+        )
+    if not checks.check_tensor(problems, engine, "topk_weights", topk_weights):
+        return
+    if topk_weights.dtype != torch.float32 or topk_weights.shape != topk_ids.shape:
+        problems.invalid.append(
+            f"topk_weights is {describe(topk_weights)}; allowed: {list(topk_ids.shape)} float32, "
+            f"one weight per id"
+        )
+
+
+def _check_ids(
+    problems: Problems, topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None
+) -> None:
+    """Refuse ids that are too high, on a CPU; a device's values are not looked at."""
+    highest = num_experts if expert_map is None else expert_map.shape[0]
+    named = {"topk_ids": (topk_ids, highest)}
+    if expert_map is not None:
+        named["expert_map"] = (expert_map, num_experts)
+    for name, (ids, limit) in named.items():
+        if ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= limit:
+            problems.invalid.append(
+                f"{name} holds {int(ids.max())}; allowed: 0..{limit - 1}, or a negative id for none"
+            )
+
+
+def _check_refill(
+    problems: Problems, engine: Engine, topk_ids: torch.Tensor, num_experts: int, out: Any
+) -> None:
+    if not isinstance(out, engine.routing_type):
+        problems.invalid.append(
+            f"out is a {type(out).__name__}; allowed: a routing of this backend "
+            f"({engine.routing_type.__name__})"
+        )
+        return
+    for name, made, wanted in (
+        ("num_tokens, k", list(out.topk_ids.shape), list(topk_ids.shape)),
+        ("num_experts", out.num_experts, num_experts),
+    ):
+        if made != wanted:
+            problems.invalid.append(
+                f"out was made for {name} = {made}, the call has {wanted}; make a new routing"
+            )
+
+
+def check_experts(
+    engine: Engine,
+    operation: Operation,
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routing: ExpertRouting,
+    base_output: torch.Tensor | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Guard an operation on routed rows; arguments and errors as in `check_operation`."""
+    problems = Problems()
+    for option in operation.options:
+        if options[option.name] not in option.values:
+            allowed = ", ".join(map(repr, option.values))
+            problems.invalid.append(
+                f"{option.name} is {options[option.name]!r}; allowed: {allowed}"
+            )
+    if _layer_fits(problems, engine, weights, routing):
+        if not problems.invalid and checks.check_tensor(problems, engine, operation.argument, x):
+            _check_rows(problems, operation.argument, x, weights, routing, options["rows"])
+        if not problems.invalid and base_output is not None:
+            shape = output_shape(operation, x, weights, routing, options)
+            checks.check_base(problems, engine, base_output, shape)
+            checks.check_apart(problems, base_output, checks.tensors_of(weights))
+            checks.check_apart(problems, base_output, {operation.argument: x})
+        if not problems.invalid:
+            tensors = [x, *checks.tensors_of(weights).values()]
+            checks.check_gradients(problems, engine, tensors, base_output)
+    problems.raise_if_any(
+        engine.name,
+        operation.name,
+        **{operation.argument: x},
+        weights=weights,
+        routing=routing,
+        base_output=base_output,
+    )
+
+
+def _layer_fits(problems: Problems, engine: Engine, weights: Any, routing: Any) -> bool:
+    """Check weights and routing against the engine; False if nothing else can be checked."""
+    if not isinstance(weights, ExpertWeights):
+        problems.invalid.append(f"weights is a {type(weights).__name__}; allowed: ExpertWeights")
+        return False
+    if not isinstance(routing, engine.routing_type):
+        problems.invalid.append(
+            f"routing is a {type(routing).__name__}; allowed: what prepare_experts of this backend "
+            f"returned ({engine.routing_type.__name__})"
+        )
+        return False
+    if routing.num_experts != weights.num_experts:
+        problems.invalid.append(
+            f"the routing is for {routing.num_experts} experts, the weights have "
+            f"{weights.num_experts}"
+        )
+    checks.check_weights(problems, engine, weights, routing.plan)
+    return True
+
+
+def _check_rows(
+    problems: Problems,
+    name: str,
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routing: ExpertRouting,
+    rows: str,
+) -> None:
+    count = routing.num_tokens * (routing.top_k if rows == "pairs" else 1)
+    if tuple(x.shape) != (count, weights.in_features):
+        problems.invalid.append(
+            f"{name} is {list(x.shape)}; allowed: {[count, weights.in_features]}, a row for each "
+            f"of the routing's {rows} and the layer's in_features"
+        )
+    elif not checks.last_axis_is_contiguous(x):
+        problems.invalid.append(
+            f"the last axis of {name} is not contiguous (strides {tuple(x.stride())}); "
+            f"pass {name}.contiguous()"
+        )
+    if x.dtype != weights.dtype:
+        problems.invalid.append(
+            f"{name}.dtype is {dtype_name(x.dtype)}, the weights are {dtype_name(weights.dtype)}; "
+            f"allowed: one dtype for both"
+        )

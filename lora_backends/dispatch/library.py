@@ -1,0 +1,147 @@
+"""The interface under `torch.compile`: operations of torch's library.
+
+While torch traces, a call of any backend becomes one operation of the library ``lora_backends``,
+so tracing meets neither kernels nor plans. Such an operation is given the handles of backend,
+weights and plan instead of their tensors:
+
+- Weights are read where they lie. A captured CUDA graph does not copy them and sees a slot that
+  is rewritten in place.
+- A plan is refilled in place, ``prepare_batch(batch, out=plan)``, as under a CUDA graph.
+
+An operation runs the public method, which checks its arguments. Calls that need a gradient, or
+whose plan is no `LoRAPlan`, run outside of the traced program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lora_backends.dispatch.checks import tensors_of
+from lora_backends.dispatch.engine import Engine, Layer
+from lora_backends.dispatch.handles import Handled, lookup
+from lora_backends.dispatch.output import NO_OPTIONS, new_output
+from lora_backends.dtypes import accumulator_dtype
+from lora_backends.operations import BY_NAME, Operation
+from lora_backends.weights import LoRAWeights
+
+
+def _shrink(
+    x: torch.Tensor, num_slices: int, max_rank: int, backend: int, weights: int, plan: int
+) -> torch.Tensor:
+    h: torch.Tensor = lookup(backend).run_lora_a(x, lookup(weights), lookup(plan))
+    return h
+
+
+def _shrink_fake(
+    x: torch.Tensor, num_slices: int, max_rank: int, backend: int, weights: int, plan: int
+) -> torch.Tensor:
+    return x.new_empty((num_slices, x.shape[0], max_rank), dtype=accumulator_dtype(x.dtype))
+
+
+def _add(
+    operation: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    backend: int,
+    weights: int,
+    plan: int,
+    options: list[int],
+) -> None:
+    pairs = zip(BY_NAME[operation].options, options, strict=True)
+    given = {option.name: option.values[index] for option, index in pairs}
+    getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y, **given)
+
+
+def _add_fake(
+    operation: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    backend: int,
+    weights: int,
+    plan: int,
+    options: list[int],
+) -> None:
+    return None
+
+
+def _register(suffix: str, tags: tuple[torch.Tag, ...]) -> tuple[Any, Any]:
+    shrink = torch.library.custom_op(
+        f"lora_backends::run_lora_a{suffix}", _shrink, mutates_args=(), tags=tags
+    )
+    shrink.register_fake(_shrink_fake)
+    add = torch.library.custom_op(
+        f"lora_backends::add_lora{suffix}_", _add, mutates_args=("y",), tags=tags
+    )
+    add.register_fake(_add_fake)
+    return shrink, add
+
+
+_CAPTURED = _register("", ())
+_UNCAPTURED = _register("_uncaptured", (torch.Tag.cudagraph_unsafe,))
+"""For backends that a CUDA graph must not capture."""
+
+
+def call_outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return ``function(*args, **kwargs)``, called outside of the program that torch traces."""
+    from lora_backends.dispatch.outside_graph import call  # torch's compiler is there by now
+
+    return call(function, *args, **kwargs)
+
+
+def trace_shrink(
+    call: Callable[..., torch.Tensor],
+    engine: Engine,
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    plan: Any,
+) -> torch.Tensor:
+    """Return h of a traced call of `run_lora_a`; `call` is the method, which checks."""
+    if _needs_python(x, weights, plan, None):
+        return call_outside(call, engine, x, weights, plan)  # type: ignore[no-any-return]
+    run, _ = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
+    sizes = weights.num_slices, weights.max_rank
+    h: torch.Tensor = run(x, *sizes, engine.handle, weights.handle, plan.handle)
+    return h
+
+
+def trace_add(
+    operation: Operation,
+    call: Callable[..., torch.Tensor],
+    engine: Engine,
+    x: torch.Tensor,
+    weights: Layer,
+    plan: Any,
+    base_output: torch.Tensor | None,
+    options: Mapping[str, Any] = NO_OPTIONS,
+) -> torch.Tensor:
+    """Return y of a traced call of `operation`; `call` is the method, which checks.
+
+    Options reach torch's library as the places of their values in the operation's lists.
+    """
+    if _needs_python(x, weights, plan, base_output):
+        return call_outside(call, engine, x, weights, plan, base_output, **options)  # type: ignore[no-any-return]
+    _, run = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
+    y = base_output
+    if y is None:
+        y = new_output(operation, x, weights, plan, options)
+    places = [option.values.index(options[option.name]) for option in operation.options]
+    run(operation.name, x, y, engine.handle, weights.handle, plan.handle, places)
+    return y
+
+
+def _needs_python(
+    x: torch.Tensor,
+    weights: Layer,
+    plan: Any,
+    base_output: torch.Tensor | None,
+) -> bool:
+    """Return whether a call cannot be an operation: a foreign plan, or a gradient is wanted."""
+    if not isinstance(plan, Handled):
+        return True
+    if not torch.is_grad_enabled():  # asked first: looking at weights makes them guarded inputs
+        return False
+    tensors = (x, *tensors_of(weights).values(), base_output)
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -1,0 +1,113 @@
+"""The quick check: True for an ordinary call of rows, in about 2 us of host time.
+
+A model makes this check for each of its layers in every step. It explains nothing: the guards in
+`checks` do, and they decide about every call that is not recognised here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lora_backends.dispatch.engine import Engine
+from lora_backends.plan import LoRAPlan
+from lora_backends.weights import LoRAWeights
+
+
+def is_ordinary(
+    engine: Engine,
+    num_slices: int | None,
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    plan: Any,
+    y: torch.Tensor | None,
+) -> bool:
+    """Return True only where the guard of rows would find no problem.
+
+    Args:
+        engine: the backend.
+        num_slices: slices that the operation demands, or None.
+        x: as in `run_linear`, unchecked.
+        weights: as in `run_linear`, unchecked.
+        plan: as in `run_linear`, unchecked.
+        y: base_output as in `run_linear`, unchecked.
+    """
+    if (
+        type(x) is not torch.Tensor
+        or type(weights) is not LoRAWeights
+        or not isinstance(plan, LoRAPlan)
+        or not isinstance(plan, engine.plan_type)
+        or plan.num_slots != weights.num_slots
+        or (num_slices is not None and num_slices != weights.num_slices)
+    ):
+        return False
+    with_gradients = torch.is_grad_enabled()
+    if with_gradients and requires_gradient(weights, x):
+        return False
+    device, tokens, lora_a = engine.device, plan.num_tokens, weights.lora_a
+    dtype = lora_a.dtype
+    try:
+        if (
+            x.dtype is not dtype
+            or dtype not in engine.dtypes
+            or x.device != device
+            or lora_a.device != device
+            or x.shape != (tokens, weights.in_features)
+            or x.is_neg()
+        ):
+            return False
+        x_row, x_step = x.stride()
+        if x_step != 1 or y is None:
+            return x_step == 1
+        out_features = weights.out_features
+        if (
+            type(y) is not torch.Tensor
+            or y.dtype not in engine.dtypes
+            or y.device != device
+            or y.shape != (tokens, out_features)
+            or y.is_neg()
+            or (with_gradients and y.requires_grad)
+        ):
+            return False
+        y_row, y_step = y.stride()
+        if y_step != 1 or y_row < out_features:
+            return False
+        first, x_first = y.data_ptr(), x.data_ptr()
+        end = first + ((tokens - 1) * y_row + out_features) * y.itemsize
+        x_end = x_first + ((tokens - 1) * x_row + weights.in_features) * x.itemsize
+    except RuntimeError:  # a sparse tensor has no strides
+        return False
+    apart = x_first >= end or first >= x_end
+    return apart and not lies_on(addresses_of(weights), weights.extents, first, end)
+
+
+def requires_gradient(weights: LoRAWeights, *others: torch.Tensor) -> bool:
+    """Return whether a tensor of a call requires a gradient."""
+    tensors = (*others, weights.lora_a, weights.lora_b, weights.scalings, weights.bias)
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def addresses_of(weights: LoRAWeights) -> tuple[int, ...]:
+    """Return where the tensors of a layer lie now, in the order of `LoRAWeights.extents`."""
+    bias = weights.bias
+    return (
+        weights.lora_a.data_ptr(),
+        weights.lora_b.data_ptr(),
+        weights.ranks.data_ptr(),
+        weights.scalings.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+    )
+
+
+def lies_on(addresses: tuple[int, ...], extents: tuple[int, ...], first: int, end: int) -> bool:
+    """Return whether the bytes from `first` to `end` meet those of a layer's tensors."""
+    a, b, ranks, scalings, bias = addresses
+    of_a, of_b, of_ranks, of_scalings, of_bias = extents
+    return (
+        (a < end and first < a + of_a)
+        or (b < end and first < b + of_b)
+        or (ranks < end and first < ranks + of_ranks)
+        or (scalings < end and first < scalings + of_scalings)
+        or (bias < end and first < bias + of_bias)
+    )

@@ -1,0 +1,45 @@
+"""Shape and dtype of y, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from lora_backends.dispatch.engine import Layer
+from lora_backends.operations import Input, Operation
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+def output_shape(
+    operation: Operation,
+    first: torch.Tensor,
+    weights: Layer,
+    plan: Any,
+    options: Mapping[str, Any] = NO_OPTIONS,
+) -> tuple[int, ...]:
+    """Return the shape of y for arguments that are checked."""
+    if operation.input is Input.ROUTED_ROWS:
+        pairs = (plan.num_tokens,) if options["reduce"] else (plan.num_tokens, plan.top_k)
+        return (*pairs, weights.out_features)
+    tokens = first.shape[1] if operation.input is Input.H else first.shape[0]
+    return tokens, weights.out_features
+
+
+def new_output(
+    operation: Operation,
+    first: torch.Tensor,
+    weights: Layer,
+    plan: Any,
+    options: Mapping[str, Any] = NO_OPTIONS,
+) -> torch.Tensor:
+    """Return the zeros that a call without base_output adds to.
+
+    They have the dtype of x where there is one, else the dtype of lora_b.
+    """
+    shape = output_shape(operation, first, weights, plan, options)
+    has_rows = operation.input in (Input.ROWS, Input.ROUTED_ROWS)
+    return first.new_zeros(shape, dtype=first.dtype if has_rows else weights.dtype)

@@ -1,0 +1,42 @@
+"""Collecting what is wrong with one call, so that one error tells the whole story."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lora_backends.dtypes import dtype_name
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+
+
+class Problems:
+    """Contradictions, and what the engine does not support."""
+
+    def __init__(self) -> None:
+        self.invalid: list[str] = []
+        self.unsupported: list[str] = []
+
+    def raise_if_any(self, engine: str, method: str, **given: Any) -> None:
+        """Raise the typed error that lists the problems and the arguments given."""
+        if not self.invalid and not self.unsupported:
+            return
+        lines = [f"backend {engine!r} cannot run {method}:"]
+        lines += [f"  - {problem}" for problem in self.invalid + self.unsupported]
+        described = ", ".join(f"{k} {describe(v)}" for k, v in given.items() if v is not None)
+        lines.append(f"  given: {described}")
+        error = InvalidInputError if self.invalid else UnsupportedInputError
+        raise error("\n".join(lines))
+
+
+def describe(value: Any) -> str:
+    """Return ``[12, 4096] float64 cuda:0`` for a tensor, a short text for anything else."""
+    if isinstance(value, torch.Tensor):
+        shape = "nested" if value.is_nested else list(value.shape)
+        layout = "" if value.layout == torch.strided else f" {value.layout}"
+        return f"{shape} {dtype_name(value.dtype)} {value.device}{layout}"
+    if isinstance(getattr(value, "lora_a", None), torch.Tensor):
+        return f"lora_a {describe(value.lora_a)}, output_slices {value.output_slices}"
+    if isinstance(getattr(value, "num_tokens", None), int):
+        return f"of {value.num_tokens} tokens, {getattr(value, 'num_slots', '?')} slots"
+    return f"({type(value).__name__})"

@@ -1,0 +1,203 @@
+"""The one way into an engine: what a call of the interface passes before the engine's method.
+
+torch traces:  an operation of torch's library
+else:          check, then a cached call or the engine's method
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import torch
+
+from lora_backends.dispatch.cached import (
+    CachingPlan,
+    marked_to_store_calls,
+)
+from lora_backends.dispatch.checks import check_operation, check_prepare_batch
+from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.expert_checks import check_experts, check_prepare_experts
+from lora_backends.dispatch.handles import Handled
+from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
+from lora_backends.dispatch.ordinary import is_ordinary
+from lora_backends.dispatch.output import new_output
+from lora_backends.experts import ExpertWeights
+from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
+from lora_backends.weights import LoRAWeights
+
+Method: TypeAlias = Callable[..., torch.Tensor]
+
+PREPARATIONS: dict[str, Callable[..., None]] = {
+    "prepare_batch": check_prepare_batch,
+    "prepare_experts": check_prepare_experts,
+}
+"""Methods of the interface that make what operations run on, and the guard of each."""
+
+
+class Dispatched(Handled):
+    """Wraps, once, each method of the interface that a class defines or has from a mixin."""
+
+    storing: ClassVar[frozenset[str]] = frozenset()
+    """Operations whose calls the class stores on its plans."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for operation in OPERATIONS:
+            method = getattr(cls, operation.name, None)
+            if method is not None and _wrapped(method) is None:
+                # the interface's own body of an operation that is a case of another calls that one
+                is_default = Dispatched in cls.__bases__ and operation.same_as is not None
+                setattr(cls, operation.name, _wrap(operation, method, is_default))
+        for name, guard in PREPARATIONS.items():
+            method = getattr(cls, name, None)
+            if method is not None and _wrapped(method) is None:
+                setattr(cls, name, _wrap_preparation(guard, method))
+        cls.storing = frozenset(op.name for op in OPERATIONS if _stores(cls, op))
+
+
+class _Wrapped(NamedTuple):
+    call: Callable[..., Any]  # the wrapper itself: functools.wraps copies attributes further on
+    method: Callable[..., Any]
+    stores: bool = False  # whether the method stores calls
+    is_default: bool = False  # whether it is the interface's own, which calls another operation
+
+
+def _wrapped(method: Any) -> _Wrapped | None:
+    """Return what a function wraps; None for one that is no wrapper."""
+    found: _Wrapped | None = getattr(method, "wrapped", None)
+    return found if found is not None and found.call is method else None
+
+
+def unchecked(engine: Engine, name: str) -> Method:
+    """Return an operation of an engine without its checks, for a caller that has made its own."""
+    method: Method = getattr(engine, name)
+    found = _wrapped(getattr(method, "__func__", None))
+    if found is None:
+        return method  # put in place behind the checks
+    return MethodType(found.method, engine)
+
+
+def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
+    """Return what a class has in place of its method for an operation."""
+    if operation.input is Input.ROUTED_ROWS:
+        call = _wrap_routed(operation, method)
+    elif operation.result == "h":
+        call = _wrap_h(operation, method)
+    else:
+        call = _wrap_y(operation, method, is_default)
+    if operation.argument != "x":
+        call = _with_argument(operation, call)
+    functools.update_wrapper(call, method)
+    call.wrapped = _Wrapped(call, method, marked_to_store_calls(method), is_default)  # type: ignore[attr-defined]
+    return call
+
+
+def _wrap_routed(operation: Operation, method: Method) -> Method:
+    defaults = {option.name: option.values[0] for option in operation.options}
+
+    def call(
+        self: Engine,
+        x: Any,
+        weights: ExpertWeights,
+        routing: Any,
+        base_output: Any = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        unknown = options.keys() - defaults.keys()
+        if unknown:
+            raise TypeError(f"{operation.name}() got unexpected keyword arguments {unknown}")
+        given = {**defaults, **options}
+        if torch.compiler.is_compiling():
+            return trace_add(operation, call, self, x, weights, routing, base_output, given)
+        check_experts(self, operation, x, weights, routing, base_output, given)
+        return method(self, x, weights, routing, base_output, **given)
+
+    return call
+
+
+def _wrap_h(operation: Operation, method: Method) -> Method:
+    def call(self: Engine, x: Any, weights: LoRAWeights, plan: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return trace_shrink(call, self, x, weights, plan)
+        _check(operation, self, x, weights, plan, None)
+        return method(self, x, weights, plan)
+
+    return call
+
+
+def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
+    name, slices, stores = operation.name, operation.num_slices, marked_to_store_calls(method)
+    checks_values = operation.input is Input.TOKEN_IDS  # which no earlier call can vouch for
+    stored_as = operation.same_as if is_default and operation.same_as else operation.name
+
+    def call(
+        self: Engine, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
+    ) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return trace_add(operation, call, self, x, weights, plan, base_output)
+        if (stores or name in self.storing) and isinstance(plan, CachingPlan):
+            cache = plan.call_cache
+        else:
+            cache = None
+        y: torch.Tensor | None = base_output
+        checked = cache is None or y is None or checks_values
+        if checked:
+            _check(operation, self, x, weights, plan, y)
+        if cache is None:
+            return method(self, x, weights, plan, y)
+        if y is None:
+            y = new_output(operation, x, weights, plan)
+        cached = cache.find(stored_as, self, x, weights, y)
+        if cached is not None and slices in (None, weights.num_slices):
+            if cached.run(x, weights, plan, y):
+                return y
+        if not checked:
+            _check(operation, self, x, weights, plan, y)
+        return method(self, x, weights, plan, y)
+
+    return call
+
+
+def _stores(cls: type, operation: Operation) -> bool:
+    """Return whether a class's method for an operation, or what a default calls, stores calls."""
+    found = _wrapped(getattr(cls, operation.name, None))
+    if found is None:
+        return False
+    by_default = found.is_default and operation.same_as is not None
+    return found.stores or (by_default and _stores(cls, BY_NAME[operation.same_as or ""]))
+
+
+def _check(
+    operation: Operation, engine: Engine, first: Any, weights: LoRAWeights, plan: Any, y: Any
+) -> None:
+    is_rows = operation.input is Input.ROWS
+    if not (is_rows and is_ordinary(engine, operation.num_slices, first, weights, plan, y)):
+        check_operation(engine, operation, first, weights, plan, y)
+
+
+def _with_argument(operation: Operation, call: Method) -> Method:
+    """Return a function that takes the first argument by the name it has in the interface."""
+
+    def renamed(self: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if "x" in kwargs:
+            raise TypeError(f"{operation.name}() got an unexpected keyword argument 'x'")
+        if operation.argument in kwargs:
+            kwargs["x"] = kwargs.pop(operation.argument)
+        return call(self, *args, **kwargs)
+
+    return renamed
+
+
+def _wrap_preparation(guard: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call_outside(call, self, *args, **kwargs)
+        guard(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    call.wrapped = _Wrapped(call, method)  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,233 @@
+"""Experts: the stacked LoRA weights of a mixture's layer, and which experts every token uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+
+from lora_backends.dispatch.handles import Handled
+from lora_backends.errors import InvalidInputError
+from lora_backends.weights import (
+    DTYPES,
+    _as_numbers,
+    _as_widths,
+    _check_ranks,
+    _check_usable,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWeights(Handled):
+    """The A and B matrices of every slot and expert for one site of a mixture of experts.
+
+    Gate and up of 8 experts, widths (32, 32) over 16 inputs, 4 slots of rank at most 2, where one
+    A feeds both slices:
+
+        ExpertWeights(
+            lora_a,    # [4, 8, 1, 2, 16]
+            lora_b,    # [4, 8, 64, 2]
+            ranks,     # [4, 8, 1] int32; 0: no adapter on this expert
+            scalings,  # [4, 8, 1] float32
+            output_slices=(32, 32),
+            num_experts=8,
+        )
+
+    An expert axis of 1 means that all experts share the values; each tensor has its own. Tensors
+    are kept, not copied, as in `LoRAWeights`, and values beyond a rank may be anything.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or devices contradict each other, or a rank is not in
+            0..max_rank. Reading the ranks waits for the device once, here.
+    """
+
+    lora_a: torch.Tensor  # [num_slots, num_experts or 1, num_a, max_rank, in_features]
+    lora_b: torch.Tensor  # [num_slots, num_experts or 1, out_features, max_rank]
+    ranks: torch.Tensor  # [num_slots, num_experts or 1, num_a] int32, 0..max_rank
+    scalings: torch.Tensor  # [num_slots, num_experts or 1, num_a] float32
+    output_slices: tuple[int, ...]  # one width > 0 per slice, sum == out_features
+    num_experts: int  # experts of this rank of a parallel group, at least 1
+    interleaved: bool = False  # column o belongs to slice o % num_slices, not to a block of columns
+
+    num_slots: int = field(init=False)  # adapters that the stack has room for
+    num_slices: int = field(init=False)  # projections fused in this site
+    num_a: int = field(init=False)  # num_slices, or 1: one A feeds every slice
+    max_rank: int = field(init=False)  # padded rank width of the stack
+    in_features: int = field(init=False)  # width of x
+    out_features: int = field(init=False)  # width of y, all slices together
+
+    def __post_init__(self) -> None:
+        _check_matrices(self)
+        device = self.lora_a.device
+        ranks = _as_numbers(self.ranks, "ranks", "int32").to(device)
+        scalings = _as_numbers(self.scalings, "scalings", "float32").to(device, torch.float32)
+        object.__setattr__(self, "output_slices", _as_widths(self.output_slices))
+        object.__setattr__(self, "scalings", scalings)
+        object.__setattr__(self, "ranks", ranks)
+        _check_shapes(self)
+        _check_ranks(ranks, self.lora_a.shape[3])
+        object.__setattr__(self, "ranks", ranks.to(torch.int32))
+        sizes = {
+            "num_slots": self.lora_a.shape[0],
+            "num_slices": len(self.output_slices),
+            "num_a": self.lora_a.shape[2],
+            "max_rank": self.lora_a.shape[3],
+            "in_features": self.lora_a.shape[4],
+            "out_features": self.lora_b.shape[2],
+        }
+        for name, size in sizes.items():
+            object.__setattr__(self, name, size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of lora_a and lora_b."""
+        return self.lora_a.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of every tensor."""
+        return self.lora_a.device
+
+    def columns(self, slice_index: int) -> slice:
+        """Return the output columns of a slice."""
+        if self.interleaved:
+            return slice(slice_index, None, self.num_slices)
+        offsets = list(accumulate(self.output_slices, initial=0))
+        return slice(offsets[slice_index], offsets[slice_index + 1])
+
+    def __repr__(self) -> str:
+        return (
+            f"ExpertWeights(num_slots={self.num_slots}, num_experts={self.num_experts}, "
+            f"max_rank={self.max_rank}, in_features={self.in_features}, "
+            f"output_slices={self.output_slices}, interleaved={self.interleaved}, "
+            f"dtype={self.dtype}, device={self.device})"
+        )
+
+
+@dataclass(eq=False)
+class ExpertRouting(Handled):
+    """The router's choice for one layer; an engine's own routing adds what its kernels read.
+
+    Pair (t, j) is the j-th expert of token t. It is dead, so that it changes nothing and reads
+    nothing, if its id is -1 or its token has no adapter.
+    """
+
+    plan: Any  # of the tokens; read when an operation runs, so a refilled plan is followed
+    num_experts: int  # that ids stay below
+    topk_ids: torch.Tensor  # [num_tokens, top_k] int64, -1 <= id < num_experts, on the device
+    topk_weights: torch.Tensor  # [num_tokens, top_k] float32, on the device
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are routed."""
+        return self.topk_ids.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return self.topk_ids.shape[1]
+
+    @classmethod
+    def of(
+        cls,
+        plan: Any,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+    ) -> Self:
+        """Return a routing with memory of its own; arguments as in `prepare_experts`."""
+        local = local_ids(topk_ids, num_experts, expert_map)
+        return cls(plan, num_experts, local, topk_weights.clone())
+
+    def refill(
+        self,
+        plan: Any,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> None:
+        """Take another choice of as many tokens and experts; the tensors keep their addresses."""
+        self.plan = plan
+        self.topk_ids.copy_(local_ids(topk_ids, self.num_experts, expert_map))
+        self.topk_weights.copy_(topk_weights)
+
+
+def local_ids(
+    topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the id of each pair's expert on this rank, int64; -1 for dead pairs."""
+    ids = topk_ids.long()
+    if expert_map is not None:
+        mapped = expert_map[ids.clamp(0, expert_map.shape[0] - 1)].long()
+        ids = torch.where((ids >= 0) & (ids < expert_map.shape[0]), mapped, -1)
+    return torch.where((ids >= 0) & (ids < num_experts), ids, -1)
+
+
+def _check_matrices(weights: ExpertWeights) -> None:
+    axes = {
+        "lora_a": "[num_slots, num_experts or 1, num_a, max_rank, in_features]",
+        "lora_b": "[num_slots, num_experts or 1, out_features, max_rank]",
+    }
+    for name, allowed in axes.items():
+        tensor = getattr(weights, name)
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise InvalidInputError(
+                f"{name} is not a floating-point tensor\n  given: {kind}\n"
+                f"  allowed: float16, bfloat16, float32 or float64"
+            )
+        if tensor.layout != torch.strided or tensor.ndim != allowed.count(",") + 1:
+            raise InvalidInputError(
+                f"{name} has the wrong axes\n  given: {list(tensor.shape)} {tensor.layout}\n"
+                f"  allowed: a dense tensor {allowed}"
+            )
+        _check_usable(name, tensor)
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise InvalidInputError(
+                f"the last axis of {name} is not contiguous\n"
+                f"  given: strides {tuple(tensor.stride())}\n  to do: pass {name}.contiguous()"
+            )
+    a, b = weights.lora_a, weights.lora_b
+    if a.dtype != b.dtype or a.device != b.device:
+        raise InvalidInputError(
+            f"lora_a and lora_b differ in dtype or device\n"
+            f"  given: {a.dtype} on {a.device} and {b.dtype} on {b.device}\n"
+            f"  allowed: one dtype and one device for both"
+        )
+
+
+def _check_shapes(weights: ExpertWeights) -> None:
+    widths, experts = weights.output_slices, weights.num_experts
+    if isinstance(experts, bool) or not isinstance(experts, int) or experts < 1:
+        raise InvalidInputError(
+            f"num_experts is not a number of experts\n  given: {experts!r}\n  allowed: an int >= 1"
+        )
+    num_slots, _, num_a, max_rank, _ = weights.lora_a.shape
+    if num_a not in (1, len(widths)):
+        raise InvalidInputError(
+            f"output_slices does not match lora_a\n"
+            f"  given: {len(widths)} widths {widths}, lora_a {list(weights.lora_a.shape)}\n"
+            f"  allowed: the third axis of lora_a is 1 or {len(widths)}, the number of slices"
+        )
+    if weights.interleaved and len(set(widths)) > 1:
+        raise InvalidInputError(
+            f"interleaved slices differ in width\n  given: output_slices {widths}\n"
+            f"  allowed: one width for all slices"
+        )
+    expected = {
+        "lora_a": (num_slots, *weights.lora_a.shape[2:]),
+        "lora_b": (num_slots, sum(widths), max_rank),
+        "ranks": (num_slots, num_a),
+        "scalings": (num_slots, num_a),
+    }
+    for name, (slots, *rest) in expected.items():
+        shape = list(getattr(weights, name).shape)
+        if shape not in ([slots, 1, *rest], [slots, experts, *rest]):
+            raise InvalidInputError(
+                f"{name} has the wrong shape\n  given: {shape}\n"
+                f"  allowed: {[slots, experts, *rest]}, or 1 for its second axis, from lora_a "
+                f"{list(weights.lora_a.shape)}, output_slices {widths} and num_experts {experts}"
+            )

@@ -1,0 +1,162 @@
+"""`run_experts` in plain torch, for every backend: right on any device, and slow.
+
+Each pair gathers its own A and B. All products are summed by halves with elementwise additions,
+whose order depends on the widths alone, so a row's result is the same bit for bit in any batch:
+whatever a backend claims for `run_linear` holds here. Nothing waits for the device, but for the
+first call with a number of slots (`token_slots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lora_backends.dtypes import accumulator_dtype
+from lora_backends.experts import ExpertRouting, ExpertWeights
+from lora_backends.weights import LoRAWeights
+
+VALUES_AT_ONCE = 2**24
+"""Elements of A or B that are gathered at once: 64 MiB in float32."""
+
+
+def add_experts(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routing: ExpertRouting,
+    slots: torch.Tensor,
+    *,
+    rows: str,
+    weighted: bool,
+    reduce: bool,
+) -> None:
+    """Add the delta of every live pair to y, in place.
+
+    Args:
+        y: base_output as in `run_experts`.
+        x: as in `run_experts`.
+        weights: the experts.
+        routing: the pairs.
+        slots: [num_tokens] int64, -1 for none.
+        rows: as in `run_experts`.
+        weighted: as in `run_experts`.
+        reduce: as in `run_experts`.
+    """
+    tokens, top_k = routing.topk_ids.shape
+    if rows == "tokens":
+        x_pairs = x[:, None].expand(-1, top_k, -1)  # [T, k, in_features]
+    else:
+        x_pairs = x.view(tokens, top_k, weights.in_features)
+    widest = max(weights.in_features, weights.out_features)
+    step = max(1, VALUES_AT_ONCE // max(1, top_k * weights.max_rank * widest))
+    for first in range(0, tokens, step):
+        chunk = slice(first, first + step)
+        ids, factors = routing.topk_ids[chunk], routing.topk_weights[chunk]
+        pairs = _Pairs(weights, slots[chunk, None].expand_as(ids), ids)
+        for s in range(weights.num_slices):
+            delta, touched = pairs.delta(x_pairs[chunk], s)  # [t, k, width], [t, k]
+            if weighted:
+                delta = delta * torch.where(touched, factors, 0)[..., None]
+            if reduce:
+                delta, touched = _sum(delta.movedim(1, -1)), touched.any(1)
+            part = y[chunk][..., weights.columns(s)]
+            total = (part.to(torch.promote_types(delta.dtype, y.dtype)) + delta).to(y.dtype)
+            part.copy_(torch.where(touched[..., None], total, part))  # others keep their bits
+
+
+class _Pairs:
+    """Pairs of some tokens, and the matrices of each."""
+
+    def __init__(self, weights: ExpertWeights, slots: torch.Tensor, ids: torch.Tensor) -> None:
+        self.weights = weights
+        self.live = (slots >= 0) & (ids >= 0)  # [t, k]
+        self.slots, self.ids = slots.clamp(min=0), ids.clamp(min=0)
+
+    def delta(self, x: torch.Tensor, s: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the delta of slice s, zero where nothing is added, and where something is."""
+        weights, sums = self.weights, accumulator_dtype(self.weights.dtype)
+        a = s if weights.num_a > 1 else 0
+        rank = self._own(weights.ranks[:, :, a])
+        touched = self.live & (rank > 0)
+        within = torch.arange(weights.max_rank, device=rank.device) < rank[..., None]  # [t, k, R]
+        within = within & touched[..., None]
+        lora_a = _masked(within[..., None], self._own(weights.lora_a[:, :, a]), sums)
+        lora_b = self._own(weights.lora_b[:, :, weights.columns(s)])
+        lora_b = _masked(within[:, :, None], lora_b, sums)
+        h = _sum(lora_a * _masked(touched[..., None], x, sums)[:, :, None])  # [t, k, R]
+        scaling = _masked(touched, self._own(weights.scalings[:, :, a]), sums)
+        return scaling[..., None] * _sum(lora_b * h[:, :, None]), touched
+
+    def _own(self, stack: torch.Tensor) -> torch.Tensor:
+        """Return the part of [num_slots, num_experts or 1, ...] that is each pair's own."""
+        ids = self.ids if stack.shape[1] > 1 else torch.zeros_like(self.ids)
+        return stack[self.slots, ids]
+
+
+def _masked(mask: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `values` where `mask` is true, else zero, whatever stands there."""
+    return torch.where(mask, values, 0).to(dtype)
+
+
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the last axis: its second half is added to its first, again and again."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        total = values[..., :half] + values[..., half : 2 * half]
+        values = torch.cat([total, values[..., 2 * half :]], -1)
+    return values.sum(-1)  # of one value, or of none
+
+
+def token_slots(
+    shrink: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    plan: Any,
+    num_slots: int,
+    num_tokens: int,
+) -> torch.Tensor:
+    """Return the slot of every token, [num_tokens] int64 on the device, -1 for none.
+
+    A plan is opaque, so its engine is asked: it shrinks ones with a layer whose h is the number of
+    the slot. Making that layer waits for the device, once for each number of slots.
+
+    Args:
+        shrink: the engine's `run_lora_a`.
+        dtype: that the engine supports.
+        device: of the engine.
+        plan: of the tokens.
+        num_slots: that the plan is for.
+        num_tokens: of the plan.
+    """
+    ones = torch.ones(num_tokens, 1, dtype=dtype, device=device)
+    with torch.no_grad():
+        digits = shrink(ones, _slot_numbers(num_slots, dtype, device), plan)[0].long()
+    number = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    for digit in reversed(digits.unbind(-1)):
+        number = number * _DIGIT + digit
+    return number - 1
+
+
+_DIGIT = 128
+"""Slots are written with digits below this, which all dtypes represent exactly."""
+
+
+@lru_cache(maxsize=64)
+def _slot_numbers(num_slots: int, dtype: torch.dtype, device: torch.device) -> LoRAWeights:
+    """Return a layer of one input whose h are the digits of slot + 1, the lowest first."""
+    count = 1
+    while _DIGIT**count <= num_slots:
+        count += 1
+    numbers = [
+        [slot // _DIGIT**i % _DIGIT for i in range(count)] for slot in range(1, num_slots + 1)
+    ]
+    return LoRAWeights(
+        lora_a=torch.tensor(numbers, dtype=dtype, device=device)[:, None, :, None].contiguous(),
+        lora_b=torch.zeros(num_slots, 1, count, dtype=dtype, device=device),
+        ranks=torch.full((num_slots, 1), count, device=device),
+        scalings=torch.zeros(num_slots, 1, device=device),
+        output_slices=(1,),
+    )

@@ -1,1 +1,0 @@
-"""What the engines written in Triton share: launches, copies of plans, rounding."""

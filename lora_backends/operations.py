@@ -1,0 +1,89 @@
+"""The operations of the interface, one value each: the only list of them.
+
+Checks, torch's library, cached calls and the conformance kit read this list, so an operation is
+added here and to `LoRABackend`, and nowhere else by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from lora_backends.errors import InvalidInputError, did_you_mean
+
+
+class Input(Enum):
+    """What an operation reads per token."""
+
+    ROWS = "rows"  # [num_tokens, in_features]
+    TOKEN_IDS = "token ids"  # [num_tokens] integers: the rows are one-hot
+    H = "h"  # [num_slices, num_tokens, max_rank], what `run_lora_a` returns
+    ROUTED_ROWS = "routed rows"  # a row per token or per (token, expert) pair, with a routing
+
+
+class Option(NamedTuple):
+    """A keyword argument of an operation."""
+
+    name: str
+    values: tuple[bool | str, ...]  # allowed; the first is the default
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One `run_*` method of `LoRABackend`."""
+
+    name: str  # of the method
+    input: Input  # kind of the first argument
+    argument: str  # name of the first argument
+    result: Literal["h", "y"] = "y"  # y is added to base_output, h has none
+    num_slices: int | None = None  # slices that the layer must have; None: any number
+    same_as: str | None = None  # the operation that this one is a case of
+    options: tuple[Option, ...] = ()  # keyword arguments behind base_output
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it takes a `LoRAWeights` and a plan."""
+        return self.input is not Input.ROUTED_ROWS
+
+
+OPERATIONS = (
+    Operation("run_lora_a", Input.ROWS, "x", result="h"),
+    Operation("run_lora_b", Input.H, "h"),
+    Operation("run_linear", Input.ROWS, "x"),
+    Operation("run_qkv", Input.ROWS, "x", num_slices=3, same_as="run_linear"),
+    Operation("run_gate_up", Input.ROWS, "x", num_slices=2, same_as="run_linear"),
+    Operation("run_embedding", Input.TOKEN_IDS, "token_ids"),
+    Operation("run_logits", Input.ROWS, "hidden", same_as="run_linear"),
+    Operation(
+        "run_experts",
+        Input.ROUTED_ROWS,
+        "x",
+        options=(
+            Option("rows", ("tokens", "pairs")),
+            Option("weighted", (False, True)),
+            Option("reduce", (False, True)),
+        ),
+    ),
+)
+
+BY_NAME = MappingProxyType({operation.name: operation for operation in OPERATIONS})
+"""Every operation by the name of its method."""
+
+DENSE = MappingProxyType({name: found for name, found in BY_NAME.items() if found.is_dense})
+"""Those of them that `bench` times and `explain` draws."""
+
+
+def find_operation(name: str) -> Operation:
+    """Return the operation of a dense layer of a name.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    if name not in DENSE:
+        raise InvalidInputError(
+            f"no operation of a dense layer named {name!r}{did_you_mean(name, DENSE)}\n"
+            f"  allowed: {', '.join(DENSE)}"
+        )
+    return DENSE[name]

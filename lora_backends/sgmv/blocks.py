@@ -1,0 +1,516 @@
+# mypy: ignore-errors
+"""The arithmetic of one tile: device functions that the entry kernels of both engines call.
+
+An entry kernel finds the rows and the matrix that its program works on; a function here computes.
+Shapes in comments name the axes T (rows of the tile), N (rows of A, all slices stacked), K
+(inputs), R (rank), C (columns of y), W (groups of warps that share out a step of K).
+
+Offsets that a stride multiplies are int64: slot times stride exceeds int32 in large stacks.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def row_and_program(PROGRAMS: tl.constexpr):
+    """Return this program's row of the grid and its index within the row.
+
+    With PROGRAMS > 0 the grid has one axis and the programs of a row follow each other; with 0 it
+    has two axes, (programs, rows).
+    """
+    if PROGRAMS > 0:
+        row = tl.program_id(0) // PROGRAMS
+        program = tl.program_id(0) % PROGRAMS
+    else:
+        row = tl.program_id(1)
+        program = tl.program_id(0)
+    return row.to(tl.int64), program
+
+
+@triton.jit
+def columns_of(program, STARTS: tl.constexpr, FIRST_PROGRAMS: tl.constexpr, STRIDE: tl.constexpr):
+    """Return a program's slice, its first column of y, and the end of the slice."""
+    s = program * 0
+    first = program * STRIDE
+    end = program * 0 + STARTS[1]
+    for i in tl.static_range(1, len(FIRST_PROGRAMS)):
+        beyond = program >= FIRST_PROGRAMS[i]
+        s = tl.where(beyond, i, s)
+        first = tl.where(beyond, STARTS[i] + (program - FIRST_PROGRAMS[i]) * STRIDE, first)
+        end = tl.where(beyond, STARTS[i + 1], end)
+    return s, first, end
+
+
+@triton.jit
+def shrink_tile(
+    x_ptr,
+    a_ptr,
+    ranks_ptr,
+    h_ptr,
+    slot,
+    x_row,
+    h_row,
+    program,
+    in_features,
+    x_stride_t,
+    a_stride_l,
+    a_stride_s,
+    a_stride_r,
+    h_rows,
+    h_stride_s,
+    h_stride_t,
+    NUM_SLICES: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARPS_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """h[k, s, h_row, :r] = x[x_row, part k] @ a[slot, s, :r, part k].T for one block of rows of A.
+
+    Each part k of the inputs writes its own plane of partial sums; x_row [T] is -1 where the tile
+    has no token.
+    """
+    part = program % SPLIT_K
+    n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    s = n // RANK_PAD  # [N]
+    r = n % RANK_PAD  # [N]
+    ranks_at = ranks_ptr + slot * NUM_SLICES + s
+    rank = tl.load(ranks_at, mask=s < NUM_SLICES, other=0, cache_modifier=".cg")  # [N]
+    if tl.max(rank - r) <= 0:
+        return
+    has_token = x_row >= 0  # [T]
+    x_rows = x_ptr + x_row * x_stride_t  # [T]
+    a_rows = a_ptr + slot * a_stride_l + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r
+    h = _partial_sums(
+        x_rows, a_rows, has_token, r < rank, part * (STEPS * BLOCK_K), in_features,
+        BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
+    )  # [T, N] # fmt: skip
+    plane = NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
+    h_columns = h_ptr + part * plane + s.to(tl.int64) * h_stride_s + r  # [N]
+    written = in_groups(r, rank, EVEN_R)  # zeros beyond the rank, up to the end of its group
+    mask = has_token[:, None] & written[None, :]
+    tl.store(h_columns[None, :] + (h_row * h_stride_t)[:, None], h, mask=mask)
+
+
+@triton.jit
+def _partial_sums(
+    x_rows,
+    a_rows,
+    has_token,
+    used,
+    k_first,
+    in_features,
+    BLOCK_K: tl.constexpr,
+    WARPS_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Return x @ A.T over STEPS blocks of inputs; each of WARPS_K groups sums part of a block."""
+    ROWS: tl.constexpr = x_rows.shape[0]
+    BLOCK_N: tl.constexpr = a_rows.shape[0]
+    if WARPS_K == 1:
+        k = k_first + tl.arange(0, BLOCK_K)  # [K]
+        x_k, a_k = k[None, :], k[:, None]
+        x_at, a_at = x_rows[:, None] + x_k, a_rows[None, :] + a_k  # [T, K], [K, N]
+        x_in, a_in = has_token[:, None], used[None, :]
+        acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+    else:
+        WIDTH: tl.constexpr = BLOCK_K // WARPS_K
+        k = k_first + tl.arange(0, WARPS_K)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        x_k, a_k = k[:, None, :], k[:, :, None]
+        x_at = x_rows[None, :, None] + x_k  # [W, T, K]
+        a_at = a_rows[None, None, :] + a_k  # [W, K, N]
+        x_in, a_in = has_token[None, :, None], used[None, None, :]
+        acc = tl.zeros((WARPS_K, ROWS, BLOCK_N), dtype=tl.float32)
+    for step in range(STEPS):
+        done = step * BLOCK_K
+        if EVEN_K:
+            x = tl.load(x_at + done, mask=x_in, other=0.0)
+            a = tl.load(a_at + done, mask=a_in, other=0.0)
+        else:
+            x = tl.load(x_at + done, mask=x_in & (x_k < in_features - done), other=0.0)
+            a = tl.load(a_at + done, mask=a_in & (a_k < in_features - done), other=0.0)
+        acc = multiply(x, a, acc, PRECISION, INTERPRETED)
+    if WARPS_K > 1:
+        acc = tl.sum(acc, axis=0)
+    return acc
+
+
+@triton.jit
+def gather_tile(
+    token_ids_ptr,
+    a_ptr,
+    ranks_ptr,
+    h_ptr,
+    slot,
+    x_row,
+    h_row,
+    program,
+    a_stride_l,
+    a_stride_s,
+    a_stride_r,
+    h_stride_s,
+    h_stride_t,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """h[s, h_row, :r] = a[slot, s, :r, token_ids[x_row]]: the shrink of one-hot rows."""
+    s = (program % NUM_SLICES).to(tl.int64)
+    r = program // NUM_SLICES * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]
+    used = r < tl.load(ranks_ptr + slot * NUM_SLICES + s)  # [R]
+    has_token = x_row >= 0  # [T]
+    ids = tl.load(token_ids_ptr + x_row, mask=has_token, other=0).to(tl.int64)  # [T]
+    a_columns = a_ptr + slot * a_stride_l + s * a_stride_s + r.to(tl.int64) * a_stride_r  # [R]
+    mask = has_token[:, None] & used[None, :]
+    a = tl.load(a_columns[None, :] + ids[:, None], mask=mask, other=0.0)  # [T, R]
+    h_rows = h_ptr + s * h_stride_s + h_row * h_stride_t  # [T]
+    tl.store(h_rows[:, None] + r[None, :], a.to(tl.float32), mask=mask)
+
+
+@triton.jit
+def expand_tile(
+    h_ptr,
+    b_ptr,
+    y_ptr,
+    bias_ptr,
+    scalings_ptr,
+    b_tma,
+    slot,
+    h_row,
+    y_row,
+    s,
+    first,
+    end,
+    rank,
+    h_rows,
+    h_stride_s,
+    h_stride_t,
+    b_stride_l,
+    b_stride_c,
+    y_stride_t,
+    bias_stride_l,
+    NUM_SLICES: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_R: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EXACT_H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """y[y_row, c] += scaling * (h[s, h_row, :r] @ b[slot, c, :r].T) + bias[slot, c].
+
+    c runs over CHUNKS blocks of columns from `first`, none beyond `end`; h is the sum of its
+    planes; y_row [T] is -1 where the tile has no token.
+    """
+    scaling = tl.where(rank > 0, tl.load(scalings_ptr + slot * NUM_SLICES + s), 0.0)
+    has_token = y_row >= 0  # [T]
+    h_at = h_ptr + s.to(tl.int64) * h_stride_s + h_row * h_stride_t  # [T]
+    y_rows = y_ptr + y_row * y_stride_t  # [T]
+    # Computed here, not passed: ptxas then keeps the loads of all planes in flight. With a stride
+    # that it can fold into the addresses it adds plane after plane, 1.5 times the time of a call
+    # with 16 planes.
+    plane = NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
+    b_slot = b_ptr + slot * b_stride_l
+    bias_row = bias_ptr + slot * bias_stride_l
+    # A low rank in a small tile takes 16 lanes instead of BLOCK_R: decode waits on products.
+    NARROW: tl.constexpr = y_row.shape[0] <= 32 and RANK_PAD > 16
+    if STAGES > 1:
+        b_row = (slot * (b_stride_l // b_stride_c)).to(tl.int32)
+        _expand_tma(
+            b_tma, b_row, h_at, plane, y_rows, bias_row, first, end, rank, scaling,
+            has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS,
+            PRECISION, INTERPRETED, PROGRAMMATIC,
+        )  # fmt: skip
+    elif NARROW and rank <= 16:
+        _expand_columns(
+            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
+            has_token, 16, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
+            PRECISION, INTERPRETED, PROGRAMMATIC,
+        )  # fmt: skip
+    elif RANK_PAD == BLOCK_R:
+        _expand_columns(
+            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
+            has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
+            PRECISION, INTERPRETED, PROGRAMMATIC,
+        )  # fmt: skip
+    else:
+        _expand_long_ranks(
+            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
+            has_token, BLOCK_R, SPLIT_K, BLOCK_C, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
+            PRECISION, INTERPRETED, PROGRAMMATIC,
+        )  # fmt: skip
+
+
+@triton.jit
+def _expand_columns(
+    h_rows,
+    plane,
+    b_slot,
+    b_stride_c,
+    y_rows,
+    bias_row,
+    first,
+    end,
+    rank,
+    scaling,
+    has_token,
+    BLOCK_R: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_R: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EXACT_H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Add CHUNKS blocks of columns, all ranks in one product; loads run one block ahead."""
+    r = tl.arange(0, BLOCK_R)  # [R]
+    c = first + tl.arange(0, BLOCK_C)  # [C]
+    b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
+    y = load_y(y_rows, c, has_token, end, EVEN_C)
+    if PROGRAMMATIC:
+        gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
+        gdc_launch_dependents()
+    h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
+    for chunk in tl.static_range(CHUNKS):
+        delta = scaling * product(h, within(b, r, rank), EXACT_H, PRECISION, INTERPRETED)  # [T, C]
+        c_now, y_now = c, y
+        if chunk + 1 < CHUNKS:
+            c = c + BLOCK_C
+            b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
+            y = load_y(y_rows, c, has_token, end, EVEN_C)
+        store_y(
+            y_rows, c_now, y_now, delta, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED
+        )
+
+
+@triton.jit
+def _expand_long_ranks(
+    h_rows,
+    plane,
+    b_slot,
+    b_stride_c,
+    y_rows,
+    bias_row,
+    first,
+    end,
+    rank,
+    scaling,
+    has_token,
+    BLOCK_R: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_R: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EXACT_H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Add one block of columns, BLOCK_R ranks at a time."""
+    c = first + tl.arange(0, BLOCK_C)  # [C]
+    y = load_y(y_rows, c, has_token, end, EVEN_C)
+    if PROGRAMMATIC:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((y_rows.shape[0], BLOCK_C), dtype=tl.float32)
+    # one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose left operand is in registers
+    for done in tl.range(0, rank, BLOCK_R, num_stages=1):
+        r = done + tl.arange(0, BLOCK_R)  # [R]
+        b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
+        h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)
+        acc += product(h, within(b, r, rank), EXACT_H, PRECISION, INTERPRETED)
+    store_y(y_rows, c, y, scaling * acc, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED)
+
+
+@triton.jit
+def _expand_tma(
+    b_tma,
+    b_row,
+    h_rows,
+    plane,
+    y_rows,
+    bias_row,
+    first,
+    end,
+    rank,
+    scaling,
+    has_token,
+    BLOCK_R: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_R: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Add CHUNKS blocks of columns with STAGES loads of B through TMA in flight."""
+    if PROGRAMMATIC:
+        gdc_wait()
+        gdc_launch_dependents()
+    h = load_h(h_rows, plane, tl.arange(0, BLOCK_R), rank, has_token, SPLIT_K, EVEN_R)
+    if rank < BLOCK_R:
+        _add_tma_blocks(
+            b_tma, b_row, h, y_rows, bias_row, first, end, rank, scaling, has_token, BLOCK_R,
+            BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, True, PRECISION, INTERPRETED,
+        )  # fmt: skip
+    else:  # a block of full rank needs no mask, so it is multiplied straight from shared memory
+        _add_tma_blocks(
+            b_tma, b_row, h, y_rows, bias_row, first, end, rank, scaling, has_token, BLOCK_R,
+            BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, False, PRECISION, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_tma_blocks(
+    b_tma,
+    b_row,
+    h,
+    y_rows,
+    bias_row,
+    first,
+    end,
+    rank,
+    scaling,
+    has_token,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Add the blocks. MASKED: the rank ends inside a block, beyond it B may hold anything."""
+    for chunk in tl.range(0, CHUNKS, num_stages=STAGES):
+        c_first = first + chunk * BLOCK_C
+        c = c_first + tl.arange(0, BLOCK_C)  # [C]
+        y = load_y(y_rows, c, has_token, end, EVEN_C)
+        b = b_tma.load([b_row + c_first, 0]).T  # [R, C]; beyond the end another slice's columns
+        if MASKED:
+            b = within(b, tl.arange(0, BLOCK_R), rank)
+        delta = scaling * product(h, b, False, PRECISION, INTERPRETED)  # [T, C]
+        store_y(y_rows, c, y, delta, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED)
+
+
+@triton.jit
+def in_groups(r, rank, EVEN_R: tl.constexpr):
+    """Return r < rank, rounded up to groups of 8 where max_rank is a multiple of 8.
+
+    A mask that is constant over 8 neighbours keeps loads and stores 16 bytes wide.
+    """
+    if EVEN_R:
+        return r // 8 * 8 < rank
+    return r < rank
+
+
+@triton.jit
+def load_h(h_rows, plane, r, rank, has_token, SPLIT_K: tl.constexpr, EVEN_R: tl.constexpr):
+    """Return h, its planes summed in order, zero beyond the rank."""
+    mask = has_token[:, None] & in_groups(r, rank, EVEN_R)[None, :]
+    h = tl.load(h_rows[:, None] + r[None, :], mask=mask, other=0.0)  # [T, R]
+    for k in tl.static_range(1, SPLIT_K):
+        h += tl.load(h_rows[:, None] + k * plane + r[None, :], mask=mask, other=0.0)
+    return tl.where((r < rank)[None, :], h, 0.0)
+
+
+@triton.jit
+def load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl.constexpr):
+    """Return a block of B, transposed; values beyond the rank are arbitrary."""
+    mask = in_groups(r, rank, EVEN_R)[:, None]
+    if not EVEN_C:
+        mask = mask & (c < end)[None, :]
+    offsets = c.to(tl.int64)[None, :] * b_stride_c + r[:, None]
+    return tl.load(b_slot + offsets, mask=mask, other=0.0)  # [R, C]
+
+
+@triton.jit
+def within(b, r, rank):
+    """Return b, zero beyond the rank."""
+    return tl.where((r < rank)[:, None], b, 0.0)
+
+
+@triton.jit
+def load_y(y_rows, c, has_token, end, EVEN_C: tl.constexpr):
+    """Return a block of y."""
+    mask = has_token[:, None]
+    if not EVEN_C:
+        mask = mask & (c < end)[None, :]
+    return tl.load(y_rows[:, None] + c[None, :], mask=mask, other=0.0)  # [T, C]
+
+
+@triton.jit
+def store_y(
+    y_rows,
+    c,
+    y,
+    delta,
+    bias_row,
+    has_token,
+    end,
+    HAS_BIAS: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Store y + delta + bias; each element is rounded once."""
+    mask = has_token[:, None]
+    if not EVEN_C:
+        mask = mask & (c < end)[None, :]
+    if HAS_BIAS:
+        bias = tl.load(bias_row + c, mask=c < end, other=0.0)
+        delta += bias.to(tl.float32)[None, :]
+    total = y.to(tl.float32) + delta
+    tl.store(y_rows[:, None] + c[None, :], rounded(total, y.dtype, INTERPRETED), mask=mask)
+
+
+@triton.jit
+def product(h, b, EXACT_H: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return h @ b: h rounded to the dtype of b, or with EXACT_H both in float32."""
+    if EXACT_H:
+        return multiply(h, b.to(tl.float32), None, PRECISION, INTERPRETED)
+    return multiply(rounded(h, b.dtype, INTERPRETED), b, None, PRECISION, INTERPRETED)
+
+
+@triton.jit
+def multiply(left, right, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return ``left @ right + acc`` in float32; acc may be None."""
+    if INTERPRETED:  # its tl.dot multiplies the bit patterns of bfloat16
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(value, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return float32 values in `dtype`, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:  # its cast truncates
+        bits = value.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        value = tl.where(value == value, nearest.to(tl.float32, bitcast=True), value)
+    return value.to(dtype)

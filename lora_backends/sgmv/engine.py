@@ -1,0 +1,183 @@
+"""What `triton` and `csgmv` do alike: a shrink and an expand launch per layer."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from lora_backends.backend import LoRABackend
+from lora_backends.devices import as_device
+from lora_backends.dispatch.cached import stores_calls
+from lora_backends.sgmv import launch
+from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
+from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch, is_capturing
+from lora_backends.sgmv.launching.tma import has_tma
+from lora_backends.sgmv.layout import SgmvPlan
+from lora_backends.sgmv.tiles.source import TileSource, tile_source
+from lora_backends.weights import LoRAWeights
+
+EMPTY_ROW = 0 if INTERPRETED else 1
+"""Rows launched for a batch without adapters. They compute nothing, but compile the kernels: a
+capture that follows with other adapters cannot compile."""
+
+
+class SgmvBackend(LoRABackend):
+    """Segmented gather matrix-vector products in Triton: two launches a layer.
+
+    A subclass names its entry kernels and cuts batches into rows of the grid.
+
+    Args:
+        device: a CUDA or ROCm device, or the CPU under ``TRITON_INTERPRET=1``.
+        allow_tf32: multiply float32 values as tf32: faster, with 10 bits of mantissa.
+        batch_invariant: take the same tile sizes for every batch, so that a row's result does not
+            depend on the rest of its batch. These sizes come from the rules; no table is read.
+        tiles: "auto" takes tile sizes from the user's table for this device, else from the shipped
+            one, else from the rules; "rules" reads no table; else the file of a table, or a
+            `TileSource`.
+
+    Raises:
+        InvalidInputError: a table is broken or belongs to another device.
+    """
+
+    entry_kernels: ClassVar[Any]
+    """The module with `shrink_kernel`, `gather_kernel` and `expand_kernel`."""
+
+    device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
+    plan_type: ClassVar[type] = SgmvPlan
+    cuda_graphs = True
+    deterministic = True
+    narrow_intermediate = True
+
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        *,
+        allow_tf32: bool = False,
+        batch_invariant: bool = False,
+        tiles: str | os.PathLike[str] | TileSource = "auto",
+    ) -> None:
+        super().__init__(device)
+        package = self.entry_kernels.__package__
+        self.tile_source = tile_source(self.name, package, self.device, tiles, batch_invariant)
+        self.allow_tf32 = allow_tf32
+        self.batch_invariant = batch_invariant
+        self._options = launch.Options(
+            entry=self.entry_kernels,
+            precision="tf32" if allow_tf32 else "ieee",
+            programmatic=has_programmatic_launch(self.device),
+            batch_invariant=batch_invariant,
+            source=self.tile_source,
+            tma=has_tma(self.device),
+        )
+
+    @classmethod
+    @override
+    def unavailable_reasons(cls, device: torch.device | str) -> list[str]:
+        reasons = super().unavailable_reasons(device)
+        if as_device(device).type == "cpu" and not INTERPRETED:
+            reasons.append(
+                "Triton runs on the CPU only where TRITON_INTERPRET=1 is set before the import."
+            )
+        return reasons
+
+    def batch_to_tile(self, num_tokens: int, active_slots: int) -> tuple[int, int]:
+        """Return the tokens and active slots that sizes are chosen for."""
+        return launch.INVARIANT_BATCH if self.batch_invariant else (num_tokens, active_slots)
+
+    @override
+    def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan) -> torch.Tensor:
+        kernels = launch.kernels_of(weights, plan, self._options, "separate")
+        h = self._planes(weights, kernels.split_k, plan.num_tokens).zero_()
+        rows = self._rows(plan)
+        if rows:
+            laid = launch.with_contiguous_tables(weights)
+            launch.shrink(x, laid, plan, h, rows, kernels.shrink)
+        return h[0] if kernels.split_k == 1 else h.sum(0)
+
+    @override
+    def run_lora_b(
+        self,
+        h: torch.Tensor,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
+        rows = self._rows(plan)
+        if rows:
+            kernels = launch.kernels_of(weights, plan, self._options, "separate")
+            laid = launch.with_contiguous_tables(weights)
+            launch.expand(h.float()[None], laid, plan, y, rows, kernels.expand)
+        return y
+
+    @override
+    @stores_calls
+    def run_linear(
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = self._output(weights, plan, x.dtype) if base_output is None else base_output
+        rows = self._rows(plan)
+        if rows:
+            kernels = launch.kernels_of(weights, plan, self._options)
+            h = self._planes(weights, kernels.split_k, plan.h_rows())
+            laid = launch.with_contiguous_tables(weights)
+            shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
+            expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
+            self._cache("run_linear", plan, x, weights, laid, y, shrink, expand)
+        return y
+
+    @override
+    @stores_calls
+    def run_embedding(
+        self,
+        token_ids: torch.Tensor,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
+        rows = self._rows(plan)
+        if rows:
+            entry, row = self.entry_kernels, plan.row_constants(False)
+            kernel = launch.gather_kernel(entry, weights.num_slices, weights.max_rank, row)
+            kernels = launch.kernels_of(weights, plan, self._options, "embedding")
+            h = self._planes(weights, 1, plan.h_rows())
+            laid = launch.with_contiguous_tables(weights)
+            gather = launch.gather(token_ids, laid, plan, h, rows, kernel)
+            expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
+            self._cache("run_embedding", plan, token_ids, weights, laid, y, gather, expand)
+        return y
+
+    def _rows(self, plan: SgmvPlan) -> int:
+        return plan.grid_rows(is_capturing(self.device)) or EMPTY_ROW
+
+    def _cache(
+        self,
+        operation: str,
+        plan: SgmvPlan,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        laid: LoRAWeights,
+        y: torch.Tensor,
+        first: Launched,
+        second: Launched,
+    ) -> None:
+        """Keep both launches for the next call, unless they read copies of the layer's tables."""
+        if not INTERPRETED and laid is weights:
+            cached = CachedLaunches.of(first, second)
+            plan.call_cache.store(operation, self, x, weights, y, cached)
+
+    def _planes(self, weights: LoRAWeights, split_k: int, rows: int) -> torch.Tensor:
+        shape = (split_k, weights.num_slices, rows, weights.max_rank)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def _output(self, weights: LoRAWeights, plan: SgmvPlan, dtype: torch.dtype) -> torch.Tensor:
+        shape = (plan.num_tokens, weights.out_features)
+        return torch.zeros(shape, dtype=dtype, device=self.device)

@@ -1,0 +1,162 @@
+"""Programs and lanes of the two kernels over tiles, as `explain` counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lora_backends.batch import LoRABatch
+from lora_backends.explain import Explanation, Launch, Layer, Piece, Share, tokens_of
+from lora_backends.sgmv.tiles.sizes import (
+    MIN_DOT,
+    BatchShape,
+    ExpandTiles,
+    LayerShape,
+    ShrinkTiles,
+    TileConfig,
+    padded_rank,
+)
+from lora_backends.sgmv.tiles.source import TileSource
+
+NARROW_TOKENS = 32
+"""Tiles of up to this many tokens multiply ranks up to 16 in 16 lanes (`expand_tile`)."""
+
+
+class Cut(NamedTuple):
+    """How a plan cuts a batch into rows of the grid."""
+
+    name: str  # of a piece
+    pieces: tuple[Piece, ...]
+    tile_tokens: int  # places of a piece
+    active_slots: int  # slots with tokens
+
+
+def explanation(
+    backend: str,
+    batch: LoRABatch,
+    layer: Layer,
+    cut: Cut,
+    source: TileSource,
+    fact: str,
+    legend: str,
+) -> Explanation:
+    """Explain an engine that launches a shrink and an expand over pieces.
+
+    Args:
+        backend: its name.
+        batch: the batch.
+        layer: the layer.
+        cut: how the plan cuts the batch.
+        source: where sizes come from.
+        fact: a sentence about the plan.
+        legend: explains the words.
+    """
+    shape = LayerShape(
+        num_slices=len(layer.output_slices),
+        max_rank=layer.max_rank,
+        in_features=layer.in_features,
+        out_features=sum(layer.output_slices),
+        item_bytes=layer.item_bytes,
+    )
+    sizes = BatchShape(batch.num_tokens, cut.active_slots, cut.tile_tokens)
+    tiles = source.choose_tiles(sizes, shape)
+    return Explanation(
+        backend=backend,
+        token_slots=tokens_of(batch),
+        num_slots=batch.num_slots,
+        layer=layer,
+        order=tuple(token for piece in cut.pieces for token in piece.tokens),
+        piece_name=cut.name,
+        pieces=cut.pieces,
+        launches=(
+            count_shrink(cut.pieces, layer, tiles.shrink),
+            count_expand(cut.pieces, layer, tiles.expand),
+        ),
+        facts=(fact, *describe(tiles, source.files)),
+        legend=legend,
+    )
+
+
+def describe(tiles: TileConfig, sources: Sequence[str]) -> tuple[str, str]:
+    """Return a sentence about the sizes, and one about their source."""
+    shrink, expand = tiles.shrink, tiles.expand
+    parts = f"inputs in {shrink.split_k} parts" if shrink.split_k > 1 else "inputs in one part"
+    columns = expand.block_c * expand.chunks
+    sizes = (
+        f"shrink: {shrink.block_n} rows of A a program, {parts}, {shrink.block_k} a step; "
+        f"expand: {columns} columns a program, {expand.block_r} ranks at once"
+    )
+    origin = ", then ".join([*sources, "the rules"]) if sources else "the rules"
+    return sizes, f"sizes from {origin}"
+
+
+def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> Launch:
+    """Return the shrink launch: a block of stacked ranks and a part of the inputs per program.
+
+    A program whose ranks all lie beyond the adapter's own returns at once.
+    """
+    rank_pad, step = padded_rank(layer.max_rank), tiles.block_k * tiles.split_k
+    blocks = -(-len(layer.output_slices) * rank_pad // tiles.block_n)
+    computed_inputs = -(-layer.in_features // step) * step
+    work = []
+    for piece in pieces:
+        for block in range(blocks):
+            lanes = range(block * tiles.block_n, (block + 1) * tiles.block_n)
+            used = sum(_is_used(lane, rank_pad, layer.ranks[piece.slot]) for lane in lanes)
+            if used:
+                work.append((piece, used, tiles.block_n))
+    return _launch(
+        "shrink",
+        len(pieces) * blocks * tiles.split_k,
+        tiles.split_k,
+        work,
+        [Share(layer.in_features, computed_inputs)] * len(work),
+    )
+
+
+def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> Launch:
+    """Return the expand launch: blocks of columns of every slice, for a layer without a bias.
+
+    A program whose slice has rank 0 returns at once.
+    """
+    width = tiles.block_c * tiles.chunks
+    work, columns, programs = [], [], 0
+    for piece in pieces:
+        for rank, outputs in zip(layer.ranks[piece.slot], layer.output_slices, strict=True):
+            lanes = -(-rank // tiles.block_r) * tiles.block_r
+            if piece.places <= NARROW_TOKENS and 0 < rank <= MIN_DOT:
+                lanes = MIN_DOT
+            for first in range(0, outputs, width):
+                programs += 1
+                if rank:
+                    work.append((piece, rank, lanes))
+                    columns.append(Share(min(width, outputs - first), width))
+    return _launch("expand", programs, 1, work, columns)
+
+
+def _is_used(lane: int, rank_pad: int, ranks: Sequence[int]) -> bool:
+    slice_, rank = divmod(lane, rank_pad)
+    return slice_ < len(ranks) and rank < ranks[slice_]
+
+
+def _launch(
+    name: str,
+    programs: int,
+    parts: int,
+    work: Sequence[tuple[Piece, int, int]],
+    columns: Sequence[Share],
+) -> Launch:
+    """Add up programs that work: (piece, used lanes, lanes), `parts` of each."""
+    rows = Share(sum(len(p.tokens) for p, _, _ in work), sum(p.places for p, _, _ in work))
+    used = sum(len(p.tokens) * u * c.used for (p, u, _), c in zip(work, columns, strict=True))
+    done = sum(p.places * n * c.computed for (p, _, n), c in zip(work, columns, strict=True))
+    return Launch(
+        name=name,
+        unit="programs",
+        programs=programs,
+        idle=programs - parts * len(work),
+        rows=rows,
+        columns=Share(sum(c.used for c in columns), sum(c.computed for c in columns)),
+        ranks=Share(sum(u for _, u, _ in work), sum(n for _, _, n in work)),
+        products=Share(used, done),
+    )

@@ -1,0 +1,299 @@
+"""The kernels of a layer and a plan, and their arguments."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from lora_backends.sgmv.launching.call_cache import Launched
+from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
+from lora_backends.sgmv.launching.tma import allows_tma, descriptor
+from lora_backends.sgmv.layout import SgmvPlan
+from lora_backends.sgmv.tiles.sizes import (
+    BatchShape,
+    ExpandTiles,
+    LayerShape,
+    ShrinkTiles,
+    column_programs,
+    padded_rank,
+)
+from lora_backends.sgmv.tiles.source import TileSource
+from lora_backends.weights import LoRAWeights
+
+INVARIANT_BATCH = (64, 8)
+"""A batch-invariant backend takes the sizes for this many tokens and active slots, always."""
+
+Form = Literal["linear", "separate", "embedding"]
+"""What h is between the kernels. linear: partial sums, rounded before the second product;
+separate: a row for every token, exact, as callers of `run_lora_a` see it; embedding: one plane."""
+
+
+class Options(NamedTuple):
+    """What a backend fixes for all of its launches."""
+
+    entry: Any  # the module of the entry kernels
+    precision: str  # of float32 products, as `tl.dot` names it
+    programmatic: bool  # whether the expand launches before the shrink has ended
+    batch_invariant: bool
+    source: TileSource
+    tma: bool  # whether the device has TMA
+
+
+class Kernels(NamedTuple):
+    """Both kernels of a layer for one shape of batch."""
+
+    shrink: SpecializedKernel
+    expand: SpecializedKernel
+    split_k: int  # planes of h that the shrink writes
+
+
+def kernels_of(
+    weights: LoRAWeights, plan: SgmvPlan, options: Options, form: Form = "linear"
+) -> Kernels:
+    """Return both kernels for a layer and a plan: one cached lookup."""
+    fixed = options.batch_invariant
+    tokens, active = INVARIANT_BATCH if fixed else (plan.num_tokens, plan.active_slots)
+    layer = LayerShape(
+        weights.num_slices,
+        weights.max_rank,
+        weights.in_features,
+        weights.out_features,
+        weights.lora_a.element_size(),
+    )
+    return _kernels(
+        BatchShape(tokens, active, plan.tile_tokens),
+        layer,
+        weights.output_slices,
+        weights.bias is not None,
+        plan.row_constants(form == "separate"),
+        options,
+        form,
+        options.tma and allows_tma(weights.lora_b, plan.grid_rows(capturing=True)),
+    )
+
+
+@lru_cache(maxsize=16384)
+def _kernels(
+    batch: BatchShape,
+    layer: LayerShape,
+    output_slices: tuple[int, ...],
+    has_bias: bool,
+    row: tuple[tuple[str, int], ...],
+    options: Options,
+    form: Form,
+    tma: bool,
+) -> Kernels:
+    shrink, expand = _tiles(batch, layer, options.source, form)
+    linear, exact = form == "linear", form == "separate"
+    return Kernels(
+        _shrink_kernel(layer, shrink, exact, row, options),
+        _expand_kernel(
+            layer,
+            output_slices,
+            expand if tma else replace(expand, num_stages=1),
+            shrink.split_k if linear else 1,
+            has_bias,
+            exact,
+            row,
+            # only the shrink of run_linear lets the expand start early
+            options._replace(programmatic=options.programmatic and linear),
+        ),
+        shrink.split_k,
+    )
+
+
+def _tiles(
+    batch: BatchShape, layer: LayerShape, source: TileSource, form: Form
+) -> tuple[ShrinkTiles, ExpandTiles]:
+    chosen = source.choose_tiles(batch, layer)
+    if form != "separate":
+        return chosen.shrink, chosen.expand
+    exact = replace(layer, item_bytes=torch.float32.itemsize)  # h and B multiply in float32
+    return chosen.shrink, source.choose_tiles(batch, exact).expand
+
+
+@lru_cache(maxsize=4096)
+def _shrink_kernel(
+    layer: LayerShape,
+    tiles: ShrinkTiles,
+    exact: bool,
+    row: tuple[tuple[str, int], ...],
+    options: Options,
+) -> SpecializedKernel:
+    step = tiles.block_k * tiles.split_k
+    programs = -(-layer.stacked // tiles.block_n) * tiles.split_k
+    constants = {
+        "PROGRAMS": programs,
+        "NUM_SLICES": layer.num_slices,
+        "RANK_PAD": padded_rank(layer.max_rank),
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "WARPS_K": tiles.warps_k,
+        "SPLIT_K": tiles.split_k,
+        "STEPS": -(-layer.in_features // step),
+        "EVEN_K": layer.in_features % step == 0,
+        # exact: callers see h, so not even zeros are written beyond a rank
+        "EVEN_R": layer.max_rank % 8 == 0 and not exact,
+        "PRECISION": options.precision,
+        "INTERPRETED": INTERPRETED,
+        "PROGRAMMATIC": options.programmatic,
+    }
+    return SpecializedKernel(
+        options.entry.shrink_kernel,
+        constants | dict(row),
+        programs,
+        tiles.num_warps,
+        tiles.num_stages,
+        options.programmatic,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _expand_kernel(
+    layer: LayerShape,
+    output_slices: tuple[int, ...],
+    tiles: ExpandTiles,
+    planes: int,
+    has_bias: bool,
+    exact: bool,
+    row: tuple[tuple[str, int], ...],
+    options: Options,
+) -> SpecializedKernel:
+    columns = column_programs(output_slices, tiles)
+    constants = {
+        "STARTS": columns.starts,
+        "FIRST_PROGRAMS": columns.firsts,
+        # With TMA two axes: finding the row by division takes up to 24 registers, with which one
+        # program fits on a multiprocessor instead of two.
+        "PROGRAMS": columns.programs if tiles.num_stages == 1 else 0,
+        "NUM_SLICES": layer.num_slices,
+        "SPLIT_K": planes,
+        "RANK_PAD": padded_rank(layer.max_rank),
+        "BLOCK_C": tiles.block_c,
+        "BLOCK_R": tiles.block_r,
+        "CHUNKS": tiles.chunks,
+        "STAGES": tiles.num_stages,
+        "EVEN_C": columns.even,
+        "EVEN_R": layer.max_rank % 8 == 0,
+        "HAS_BIAS": has_bias,
+        "EXACT_H": exact,
+        "PRECISION": "ieee" if exact else options.precision,
+        "INTERPRETED": INTERPRETED,
+        "PROGRAMMATIC": options.programmatic,
+    }
+    return SpecializedKernel(
+        options.entry.expand_kernel,
+        constants | dict(row),
+        columns.programs,
+        tiles.num_warps,
+        programmatic=options.programmatic,
+    )
+
+
+@lru_cache(maxsize=1024)
+def gather_kernel(
+    entry: Any, num_slices: int, max_rank: int, row: tuple[tuple[str, int], ...]
+) -> SpecializedKernel:
+    """Return the kernel that shrinks one-hot rows."""
+    block_r = min(64, padded_rank(max_rank))
+    programs = -(-max_rank // block_r) * num_slices
+    constants = {"PROGRAMS": programs, "NUM_SLICES": num_slices, "BLOCK_R": block_r}
+    return SpecializedKernel(entry.gather_kernel, constants | dict(row), programs)
+
+
+def shrink(
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    h: torch.Tensor,
+    rows: int,
+    kernel: SpecializedKernel,
+) -> Launched:
+    """Write the planes of h.
+
+    Args:
+        x: [num_tokens, in_features].
+        weights: the layer, its tables contiguous.
+        plan: the batch.
+        h: [planes, num_slices, rows of h, max_rank] float32, contiguous. Nothing is written for
+            tokens without an adapter; beyond a rank, at most zeros up to the end of
+            its group of 8.
+        rows: rows of the grid.
+        kernel: from `kernels_of`.
+    """
+    a = weights.lora_a
+    tensors = (x, a, weights.ranks, *plan.tables(), h)
+    numbers = (weights.in_features, x.stride(0), *a.stride()[:3], *_layout_of(h))
+    arguments = Arguments(tensors, (), numbers)
+    kernel.launch(rows, arguments)
+    return Launched(kernel, arguments)
+
+
+def gather(
+    token_ids: torch.Tensor,
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    h: torch.Tensor,
+    rows: int,
+    kernel: SpecializedKernel,
+) -> Launched:
+    """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, max_rank] float32."""
+    a = weights.lora_a
+    tensors = (token_ids, a, weights.ranks, *plan.tables(), h)
+    arguments = Arguments(tensors, (), (*a.stride()[:3], *h.stride()[1:3]))
+    kernel.launch(rows, arguments)
+    return Launched(kernel, arguments)
+
+
+def expand(
+    h: torch.Tensor,
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    y: torch.Tensor,
+    rows: int,
+    kernel: SpecializedKernel,
+) -> Launched:
+    """Add the LoRA to y.
+
+    Args:
+        h: [planes, num_slices, rows of h, max_rank] float32, the last axis contiguous.
+        weights: the layer, its tables contiguous.
+        plan: the batch.
+        y: [num_tokens, out_features], changed in place.
+        rows: rows of the grid.
+        kernel: from `kernels_of`. A programmatic one must follow `shrink`, which waits for all
+            earlier kernels.
+    """
+    b, bias, sizes = weights.lora_b, weights.bias, kernel.constants
+    added, bias_stride = (b, 0) if bias is None else (bias, bias.stride(0))  # b is not read
+    tma = descriptor(b, sizes["BLOCK_C"], sizes["BLOCK_R"]) if sizes["STAGES"] > 1 else None
+    arguments = Arguments(
+        (h, b, y, added, weights.ranks, weights.scalings, *plan.tables()),
+        (tma,),
+        (*_layout_of(h), *b.stride()[:2], y.stride(0), bias_stride),
+    )
+    kernel.launch(rows, arguments)
+    return Launched(kernel, arguments)
+
+
+def _layout_of(h: torch.Tensor) -> tuple[int, int, int]:
+    """Return the rows per slice and the strides of slices and rows; planes follow each other."""
+    return h.shape[2], h.stride(1), h.stride(2)
+
+
+def with_contiguous_tables(weights: LoRAWeights) -> LoRAWeights:
+    """Return the layer with contiguous ranks and scalings, as kernels read them.
+
+    A copy is made before the first launch: no kernel may run between the shrink and an expand
+    that starts before the shrink has ended.
+    """
+    if weights.ranks.is_contiguous() and weights.scalings.is_contiguous():
+        return weights
+    laid = copy.copy(weights)
+    object.__setattr__(laid, "ranks", weights.ranks.contiguous())
+    object.__setattr__(laid, "scalings", weights.scalings.contiguous())
+    return laid

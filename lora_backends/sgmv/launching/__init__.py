@@ -1,0 +1,1 @@
+"""Compiled kernels and the host code that launches them."""

@@ -1,0 +1,82 @@
+"""Both launches of a call, kept with every argument that stays the same.
+
+In a model every layer meets the same plan at every step, so most calls have been made before. A
+repeated call finds its `CachedLaunches`, allocates h and passes three addresses to two compiled
+kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from lora_backends.sgmv.launching.kernel import (
+    Arguments,
+    BoundKernel,
+    SpecializedKernel,
+    current_stream,
+    has_launch_hooks,
+    is_capturing,
+    is_current,
+)
+from lora_backends.sgmv.launching.tma import without_tensor
+from lora_backends.weights import LoRAWeights
+
+
+class Launched(NamedTuple):
+    """A launch that was made."""
+
+    kernel: SpecializedKernel
+    arguments: Arguments
+
+
+@dataclass(eq=False, slots=True)
+class CachedLaunches:
+    """The two launches of one layer, plan and kind of arguments: a `CachedCall`.
+
+    Dispatch finds it for a call of the same shapes, strides, dtypes and addresses of the layer.
+    """
+
+    device: torch.device
+    no_values: torch.Tensor  # [0] float32: its `new_empty` takes half the time of `torch.empty`
+    h_values: int  # of h, all planes
+    shrink: BoundKernel  # x and h change from call to call
+    expand: BoundKernel  # h and y change from call to call
+
+    @classmethod
+    def of(cls, shrink: Launched, expand: Launched) -> Self:
+        """Return the launches of a call that was just made.
+
+        Args:
+            shrink: its first tensor is x, its last one h.
+            expand: its first tensor is h, its third one y.
+        """
+        descriptors = tuple(map(without_tensor, expand.arguments.descriptors))
+        h = expand.arguments.tensors[0]
+        return cls(
+            h.device,
+            h.new_empty(0),
+            math.prod(h.shape),
+            shrink.kernel.bind(shrink.arguments, len(shrink.arguments.tensors) - 1),
+            expand.kernel.bind(expand.arguments._replace(descriptors=descriptors), 2),
+        )
+
+    def run(self, x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
+        """Launch both kernels.
+
+        Returns:
+            False if another device is current; nothing ran.
+        """
+        device = self.device
+        if not is_current(device):
+            return False
+        rows = plan.grid_rows(is_capturing(device))
+        if rows:
+            h = self.no_values.new_empty(self.h_values)
+            at_h, stream, hooks = h.data_ptr(), current_stream(device.index), has_launch_hooks()
+            self.shrink.launch(rows, stream, x.data_ptr(), at_h, hooks)
+            self.expand.launch(rows, stream, at_h, y.data_ptr(), hooks)
+        return True

@@ -1,0 +1,224 @@
+"""Launches with little host time.
+
+Triton binds and specialises the arguments of every launch anew: 20 us of host time for a kernel
+that runs 3. A `SpecializedKernel` fixes the constants once and finds the compiled kernel by what is
+left: dtypes, alignment and widths of the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+
+INTERPRETED: bool = knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter, on the CPU."""
+
+STAGES_ON_ROCM = 2
+"""The most loop steps in flight on ROCm: a workgroup of an MI300 has 64 KB of shared memory."""
+
+
+class Arguments(NamedTuple):
+    """A kernel's arguments besides its constants, in the order of its signature."""
+
+    tensors: tuple[torch.Tensor, ...]
+    descriptors: tuple[Any, ...]  # TMA descriptors; None where the kernel uses no TMA
+    numbers: tuple[int, ...]
+
+
+class SpecializedKernel:
+    """A kernel with fixed constants and options, compiled once per kind of arguments.
+
+    Args:
+        kernel: a `triton.jit` function whose signature has tensors, descriptors, ints, constants,
+            in that order.
+        constants: a value for every constant of the signature, by name.
+        programs: programs in a row of the grid.
+        num_warps: warps of a program.
+        num_stages: loop steps whose loads are in flight together.
+        programmatic: launch before the kernel in front has ended (compute capability 9.0).
+
+    Raises:
+        TypeError: a constant is missing or unknown.
+    """
+
+    __slots__ = ("_compiled", "_programs", "_values", "constants", "kernel", "options")
+
+    def __init__(
+        self,
+        kernel: Any,
+        constants: Mapping[str, Any],
+        programs: int,
+        num_warps: int = 4,
+        num_stages: int = 1,
+        programmatic: bool = False,
+    ) -> None:
+        names = [name for name in kernel.arg_names if name.isupper()]
+        if set(names) != set(constants):
+            raise TypeError(f"{kernel.__name__} takes {names}, given {sorted(constants)}")
+        self.kernel, self.constants, self._programs = kernel, dict(constants), programs
+        self._values = tuple(constants[name] for name in names)
+        if torch.version.hip is not None:
+            num_stages = min(num_stages, STAGES_ON_ROCM)
+        self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+        if programmatic:
+            self.options["launch_pdl"] = True
+        self._compiled: dict[Any, Any] = {}
+
+    def launch(self, rows: int, arguments: Arguments) -> None:
+        """Launch on the device of the first tensor, on its current stream.
+
+        Args:
+            rows: rows of the grid, at least 1.
+            arguments: all but the constants.
+        """
+        device = arguments.tensors[0].device
+        if INTERPRETED:
+            tensors, descriptors, numbers = arguments
+            grid = self._grid(rows)
+            self.kernel[grid](*tensors, *descriptors, *numbers, **self.constants)
+        elif is_current(device):
+            self._launch(device.index, rows, arguments)
+        else:
+            with torch.cuda.device(device):
+                self._launch(device.index, rows, arguments)
+
+    def bind(self, arguments: Arguments, second: int) -> BoundKernel:
+        """Return the compiled kernel of an earlier launch with its arguments filled in.
+
+        Args:
+            arguments: those of the launch.
+            second: position of the tensor whose address changes from call to call besides that of
+                the first tensor. Their dtypes and 16-byte alignment must not change.
+        """
+        tensors, descriptors, numbers = arguments
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        compiled = self._compiled[_kind(tensors, pointers, numbers)]
+        return BoundKernel(
+            compiled, [*pointers, *descriptors, *numbers, *self._values], second, self._grid
+        )
+
+    def _grid(self, rows: int) -> tuple[int, int, int]:
+        """Return one axis in which the programs of a row follow each other, or two axes.
+
+        Programs of a grid of one axis start sooner. A kernel with PROGRAMS=0 takes two axes,
+        because the division that finds its row would cost it registers.
+        """
+        if self.constants["PROGRAMS"]:
+            return self._programs * rows, 1, 1
+        return self._programs, rows, 1
+
+    def _launch(self, device: int, rows: int, arguments: Arguments) -> None:
+        tensors, descriptors, numbers = arguments
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        kind, grid = _kind(tensors, pointers, numbers), self._grid(rows)
+        compiled = self._compiled.get(kind)
+        if compiled is None:
+            self._compiled[kind] = self.kernel[grid](
+                *tensors, *descriptors, *numbers, **self.constants, **self.options
+            )
+        else:
+            values = [*pointers, *descriptors, *numbers, *self._values]
+            _run(compiled, grid, current_stream(device), values, has_launch_hooks())
+
+
+class BoundKernel:
+    """A compiled kernel with all of its arguments but two addresses."""
+
+    __slots__ = ("_arguments", "_compiled", "_grid", "_second")
+
+    def __init__(self, compiled: Any, arguments: list[Any], second: int, grid: Any) -> None:
+        self._compiled, self._arguments, self._second = compiled, arguments, second
+        self._grid = grid
+
+    def launch(self, rows: int, stream: int, first: int, second: int, hooks: bool) -> None:
+        """Launch on a stream of the current device.
+
+        Args:
+            rows: rows of the grid, at least 1.
+            stream: its address.
+            first: the address of the first tensor.
+            second: the address of the other tensor that changes.
+            hooks: `has_launch_hooks`.
+        """
+        arguments = self._arguments.copy()
+        arguments[0], arguments[self._second] = first, second
+        _run(self._compiled, self._grid(rows), stream, arguments, hooks)
+
+
+def _run(
+    compiled: Any, grid: tuple[int, int, int], stream: int, arguments: list[Any], hooks: bool
+) -> None:
+    enter = leave = metadata = None  # calling Triton's empty hooks takes longer than the launch
+    if hooks:
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        metadata = compiled.launch_metadata(grid, stream, *arguments)
+    compiled.run(
+        *grid,
+        stream,
+        compiled.function,
+        compiled.packed_metadata,
+        metadata,
+        enter,
+        leave,
+        *arguments,
+    )
+
+
+def has_launch_hooks() -> bool:
+    """Return whether a profiler has hooked launches."""
+    hooks = knobs.runtime
+    for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
+
+
+def _kind(
+    tensors: tuple[torch.Tensor, ...], pointers: list[int], numbers: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """Return all that Triton specialises a kernel on besides its constants."""
+    return (
+        tensors[0].device.index,
+        *[tensor.dtype for tensor in tensors],
+        *[pointer & 15 == 0 for pointer in pointers],
+        *[n if n == 1 else (n & 15 == 0, n > 0x7FFFFFFF) for n in numbers],
+    )
+
+
+def is_current(device: torch.device) -> bool:
+    """Return whether `device` is the current device, so that kernels for it can be launched."""
+    return not _several_devices() or device.index == torch.cuda.current_device()
+
+
+def current_stream(device: int) -> int:
+    """Return the address of a device's current stream."""
+    stream: int = _stream_of()(device)
+    return stream
+
+
+def has_programmatic_launch(device: torch.device) -> bool:
+    """Return whether a kernel can start before the one in front has ended."""
+    if device.type != "cuda" or torch.version.hip is not None or INTERPRETED:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream is being captured into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@lru_cache(maxsize=1)
+def _several_devices() -> bool:
+    return torch.cuda.device_count() > 1
+
+
+@lru_cache(maxsize=1)
+def _stream_of() -> Any:
+    """Return Triton's function from a device index to the address of its current stream."""
+    return triton.runtime.driver.active.get_current_stream

@@ -1,0 +1,77 @@
+"""Loads B through TMA, the tensor memory accelerator, straight into shared memory.
+
+A block is addressed by its first row and rank. Values outside of the matrix load as zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch
+
+MAX_GRID_ROWS = 65535
+"""The most rows of a grid of two axes, which kernels with TMA have."""
+
+_ALIGNMENT = 16  # bytes, of the matrix and of its rows
+
+
+def has_tma(device: torch.device) -> bool:
+    """Return whether kernels on a device can use TMA: compute capability 9.0 and later."""
+    return INTERPRETED or has_programmatic_launch(device)  # both came with capability 9.0
+
+
+def allows_tma(lora_b: torch.Tensor, max_rows: int) -> bool:
+    """Return whether B can be loaded through TMA by a grid of up to `max_rows` rows.
+
+    B of all slots must form one matrix of 16-bit rows, aligned, with any distance between slots.
+    """
+    num_slots, out_features, max_rank = lora_b.shape
+    slot_stride, row_stride, _ = lora_b.stride()
+    return (
+        max_rows <= MAX_GRID_ROWS
+        and lora_b.element_size() == 2
+        and max_rank % 8 == 0
+        and row_stride >= max_rank
+        and row_stride * 2 % _ALIGNMENT == 0
+        and slot_stride % row_stride == 0
+        and lora_b.data_ptr() % _ALIGNMENT == 0
+        and num_slots * slot_stride // row_stride + out_features < 2**31
+    )
+
+
+def descriptor(lora_b: torch.Tensor, block_c: int, block_r: int) -> Any:
+    """Return the TMA descriptor of B as one matrix [rows, max_rank].
+
+    Column c of slot l is row ``l * (slot stride // row stride) + c``.
+
+    Args:
+        lora_b: [num_slots, out_features, max_rank] that `allows_tma`.
+        block_c: columns of y per load.
+        block_r: ranks per load.
+    """
+    num_slots, out_features, max_rank = lora_b.shape
+    slot_stride, row_stride, _ = lora_b.stride()
+    rows = (num_slots - 1) * (slot_stride // row_stride) + out_features
+    return TensorDescriptor(lora_b, [rows, max_rank], [row_stride, 1], [block_c, block_r])
+
+
+@dataclass(frozen=True)
+class _Address:
+    """What a launch asks a descriptor's tensor for."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def without_tensor(found: Any) -> Any:
+    """Return a descriptor that holds B's address instead of B, so that it keeps no memory alive."""
+    if found is None:
+        return None
+    return replace(found, base=_Address(found.base.data_ptr(), found.base.dtype))

@@ -1,0 +1,1 @@
+"""Tile sizes: what they are, the rules, and measured tables."""

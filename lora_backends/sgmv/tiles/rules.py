@@ -1,0 +1,162 @@
+"""The rules for tile sizes: pure functions of shapes, fitted to one H200 in bfloat16.
+
+They generalise the sizes that measured fastest on the layers of Llama-3-8B. Any result is correct
+on any shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from lora_backends.sgmv.tiles.sizes import (
+    MAX_BLOCK_R,
+    BatchShape,
+    ExpandTiles,
+    LayerShape,
+    ShrinkTiles,
+    TileConfig,
+    padded_rank,
+    power_of_two,
+)
+
+_PREFILL_TOKENS = 512
+_MULTIPROCESSORS = 132  # of an H200
+_MANY_ROWS = 32  # of the grid: about a quarter of an H200's multiprocessors
+_LONG_INPUT = 8192  # in_features from which more parts are faster
+_WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
+_SHARED_BYTES = 128 * 1024  # shared memory for the loads in flight
+
+
+def tile_tokens(num_tokens: int, active_slots: int) -> int:
+    """Return the tokens per tile for a batch: 16, 32 or 64.
+
+    About as many as an active slot has on average: tiles of 16 waste the fewest places on slots
+    with few tokens, and wider tiles read A and B less often.
+    """
+    average = num_tokens // max(1, active_slots)
+    if num_tokens < _PREFILL_TOKENS:
+        return 32 if average >= 32 and num_tokens > _MANY_ROWS else 16
+    return 64 if average >= 64 else 32 if average >= 32 else 16
+
+
+@lru_cache(maxsize=4096)
+def choose_tiles(batch: BatchShape, layer: LayerShape) -> TileConfig:
+    """Return the sizes for one layer and batch."""
+    if batch.num_tokens < _PREFILL_TOKENS:
+        shrink = _shrink_decode(batch, layer)
+    elif batch.tile_tokens == 16:
+        shrink = _shrink_many_adapters(batch, layer)
+    else:
+        shrink = _shrink_prefill(batch, layer)
+    return TileConfig(fitting(shrink, batch, layer), _expand(batch, layer))
+
+
+def _shrink_decode(batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
+    """Split the inputs until every multiprocessor has work; the expand reads every plane back."""
+    stacked, rows = power_of_two(layer.stacked), batch.rows
+    long, narrow = layer.in_features >= _LONG_INPUT, padded_rank(layer.max_rank) == 16
+    single = layer.num_slices == 1
+    if rows == 1:
+        block_n, programs, planes = 16, 128, 28 if long and narrow else 16
+    elif rows >= _MANY_ROWS:
+        block_n = 16 if stacked <= (32 if narrow else 128) else 64
+        programs, planes = 512 if long and not narrow else 256, 4 if long else 2
+    else:
+        compact = batch.tile_tokens > 16 or (single and not narrow)
+        compact = compact and not long and layer.out_features < _WIDE_OUTPUT
+        block_n, programs = (16, 512) if compact else (min(64, stacked), 128)
+        planes = (16 if single else 8) // (1 if narrow else 2)
+        planes = max(4, planes * 16 // batch.tile_tokens * (4 if long else 1))
+    blocks = -(-layer.stacked // block_n) * rows
+    split_k = equal_parts(layer.in_features, min(planes, programs // blocks))
+    if block_n == 16 and batch.tile_tokens == 16 and (rows >= _MANY_ROWS or long):
+        return ShrinkTiles(block_n, 256, split_k, warps_k=4)
+    return ShrinkTiles(block_n, 128, split_k, num_stages=4)
+
+
+def _shrink_many_adapters(batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
+    """Keep hundreds of programs in flight: reading every row of A once dominates."""
+    block_n, narrow = min(64, power_of_two(layer.stacked)), padded_rank(layer.max_rank) == 16
+    single, wide = layer.num_slices == 1, layer.out_features >= _WIDE_OUTPUT
+    planes = 4 if narrow and (single or wide) else 2
+    programs = 512 if narrow and single else 256
+    planes = min(planes, programs // (-(-layer.stacked // block_n) * batch.rows))
+    split_k = equal_parts(layer.in_features, planes)
+    if block_n == 16 and layer.in_features >= _LONG_INPUT:
+        return ShrinkTiles(block_n, 256, split_k, warps_k=4)
+    return ShrinkTiles(block_n, 128, split_k, num_stages=4)
+
+
+def _shrink_prefill(batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
+    """Take wide blocks of A: x is read again for every block."""
+    stacked, rows = power_of_two(layer.stacked), batch.rows
+    wide, narrow = layer.out_features >= _WIDE_OUTPUT, padded_rank(layer.max_rank) == 16
+    single, long = layer.num_slices == 1, layer.in_features >= _LONG_INPUT
+    programs = -(-layer.stacked // min(64, stacked)) * rows
+    planes = 4 if single or not (narrow or wide) else 2
+    most = 8 if single and (narrow or long) else 4
+    planes = max(planes, min(most, (128 if single else 64) // programs))
+    planes = 1 if stacked >= 256 and rows >= 64 else min(planes, 256 // rows)
+    split_k = equal_parts(layer.in_features, planes)
+    block_n, block_k = min(64, stacked), 128
+    if stacked >= 128:
+        block_n, block_k = (128 if rows >= 64 and batch.tile_tokens == 64 else 64), 64
+    programs = -(-layer.stacked // block_n) * rows * split_k
+    step = 4 * (block_n + batch.tile_tokens) * layer.item_bytes  # of four loads in flight
+    if programs <= _MULTIPROCESSORS and 128 * step <= _SHARED_BYTES:
+        return ShrinkTiles(
+            block_n, 128, split_k, num_stages=4
+        )  # one per SM: all shared memory is its own
+    stages = 4 if block_k * step <= _SHARED_BYTES * 3 // 4 else 3  # two or more per SM
+    return ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
+
+
+def _expand(batch: BatchShape, layer: LayerShape) -> ExpandTiles:
+    rank_pad = padded_rank(layer.max_rank)
+    block_r = min(rank_pad, MAX_BLOCK_R)
+    wide = layer.out_features >= _WIDE_OUTPUT
+    prefill = batch.num_tokens >= _PREFILL_TOKENS
+    if layer.item_bytes == 4:  # float32 products take more registers and shared memory
+        block_r, block_c, chunks = min(block_r, 32), 64, 1
+    elif batch.tile_tokens > 64:
+        block_c, chunks = 64, 8 if prefill else 2
+    elif prefill:
+        block_c = 64 if batch.rows < 64 and not wide else 128
+        least = 256 if batch.tile_tokens == 16 else 128  # programs
+        chunks = _chunks(batch.rows * (layer.out_features // block_c) // least)
+    elif rank_pad == 16:
+        many = batch.rows * layer.out_features >= 200_000  # elements of y, about
+        block_c, chunks = (128, 4) if many else (256, 1)
+    else:
+        block_c, chunks = 128, 4 if wide and batch.tile_tokens > 16 else 1
+    if prefill and layer.item_bytes == 2 and block_r == rank_pad:
+        # TMA is faster where each multiprocessor runs two programs or more, or just one
+        kibi = batch.rows * layer.out_features // 1024
+        if batch.tile_tokens == 64 or (wide and batch.tile_tokens == 32):
+            if kibi >= 2 * _MULTIPROCESSORS:
+                return ExpandTiles(128, block_r, 8, num_warps=8, num_stages=3)
+            if 128 <= 2 * kibi <= 200:
+                return ExpandTiles(128, block_r, 4, num_stages=3)
+    return ExpandTiles(block_c, block_r, chunks if block_r == rank_pad else 1)
+
+
+def _chunks(most: int) -> int:
+    """Return the largest power of two from 1 to 8 that does not exceed `most`."""
+    return next((chunks for chunks in (8, 4, 2) if chunks <= most), 1)
+
+
+def fitting(shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
+    """Shrink sizes until loads in flight fit in shared memory and sums fit in registers."""
+    if layer.item_bytes == 4:
+        shrink = ShrinkTiles(min(shrink.block_n, 64), 32, shrink.split_k, num_stages=2)
+    if batch.tile_tokens > 64:
+        shrink = replace(shrink, block_k=min(shrink.block_k, 64), num_warps=8)
+    stage = shrink.block_k * (shrink.block_n + batch.tile_tokens) * layer.item_bytes
+    return replace(shrink, num_stages=max(2, min(shrink.num_stages, _SHARED_BYTES // stage)))
+
+
+def equal_parts(in_features: int, most: int) -> int:
+    """Return the largest number of equal parts, in steps of 256, that does not exceed `most`."""
+    steps = max(1, in_features // 256)
+    return max(parts for parts in range(1, max(1, most) + 1) if steps % parts == 0)

@@ -1,0 +1,114 @@
+"""Hypothesis strategies for cases of experts; they shrink as those of dense layers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import event
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from lora_backends.operations import BY_NAME
+from lora_backends.testing.expert_cases import ExpertCase
+from lora_backends.testing.profiles import DEFAULT, Profile
+from lora_backends.testing.strategies import (
+    EXACT_SCALINGS,
+    FLOATS,
+    PADS,
+    REAL_SCALINGS,
+    Values,
+    layer_widths,
+    token_slots,
+)
+
+MOST_TOKENS = 24
+"""Tokens of a case: each has up to four pairs."""
+
+MOST_RANK = 64
+"""Up to here sums of an integer case are exact, the router's weights and four pairs included."""
+
+
+@st.composite
+def expert_cases(
+    draw: DrawFn,
+    /,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+    *,
+    profile: Profile = DEFAULT,
+    values: Values = "real",
+    base: bool | None = None,
+    min_tokens: int = 0,
+    **options: Any,
+) -> ExpertCase:
+    """Draw a whole case.
+
+    Args:
+        draw: given by Hypothesis.
+        dtypes: dtypes of x, weights and base_output, e.g. ``Backend.dtypes``.
+        profile: how large.
+        values: normal values, small integers whose sums are exact, or either.
+        base: fixes whether there is a base_output.
+        min_tokens: pads the batch with tokens of slot 0.
+        options: fixes keyword arguments of `run_experts`.
+
+    Returns:
+        An `ExpertCase`; the edges it stands on are Hypothesis events.
+    """
+    ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
+    dtype = draw(st.sampled_from(ordered))
+    num_slots = draw(st.integers(1, min(4, profile.max_slots)))
+    slots = draw(token_slots(num_slots, profile))[:MOST_TOKENS]
+    slots += (0,) * (min_tokens - len(slots))
+    num_experts, top_k = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    expert = st.one_of(st.integers(0, num_experts - 1), st.integers(-1, num_experts - 1))
+    num_slices = draw(st.integers(1, 3))
+    interleaved = num_slices > 1 and draw(st.booleans())
+    widths = draw(st.tuples(*[layer_widths(profile)] * num_slices))
+    max_rank = draw(st.sampled_from([rank for rank in profile.ranks if rank <= MOST_RANK]))
+    integer = draw(st.booleans()) if values == "either" else values == "integer"
+    scaling = st.sampled_from(EXACT_SCALINGS if integer else REAL_SCALINGS)
+    rank = st.one_of(st.integers(0, max_rank), st.sampled_from((max_rank, 0)))
+    table = (
+        num_slots,
+        draw(st.sampled_from((num_experts, 1))),
+        draw(st.sampled_from((num_slices, 1))),
+    )
+    with_base = draw(st.booleans()) if base is None else base
+    drawn: dict[str, Any] = {
+        o.name: draw(st.sampled_from(o.values)) for o in BY_NAME["run_experts"].options
+    }
+    case = ExpertCase(
+        slots=slots,
+        ids=draw(_table(expert, len(slots), top_k)),
+        num_experts=num_experts,
+        ranks=draw(_table(rank, *table)),
+        max_rank=max_rank,
+        in_features=draw(layer_widths(profile)),
+        output_slices=(widths[0],) * num_slices if interleaved else widths,
+        scalings=draw(_table(scaling, *table)),
+        top_k=top_k,
+        shared_a=draw(st.booleans()),
+        shared_b=draw(st.booleans()),
+        interleaved=interleaved,
+        mapped=draw(st.booleans()),
+        dtype=dtype,
+        base=draw(st.one_of(st.just(dtype), st.sampled_from(ordered))) if with_base else None,
+        x_pad=draw(st.sampled_from(PADS)),
+        base_pad=draw(st.sampled_from(PADS)) if with_base else 0,
+        weights_pad=draw(st.sampled_from((0, 0, 1, 8))),
+        values="integer" if integer else "real",
+        seed=draw(st.integers(0, 999)),
+        **(drawn | options),
+    )
+    for edge in sorted(case.edges()):
+        event(edge)
+    return case
+
+
+def _table(values: st.SearchStrategy, *shape: int) -> st.SearchStrategy:
+    """Draw nested tuples of a shape."""
+    for size in reversed(shape):
+        values = st.tuples(*[values] * size)
+    return values

@@ -1,0 +1,322 @@
+"""Experts: pairs of a token and an expert, against the two oracles and each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lora_backends.backend import LoRABackend
+from lora_backends.errors import InvalidInputError
+from lora_backends.testing import oracles
+from lora_backends.testing.expert_cases import ExpertCase, ExpertInputs
+from lora_backends.testing.expert_oracle import (
+    dense_layer,
+    expected_experts,
+    in_dense_order,
+    touched_by_experts,
+)
+from lora_backends.testing.inputs import bits, same_bits
+from lora_backends.testing.oracles import Expected
+from lora_backends.testing.properties.core import (
+    BOUNDED,
+    BY_CLAIM,
+    batch_invariant,
+    cuda_graphs,
+    prop,
+)
+
+
+def routing_of(
+    backend: LoRABackend, inputs: ExpertInputs, plan: Any | None = None, out: Any | None = None
+) -> Any:
+    """Return the routing of a case, on a fresh plan or on `plan`."""
+    if plan is None:
+        plan = backend.prepare_batch(inputs.batch)
+    choice = (inputs.topk_ids, inputs.topk_weights, inputs.weights.num_experts, inputs.expert_map)
+    return backend.prepare_experts(plan, *choice, out=out)
+
+
+def experts(backend: LoRABackend, inputs: ExpertInputs, routing: Any | None = None) -> torch.Tensor:
+    """Return y of run_experts over a fresh base_output, which nothing may be written beside."""
+    if routing is None:
+        routing = routing_of(backend, inputs)
+    made = inputs.new_base()
+    base = None if made is None else made[1]
+    y = backend.run_experts(inputs.x, inputs.weights, routing, base, **inputs.options)
+    if made is not None:
+        made[0].assert_untouched()
+        if y is not base:
+            raise AssertionError("run_experts returned another tensor than the base_output given")
+    return y
+
+
+def expected(backend: LoRABackend, inputs: ExpertInputs) -> Expected:
+    """Return what `experts` must return, for the intermediate dtype that the backend declares."""
+    narrow = inputs.weights.dtype if backend.narrow_intermediate else torch.float32
+    return expected_experts(inputs, intermediate=narrow)
+
+
+def assert_right(actual: torch.Tensor, wanted: Expected, inputs: ExpertInputs, exact: bool) -> None:
+    """Check a result against an oracle: its one value for integers, else within the bound."""
+    dtype = inputs.x.dtype if inputs.base is None else inputs.base.dtype
+    if tuple(actual.shape) != inputs.output_shape() or actual.dtype != dtype:
+        raise AssertionError(
+            f"run_experts returned {list(actual.shape)} {actual.dtype}, "
+            f"not {list(inputs.output_shape())} {dtype}"
+        )
+    result = actual.detach().cpu()
+    if exact:
+        wrong = result != oracles.rounded_exactly(wanted, dtype)
+    else:
+        wrong = ~((result.double() - wanted.value).abs() <= wanted.bound)  # NaN is wrong
+    assert_none(wrong, result, wanted, inputs)
+
+
+def assert_none(
+    wrong: torch.Tensor, result: torch.Tensor, wanted: Expected, inputs: ExpertInputs
+) -> None:
+    """Raise an AssertionError that names the first wrong element, its token, slot and expert."""
+    if not bool(wrong.any()):
+        return
+    index = tuple(int(i) for i in wrong.nonzero()[0])
+    token = index[0]
+    ids = inputs.ids[token].tolist() if len(index) == 2 else int(inputs.ids[token, index[1]])
+    raise AssertionError(
+        f"{int(wrong.sum())} of {wrong.numel()} elements are wrong; the first:\n"
+        f"  y{list(index)}: token {token}, slot {int(inputs.batch.token_slots[token])}, "
+        f"expert {ids}\n"
+        f"  actual   {result[index].item():.9g}\n"
+        f"  expected {wanted.value[index].item():.9g}, bound {wanted.bound[index].item():.3g}"
+    )
+
+
+def check_experts(backend: LoRABackend, case: ExpertCase, inputs: ExpertInputs) -> torch.Tensor:
+    """Run run_experts, check it against the oracle of the case's values, and return it."""
+    y = experts(backend, inputs)
+    assert_right(y, expected(backend, inputs), inputs, case.is_integer)
+    return y
+
+
+@prop(
+    "On small integers run_experts has one right result.",
+    kind=ExpertCase,
+    values="integer",
+    examples=60,
+)
+def experts_are_exact_on_integers(backend: LoRABackend, case: ExpertCase) -> None:
+    """All sums are exact, so the one rounding into y leaves a single value."""
+    check_experts(backend, case, case.build(backend.device))
+
+
+@prop(
+    "run_experts is within the bound of float64.", kind=ExpertCase, agreement=BOUNDED, examples=80
+)
+def run_experts_is_within_the_bound(backend: LoRABackend, case: ExpertCase) -> None:
+    """The differential test, over everything that a case draws."""
+    check_experts(backend, case, case.build(backend.device))
+
+
+@prop("Dead pairs keep the bits of base_output.", kind=ExpertCase, base=True, examples=30)
+def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
+    """Whatever stands there, -0.0 included; on a device ids may also be too high."""
+    inputs = case.build(backend.device)
+    assert inputs.base is not None
+    kept = ~touched_by_experts(inputs)
+    odd = torch.tensor([-0.0, torch.nan, torch.inf], dtype=inputs.base.dtype, device="cpu")
+    turns = torch.arange(inputs.base.numel(), device="cpu").remainder(3).reshape(inputs.base.shape)
+    base = torch.where(kept, odd[turns], inputs.base.cpu()).to(backend.device)
+    ids = inputs.topk_ids
+    if backend.device.type != "cpu":
+        ids = torch.where(ids < 0, inputs.weights.num_experts + 3, ids)
+    inputs = replace(inputs, base=base, topk_ids=ids)
+    y = experts(backend, inputs)
+    changed = (bits(y) != bits(base)) & kept
+    assert_none(
+        changed,
+        y.cpu(),
+        Expected(base.cpu().double(), torch.zeros(base.shape, device="cpu")),
+        inputs,
+    )
+
+
+@prop(
+    "Experts are the slots of a dense layer, and pairs its tokens.",
+    kind=ExpertCase,
+    values="either",
+    agreement=BY_CLAIM,
+    weighted=False,
+    reduce=False,
+)
+def experts_equal_dense_slots(backend: LoRABackend, case: ExpertCase) -> None:
+    """run_linear of a layer with num_slots * num_experts slots."""
+    inputs = case.build(backend.device)
+    x, layer, batch = dense_layer(inputs)
+    base = None
+    if inputs.base is not None:
+        base = inputs.base.flatten(0, 1)[:, in_dense_order(inputs)]
+    dense = backend.run_linear(x, layer, backend.prepare_batch(batch), base)
+    dense = dense[:, in_dense_order(inputs).argsort()].reshape(inputs.output_shape())
+    y, wanted = experts(backend, inputs), expected(backend, inputs)
+    if case.is_integer:
+        assert_none(y.cpu() != dense.cpu(), y.cpu(), wanted, inputs)
+    else:
+        both = Expected(dense.cpu().double(), 2 * wanted.bound)
+        assert_right(y, both, inputs, exact=False)
+
+
+@prop(
+    "A reduced result is the sum over a token's pairs.",
+    kind=ExpertCase,
+    agreement=BOUNDED,
+    reduce=True,
+    base=False,
+)
+def reduce_is_the_sum_over_pairs(backend: LoRABackend, case: ExpertCase) -> None:
+    """Against the results of the pairs, summed in float64."""
+    inputs = case.build(backend.device)
+    apart = replace(inputs, options={**inputs.options, "reduce": False})
+    pairs = experts(backend, apart).cpu().double().sum(1)
+    bound = expected(backend, inputs).bound + expected(backend, apart).bound.sum(1)
+    assert_right(experts(backend, inputs), Expected(pairs, bound), inputs, exact=False)
+
+
+@prop(
+    "A routing refilled in place equals a fresh one.",
+    kind=ExpertCase,
+    values="either",
+    agreement=BY_CLAIM,
+    min_tokens=1,
+)
+def a_refilled_routing_equals_a_fresh_one(backend: LoRABackend, case: ExpertCase) -> None:
+    """The plan is refilled too: another composition, and other experts."""
+    inputs = case.build(backend.device)
+    turned = replace(
+        case,
+        slots=(*case.slots[1:], case.slots[0]),
+        ids=(*case.ids[1:], case.ids[0]),
+        seed=case.seed + 2,
+    ).build(backend.device)
+    plan = backend.prepare_batch(turned.batch)
+    routing = routing_of(backend, turned, plan)
+    assert_right(
+        experts(backend, turned, routing), expected(backend, turned), turned, case.is_integer
+    )
+    backend.prepare_batch(inputs.batch, out=plan)
+    if routing_of(backend, inputs, plan, out=routing) is not routing:
+        raise AssertionError("prepare_experts(..., out=routing) returned another routing")
+    y = experts(backend, inputs, routing)
+    assert_right(y, expected(backend, inputs), inputs, case.is_integer)
+    if backend.deterministic and not same_bits(y, experts(backend, inputs)):
+        raise AssertionError("a refilled routing gives other bits than a fresh one")
+
+
+@prop(
+    "A token's experts do not depend on the rest of the batch.",
+    kind=ExpertCase,
+    requires=(batch_invariant,),
+    min_tokens=2,
+)
+def experts_do_not_depend_on_the_batch(backend: LoRABackend, case: ExpertCase) -> None:
+    """One token alone, bit for bit as within the batch."""
+    inputs = case.build(backend.device)
+    y = experts(backend, inputs)
+    for token in {0, case.num_tokens // 2, case.num_tokens - 1}:
+        alone = _token(inputs, token)
+        if not same_bits(experts(backend, alone), y[token : token + 1]):
+            raise AssertionError(f"token {token} alone has other bits than within the batch")
+
+
+def _token(inputs: ExpertInputs, token: int) -> ExpertInputs:
+    """Return the inputs of one token."""
+    top_k = inputs.ids.shape[1] if inputs.options["rows"] == "pairs" else 1
+    part = slice(token, token + 1)
+    return replace(
+        inputs,
+        x=inputs.x[token * top_k : (token + 1) * top_k].clone(),
+        batch=type(inputs.batch)(inputs.batch.token_slots[part], inputs.batch.num_slots),
+        ids=inputs.ids[part],
+        topk_ids=inputs.topk_ids[part],
+        topk_weights=inputs.topk_weights[part],
+        base=None if inputs.base is None else inputs.base[part],
+    )
+
+
+@prop(
+    "A captured graph of experts follows the plan and the router.",
+    agreement=BY_CLAIM,
+    examples=10,
+    kind=ExpertCase,
+    base=True,
+    values="either",
+    requires=(cuda_graphs,),
+    min_tokens=1,
+)
+def graph_replay_of_experts_equals_eager(backend: LoRABackend, case: ExpertCase) -> None:
+    """The routing is made within the graph, from what the router writes before each replay."""
+    inputs = case.build(backend.device)
+    assert inputs.base is not None
+    plan = backend.prepare_batch(inputs.batch)
+    routing, y = routing_of(backend, inputs, plan), inputs.base.clone()
+    backend.run_experts(inputs.x, inputs.weights, routing, y.clone(), **inputs.options)
+    torch.cuda.synchronize(backend.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routing_of(backend, inputs, plan, out=routing)
+        backend.run_experts(inputs.x, inputs.weights, routing, y, **inputs.options)
+    for turn in range(3):
+        another = replace(case, slots=case.slots[::-1], seed=case.seed + 2 * turn)
+        turned = replace(another.build(backend.device), weights=inputs.weights)
+        assert turned.base is not None
+        backend.prepare_batch(turned.batch, out=plan)
+        for name in ("x", "topk_ids", "topk_weights", "expert_map"):
+            if getattr(inputs, name) is not None:
+                getattr(inputs, name).copy_(getattr(turned, name))
+        y.copy_(turned.base)
+        graph.replay()
+        torch.cuda.synchronize(backend.device)
+        assert_right(y, expected(backend, turned), turned, case.is_integer)
+
+
+@prop(
+    "Bad experts are refused with a typed error before anything is written.",
+    kind=ExpertCase,
+    base=True,
+    min_tokens=2,
+    examples=8,
+)
+def bad_experts_are_refused_before_anything_is_written(
+    backend: LoRABackend, case: ExpertCase
+) -> None:
+    """Shapes, dtypes and options that contradict each other."""
+    inputs = case.build(backend.device)
+    assert inputs.base is not None
+    plan = backend.prepare_batch(inputs.batch)
+    routing, before = routing_of(backend, inputs, plan), bits(inputs.base)
+    for what, spoil in _SPOILED.items():
+        bad = spoil(inputs)
+        base = inputs.base.clone()
+        given = base[1:] if what == "a base_output with too few rows" else base
+        try:
+            if what.startswith("a router"):
+                routing_of(backend, bad, plan)
+            backend.run_experts(bad.x, bad.weights, routing, given, **bad.options)
+        except InvalidInputError as error:
+            if "given:" not in str(error):
+                raise AssertionError(f"the error for {what} does not say what was given") from None
+        else:
+            raise AssertionError(f"{what} was accepted; it must raise InvalidInputError")
+        if not torch.equal(bits(base), before):
+            raise AssertionError(f"{what} was refused after base_output had been written")
+
+
+_SPOILED: dict[str, Callable[[ExpertInputs], ExpertInputs]] = {
+    "an x too wide": lambda i: replace(i, x=torch.cat([i.x, i.x[:, :1]], 1)),
+    "an x with too few rows": lambda i: replace(i, x=i.x[1:]),
+    "an unknown kind of rows": lambda i: replace(i, options={**i.options, "rows": "experts"}),
+    "a base_output with too few rows": lambda i: i,
+    "a router of too few tokens": lambda i: replace(i, topk_ids=i.topk_ids[1:]),
+    "a router with weights of another shape": lambda i: replace(i, topk_weights=i.topk_weights[1:]),
+}

@@ -1,0 +1,112 @@
+"""What a call passes before the engine's method: every check once, whoever defines the method."""
+
+import functools
+import inspect
+
+import pytest
+import torch
+from layers import small_batch, small_weights
+
+from lora_backends import InvalidInputError, LoRABackend
+from lora_backends.dispatch import wrap
+from lora_backends.dispatch.ordinary import is_ordinary
+from lora_backends.operations import BY_NAME, OPERATIONS
+from lora_backends.torch_ref import TorchRefBackend
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Return the list of operations that were checked."""
+    names, check = [], wrap._check
+    monkeypatch.setattr(wrap, "_check", lambda op, *args: names.append(op.name) or check(op, *args))
+    return names
+
+
+class Defaults(TorchRefBackend):
+    """torch_ref with the interface's own run_linear and run_embedding."""
+
+    run_linear = LoRABackend.run_linear
+    run_embedding = LoRABackend.run_embedding
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_an_operation_is_a_method_of_the_interface(operation):
+    parameters = list(inspect.signature(getattr(LoRABackend, operation.name)).parameters)
+    assert parameters[:3] == ["self", operation.argument, "weights"]
+    assert ("base_output" in parameters) is (operation.result == "y")
+    assert operation.same_as is None or operation.same_as in BY_NAME
+
+
+def test_every_run_method_of_the_interface_is_an_operation():
+    assert {name for name in vars(LoRABackend) if name.startswith("run_")} == set(BY_NAME)
+
+
+@pytest.mark.parametrize("name", ["run_linear", "run_qkv", "run_logits", "run_embedding"])
+def test_a_default_is_checked_once(checked, name):
+    backend = Defaults()
+    first = torch.arange(7) if name == "run_embedding" else torch.randn(7, 10)
+    getattr(backend, name)(first, small_weights(), backend.prepare_batch(small_batch()))
+    assert checked == [name]
+
+
+def test_a_method_of_a_mixin_is_checked_once_in_every_class_that_has_it(checked):
+    class Mixin:
+        def run_linear(self, x, weights, plan, base_output=None):
+            return base_output
+
+    class One(Mixin, TorchRefBackend):
+        pass
+
+    class Two(Mixin, TorchRefBackend):
+        pass
+
+    class Three(One):
+        pass
+
+    for backend in (One(), Two(), Three()):
+        plan = backend.prepare_batch(small_batch())
+        backend.run_linear(torch.randn(7, 10), small_weights(), plan, torch.zeros(7, 14))
+        assert checked == ["run_linear"]
+        checked.clear()
+
+
+def test_what_an_author_wraps_around_an_inherited_method_is_checked():
+    class Author(TorchRefBackend):
+        @functools.wraps(TorchRefBackend.run_linear)
+        def run_linear(self, x, weights, plan, base_output=None):
+            base_output.zero_()
+            return base_output
+
+    base = torch.ones(7, 14)
+    with pytest.raises(InvalidInputError):
+        Author().run_linear(torch.zeros(9, 1), small_weights(), None, base)
+    assert (base == 1).all()
+
+
+def test_a_default_runs_what_stands_on_the_instance():
+    backend = TorchRefBackend()
+    backend.run_linear = lambda *args: "mine"
+    plan = backend.prepare_batch(small_batch())
+    assert backend.run_qkv(torch.randn(7, 10), small_weights(), plan) == "mine"
+
+
+def test_the_first_argument_has_its_own_name():
+    backend = TorchRefBackend()
+    plan, weights, x = backend.prepare_batch(small_batch()), small_weights(), torch.randn(7, 10)
+    expected = backend.run_linear(x=x, weights=weights, plan=plan)
+    assert torch.equal(backend.run_logits(hidden=x, weights=weights, plan=plan), expected)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'x'"):
+        backend.run_logits(x=x, weights=weights, plan=plan)
+
+
+@pytest.mark.parametrize("with_base", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("pad", [0, 3])
+def test_the_quick_check_knows_row_strided_tensors(pad, gradients, with_base):
+    backend, weights = TorchRefBackend(), small_weights(bias=True)
+    x, y = torch.randn(7, 10 + pad)[:, :10], torch.randn(7, 14 + pad)[:, :14]
+    plan = backend.prepare_batch(small_batch())
+    with torch.set_grad_enabled(gradients):
+        assert is_ordinary(backend, None, x, weights, plan, y if with_base else None)
+        assert is_ordinary(backend, 3, x, weights, plan, y if with_base else None)
+        assert not is_ordinary(backend, 2, x, weights, plan, y if with_base else None)

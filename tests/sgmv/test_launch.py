@@ -1,0 +1,252 @@
+"""Both engines against the definition, with tiles other than those that would be chosen."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import DTYPES, ENGINES, UNITS, VARIANTS, make_engine, on, ones, poisoned
+from layers import per_token, small_batch, small_weights
+
+from lora_backends import LoRABatch, LoRAWeights
+from lora_backends.sgmv import launch
+from lora_backends.sgmv.tiles.sizes import (
+    TILE_TOKENS,
+    ExpandTiles,
+    LayerShape,
+    ShrinkTiles,
+    TileConfig,
+    tile_faults,
+)
+from lora_backends.sgmv.tiles.source import fixed_source
+
+TILES = [
+    TileConfig(ShrinkTiles(16, 16, split_k=1), ExpandTiles(16, 16)),
+    TileConfig(ShrinkTiles(64, 32, split_k=3), ExpandTiles(32, 16, chunks=4)),
+    TileConfig(ShrinkTiles(16, 64, split_k=2, warps_k=4), ExpandTiles(64, 16, chunks=2)),
+]
+ROWS = {  # tokens per tile, and the options that cut a batch into them
+    "triton": [(16, {}), (64, {}), (32, {})],
+    "csgmv": [
+        (16, {"segment_size": 16}),
+        (64, {"segment_size": 16}),  # groups of four segments
+        (64, {"segment_size": 32}),  # of two
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_tiles_compute_the_formula(device, monkeypatch, engine, case, bias, dtype):
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    weights, small = small_weights(dtype, bias), small_batch()
+    batch = LoRABatch([*small.token_slots.tolist(), *[3] * 70, *[1] * 17], num_slots=4)
+    x, base = torch.randn(94, 10).to(dtype), torch.randn(94, 14).to(dtype)
+    tile, options = ROWS[engine][case]
+    backend = ENGINES[engine](device, tiles=fixed_source(tile, TILES[case]), **options)
+    plan = backend.prepare_batch(batch)
+    assert plan.tile_tokens == tile
+    y = backend.run_linear(x.to(device), on(device, weights), plan, base.clone().to(device))
+    expected = per_token(x, weights, batch, base)
+    room = 20 * UNITS[dtype] + 2 * UNITS[dtype] * expected.abs()
+    assert ((y.cpu().double() - expected).abs() <= room).all()
+    assert torch.equal(y[1].cpu(), base[1])
+
+
+@pytest.mark.parametrize("max_rank", [1, 24, 130])
+def test_ranks_beyond_one_block_and_beside_it(backend, max_rank):
+    """Sums of ones are exact in bfloat16 while they have 8 bits."""
+    weights = ones(2, (3, 40), max_rank, 4, backend.device)
+    x = torch.ones(4, 4, dtype=torch.bfloat16, device=backend.device)
+    y = backend.run_linear(x, weights, backend.prepare_batch(LoRABatch([1, 0, -1, 1], 2)))
+    assert y[:, 0].tolist() == pytest.approx([4 * max_rank, 4 * max_rank, 0, 4 * max_rank])
+    assert (y[0] == y[0, 0]).all()
+
+
+def test_more_slices_than_a_fused_projection_has(backend):
+    weights = ones(1, (5, 1, 7, 16, 33), 3, 8, backend.device, torch.float32)
+    x = torch.ones(1, 8, device=backend.device)
+    y = backend.run_linear(x, weights, backend.prepare_batch(LoRABatch([0], 1)))
+    assert y.unique().tolist() == [24.0]
+
+
+def test_a_batch_invariant_row_is_equal_in_any_batch(device, make):
+    """A token's row is the same alone as among 70."""
+    backend = make(batch_invariant=True)
+    weights = on(device, small_weights(torch.bfloat16))
+    x = torch.randn(70, 10, device=device).to(torch.bfloat16)
+    slots = [token % 4 for token in range(70)]
+    together = backend.run_linear(x, weights, backend.prepare_batch(LoRABatch(slots, 4)))
+    alone = [
+        backend.run_linear(x[t : t + 1], weights, backend.prepare_batch(LoRABatch([slot], 4)))
+        for t, slot in enumerate(slots[:8])
+    ]
+    assert torch.equal(together[:8], torch.cat(alone))
+
+
+def legal_tiles(generator, tile_tokens, layer):
+    """Return sizes that a table may hold."""
+    while True:
+        shrink = ShrinkTiles(
+            block_n=generator.choice([16, 32, 64, 128]),
+            block_k=generator.choice([16, 32, 64, 128, 256]),
+            split_k=generator.randint(1, 9),
+            warps_k=generator.choice([1, 2, 4]),
+            num_warps=generator.choice([4, 8]),
+            num_stages=generator.randint(1, 5),
+        )
+        expand = ExpandTiles(
+            block_c=generator.choice([16, 32, 64, 128, 256]),
+            block_r=generator.choice([16, 32, 64]),
+            chunks=generator.choice([1, 2, 4, 8]),
+            num_warps=generator.choice([2, 4, 8]),
+            num_stages=generator.randint(1, 3),
+        )
+        tiles = TileConfig(shrink, expand)
+        if not tile_faults(tiles, tile_tokens, layer):
+            return tiles
+
+
+@pytest.mark.parametrize("tile", TILE_TOKENS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_tiles_of_a_table_compute_the_formula(device, engine, dtype, tile):
+    weights = LoRAWeights(
+        lora_a=torch.randn(4, 2, 40, 10).to(dtype),
+        lora_b=torch.randn(4, 14, 40).to(dtype),
+        ranks=torch.tensor([[40, 2], [1, 17], [0, 0], [33, 40]], dtype=torch.int32),
+        scalings=torch.randn(4, 2),
+        output_slices=(9, 5),
+    )
+    magnitudes = replace(
+        weights,
+        lora_a=weights.lora_a.abs(),
+        lora_b=weights.lora_b.abs(),
+        scalings=weights.scalings.abs(),
+    )
+    layer, batch = LayerShape(2, 40, 10, 14, dtype.itemsize), small_batch()
+    x, base = torch.randn(7, 10).to(dtype), torch.randn(7, 14).to(dtype)
+    expected = per_token(x, weights, batch, base)
+    room = 2 * UNITS[dtype] * per_token(x.abs(), magnitudes, batch, base.abs())
+    on_device, generator = on(device, weights), random.Random(tile)
+    for _ in range(4):
+        tiles = legal_tiles(generator, tile, layer)
+        backend = ENGINES[engine](device, tiles=fixed_source(tile, tiles))
+        plan, y = backend.prepare_batch(batch), base.clone().to(device)
+        backend.run_linear(x.to(device), on_device, plan, y)
+        assert ((y.cpu().double() - expected).abs() <= room).all(), tiles
+
+
+LAYOUTS = ["whole", "part of a stack", "wide rows", "unaligned rows"]
+LOADS = [(torch.bfloat16, True, layout) for layout in LAYOUTS]
+LOADS += [(torch.float16, False, "whole"), (torch.float32, False, "whole")]
+
+
+@pytest.mark.parametrize("dtype, bias, layout", LOADS)
+def test_loads_of_b_through_tma_compute_the_formula(make, monkeypatch, dtype, bias, layout):
+    """B is loaded through TMA wherever its layout and its dtype allow that."""
+    described, descriptor = [], launch.descriptor
+    monkeypatch.setattr(launch, "descriptor", lambda *a: described.append(a) or descriptor(*a))
+    weights, batch = _wide_weights(dtype, bias, layout), _long_batch()
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(batch.num_tokens, 40, generator=generator).to(dtype)
+    base = torch.randn(batch.num_tokens, weights.out_features, generator=generator).to(dtype)
+    backend = make(tiles=fixed_source(64, TMA_TILES))
+    plan, y = backend.prepare_batch(batch), base.clone().to(backend.device)
+    moved = on(backend.device, weights)
+    object.__setattr__(moved, "lora_b", _laid_out(moved.lora_b, layout))
+    for _ in range(2):  # the second call may repeat the launches of the first
+        y.copy_(base)
+        backend.run_linear(x.to(backend.device), moved, plan, y)
+    expected = per_token(x, weights, batch, base)
+    largest_a = weights.lora_a.float().nan_to_num().norm(dim=-1).amax()
+    largest_b = weights.lora_b.float().nan_to_num().norm(dim=-1).amax()
+    room = 4 * UNITS[dtype] * largest_a * largest_b + 2 * UNITS[dtype] * expected.abs()
+    assert ((y.cpu().double() - expected).abs() <= room).all()
+    assert torch.equal(y[70].cpu(), base[70])
+    assert bool(described) is (dtype != torch.float32 and layout != "unaligned rows")
+
+
+def test_run_lora_b_takes_h_as_it_is_whatever_the_tiles(make):
+    """Tiles that load B through TMA round h; callers of `run_lora_b` are promised float32."""
+    weights, batch = _wide_weights(torch.bfloat16, False, "whole"), _long_batch()
+    h = torch.randn(3, batch.num_tokens, 24)
+    results = []
+    for tiles in ("rules", fixed_source(64, TMA_TILES)):
+        backend = make(tiles=tiles)
+        y = torch.zeros(batch.num_tokens, weights.out_features, device=backend.device)
+        moved, plan = on(backend.device, weights), backend.prepare_batch(batch)
+        results.append(backend.run_lora_b(h.to(backend.device), moved, plan, y))
+    expected, found = results
+    assert (found - expected).abs().amax() <= 2.0**-20 * expected.abs().amax()
+
+
+TMA_TILES = TileConfig(ShrinkTiles(16, 16, 2), ExpandTiles(16, 32, 4, num_stages=3))
+
+
+def _long_batch():
+    return LoRABatch([3] * 70 + [-1, 0, 2] + [1] * 9 + [0, 3] * 5, num_slots=4)
+
+
+def _wide_weights(dtype, bias, layout):
+    """Return a layer for `TMA_TILES` with NaN beyond every rank."""
+    generator = torch.Generator().manual_seed(7)
+    slices, max_rank = (200, 72, 8), 24
+    ranks = torch.tensor([[24, 3, 0], [16, 24, 1], [0, 0, 0], [9, 17, 24]], dtype=torch.int32)
+    lora_a = torch.randn(4, 3, max_rank, 40, generator=generator)
+    lora_b = torch.randn(4, sum(slices), max_rank, generator=generator)
+    for slot, s in itertools.product(range(4), range(3)):
+        lora_a[slot, s, ranks[slot, s] :] = float("nan")
+        lora_b[slot, sum(slices[:s]) : sum(slices[: s + 1]), ranks[slot, s] :] = float("nan")
+    return LoRAWeights(
+        lora_a=lora_a.to(dtype),
+        lora_b=_laid_out(lora_b.to(dtype), layout),
+        ranks=ranks,
+        scalings=torch.randn(4, 3, generator=generator),
+        output_slices=slices,
+        bias=torch.randn(4, sum(slices), generator=generator).to(dtype) if bias else None,
+    )
+
+
+def _laid_out(lora_b, layout):
+    """Return a copy of B whose slots, or whose rows, are apart."""
+    num_slots, columns, max_rank = lora_b.shape
+    room = {"part of a stack": (31, 0), "wide rows": (0, 8), "unaligned rows": (0, 3)}
+    more_columns, more_ranks = room.get(layout, (0, 0))
+    whole = lora_b.new_full(
+        (num_slots, columns + more_columns, max_rank + more_ranks), float("nan")
+    )
+    part = whole[:, more_columns:, :max_rank]
+    part.copy_(lora_b)
+    return part
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_graph_replay_equals_eager_over_changing_compositions(variant):
+    """One captured call follows its plan over compositions of 96 tokens."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
+    backend = make_engine(variant, "cuda")
+    generator = torch.Generator().manual_seed(0)
+    weights = on("cuda", small_weights(torch.bfloat16))
+    x = torch.randn(96, 10, generator=generator).cuda().to(torch.bfloat16)
+    base = torch.randn(96, 14, generator=generator).cuda().to(torch.bfloat16)
+    y = base.clone()
+    plan = backend.prepare_batch(LoRABatch([0] * 96, 4))
+    backend.run_linear(x, weights, plan, y)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.run_linear(x, weights, plan, y)
+    compositions = [[-1] * 96, [3] * 96, [t % 5 - 1 for t in range(96)], [0, 3] + [-1] * 94]
+    compositions += [torch.randint(-1, 4, (96,), generator=generator).tolist() for _ in range(8)]
+    for slots in compositions:
+        backend.prepare_batch(LoRABatch(slots, 4), out=plan)
+        y.copy_(base)
+        graph.replay()
+        eager = backend.run_linear(x, weights, plan, base.clone())
+        assert torch.equal(y, eager)

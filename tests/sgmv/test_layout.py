@@ -1,0 +1,181 @@
+"""How plans cut a batch: what both engines share, and that their tables agree."""
+
+import doctest
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lora_backends import LoRABatch, csgmv
+from lora_backends.csgmv import plan as csgmv_plan
+from lora_backends.sgmv import layout
+from lora_backends.triton import plan as triton_plan
+
+CPU = torch.device("cpu")
+CUTS = {  # tokens per segment, segments per group; None: the tiles of triton
+    "triton-16": (16, None),
+    "triton-32": (32, None),
+    "triton-64": (64, None),
+    "csgmv-16": (16, 1),
+    "csgmv-16x4": (16, 4),
+    "csgmv-32x2": (32, 2),
+    "csgmv-128": (128, 1),
+}
+
+
+def make_plan(slots, num_slots, size=16, group=None):
+    """Return the plan of triton, or of csgmv where `group` is given."""
+    batch = LoRABatch(slots, num_slots)
+    counts = layout.count_tokens(batch)
+    if group is None:
+        return triton_plan.make_plan(batch, counts, size, CPU)
+    return csgmv_plan.make_plan(batch, counts, size, group, CPU)
+
+
+def refill(plan, slots):
+    batch = LoRABatch(slots, plan.num_slots)
+    module = triton_plan if isinstance(plan, triton_plan.TritonPlan) else csgmv_plan
+    return module.refill(plan, batch, layout.count_tokens(batch))
+
+
+def rows_of(plan):
+    """Return the slots and the tokens of every row of the grid, unused rows included."""
+    starts = range(plan.grid_rows(capturing=True) + 1)
+    if isinstance(plan, csgmv_plan.CsgmvPlan):
+        starts = plan.group_starts.tolist()
+    rows = []
+    for first, end in zip(starts, starts[1:], strict=False):
+        tokens = plan.token_table[first:end].flatten().tolist()
+        rows.append((plan.slot_table[first:end].tolist(), [t for t in tokens if t >= 0]))
+    return rows
+
+
+def random_batches(seed, count, tokens):
+    generator = random.Random(seed)
+    for _ in range(count):
+        num_slots = generator.randint(1, 9)
+        length = generator.randint(0, tokens)
+        yield [generator.randint(-1, num_slots - 1) for _ in range(length)], num_slots
+
+
+@pytest.mark.parametrize("module", [layout, csgmv, csgmv_plan])
+def test_worked_examples_of_functions(module):
+    failed, attempted = doctest.testmod(module)
+    assert attempted and not failed
+
+
+@pytest.mark.parametrize("size, group", CUTS.values(), ids=CUTS)
+def test_every_token_with_an_adapter_has_one_place_in_a_row_of_its_slot(size, group):
+    for slots, num_slots in random_batches(size, 200, tokens=400):
+        plan = make_plan(slots, num_slots, size, group)
+        in_use, found = plan.grid_rows(capturing=False), {}
+        assert in_use <= plan.grid_rows(capturing=True)
+        for row, (row_slots, tokens) in enumerate(rows_of(plan)):
+            assert bool(tokens) == (row < in_use)
+            assert tokens == sorted(tokens)
+            assert len(tokens) <= plan.tile_tokens == size * (group or 1)
+            if tokens:
+                (slot,) = set(row_slots)
+                assert slot >= 0
+                found.update(dict.fromkeys(tokens, slot))
+            else:
+                assert set(row_slots) <= {-1}
+        assert found == {t: slot for t, slot in enumerate(slots) if slot >= 0}
+        assert plan.active_slots == len(set(slots) - {-1})
+
+
+@pytest.mark.parametrize("size, group", CUTS.values(), ids=CUTS)
+def test_unused_rows_have_no_slot_and_no_token(size, group):
+    for slots, num_slots in random_batches(size, 50, tokens=200):
+        plan = make_plan(slots, num_slots, size, group)
+        used = plan.num_segments if group else plan.num_tiles
+        assert (plan.slot_table[:used] >= 0).all() and (plan.slot_table[used:] == -1).all()
+        assert (plan.token_table[used:] == -1).all()
+        assert (plan.token_table[:used, 0] >= 0).all()
+
+
+@pytest.mark.parametrize("group", [None, 1])
+def test_rows_are_full_but_for_the_last_of_a_slot(group):
+    plan = make_plan([1] * 40 + [0] * 16 + [-1] * 3, 2, 16, group)
+    assert (plan.token_table[:4] >= 0).sum(1).tolist() == [16, 16, 16, 8]
+
+
+@pytest.mark.parametrize(
+    "tokens, slots, size", [(1, 8, 16), (16, 8, 16), (50, 3, 16), (256, 8, 64), (64, 64, 16)]
+)
+def test_no_composition_needs_more_runs_than_the_bound_and_one_needs_them_all(tokens, slots, size):
+    bound = layout.max_runs(tokens, slots, size)
+    assert bound <= tokens // size + min(tokens, slots) and bound <= tokens
+
+    def needed(counts):
+        return int(layout.split(np.asarray(counts), size).sum())
+
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        assert needed(np.bincount(generator.integers(0, slots, tokens))) <= bound
+    used = min(tokens, slots)
+    assert needed([1] * (used - 1) + [tokens - used + 1]) == bound
+
+
+@pytest.mark.parametrize("size, group", CUTS.values(), ids=CUTS)
+def test_a_refilled_plan_is_the_plan_of_its_new_batch_at_the_old_addresses(size, group):
+    for slots, num_slots in random_batches(size, 50, tokens=200):
+        plan = make_plan(slots, num_slots, size, group)
+        addresses = [table.data_ptr() for table in (plan.packed, *plan.tables())]
+        composition = [slots[::-1], [num_slots - 1] * len(slots), [-1] * len(slots)][size % 3]
+        assert refill(plan, composition) is plan
+        assert addresses == [table.data_ptr() for table in (plan.packed, *plan.tables())]
+        fresh = make_plan(composition, num_slots, size, group)
+        assert all(map(torch.equal, plan.tables(), fresh.tables()))
+        for capturing in (False, True):
+            assert plan.grid_rows(capturing) == fresh.grid_rows(capturing)
+        assert plan.h_rows() == fresh.h_rows()
+
+
+@pytest.mark.parametrize("slots", [[], [-1, -1]])
+@pytest.mark.parametrize("group", [None, 1, 4])
+def test_a_batch_without_adapters_has_no_rows(slots, group):
+    plan = make_plan(slots, 3, 16, group)
+    assert plan.grid_rows(capturing=False) == 0 < plan.grid_rows(capturing=True)
+    assert set(plan.slot_table.tolist()) == {-1}
+    assert set(plan.token_table.flatten().tolist()) == {-1}
+
+
+@pytest.mark.parametrize("size, group", CUTS.values(), ids=CUTS)
+def test_tables_lie_apart_at_multiples_of_128_bytes(size, group):
+    """Writing one table never changes another."""
+    plan = make_plan([0, 1, 2] * 30, 3, size, group)
+    spans = []
+    for table in plan.tables():
+        assert table.is_contiguous() and table.dtype == torch.int32
+        first = table.storage_offset()
+        assert first % layout.ALIGNMENT == 0
+        spans.append((first, first + table.numel()))
+    assert spans == sorted(spans) and spans[-1][1] <= plan.packed.numel()
+    assert all(end <= first for (_, end), (first, _) in zip(spans, spans[1:], strict=False))
+
+
+def test_tables_of_triton_are_those_of_csgmv_with_groups_of_one_segment():
+    generator = random.Random(0)
+    for slots, num_slots in random_batches(0, 300, tokens=400):
+        size = generator.choice([16, 32, 64, 128])
+        tiles, groups = make_plan(slots, num_slots, size), make_plan(slots, num_slots, size, 1)
+        assert torch.equal(tiles.slot_table, groups.slot_table)
+        assert torch.equal(tiles.token_table, groups.token_table)
+        assert tiles.num_tiles == groups.num_segments == groups.num_groups
+        assert tiles.max_tiles == groups.max_segments == groups.max_groups
+        assert groups.group_starts.tolist() == [
+            min(group, groups.num_groups) for group in range(groups.max_groups + 1)
+        ]
+        assert (tiles.tile_tokens, tiles.active_slots) == (groups.tile_tokens, groups.active_slots)
+
+
+def test_a_group_of_csgmv_holds_the_tokens_of_a_tile_of_triton():
+    generator = random.Random(1)
+    for slots, num_slots in random_batches(1, 100, tokens=400):
+        segment, group = generator.choice([(16, 2), (16, 4), (32, 2)])
+        tiles = make_plan(slots, num_slots, segment * group)
+        groups = make_plan(slots, num_slots, segment, group)
+        assert tiles.max_tiles == groups.max_groups
+        assert [tokens for _, tokens in rows_of(tiles)] == [tokens for _, tokens in rows_of(groups)]

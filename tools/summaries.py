@@ -1,0 +1,118 @@
+"""Tables that sum up measurements: one figure per backend, for README and the explanations."""
+
+from __future__ import annotations
+
+from statistics import geometric_mean
+
+import figures
+from reference_blocks import table
+
+STEPS = {
+    ("compiled", "ours"): "`triton`, `torch.compile`",
+    ("graph", "ours"): "`triton`, CUDA graph",
+    ("eager", "ours"): "`triton`, eager",
+    ("peft", "peft"): "PEFT's mixed batch, eager",
+}
+CPU_ROWS = {
+    "speed over the loop in decode, geometric mean": "decode_times_loop_geometric_mean",
+    "the same, slowest cell": "decode_times_loop_least",
+    "speed over the loop at 512 tokens, slowest cell": "512_tokens_times_loop_least",
+    "the loop's time over the copy limit in decode, geometric mean": (
+        "decode_times_loop_at_copy_bandwidth"
+    ),
+    "lowest share of the copy limit in decode, limits above 50 us": (
+        "decode_of_floor_least_where_above_50_us"
+    ),
+}
+
+
+def h200() -> str:
+    """Return the efficiency of every contender by phase, and the cells a peer wins."""
+    cells = figures.measured()
+    rows = []
+    for backend in figures.RESULTS:
+        slower = sum(cell["times"][backend] > cell["best_peer_us"] for cell in cells)
+        rows.append([f"`{backend}`", *_efficiencies(backend), f"{slower} of {len(cells)}"])
+    rows.append([figures.BEST_PEER, *_efficiencies(None), ""])
+    rows += [[name, *_efficiencies(name), ""] for name in figures.CONTENDERS]
+    return table(["", ">decode", ">prefill", ">cells slower than the best peer"], rows)
+
+
+def decode_step_on_a_cpu() -> str:
+    """Return what LoRA costs a decode step of a small model on the CPU."""
+    ratios = figures.smollm2_ratios()
+    rows = [
+        [name if "PEFT" in name else f"`{name}`", f"{ratio:.2f}"]
+        for name, ratio in ratios.items()
+        if name != "base"
+    ]
+    return table(["", ">time of a step / base model's"], rows)
+
+
+def decode_step_on_the_h200() -> str:
+    """Return what LoRA costs a decode step of a Llama of 8B shape on the GPU."""
+    measured = figures.result("h200_llama_decode")["rows"]
+    by_name = {(row["kind"], row["contender"]): row for row in measured}
+    rows = []
+    for (kind, contender), label in STEPS.items():
+        base, ratio = by_name[kind, "base"], by_name[kind, contender]["ratio_to_base"]
+        rows.append([label, f"{base['ms']:.2f}", f"{ratio:.2f}"])
+    return table(["", ">base model, ms", ">with adapters / base model"], rows)
+
+
+def host_time() -> str:
+    """Return microseconds of host time of each GPU backend's calls."""
+    columns = ("run_linear", "prepare_batch", "prepare_batch_refill")
+    rows = []
+    for backend in figures.RESULTS:
+        host = figures.result(f"h200_{backend}")["host_us"]
+        rows.append([f"`{backend}`", *(f"{host[column]:.0f}" for column in columns)])
+    return table(["", ">`run_linear`", ">`prepare_batch`", ">refill"], rows)
+
+
+def wide_stacks() -> str:
+    """Return the cost of adapters of rank 8 in a stack of width 64, over a stack of width 8."""
+    rows = []
+    for backend in figures.RESULTS:
+        ratios = [row["ratio"] for row in figures.result(f"h200_{backend}")["mixed_ranks"]]
+        rows.append([f"`{backend}`", *(f"{ratio:.2f}" for ratio in ratios)])
+    limits = [figures.ratio_of_limits(adapters) for adapters in (8, 64)]
+    rows.append(["limit", *(f"{ratio:.2f}" for ratio in limits)])
+    return table(["", ">8 adapters", ">64 adapters"], rows)
+
+
+def csgmv_over_triton() -> str:
+    """Return how the two GPU backends compare, phase by phase and over the sweep."""
+    ratios = {
+        f"{len(figures.of_phase(phase))} of {phase}": [
+            cell["times"]["csgmv"] / cell["times"]["triton"] for cell in figures.of_phase(phase)
+        ]
+        for phase in figures.PHASES
+    }
+    sweep = figures.sweep_ratios()
+    ratios[f"{len(sweep)} of the sweep"] = sweep
+    rows = [
+        [cells, f"{geometric_mean(found):.2f}", f"{min(found):.2f} to {max(found):.2f}"]
+        + [str(sum(ratio < 0.98 for ratio in found)), str(sum(ratio > 1.02 for ratio in found))]
+        for cells, found in ratios.items()
+    ]
+    return table(
+        ["cells", ">`csgmv` time / `triton` time", ">range"]
+        + [">`csgmv` 2% faster", ">`triton` 2% faster"],
+        rows,
+    )
+
+
+def numba_cpu() -> str:
+    """Return the speed of `numba_cpu` over a plain torch loop, and its share of the limit."""
+    summary = figures.result("cpu_cells")["summary"]
+    dtypes = sorted(summary, reverse=True)
+    rows = [
+        [label, *(f"{summary[dtype][field]:.2f}" for dtype in dtypes)]
+        for label, field in CPU_ROWS.items()
+    ]
+    return table(["", *(f">{dtype}" for dtype in dtypes)], rows)
+
+
+def _efficiencies(contender: str | None) -> list[str]:
+    return [f"{figures.mean_efficiency(phase, contender):.2f}" for phase in figures.PHASES]
