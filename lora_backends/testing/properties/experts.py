@@ -125,8 +125,8 @@ def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     inputs = case.build(backend.device)
     assert inputs.base is not None
     kept = ~touched_by_experts(inputs)
-    odd = torch.tensor([-0.0, torch.nan, torch.inf], dtype=inputs.base.dtype)
-    turns = torch.arange(inputs.base.numel()).remainder(3).reshape(inputs.base.shape)
+    odd = torch.tensor([-0.0, torch.nan, torch.inf], dtype=inputs.base.dtype, device="cpu")
+    turns = torch.arange(inputs.base.numel(), device="cpu").remainder(3).reshape(inputs.base.shape)
     base = torch.where(kept, odd[turns], inputs.base.cpu()).to(backend.device)
     ids = inputs.topk_ids
     if backend.device.type != "cpu":
@@ -134,7 +134,12 @@ def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     inputs = replace(inputs, base=base, topk_ids=ids)
     y = experts(backend, inputs)
     changed = (bits(y) != bits(base)) & kept
-    assert_none(changed, y.cpu(), Expected(base.cpu().double(), torch.zeros(base.shape)), inputs)
+    assert_none(
+        changed,
+        y.cpu(),
+        Expected(base.cpu().double(), torch.zeros(base.shape, device="cpu")),
+        inputs,
+    )
 
 
 @prop(
