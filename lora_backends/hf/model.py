@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -17,6 +16,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
 from lora_backends.hf.images import Images
+from lora_backends.hf.layout import commonest
 from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.probe import probe
 from lora_backends.hf.request import Request, RowAdapters, adapter_names
@@ -248,7 +248,7 @@ class MultiLoRAModel:
         """
         self._check_attached()
         joined = [tensor for group in self._groups for tensor in (group.weight, group.bias)]
-        layout = Counter(self._layouts.values()).most_common(1)[0][0]
+        layout = commonest(self._layouts.values())
         return PreparedAdapters(
             self._key, self.pool, self.backend, adapters, tokens, layout, joined
         )
