@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, shown
 
 
 def as_device(device: torch.device | str) -> torch.device:
     """Return the device as its tensors name it: "cuda" gets its number, "cpu:0" loses it."""
     try:
         parsed = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidInputError(
-            f"no such device\n  given: {device!r}\n  allowed: cpu, cuda, cuda:N, ...\n  {error}"
+            f"no such device\n  given: {shown(device)}\n"
+            f"  allowed: cpu, cuda, cuda:N, ...\n  {error}"
         ) from error
     if parsed.type == "cpu":
         return torch.device("cpu")  # tensors on "cpu:0" say "cpu"

@@ -289,9 +289,10 @@ def test_a_name_that_does_not_run_here_is_refused_with_the_reason():
         get_backend("torch_ref", device="cuda")
 
 
-def test_a_device_that_is_none_is_refused():
+@pytest.mark.parametrize("device", ["cpuu", "x" * 10**6, "cpu\0", 3.5, 10**30, 10**5000], ids=type)
+def test_a_device_that_is_none_is_refused(device):
     with pytest.raises(InvalidInputError, match="no such device"):
-        get_backend("torch_ref", device="cpuu")
+        get_backend("torch_ref", device=device)
 
 
 def test_arguments_override_the_environment(monkeypatch, install):
