@@ -61,17 +61,22 @@ class SgmvBackend(LoRABackend):
     ) -> None:
         super().__init__(device)
         package = self.entry_kernels.__package__
-        self.tile_source = tile_source(self.name, package, self.device, tiles, batch_invariant)
+        source = tile_source(self.name, package, self.device, tiles, batch_invariant)
         self.allow_tf32 = allow_tf32
         self.batch_invariant = batch_invariant
         self._options = launch.Options(
-            entry=self.entry_kernels,
+            engine=type(self),
             precision="tf32" if allow_tf32 else "ieee",
             programmatic=has_programmatic_launch(self.device),
             batch_invariant=batch_invariant,
-            source=self.tile_source,
+            source=source,
             tma=has_tma(self.device),
         )
+
+    @property
+    def tile_source(self) -> TileSource:
+        """Where tile sizes come from."""
+        return self._options.source
 
     @classmethod
     @override
@@ -145,8 +150,8 @@ class SgmvBackend(LoRABackend):
         y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
         rows = self._rows(plan)
         if rows:
-            entry, row = self.entry_kernels, plan.row_constants(False)
-            kernel = launch.gather_kernel(entry, weights.num_slices, weights.max_rank, row)
+            engine, row = type(self), plan.row_constants(False)
+            kernel = launch.gather_kernel(engine, weights.num_slices, weights.max_rank, row)
             kernels = launch.kernels_of(weights, plan, self._options, "embedding")
             h = self._planes(weights, 1, plan.h_rows())
             laid = launch.with_contiguous_tables(weights)
