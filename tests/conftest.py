@@ -18,10 +18,13 @@ if importlib.util.find_spec("hypothesis"):
     )
     settings.load_profile("no clock")
 
-PEFT_MODELS = [f"hf/test_{name}.py" for name in ("generate", "model", "peft_equality", "smollm2")]
+PEFT_MODELS = [
+    f"hf/test_{name}.py"
+    for name in ("generate", "hf_rows", "model", "peft_equality", "rows", "smollm2")
+]
 NEEDS = {
-    "peft": ["adapters", *PEFT_MODELS],
-    "pydantic": ["adapters", *PEFT_MODELS],
+    "peft": ["adapters", "fuzz", *PEFT_MODELS],
+    "pydantic": ["adapters", "fuzz", *PEFT_MODELS],
     "pydantic_settings": ["test_cli.py", "test_config.py", "test_registry.py"],
     "typer": ["test_cli.py", "test_registry.py"],
 }

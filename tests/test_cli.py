@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -164,9 +165,161 @@ def test_a_row_that_differs_when_run_alone_is_status_1(tiny_job, monkeypatch):
     assert result.exit_code == 1 and "NO" in result.stdout
 
 
-def test_an_unknown_adapter_is_named(tiny_job):
+@pytest.fixture
+def no_model(monkeypatch):
+    """Fail where a model is loaded."""
+    import transformers
+
+    def fail(*_, **__):
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+
+
+def test_an_unknown_adapter_is_named_before_the_model_is_loaded(tiny_job, no_model):
     result = run("generate", "--config", str(tiny_job), "--prompt", "a", "--use", "onne")
-    assert "no adapter named 'onne'; did you mean 'one'" in str(result.exception)
+    assert isinstance(result.exception, InvalidInputError)
+    message = str(result.exception)
+    assert "no adapter named 'onne'; did you mean 'one'" in message
+    assert "prompt 1 uses it; adapters: one" in message
+    assert "to do: give --adapter onne=FOLDER" in message and "load_adapter" not in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--adapter", "two=nowhere"], "given: no such folder"),
+        (["--adapter", "two=~nosuchuser/x"], "is in the home of a user that is not known"),
+        (["--adapter", "two=someone/an-adapter"], "hf download someone/an-adapter"),
+        (["--adapter", "two=a", "--adapter", "two=b"], "--adapter names 'two' twice"),
+    ],
+)
+def test_adapters_are_looked_at_before_the_model_is_loaded(arguments, told, tiny_job, no_model):
+    result = run("generate", "--config", str(tiny_job), "--prompt", "a", "--use", "-", *arguments)
+    assert isinstance(result.exception, InvalidInputError)
+    assert told in str(result.exception)
+
+
+def test_more_adapters_than_slots_are_named_before_the_model_is_loaded(tiny_job, no_model):
+    text = tiny_job.read_text()
+    tiny_job.write_text(
+        f"max_adapters = 1\n{text.replace('one = ', 'two = {0}one{0}{1}one = ')}".format("'", "\n")
+    )
+    result = run("generate", "--config", str(tiny_job))
+    assert "write max_adapters = 2 in the configuration" in str(result.exception)
+
+
+def test_a_limit_of_the_configuration_holds(tiny_job, no_model):
+    tiny_job.write_text(f"{tiny_job.read_text()}[limits]\ntensors = 3\n")
+    result = run("generate", "--config", str(tiny_job))
+    assert "write tensors = 42 under [limits]" in str(result.exception)
+
+
+def _edit(name, **values):
+    def edit(model):
+        path = model / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return edit
+
+
+def _write(name, content):
+    return lambda model: (model / name).write_bytes(content)
+
+
+def _drop_a_tensor(model):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def _make_fifo(model):
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+
+
+BROKEN = {
+    "weights are noise": (_write("model.safetensors", b"\x07" * 5000), "cannot load the model"),
+    "weights are empty": (_write("model.safetensors", b""), "cannot load the model"),
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), "cannot load the model"),
+    "a tensor lacks": (
+        _drop_a_tensor,
+        "not complete\n  given: no model.layers.1.mlp.up_proj.weight",
+    ),
+    "more layers": (_edit("config.json", num_hidden_layers=5), "not complete"),
+    "another width": (_edit("config.json", hidden_size=32), "cannot load the model"),
+    "no heads": (_edit("config.json", num_attention_heads=0), "cannot load the model"),
+    "an unknown type": (_edit("config.json", model_type="nonsense"), "cannot load the model"),
+    "code": (
+        _edit("config.json", model_type="x", auto_map={"AutoModelForCausalLM": "a.B"}),
+        "cannot load the model",
+    ),
+    "config is noise": (_write("config.json", b"\xff\xfe"), "cannot load the model"),
+    "config is deep": (_write("config.json", b"[" * 100_000), "cannot load the model"),
+    "tokenizer is noise": (_write("tokenizer.json", b"\xff"), "cannot load the tokenizer"),
+    "tokenizer is empty": (_write("tokenizer.json", b"{}"), "cannot load the tokenizer"),
+    "no end": (
+        _edit("tokenizer_config.json", pad_token=None, eos_token=None),
+        "neither a padding nor an end token",
+    ),
+    "template": (_edit("tokenizer_config.json", chat_template="{{ no("), "cannot encode"),
+    "no tokens": (
+        _edit("tokenizer_config.json", chat_template=" "),
+        "does not belong to the model",
+    ),
+    "generation": (_edit("generation_config.json", repetition_penalty=-1.0), "cannot answer"),
+    "a FIFO": (_make_fifo, "model.safetensors is a FIFO"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_model_is_one_message(fault, tiny_job):
+    breaks, told = BROKEN[fault]
+    breaks(tiny_job.parent / "model")
+    result = run("generate", "--config", str(tiny_job))
+    assert isinstance(result.exception, InvalidInputError), result.exception
+    assert told in str(result.exception)
+
+
+@pytest.mark.parametrize("name", ["no.such", "", ".x", "os.path", "a b"])
+def test_a_package_is_an_identifier_that_is_not_imported(name, tiny_job, monkeypatch):
+    text = tiny_job.read_text().replace("path = ", "package = ")
+    tiny_job.write_text(text.replace(str(tiny_job.parent / "model"), name))
+    result = run("generate", "--config", str(tiny_job))
+    assert "allowed: the name of a package" in str(result.exception)
+
+
+PATH_OPTIONS = {
+    "generate": ["--config", "--model"],
+    "explain": ["--batch"],
+    "bench": ["--output", "--plot", "--from-json", "--config-json"],
+}
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])
+@pytest.mark.parametrize("option", [f"{c} {o}" for c, found in PATH_OPTIONS.items() for o in found])
+def test_what_is_no_path_is_refused_wherever_one_is_taken(option, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command, name = option.split()
+    more = ["--prompt", "a"] if command == "generate" else []
+    result = run(command, name, path, *more)
+    assert isinstance(result.exception, LoRABackendError), result.exception
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])
+def test_a_drawing_needs_a_path(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("explain", "--slots", "0", "--svg", path)
+    assert isinstance(result.exception, InvalidInputError)
+
+
+@pytest.mark.parametrize("option", ["generate --config", "explain --batch", "bench --from-json"])
+def test_a_fifo_is_not_waited_for(option, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    result = run(*option.split(), str(tmp_path / "fifo"))
+    assert "given: a FIFO" in str(result.exception)
 
 
 def test_a_device_that_is_not_here_is_refused_before_the_model_is_loaded(tiny_job):

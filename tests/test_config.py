@@ -1,6 +1,10 @@
+import json
+import os
+
 import pytest
 
 from lora_backends import BackendUnavailableError, InvalidInputError, LoRAConfig
+from lora_backends.adapters import LoadLimits
 from lora_backends.cli.generate_config import GenerateConfig
 
 
@@ -191,3 +195,71 @@ def test_an_argument_nested_deeply_is_refused():
         deep = {"a": deep}
     with pytest.raises(InvalidInputError, match="backend in the arguments"):
         LoRAConfig(backend=deep)
+
+
+@pytest.mark.parametrize("value", [DEEP, LONG, f"0x{'f' * 5000}", "{a = " * 500 + "1" + "}" * 500])
+@pytest.mark.parametrize("key", ["max_rank", "adapters", "backend_options", "limits", "unknown"])
+def test_deep_and_huge_values_are_typed_errors(key, value, file):
+    path = file(f"{key} = {value}")
+    with pytest.raises(InvalidInputError) as raised:
+        LoRAConfig.from_file(path)
+    assert str(path) in str(raised.value) and len(str(raised.value)) < 2000
+
+
+@pytest.mark.parametrize("variable", ["MAX_RANK", "BACKEND_OPTIONS", "ADAPTERS", "LIMITS"])
+@pytest.mark.parametrize("value", ["[" * 100_000, LONG, f'{{"a": {LONG}}}'], ids=len)
+def test_deep_and_huge_variables_are_typed_errors(variable, value, monkeypatch):
+    monkeypatch.setenv(f"LORA_BACKENDS_{variable}", value)
+    with pytest.raises(InvalidInputError):
+        LoRAConfig()
+
+
+@pytest.mark.parametrize("path", [None, 3, "~nosuchuser/x", "nul\0byte", "x" * 300, "/dev/zero"])
+def test_what_is_no_file_is_refused(path):
+    with pytest.raises(InvalidInputError, match="no path|of a user that|cannot read"):
+        LoRAConfig.from_file(path)
+
+
+def test_a_fifo_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "lora.toml")
+    with pytest.raises(InvalidInputError, match="given: a FIFO"):
+        LoRAConfig.from_file(tmp_path / "lora.toml")
+
+
+@pytest.mark.parametrize("folder", ["~nosuchuser/x", "nul\0byte"])
+def test_an_adapter_that_is_no_path_is_named(folder, file):
+    with pytest.raises(InvalidInputError, match=r"adapters\.a"):
+        LoRAConfig(adapters={"a": folder})
+    with pytest.raises(InvalidInputError, match=r"adapters\.a in .*lora.toml"):
+        LoRAConfig.from_file(file(f"[adapters]\na = {json.dumps(folder)}"))
+
+
+def test_an_adapter_has_a_name():
+    with pytest.raises(InvalidInputError, match="empty name"):
+        LoRAConfig(adapters={"": "folder"})
+
+
+def test_limits_come_from_every_source(file, monkeypatch):
+    path = file("[limits]\ntensors = 7\nmatching_seconds = 3\n")
+    assert LoRAConfig.from_file(path).limits == LoadLimits(tensors=7, matching_seconds=3)
+    monkeypatch.setenv("LORA_BACKENDS_LIMITS", '{"tensors": 8}')
+    assert LoRAConfig.from_file(path).limits == LoadLimits(tensors=8)
+    limits = LoadLimits(tensors=9)
+    assert LoRAConfig.from_file(path, limits=limits).limits is limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ("tensors = '7'", "limits.tensors is '7'"),
+        ("tensors = true", "limits.tensors is True"),
+        ("tensors = 0", "an int above 0"),
+        ("matching_seconds = nan", "a number above 0"),
+        ("tensor = 7", "unknown limit 'tensor'"),
+    ],
+)
+def test_a_wrong_limit_is_named_with_its_file(limits, told, file):
+    path = file(f"[limits]\n{limits}")
+    with pytest.raises(InvalidInputError) as raised:
+        LoRAConfig.from_file(path)
+    assert told in str(raised.value) and f"limits in {path}" in str(raised.value)

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("griffe", reason="the site's tools are not installed: pip install '.[docs]'")
 pytest.importorskip("typer")
 
+import build_site
 import figures
 import pages
 
@@ -65,6 +66,31 @@ def public_names():
         cls = backend_class(name)
         if cls.__module__.startswith("lora_backends."):
             yield cls.__module__, cls.__qualname__, cls.__module__
+
+
+FAULTS = {
+    "": None,
+    "[a page](nowhere.md)": "nowhere.md",
+    "[a file](../mkdocs.yml)": "../mkdocs.yml",
+    "[a heading](#nowhere)": "#nowhere",
+    "::: lora_backends.nowhere": "lora_backends.nowhere",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_site_is_built_only_without_a_warning(fault, tmp_path, capfd):
+    pytest.importorskip("mkdocs")
+    for name in ("tools", "lora_backends"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "mkdocs.yml").write_bytes((ROOT / "mkdocs.yml").read_bytes())
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Home\n\n{fault}\n")
+    status = build_site.build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    shown = capfd.readouterr().err
+    if FAULTS[fault] is None:
+        assert (status, shown) == (0, "")
+    else:
+        assert status != 0 and FAULTS[fault] in shown
 
 
 def test_docstrings_are_markdown():

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lora_backends.adapters.peft_config import (
+from lora_backends.adapters.formats import (
     CONFIG_FILE,
-    PeftLoraConfig,
-    module_rank,
-    module_scaling,
-    problem,
-    read_config,
-    targets_module,
+    LONGEST_NAME,
+    PICKLE_FILE,
+    SAFETENSORS_FILE,
+    check_folder,
+    format_of,
+    no_config,
+    no_weights,
 )
+from lora_backends.adapters.limits import LoadLimits
+from lora_backends.adapters.messages import problem
+from lora_backends.adapters.module_rules import ModuleRule, module_rules
+from lora_backends.adapters.peft_config import PeftLoraConfig, read_config
+from lora_backends.adapters.pickle_file import read_pickle
+from lora_backends.adapters.safetensors_file import read_safetensors
 from lora_backends.adapters.specs import Checkpoint, Kind, ModuleDelta, ModuleSpec
-from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean, shown
+from lora_backends.files import as_path, kind_of
 
-SAFETENSORS_FILE = "adapter_model.safetensors"
-PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -64,6 +67,7 @@ class _Source:
 
     path: Path
     config: PeftLoraConfig
+    rules: Mapping[str, ModuleRule]  # by module path
     specs: Mapping[str, ModuleSpec] | None
     max_rank: int | None
 
@@ -77,6 +81,7 @@ def read_checkpoint(
     folder: str | Path,
     modules: Mapping[str, ModuleSpec] | None = None,
     max_rank: int | None = None,
+    limits: LoadLimits | None = None,
 ) -> Checkpoint:
     """Read a PEFT LoRA checkpoint: `delta(x) = scaling * B (A x) + bias` for each module in it.
 
@@ -88,101 +93,57 @@ def read_checkpoint(
             `adapter_model.bin`; "~" is expanded.
         modules: what the base model has at each path; None skips the comparison with it.
         max_rank: the largest rank that the caller has room for; None sets no limit.
+        limits: what the files may cost; None takes the defaults.
 
     Returns:
         One `ModuleDelta` for each module with LoRA, and the copies of base weights in the file.
 
     Raises:
-        InvalidInputError: a file is missing or damaged, or contradicts itself or the base model.
+        InvalidInputError: a file is missing or damaged, beyond a limit, or contradicts itself or
+            the base model.
         UnsupportedInputError: the adapter uses a feature that is not reproduced exactly.
     """
-    path = Path(folder).expanduser()
-    _check_is_folder(path)
-    config = read_config(path / CONFIG_FILE)
-    weights, read = _find_weights(path)
-    source = _Source(weights, config, modules, max_rank)
-    tensors = read(weights)
-    _refuse_features(source, tensors)
-    parts_of = _group(source, tensors)
-    deltas = {module: _read_delta(source, module, parts_of[module]) for module in sorted(parts_of)}
+    path, limits = as_path(folder, "the folder of a checkpoint"), limits or LoadLimits()
+    check_folder(path)
+    if kind_of(path / CONFIG_FILE) is None:
+        raise no_config(path)
+    config = read_config(path / CONFIG_FILE, limits)
+    with torch.device("cpu"):  # whatever the caller's default device is
+        weights, tensors = _read_tensors(path, limits)
+    _refuse_features(weights, tensors)
+    parts_of = _group(weights, tensors)
+    rules = module_rules(config, list(parts_of), path / CONFIG_FILE, limits)
+    source = _Source(weights, config, rules, modules, max_rank)
+    deltas = {name: _read_delta(source, name, parts_of[name]) for name in sorted(parts_of)}
     copies = {
         name: parts[_BASE_WEIGHT] for name, parts in parts_of.items() if _BASE_WEIGHT in parts
     }
     return Checkpoint(path, MappingProxyType(deltas), MappingProxyType(copies))
 
 
-def _check_is_folder(path: Path) -> None:
-    if path.is_dir():
-        return
-    given = "a file" if path.exists() else "no such folder"
-    to_do = "pass the folder that PEFT's save_pretrained wrote"
-    raise InvalidInputError(problem(path, "it is not a folder", given, "a folder", to_do))
+def _read_tensors(folder: Path, limits: LoadLimits) -> tuple[Path, dict[str, Tensor]]:
+    for name, read in ((SAFETENSORS_FILE, read_safetensors), (PICKLE_FILE, read_pickle)):
+        if kind_of(folder / name) is not None:
+            return folder / name, read(folder / name, limits)
+    raise no_weights(folder)
 
 
-def _find_weights(folder: Path) -> tuple[Path, Callable[[Path], dict[str, Tensor]]]:
-    for name, read in ((SAFETENSORS_FILE, _read_safetensors), (PICKLE_FILE, _read_pickle)):
-        if (folder / name).exists():
-            return folder / name, read
-    given = f"{CONFIG_FILE} alone"
-    allowed = f"{SAFETENSORS_FILE} or {PICKLE_FILE} beside it"
-    to_do = "copy the weights into the folder"
-    raise InvalidInputError(problem(folder, "there are no weights", given, allowed, to_do))
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
-        given = f"{type(error).__name__}: {error}"
-        to_do = "copy or download the file again: it may be cut off"
-        message = problem(path, "the file is damaged", given, "a safetensors file", to_do)
-        raise InvalidInputError(message) from error
-
-
-def _read_pickle(path: Path) -> dict[str, Tensor]:
-    try:
-        content = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
-    except pickle.UnpicklingError as error:
-        what = "the file is damaged, or needs code to be unpickled, which is never run"
-        raise InvalidInputError(_pickle_problem(path, what, error)) from error
-    except Exception as error:  # a damaged pickle makes the unpickler fail in any way
-        raise InvalidInputError(_pickle_problem(path, "the file is damaged", error)) from error
-    if not isinstance(content, dict) or not all(
-        isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
-    ):
-        given, allowed = f"a {type(content).__name__}", "a dict of names to tensors, nothing else"
-        message = problem(path, "the file holds no state dict", given, allowed, _CONVERT)
-        raise InvalidInputError(message)
-    return {key: value.detach() for key, value in content.items()}
-
-
-_CONVERT = f"save the adapter again as {SAFETENSORS_FILE}"
-
-
-def _pickle_problem(path: Path, what: str, error: Exception) -> str:
-    given = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no detail'}"
-    return problem(path, what, given, "a file of tensors from torch.save", _CONVERT)
-
-
-def _refuse_features(source: _Source, tensors: Mapping[str, Tensor]) -> None:
+def _refuse_features(path: Path, tensors: Mapping[str, Tensor]) -> None:
     found: dict[str, str] = {}
     for key, tensor in tensors.items():
         feature = _feature_of(key, tensor)
         if feature:
-            found.setdefault(feature, f"{feature}, by tensor {key!r} {list(tensor.shape)}")
+            found.setdefault(feature, f"{feature}, by tensor {_described(key, tensor)}")
     if found:
         what = "the weights belong to features that this library cannot reproduce exactly"
         allowed = "LoRA that computes base(x) + scaling * (B A x + b)"
         to_do = "merge the adapter into its base model, or train it without these features"
-        message = problem(source.path, what, list(found.values()), allowed, to_do)
+        message = problem(path, what, list(found.values()), allowed, to_do)
         raise UnsupportedInputError(message)
 
 
 def _feature_of(key: str, tensor: Tensor) -> str | None:
-    if not key.startswith(_PREFIX):
+    if not key.startswith(_PREFIX) or len(key) > LONGEST_NAME:
         return None
     name = key.removeprefix(_PREFIX)
     for pattern, feature in _REFUSED:
@@ -194,7 +155,7 @@ def _feature_of(key: str, tensor: Tensor) -> str | None:
     return None
 
 
-def _group(source: _Source, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def _group(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     parts_of: dict[str, dict[str, Tensor]] = {}
     strange = []
     for key, tensor in tensors.items():
@@ -204,21 +165,24 @@ def _group(source: _Source, tensors: Mapping[str, Tensor]) -> dict[str, dict[str
         elif not _TRAINING_ONLY.search(key):
             strange.append(key)
     if strange:
-        raise source.error(
-            "some tensors are not understood",
-            [f"tensor {key!r}" for key in strange[:5]] + ["..."] * (len(strange) > 5),
-            f"{_PREFIX}<module path>.<one of {', '.join(_PARTS)}>",
-            "save the adapter again with PEFT's save_pretrained",
-        )
+        shape = format_of(strange)
+        what = "some tensors are not understood"
+        if shape is not None:
+            what += f": they are named in the format of {shape}"
+        facts = [f"tensor {shown(key)}" for key in strange[:5]] + ["..."] * (len(strange) > 5)
+        allowed = f"{_PREFIX}<module path>.<one of {', '.join(_PARTS)}>"
+        to_do = "save the adapter with PEFT's save_pretrained, or convert it to PEFT's format"
+        raise InvalidInputError(problem(path, what, facts, allowed, to_do))
     if not parts_of:
         given = f"{len(tensors)} tensors"
-        raise source.error("there are no LoRA tensors", given, "at least one module with LoRA")
+        allowed = "at least one module with LoRA"
+        raise InvalidInputError(problem(path, "there are no LoRA tensors", given, allowed))
     return parts_of
 
 
 def _split(key: str) -> tuple[str, str | None]:
     name = key.removeprefix(_PREFIX)
-    if name != key:
+    if name != key and len(key) <= LONGEST_NAME and name.isprintable():
         for part in _PARTS:
             if name.endswith(f".{part}"):
                 return name.removesuffix(f".{part}"), part
@@ -230,7 +194,7 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     _check_targeted(source, module)
     _check_lora_bias(source, module, kind, parts)
     spec = _spec_of(source, module, kind)
-    rank = module_rank(source.config, module)
+    rank = source.rules[module].rank
     _check_room(source, module, rank)
     name_a, name_b = _MATRICES[kind]
     lora_a, lora_b = parts[name_a], parts[name_b]
@@ -241,7 +205,7 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     shapes[_BASE_WEIGHT] = (high, wide) if kind == "linear" else (wide, high)
     for part, tensor in parts.items():
         _check_tensor(source, f"{_PREFIX}{module}.{part}", tensor, shapes[part], rank)
-    scaling = module_scaling(source.config, module)
+    scaling = source.rules[module].scaling
     bias = parts[_BIAS].float() * scaling if _BIAS in parts else None
     if spec is not None and kind == "embedding":
         scaling *= spec.embed_scale
@@ -264,11 +228,11 @@ def _kind_of(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Kind:
 
 
 def _check_targeted(source: _Source, module: str) -> None:
-    if targets_module(source.config, module):
+    if source.rules[module].targeted:
         return
     keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
     values = ((key, getattr(source.config, key)) for key in keys)
-    given = [f"LoRA for {module!r}", *(f"{k} = {v!r}" for k, v in values if v is not None)]
+    given = [f"LoRA for {module!r}", *(f"{k} = {shown(v)}" for k, v in values if v is not None)]
     raise source.error(
         f"{CONFIG_FILE} does not target module {module!r}, so PEFT would ignore its LoRA",
         given,
@@ -294,15 +258,35 @@ def _spec_of(source: _Source, module: str, kind: Kind) -> ModuleSpec | None:
         return None
     spec = source.specs.get(module)
     if spec is None:
-        what = f"the base model has no module {module!r}{did_you_mean(module, source.specs)}"
-        given, allowed = f"LoRA for {module!r}", f"{len(source.specs)} modules of the base model"
-        raise source.error(what, given, allowed, "load it on the model it was trained on")
+        raise _missing_module(source, source.specs, module)
     if spec.kind != kind:
         what = f"module {module!r} of the base model is of another kind"
         allowed = f"LoRA of kind {spec.kind!r}"
         to_do = "load it on the model it was trained on"
         raise source.error(what, f"LoRA of kind {kind!r}", allowed, to_do)
     return spec
+
+
+def _missing_module(
+    source: _Source, specs: Mapping[str, ModuleSpec], module: str
+) -> InvalidInputError:
+    missing = [name for name in source.rules if name not in specs]
+    facts = [f"LoRA for {len(source.rules)} modules, {len(missing)} of which the base model lacks"]
+    mine, theirs = _highest_layer(missing), _highest_layer(specs)
+    if mine > theirs >= 0:
+        what = "the base model has fewer layers than the adapter"
+        facts.append(f"LoRA for layer {mine}; the base model's last layer is {theirs}")
+    else:
+        what = f"the base model has no module {module!r}{did_you_mean(module, specs)}"
+        facts.append(f"LoRA for {module!r}")
+    allowed = f"{len(specs)} modules of the base model"
+    return source.error(what, facts, allowed, "load it on the model it was trained on")
+
+
+def _highest_layer(modules: Iterable[str]) -> int:
+    """Return the highest number among components of paths, or -1."""
+    numbers = (re.search(r"\.(\d{1,9})\.", module) for module in modules)
+    return max((int(number[1]) for number in numbers if number), default=-1)
 
 
 def _check_room(source: _Source, module: str, rank: int) -> None:
@@ -312,6 +296,10 @@ def _check_room(source: _Source, module: str, rank: int) -> None:
         raise source.error(what, given, allowed, f"set max_rank to {rank} or more")
 
 
+def _described(key: str, tensor: Tensor) -> str:
+    return f"{shown(key, 1100)} {shown(list(tensor.shape))}"
+
+
 def _width(tensor: Tensor, axis: int) -> int:
     return tensor.shape[axis] if tensor.ndim == 2 else -1
 
@@ -319,7 +307,7 @@ def _width(tensor: Tensor, axis: int) -> int:
 def _check_tensor(
     source: _Source, key: str, tensor: Tensor, shape: tuple[int, ...], rank: int
 ) -> None:
-    given = f"tensor {key!r} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    given = f"tensor {_described(key, tensor)} {str(tensor.dtype).removeprefix('torch.')}"
     if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or tensor.is_meta:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise source.error("a tensor is not of a floating dtype", given, f"dense, {names}")

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.slots import SlotTable
 from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec
 from lora_backends.adapters.stacks import Stacks
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, shown
 from lora_backends.weights import LoRAWeights
 
 
@@ -30,7 +31,9 @@ class AdapterPool:
 
     A layer's stack is allocated when the first adapter that touches it is loaded, and keeps its
     address from then on. A load reads, checks and converts everything before it writes, so a
-    failed load leaves every slot as it was.
+    failed load leaves every slot as it was. The adapter that it evicts or replaces loses its name
+    before the first write, and the new one gets its name after the last: a load that an exception
+    or a signal interrupts while it writes leaves a slot without a name, which no row can ask for.
 
     Args:
         modules: what the base model has, by module path.
@@ -40,9 +43,10 @@ class AdapterPool:
         device: where the stacks live.
         groups: paths of linear modules that share an input and a stack, in the order of its
             slices; a module is in one group at most.
+        limits: what the files of a checkpoint may cost; None takes the defaults.
 
     Raises:
-        InvalidInputError: a number is less than 1.
+        InvalidInputError: a number is less than 1, or too large.
     """
 
     def __init__(
@@ -53,11 +57,15 @@ class AdapterPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         groups: Iterable[Sequence[str]] = (),
+        limits: LoadLimits | None = None,
     ) -> None:
         for key, number in (("max_adapters", max_adapters), ("max_rank", max_rank)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise InvalidInputError(f"{key} is {number!r}; allowed: an int, 1 or more")
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
+                raise InvalidInputError(
+                    f"{key} is {shown(number)}; allowed: an int, 1 or more and less than 2^31"
+                )
         self.modules = dict(modules)
+        self.limits = limits or LoadLimits()
         self.slots = SlotTable(max_adapters)
         self.max_rank = max_rank
         self.dtype = dtype
@@ -97,10 +105,7 @@ class AdapterPool:
                 slot is pinned.
             UnsupportedInputError: a feature that cannot be reproduced exactly.
         """
-        if not isinstance(name, str) or not name:
-            raise InvalidInputError(f"an adapter's name is a non-empty str; given: {name!r}")
-        if not isinstance(folder, (str, Path)):
-            raise InvalidInputError(f"a checkpoint is a folder; given: {folder!r}")
+        _check_name(name)
         if name in self.slots and not replace_existing:
             raise InvalidInputError(
                 f"an adapter named {name!r} is loaded already\n"
@@ -108,7 +113,7 @@ class AdapterPool:
             )
         from lora_backends.adapters.checkpoint import read_checkpoint  # needs pydantic
 
-        checkpoint = read_checkpoint(folder, self.modules, self.max_rank)
+        checkpoint = read_checkpoint(folder, self.modules, self.max_rank, self.limits)
         if accept is not None:
             accept(checkpoint)
         return self.add(name, checkpoint)
@@ -119,20 +124,23 @@ class AdapterPool:
         Raises:
             InvalidInputError: it does not fit the base model, or every slot is pinned.
         """
+        _check_name(name)
+        if not isinstance(checkpoint, Checkpoint):
+            raise InvalidInputError(
+                f"the checkpoint is {shown(checkpoint)}\n  allowed: a Checkpoint, e.g. of "
+                f"lora_backends.adapters.read_checkpoint"
+            )
         for delta in checkpoint.modules.values():
             self._check_fits(delta)
         staged = [self._stage(delta) for delta in checkpoint.modules.values()]
         with self.slots.lock:  # no call may take the slot while it is written
             slot, evicted = self.slots.candidate(name)
             self._stacks.reserve(staged)
+            self.slots.vacate(name, slot)  # before the first write: see the class
             self._clear(slot)
-            for delta in staged:
-                self._stacks.write(slot, delta)
-                self._users.setdefault(delta.module, set()).add(slot)
-                if delta.bias is not None:
-                    self._biased.add((slot, delta.module))
+            self._write(slot, staged)
             self._note_active()
-            self.slots.assign(name, slot, evicted)
+            self.slots.assign(name, slot)
         return Loaded(name, slot, evicted)
 
     def unload(self, name: str) -> None:
@@ -196,12 +204,25 @@ class AdapterPool:
             raise InvalidInputError(f"the LoRA bias of {delta.module} is not finite")
         return staged
 
+    def _write(self, slot: int, deltas: Iterable[ModuleDelta]) -> None:
+        for delta in deltas:
+            # Noted first: the next load into the slot clears what an interrupt leaves of this one.
+            self._users.setdefault(delta.module, set()).add(slot)
+            if delta.bias is not None:
+                self._biased.add((slot, delta.module))
+            self._stacks.write(slot, delta)
+
     def _clear(self, slot: int) -> None:
         for module, users in self._users.items():
             if slot in users:
                 self._stacks.clear(slot, module)
-                users.discard(slot)
                 self._biased.discard((slot, module))
+                users.discard(slot)  # last: an interrupt before it leaves the module to clear
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise InvalidInputError(f"an adapter's name is a non-empty str; given: {shown(name)}")
 
 
 def _as_scaling(delta: ModuleDelta) -> float:

@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import RLock
+from typing import Literal, TypeAlias
 
 from lora_backends.errors import InvalidInputError, did_you_mean
+
+REMEMBERED = 1024
+"""Names of adapters without a slot that are remembered, to say what took it."""
+
+Holder: TypeAlias = Literal["call", "prepared"]
+
+
+@dataclass(frozen=True)
+class _Hold:
+    """Adapters that keep their slots while something uses them."""
+
+    by: Holder
+    names: frozenset[str]
 
 
 class SlotTable:
@@ -26,8 +41,8 @@ class SlotTable:
         self.num_slots = num_slots
         self._slots: OrderedDict[str, int] = OrderedDict()  # oldest use first
         self._pins: Counter[str] = Counter()  # by pin()
-        self._uses: Counter[str] = Counter()  # by calls in flight
-        self._evicted: dict[str, str] = {}  # name -> what took its slot
+        self._holds: dict[object, _Hold] = {}  # by calls in flight and prepared adapters
+        self._lost: OrderedDict[str, str] = OrderedDict()  # name -> what was loaded into its slot
         self.lock = RLock()
         """Held while slots change; a pool holds it from `candidate` to `assign`."""
 
@@ -43,7 +58,7 @@ class SlotTable:
             InvalidInputError: `name` is not loaded; says so if it was evicted.
         """
         with self.lock:
-            if name not in self._slots:
+            if not isinstance(name, str) or name not in self._slots:
                 raise InvalidInputError(self._missing(name))
             self._slots.move_to_end(name)
             return self._slots[name]
@@ -65,23 +80,31 @@ class SlotTable:
             if free:
                 return min(free), None
             for oldest in self._slots:
-                if not self._pins[oldest] and not self._uses[oldest]:
+                if not self._pins[oldest] and self._holder(oldest) is None:
                     return self._slots[oldest], oldest
             raise InvalidInputError(
                 f"no slot for adapter {name!r}: all {self.num_slots} are pinned or in use\n"
                 f"  loaded: {', '.join(self._slots)}\n"
-                f"  to do: unpin or unload one, or raise max_adapters"
+                f"  to do: unpin one, release() prepared adapters, or raise max_adapters"
             )
 
-    def assign(self, name: str, slot: int, evicted: str | None) -> None:
-        """Record the outcome of `candidate`."""
+    def vacate(self, name: str, slot: int) -> None:
+        """Take the name off `slot`, whose weights are about to be overwritten by those of `name`.
+
+        Until `assign`, no row can ask for the slot: a load that is interrupted leaves it free.
+        """
         with self.lock:
-            if evicted is not None:
-                self._forget(evicted)
-                self._evicted[evicted] = name
-            self._slots[name] = slot
-            self._slots.move_to_end(name)
-            self._evicted.pop(name, None)
+            for old in [held for held, place in self._slots.items() if place == slot]:
+                self._lost[old] = name
+                self._forget(old)
+            while len(self._lost) > REMEMBERED:
+                self._lost.popitem(last=False)
+
+    def assign(self, name: str, slot: int) -> None:
+        """Give `name` a slot that `candidate` chose and `vacate` emptied; it is the last in use."""
+        with self.lock:
+            self._slots[name] = slot  # one step, so an interrupt finds it done or not done
+            self._lost.pop(name, None)
 
     def release(self, name: str) -> int:
         """Forget `name` and return the slot that it had.
@@ -118,38 +141,58 @@ class SlotTable:
             self._pins[name] -= 1
 
     @contextmanager
-    def in_use(self, names: Iterable[str]) -> Iterator[dict[str, int]]:
-        """Hold the slots of `names` for the length of a call; yields name to slot."""
-        held: list[str] = []
+    def in_use(self, names: Iterable[str], by: Holder = "call") -> Iterator[dict[str, int]]:
+        """Keep the slots of `names` as they are inside the block; yields name to slot.
+
+        Args:
+            names: loaded adapters.
+            by: what holds them, for the error that an attempt to take one raises.
+
+        Raises:
+            InvalidInputError: a name is not loaded.
+        """
+        token = object()
         try:
             with self.lock:
                 slots = {name: self.slot(name) for name in names}
-                for name in slots:
-                    self._uses[name] += 1
-                    held.append(name)
+                self._holds[token] = _Hold(by, frozenset(slots))
             yield slots
         finally:
-            with self.lock:
-                for name in held:
-                    self._uses[name] -= 1
+            self._holds.pop(token, None)  # one step: an interrupt cannot leave a part of it
+
+    def _holder(self, name: str) -> Holder | None:
+        """Return what holds `name` now."""
+        # A copy, since other threads end their calls without the lock.
+        return next((hold.by for hold in list(self._holds.values()) if name in hold.names), None)
 
     def _check_free(self, name: str, what: str) -> None:
-        if self._pins[name] or self._uses[name]:
-            reason = "pinned" if self._pins[name] else "in use by a running call"
-            raise InvalidInputError(
-                f"adapter {name!r} is {reason}, so it cannot be {what}\n"
-                f"  to do: unpin it, or wait until the call that uses it has ended"
-            )
+        holder = self._holder(name)
+        if self._pins[name]:
+            reason, to_do = "pinned", "unpin it first"
+        elif holder == "call":
+            reason, to_do = "in use by a running call", "wait until that call has ended"
+        elif holder == "prepared":
+            reason = "in use by prepared adapters"
+            to_do = "give them other adapters with update(), or release() them"
+        else:
+            return
+        raise InvalidInputError(
+            f"adapter {name!r} is {reason}, so it cannot be {what}\n  to do: {to_do}"
+        )
 
     def _forget(self, name: str) -> None:
         del self._slots[name]
-        del self._pins[name], self._uses[name]
+        self._pins.pop(name, None)
 
     def _missing(self, name: str) -> str:
         loaded = f"loaded: {', '.join(sorted(self._slots)) or 'none'}"
-        if name in self._evicted:
+        if isinstance(name, str) and name in self._lost:
+            taker = self._lost[name]
+            reason = f"was evicted when {taker!r} was loaded"
+            if taker == name:
+                reason = "was lost when loading its replacement was interrupted"
             return (
-                f"adapter {name!r} was evicted when {self._evicted[name]!r} was loaded\n  {loaded}"
+                f"adapter {name!r} {reason}\n  {loaded}"
                 f"\n  to do: load it again, pin what must stay, or raise max_adapters"
             )
         return (

@@ -26,8 +26,7 @@ class ModuleSpec:
 class ModuleDelta:
     """One module's LoRA in one checkpoint: `delta(x) = scaling * B (A x) + bias`.
 
-    An embedding's x is one-hot: its delta for token id i is `scaling * B A[:, i]`. The matrices
-    may be views into the mapped file: copy them before the file is rewritten.
+    An embedding's x is one-hot: its delta for token id i is `scaling * B A[:, i]`.
     """
 
     module: str  # path inside the base model, e.g. "model.layers.0.self_attn.q_proj"

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lora_backends.adapters.specs import ModuleDelta, ModuleSpec
 from lora_backends.weights import LoRAWeights
+
+
+@dataclass(frozen=True)
+class _Stacks:
+    """What is allocated; replaced as one object, so an interrupt leaves the old or the new."""
+
+    whole: Mapping[tuple[str, ...], LoRAWeights]  # by group
+    parts: Mapping[str, LoRAWeights]  # by path, of the modules that were ever touched
 
 
 class Stacks:
@@ -43,24 +51,23 @@ class Stacks:
             self._groups |= dict.fromkeys(group, tuple(group))
         self._num_slots, self._max_rank = num_slots, max_rank
         self._dtype, self._device = dtype, device
-        self._whole: dict[tuple[str, ...], LoRAWeights] = {}
-        self._parts: dict[str, LoRAWeights] = {}  # of the modules that were ever touched
+        self._stacks = _Stacks({}, {})
 
     def __getitem__(self, path: str) -> LoRAWeights:
-        return self._parts[path]
+        return self._stacks.parts[path]
 
     def shared(self, used: Iterable[str]) -> dict[str, LoRAWeights]:
         """Return the stacks of groups with two or more modules of `used`, by their first path."""
         used = set(used)
         return {
             group[0]: stack
-            for group, stack in self._whole.items()
+            for group, stack in self._stacks.whole.items()
             if len(group) > 1 and len(used.intersection(group)) > 1
         }
 
     def reserve(self, deltas: Iterable[ModuleDelta]) -> None:
         """Allocate what the deltas need and is not there yet: all of it, or nothing."""
-        whole, parts = dict(self._whole), dict(self._parts)
+        whole, parts = dict(self._stacks.whole), dict(self._stacks.parts)
         for delta in deltas:
             group = self._groups[delta.module]
             stack = whole.get(group) or self._allocate(group)
@@ -77,11 +84,11 @@ class Stacks:
                 first, end = _columns(stack, group.index(delta.module))
                 part = replace(part, bias=stack.bias[:, first:end])
             parts[delta.module] = part
-        self._whole, self._parts = whole, parts
+        self._stacks = _Stacks(whole, parts)
 
     def write(self, slot: int, delta: ModuleDelta) -> None:
         """Write a delta that `reserve` was told of into a slot."""
-        part = self._parts[delta.module]
+        part = self._stacks.parts[delta.module]
         part.lora_a[slot, 0, : delta.rank] = delta.lora_a
         part.lora_b[slot, :, : delta.rank] = delta.lora_b
         if delta.bias is not None and part.bias is not None:
@@ -92,7 +99,7 @@ class Stacks:
 
     def clear(self, slot: int, path: str) -> None:
         """Let a slot of a module count as rank 0."""
-        part = self._parts[path]
+        part = self._stacks.parts[path]
         if part.bias is not None:
             part.bias[slot] = 0
         for stack, index in self._tables(path):
@@ -100,10 +107,10 @@ class Stacks:
 
     def _tables(self, path: str) -> list[tuple[LoRAWeights, int]]:
         """Return the stacks that hold a rank of the module, and the slice it has there."""
-        group, part = self._groups[path], self._parts[path]
+        group, part = self._groups[path], self._stacks.parts[path]
         if len(group) == 1:
             return [(part, 0)]
-        return [(part, 0), (self._whole[group], group.index(path))]
+        return [(part, 0), (self._stacks.whole[group], group.index(path))]
 
     def _allocate(self, group: tuple[str, ...]) -> LoRAWeights:
         specs = [self._modules[path] for path in group]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError
+from lora_backends.files import as_path, kind_of, read_text
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "peft")
 FORMAT = "lora-backends results 2"
@@ -74,6 +75,19 @@ def result_text(result: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(f' "{key}": {value}' for key, value in values.items()) + "\n}\n"
 
 
+def writable_file(path: Path, option: str) -> Path:
+    """Return where a result goes, after its folder has been made and tried.
+
+    Raises:
+        InvalidInputError: it is a folder or no path, or its folder cannot be written to.
+    """
+    file = as_path(path, option)
+    if kind_of(file) == "a folder":
+        raise InvalidInputError(f"{option}: {file} is a folder\n  allowed: a file")
+    check_writable(file.absolute().parent, option)
+    return file
+
+
 def check_writable(folder: Path, option: str) -> None:
     """Make a folder and try to write to it, before anything is measured.
 
@@ -98,9 +112,9 @@ def read_result(path: Path) -> dict[str, Any]:
         InvalidInputError: no such file, or another kind of file.
     """
     try:
-        result = json.loads(path.expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from error
+        result = json.loads(read_text(as_path(path, "--from-json")))
+    except InvalidInputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not valid JSON: {error}") from error
     given = result.get("format") if isinstance(result, dict) else None

@@ -20,7 +20,7 @@ import torch
 
 from lora_backends.bench.cells import Cell
 from lora_backends.bench.job import best_device, make_job
-from lora_backends.bench.results import check_writable, versions
+from lora_backends.bench.results import versions, writable_file
 from lora_backends.bench.search import MARGIN, Found, Lab, RulesFail, search
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.registry import backend_class, unavailable_reasons
@@ -281,10 +281,7 @@ def make_tuning(
     given = layers | {key: layers.get(key) or value for key, value in DEFAULTS.items()}
     options = [f"{backend}.tiles=rules"]
     measured = make_job(**given, backends=backend, options=options, device=str(where))
-    path = output or user_folder() / file_name(backend, where)
-    if path.is_dir():
-        raise InvalidInputError(f"--output: {path} is a folder\n  allowed: a file")
-    check_writable(path.resolve().parent, "--output")
+    path = writable_file(output or user_folder() / file_name(backend, where), "--output")
     if path.exists():
         read_table(path, backend, where)  # its entries are kept
     points = make_points(measured.cells, measured.dtype)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lora_backends.bench import Cell, read_result, summarize
 from lora_backends.bench.job import Job, make_job
-from lora_backends.bench.results import check_writable, layer_name, result_text
+from lora_backends.bench.results import check_writable, layer_name, result_text, writable_file
 from lora_backends.cli.console import INTERRUPTED, note, output, table
 from lora_backends.cli.options import (
     ConfigJson,
@@ -25,6 +25,7 @@ from lora_backends.cli.options import (
     Preset,
 )
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.files import as_path
 from lora_backends.operations import DENSE
 
 NOISY_PERCENT = 15
@@ -83,7 +84,7 @@ def bench(
     }
     if from_json is not None and (file or option or any(v is not None for v in asked.values())):
         raise InvalidInputError("--from-json measures nothing\n  allowed beside it: --json, --plot")
-    _check_folders(file, plot)
+    file, plot = _writable(file, plot)
     if from_json is not None:
         result, interrupted = read_result(from_json), False
         if "contenders" not in result:
@@ -105,12 +106,10 @@ def bench(
             note(f"written: {written}")
 
 
-def _check_folders(file: Path | None, plot: Path | None) -> None:
-    """Refuse unwritable files before anything is measured."""
+def _writable(file: Path | None, plot: Path | None) -> tuple[Path | None, Path | None]:
+    """Return both paths expanded; refuse unwritable ones before anything is measured."""
     if file is not None:
-        if file.is_dir():
-            raise InvalidInputError(f"--output: {file} is a folder\n  allowed: a file")
-        check_writable(file.resolve().parent, "--output")
+        file = writable_file(file, "--output")
     if plot is not None:
         try:
             import matplotlib  # noqa: F401
@@ -119,7 +118,9 @@ def _check_folders(file: Path | None, plot: Path | None) -> None:
                 f"--plot needs a package that is not installed: {error.name}\n"
                 f"  to do: pip install 'lora-backends[bench]'"
             ) from error
+        plot = as_path(plot, "--plot")
         check_writable(plot, "--plot")
+    return file, plot
 
 
 def _run(job: Job, path: Path | None) -> tuple[dict[str, Any], bool]:

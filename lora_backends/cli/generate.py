@@ -10,9 +10,9 @@ import typer
 
 from lora_backends.cli.console import output, step, table
 from lora_backends.cli.generate_config import GenerateConfig
-from lora_backends.errors import BackendUnavailableError, InvalidInputError
+from lora_backends.cli.generate_model import encoded, load, naming_faults
+from lora_backends.errors import InvalidInputError
 from lora_backends.registry import backend_names, unavailable_reasons
-from lora_backends.selection import get_backend
 
 if TYPE_CHECKING:
     from lora_backends.hf import MultiLoRAModel
@@ -81,10 +81,18 @@ def _settings(config: Path | None, **given: Any) -> GenerateConfig:
 def _adapters(given: list[str] | None) -> dict[str, str] | None:
     if not given:
         return None
+    adapters: dict[str, str] = {}
     for item in given:
-        if not all(item.partition("=")):
+        name, _, folder = item.partition("=")
+        if not name or not folder:
             raise InvalidInputError(f"--adapter {item!r}\n  allowed: NAME=FOLDER")
-    return {item.partition("=")[0]: item.partition("=")[2] for item in given}
+        if name in adapters:
+            raise InvalidInputError(
+                f"--adapter names {name!r} twice\n  given: {adapters[name]} and {folder}\n"
+                f"  allowed: a name for each"
+            )
+        adapters[name] = folder
+    return adapters
 
 
 def _prompts(texts: list[str] | None, use: list[str] | None) -> list[dict[str, str]] | None:
@@ -108,14 +116,16 @@ def _prompts(texts: list[str] | None, use: list[str] | None) -> list[dict[str, s
 
 def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]:
     """Load the model, answer, check and compare as asked; return the report that is printed."""
-    from lora_backends.hf.generation import encode, rows_that_differ_alone
+    model, tokenizer = load(settings)
 
-    model, tokenizer = _load(settings)
+    from lora_backends.hf.generation import rows_that_differ_alone
+
     adapters = [prompt.adapter for prompt in settings.prompts]
     texts = [prompt.text for prompt in settings.prompts]
-    prompts = encode(tokenizer, texts, settings.chat, model.backend.device)
+    prompts = encoded(model, tokenizer, settings)
     with step(f"answering {len(texts)} prompts in one batch with {model.backend.name}"):
-        sequences = model.generate(adapters=adapters, **prompts.inputs(settings.max_new_tokens))
+        with naming_faults("the model cannot answer", "correct its generation_config.json"):
+            sequences = model.generate(adapters=adapters, **prompts.inputs(settings.max_new_tokens))
     answers = prompts.answers(sequences)
     rows: list[dict[str, Any]] = [
         {"prompt": text, "adapter": adapter, "answer": tokenizer.decode(answer).strip()}
@@ -132,37 +142,6 @@ def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]
     if compare:
         report["tokens_per_second"] = _compare(model, prompts, settings)
     return report
-
-
-def _load(settings: GenerateConfig) -> tuple[MultiLoRAModel, Any]:
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise BackendUnavailableError(
-            "generate needs transformers\n  to do: pip install 'lora-backends[hf]'"
-        ) from error
-
-    from lora_backends.hf import MultiLoRAModel
-
-    location = settings.model.location()
-    options: dict[str, Any] = {}
-    if settings.model.gguf_file is not None:
-        options["gguf_file"] = settings.model.gguf_file
-    dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    device = get_backend(settings).device  # tells before the model is loaded if it does not run
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    with step(f"loading {settings.model.gguf_file or location}"):
-        try:
-            base = transformers.AutoModelForCausalLM.from_pretrained(
-                location, dtype=dtype, **options
-            ).to(device)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(location, **options)
-        except (OSError, ValueError) as error:
-            raise InvalidInputError(f"cannot load the model {location}: {error}") from error
-    with step(f"loading {len(settings.adapters)} adapters"):
-        return MultiLoRAModel.from_config(base.eval(), settings), tokenizer
 
 
 def _compare(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
 from lora_backends.config import MOST, LoRAConfig
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, shown
+from lora_backends.files import as_path, kind_of
 
 
 class ModelConfig(BaseModel):
@@ -27,16 +27,26 @@ class ModelConfig(BaseModel):
         """Return what `from_pretrained` takes.
 
         Raises:
-            InvalidInputError: neither or both are given, or the package is not installed.
+            InvalidInputError: neither or both are given, the path is none, or the package is not
+                installed.
         """
         if (self.path is None) == (self.package is None):
             raise InvalidInputError(
-                f"which model?\n  given: path={self.path!r}, package={self.package!r}\n"
+                f"which model?\n  given: path={shown(self.path)}, package={shown(self.package)}\n"
                 f"  allowed: one of the two, under [model] or as --model"
             )
         if self.path is not None:
-            return str(Path(self.path).expanduser())
+            path = as_path(self.path, "the model")
+            if kind_of(path) == "a file":
+                raise InvalidInputError(
+                    f"the model {shown(self.path)} is a file\n  to do: give its folder"
+                )
+            return str(path)
         assert self.package is not None
+        if not self.package.isidentifier():  # a dotted name would import what is in front of it
+            raise InvalidInputError(
+                f"model.package is {shown(self.package)}\n  allowed: the name of a package"
+            )
         found = importlib.util.find_spec(self.package)
         if found is None or not found.submodule_search_locations:
             raise InvalidInputError(

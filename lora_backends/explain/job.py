@@ -11,6 +11,7 @@ from typing import Any
 from lora_backends.batch import LoRABatch
 from lora_backends.errors import InvalidInputError, did_you_mean, shown
 from lora_backends.explain import Layer
+from lora_backends.files import as_path, read_text
 from lora_backends.model_shapes import preset
 
 KEYS = ("slots", "sequences", "num_slots", "ranks")
@@ -100,11 +101,9 @@ def make_layer(
 
 
 def _read(file: Path) -> dict[str, Any]:
+    text = read_text(as_path(file, "--batch"))
     try:
-        text = file.expanduser().read_text(encoding="utf-8")
         value = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {file}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         kind = "TOML" if file.suffix == ".toml" else "JSON"
         raise InvalidInputError(f"{file} is not valid {kind}: {error}") from error

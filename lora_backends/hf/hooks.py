@@ -2,121 +2,63 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from lora_backends.backend import LoRABackend
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.layout import Layout
+from lora_backends.hf.running import RUNNING, check_thread, is_open
 from lora_backends.hf.sites import Site
-from lora_backends.weights import LoRAWeights
-
-if TYPE_CHECKING:
-    from lora_backends.hf.siblings import Siblings
+from lora_backends.hf.structure import Structure
 
 Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
 
 
-class Call(Protocol):
-    """What a forward pass asks of the call that it belongs to."""
+def begin_hook(model: str, structure: Structure, main_input: str) -> Callable[..., None]:
+    """Return the hook that announces a forward pass of the base model to the running call.
 
-    model: str  # whose call it is: a string, which a compiled program is sure to watch
-    stacks: Mapping[str, LoRAWeights]  # path to stack of the modules that are adapted
-    shared: Mapping[str, LoRAWeights]  # a leader's path to the stack of it and its siblings
+    Args:
+        model: whose calls it serves.
+        structure: of the base model. Calls check it themselves, blocks of `using` do it here.
+        main_input: name of the base model's first argument.
 
-    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
-        """Note the shape of the forward pass that starts, or refuse it."""
-
-    def plan(self, shape: tuple[int, ...], path: str) -> Any:
-        """Return the plan for a module's input of `shape` (without its last axis)."""
-
-
-class _Nothing:
-    """No call of any model."""
-
-    model = ""
-    stacks: Mapping[str, LoRAWeights] = {}
-    shared: Mapping[str, LoRAWeights] = {}
-
-    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
-        """Never asked: no model has this one's name."""
-        raise AssertionError("no call is running")
-
-    def plan(self, shape: tuple[int, ...], path: str) -> Any:
-        """Never asked."""
-        raise AssertionError("no call is running")
-
-
-NOTHING: Call = _Nothing()
-
-
-@dataclass(eq=False)
-class Kept:
-    """What a leader has computed for its siblings, until they are called."""
-
-    group: Siblings
-    x: torch.Tensor  # the input that it holds for, this very tensor
-    version: int  # of x: counts changes in place
-    outputs: dict[nn.Module, torch.Tensor]  # with LoRA, of siblings that have not been called
-
-
-class _Running(threading.local):
-    # Thread-local and no context variable: torch.compile traces the one and not the other, and a
-    # forward pass never awaits. No attribute of the class: torch 2.11 would trace that instead.
-    def __init__(self) -> None:
-        self.call = NOTHING
-        self.kept: Kept | None = None
-
-
-RUNNING = _Running()
-"""The call that is running in this thread.
-
-Hooks ask it for whatever may change. A compiled program watches what it reads from globals, but
-not what it reads from a hook's own variables, nor whether there are hooks.
-"""
-
-
-@contextmanager
-def running(call: Call | None) -> Iterator[None]:
-    """Let forward passes of this thread belong to `call`, or to none."""
-    outer = RUNNING.call, RUNNING.kept
-    RUNNING.call, RUNNING.kept = call or NOTHING, None
-    try:
-        yield
-    finally:
-        RUNNING.call, RUNNING.kept = outer
-
-
-def begin_hook(model: str) -> Callable[..., None]:
-    """Return the hook that tells the running call which forward pass starts on the base model."""
+    Returns:
+        A forward pre-hook with keyword arguments.
+    """
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = RUNNING.call
-        if call.model == model:
-            if not torch.compiler.is_compiling():
-                RUNNING.kept = None  # of a forward pass that has failed
-            call.begin_forward({**kwargs, "input_ids": args[0]} if args else kwargs)
+        if call.model != model:
+            check_thread(model)
+            return
+        if not torch.compiler.is_compiling():
+            if is_open(model):
+                structure.check_modules()
+                structure.check_mode()
+            RUNNING.kept = None  # of a forward pass that has failed
+        inputs = {**kwargs, main_input: args[0]} if args else kwargs
+        call.begin_forward(inputs, *rows_and_length(inputs, main_input))
 
     return begin
 
 
-def lora_hook(model: str, site: Site, backend: LoRABackend) -> Hook:
+def lora_hook(model: str, site: Site, layout: Layout, backend: LoRABackend) -> Hook:
     """Return the hook that adds the running call's LoRA to the output of one module.
 
     Args:
         model: whose calls it serves.
         site: the module.
+        layout: of its input.
         backend: what adds.
 
     Returns:
         A forward hook.
     """
-    path, width = site.path, site.spec.out_features
+    path, paths, width = site.path, (site.path,), site.spec.out_features
     is_embedding = site.spec.kind == "embedding"
     run = backend.run_embedding if is_embedding else backend.run_linear
 
@@ -125,12 +67,18 @@ def lora_hook(model: str, site: Site, backend: LoRABackend) -> Hook:
     ) -> torch.Tensor | None:
         call = RUNNING.call
         if call.model != model:
+            check_thread(model)
             return None
         weights = call.stacks.get(path)
         if weights is None:
             return None
+        if not args:
+            raise UnsupportedInputError(
+                f"module {path} is called with arguments by name\n"
+                f"  allowed: its input as the first argument by position"
+            )
         x = args[0]
-        plan = call.plan(x.shape if is_embedding else x.shape[:-1], path)
+        plan = call.plan(x.shape if is_embedding else x.shape[:-1], layout, paths)
         output = output.contiguous()
         x = x.flatten() if is_embedding else as_rows(x)
         run(x, weights, plan, output.view(-1, width))
@@ -145,19 +93,25 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def rows_and_length(inputs: Mapping[str, Any]) -> tuple[int, int]:
+def rows_and_length(inputs: Mapping[str, Any], main_input: str) -> tuple[int, int]:
     """Return the rows and the tokens per row that a forward pass is given.
+
+    Args:
+        inputs: of the forward pass.
+        main_input: name of the base model's first argument.
 
     Raises:
         InvalidInputError: there are none.
     """
-    for key in ("input_ids", "inputs_embeds"):
+    for key in ("input_ids", "inputs_embeds", main_input):
         tokens = inputs.get(key)
         if isinstance(tokens, torch.Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
             return tokens.shape[0], tokens.shape[1]
     raise InvalidInputError(
         f"no tokens to run on\n  given: {', '.join(inputs) or 'nothing'}\n"
-        f"  allowed: input_ids [rows, tokens] or inputs_embeds [rows, tokens, hidden]"
+        f"  allowed: input_ids [rows, tokens], inputs_embeds [rows, tokens, hidden]"
+        + f", or {main_input} [rows, ...]"
+        * (main_input != "input_ids")
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -11,12 +12,15 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import nn
 
-from lora_backends.adapters import AdapterPool, Checkpoint, Loaded
+from lora_backends.adapters import AdapterPool, Checkpoint, Loaded, LoadLimits
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length, running
+from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
+from lora_backends.hf.images import Images
 from lora_backends.hf.prepared import PreparedAdapters
+from lora_backends.hf.probe import probe
 from lora_backends.hf.request import Request, RowAdapters, adapter_names
+from lora_backends.hf.running import IDLE, open_block, running
 from lora_backends.hf.siblings import (
     ForwardOverride,
     are_plain,
@@ -26,6 +30,7 @@ from lora_backends.hf.siblings import (
     sibling_forward,
 )
 from lora_backends.hf.sites import find_sites
+from lora_backends.hf.structure import Structure
 from lora_backends.selection import get_backend
 
 if TYPE_CHECKING:
@@ -40,8 +45,9 @@ class MultiLoRAModel:
 
     The base model is changed in place by forward hooks on the modules that an adapter may
     touch; the values of its weights stay, `detach` takes the hooks off, and a call of the base
-    model itself runs without adapters. Row by row the result is what PEFT computes with that
-    row's adapter alone, in eval mode. Everything runs under `torch.no_grad()`.
+    model itself runs without adapters, except in a block of `using`. Row by row the result is what
+    PEFT computes with that row's adapter alone, in eval mode. Everything runs under
+    `torch.no_grad()`.
 
         model = MultiLoRAModel(base, backend="auto", max_adapters=8, max_rank=64)
         model.load_adapter("pirate", "adapters/pirate")
@@ -58,6 +64,7 @@ class MultiLoRAModel:
             same parameters with the same values; a product of another size may round otherwise.
             On a GPU their outputs are columns of one buffer, which a model can view by heads
             and not flatten. None: on a GPU, for on a CPU it does not pay.
+        limits: what the files of an adapter may cost; None takes the defaults.
 
     Raises:
         UnsupportedInputError: `base` is an encoder-decoder, or spread over devices.
@@ -72,8 +79,9 @@ class MultiLoRAModel:
         max_rank: int = 64,
         backend_options: Mapping[str, Any] | None = None,
         fuse: bool | None = None,
+        limits: LoadLimits | None = None,
     ) -> None:
-        if getattr(base.config, "is_encoder_decoder", False):
+        if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
             raise UnsupportedInputError(
                 f"{type(base).__name__} is an encoder-decoder\n  allowed: causal language models"
             )
@@ -92,8 +100,14 @@ class MultiLoRAModel:
         self._fuse = device.type != "cpu" if fuse is None else fuse
         self._groups = find_siblings(self._sites) if self._fuse else []
         groups = [group.paths for group in self._groups]
-        self.pool = AdapterPool(specs, max_adapters, max_rank, dtype, backend.device, groups)
+        self.pool = AdapterPool(
+            specs, max_adapters, max_rank, dtype, backend.device, groups, limits
+        )
         self._key = f"model {next(_NUMBERS)}"
+        self._structure = Structure(base)
+        self._layouts = probe(base, self._sites)
+        self._images = Images(getattr(base, "config", None))
+        self._main_input: str = getattr(base, "main_input_name", "input_ids")
         self._hooks = self._register_hooks()
 
     @classmethod
@@ -122,6 +136,7 @@ class MultiLoRAModel:
             max_adapters=config.max_adapters,
             max_rank=config.max_rank,
             backend_options=config.backend_options,
+            limits=config.limits,
         )
         try:
             for name, folder in config.adapters.items():
@@ -228,28 +243,30 @@ class MultiLoRAModel:
         """
         self._check_attached()
         joined = [tensor for group in self._groups for tensor in (group.weight, group.bias)]
-        return PreparedAdapters(self._key, self.pool, self.backend, adapters, tokens, joined)
+        layout = Counter(self._layouts.values()).most_common(1)[0][0]
+        return PreparedAdapters(
+            self._key, self.pool, self.backend, adapters, tokens, layout, joined
+        )
 
     @contextmanager
     def using(self, step: PreparedAdapters) -> Iterator[None]:
         """Let every forward pass of the base model in this block use prepared adapters.
 
         The base model may be called in any way, e.g. as ``torch.compile(model.base)``. The block
-        belongs to the thread that it runs in and is under `torch.no_grad()`.
+        belongs to the thread that enters it and is under `torch.no_grad()`. While it is open, a
+        thread that runs the base model without a call or a block of its own is refused, because it
+        may work for the block and would compute without adapters: `base.generate_batch` and
+        servers run the model in a thread of their own. For the base model's answers such a thread
+        calls ``model(adapters=[None] * rows, ...)``.
 
         Args:
             step: from `prepare` of this model.
 
         Raises:
-            InvalidInputError: `step` belongs to another model.
+            InvalidInputError: `step` belongs to another model, or as a call.
         """
-        self._check_attached()
-        if not isinstance(step, PreparedAdapters) or step.model != self._key:
-            raise InvalidInputError(
-                f"these adapters are not prepared by this model\n  given: {step!r}\n"
-                f"  to do: pass what prepare() of this MultiLoRAModel returned"
-            )
-        with torch.no_grad(), running(step):
+        self._check_prepared(step)
+        with torch.no_grad(), open_block(step):
             yield
 
     @torch.no_grad()
@@ -266,12 +283,14 @@ class MultiLoRAModel:
             What the base model returns.
 
         Raises:
-            InvalidInputError: an unknown name, or not one entry per row (or token).
+            InvalidInputError: an unknown name, or not one entry per row (or token); the base model
+                is in training mode, or one of its modules was replaced.
         """
         if isinstance(adapters, PreparedAdapters):
-            with self.using(adapters):
+            self._check_prepared(adapters)
+            with running(adapters):
                 return self.base(**inputs)
-        with self._active(adapters, rows_and_length(inputs), after_cache=True):
+        with self._active(adapters, inputs, after_cache=True):
             return self.base(**inputs)
 
     @torch.no_grad()
@@ -299,7 +318,7 @@ class MultiLoRAModel:
         """
         prompts = kwargs if inputs is None else {**kwargs, "input_ids": inputs}
         prompts.setdefault("disable_compile", True)
-        with self._active(adapters, rows_and_length(prompts), after_cache=False):
+        with self._active(adapters, prompts, after_cache=False):
             return cast(Any, self.base).generate(**prompts)
 
     def detach(self) -> nn.Module:
@@ -316,12 +335,13 @@ class MultiLoRAModel:
     def _active(
         self,
         adapters: Sequence[RowAdapters],
-        rows_and_length: tuple[int, int],
+        inputs: Mapping[str, Any],
         after_cache: bool,
     ) -> Iterator[None]:
         self._check_attached()
+        self._structure.check_mode()
         names = adapter_names(adapters)
-        rows, length = rows_and_length
+        rows, length = rows_and_length(inputs, self._main_input)
         if len(adapters) != rows:
             raise InvalidInputError(
                 f"adapters has {len(adapters)} entries for a batch of {rows} rows\n"
@@ -334,19 +354,22 @@ class MultiLoRAModel:
                     f"  allowed: one name or None for the row, or one per token"
                 )
         with self.pool.slots.in_use(names) as slots:
-            num_slots = self.pool.slots.num_slots
             request = Request(
-                self._key,
-                self.pool.active_weights,
-                self.pool.shared_weights,
-                adapters,
-                slots,
-                num_slots,
-                self.backend,
-                after_cache,
+                self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
             )
-            with running(None if request.idle else request):
+            if not after_cache:  # generate encodes images before its first forward pass
+                request.begin_forward(inputs, rows, length)
+            with running(IDLE if request.idle else request):
                 yield
+
+    def _check_prepared(self, step: PreparedAdapters) -> None:
+        self._check_attached()
+        self._structure.check_mode()
+        if not isinstance(step, PreparedAdapters) or step.model != self._key:
+            raise InvalidInputError(
+                f"these adapters are not prepared by this model\n  given: {step!r}\n"
+                f"  to do: pass what prepare() of this MultiLoRAModel returned"
+            )
 
     def _check_attached(self) -> None:
         if not self._hooks:
@@ -354,6 +377,7 @@ class MultiLoRAModel:
                 "this MultiLoRAModel was detached from its base model\n"
                 "  to do: make a new one around the base model"
             )
+        self._structure.check_modules()
 
     def _accept(self, checkpoint: Checkpoint) -> None:
         """Refuse what a row-by-row delta cannot reproduce."""
@@ -393,7 +417,7 @@ class MultiLoRAModel:
 
         All of them from the start: a compiled program would not notice hooks that come later.
         """
-        begin = begin_hook(self._key)
+        begin = begin_hook(self._key, self._structure, self._main_input)
         handles: list[Any] = [self.base.register_forward_pre_hook(begin, with_kwargs=True)]
         try:
             self._add_hooks(handles)
@@ -404,20 +428,22 @@ class MultiLoRAModel:
 
     def _add_hooks(self, handles: list[Any]) -> None:
         hooks = {
-            path: lora_hook(self._key, site, self.backend)
+            path: lora_hook(self._key, site, self._layouts[path], self.backend)
             for path, site in self._sites.items()
             if site.refusal is None
         }
         for group in self._groups:
             group.join()
             alone = [hooks.pop(path) for path in group.paths]
-            forwards = [leader_forward(self._key, group, self.backend, alone[0])]
+            layout = self._layouts[group.paths[0]]
+            forwards = [leader_forward(self._key, group, layout, self.backend, alone[0])]
             forwards += [sibling_forward(self._key, hook) for hook in alone[1:]]
             handles += map(ForwardOverride, group.modules, forwards)
         for path, hook in hooks.items():
             site, module = self._sites[path], self._sites[path].module
             if self._fuse and are_plain((module,)):
-                forward = linear_forward(self._key, site, self.backend, hook)
+                layout = self._layouts[path]
+                forward = linear_forward(self._key, site, layout, self.backend, hook)
                 handles.append(ForwardOverride(cast(nn.Linear, module), forward))
             else:
                 handles.append(module.register_forward_hook(hook))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 
@@ -13,8 +14,27 @@ from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.hf.hooks import RUNNING, is_capturing, rows_and_length
-from lora_backends.hf.request import adapter_names, is_per_token, tokens_per_row
+from lora_backends.hf.hooks import is_capturing
+from lora_backends.hf.layout import Layout, Spread, unknown_rows
+from lora_backends.hf.request import (
+    adapter_names,
+    is_per_token,
+    slot_of_all,
+    spread_slots,
+    touched_modules,
+    uses_one_slot,
+)
+from lora_backends.hf.running import RUNNING
+
+MOST_PLANS = 16
+"""Plans that are kept where no graph has captured them."""
+
+_Key: TypeAlias = Spread | int
+"""How the rows lie in an input; or its positions, where all rows use one slot."""
+
+_Paths: TypeAlias = tuple[str, ...]
+_Input: TypeAlias = tuple[tuple[int, ...], str]
+"""Modules that see one input; its shape, and why the rows in it are not known."""
 
 
 class PreparedAdapters:
@@ -33,6 +53,7 @@ class PreparedAdapters:
         backend: of the model.
         adapters: per row a name or None.
         tokens: tokens per row of every forward pass.
+        layout: of most modules' inputs.
         joined: what a captured graph reads besides, of the base model.
     """
 
@@ -43,6 +64,7 @@ class PreparedAdapters:
         backend: LoRABackend,
         adapters: Sequence[str | None],
         tokens: int,
+        layout: Layout,
         joined: Sequence[torch.Tensor | None] = (),
     ) -> None:
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
@@ -57,13 +79,18 @@ class PreparedAdapters:
         self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
         self._pool = pool
-        self._shape = (self.rows, tokens)
-        self._plan: Any = None  # of an input of self._shape
-        self._plans: dict[int, Any] = {}  # tokens per row to plan
+        self._layout = layout
+        self._shape: tuple[int, ...] = ()  # of most inputs with that layout
+        self._plan: Any = None  # of those
+        self._plans: dict[_Key, Any] = {}
+        self._unknown: dict[_Paths, _Input] = {}  # inputs whose rows are not known
+        self._captured = False
         self._held = ExitStack()
         self._released = False
         self.update(adapters)
-        self._plan = self._plan_of(tokens)
+        for shape in ((self.rows, tokens), (tokens, self.rows), (self.rows * tokens,)):
+            if not self._shape and layout.spread(shape, self.rows, tokens) is not None:
+                self._shape, self._plan = shape, self._find(shape, layout, ())
 
     @property
     def adapters(self) -> list[str | None]:
@@ -81,15 +108,17 @@ class PreparedAdapters:
         Raises:
             InvalidInputError: an unknown name, another number of rows, or an adapter that touches
                 a module that no adapter touched when this was prepared. Nothing has changed.
-            UnsupportedInputError: a row has an entry per token.
+            UnsupportedInputError: a row has an entry per token, or rows differ in a module of
+                whose input the rows are not known. Nothing has changed.
         """
         self._check_usable()
         names = adapter_names(adapters)
         self._check_rows(adapters)
         with ExitStack() as held:
-            slots = held.enter_context(self._pool.slots.in_use(names))
+            slots = held.enter_context(self._pool.slots.in_use(names, by="prepared"))
             self._check_adapted(slots)
             row_slots = [NO_ADAPTER if name is None else slots[name] for name in adapters]
+            self._check_unknown(row_slots, self._unknown)
             RUNNING.kept = None  # it belongs to the adapters of before
             self._refill(row_slots)
             self._adapters, self._row_slots = list(adapters), row_slots
@@ -101,7 +130,7 @@ class PreparedAdapters:
         self._released = True
         self._held.close()
 
-    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
+    def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Refuse a forward pass that this is not prepared for.
 
         Raises:
@@ -110,7 +139,6 @@ class PreparedAdapters:
         """
         if self._released:
             self._check_usable()
-        rows, length = rows_and_length(inputs)
         if rows != self.rows or length != self.tokens:
             raise InvalidInputError(
                 f"adapters are prepared for {self.rows} rows of {self.tokens} tokens\n"
@@ -119,17 +147,23 @@ class PreparedAdapters:
             )
         if not torch.compiler.is_compiling() and is_capturing(self.backend.device):
             self._check_capture()
+            self._captured = True
 
-    def plan(self, shape: tuple[int, ...], path: str) -> Any:
-        """Return the plan for a module's input of `shape` [rows, tokens, ...] or [tokens, ...].
+    def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+        """Return the plan for an input of `shape`, without its last axis.
+
+        Args:
+            shape: of the input.
+            layout: of the input.
+            paths: of the modules that see it.
 
         Raises:
-            UnsupportedInputError: tokens of the input cannot be told to rows of the batch.
+            UnsupportedInputError: the row of some position is not known, and rows differ.
             InvalidInputError: a graph captures a shape that no call has met before.
         """
-        if shape == self._shape:
+        if layout is self._layout and shape == self._shape:
             return self._plan
-        return self._plan_of(tokens_per_row(shape, self.rows, self.tokens, path))
+        return self._find(shape, layout, paths)
 
     def __enter__(self) -> Self:
         return self
@@ -147,29 +181,53 @@ class PreparedAdapters:
 
     def _refill(self, row_slots: Sequence[int]) -> None:
         """Write all plans, or leave all as they were."""
-        batches = {tokens: self._batch(row_slots, tokens) for tokens in self._plans}
+        batches = {key: self._batch(row_slots, key) for key in self._plans}
         try:
-            for tokens, plan in self._plans.items():
-                self.backend.prepare_batch(batches[tokens], out=plan)
+            for key, plan in self._plans.items():
+                self.backend.prepare_batch(batches[key], out=plan)
         except BaseException:
-            for tokens, plan in self._plans.items():
-                self.backend.prepare_batch(self._batch(self._row_slots, tokens), out=plan)
+            for key, plan in self._plans.items():
+                self.backend.prepare_batch(self._batch(self._row_slots, key), out=plan)
             raise
 
-    def _plan_of(self, tokens: int) -> Any:
-        if tokens not in self._plans:
+    def _find(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+        """Return the plan for an input, made now if there is none yet."""
+        key: _Key | None = layout.spread(shape, self.rows, self.tokens)
+        if key is None:
+            unknown = {tuple(paths): (shape, layout.reason)}
+            if not unknown.items() <= self._unknown.items():  # else every update has checked it
+                self._check_unknown(self._row_slots, unknown)
+                self._unknown |= unknown
+            key = math.prod(shape)
+        if key not in self._plans:
             if torch.compiler.is_compiling() or is_capturing(self.backend.device):
                 raise InvalidInputError(
-                    f"no plan for {tokens} tokens per row, and none is made while a graph is\n"
-                    f"  to do: warm up with model(adapters=step, ...) and the same inputs"
+                    f"no plan for an input of shape {list(shape)}, and none is made while a graph "
+                    f"is\n  to do: warm up with model(adapters=step, ...) and the same inputs"
                 )
-            batch = self._batch(self._row_slots, tokens)
-            self._plans[tokens] = self.backend.prepare_batch(batch)
-        return self._plans[tokens]
+            self._drop_plans()
+            self._plans[key] = self.backend.prepare_batch(self._batch(self._row_slots, key))
+        return self._plans[key]
 
-    def _batch(self, row_slots: Sequence[int], tokens: int) -> LoRABatch:
-        slots = torch.tensor(row_slots, dtype=torch.int64).repeat_interleave(tokens)
+    def _drop_plans(self) -> None:
+        """Make room for a plan: an input of all cached tokens needs another in every step."""
+        for key in list(self._plans)[: len(self._plans) + 1 - MOST_PLANS]:
+            if not self._captured and self._plans[key] is not self._plan:
+                del self._plans[key]
+
+    def _batch(self, row_slots: Sequence[int], key: _Key) -> LoRABatch:
+        if isinstance(key, int):
+            slots = spread_slots([slot_of_all(row_slots)], (1, key))
+        else:
+            slots = spread_slots(row_slots, key)
         return LoRABatch(slots, self._pool.slots.num_slots)
+
+    def _check_unknown(self, row_slots: Sequence[int], inputs: Mapping[_Paths, _Input]) -> None:
+        """Refuse rows that differ in modules of whose inputs the rows are not known."""
+        touched = touched_modules(self._pool, row_slots)
+        for paths, (shape, reason) in inputs.items():
+            if not uses_one_slot(touched, row_slots, paths):
+                raise unknown_rows(paths[0], shape, self.rows, self.tokens, reason)
 
     def _check_usable(self) -> None:
         if self._released:

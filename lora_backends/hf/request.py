@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
+from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.hf.hooks import is_capturing, rows_and_length
-from lora_backends.weights import LoRAWeights
+from lora_backends.hf.hooks import is_capturing
+from lora_backends.hf.images import Images
+from lora_backends.hf.layout import Layout, Spread, unknown_rows
+from lora_backends.hf.probe import CACHES
 
 RowAdapters: TypeAlias = str | None | Sequence[str | None]
 """One row's adapter: a name, None, or one of those per token of the row."""
+
+MOST_PLANS = 8
+"""Plans that a call keeps. A pass meets a few shapes; one that grows with the cache is new in
+every step."""
 
 
 def adapter_names(adapters: Sequence[RowAdapters]) -> set[str]:
@@ -45,27 +53,38 @@ def is_per_token(entry: RowAdapters) -> bool:
     return isinstance(entry, Sequence) and not isinstance(entry, str)
 
 
-def tokens_per_row(shape: Sequence[int], rows: int, length: int, path: str) -> int:
-    """Return the tokens per row in a module's input of `shape`, without its last axis.
+def spread_slots(row_slots: Sequence[int], spread: Spread) -> torch.Tensor:
+    """Return the slot of every position of an input whose rows lie as `spread` says."""
+    before, after = spread
+    slots = torch.tensor(row_slots, dtype=torch.int64, device="cpu")
+    return slots.repeat_interleave(after).repeat(before)
+
+
+def touched_modules(pool: AdapterPool, slots: Iterable[int]) -> dict[int, set[str]]:
+    """Return the paths of the modules that the adapter in each slot touches."""
+    return {slot: set(pool.modules_of(slot)) for slot in {*slots} - {NO_ADAPTER}}
+
+
+def uses_one_slot(
+    touched: Mapping[int, set[str]], row_slots: Iterable[int], paths: Sequence[str]
+) -> bool:
+    """Return whether rows have the same adapter, or none, in modules that see the same input.
 
     Args:
-        shape: [rows, tokens, ...] or [rows * length].
-        rows: of the forward pass.
-        length: tokens per row of the forward pass.
-        path: of the module.
-
-    Raises:
-        UnsupportedInputError: tokens of the input cannot be told to rows of the batch.
+        touched: from `touched_modules`.
+        row_slots: slot of every row.
+        paths: of the modules.
     """
-    if len(shape) >= 2 and shape[0] == rows:
-        return int(torch.Size(shape[1:]).numel())
-    if len(shape) == 1 and shape[0] == rows * length:
-        return length
-    raise UnsupportedInputError(
-        f"module {path} sees an input of shape {list(shape)} (without its last axis) in "
-        f"a forward pass of {rows} rows of {length} tokens\n"
-        f"  allowed: [rows, tokens] or [rows * tokens], so that each token has a row"
+    slots = {*row_slots}
+    return len(slots) == 1 or all(
+        slot == NO_ADAPTER or touched[slot].isdisjoint(paths) for slot in slots
     )
+
+
+def slot_of_all(row_slots: Iterable[int]) -> int:
+    """Return the slot that all rows use, or `NO_ADAPTER` where they differ."""
+    slots = {*row_slots}
+    return slots.pop() if len(slots) == 1 else NO_ADAPTER
 
 
 class Request:
@@ -73,49 +92,54 @@ class Request:
 
     Args:
         model: whose call it is.
-        stacks: path to stack of the modules that are adapted now.
-        shared: a leader's path to the stack of it and its siblings.
+        pool: of the adapters.
+        images: of the base model.
         adapters: per row a name or None, or one of those per token.
         slots: name to slot.
-        num_slots: slots of the stacked weights.
         backend: what makes the plans.
         after_cache: entries per token start behind what the key-value cache holds when the call
             begins; otherwise they count from the start of the row.
+
+    Raises:
+        InvalidInputError: a row has an empty list.
     """
 
     def __init__(
         self,
         model: str,
-        stacks: Mapping[str, LoRAWeights],
-        shared: Mapping[str, LoRAWeights],
+        pool: AdapterPool,
+        images: Images,
         adapters: Sequence[RowAdapters],
         slots: Mapping[str, int],
-        num_slots: int,
         backend: LoRABackend,
         after_cache: bool,
     ) -> None:
         self.model = model
-        self.stacks = stacks
-        self.shared = shared
+        self.stacks, self.shared = pool.active_weights, pool.shared_weights
         self.backend = backend
-        self._first: int | None = None if after_cache else 0  # position of the first entry
-        self.num_slots = num_slots
+        self._pool = pool
+        self._images = images
         lookup: dict[str | None, int] = {None: NO_ADAPTER}
         lookup.update(slots)
-        self.per_token = any(is_per_token(entry) for entry in adapters)
-        self.row_slots = [
+        self._slots = [
             [lookup[name] for name in ([e] if e is None or isinstance(e, str) else e)]
             for e in adapters
         ]
-        if any(not row for row in self.row_slots):
+        if any(not row for row in self._slots):
             raise InvalidInputError("a row of adapters is empty; allowed: one entry per token")
-        self.idle = all(slot == NO_ADAPTER for row in self.row_slots for slot in row)
-        self.rows = self.length = self.past = 0
-        self._shape: tuple[int, ...] = (0, 0)
-        self._plan: Any = None  # of an input of self._shape
-        self._plans: dict[tuple[int, int, int], Any] = {}
+        self._per_token = any(len(set(row)) > 1 for row in self._slots)
+        self._every_slot = {slot for row in self._slots for slot in row}
+        self._differ = len(self._every_slot) > 1
+        self.idle = self._every_slot <= {NO_ADAPTER}
+        self._touched: dict[int, set[str]] | None = None  # by the adapters of this call
+        self._first: int | None = None if after_cache else 0  # position of the first entry
+        self._plans: dict[Any, Any] = {}
+        self._rows = self._length = self._past = 0
+        self._row_slots: list[int] = []
+        self._inputs: Mapping[str, Any] = {}
+        self._forget()
 
-    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
+    def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note the shape of the forward pass that starts.
 
         Beams and several returned sequences repeat every row next to itself.
@@ -130,47 +154,116 @@ class Request:
                 "  given: adapters by name\n  to do: step = model.prepare(adapters), then capture "
                 "model(adapters=step, ...)"
             )
-        rows, length = rows_and_length(inputs)
-        if not self.row_slots or rows % len(self.row_slots):
+        if not self._slots or rows % len(self._slots):
             raise InvalidInputError(
-                f"adapters has {len(self.row_slots)} entries for a batch of {rows} rows\n"
+                f"adapters has {len(self._slots)} entries for a batch of {rows} rows\n"
                 f"  allowed: one adapter name or None per row"
             )
-        past = _past(inputs) if self.per_token else 0
-        if self._first is None:
-            self._first = past
-        self.rows, self.length, self.past = rows, length, past - self._first
-        self._plan = None
+        self._forget()
+        self._inputs, self._rows, self._length = inputs, rows, length
+        self._row_slots = [row[0] for row in self._slots for _ in range(rows // len(self._slots))]
+        past = _past(inputs) if self._per_token else 0
+        self._first = past if self._first is None else self._first
+        self._past = past - self._first
 
-    def plan(self, shape: tuple[int, ...], path: str) -> Any:
-        """Return the plan for a module's input of `shape` [rows, tokens, ...] or [tokens, ...].
+    def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+        """Return the plan for an input of `shape`, without its last axis.
+
+        Args:
+            shape: of the input.
+            layout: of the input.
+            paths: of the modules that see it.
 
         Raises:
-            UnsupportedInputError: tokens of the input cannot be told to rows of the batch.
+            UnsupportedInputError: the row of some position is not known, and rows differ.
         """
-        if self._plan is None or shape != self._shape:
-            tokens = tokens_per_row(shape, self.rows, self.length, path)
-            self._shape, self._plan = shape, self._plan_of(tokens)
-        return self._plan
+        if layout is self._layout and shape == self._shape:
+            return self._plan
+        return self._find(shape, layout, paths)
 
-    def _plan_of(self, tokens: int) -> Any:
-        key = (self.rows, tokens, self.past if self.per_token else 0)
+    def _forget(self) -> None:
+        """Forget the forward pass of before."""
+        self._elements: dict[int, list[int] | None] = {}  # of images, by the size of their axis
+        self._layout: Layout | None = None  # of the last plan
+        self._shape: tuple[int, ...] = ()
+        self._plan: Any = None
+
+    def _find(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+        spread = layout.spread(shape, self._rows, self._length) if self._differ else None
+        if spread is None:
+            return self._plan_without_spread(shape, layout, paths)
+        if self._per_token:
+            plan = self._plan_by_token(shape, layout, spread, paths)
+        else:
+            plan = self._keep((self._rows, spread), lambda: spread_slots(self._row_slots, spread))
+        self._layout, self._shape, self._plan = layout, shape, plan
+        return plan
+
+    def _keep(self, key: Any, token_slots: Callable[[], torch.Tensor]) -> Any:
+        """Return the plan of a batch, an earlier one if there is one under `key`."""
         if key not in self._plans:
-            if self.per_token:
-                self._plans.clear()  # every step has its own; do not keep them all
-            batch = LoRABatch(self._token_slots(tokens), self.num_slots)
+            while len(self._plans) >= MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            batch = LoRABatch(token_slots(), self._pool.slots.num_slots)
             self._plans[key] = self.backend.prepare_batch(batch)
         return self._plans[key]
 
-    def _token_slots(self, tokens: int) -> torch.Tensor:
-        """Return the slots of the last `tokens` tokens of each row, row after row."""
-        repeats = self.rows // len(self.row_slots)
-        end = self.past + self.length
-        chosen = []
-        for row in self.row_slots:
-            padded = row + [row[-1]] * (end - len(row))
-            chosen += [padded[end - tokens : end]] * repeats
-        return torch.tensor(chosen, dtype=torch.int64).flatten()
+    def _plan_without_spread(
+        self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]
+    ) -> Any:
+        """Return the plan for an input of images, or one whose rows all use one slot."""
+        reason = layout.reason
+        if self._differ and self._images.hold(paths[0]) and shape and not self._per_token:
+            if shape[0] not in self._elements:
+                self._elements[shape[0]] = self._images.elements(self._inputs, shape[0])
+            elements = self._elements[shape[0]]
+            if elements is not None:
+                pairs = zip(self._row_slots, elements, strict=True)
+                slots = [slot for slot, count in pairs for _ in range(count)]
+                spread = (1, math.prod(shape[1:]))
+                return self._keep((spread, *slots), lambda: spread_slots(slots, spread))
+            reason = "the placeholder tokens in input_ids do not show which row has which image"
+        if self._differ and self._touched is None:
+            self._touched = touched_modules(self._pool, self._every_slot)
+        if not uses_one_slot(self._touched or {}, self._every_slot, paths):
+            raise unknown_rows(paths[0], shape, self._rows, self._length, reason)
+        spread = (1, math.prod(shape))
+        slot = slot_of_all(self._every_slot)
+        return self._keep(spread, lambda: spread_slots([slot], spread))
+
+    def _plan_by_token(
+        self, shape: tuple[int, ...], layout: Layout, spread: Spread, paths: Sequence[str]
+    ) -> Any:
+        """Return the plan where the slots of a row differ by token."""
+        rows, tokens = self._rows, math.prod(shape) // self._rows
+        start = self._first_token(tokens)
+        sizes = [size for size in shape if size != 1]
+        in_order = (layout.in_order or self._length == tokens == 1) and sizes in [
+            [size for size in allowed if size != 1]
+            for allowed in ((rows, tokens), (tokens, rows), (rows * tokens,))
+        ]
+        if start is None or not in_order:
+            reason = "adapters differ by token, and it is not known which token each position is"
+            raise unknown_rows(paths[0], shape, rows, self._length, reason)
+
+        def token_slots() -> torch.Tensor:
+            chosen = [
+                (row + row[-1:] * (start + tokens))[start : start + tokens] for row in self._slots
+            ]
+            slots = torch.tensor(chosen, dtype=torch.int64, device="cpu")
+            slots = slots.repeat_interleave(rows // len(self._slots), dim=0)
+            return (slots if spread[0] == 1 else slots.t()).flatten()
+
+        return self._keep(("tokens", rows, start, tokens, spread), token_slots)
+
+    def _first_token(self, tokens: int) -> int | None:
+        """Return the entry of the first of `tokens` positions of each row, or None."""
+        end = self._past + self._length
+        if tokens == self._length:
+            return self._past
+        if tokens == self._inputs.get("logits_to_keep"):
+            return end - tokens
+        return 0 if tokens == end and self._first == 0 else None
 
 
 def _past(inputs: Mapping[str, Any]) -> int:
@@ -183,5 +276,13 @@ def _past(inputs: Mapping[str, Any]) -> int:
             "logits_to_keep is a tensor of positions and adapters differ by token\n"
             "  allowed: an int, or one adapter per row"
         )
-    cache = inputs.get("past_key_values")
-    return int(cache.get_seq_length()) if cache is not None else 0
+    for name in CACHES:
+        cache = inputs.get(name)
+        if cache is not None and not hasattr(cache, "get_seq_length"):
+            raise UnsupportedInputError(
+                f"{name} does not tell how many tokens it holds, and adapters differ by token\n"
+                f"  allowed: one adapter per row, or use_cache=False"
+            )
+        if cache is not None:
+            return int(cache.get_seq_length())
+    return 0

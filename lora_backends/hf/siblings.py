@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +17,10 @@ from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
 from lora_backends.backend import LoRABackend
-from lora_backends.hf.hooks import RUNNING, Hook, Kept, as_rows
+from lora_backends.hf.hooks import Hook, as_rows
+from lora_backends.hf.layout import Layout
+from lora_backends.hf.running import RUNNING, Kept, check_thread
 from lora_backends.hf.sites import Site
-from lora_backends.weights import LoRAWeights
 
 GROUPS = (
     (("q_proj", "k_proj", "v_proj"), "run_qkv"),
@@ -134,33 +134,35 @@ def _is_special(parameter: nn.Parameter) -> bool:
 
 
 def leader_forward(
-    model: str, group: Siblings, backend: LoRABackend, alone: Hook
+    model: str, group: Siblings, layout: Layout, backend: LoRABackend, alone: Hook
 ) -> Callable[..., torch.Tensor]:
     """Return the leader's `forward`.
 
     Args:
         model: whose calls it serves.
         group: the leader and its siblings.
+        layout: of the leader's input.
         backend: what adds.
         alone: the leader's hook where it runs without the others.
 
     Returns:
         A function of the module and its input.
     """
-    path, widths = group.paths[0], group.widths
+    paths, widths = group.paths, group.widths
     device_type = group.modules[0].weight.device.type
-    add = adder(backend, group.operation)
+    run = getattr(backend, group.operation)
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
+            check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         if torch.compiler.is_compiling():
             return _run_alone(self, input, alone)
         left, RUNNING.kept = RUNNING.kept, None
         if left is not None:
             left.group.apart = True
-        weights = call.shared.get(path)
+        weights = call.shared.get(paths[0])
         if (
             weights is None
             or group.apart
@@ -172,29 +174,15 @@ def leader_forward(
         ):
             return _run_alone(self, input, alone)
         assert group.weight is not None
-        y = functional.linear(input, group.weight, group.bias)
-        add(input, weights, call.plan(input.shape[:-1], path), y)
-        mine, *theirs = _columns(y, widths)
+        rows, shape = as_rows(input), input.shape[:-1]  # torch folds the axes of a product itself,
+        y = functional.linear(rows, group.weight, group.bias)  # at the cost of more views
+        run(rows, weights, call.plan(shape, layout, paths), y)
+        mine, *theirs = _columns(y.view(*shape, -1), widths)
         others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
         RUNNING.kept = Kept(group, input, input._version, others)
         return mine
 
     return forward
-
-
-def adder(backend: LoRABackend, operation: str) -> Callable[..., None]:
-    """Return what adds LoRA in place, of x and y with any axes in front of their last.
-
-    Args:
-        backend: whose operation it is.
-        operation: `run_linear`, or one that is the same by default.
-    """
-    run = getattr(backend, operation)
-
-    def add(x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> None:
-        run(as_rows(x), weights, plan, y.view(-1, y.shape[-1]))
-
-    return add
 
 
 def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
@@ -220,6 +208,7 @@ def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if RUNNING.call.model != model:
+            check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         if not torch.compiler.is_compiling():
             kept = RUNNING.kept
@@ -235,31 +224,34 @@ def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
 
 
 def linear_forward(
-    model: str, site: Site, backend: LoRABackend, alone: Hook
+    model: str, site: Site, layout: Layout, backend: LoRABackend, alone: Hook
 ) -> Callable[..., torch.Tensor]:
     """Return a `forward` that does what a hook would, and takes less time than torch's hooks do.
 
     Args:
         model: whose calls it serves.
         site: a plain linear module.
+        layout: of its input.
         backend: what adds.
         alone: its hook.
 
     Returns:
         A function of the module and its input.
     """
-    path, add = site.path, adder(backend, "run_linear")
+    path, paths, run = site.path, (site.path,), backend.run_linear
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
+            check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         weights = call.stacks.get(path)
         if weights is None or torch.compiler.is_compiling():
             return _run_alone(self, input, alone)
-        y = functional.linear(input, self.weight, self.bias)
-        add(input, weights, call.plan(input.shape[:-1], path), y)
-        return y
+        rows, shape = as_rows(input), input.shape[:-1]
+        y = functional.linear(rows, self.weight, self.bias)
+        run(rows, weights, call.plan(shape, layout, paths), y)
+        return y.view(*shape, -1)
 
     return forward
 

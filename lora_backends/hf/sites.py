@@ -33,8 +33,7 @@ def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dic
     Returns:
         Path to site, in the order of `named_modules`.
     """
-    get_embeddings = getattr(base, "get_input_embeddings", None)
-    token_embedding = get_embeddings() if get_embeddings is not None else None
+    token_embedding = token_embedding_of(base)
     sites = {}
     for path, module in base.named_modules():
         spec = _spec(module)
@@ -42,6 +41,15 @@ def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dic
             refusal = _refusal(path, module, module is token_embedding, dtype, device)
             sites[path] = Site(path, module, spec, refusal)
     return sites
+
+
+def token_embedding_of(base: nn.Module) -> nn.Module | None:
+    """Return the token embedding of a model, or None where it names none."""
+    try:
+        embedding: nn.Module | None = cast(Any, base).get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # no model of text, or none of Transformers
+        return None
+    return embedding
 
 
 def _spec(module: nn.Module) -> ModuleSpec | None:

@@ -525,6 +525,15 @@ def test_module_missing_in_the_base_is_an_error_with_a_suggestion(write_adapter)
     assert f"no module '{Q_PROJ}'; did you mean 'model.layers.0.self_attn.qq_proj'?" in message
 
 
+def test_an_adapter_of_more_layers_than_the_base_has_says_so(write_adapter, lora):
+    tensors = lora(Q_PROJ) | lora(Q_PROJ.replace("0", "1")) | lora(Q_PROJ.replace("0", "31"))
+    message = rejected(InvalidInputError, write_adapter(tensors), modules=SPECS)
+    assert "the base model has fewer layers than the adapter" in message
+    assert "3 modules, 2 of which the base model lacks" in message
+    assert "LoRA for layer 31; the base model's last layer is 0" in message
+    assert "did you mean" not in message
+
+
 def test_module_of_another_kind_is_an_error(write_adapter):
     specs = {Q_PROJ: ModuleSpec("embedding", 8, 6)}
     message = rejected(InvalidInputError, write_adapter(), modules=specs)
@@ -652,3 +661,77 @@ def test_damaged_file_is_read_or_refused_by_name(data, tmp_path_factory):
             assert list(read_checkpoint(folder).modules) == ["a"]
         except (InvalidInputError, UnsupportedInputError) as error:
             assert re.search(re.escape(str(folder)), str(error))
+
+
+# What else a user may have at hand
+
+
+def test_checkpoints_of_a_training_run_below_the_folder_are_named(write_adapter):
+    folder = write_adapter()
+    for step in (9, 10, 100):
+        folder.parent.joinpath(f"checkpoint-{step}").mkdir()
+        config = folder.parent / f"checkpoint-{step}" / "adapter_config.json"
+        config.write_bytes((folder / "adapter_config.json").read_bytes())
+    message = rejected(InvalidInputError, folder.parent)
+    assert "adapters below it: adapter, checkpoint-9, checkpoint-10, checkpoint-100" in message
+    assert f"pass one of them, e.g. {folder.parent / 'checkpoint-100'}" in message
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_shards_are_named(kind, write_adapter):
+    folder = write_adapter()
+    (folder / SAFETENSORS_FILE).unlink()
+    for shard in (1, 2):
+        (folder / f"adapter_model-0000{shard}-of-00002.{kind}").touch()
+    (folder / f"adapter_model.{kind}.index.json").touch()
+    message = rejected(InvalidInputError, folder)
+    assert f"shards: adapter_model-00001-of-00002.{kind}, " in message
+    assert "to do: join the shards" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "written"),
+    [
+        ("lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight", "kohya"),
+        ("lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha", "kohya"),
+        ("unet.down_blocks.0.attentions.0.proj_in.lora_A.weight", "diffusers"),
+        ("transformer.blocks.0.attn.to_q.lora.down.weight", "diffusers"),
+        ("model.layers.0.self_attn.q_proj.lora_a", "MLX"),
+        (f"{KEY}.lora_A.default.weight", "a PeftModel's state_dict, not of save_pretrained"),
+        (f"{Q_PROJ}.lora_A.weight", "PEFT without the prefix base_model.model."),
+    ],
+)
+def test_another_format_is_named(key, written, write_adapter):
+    message = rejected(InvalidInputError, write_adapter({key: torch.ones(4, 8)}))
+    assert f"they are named in the format of {written}\n" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("pytorch_lora_weights.safetensors", "in the format of diffusers"),
+        ("add_detail.safetensors", "other safetensors, e.g. of kohya"),
+        ("config.json", "the config.json of a whole model"),
+    ],
+)
+def test_a_folder_of_another_format_is_named(name, told, tmp_path):
+    (tmp_path / name).touch()
+    assert told in rejected(InvalidInputError, tmp_path)
+
+
+def test_the_id_of_a_hub_is_told_from_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "hf download someone/an-adapter" in rejected(InvalidInputError, "someone/an-adapter")
+    assert "hf download" not in rejected(InvalidInputError, tmp_path / "someone" / "an-adapter")
+
+
+def test_a_file_of_a_checkpoint_names_its_folder(write_adapter):
+    folder = write_adapter()
+    message = rejected(InvalidInputError, folder / SAFETENSORS_FILE)
+    assert f"to do: pass its folder, {folder}" in message
+
+
+@pytest.mark.parametrize("folder", [None, 3, "~nosuchuser/x", "nul\0byte", "x" * 300])
+def test_what_is_no_path_is_refused(folder):
+    with pytest.raises(InvalidInputError, match="is no path|of a user that|cannot read"):
+        read_checkpoint(folder)

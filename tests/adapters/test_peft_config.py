@@ -3,24 +3,26 @@
 import json
 import math
 import re
+import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from lora_backends import InvalidInputError, UnsupportedInputError
-from lora_backends.adapters.peft_config import (
-    PeftLoraConfig,
-    module_rank,
-    module_scaling,
-    read_config,
-    targets_module,
-)
+from lora_backends.adapters import LoadLimits
+from lora_backends.adapters import expressions as child
+from lora_backends.adapters import peft_config as config_files
+from lora_backends.adapters.module_rules import module_rules
+from lora_backends.adapters.peft_config import PeftLoraConfig
+
+LIMITS = LoadLimits()
 
 
 @pytest.fixture
@@ -33,6 +35,29 @@ def read(tmp_path):
         return read_config(path)
 
     return write_and_read
+
+
+def read_config(path):
+    """Read a file, and match its patterns with the path of one module."""
+    config = config_files.read_config(path, LIMITS)
+    module_rules(config, ["model.layers.0.self_attn.q_proj"], path, LIMITS)
+    return config
+
+
+def rule(config, module):
+    return module_rules(config, [module], Path("adapter_config.json"), LIMITS)[module]
+
+
+def module_rank(config, module):
+    return rule(config, module).rank
+
+
+def module_scaling(config, module):
+    return rule(config, module).scaling
+
+
+def targets_module(config, module):
+    return rule(config, module).targeted
 
 
 def make(**values):
@@ -86,8 +111,9 @@ def test_unknown_key_with_an_empty_value_is_accepted(read, value):
     read(some_future_field=value)
 
 
-def test_ensure_weight_tying_without_an_embedding_is_accepted(read):
-    read(ensure_weight_tying=True)
+@pytest.mark.parametrize("targets", [["q_proj"], ".*q_proj", "all-linear"])
+def test_ensure_weight_tying_without_an_embedding_is_accepted(read, targets):
+    read(ensure_weight_tying=True, target_modules=targets)
 
 
 # What is refused by name
@@ -236,11 +262,6 @@ def test_missing_peft_type_is_an_error(tmp_path):
         read_config(path)
 
 
-def test_missing_file_is_an_error(tmp_path):
-    with pytest.raises(InvalidInputError, match=r"there is no adapter_config\.json"):
-        read_config(tmp_path / "adapter_config.json")
-
-
 @pytest.mark.parametrize("text", [b"", b"{", b"{'r': 8}", b"\xff\xfe", b"[" * 100_000])
 def test_broken_json_is_an_error(tmp_path, text):
     path = tmp_path / "adapter_config.json"
@@ -255,6 +276,97 @@ def test_json_that_is_no_object_is_an_error(tmp_path, text):
     path.write_text(text)
     with pytest.raises(InvalidInputError, match="holds no JSON object"):
         read_config(path)
+
+
+# Patterns that take long
+
+HANGS = r"(([a-z0-9._])+)+!"
+PATTERNS = {
+    "rank_pattern": {HANGS: 4},
+    "alpha_pattern": {HANGS: 4},
+    "target_modules": HANGS,
+    "exclude_modules": HANGS,
+    "layers_pattern": [HANGS],
+}
+
+
+@pytest.mark.parametrize("key", PATTERNS)
+def test_a_pattern_that_takes_too_long_is_refused_by_its_limit(key):
+    config = make(**{key: PATTERNS[key]}, layers_to_transform=[1])
+    module, limits = "model.layers.0.self_attn.q_proj", LoadLimits(matching_seconds=0.5)
+    start = time.monotonic()
+    with pytest.raises(InvalidInputError) as caught:
+        module_rules(config, [module], Path("adapter_config.json"), limits)
+    assert time.monotonic() - start < 30  # it would take longer than the universe exists
+    message = str(caught.value)
+    assert "matching_seconds of at most 0.5" in message and f"{key} = " in message
+    assert "LoadLimits(matching_seconds=5.0)" in message and "under [limits]" in message
+
+
+@pytest.mark.parametrize("end", ["raise MemoryError", "raise SystemExit", "print('[')"])
+def test_patterns_whose_process_ends_early_are_refused(end, monkeypatch):
+    monkeypatch.setattr(child, "_PROGRAM", end)
+    with pytest.raises(InvalidInputError, match="expressions could not be matched") as caught:
+        rule(make(rank_pattern={"q.*": 2}), "q_proj")
+    assert end.startswith("raise Mem") == ("MemoryError" in str(caught.value))
+
+
+def test_names_without_metacharacters_start_no_process(monkeypatch):
+    monkeypatch.setattr(child.subprocess, "run", None)
+    patterns = {"layers.0.q_proj": 2, "v-proj ~x": 3}
+    config = make(rank_pattern=patterns, exclude_modules=["x"], layers_to_transform=[0])
+    assert module_rank(config, "model.layers.0.q_proj") == 2
+    assert module_rank(config, "model.layers.0.v-proj ~x") == 3
+    assert module_rank(config, "model.layers.0.k_proj") == 4
+
+
+def test_many_names_take_no_longer_than_the_limit():
+    config = make(rank_pattern={f"layers.{i}.q_proj": 2 for i in range(3000)})
+    modules, limits = [f"layers.{i}.q_proj" for i in range(3000)], LoadLimits(matching_seconds=0.01)
+    with pytest.raises(InvalidInputError, match="limit matching_seconds"):
+        module_rules(config, modules, Path("adapter_config.json"), limits)
+
+
+@pytest.mark.parametrize("executable", [None, "", "/no/such/python"])
+def test_without_a_process_of_its_own_a_pattern_is_refused(executable, monkeypatch):
+    monkeypatch.setattr(child.sys, "executable", executable)
+    with pytest.raises(InvalidInputError, match="write the names of modules"):
+        rule(make(rank_pattern={"q.*": 2}), "q_proj")
+
+
+# As trainers write them: PEFT's own examples, and those of models that see
+REAL_PATTERNS = [
+    r".*decoder.*(SelfAttention|EncDecAttention).*(q|v)$",
+    r"^(?!.*visual).*(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj).*",
+    r"^(language_model|model)(?!.*(lm_head|output|emb|wte|shared)).*",
+    r"^(model\.language_model(?=\.).*\.(q_proj|k_proj|v_proj|o_proj))$",
+    r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|ffn).*?(?:k_proj|v_proj|q_proj|"
+    r"out_proj|fc1|fc2|o_proj|gate_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\."
+    r"(?:self_attn|attention|attn|mlp)\.(?:(?:q_proj|k_proj|v_proj|o_proj)))",
+    r"model\.layers\.(1[0-9]|2[0-7])\.self_attn\.(q|v)_proj",
+    r"^layers.0.self_attn.q_proj",
+    r"q_proj|v_proj",
+]
+REAL_MODULES = [
+    f"{root}.layers.{layer}.{part}"
+    for root in ("model", "model.language_model", "language_model.model", "model.visual")
+    for layer in (0, 2, 17)
+    for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.fc1")
+] + ["layers.0.self_attn.q_proj", "decoder.block.0.layer.1.EncDecAttention.q", "lm_head"]
+
+
+def test_patterns_of_real_adapters_agree_with_re():
+    found = set()
+    for pattern in REAL_PATTERNS:
+        config = make(target_modules=pattern, rank_pattern={pattern: 9})
+        rules = module_rules(config, REAL_MODULES, Path("adapter_config.json"), LIMITS)
+        for module in REAL_MODULES:
+            targeted = re.fullmatch(pattern, module) is not None
+            ranked = re.match(rf"(.*\.)?({pattern})$", module) is not None
+            assert rules[module].targeted == targeted
+            assert rules[module].rank == (9 if ranked else 4)
+            found.add((targeted, ranked))
+    assert len(found) == 3  # what is targeted is ranked
 
 
 # Rank and scaling
@@ -321,14 +433,14 @@ def path_and_names(draw):
     return path, draw(st.lists(ends | paths, max_size=3))
 
 
+@settings(deadline=None, max_examples=40)  # most examples start a process
 @given(path_and_names(), st.dictionaries(valid, st.integers(1, 9), max_size=3))
 def test_patterns_agree_with_peft(path_names, patterns):
     path, names = path_names
     patterns = {name: 10 + i for i, name in enumerate(filter(compiles, names))} | patterns
     expected = patterns.get(get_pattern_key(patterns.keys(), path), 4)
-    assert module_rank(make(rank_pattern=patterns), path) == expected
-    config = make(r=1, lora_alpha=4, alpha_pattern=patterns)
-    assert module_scaling(config, path) == expected
+    found = rule(make(lora_alpha=4, rank_pattern=patterns, alpha_pattern=patterns), path)
+    assert (found.rank, found.scaling) == (expected, 1)
 
 
 def test_alternatives_of_a_pattern_are_one_expression():
@@ -351,6 +463,7 @@ def agrees_with_peft(config, module):
     return targets_module(config, module) == bool(check_target_module_exists(theirs, module))
 
 
+@settings(deadline=None, max_examples=40)  # most examples start a process
 @given(path_and_names(), st.none() | valid, st.none() | valid | st.lists(paths, max_size=2))
 def test_targets_and_exclusions_agree_with_peft(path_names, expression, excluded):
     path, names = path_names
@@ -362,6 +475,7 @@ layer_choices = st.none() | st.integers(0, 12) | st.lists(st.sampled_from([0, 1,
 layer_names = st.sampled_from(["", "layers", "h", "(layers|h)", "experts", r"model\.layers"])
 
 
+@settings(deadline=None, max_examples=40)  # most examples start a process
 @given(path_and_names(), layer_choices, st.none() | layer_names | st.lists(layer_names, max_size=2))
 def test_choice_of_layers_agrees_with_peft(path_names, chosen, pattern):
     path, targets = path_names

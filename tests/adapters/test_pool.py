@@ -138,7 +138,9 @@ def test_a_slot_that_is_written_cannot_be_taken_by_a_starting_call(pool, tmp_pat
     assert outcomes == ["refused"]
 
 
-@pytest.mark.parametrize("numbers", [(0, 1), (1, 0), ("2", 1), (1, "8"), (True, 1)])
+@pytest.mark.parametrize(
+    "numbers", [(0, 1), (1, 0), ("2", 1), (1, "8"), (True, 1), (10**5000, 1), (1, 2**31)]
+)
 def test_sizes_are_positive_ints(numbers):
     with pytest.raises(InvalidInputError, match="an int, 1 or more"):
         AdapterPool(SPECS, *numbers)
@@ -146,5 +148,5 @@ def test_sizes_are_positive_ints(numbers):
 
 @pytest.mark.parametrize("folder", [None, 3])
 def test_a_folder_is_a_path(pool, folder):
-    with pytest.raises(InvalidInputError, match="a checkpoint is a folder"):
+    with pytest.raises(InvalidInputError, match="the folder of a checkpoint is no path"):
         pool.load("a", folder)

@@ -2,12 +2,14 @@ import pytest
 
 from lora_backends import InvalidInputError
 from lora_backends.adapters import SlotTable
+from lora_backends.adapters.slots import REMEMBERED
 
 
 def put(table, *names):
     for name in names:
-        slot, evicted = table.candidate(name)
-        table.assign(name, slot, evicted)
+        slot, _ = table.candidate(name)
+        table.vacate(name, slot)
+        table.assign(name, slot)
     return table
 
 
@@ -87,6 +89,45 @@ def test_a_pin_cannot_be_taken_from_a_running_call():
         with pytest.raises(InvalidInputError, match="in use by a running call"):
             table.release("a")
     table.release("a")
+
+
+def test_prepared_adapters_are_named_as_what_holds_a_slot():
+    table = put(SlotTable(1), "a")
+    with table.in_use(["a"], by="prepared"):
+        with pytest.raises(InvalidInputError, match=r"by prepared adapters.*\n.*release\(\) them"):
+            table.candidate("a")
+        with pytest.raises(InvalidInputError, match=r"release\(\) prepared adapters"):
+            table.candidate("b")
+    assert table.candidate("a") == (0, None)
+
+
+def test_a_slot_that_is_written_has_no_name():
+    table = put(SlotTable(1), "a")
+    table.vacate("b", 0)
+    assert table.names == [] and table.candidate("c") == (0, None)
+    with pytest.raises(InvalidInputError, match="evicted when 'b' was loaded"):
+        table.slot("a")
+    table.assign("b", 0)
+    table.vacate("b", 0)
+    with pytest.raises(InvalidInputError, match="lost when loading its replacement"):
+        table.slot("b")
+
+
+def test_names_that_lost_their_slot_are_remembered_up_to_a_bound():
+    table = put(SlotTable(1), *(f"user {i}" for i in range(REMEMBERED + 10)))
+    with pytest.raises(InvalidInputError, match="evicted when"):
+        table.slot(f"user {REMEMBERED}")
+    with pytest.raises(InvalidInputError, match="no adapter named 'user 0'"):
+        table.slot("user 0")
+    assert len(table._lost) <= REMEMBERED
+
+
+@pytest.mark.parametrize("name", [["a"], None, 3])
+def test_a_name_that_is_no_str_is_refused(name):
+    table = put(SlotTable(1), "a")
+    for call in (table.slot, table.release, table.pin, table.unpin):
+        with pytest.raises(InvalidInputError, match="no adapter named"):
+            call(name)
 
 
 def test_a_name_that_comes_back_has_no_old_pins():

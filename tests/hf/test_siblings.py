@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 
 from lora_backends.errors import LoRABackendError
 from lora_backends.hf import MultiLoRAModel, siblings
-from lora_backends.hf.hooks import RUNNING
+from lora_backends.hf.running import RUNNING
 from lora_backends.torch_ref import TorchRefBackend
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -191,7 +191,6 @@ def test_inputs_of_any_layout_give_the_same(make, operations, bias):
     layouts = [
         lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
         lambda x: torch.stack([x, x], -1)[..., 0],
-        lambda x: x.reshape(15, 16),
     ]
     with model.prepare(ROWS, tokens=5) as step, model.using(step), torch.no_grad():
         original = torch.randn(3, 5, 16)
@@ -204,6 +203,20 @@ def test_inputs_of_any_layout_give_the_same(make, operations, bias):
                 assert found.shape[:-1] == x.shape[:-1]
                 torch.testing.assert_close(found.reshape(y.shape), y)
             assert operations == ["run_qkv", "run_linear"]
+
+
+def test_an_engine_is_given_rows_once_for_every_group_and_module(make):
+    rows = []
+
+    class Noting(TorchRefBackend):
+        def run_linear(self, x, weights, plan, base_output=None):
+            rows.append((x.ndim, base_output.ndim))
+            return super().run_linear(x, weights, plan, base_output)
+
+    expected, calls = logits(make()), 4 * len(make().base.model.layers)
+    rows.clear()
+    torch.testing.assert_close(logits(make(backend=Noting())), expected)
+    assert rows == [(2, 2)] * calls
 
 
 def test_nothing_is_kept_after_an_error_or_a_call(make):

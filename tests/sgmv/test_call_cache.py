@@ -15,6 +15,7 @@ import pytest
 import torch
 from engines import ENGINES
 from layers import small_weights
+from torch.overrides import TorchFunctionMode
 
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, UnsupportedInputError
 from lora_backends.sgmv import engine, launch
@@ -156,6 +157,30 @@ def test_a_repeated_call_launches_the_same(log, backend, operation, bias, slots)
     assert first
     for _ in range(2):
         assert repeated(log, backend, operation, x, weights, plan, y) == first
+
+
+def test_the_interface_makes_the_cached_launches(log, backend, operation, monkeypatch):
+    """Nothing is chosen anew, whatever the way in which a call is written."""
+    weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
+    x, y = first_argument(operation), torch.zeros(7, 14)
+    first = made(log, backend, operation, x, weights, plan, y)
+    monkeypatch.setattr(launch, "kernels_of", lambda *_: pytest.fail("kernels were chosen anew"))
+    run = getattr(backend, operation)
+    log.clear()
+    assert run(x, weights, plan, y) is y
+    assert launches(log, x, y) == first
+    log.clear()
+    name = "x" if operation == "run_linear" else "token_ids"
+    with torch.no_grad():
+        run(**{name: x}, weights=weights, plan=plan, base_output=y)
+    assert launches(log, x, y) == first
+    log.clear()
+    started = run(x, weights, plan)
+    assert len(launches(log, x, started)) == 2
+    if operation == "run_linear":
+        log.clear()
+        backend.run_qkv(x, weights, plan, y)
+        assert launches(log, x, y) == first
 
 
 CALLS = {
@@ -455,7 +480,7 @@ def test_a_plan_keeps_no_weights_alive(log, backend):
     log.clear()
     del weights, described, x, y
     gc.collect()
-    assert plan.call_cache._calls and not any(reference() is not None for reference in alive)
+    assert len(plan.call_cache) and not any(reference() is not None for reference in alive)
 
 
 @pytest.mark.parametrize("over", [False, True])
@@ -472,23 +497,26 @@ def test_rows_beyond_a_grid_of_two_axes_take_one(log, backend, monkeypatch, over
 
 
 @pytest.mark.parametrize("planes", [1, 3])
-def test_h_is_allocated_for_every_call(log, backend, operation, planes, monkeypatch):
+def test_h_is_allocated_for_every_call(log, backend, operation, planes):
     """It may belong to a captured graph, or to a thread whose launches come between others."""
     tiles = TileConfig(ShrinkTiles(16, 16, planes), ExpandTiles(16, 16))
     backend = type(backend)("cpu", tiles=fixed_source(16, tiles))
     weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
     x, y = first_argument(operation), torch.zeros(7, 14)
-    allocated, empty = [], torch.empty
+    allocated = []
 
-    def allocate(*size, **options):
-        allocated.append(empty(*size, **options))
-        return allocated[-1]
+    class Allocations(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function in (torch.empty, torch.Tensor.new_empty) and result.numel():
+                allocated.append(result)
+            return result
 
-    monkeypatch.setattr(torch, "empty", allocate)
-    made(log, backend, operation, x, weights, plan, y)
-    for _ in range(3):
-        repeated(log, backend, operation, x, weights, plan, y)
-        assert log[1].arguments[0] == allocated[-1].data_ptr()
+    with Allocations():
+        made(log, backend, operation, x, weights, plan, y)
+        for _ in range(3):
+            repeated(log, backend, operation, x, weights, plan, y)
+            assert log[1].arguments[0] == allocated[-1].data_ptr()
     assert len({h.data_ptr() for h in allocated}) == len(allocated) == 4
     values = weights.num_slices * plan.h_rows() * weights.max_rank
     values *= planes if operation == "run_linear" else 1
@@ -555,7 +583,7 @@ def test_threads_repeat_one_call_with_their_own_arguments(log, backend, operatio
         found[threading.current_thread().name].append(given[9:])
 
     made(log, backend, operation, calls[0][0], weights, plan, calls[0][1])
-    (cached,) = plan.call_cache._calls.values()
+    cached = plan.call_cache.find(operation, backend, calls[0][0], weights, calls[0][1])
     for bound in (cached.shrink, cached.expand):
         monkeypatch.setattr(bound, "_grid", partial(meet, bound._grid))
     monkeypatch.setattr(Compiled, "run", note)

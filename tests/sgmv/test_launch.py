@@ -2,22 +2,22 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from engines import DTYPES, ENGINES, UNITS, VARIANTS, make_engine, on, ones, poisoned
 from layers import per_token, small_batch, small_weights
-from lora_backends.sgmv.tiles.search_space import candidates
 
 from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.tiles.sizes import (
     TILE_TOKENS,
-    BatchShape,
     ExpandTiles,
     LayerShape,
     ShrinkTiles,
     TileConfig,
+    tile_faults,
 )
 from lora_backends.sgmv.tiles.source import fixed_source
 
@@ -87,19 +87,57 @@ def test_a_batch_invariant_row_is_equal_in_any_batch(device, make):
     assert torch.equal(together[:8], torch.cat(alone))
 
 
-def test_any_candidate_of_a_table_computes_the_formula(make):
-    """The sizes that a table may hold are a sample of all candidates."""
-    weights, batch = small_weights(torch.float32), small_batch()
-    layer = LayerShape(weights.num_slices, weights.max_rank, 10, 14, item_bytes=4)
-    x, base = torch.randn(7, 10), torch.randn(7, 14)
+def legal_tiles(generator, tile_tokens, layer):
+    """Return sizes that a table may hold."""
+    while True:
+        shrink = ShrinkTiles(
+            block_n=generator.choice([16, 32, 64, 128]),
+            block_k=generator.choice([16, 32, 64, 128, 256]),
+            split_k=generator.randint(1, 9),
+            warps_k=generator.choice([1, 2, 4]),
+            num_warps=generator.choice([4, 8]),
+            num_stages=generator.randint(1, 5),
+        )
+        expand = ExpandTiles(
+            block_c=generator.choice([16, 32, 64, 128, 256]),
+            block_r=generator.choice([16, 32, 64]),
+            chunks=generator.choice([1, 2, 4, 8]),
+            num_warps=generator.choice([2, 4, 8]),
+            num_stages=generator.randint(1, 3),
+        )
+        tiles = TileConfig(shrink, expand)
+        if not tile_faults(tiles, tile_tokens, layer):
+            return tiles
+
+
+@pytest.mark.parametrize("tile", TILE_TOKENS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_tiles_of_a_table_compute_the_formula(device, engine, dtype, tile):
+    weights = LoRAWeights(
+        lora_a=torch.randn(4, 2, 40, 10).to(dtype),
+        lora_b=torch.randn(4, 14, 40).to(dtype),
+        ranks=torch.tensor([[40, 2], [1, 17], [0, 0], [33, 40]], dtype=torch.int32),
+        scalings=torch.randn(4, 2),
+        output_slices=(9, 5),
+    )
+    magnitudes = replace(
+        weights,
+        lora_a=weights.lora_a.abs(),
+        lora_b=weights.lora_b.abs(),
+        scalings=weights.scalings.abs(),
+    )
+    layer, batch = LayerShape(2, 40, 10, 14, dtype.itemsize), small_batch()
+    x, base = torch.randn(7, 10).to(dtype), torch.randn(7, 14).to(dtype)
     expected = per_token(x, weights, batch, base)
-    for tile in TILE_TOKENS:
-        found = candidates(BatchShape(7, 3, tile), layer)
-        for tiles in random.Random(tile).sample(found, min(8, len(found))):
-            backend = make(tiles=fixed_source(tile, tiles))
-            on_device, y = on(backend.device, weights), base.clone().to(backend.device)
-            backend.run_linear(x.to(backend.device), on_device, backend.prepare_batch(batch), y)
-            assert ((y.cpu().double() - expected).abs() <= 1e-5).all(), tiles
+    room = 2 * UNITS[dtype] * per_token(x.abs(), magnitudes, batch, base.abs())
+    on_device, generator = on(device, weights), random.Random(tile)
+    for _ in range(4):
+        tiles = legal_tiles(generator, tile, layer)
+        backend = ENGINES[engine](device, tiles=fixed_source(tile, tiles))
+        plan, y = backend.prepare_batch(batch), base.clone().to(device)
+        backend.run_linear(x.to(device), on_device, plan, y)
+        assert ((y.cpu().double() - expected).abs() <= room).all(), tiles
 
 
 LAYOUTS = ["whole", "part of a stack", "wide rows", "unaligned rows"]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from engines import ENGINES
+from lora_backends.sgmv.tiles.search_space import candidates
 
 from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.tiles import rules, source
-from lora_backends.sgmv.tiles.search_space import candidates
 from lora_backends.sgmv.tiles.sizes import (
     BatchShape,
     ExpandTiles,
@@ -291,7 +291,7 @@ def test_a_lookup_that_was_made_before_searches_no_table(write, monkeypatch):
     assert len(searches) == 2
 
 
-def test_the_rules_and_every_candidate_can_be_run():
+def test_the_rules_can_be_run():
     for tokens, active, *sizes in [
         (1, 1, 1, 8, 77, 1001, 4),
         (64, 8, 3, 16, 4096, 6144, 2),
@@ -299,5 +299,4 @@ def test_the_rules_and_every_candidate_can_be_run():
     ]:
         layer = LayerShape(*sizes)
         batch = BatchShape(tokens, active, rules.tile_tokens(tokens, active))
-        for tiles in (rules.choose_tiles(batch, layer), *candidates(batch, layer)):
-            assert tile_faults(tiles, batch.tile_tokens, layer) == []
+        assert tile_faults(rules.choose_tiles(batch, layer), batch.tile_tokens, layer) == []

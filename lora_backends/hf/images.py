@@ -1,0 +1,102 @@
+"""Which row of the batch every image belongs to, for models that show it by placeholder tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ImageModules:
+    """The modules of one architecture whose input has images in order along its first axis.
+
+    The features of all images replace the placeholder tokens of all rows, in order. So the images
+    of a row are as many elements of the axis as the row has of all placeholders.
+    """
+
+    parts: tuple[str, ...]  # of the model that hold these modules
+    towers: tuple[str, ...]  # types of the vision model that keep images in order
+    patches: bool  # the axis has the patches of all images, or their merged ones; else the images
+
+
+_CLIP_LIKE = ("clip_vision_model", "siglip_vision_model")
+_PROJECTED = ImageModules(("vision_tower", "multi_modal_projector"), _CLIP_LIKE, False)
+
+KNOWN = {
+    "gemma3": _PROJECTED,
+    "idefics3": ImageModules(("vision_model", "connector"), ("idefics3_vision",), False),
+    "llava": _PROJECTED,
+    "paligemma": _PROJECTED,
+    "qwen2_5_vl": ImageModules(("visual",), ("qwen2_5_vl", "qwen2_5_vl_vision"), True),
+    "qwen2_vl": ImageModules(("visual",), ("qwen2_vl", "qwen2_vl_vision"), True),
+    "smolvlm": ImageModules(("vision_model", "connector"), ("smolvlm_vision",), False),
+}
+"""Model type to modules, each read in Transformers' source and compared with PEFT by a test."""
+
+OTHER_INPUTS = ("pixel_values_videos", "window_index")
+"""Inputs that bring further elements to the axis, or another order."""
+
+
+class Images:
+    """The rows of the images in one base model's passes.
+
+    Args:
+        config: of the base model, or None.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._token: Any = getattr(config, "image_token_id", None)
+        known = KNOWN.get(getattr(config, "model_type", ""))
+        vision = getattr(config, "vision_config", None)
+        is_known = known is not None and getattr(vision, "model_type", "") in known.towers
+        self._modules = known if is_known and isinstance(self._token, int) else None
+        self._merged: int = getattr(vision, "spatial_merge_size", 1) ** 2  # patches in one
+
+    def hold(self, path: str) -> bool:
+        """Return whether a module has images along its input's first axis."""
+        part = path.removeprefix("model.").partition(".")[0]
+        return self._modules is not None and part in self._modules.parts
+
+    def elements(self, inputs: Mapping[str, Any], size: int) -> list[int] | None:
+        """Return how many elements of an axis with images belong to each row, in their order.
+
+        On a GPU this waits for the device.
+
+        Args:
+            inputs: of the base model.
+            size: of the axis.
+
+        Returns:
+            Per row a number, or None where it is not known.
+        """
+        ids, pixels = inputs.get("input_ids"), inputs.get("pixel_values")
+        if not isinstance(ids, torch.Tensor) or not isinstance(pixels, torch.Tensor):
+            return None
+        if self._modules is None or any(inputs.get(name) is not None for name in OTHER_INPUTS):
+            return None
+        placeholders: list[int] = ids.eq(self._token).sum(dim=1).tolist()
+        total = sum(placeholders)
+        if self._modules.patches:
+            sizes = [total, total * self._merged]
+            is_known = total * self._merged == pixels.shape[0]
+        else:
+            owned = _owned(pixels)
+            sizes = [pixels.shape[0] if owned is None else sum(owned)]
+            is_known = owned is None or [count * total for count in owned] == [
+                count * sizes[0] for count in placeholders
+            ]
+        if not is_known or size not in sizes or not total:
+            return None
+        shares = [divmod(size * count, total) for count in placeholders]
+        return None if any(rest for _, rest in shares) else [share for share, _ in shares]
+
+
+def _owned(pixels: torch.Tensor) -> list[int] | None:
+    """Return the images of each row where pixels are [rows, images, ...], padded with zeros."""
+    if pixels.ndim != 5:
+        return None
+    counts: list[int] = (pixels != 0).flatten(2).any(-1).sum(1).tolist()
+    return counts

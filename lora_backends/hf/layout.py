@@ -1,0 +1,91 @@
+"""Which positions of a module's input belong to which row of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lora_backends.errors import UnsupportedInputError
+
+Order = Literal["rows", "rows of tokens", "tokens of rows"]
+"""What one axis counts: rows, or rows * length tokens, row after row or token after token."""
+
+Spread = tuple[int, int]
+"""(before, after): position p of a flat input belongs to row (p // after) % rows.
+
+The input has before * rows * after positions. (1, 5) is 5 positions of row 0, then 5 of row 1;
+(5, 1) is one position of every row, 5 times.
+"""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way in which a module's input, without its last axis, holds the rows of a batch."""
+
+    ndim: int  # axes of the input
+    axis: int  # the one with the rows
+    order: Order
+    step: bool  # seen with one token per row behind a cache; else with several and no cache
+
+    def spread(self, shape: Sequence[int], rows: int, length: int) -> Spread | None:
+        """Return how rows lie in an input of `shape`, or None if it does not have this form."""
+        size = rows if self.order == "rows" else rows * length
+        if len(shape) != self.ndim or shape[self.axis] != size:
+            return None
+        before = after = 1
+        for other in shape[: self.axis]:
+            before *= other
+        for other in shape[self.axis + 1 :]:
+            after *= other
+        if self.order == "rows of tokens":
+            return before, length * after
+        if self.order == "tokens of rows":
+            return before * length, after
+        return before, after
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What is known of a module's input; one object for all modules that are alike.
+
+    Without forms, `reason` says why nothing is known.
+    """
+
+    forms: tuple[Form, ...]
+    in_order: bool  # tokens of a row lie in their order: token t depends on none behind it
+    reason: str  # a clause, e.g. "no pass of plain text reaches it"; or why `steps` is False
+    steps: bool  # whether passes with one token per row have these forms, too
+
+    def spread(self, shape: Sequence[int], rows: int, length: int) -> Spread | None:
+        """Return how the rows lie in an input of `shape`, without its last axis.
+
+        Args:
+            shape: of the input.
+            rows: of the forward pass.
+            length: tokens per row of the forward pass.
+
+        Returns:
+            The spread, or None if it is not known or forms disagree.
+        """
+        if length == 1 and not self.steps:
+            return None
+        steps = [form for form in self.forms if form.step and length == 1]
+        for forms in (steps, [form for form in self.forms if not form.step]):
+            spreads = {s for form in forms if (s := form.spread(shape, rows, length)) is not None}
+            if spreads:
+                return spreads.pop() if len(spreads) == 1 else None
+        return None
+
+
+def unknown_rows(
+    path: str, shape: Sequence[int], rows: int, length: int, reason: str
+) -> UnsupportedInputError:
+    """Return the error for an input whose positions cannot be assigned to rows."""
+    return UnsupportedInputError(
+        f"module {path} sees an input of shape {list(shape)} (without its last axis) in a forward "
+        f"pass of {rows} rows of {length} tokens, and it is not known which row each position "
+        f"belongs to: {reason or 'the shape is none of those it was seen with'}\n"
+        f"  allowed: one adapter for all rows, or adapters without this module\n"
+        f"  to do: split the batch by adapter, or leave the module out of target_modules"
+    )

@@ -1,0 +1,260 @@
+"""Finds out how every module's input holds the rows of a batch, by running the model on a few.
+
+A tensor whose first axis has as many elements as the batch has rows need not have the rows there:
+images, tokens of a sequence-first model and windows may be as many by chance. So the model is run
+on rows of which some are equal and some are not. An axis that holds the rows shows the same
+pattern of equal and unequal slices, and no other axis does. A first pass over two rows shows
+whether a row also depends on the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lora_backends.hf.layout import Form, Layout, Order, Spread
+from lora_backends.hf.running import IDLE, running
+from lora_backends.hf.sites import Site, token_embedding_of
+from lora_backends.hf.twin import twin_of
+
+LENGTH, SHARED = 5, 3
+"""Tokens per row, and those at the beginning of a row that the row "ac" has in common with "a"."""
+
+PAIR, BATCH = ("a", "d"), ("a", "b", "a", "a", "ac", "b")
+"""The rows of the two passes, by their tokens. Letters have no token in common at any place."""
+
+EQUAL, UNEQUAL = ((0, 2), (0, 3), (1, 5)), ((0, 1), (1, 4))
+"""Rows of the batch. Only an exchange of equal rows would keep all these pairs as they are."""
+
+TOLERANCE = 0.25
+"""Most that equal rows may differ, relative to unequal ones: rounding makes 0.01 of 16-bit values
+and more where it sends a token to another expert; a wrong axis makes about 1."""
+
+CACHES = ("past_key_values", "cache_params", "state", "mems")
+"""Names under which models return what the next pass takes."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One input of a module."""
+
+    shape: tuple[int, ...]  # without the features
+    forms: tuple[Form, ...]  # all that the values agree with
+    in_order: bool
+    step: bool  # one token per row
+
+
+def probe(base: nn.Module, sites: Mapping[str, Site]) -> dict[str, Layout]:
+    """Return how the input of every site holds the rows of a batch.
+
+    Args:
+        base: a model; it is not changed, and its hooks do not run.
+        sites: path to module.
+
+    Returns:
+        Path to layout. Nothing is known where the model does not run on plain text.
+    """
+    failure, passes = "", _Passes()
+    try:
+        passes.run(base, sites)
+    except Exception as error:  # whatever a model of any author raises
+        failure = _failure("plain text", error)
+    kinds: dict[tuple[Any, ...], Layout] = {}
+    layouts = {}
+    for path in sites:
+        layout = _layout(passes.seen[path], failure, passes.step_failure)
+        key = (layout.forms, layout.in_order, layout.reason, layout.steps)
+        layouts[path] = kinds.setdefault(key, layout)
+    return layouts
+
+
+def _failure(on: str, error: Exception) -> str:
+    return f"the model does not run on {on} ({type(error).__name__}: {str(error)[:200]})"
+
+
+def _layout(seen: Sequence[_Seen], failure: str, step_failure: str) -> Layout:
+    """Return the layout of a module's inputs, which may be unknown in decode steps alone."""
+    unknown = [s for s in seen if not s.forms]
+    if not failure and not seen:
+        failure = "no pass of plain text reaches it"
+    if unknown:
+        step_failure = (
+            f"a trial pass of {len(BATCH)} rows gave it an input of shape {list(unknown[0].shape)} "
+            f"without an axis of independent rows"
+        )
+        failure = failure or ("" if unknown[0].step else step_failure)
+    if failure:
+        return Layout((), False, failure, False)
+    forms = dict.fromkeys(form for s in seen for form in s.forms)
+    return Layout(tuple(forms), all(s.in_order for s in seen), step_failure, not step_failure)
+
+
+class _Passes:
+    """Two passes, each a prompt and a decode step, and what modules see in them."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[_Seen]] = defaultdict(list)  # path to inputs in the batch
+        self.step_failure = ""  # why there is no decode step
+        self._pairs: dict[str, list[torch.Tensor]] = defaultdict(list)  # and inputs in the pair
+        self._length = LENGTH
+
+    @torch.no_grad()
+    def run(self, base: nn.Module, sites: Mapping[str, Site]) -> None:
+        """Run a model without its hooks, and in eval mode."""
+        twin, twins = twin_of(base)
+        tokens = _tokens(base)
+        devices = [next(iter(tokens.values())).device]
+        # some models draw random numbers in eval mode, and wrapping must not change what comes next
+        with running(IDLE), torch.random.fork_rng([d for d in devices if d.type == "cuda"]):
+            for rows, note in ((PAIR, self._note_pair), (BATCH, self._note_batch)):
+                handles = [
+                    twins[site.module].register_forward_pre_hook(_noting(path, site, note))
+                    for path, site in sites.items()
+                ]
+                self._run(twin, inspect.signature(base.forward).parameters, tokens, rows)
+                for handle in handles:
+                    handle.remove()
+
+    def _run(
+        self,
+        twin: nn.Module,
+        parameters: Mapping[str, Any],
+        tokens: Mapping[str, torch.Tensor],
+        rows: Sequence[str],
+    ) -> None:
+        ids = torch.stack([tokens[row] for row in rows])
+        flags = {name: True for name in ("use_cache", "return_dict") if name in parameters}
+        self._length = LENGTH
+        output = twin(input_ids=ids[:, :LENGTH], **flags)
+        for name in parameters:
+            is_cache = name in CACHES or name.startswith("past")
+            cache = getattr(output, name, None) if is_cache else None
+            if cache is None:
+                continue
+            self._length = 1
+            try:
+                twin(input_ids=ids[:, LENGTH:], **{name: cache}, **flags)
+            except Exception as error:
+                self.step_failure = _failure("a step after plain text", error)
+
+    def _note_pair(self, path: str, x: torch.Tensor | None) -> None:
+        self._pairs[path].append(torch.empty(0) if x is None else x.clone())
+
+    def _note_batch(self, path: str, x: torch.Tensor | None) -> None:
+        count = len(self.seen[path])
+        if x is None or count >= len(self._pairs[path]):
+            shape = () if x is None else tuple(x.shape[:-1])
+            seen = _Seen(shape, (), False, self._length == 1)
+        else:
+            seen = _see(x, self._pairs[path][count], self._length)
+        self.seen[path].append(seen)
+
+
+def _noting(path: str, site: Site, note: Any) -> Any:
+    """Return a hook that notes a module's input, with an axis of features, or None."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        is_embedding = site.spec.kind == "embedding"
+        note(path, x.unsqueeze(-1) if is_embedding and x is not None else x)
+
+    return hook
+
+
+def _see(x: torch.Tensor, pair: torch.Tensor, length: int) -> _Seen:
+    """Return the forms that the values of an input agree with.
+
+    Args:
+        x: input in the batch.
+        pair: input in the pair.
+        length: tokens per row.
+    """
+    shape = tuple(x.shape[:-1])
+    forms, in_order = [], True
+    for form in _candidates(shape, length):
+        rows = _rows(x, form, len(BATCH), length)
+        few = _rows(pair, form, len(PAIR), length)
+        if rows is not None and few is not None and _shows_pattern(rows, few[0]):
+            forms.append(form)
+            in_order &= length == 1 or _is_in_order(rows)
+    return _Seen(shape, tuple(forms), in_order, length == 1)
+
+
+def _candidates(shape: tuple[int, ...], length: int) -> Iterator[Form]:
+    """Yield the forms that an input of `shape` might have."""
+    flat: tuple[Order, ...] = ("rows of tokens", "tokens of rows")
+    for axis, size in enumerate(shape):
+        if size == len(BATCH):
+            yield Form(len(shape), axis, "rows", length == 1)
+        elif size == len(BATCH) * length:
+            for order in flat:
+                yield Form(len(shape), axis, order, length == 1)
+
+
+def _rows(x: torch.Tensor, form: Form, rows: int, length: int) -> torch.Tensor | None:
+    """Return x as [rows, positions, features], or None if it does not have the form."""
+    spread: Spread | None = form.spread(x.shape[:-1], rows, length)
+    if spread is None:
+        return None
+    before, after = spread
+    return x.reshape(before, rows, after, -1).movedim(1, 0).flatten(1, 2).float()
+
+
+def _shows_pattern(rows: torch.Tensor, first: torch.Tensor) -> bool:
+    """Return whether rows are equal and unequal as their tokens are.
+
+    Args:
+        rows: [rows of the batch, positions, features].
+        first: the first of them in a pass with other rows.
+    """
+    if first.shape != rows.shape[1:]:
+        return False
+    same = [rows[i] - rows[j] for i, j in EQUAL] + [rows[0] - first]
+    other = [rows[i] - rows[j] for i, j in UNEQUAL]
+    most = torch.stack([torch.linalg.vector_norm(difference) for difference in same]).max()
+    least = torch.stack([torch.linalg.vector_norm(difference) for difference in other]).min()
+    equal, unequal = torch.stack([most, least]).tolist()
+    return bool(equal <= TOLERANCE * unequal and unequal > 0)
+
+
+def _is_in_order(rows: torch.Tensor) -> bool:
+    """Return whether positions are the tokens in their order, none depending on later ones."""
+    if rows.shape[1] != LENGTH:
+        return False
+    distances: list[float] = torch.linalg.vector_norm(rows[0] - rows[4], dim=-1).tolist()
+    prefix, suffix = max(distances[:SHARED]), min(distances[SHARED:])
+    return prefix <= TOLERANCE * suffix and suffix > 0
+
+
+def _tokens(base: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tokens of every kind of row, one more than `LENGTH`."""
+    embedding = token_embedding_of(base)
+    if not isinstance(embedding, nn.Embedding):
+        raise TypeError(f"{type(base).__name__} has no token embedding")
+    special = _special_tokens(getattr(base, "config", None))
+    ordinary = [token for token in range(embedding.weight.shape[0]) if token not in special]
+    generator = torch.Generator("cpu").manual_seed(0)
+    places = [  # at every place, another token for every letter
+        torch.randperm(len(ordinary), generator=generator, device="cpu")[:4].tolist()
+        for _ in range(LENGTH + 1)
+    ]
+    a, b, c, d = ([ordinary[place[letter]] for place in places] for letter in range(4))
+    rows = {"a": a, "b": b, "ac": a[:SHARED] + c[SHARED:], "d": d}
+    return {name: torch.tensor(row, device=embedding.weight.device) for name, row in rows.items()}
+
+
+def _special_tokens(config: Any) -> set[int]:
+    """Return ids that a model may treat unlike others, from its configuration and those inside."""
+    special: set[int] = set()
+    for key, value in (vars(config) if config is not None else {}).items():
+        if hasattr(value, "model_type"):
+            special |= _special_tokens(value)
+        elif key.endswith(("token_id", "token_index")):
+            special.update(value if isinstance(value, list) else [value])
+    return special

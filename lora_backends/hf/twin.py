@@ -1,0 +1,45 @@
+"""A model's twin: its tensors in modules of its own, to be run without effect on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+def twin_of(base: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
+    """Return a model that computes what `base` does in eval mode, and the twin of every module.
+
+    A forward pass may change a module, as BigBird's does with its kind of attention after a short
+    one, and hooks of others may have any effect. The twin changes alone and has no hooks.
+
+    Args:
+        base: a model. Tensors and whatever else its modules hold are not copied.
+    """
+    twins = {module: module.__class__.__new__(module.__class__) for module in base.modules()}
+    for module, twin in twins.items():
+        # Through __dict__, as torch's own replicas are made: a constructor would make tensors.
+        for name, value in vars(module).items():
+            if isinstance(value, dict) and name.startswith("_"):
+                vars(twin)[name] = value.__class__() if "hooks" in name else value.copy()
+            elif name != "_compiled_call_impl":  # it runs the original
+                vars(twin)[name] = _rebound(value, twins)
+        twin._modules = {n: child and twins[child] for n, child in module._modules.items()}
+        twin.training = False
+    return twins[base], twins
+
+
+def _rebound(value: Any, twins: Mapping[nn.Module, nn.Module]) -> Any:
+    """Return a module's own `forward` for its twin; Accelerate sets partial ones."""
+
+    def twin(owner: Any) -> Any:
+        return twins.get(owner, owner) if isinstance(owner, nn.Module) else owner
+
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, twin(value.__self__))
+    if isinstance(value, partial):
+        return partial(value.func, *map(twin, value.args), **value.keywords)
+    return value

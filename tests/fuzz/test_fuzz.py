@@ -1,0 +1,62 @@
+"""A few hundred of the fuzzer's cases in every run; tests/fuzz/checkpoints.py does more."""
+
+import json
+
+import pytest
+
+pytest.importorskip("peft", reason="the cases are made with PEFT's functions")
+
+from fuzz.checkpoint_cases import Case
+from fuzz.checkpoints import new_result, read_all
+from fuzz.folders import is_targeted
+
+CASES = 300
+
+
+@pytest.fixture(scope="module")
+def result():
+    found = new_result(seed=0)
+    read_all(CASES, 0, found, lambda _: None)
+    return found
+
+
+def test_every_case_is_read_right_or_refused_with_a_typed_error(result):
+    assert result["faults"] == []
+    assert result["done"] == CASES
+
+
+def test_cases_are_read_and_refused_for_many_reasons(result):
+    outcomes = result["outcomes"]
+    assert outcomes["read"] > CASES / 20
+    assert outcomes["refused: InvalidInputError"] > CASES / 4
+    assert outcomes["refused: UnsupportedInputError"] > CASES / 20
+
+
+def test_a_run_goes_on_where_it_ended(result):
+    halves = new_result(seed=0)
+    read_all(30, 0, halves, lambda _: None)
+    halves = json.loads(json.dumps(halves))
+    assert halves["done"] == 30
+    read_all(60, 0, halves, lambda _: None)
+    whole = new_result(seed=0)
+    read_all(60, 0, whole, lambda _: None)
+    assert halves["outcomes"] == whole["outcomes"]
+
+
+def test_a_case_follows_from_its_number(tmp_path):
+    first, again = (Case(tmp_path / name, seed=3, number=8) for name in "ab")
+    assert first.config == again.config and first.steps == again.steps
+    assert first.is_valid == again.is_valid
+    names = sorted(path.name for path in first.folder.iterdir())
+    assert names == sorted(path.name for path in again.folder.iterdir())
+
+
+def test_some_cases_are_valid(tmp_path):
+    cases = [Case(tmp_path / "case", seed=1, number=number) for number in range(100)]
+    valid = [case for case in cases if case.is_valid]
+    assert len(valid) > 3 and all(case.tensors and not case.steps for case in valid)
+    assert all(any(is_targeted(case.config, path) for path in _modules(case)) for case in valid)
+
+
+def _modules(case):
+    return {key.split(".lora_")[0].removeprefix("base_model.model.") for key in case.tensors}
