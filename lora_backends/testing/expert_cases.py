@@ -113,15 +113,16 @@ class ExpertCase:
         generator = torch.Generator().manual_seed(self.seed)
         draw = integers if self.is_integer else normals
         tokens = self.num_tokens
-        ids = torch.tensor(self.ids, dtype=torch.int64).reshape(tokens, self.top_k)
+        ids = torch.tensor(self.ids, dtype=torch.int64, device="cpu").reshape(tokens, self.top_k)
         batch = LoRABatch(self.slots, self.num_slots)
         live = (ids >= 0) & (batch.token_slots != NO_ADAPTER)[:, None]
         rows = live.flatten() if self.rows == "pairs" else live.any(1)
         x = draw((len(rows), self.in_features), generator)
         if self.is_integer:
-            x[:, torch.randperm(self.in_features, generator=generator)[LARGEST_EXACT:]] = 0
+            order = torch.randperm(self.in_features, generator=generator, device="cpu")
+            x[:, order[LARGEST_EXACT:]] = 0
         x[~rows] = float("nan")
-        factors = torch.rand(tokens, self.top_k, generator=generator)
+        factors = torch.rand(tokens, self.top_k, generator=generator, device="cpu")
         if self.is_integer:
             factors = (4 * factors).floor() / 2  # 0, 0.5, 1, 1.5
         factors[~live] = float("nan")
@@ -151,21 +152,24 @@ class ExpertCase:
         device: torch.device | str,
     ) -> ExpertWeights:
         slots, slices, width = self.num_slots, len(self.output_slices), sum(self.output_slices)
-        ranks = torch.tensor(self.ranks, dtype=torch.int32)  # [slots, experts or 1, num_a]
+        ranks = torch.tensor(
+            self.ranks, dtype=torch.int32, device="cpu"
+        )  # [slots, experts or 1, num_a]
         of_a, of_b = (
             1 if shared else self.num_experts for shared in (self.shared_a, self.shared_b)
         )
         a = draw((slots, of_a, ranks.shape[2], self.max_rank, self.in_features), generator)
         b = draw((slots, of_b, width, self.max_rank), generator, 15)
-        index = torch.arange(self.max_rank)
+        index = torch.arange(self.max_rank, device="cpu")
         a[index >= _over(ranks, of_a)[..., None]] = float("nan")
         per_slice = _over(ranks, of_b).expand(-1, -1, slices)
         if self.interleaved:
             per_column = per_slice.repeat(1, 1, width // slices)
         else:
-            per_column = per_slice.repeat_interleave(torch.tensor(self.output_slices), 2)
+            widths = torch.tensor(self.output_slices, device="cpu")
+            per_column = per_slice.repeat_interleave(widths, 2)
         b[index >= per_column[..., None]] = float("nan")
-        scalings = torch.tensor(self.scalings).masked_fill(ranks == 0, float("nan"))
+        scalings = torch.tensor(self.scalings, device="cpu").masked_fill(ranks == 0, float("nan"))
         return ExpertWeights(
             lora_a=guarded(a.to(device, self.dtype), self.weights_pad, float("nan")),
             lora_b=guarded(b.to(device, self.dtype), self.weights_pad, float("nan")),
@@ -182,11 +186,11 @@ class ExpertCase:
         """Return the ids as a router gives them, and the map that makes them local."""
         if not self.mapped:
             return ids, None
-        local = torch.cat([torch.arange(self.num_experts), torch.full((self.num_experts,), -1)])
-        order = torch.randperm(len(local), generator=generator)
-        expert_map = local[order]  # half of the experts live elsewhere
-        elsewhere = int((expert_map < 0).nonzero()[0])
-        places = torch.cat([expert_map.argsort()[self.num_experts :], torch.tensor([elsewhere])])
+        local = torch.arange(2 * self.num_experts, device="cpu")
+        local[self.num_experts :] = -1  # these experts live elsewhere
+        expert_map = local[torch.randperm(len(local), generator=generator, device="cpu")]
+        order = expert_map.argsort()  # those elsewhere first, then the local ones by their ids
+        places = torch.cat([order[self.num_experts :], order[:1]])  # the last is for id -1
         return places[ids], expert_map.int()
 
     def edges(self) -> frozenset[str]:

@@ -52,7 +52,7 @@ def dense_layer(inputs: ExpertInputs) -> tuple[torch.Tensor, LoRAWeights, LoRABa
 def in_dense_order(inputs: ExpertInputs) -> torch.Tensor:
     """Return the column of y that each column of the dense layer is: [out_features] int64."""
     weights = inputs.weights
-    columns = torch.arange(weights.out_features)
+    columns = torch.arange(weights.out_features, device="cpu")
     return torch.cat([columns[weights.columns(s)] for s in range(weights.num_slices)])
 
 
