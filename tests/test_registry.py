@@ -187,7 +187,7 @@ SEEN_WHEN_MADE = {
 }
 
 
-@pytest.mark.parametrize("how", BROKEN.keys() - SEEN_WHEN_MADE)
+@pytest.mark.parametrize("how", [how for how in BROKEN if how not in SEEN_WHEN_MADE])
 def test_list_names_a_plugin_that_fails_and_describes_the_others(install, how, capsys):
     install("lb_plugin_x", BROKEN[how], "plugin", "lb_plugin_x:Plugin")
     found = listed(capsys)

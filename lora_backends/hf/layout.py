@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,6 +77,12 @@ class Layout:
             if spreads:
                 return spreads.pop() if len(spreads) == 1 else None
         return None
+
+
+def commonest(layouts: Iterable[Layout]) -> Layout:
+    """Return the layout of most modules."""
+    counted = Counter(layouts).most_common(1)
+    return counted[0][0] if counted else Layout((), False, "there is no module", False)
 
 
 def unknown_rows(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -17,6 +16,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
 from lora_backends.hf.images import Images
+from lora_backends.hf.layout import commonest
 from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.probe import probe
 from lora_backends.hf.request import Request, RowAdapters, adapter_names
@@ -53,8 +53,13 @@ class MultiLoRAModel:
         model.load_adapter("pirate", "adapters/pirate")
         model(adapters=["pirate", None], **inputs).logits
 
+    The model is run on a few tokens when it is wrapped, without hooks and in eval mode, to see how
+    each module's input holds the rows. A call whose rows use different adapters in a module of
+    which this is not known is refused by the name of the module; rows that all use one adapter
+    never are.
+
     Args:
-        base: a Transformers causal language model, on one device.
+        base: a Transformers model that is no encoder-decoder, on one device.
         backend: a backend's name, "auto", a `LoRABackend`, or None for the environment's choice.
         max_adapters: slots; loading more evicts the least recently used that is not pinned.
         max_rank: the largest rank of an adapter.
@@ -243,7 +248,7 @@ class MultiLoRAModel:
         """
         self._check_attached()
         joined = [tensor for group in self._groups for tensor in (group.weight, group.bias)]
-        layout = Counter(self._layouts.values()).most_common(1)[0][0]
+        layout = commonest(self._layouts.values())
         return PreparedAdapters(
             self._key, self.pool, self.backend, adapters, tokens, layout, joined
         )
@@ -285,6 +290,7 @@ class MultiLoRAModel:
         Raises:
             InvalidInputError: an unknown name, or not one entry per row (or token); the base model
                 is in training mode, or one of its modules was replaced.
+            UnsupportedInputError: rows differ in a module whose input's rows are not known.
         """
         if isinstance(adapters, PreparedAdapters):
             self._check_prepared(adapters)
@@ -315,6 +321,7 @@ class MultiLoRAModel:
 
         Raises:
             InvalidInputError: as a call.
+            UnsupportedInputError: as a call.
         """
         prompts = kwargs if inputs is None else {**kwargs, "input_ids": inputs}
         prompts.setdefault("disable_compile", True)

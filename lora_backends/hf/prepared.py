@@ -80,7 +80,7 @@ class PreparedAdapters:
         self.rows, self.tokens = len(adapters), tokens
         self._pool = pool
         self._layout = layout
-        self._shape: tuple[int, ...] = ()  # of most inputs with that layout
+        self._shape: tuple[int, ...] | None = None  # of most inputs with that layout
         self._plan: Any = None  # of those
         self._plans: dict[_Key, Any] = {}
         self._unknown: dict[_Paths, _Input] = {}  # inputs whose rows are not known
@@ -89,7 +89,7 @@ class PreparedAdapters:
         self._released = False
         self.update(adapters)
         for shape in ((self.rows, tokens), (tokens, self.rows), (self.rows * tokens,)):
-            if not self._shape and layout.spread(shape, self.rows, tokens) is not None:
+            if self._shape is None and layout.spread(shape, self.rows, tokens) is not None:
                 self._shape, self._plan = shape, self._find(shape, layout, ())
 
     @property

@@ -183,19 +183,22 @@ class Request:
 
     def _forget(self) -> None:
         """Forget the forward pass of before."""
-        self._elements: dict[int, list[int] | None] = {}  # of images, by the size of their axis
+        self._image_plans: dict[tuple[int, ...], Any] = {}  # None: rows are not known
         self._layout: Layout | None = None  # of the last plan
         self._shape: tuple[int, ...] = ()
         self._plan: Any = None
 
     def _find(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
-        spread = layout.spread(shape, self._rows, self._length) if self._differ else None
+        spread: Spread | None = (1, math.prod(shape))
+        if self._differ:
+            spread = layout.spread(shape, self._rows, self._length)
         if spread is None:
             return self._plan_without_spread(shape, layout, paths)
         if self._per_token:
             plan = self._plan_by_token(shape, layout, spread, paths)
         else:
-            plan = self._keep((self._rows, spread), lambda: spread_slots(self._row_slots, spread))
+            slots = self._row_slots if self._differ else self._row_slots[:1]
+            plan = self._keep((len(slots), spread), lambda: spread_slots(slots, spread))
         self._layout, self._shape, self._plan = layout, shape, plan
         return plan
 
@@ -204,32 +207,38 @@ class Request:
         if key not in self._plans:
             while len(self._plans) >= MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
-            batch = LoRABatch(token_slots(), self._pool.slots.num_slots)
-            self._plans[key] = self.backend.prepare_batch(batch)
+            self._plans[key] = self._prepare(token_slots())
         return self._plans[key]
+
+    def _prepare(self, token_slots: torch.Tensor) -> Any:
+        return self.backend.prepare_batch(LoRABatch(token_slots, self._pool.slots.num_slots))
 
     def _plan_without_spread(
         self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]
     ) -> Any:
-        """Return the plan for an input of images, or one whose rows all use one slot."""
+        """Return the plan for an input of images, or of modules that no adapter here touches."""
         reason = layout.reason
-        if self._differ and self._images.hold(paths[0]) and shape and not self._per_token:
-            if shape[0] not in self._elements:
-                self._elements[shape[0]] = self._images.elements(self._inputs, shape[0])
-            elements = self._elements[shape[0]]
-            if elements is not None:
-                pairs = zip(self._row_slots, elements, strict=True)
-                slots = [slot for slot, count in pairs for _ in range(count)]
-                spread = (1, math.prod(shape[1:]))
-                return self._keep((spread, *slots), lambda: spread_slots(slots, spread))
+        if self._images.hold(paths[0]) and shape and not self._per_token:
+            if shape not in self._image_plans:
+                self._image_plans[shape] = self._plan_of_images(shape)
+            if self._image_plans[shape] is not None:
+                return self._image_plans[shape]
             reason = "the placeholder tokens in input_ids do not show which row has which image"
-        if self._differ and self._touched is None:
+        if self._touched is None:
             self._touched = touched_modules(self._pool, self._every_slot)
-        if not uses_one_slot(self._touched or {}, self._every_slot, paths):
+        if not uses_one_slot(self._touched, self._every_slot, paths):
             raise unknown_rows(paths[0], shape, self._rows, self._length, reason)
         spread = (1, math.prod(shape))
-        slot = slot_of_all(self._every_slot)
-        return self._keep(spread, lambda: spread_slots([slot], spread))
+        return self._keep(("none", spread), lambda: spread_slots([NO_ADAPTER], spread))
+
+    def _plan_of_images(self, shape: tuple[int, ...]) -> Any:
+        """Return the plan for an input with images on its first axis, or None."""
+        elements = self._images.elements(self._inputs, shape[0])
+        if elements is None:
+            return None
+        pairs = zip(self._row_slots, elements, strict=True)
+        slots = [slot for slot, count in pairs for _ in range(count)]
+        return self._prepare(spread_slots(slots, (1, math.prod(shape[1:]))))
 
     def _plan_by_token(
         self, shape: tuple[int, ...], layout: Layout, spread: Spread, paths: Sequence[str]

@@ -94,7 +94,8 @@ def _kernels(
         _expand_kernel(
             layer,
             output_slices,
-            expand if tma else replace(expand, num_stages=1),
+            # the expand with TMA rounds h
+            expand if tma and not exact else replace(expand, num_stages=1),
             shrink.split_k if linear else 1,
             has_bias,
             exact,

@@ -1,6 +1,7 @@
 """Tuning without a GPU: points, budgets, files; the lab is made up."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -259,6 +260,12 @@ def test_an_unwritable_folder_is_refused_before_anything_is_measured(on_a_gpu, t
         make_tuning("triton", output=tmp_path / "file" / "t.json")
     with pytest.raises(InvalidInputError, match="is a folder"):
         make_tuning("triton", output=tmp_path)
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])
+def test_an_output_that_is_no_path_is_refused(on_a_gpu, path):
+    with pytest.raises(InvalidInputError, match="of a user that|cannot read"):
+        make_tuning("triton", output=Path(path))
 
 
 def test_a_file_in_the_way_that_is_no_table_of_this_device_is_refused(on_a_gpu, tmp_path):

@@ -8,6 +8,7 @@ from architectures import KNOWN, TOKENS_PER_IMAGE, build, in_peft, inputs_of
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
+from lora_backends.torch_ref import TorchRefBackend
 
 BOUND = 2e-5
 WITH_IMAGES = {*TOKENS_PER_IMAGE} - {"vipllava"}
@@ -368,6 +369,32 @@ def test_a_cache_of_unknown_length_is_refused_where_adapters_differ_by_token():
     ids = inputs_of("rwkv", 2, 3, seed=1)["input_ids"]
     with pytest.raises(UnsupportedInputError, match="state does not tell how many tokens"):
         pair.model.generate(ids, adapters=[["a", "b", "a"], None], max_new_tokens=2, pad_token_id=0)
+
+
+def test_a_model_without_linear_layers_is_prepared():
+    class Embedding(Plain):
+        def __init__(self):
+            super().__init__()
+            del self.embedding, self.head
+            self.weight = torch.nn.Parameter(torch.ones(64))
+
+        def forward(self, input_ids):
+            return self.weight[input_ids]
+
+    model = MultiLoRAModel(Embedding().eval(), "torch_ref")
+    with model.prepare([None, None], tokens=3) as step:
+        found = model(adapters=step, input_ids=torch.tensor([[1, 2, 3]] * 2))
+    assert torch.equal(found, torch.ones(2, 3))
+
+
+def test_one_plan_serves_all_modules_of_a_batch_of_one_adapter(monkeypatch):
+    pair = Pair("clip", ["q_proj", "v_proj", "fc1"])
+    made, prepare = [], TorchRefBackend.prepare_batch
+    monkeypatch.setattr(
+        TorchRefBackend, "prepare_batch", lambda self, batch: made.append(1) or prepare(self, batch)
+    )
+    pair.model(adapters=["a", "a"], **inputs_of("clip", 2, 5, seed=1))
+    assert len(made) == 1  # 2 rows of 5 tokens, and 2 images of 5 patches
 
 
 def test_an_input_given_by_name_is_refused():

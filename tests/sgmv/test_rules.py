@@ -4,7 +4,6 @@ import doctest
 import itertools
 
 import pytest
-from lora_backends.sgmv.tiles.search_space import candidates
 
 from lora_backends.sgmv.tiles import sizes
 from lora_backends.sgmv.tiles.rules import choose_tiles, tile_tokens

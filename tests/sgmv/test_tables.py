@@ -1,13 +1,13 @@
 """Tables of tile sizes: what is taken from them, and what is refused and how."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engines import ENGINES
-from lora_backends.sgmv.tiles.search_space import candidates
 
 from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.tiles import rules, source
@@ -270,9 +270,9 @@ def test_tiles_of_another_kind_are_refused(tiles, engine):
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path, engine):
-    with pytest.raises(InvalidInputError, match=r"none.json cannot be used: cannot be read"):
+    with pytest.raises(InvalidInputError, match=r"none.json cannot be used: cannot read"):
         ENGINES[engine]("cpu", tiles=tmp_path / "none.json")
-    with pytest.raises(InvalidInputError, match="cannot be read"):
+    with pytest.raises(InvalidInputError, match="cannot read"):
         ENGINES[engine]("cpu", tiles=tmp_path)
 
 
@@ -300,3 +300,17 @@ def test_the_rules_can_be_run():
         layer = LayerShape(*sizes)
         batch = BatchShape(tokens, active, rules.tile_tokens(tokens, active))
         assert tile_faults(rules.choose_tiles(batch, layer), batch.tile_tokens, layer) == []
+
+
+def test_a_table_that_is_no_regular_file_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "table.json")
+    with pytest.raises(InvalidInputError, match="FIFO"):
+        source.tile_source("triton", "lora_backends.triton", CPU, tmp_path / "table.json")
+
+
+def test_a_path_of_an_unknown_user_is_refused(monkeypatch):
+    with pytest.raises(InvalidInputError, match="nosuchuser"):
+        source.tile_source("triton", "lora_backends.triton", CPU, "~nosuchuser/table.json")
+    monkeypatch.setenv("LORA_BACKENDS_TILES", "~nosuchuser/tiles")
+    with pytest.raises(InvalidInputError, match="nosuchuser"):
+        source.tile_source("triton", "lora_backends.triton", CPU, "auto")

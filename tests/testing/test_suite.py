@@ -61,11 +61,10 @@ def test_a_right_backend_passes(full_run):
     assert full_run[1].passed, full_run[1].to_text()
 
 
-def test_the_default_profile_stays_within_its_time(full_run):
-    backend, report = full_run
-    assert report.seconds < 120
-    # under the Triton interpreter, where a launch takes about 50 ms, six minutes
-    assert backend.launches * 0.05 < 330
+def test_the_default_profile_makes_few_launches(full_run):
+    """Under the Triton interpreter one takes about 50 ms, so that these take six minutes."""
+    backend, _ = full_run
+    assert backend.launches < 6600
 
 
 def test_the_default_profile_stands_on_every_edge_many_times(full_run):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError
+from lora_backends.files import as_path
 from lora_backends.names import TILES_VARIABLE
 from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, TileConfig
@@ -81,7 +82,7 @@ def tile_source(
     if tiles == "auto":
         paths = [path for path in _automatic(backend, package, device) if path.is_file()]
     else:
-        paths = [Path(tiles).expanduser()]
+        paths = [as_path(tiles, f"the table of tiles of backend {backend!r}")]
     if not paths:
         return RULES
     tables = [read_table(path, backend, device) for path in paths]
@@ -101,7 +102,7 @@ def user_folder() -> Path:
     """
     given = os.environ.get(TILES_VARIABLE)
     if given:
-        return Path(given).expanduser()
+        return as_path(given, TILES_VARIABLE)
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = cache if cache.is_absolute() else Path(os.path.expanduser("~")) / ".cache"
     return base / "lora_backends" / "tiles"

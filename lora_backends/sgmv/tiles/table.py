@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError
+from lora_backends.files import read_text
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, LayerShape, TileConfig, tile_faults
 from lora_backends.sgmv.tiles.strict_json import StrictError, parse
 
@@ -88,7 +89,7 @@ def read_table(path: Path, backend: str, device: torch.device | str) -> TileTabl
         InvalidInputError: names the file, the fault and the remedy.
     """
     try:
-        table = _parse(path.read_text(encoding="utf-8"))
+        table = _parse(read_text(path))
         _check_owner(table, backend, device)
         _check_entries(table)
     except OSError as error:
