@@ -119,10 +119,8 @@ class ExpertCase:
         rows = live.flatten() if self.rows == "pairs" else live.any(1)
         x = draw((len(rows), self.in_features), generator)
         if self.is_integer:
-            x[
-                :,
-                torch.randperm(self.in_features, generator=generator, device="cpu")[LARGEST_EXACT:],
-            ] = 0
+            order = torch.randperm(self.in_features, generator=generator, device="cpu")
+            x[:, order[LARGEST_EXACT:]] = 0
         x[~rows] = float("nan")
         factors = torch.rand(tokens, self.top_k, generator=generator, device="cpu")
         if self.is_integer:
@@ -168,9 +166,8 @@ class ExpertCase:
         if self.interleaved:
             per_column = per_slice.repeat(1, 1, width // slices)
         else:
-            per_column = per_slice.repeat_interleave(
-                torch.tensor(self.output_slices, device="cpu"), 2
-            )
+            widths = torch.tensor(self.output_slices, device="cpu")
+            per_column = per_slice.repeat_interleave(widths, 2)
         b[index >= per_column[..., None]] = float("nan")
         scalings = torch.tensor(self.scalings, device="cpu").masked_fill(ranks == 0, float("nan"))
         return ExpertWeights(
@@ -189,18 +186,11 @@ class ExpertCase:
         """Return the ids as a router gives them, and the map that makes them local."""
         if not self.mapped:
             return ids, None
-        local = torch.cat(
-            [
-                torch.arange(self.num_experts, device="cpu"),
-                torch.full((self.num_experts,), -1, device="cpu"),
-            ]
-        )
-        order = torch.randperm(len(local), generator=generator, device="cpu")
-        expert_map = local[order]  # half of the experts live elsewhere
-        elsewhere = int((expert_map < 0).nonzero()[0])
-        places = torch.cat(
-            [expert_map.argsort()[self.num_experts :], torch.tensor([elsewhere], device="cpu")]
-        )
+        local = torch.arange(2 * self.num_experts, device="cpu")
+        local[self.num_experts :] = -1  # these experts live elsewhere
+        expert_map = local[torch.randperm(len(local), generator=generator, device="cpu")]
+        order = expert_map.argsort()  # those elsewhere first, then the local ones by their ids
+        places = torch.cat([order[self.num_experts :], order[:1]])  # the last is for id -1
         return places[ids], expert_map.int()
 
     def edges(self) -> frozenset[str]:
