@@ -31,6 +31,10 @@ ONE_SLICE = repr(LoRACase((0,), ((1,),), 1, 1, (1,), ((1.0,),)))
 NO_SUCH_SLOT = repr(LoRACase((5,), ((1,),), 1, 1, (1,), ((1.0,),)))
 
 
+UNHURRIED = dataclasses.replace(DEFAULT, shrink_seconds=float("inf"))
+"""The smallest case does not depend on how fast the machine finds it."""
+
+
 def run_cli(*arguments):
     command = [sys.executable, "-c", CLI, "verify", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -62,9 +66,9 @@ def test_a_right_backend_passes(full_run):
 
 
 def test_the_default_profile_makes_few_launches(full_run):
-    """Under the Triton interpreter one takes about 50 ms, so that these take six minutes."""
+    """At most six minutes of them under the Triton interpreter, where one takes about 50 ms."""
     backend, _ = full_run
-    assert backend.launches < 6600
+    assert backend.launches * 0.05 < 360
 
 
 def test_the_default_profile_stands_on_every_edge_many_times(full_run):
@@ -97,7 +101,7 @@ def test_the_report_is_json(full_run):
 @pytest.fixture(scope="module")
 def tail_report():
     mutant = MUTANTS["TailTokenSkipped"]
-    return verify(mutant.backend("cpu"), only=[mutant.caught_by])
+    return verify(mutant.backend("cpu"), profile=UNHURRIED, only=[mutant.caught_by])
 
 
 def test_a_skipped_tail_token_is_shown_with_few_tokens(tail_report):
@@ -122,7 +126,8 @@ def test_the_report_of_a_failure_names_case_place_bound_and_commands(tail_report
 
 def test_a_fault_at_the_edge_of_a_tile_is_shown_with_one_tile():
     mutant = MUTANTS["LastTokenOfTileSkipped"]
-    (result,) = verify(mutant.backend("cpu"), only=[mutant.caught_by]).failures
+    report = verify(mutant.backend("cpu"), profile=UNHURRIED, only=[mutant.caught_by])
+    (result,) = report.failures
     assert case_from(result.failure.case).num_tokens == 16
 
 
@@ -135,7 +140,8 @@ def test_the_smallest_case_fails_alone(tail_report):
 
 def test_the_machine_reports_the_steps_that_fail():
     mutant = MUTANTS["RefillIgnored"]
-    (result,) = verify(mutant.backend("cpu"), only=["pool_machine"]).failures
+    report = verify(mutant.backend("cpu"), profile=UNHURRIED, only=["pool_machine"])
+    (result,) = report.failures
     assert "load slot" in result.failure.case
     assert "refill plan" in result.failure.case
     assert len(result.failure.case.splitlines()) <= 6
