@@ -26,16 +26,7 @@ DECODE_TOKENS = 256
 
 
 def new_result(method: str, device: torch.device | str = "cpu", **settings: Any) -> dict[str, Any]:
-    """Return a result without rows: where, when and how it is measured.
-
-    Args:
-        method: how a row is measured, in sentences.
-        device: where.
-        settings: what all rows share.
-
-    Returns:
-        format, device, threads, versions, date, method, the settings, rows and summary.
-    """
+    """Return a result without rows: where, when and how it is measured, and the given settings."""
     device = torch.device(device)
     return {
         "format": FORMAT,
@@ -76,11 +67,7 @@ def result_text(result: Mapping[str, Any]) -> str:
 
 
 def writable_file(path: Path, option: str) -> Path:
-    """Return where a result goes, after its folder has been made and tried.
-
-    Raises:
-        InvalidInputError: it is a folder or no path, or its folder cannot be written to.
-    """
+    """Return where a result goes, after its folder has been made and tried."""
     file = as_path(path, option)
     if kind_of(file) == "a folder":
         raise InvalidInputError(f"{option}: {file} is a folder\n  allowed: a file")
@@ -89,11 +76,7 @@ def writable_file(path: Path, option: str) -> Path:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Make a folder and try to write to it, before anything is measured.
-
-    Raises:
-        InvalidInputError: the folder cannot be made or written to.
-    """
+    """Make a folder and try to write to it, before anything is measured."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

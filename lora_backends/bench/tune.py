@@ -99,16 +99,7 @@ def tune_points(
     """Search every point that the table lacks, until the budget is used up.
 
     A point may use an equal share of the time that is left, so time saved at one point goes to
-    those after it.
-
-    Args:
-        job: what to tune.
-        lab_of: makes the lab of a point.
-        notify: see `Notify`.
-        now: a clock, in seconds.
-
-    Returns:
-        The state of the table. An interruption is raised; the table has all points searched before.
+    those after it. An interruption is raised; the table has all points searched before.
     """
     entries, same_software = _read_entries(job)
     done = {point.key for point in job.points if same_software and point.key in entries}
@@ -264,13 +255,8 @@ def make_tuning(
 ) -> Tuning:
     """Return the run that a command line asks for.
 
-    Args:
-        backend: an engine with tiles.
-        budget: "90s", "5m", "1h".
-        output: the table; in the user's folder under the device's name if None.
-        device: "cuda", "cuda:1", ...; the best here if None or "auto".
-        layers: as `make_job`: preset_name, config_json, in_features, output_slices, tokens,
-            adapters, rank, mixes, dtype; lists are separated by commas.
+    The table goes to `output`, else to the user's folder under the device's name. `layers` holds
+    arguments of `make_job`.
 
     Raises:
         LoRABackendError: arguments that contradict each other, a folder that cannot be written to,
@@ -289,12 +275,7 @@ def make_tuning(
 
 
 def engine_with_tiles(backend: str) -> type[SgmvBackend]:
-    """Return the class of an engine that has tile sizes.
-
-    Raises:
-        BackendUnavailableError: no backend of that name is registered, or it does not import.
-        UnsupportedInputError: it has no tiles to tune.
-    """
+    """Return the class of an engine that has tile sizes; another one is an error."""
     engine = backend_class(backend)
     if not issubclass(engine, SgmvBackend):
         raise UnsupportedInputError(
@@ -319,11 +300,7 @@ def _gpu(backend: str, device: str | None) -> torch.device:
 
 
 def parse_budget(text: str) -> float:
-    """Return the seconds of "90s", "5m" or "1h".
-
-    Raises:
-        InvalidInputError: it is none of these, or zero.
-    """
+    """Return the seconds of "90s", "5m" or "1h"."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
     seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
     if seconds <= 0:
@@ -334,12 +311,8 @@ def parse_budget(text: str) -> float:
 def make_points(cells: Sequence[Cell], dtype: torch.dtype) -> list[Point]:
     """Return the points to search: with the rules' tile first, then with twice and half of it.
 
-    Args:
-        cells: layers and batches; of cells with the same key in a table, the first counts.
-        dtype: of the weights.
-
-    Returns:
-        The points, none twice, those of one layer together: they share compiled kernels.
+    None comes twice: of cells with the same key in a table, the first counts. Points of one layer
+    stand together, because they share compiled kernels.
     """
     first: dict[Key, Point] = {}
     others: dict[Key, Point] = {}

@@ -49,20 +49,7 @@ def check_operation(
     plan: Any,
     base_output: torch.Tensor | None = None,
 ) -> None:
-    """Guard a call of an operation.
-
-    Args:
-        engine: the backend.
-        operation: the operation.
-        first: its first argument, whatever that is called.
-        weights: the layer.
-        plan: the plan.
-        base_output: None for an operation that returns h.
-
-    Raises:
-        InvalidInputError: arguments that contradict each other.
-        UnsupportedInputError: arguments that the engine cannot run.
-    """
+    """Guard a call of an operation; an operation that returns h has no base_output."""
     problems, name = Problems(), operation.argument
     if _weights_fit(problems, engine, weights, plan):
         if operation.num_slices not in (None, weights.num_slices):

@@ -42,11 +42,7 @@ class NumbaCPUBackend(LoRABackend):
         self._layers = Layers()
 
     def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
-        """Compile, or load from the cache on disk, what layers of these dtypes run.
-
-        Args:
-            dtypes: of the weights, x and base_output alike; None: all that are supported.
-        """
+        """Compile, or load from the cache on disk, what layers of these dtypes (None: all) run."""
         for dtype in self.dtypes if dtypes is None else dtypes:
             launch.kernel_for(dtype, dtype)
 

@@ -17,8 +17,7 @@ def assert_close(actual: torch.Tensor, expected: Expected, inputs: LoRAInputs) -
         inputs: what the call was given, to name slot, slice and rank.
 
     Raises:
-        AssertionError: with the worst index, its slot, rank and slice, both values, error and
-            bound, and how many elements exceed it.
+        AssertionError: names the worst element, both values, error and bound.
     """
     _assert_shape(actual, expected.value, inputs)
     result = actual.detach().cpu().double()
@@ -38,16 +37,7 @@ def assert_close(actual: torch.Tensor, expected: Expected, inputs: LoRAInputs) -
 
 
 def assert_same_values(actual: torch.Tensor, wanted: torch.Tensor, inputs: LoRAInputs) -> None:
-    """Check that two results are equal value by value; the sign of a zero is free, NaN differs.
-
-    Args:
-        actual: as in `assert_close`.
-        wanted: of the same shape and dtype.
-        inputs: what the call was given.
-
-    Raises:
-        AssertionError: with the first index that differs.
-    """
+    """Check that two results are equal value by value; the sign of a zero is free, NaN differs."""
     _assert_dtype(actual, wanted)
     _assert_shape(actual, wanted, inputs)
     left, right = actual.detach().cpu(), wanted.detach().cpu()
@@ -55,16 +45,7 @@ def assert_same_values(actual: torch.Tensor, wanted: torch.Tensor, inputs: LoRAI
 
 
 def assert_same_bits(actual: torch.Tensor, wanted: torch.Tensor, inputs: LoRAInputs) -> None:
-    """Check that two results are equal bit for bit, so that NaN and the sign of a zero count.
-
-    Args:
-        actual: as in `assert_close`.
-        wanted: of the same shape and dtype.
-        inputs: what the call was given.
-
-    Raises:
-        AssertionError: with the first index that differs.
-    """
+    """Check that two results are equal bit for bit, so that NaN and the sign of a zero count."""
     _assert_dtype(actual, wanted)
     _assert_shape(actual, wanted, inputs)
     different = bits(actual) != bits(wanted)

@@ -42,20 +42,7 @@ def expert_cases(
     min_tokens: int = 0,
     **options: Any,
 ) -> ExpertCase:
-    """Draw a whole case.
-
-    Args:
-        draw: given by Hypothesis.
-        dtypes: dtypes of x, weights and base_output, e.g. ``Backend.dtypes``.
-        profile: how large.
-        values: normal values, small integers whose sums are exact, or either.
-        base: fixes whether there is a base_output.
-        min_tokens: pads the batch with tokens of slot 0.
-        options: fixes keyword arguments of `run_experts`.
-
-    Returns:
-        An `ExpertCase`; the edges it stands on are Hypothesis events.
-    """
+    """Draw a whole case: arguments as in `lora_cases`; `options` fixes those of `run_experts`."""
     ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
     dtype = draw(st.sampled_from(ordered))
     num_slots = draw(st.integers(1, min(4, profile.max_slots)))

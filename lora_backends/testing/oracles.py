@@ -58,14 +58,8 @@ def expected_shrink(
 ) -> Expected:
     """Return h and its bound, ``gamma(2n) * sum |x| |a|`` for sums of n products.
 
-    Args:
-        x: [num_tokens, in_features].
-        weights: the layer.
-        batch: the slots.
-        intermediate: the dtype that h is kept in; narrower than float32 it is rounded once more.
-
-    Returns:
-        [num_slices, num_tokens, max_rank]; zero, with bound 0, beyond a rank and without adapter.
+    h is kept in the dtype `intermediate`; narrower than float32 it is rounded once more. It is
+    [num_slices, num_tokens, max_rank]; zero, with bound 0, beyond a rank and without adapter.
     """
     tokens = batch.num_tokens
     shape = (weights.num_slices, tokens, weights.max_rank)
@@ -92,17 +86,9 @@ def expected_expand(
     base_output: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> Expected:
-    """Return y and its bound, from h with its own.
+    """Return y, [num_tokens, out_features], and its bound, from h with its own.
 
-    Args:
-        h: [num_slices, num_tokens, max_rank]; a given h has bound 0.
-        weights: the layer.
-        batch: the slots.
-        base_output: [num_tokens, out_features] before the call, or None.
-        out_dtype: dtype of y.
-
-    Returns:
-        [num_tokens, out_features]; the bound is 0 where y keeps base_output.
+    An h that is given has bound 0. The bound of y is 0 where y keeps base_output.
     """
     tokens, out_features = batch.num_tokens, weights.out_features
     base = torch.zeros(tokens, out_features, dtype=torch.float64, device="cpu")
@@ -154,15 +140,7 @@ def expected_linear(
 ) -> Expected:
     """Return ``y = base_output + scaling * (x A^T) B^T + bias`` and its bound.
 
-    Args:
-        x: [num_tokens, in_features].
-        weights: the layer.
-        batch: the slots.
-        base_output: [num_tokens, out_features] before the call, or None.
-        intermediate: the dtype a backend keeps h in between the two products.
-
-    Returns:
-        [num_tokens, out_features].
+    `intermediate` is the dtype that a backend keeps h in between the two products.
     """
     h = expected_shrink(x, weights, batch, intermediate)
     out_dtype = x.dtype if base_output is None else base_output.dtype
@@ -185,11 +163,7 @@ def expected_embedding(
 
 
 def rounded_exactly(expected: Expected, dtype: torch.dtype) -> torch.Tensor:
-    """Return the one result that a case of small integers has: exact sums, rounded once.
-
-    Raises:
-        ValueError: a sum is not exact in float32, so the case is none of small integers.
-    """
+    """Return the one result that a case of small integers has: exact sums, rounded once."""
     exact = expected.value.float()
     if not torch.equal(exact.double(), expected.value):
         raise ValueError("the sums of this case are not exact in float32; use values='integer'")
@@ -197,11 +171,7 @@ def rounded_exactly(expected: Expected, dtype: torch.dtype) -> torch.Tensor:
 
 
 def touched(weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
-    """Return which elements of y may change: a rank above 0, or a bias, and an adapter.
-
-    Returns:
-        [num_tokens, out_features] bool.
-    """
+    """Return which elements of y may change: a rank above 0, or a bias, and an adapter."""
     slots = batch.token_slots
     adapted = weights.ranks.detach().cpu()[slots.clamp(min=0)] > 0  # [T, S]
     if weights.bias is not None:

@@ -33,12 +33,7 @@ def run_lengths(profile: Profile = DEFAULT) -> SearchStrategy[int]:
 
 
 def token_slots(num_slots: int, profile: Profile = DEFAULT) -> SearchStrategy[tuple[int, ...]]:
-    """Draw the slots of a batch: runs of one slot, in drawn order, sorted or shuffled.
-
-    Args:
-        num_slots: slots of the weights; -1 is drawn too.
-        profile: bounds the number of tokens.
-    """
+    """Draw the slots of a batch, -1 among them: runs of one slot, as drawn, sorted or shuffled."""
     some = st.integers(NO_ADAPTER, num_slots - 1)
     slot = st.one_of(st.integers(0, num_slots - 1), some)
     lengths = run_lengths(profile)

@@ -97,16 +97,7 @@ def assert_agree(
     exact: bool,
     claimed: bool,
 ) -> None:
-    """Check that two runs agree.
-
-    Args:
-        actual: the one result.
-        wanted: the other.
-        bound: how far apart they may be where nothing more is promised.
-        inputs: of `actual`, for the report.
-        exact: integers, where both have one possible value.
-        claimed: the backend promises equal bits.
-    """
+    """Check that two runs agree: by value if `exact`, by bits if `claimed`, else within `bound`."""
     if exact:
         assert_same_values(actual, wanted, inputs)
     elif claimed:
