@@ -38,18 +38,14 @@ def assert_close(actual: torch.Tensor, expected: Expected, inputs: LoRAInputs) -
 
 def assert_same_values(actual: torch.Tensor, wanted: torch.Tensor, inputs: LoRAInputs) -> None:
     """Check that two results are equal value by value; the sign of a zero is free, NaN differs."""
-    _assert_dtype(actual, wanted)
-    _assert_shape(actual, wanted, inputs)
-    left, right = actual.detach().cpu(), wanted.detach().cpu()
-    _assert_none(left != right, left, right, inputs, "differ")
+    _assert_like(actual, wanted, inputs)
+    _assert_none(actual.cpu() != wanted.cpu(), actual, wanted, inputs, "differ")
 
 
 def assert_same_bits(actual: torch.Tensor, wanted: torch.Tensor, inputs: LoRAInputs) -> None:
     """Check that two results are equal bit for bit, so that NaN and the sign of a zero count."""
-    _assert_dtype(actual, wanted)
-    _assert_shape(actual, wanted, inputs)
-    different = bits(actual) != bits(wanted)
-    _assert_none(different, actual.cpu(), wanted.cpu(), inputs, "differ in their bits")
+    _assert_like(actual, wanted, inputs)
+    _assert_none(bits(actual) != bits(wanted), actual, wanted, inputs, "differ in their bits")
 
 
 def _assert_none(
@@ -70,9 +66,10 @@ def _assert_none(
     )
 
 
-def _assert_dtype(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+def _assert_like(actual: torch.Tensor, wanted: torch.Tensor, inputs: LoRAInputs) -> None:
     if actual.dtype != wanted.dtype:
         raise AssertionError(f"the result is {actual.dtype}, not {wanted.dtype}")
+    _assert_shape(actual, wanted, inputs)
 
 
 def _assert_shape(actual: torch.Tensor, wanted: torch.Tensor, inputs: LoRAInputs) -> None:

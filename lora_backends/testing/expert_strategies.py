@@ -20,6 +20,7 @@ from lora_backends.testing.strategies import (
     REAL_SCALINGS,
     Values,
     layer_widths,
+    tables,
     token_slots,
 )
 
@@ -68,13 +69,13 @@ def expert_cases(
     }
     case = ExpertCase(
         slots=slots,
-        ids=draw(_table(expert, len(slots), top_k)),
+        ids=draw(tables(expert, len(slots), top_k)),
         num_experts=num_experts,
-        ranks=draw(_table(rank, *table)),
+        ranks=draw(tables(rank, *table)),
         max_rank=max_rank,
         in_features=draw(layer_widths(profile)),
         output_slices=(widths[0],) * num_slices if interleaved else widths,
-        scalings=draw(_table(scaling, *table)),
+        scalings=draw(tables(scaling, *table)),
         top_k=top_k,
         shared_a=draw(st.booleans()),
         shared_b=draw(st.booleans()),
@@ -92,10 +93,3 @@ def expert_cases(
     for edge in sorted(case.edges()):
         event(edge)
     return case
-
-
-def _table(values: st.SearchStrategy, *shape: int) -> st.SearchStrategy:
-    """Draw nested tuples of a shape."""
-    for size in reversed(shape):
-        values = st.tuples(*[values] * size)
-    return values

@@ -67,7 +67,7 @@ def expected_shrink(
     width = max(1, weights.num_slices * weights.max_rank * weights.in_features)
     x_all, a_all = x.detach().cpu(), weights.lora_a.detach().cpu()
     for rows in _chunks(tokens, width):
-        mask = _rank_mask(weights, batch.token_slots[rows])  # [T, S, R]
+        mask = rank_mask(weights, batch.token_slots[rows])  # [T, S, R]
         a = _masked(a_all[batch.token_slots[rows].clamp(min=0)], mask[..., None])  # [T, S, R, I]
         x_rows = _masked(x_all[rows], (batch.token_slots[rows] != NO_ADAPTER)[:, None])
         value[:, rows] = torch.einsum("ti,tsri->str", x_rows, a)
@@ -75,7 +75,7 @@ def expected_shrink(
     bound = _sum_bound(magnitude, weights.in_features, weights.dtype)
     if intermediate in (torch.float16, torch.bfloat16):
         bound += rounding_bound(value, bound, intermediate)
-    within = _rank_mask(weights, batch.token_slots).permute(1, 0, 2)
+    within = rank_mask(weights, batch.token_slots).permute(1, 0, 2)
     return Expected(value, bound * within)
 
 
@@ -99,7 +99,7 @@ def expected_expand(
     scalings = _masked(weights.scalings.detach().cpu(), weights.ranks.detach().cpu() > 0)
     for rows in _chunks(tokens, max(1, out_features * weights.max_rank)):
         slots = batch.token_slots[rows]
-        safe, mask = slots.clamp(min=0), _rank_mask(weights, slots)  # [T], [T, S, R]
+        safe, mask = slots.clamp(min=0), rank_mask(weights, slots)  # [T], [T, S, R]
         for s, (start, end) in enumerate(_columns(weights)):
             b = _masked(b_all[safe, start:end], mask[:, s, None])  # [T, N, R]
             scaling = scalings[safe, s, None]
@@ -186,7 +186,7 @@ def _sum_bound(magnitude: torch.Tensor, terms: int, dtype: torch.dtype) -> torch
     return gamma(2 * terms, sum_unit(dtype)) * magnitude + lost
 
 
-def _rank_mask(weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:
+def rank_mask(weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:
     """Return which h are within the token's own rank: [num_tokens, num_slices, max_rank] bool."""
     ranks = weights.ranks.detach().cpu()[slots.clamp(min=0)]
     within = torch.arange(weights.max_rank, device="cpu") < ranks[..., None]
