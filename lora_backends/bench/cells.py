@@ -22,30 +22,24 @@ MIN_SLOTS = 8  # a stack usually has more slots than a small batch uses
 
 Composition = tuple[int, int, int, str]  # tokens, adapters, rank, mix
 
+_SMALL: Sequence[Composition] = (
+    (1, 1, 16, "uniform"),
+    (16, 8, 16, "uniform"),
+    (64, 1, 16, "identical"),
+    (64, 8, 16, "uniform"),
+    (64, 8, 16, "skewed"),
+    (64, 64, 16, "distinct"),
+)
 COMPOSITIONS: Mapping[str, Sequence[Composition]] = {
     "cuda": (
-        (1, 1, 16, "uniform"),
-        (16, 8, 16, "uniform"),
-        (64, 1, 16, "identical"),
-        (64, 8, 16, "uniform"),
-        (64, 8, 16, "skewed"),
-        (64, 64, 16, "distinct"),
+        *_SMALL,
         (256, 8, 16, "uniform"),
         (2048, 8, 16, "uniform"),
         (16, 8, 64, "uniform"),
         (256, 8, 64, "uniform"),
         (2048, 8, 64, "skewed"),
     ),
-    "cpu": (
-        (1, 1, 16, "uniform"),
-        (16, 8, 16, "uniform"),
-        (64, 1, 16, "identical"),
-        (64, 8, 16, "uniform"),
-        (64, 8, 16, "skewed"),
-        (64, 64, 16, "distinct"),
-        (256, 8, 16, "uniform"),
-        (64, 8, 64, "uniform"),
-    ),
+    "cpu": (*_SMALL, (256, 8, 16, "uniform"), (64, 8, 64, "uniform")),
 }
 """The default batches for each projection, by type of device."""
 

@@ -49,9 +49,14 @@ def versions(*packages: str) -> dict[str, str | None]:
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result whole or not at all: an interrupted run leaves the last whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, result_text(result))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(result_text(result), encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ the same command continues with the points that it lacks.
 from __future__ import annotations
 
 import datetime
-import os
 import re
 import statistics
 import time
@@ -20,7 +19,7 @@ import torch
 
 from lora_backends.bench.cells import Cell
 from lora_backends.bench.job import best_device, make_job
-from lora_backends.bench.results import versions, writable_file
+from lora_backends.bench.results import versions, writable_file, write_whole
 from lora_backends.bench.search import MARGIN, Found, Lab, RulesFail, search
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.registry import backend_class, unavailable_reasons
@@ -170,7 +169,6 @@ def _versions() -> dict[str, str]:
 
 
 def _write(job: Tuning, entries: Iterable[Entry]) -> None:
-    """Write the table whole or not at all."""
     device, capability = device_of(job.device)
     entries = tuple(entries)
     table = TileTable(
@@ -183,12 +181,7 @@ def _write(job: Tuning, entries: Iterable[Entry]) -> None:
         batches=tuple(best_tiles(entries).values()),
         entries=entries,
     )
-    partial = job.path.with_name(f".{job.path.name}.{os.getpid()}")
-    try:
-        partial.write_text(table_text(table), encoding="utf-8")
-        partial.replace(job.path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(job.path, table_text(table))
 
 
 def best_tiles(entries: Iterable[Entry]) -> dict[tuple[int, int], BatchTiles]:
