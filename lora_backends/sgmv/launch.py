@@ -214,17 +214,10 @@ def shrink(
     rows: int,
     kernel: SpecializedKernel,
 ) -> Launched:
-    """Write the planes of h.
+    """Write the planes of h, [planes, num_slices, rows of h, max_rank] float32, contiguous.
 
-    Args:
-        x: [num_tokens, in_features].
-        weights: the layer, its tables contiguous.
-        plan: the batch.
-        h: [planes, num_slices, rows of h, max_rank] float32, contiguous. Nothing is written for
-            tokens without an adapter; beyond a rank, at most zeros up to the end of
-            its group of 8.
-        rows: rows of the grid.
-        kernel: from `kernels_of`.
+    The layer's tables are contiguous. Nothing is written for tokens without an adapter; beyond a
+    rank, at most zeros up to the end of its group of 8.
     """
     a = weights.lora_a
     tensors = (x, a, weights.ranks, *plan.tables(), h)
@@ -258,16 +251,9 @@ def expand(
     rows: int,
     kernel: SpecializedKernel,
 ) -> Launched:
-    """Add the LoRA to y.
+    """Add the LoRA to y; h is as in `shrink`, of which only the last axis need be contiguous.
 
-    Args:
-        h: [planes, num_slices, rows of h, max_rank] float32, the last axis contiguous.
-        weights: the layer, its tables contiguous.
-        plan: the batch.
-        y: [num_tokens, out_features], changed in place.
-        rows: rows of the grid.
-        kernel: from `kernels_of`. A programmatic one must follow `shrink`, which waits for all
-            earlier kernels.
+    A programmatic kernel must follow `shrink`, which waits for all earlier kernels.
     """
     b, bias, sizes = weights.lora_b, weights.bias, kernel.constants
     added, bias_stride = (b, 0) if bias is None else (bias, bias.stride(0))  # b is not read

@@ -10,13 +10,7 @@ import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.experts import ExpertWeights
-from lora_backends.testing.cases import (
-    LARGEST_EXACT,
-    base_values,
-    integers,
-    normals,
-    repr_of_case,
-)
+from lora_backends.testing.cases import ReproducibleCase, base_values, integers, normals
 from lora_backends.testing.inputs import GuardedOutput, guarded
 
 Table = tuple[tuple[tuple[int, ...], ...], ...]
@@ -57,7 +51,7 @@ class ExpertInputs:
 
 
 @dataclass(frozen=True, repr=False)
-class ExpertCase:
+class ExpertCase(ReproducibleCase):
     """One call of experts, reproducible from its ``repr``.
 
     Two tokens, each with its adapter's matrices of two of three experts; the last pair is dead:
@@ -93,21 +87,6 @@ class ExpertCase:
     values: Literal["real", "integer"] = "real"  # normal, or small integers whose sums are exact
     seed: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, those without an adapter included."""
-        return len(self.slots)
-
-    @property
-    def num_slots(self) -> int:
-        """Number of slots of the weights."""
-        return len(self.ranks)
-
-    @property
-    def is_integer(self) -> bool:
-        """Whether all sums are exact, so that the result is unique bit for bit."""
-        return self.values == "integer"
-
     def build(self, device: torch.device | str = "cpu") -> ExpertInputs:
         """Return the tensors; they depend on the case alone, never on the device."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -117,10 +96,7 @@ class ExpertCase:
         batch = LoRABatch(self.slots, self.num_slots)
         live = (ids >= 0) & (batch.token_slots != NO_ADAPTER)[:, None]
         rows = live.flatten() if self.rows == "pairs" else live.any(1)
-        x = draw((len(rows), self.in_features), generator)
-        if self.is_integer:
-            order = torch.randperm(self.in_features, generator=generator, device="cpu")
-            x[:, order[LARGEST_EXACT:]] = 0
+        x = self.draw_x(len(rows), self.in_features, generator)
         x[~rows] = float("nan")
         factors = torch.rand(tokens, self.top_k, generator=generator, device="cpu")
         if self.is_integer:
@@ -196,9 +172,6 @@ class ExpertCase:
     def edges(self) -> frozenset[str]:
         """Return the names of the edges that this case stands on, of `EXPERT_EDGES`."""
         return frozenset(name for name, stands_on in EXPERT_EDGES.items() if stands_on(self))
-
-    def __repr__(self) -> str:
-        return repr_of_case(self)
 
 
 def _over(ranks: torch.Tensor, experts: int) -> torch.Tensor:
