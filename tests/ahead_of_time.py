@@ -7,7 +7,6 @@ layers and batches.
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
@@ -86,13 +85,14 @@ def compile_kernel(found, dtype, target):
 
 def kernels(engine, dtype, programmatic):
     """Yield every kernel that the engine launches for the layers and batches above."""
+    from lora_backends.registry import backend_class
     from lora_backends.sgmv import launch
     from lora_backends.sgmv.tiles import rules
     from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
     from lora_backends.sgmv.tiles.source import RULES
 
-    entry = import_module(f"lora_backends.{engine}.kernels")
-    options = launch.Options(entry, "ieee", programmatic, False, RULES, programmatic)
+    cls = backend_class(engine)
+    options = launch.Options(cls, "ieee", programmatic, False, RULES, programmatic)
     item_bytes = 4 if dtype == "fp32" else 2
     for slices, inputs, rank in LAYERS[dtype]:
         layer = LayerShape(len(slices), rank, inputs, sum(slices), item_bytes)
@@ -105,7 +105,7 @@ def kernels(engine, dtype, programmatic):
                         batch, layer, slices, bias, row, options, form, programmatic
                     )
                     yield from (found.shrink, found.expand)
-                yield launch.gather_kernel(entry, len(slices), rank, constants(False))
+                yield launch.gather_kernel(cls, len(slices), rank, constants(False))
 
 
 def row_constants(engine, dtype, tile):

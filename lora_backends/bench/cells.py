@@ -22,30 +22,24 @@ MIN_SLOTS = 8  # a stack usually has more slots than a small batch uses
 
 Composition = tuple[int, int, int, str]  # tokens, adapters, rank, mix
 
+_SMALL: Sequence[Composition] = (
+    (1, 1, 16, "uniform"),
+    (16, 8, 16, "uniform"),
+    (64, 1, 16, "identical"),
+    (64, 8, 16, "uniform"),
+    (64, 8, 16, "skewed"),
+    (64, 64, 16, "distinct"),
+)
 COMPOSITIONS: Mapping[str, Sequence[Composition]] = {
     "cuda": (
-        (1, 1, 16, "uniform"),
-        (16, 8, 16, "uniform"),
-        (64, 1, 16, "identical"),
-        (64, 8, 16, "uniform"),
-        (64, 8, 16, "skewed"),
-        (64, 64, 16, "distinct"),
+        *_SMALL,
         (256, 8, 16, "uniform"),
         (2048, 8, 16, "uniform"),
         (16, 8, 64, "uniform"),
         (256, 8, 64, "uniform"),
         (2048, 8, 64, "skewed"),
     ),
-    "cpu": (
-        (1, 1, 16, "uniform"),
-        (16, 8, 16, "uniform"),
-        (64, 1, 16, "identical"),
-        (64, 8, 16, "uniform"),
-        (64, 8, 16, "skewed"),
-        (64, 64, 16, "distinct"),
-        (256, 8, 16, "uniform"),
-        (64, 8, 64, "uniform"),
-    ),
+    "cpu": (*_SMALL, (256, 8, 16, "uniform"), (64, 8, 64, "uniform")),
 }
 """The default batches for each projection, by type of device."""
 
@@ -195,20 +189,11 @@ def make_cells(
     mixes: Sequence[str] = (),
     operations: Sequence[str] = ("run_linear",),
 ) -> list[Cell]:
-    """Return every operation with every projection that it takes and every batch.
+    """Return every operation with every projection that it takes and every batch, none twice.
 
-    Args:
-        projections: from `preset`, `read_config`, or by hand.
-        device_type: "cpu" or "cuda": which of `COMPOSITIONS` is used if no sizes are given.
-        tokens: numbers of tokens; if any of the four is given, every combination is made.
-        adapters: numbers of adapters.
-        ranks: ranks.
-        mixes: some of `MIXES`.
-        operations: names; those that read token ids take the embedding, if there is one, and
-            others all projections but the embedding.
-
-    Returns:
-        The cells, none twice.
+    If any of tokens, adapters, ranks and mixes is given, their combinations are the batches, else
+    `COMPOSITIONS` of the type of device. Operations that read token ids take the embedding, if
+    there is one; others take all projections but the embedding.
 
     Raises:
         InvalidInputError: no such operation, or one that takes none of the projections.
@@ -231,11 +216,7 @@ def make_cells(
 
 
 def projections_of(operation: str, projections: Projections) -> list[str]:
-    """Return the names of the projections that an operation takes.
-
-    Raises:
-        InvalidInputError: no such operation, or it takes none of them.
-    """
+    """Return the names of the projections that an operation takes; none is an error."""
     ids = find_operation(operation).input is Input.TOKEN_IDS
     names = [
         name

@@ -75,21 +75,10 @@ def make_job(
 ) -> Job:
     """Return the run that a command line asks for; lists are separated by commas.
 
-    Args:
-        preset_name: one of `PRESETS`; the default of the device if no other layers are given.
-        config_json: a Transformers config.json, instead of a preset.
-        in_features: width of x, instead of a preset.
-        output_slices: widths of y's slices, with `in_features`.
-        tokens: numbers of tokens; with any of these four, every combination is timed.
-        adapters: numbers of adapters.
-        rank: ranks.
-        mixes: some of `MIXES`.
-        operations: names of operations; run_linear if None, and "all" for each that is not a case
-            of another.
-        backends: names; all that run on the device if None.
-        options: ``NAME.KEY=VALUE``, options of the contenders, the value as JSON or a string.
-        dtype: of x and the weights; float32 on the CPU and bfloat16 on a GPU if None.
-        device: "cpu", "cuda", ...; the best here if None or "auto".
+    Layers come from one source: a preset (the device's default if no source is given), a
+    config.json, or both widths. With tokens, adapters, rank or mixes, every combination is timed.
+    `operations` is run_linear if None, and "all" is each that is not a case of another. An item of
+    `options` is ``NAME.KEY=VALUE``, the value JSON or a string. `device` may be "auto".
 
     Raises:
         LoRABackendError: contradictory or unknown arguments; nothing has been measured.

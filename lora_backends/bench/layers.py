@@ -45,16 +45,10 @@ class Workload:
 def make_layers(
     cell: Cell, device: torch.device | str, dtype: torch.dtype, max_rank: int = 0
 ) -> list[LoRAWeights]:
-    """Return the layers that a timing rotates over.
+    """Return the layers that a timing rotates over, 4 or more.
 
-    Args:
-        cell: the shape.
-        device: where they live.
-        dtype: of A and B.
-        max_rank: width of the stack; 0: the cell's rank.
-
-    Returns:
-        4 layers or more; A and B are scaled so that h and the delta are of order 1.
+    A and B are scaled so that h and the delta are of order 1. The stack is `max_rank` wide; 0
+    stands for the cell's rank.
     """
     device, max_rank = torch.device(device), max_rank or cell.rank
     count = num_layers(cell, dtype.itemsize, ROTATED_BYTES[device.type], MOST_LAYERS[device.type])
@@ -94,11 +88,9 @@ def make_workload(cell: Cell, layers: list[LoRAWeights]) -> Workload:
 
 
 def reference(work: Workload) -> torch.Tensor:
-    """Return the right result for the first layer, by plain products.
+    """Return the right result for the first layer, by plain products: the delta, or h.
 
-    Returns:
-        The delta [num_tokens, out_features], or h [num_slices, num_tokens, max_rank]; float32 for
-        16-bit weights and float64 for wider ones.
+    It is float32 for 16-bit weights and float64 for wider ones.
     """
     weights, batch, x = work.layers[0], work.batch, work.x
     wide = torch.float32 if weights.dtype.itemsize == 2 else torch.float64
@@ -125,12 +117,9 @@ def reference(work: Workload) -> torch.Tensor:
 
 
 def check(call: Callable[[int], object], work: Workload, expected: torch.Tensor) -> None:
-    """Run a contender on the first layer and compare its result.
+    """Run a contender on the first layer and compare its result with that of `reference`.
 
-    Args:
-        call: runs the operation for a layer, by its index: returns h, or adds to ``work.y``.
-        work: the cell; y is left at zero.
-        expected: from `reference`.
+    `call` runs the layer of an index: it returns h, or adds to ``work.y``, which is left at zero.
 
     Raises:
         WrongResultError: a row is off by more than `TOLERANCES` allows.

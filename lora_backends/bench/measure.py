@@ -67,13 +67,7 @@ LIMIT = (
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """Return a device that can be timed.
-
-    Raises:
-        InvalidInputError: no such device.
-        BackendUnavailableError: torch cannot use it here.
-        UnsupportedInputError: it is neither a CPU nor a CUDA or ROCm GPU.
-    """
+    """Return a device that can be timed, or raise the typed error that says why it cannot."""
     parsed = as_device(device)
     if parsed.type not in METHOD:
         raise UnsupportedInputError(f"bench times {', '.join(METHOD)}; given: {parsed}")
@@ -86,11 +80,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def check_memory(cells: Sequence[Cell], device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse cells that do not fit into memory, before anything is measured.
-
-    Raises:
-        InvalidInputError: layers, x, y and the reference of a cell take more than the device has.
-    """
+    """Refuse cells that do not fit into memory, before anything is measured."""
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[1]
     else:

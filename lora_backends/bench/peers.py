@@ -24,12 +24,7 @@ _POINTERS = ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT")
 
 
 def peer(name: str, device: torch.device, dtype: torch.dtype) -> Callable[[Workload], Call]:
-    """Return a function that prepares an engine's batch and returns its call for a workload.
-
-    Args:
-        name: one of `PEERS`.
-        device: a CUDA device.
-        dtype: float16 or bfloat16.
+    """Return a function that prepares a workload for one of `PEERS` and returns its call.
 
     Raises:
         BackendUnavailableError: the engine is not installed, or does not run on the device.
@@ -51,11 +46,7 @@ def peer(name: str, device: torch.device, dtype: torch.dtype) -> Callable[[Workl
 
 
 def _vllm() -> Callable[[Workload], Call]:
-    """lora_shrink and lora_expand.
-
-    Source:
-        vllm/lora/ops/triton_ops of vllm-project/vllm.
-    """
+    """lora_shrink and lora_expand, from vllm/lora/ops/triton_ops of vllm-project/vllm."""
     ops: Any = importlib.import_module(_OPS)
     shrink, expand, meta_type = ops.lora_shrink, ops.lora_expand, ops.LoRAKernelMeta
     parameters = list(inspect.signature(meta_type.meta_args).parameters)[1:]
@@ -87,11 +78,7 @@ def _vllm() -> Callable[[Workload], Call]:
 
 
 def _sglang() -> Callable[[Workload], Call]:
-    """The chunked SGMV, in chunks of 16 tokens.
-
-    Source:
-        python/sglang/srt/lora/triton_ops of sgl-project/sglang.
-    """
+    """The chunked SGMV, in chunks of 16 tokens, from sgl-project/sglang's lora/triton_ops."""
     ops: Any = importlib.import_module("sglang.srt.lora.triton_ops")
     shrink, expand = ops.chunked_sgmv_lora_shrink_forward, ops.chunked_sgmv_lora_expand_forward
     info_type = importlib.import_module("sglang.srt.lora.utils").LoRABatchInfo

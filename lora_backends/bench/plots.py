@@ -25,15 +25,10 @@ PANEL = (4.6, 3.3)  # inches
 
 
 def save_plots(result: Result, folder: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Draw every plot that the rows of a result allow.
+    """Draw every plot that the rows of a result allow, and return the files.
 
-    Args:
-        result: from `measure` or `read_result`.
-        folder: made if it is missing.
-        formats: file endings that matplotlib knows.
-
-    Returns:
-        The files. Time against tokens (adapters) needs two cells that differ in nothing else.
+    The folder is made if it is missing. Time against tokens (adapters) needs two cells that differ
+    in nothing else.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -26,16 +26,7 @@ DECODE_TOKENS = 256
 
 
 def new_result(method: str, device: torch.device | str = "cpu", **settings: Any) -> dict[str, Any]:
-    """Return a result without rows: where, when and how it is measured.
-
-    Args:
-        method: how a row is measured, in sentences.
-        device: where.
-        settings: what all rows share.
-
-    Returns:
-        format, device, threads, versions, date, method, the settings, rows and summary.
-    """
+    """Return a result without rows: where, when and how it is measured, and the given settings."""
     device = torch.device(device)
     return {
         "format": FORMAT,
@@ -58,9 +49,14 @@ def versions(*packages: str) -> dict[str, str | None]:
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result whole or not at all: an interrupted run leaves the last whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, result_text(result))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(result_text(result), encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -76,11 +72,7 @@ def result_text(result: Mapping[str, Any]) -> str:
 
 
 def writable_file(path: Path, option: str) -> Path:
-    """Return where a result goes, after its folder has been made and tried.
-
-    Raises:
-        InvalidInputError: it is a folder or no path, or its folder cannot be written to.
-    """
+    """Return where a result goes, after its folder has been made and tried."""
     file = as_path(path, option)
     if kind_of(file) == "a folder":
         raise InvalidInputError(f"{option}: {file} is a folder\n  allowed: a file")
@@ -89,11 +81,7 @@ def writable_file(path: Path, option: str) -> Path:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Make a folder and try to write to it, before anything is measured.
-
-    Raises:
-        InvalidInputError: the folder cannot be made or written to.
-    """
+    """Make a folder and try to write to it, before anything is measured."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

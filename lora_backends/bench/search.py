@@ -66,16 +66,9 @@ def search(
 ) -> Found:
     """Climb from the sizes in use: change one size at a time while that makes a call faster.
 
-    Args:
-        rules: the TileConfig of the rules, which the result is compared with.
-        in_use: the TileConfig that a backend takes today.
-        legal: whether the kernels can take a TileConfig.
-        lab: where candidates run.
-        out_of_time: asked before each candidate is compiled.
-
-    Returns:
-        The fastest sizes found: never slower than the rules or, given time to try them, than those
-        in use.
+    The result is never slower than the sizes of the rules or, given time to try them, than those in
+    use. `legal` says whether the kernels can take a TileConfig; `out_of_time` is asked before each
+    candidate is compiled.
 
     Raises:
         RulesFail: the sizes of the rules cannot be compiled, or compute a wrong result.
@@ -131,12 +124,7 @@ def neighbours(tiles: Any) -> list[Any]:
 
 
 def fastest(rivals: Sequence[Any], sample: Callable[[Any], float]) -> Any:
-    """Return the fastest of some sizes; the first keeps its place unless it is clearly beaten.
-
-    Args:
-        rivals: TileConfigs, the best so far first.
-        sample: times one.
-    """
+    """Return the fastest of some sizes; the first keeps its place unless it is clearly beaten."""
     holder, alive = rivals[0], list(rivals[1:])
     times: dict[Any, list[float]] = {tiles: [] for tiles in alive}
     while len(alive) > 1:

@@ -7,7 +7,6 @@ the same command continues with the points that it lacks.
 from __future__ import annotations
 
 import datetime
-import os
 import re
 import statistics
 import time
@@ -20,7 +19,7 @@ import torch
 
 from lora_backends.bench.cells import Cell
 from lora_backends.bench.job import best_device, make_job
-from lora_backends.bench.results import versions, writable_file
+from lora_backends.bench.results import versions, writable_file, write_whole
 from lora_backends.bench.search import MARGIN, Found, Lab, RulesFail, search
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.registry import backend_class, unavailable_reasons
@@ -99,16 +98,7 @@ def tune_points(
     """Search every point that the table lacks, until the budget is used up.
 
     A point may use an equal share of the time that is left, so time saved at one point goes to
-    those after it.
-
-    Args:
-        job: what to tune.
-        lab_of: makes the lab of a point.
-        notify: see `Notify`.
-        now: a clock, in seconds.
-
-    Returns:
-        The state of the table. An interruption is raised; the table has all points searched before.
+    those after it. An interruption is raised; the table has all points searched before.
     """
     entries, same_software = _read_entries(job)
     done = {point.key for point in job.points if same_software and point.key in entries}
@@ -179,7 +169,6 @@ def _versions() -> dict[str, str]:
 
 
 def _write(job: Tuning, entries: Iterable[Entry]) -> None:
-    """Write the table whole or not at all."""
     device, capability = device_of(job.device)
     entries = tuple(entries)
     table = TileTable(
@@ -192,12 +181,7 @@ def _write(job: Tuning, entries: Iterable[Entry]) -> None:
         batches=tuple(best_tiles(entries).values()),
         entries=entries,
     )
-    partial = job.path.with_name(f".{job.path.name}.{os.getpid()}")
-    try:
-        partial.write_text(table_text(table), encoding="utf-8")
-        partial.replace(job.path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(job.path, table_text(table))
 
 
 def best_tiles(entries: Iterable[Entry]) -> dict[tuple[int, int], BatchTiles]:
@@ -264,13 +248,8 @@ def make_tuning(
 ) -> Tuning:
     """Return the run that a command line asks for.
 
-    Args:
-        backend: an engine with tiles.
-        budget: "90s", "5m", "1h".
-        output: the table; in the user's folder under the device's name if None.
-        device: "cuda", "cuda:1", ...; the best here if None or "auto".
-        layers: as `make_job`: preset_name, config_json, in_features, output_slices, tokens,
-            adapters, rank, mixes, dtype; lists are separated by commas.
+    The table goes to `output`, else to the user's folder under the device's name. `layers` holds
+    arguments of `make_job`.
 
     Raises:
         LoRABackendError: arguments that contradict each other, a folder that cannot be written to,
@@ -289,12 +268,7 @@ def make_tuning(
 
 
 def engine_with_tiles(backend: str) -> type[SgmvBackend]:
-    """Return the class of an engine that has tile sizes.
-
-    Raises:
-        BackendUnavailableError: no backend of that name is registered, or it does not import.
-        UnsupportedInputError: it has no tiles to tune.
-    """
+    """Return the class of an engine that has tile sizes; another one is an error."""
     engine = backend_class(backend)
     if not issubclass(engine, SgmvBackend):
         raise UnsupportedInputError(
@@ -319,11 +293,7 @@ def _gpu(backend: str, device: str | None) -> torch.device:
 
 
 def parse_budget(text: str) -> float:
-    """Return the seconds of "90s", "5m" or "1h".
-
-    Raises:
-        InvalidInputError: it is none of these, or zero.
-    """
+    """Return the seconds of "90s", "5m" or "1h"."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
     seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
     if seconds <= 0:
@@ -334,12 +304,8 @@ def parse_budget(text: str) -> float:
 def make_points(cells: Sequence[Cell], dtype: torch.dtype) -> list[Point]:
     """Return the points to search: with the rules' tile first, then with twice and half of it.
 
-    Args:
-        cells: layers and batches; of cells with the same key in a table, the first counts.
-        dtype: of the weights.
-
-    Returns:
-        The points, none twice, those of one layer together: they share compiled kernels.
+    None comes twice: of cells with the same key in a table, the first counts. Points of one layer
+    stand together, because they share compiled kernels.
     """
     first: dict[Key, Point] = {}
     others: dict[Key, Point] = {}

@@ -49,13 +49,7 @@ class _Prepared:
 
 
 class GpuLab:
-    """A `Lab` for one point.
-
-    Args:
-        job: the run.
-        point: the layer, the batch and the tile of its plan.
-        work: the batch, and the layers that a graph runs.
-    """
+    """A `Lab` for one point: it runs the point's batch on the layers of its workload."""
 
     def __init__(self, job: Tuning, point: Point, work: Workload) -> None:
         self._job, self._point, self._work = job, point, work

@@ -24,12 +24,7 @@ class ModelConfig(BaseModel):
     """The GGUF file in that folder, where the model is one."""
 
     def location(self) -> str:
-        """Return what `from_pretrained` takes.
-
-        Raises:
-            InvalidInputError: neither or both are given, the path is none, or the package is not
-                installed.
-        """
+        """Return what `from_pretrained` takes."""
         if (self.path is None) == (self.package is None):
             raise InvalidInputError(
                 f"which model?\n  given: path={shown(self.path)}, package={shown(self.package)}\n"

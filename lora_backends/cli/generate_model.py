@@ -29,13 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_adapters(settings: GenerateConfig) -> None:
-    """Refuse adapters that are not there, do not fit or cannot be read, before the model is loaded.
-
-    Raises:
-        InvalidInputError: a prompt names an adapter that is not given, more adapters than slots,
-            or a checkpoint that cannot be loaded.
-        UnsupportedInputError: an adapter uses a feature that is not reproduced exactly.
-    """
+    """Refuse adapters that are missing, do not fit or cannot be read, before loading the model."""
     given = settings.adapters
     for number, prompt in enumerate(settings.prompts, 1):
         if prompt.adapter is not None and prompt.adapter not in given:
@@ -55,11 +49,7 @@ def check_adapters(settings: GenerateConfig) -> None:
 
 
 def load(settings: GenerateConfig) -> tuple[MultiLoRAModel, Any]:
-    """Return the model with its adapters, and its tokenizer.
-
-    Raises:
-        LoRABackendError: the model, an adapter or the backend cannot be loaded.
-    """
+    """Return the model with its adapters, and its tokenizer."""
     _check_installed("transformers")
     location = settings.model.location()
     device = get_backend(settings).device  # says so before the model is loaded if it does not run
@@ -76,11 +66,7 @@ def load(settings: GenerateConfig) -> tuple[MultiLoRAModel, Any]:
 
 
 def encoded(model: MultiLoRAModel, tokenizer: Any, settings: GenerateConfig) -> Prompts:
-    """Return the prompts as the model takes them.
-
-    Raises:
-        InvalidInputError: the tokenizer cannot encode them, or belongs to another model.
-    """
+    """Return the prompts as the model takes them."""
     from lora_backends.hf.generation import encode
 
     texts = [prompt.text for prompt in settings.prompts]

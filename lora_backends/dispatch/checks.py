@@ -23,14 +23,8 @@ from lora_backends.weights import LoRAWeights, extent_of
 def check_prepare_batch(engine: Engine, batch: LoRABatch, out: Any | None = None) -> None:
     """Guard `prepare_batch`; the signature is the method's."""
     problems = Problems()
-    if not isinstance(batch, LoRABatch):
-        problems.invalid.append(f"batch is a {type(batch).__name__}; allowed: a LoRABatch")
-    elif out is not None:
-        if not isinstance(out, engine.plan_type):
-            problems.invalid.append(
-                f"out is a {type(out).__name__}; allowed: a plan of this backend "
-                f"({engine.plan_type.__name__})"
-            )
+    if problems.check_type("batch", batch, LoRABatch, "a LoRABatch") and out is not None:
+        problems.check_type("out", out, engine.plan_type, "a plan of this backend")
         for field in ("num_tokens", "num_slots"):
             planned, wanted = planned_size(out, field), getattr(batch, field)
             if planned is not None and planned != wanted:
@@ -49,20 +43,7 @@ def check_operation(
     plan: Any,
     base_output: torch.Tensor | None = None,
 ) -> None:
-    """Guard a call of an operation.
-
-    Args:
-        engine: the backend.
-        operation: the operation.
-        first: its first argument, whatever that is called.
-        weights: the layer.
-        plan: the plan.
-        base_output: None for an operation that returns h.
-
-    Raises:
-        InvalidInputError: arguments that contradict each other.
-        UnsupportedInputError: arguments that the engine cannot run.
-    """
+    """Guard a call of an operation; an operation that returns h has no base_output."""
     problems, name = Problems(), operation.argument
     if _weights_fit(problems, engine, weights, plan):
         if operation.num_slices not in (None, weights.num_slices):
@@ -72,14 +53,9 @@ def check_operation(
             )
         if check_tensor(problems, engine, name, first):
             _GUARDS[operation.input](problems, name, first, weights, plan)
-        if not problems.invalid and base_output is not None:
-            shape = output_shape(operation, first, weights, plan)
-            check_base(problems, engine, base_output, shape)
-            check_apart(problems, base_output, tensors_of(weights))
-            check_apart(problems, base_output, {name: first})
         if not problems.invalid:
-            tensors = [first, *tensors_of(weights).values()]
-            check_gradients(problems, engine, tensors, base_output)
+            shape = output_shape(operation, first, weights, plan)
+            check_writing(problems, engine, tensors_of(weights) | {name: first}, base_output, shape)
     problems.raise_if_any(
         engine.name,
         operation.name,
@@ -97,13 +73,20 @@ def _check_rows(
     if x.ndim != 2:
         problems.invalid.append(f"{name} is {describe(x)}; allowed: a tensor of two axes")
         return
-    shape = (_planned_or(plan, x.shape[0]), weights.in_features)
+    check_matrix(problems, name, x, weights, _planned_or(plan, x.shape[0]), "the plan's tokens")
+
+
+def check_matrix(
+    problems: Problems, name: str, x: torch.Tensor, weights: Layer, rows: int, meaning: str
+) -> None:
+    """Check that x is [rows, in_features], its last axis contiguous, in the weights' dtype."""
+    shape = (rows, weights.in_features)
     if tuple(x.shape) != shape:
         problems.invalid.append(
-            f"{name} is {list(x.shape)}; allowed: {list(shape)}, the plan's tokens and the "
-            f"layer's in_features"
+            f"{name} is {list(x.shape)}; allowed: {list(shape)}, {meaning} and the layer's "
+            f"in_features"
         )
-    if not last_axis_is_contiguous(x):
+    if x.ndim and not last_axis_is_contiguous(x):
         problems.invalid.append(
             f"the last axis of {name} is not contiguous (strides {tuple(x.stride())}); "
             f"pass {name}.contiguous()"
@@ -162,14 +145,10 @@ _GUARDS = {
 
 def _weights_fit(problems: Problems, engine: Engine, weights: LoRAWeights, plan: Any) -> bool:
     """Check weights and plan against the engine; False if nothing else can be checked."""
-    if not isinstance(weights, LoRAWeights):
-        problems.invalid.append(f"weights is a {type(weights).__name__}; allowed: LoRAWeights")
+    made = "what prepare_batch of this backend returned"
+    if not problems.check_type("weights", weights, LoRAWeights, "LoRAWeights"):
         return False
-    if not isinstance(plan, engine.plan_type):
-        problems.invalid.append(
-            f"plan is a {type(plan).__name__}; allowed: what prepare_batch of this backend "
-            f"returned ({engine.plan_type.__name__})"
-        )
+    if not problems.check_type("plan", plan, engine.plan_type, made):
         return False
     check_weights(problems, engine, weights, plan)
     return True
@@ -238,7 +217,22 @@ def last_axis_is_contiguous(tensor: torch.Tensor) -> bool:
     return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 or not tensor.numel()
 
 
-def check_base(
+def check_writing(
+    problems: Problems,
+    engine: Engine,
+    read: dict[str, torch.Tensor],
+    base_output: Any,
+    shape: tuple[int, ...],
+) -> None:
+    """Check base_output, if there is one, and gradients against the tensors that a call reads."""
+    if base_output is not None:
+        _check_base(problems, engine, base_output, shape)
+        _check_apart(problems, base_output, read)
+    if not problems.invalid:
+        check_gradients(problems, engine, list(read.values()), base_output)
+
+
+def _check_base(
     problems: Problems, engine: Engine, base_output: Any, shape: tuple[int, ...]
 ) -> None:
     """Check that base_output can be added to in place, row by row."""
@@ -276,7 +270,7 @@ def _rows_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
-def check_apart(
+def _check_apart(
     problems: Problems, base_output: torch.Tensor, others: dict[str, torch.Tensor]
 ) -> None:
     """Refuse a base_output that lies on what the call reads: writing would change it."""

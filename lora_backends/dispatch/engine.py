@@ -63,6 +63,10 @@ class Layer(Protocol):
         """Adapters that there is room for."""
 
     @property
+    def in_features(self) -> int:
+        """Width of x."""
+
+    @property
     def out_features(self) -> int:
         """Width of y."""
 

@@ -11,7 +11,6 @@ from lora_backends.dispatch import checks
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.output import output_shape
 from lora_backends.dispatch.problems import Problems, describe
-from lora_backends.dtypes import dtype_name
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.operations import Operation
 
@@ -27,11 +26,7 @@ def check_prepare_experts(
 ) -> None:
     """Guard `prepare_experts`; the signature is the method's."""
     problems = Problems()
-    if not isinstance(plan, engine.plan_type):
-        problems.invalid.append(
-            f"plan is a {type(plan).__name__}; allowed: a plan of this backend "
-            f"({engine.plan_type.__name__})"
-        )
+    problems.check_type("plan", plan, engine.plan_type, "a plan of this backend")
     if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
         problems.invalid.append(f"num_experts is {num_experts!r}; allowed: an int >= 1")
     _check_pairs(problems, engine, plan, topk_ids, topk_weights)
@@ -99,11 +94,7 @@ def _check_ids(
 def _check_refill(
     problems: Problems, engine: Engine, topk_ids: torch.Tensor, num_experts: int, out: Any
 ) -> None:
-    if not isinstance(out, engine.routing_type):
-        problems.invalid.append(
-            f"out is a {type(out).__name__}; allowed: a routing of this backend "
-            f"({engine.routing_type.__name__})"
-        )
+    if not problems.check_type("out", out, engine.routing_type, "a routing of this backend"):
         return
     for name, made, wanted in (
         ("num_tokens, k", list(out.topk_ids.shape), list(topk_ids.shape)),
@@ -134,15 +125,13 @@ def check_experts(
             )
     if _layer_fits(problems, engine, weights, routing):
         if not problems.invalid and checks.check_tensor(problems, engine, operation.argument, x):
-            _check_rows(problems, operation.argument, x, weights, routing, options["rows"])
-        if not problems.invalid and base_output is not None:
-            shape = output_shape(operation, x, weights, routing, options)
-            checks.check_base(problems, engine, base_output, shape)
-            checks.check_apart(problems, base_output, checks.tensors_of(weights))
-            checks.check_apart(problems, base_output, {operation.argument: x})
+            rows = routing.num_tokens * (routing.top_k if options["rows"] == "pairs" else 1)
+            meaning = f"a row for each of the routing's {options['rows']}"
+            checks.check_matrix(problems, operation.argument, x, weights, rows, meaning)
         if not problems.invalid:
-            tensors = [x, *checks.tensors_of(weights).values()]
-            checks.check_gradients(problems, engine, tensors, base_output)
+            shape = output_shape(operation, x, weights, routing, options)
+            read = checks.tensors_of(weights) | {operation.argument: x}
+            checks.check_writing(problems, engine, read, base_output, shape)
     problems.raise_if_any(
         engine.name,
         operation.name,
@@ -155,14 +144,10 @@ def check_experts(
 
 def _layer_fits(problems: Problems, engine: Engine, weights: Any, routing: Any) -> bool:
     """Check weights and routing against the engine; False if nothing else can be checked."""
-    if not isinstance(weights, ExpertWeights):
-        problems.invalid.append(f"weights is a {type(weights).__name__}; allowed: ExpertWeights")
+    made = "what prepare_experts of this backend returned"
+    if not problems.check_type("weights", weights, ExpertWeights, "ExpertWeights"):
         return False
-    if not isinstance(routing, engine.routing_type):
-        problems.invalid.append(
-            f"routing is a {type(routing).__name__}; allowed: what prepare_experts of this backend "
-            f"returned ({engine.routing_type.__name__})"
-        )
+    if not problems.check_type("routing", routing, engine.routing_type, made):
         return False
     if routing.num_experts != weights.num_experts:
         problems.invalid.append(
@@ -171,29 +156,3 @@ def _layer_fits(problems: Problems, engine: Engine, weights: Any, routing: Any) 
         )
     checks.check_weights(problems, engine, weights, routing.plan)
     return True
-
-
-def _check_rows(
-    problems: Problems,
-    name: str,
-    x: torch.Tensor,
-    weights: ExpertWeights,
-    routing: ExpertRouting,
-    rows: str,
-) -> None:
-    count = routing.num_tokens * (routing.top_k if rows == "pairs" else 1)
-    if tuple(x.shape) != (count, weights.in_features):
-        problems.invalid.append(
-            f"{name} is {list(x.shape)}; allowed: {[count, weights.in_features]}, a row for each "
-            f"of the routing's {rows} and the layer's in_features"
-        )
-    elif not checks.last_axis_is_contiguous(x):
-        problems.invalid.append(
-            f"the last axis of {name} is not contiguous (strides {tuple(x.stride())}); "
-            f"pass {name}.contiguous()"
-        )
-    if x.dtype != weights.dtype:
-        problems.invalid.append(
-            f"{name}.dtype is {dtype_name(x.dtype)}, the weights are {dtype_name(weights.dtype)}; "
-            f"allowed: one dtype for both"
-        )

@@ -39,11 +39,7 @@ class Handled:
 
 
 def lookup(handle: int) -> Any:
-    """Return the object that a handle stands for.
-
-    Raises:
-        InvalidInputError: the object is gone.
-    """
+    """Return the object that a handle stands for."""
     found = _OBJECTS.get(handle)
     if found is None:
         raise InvalidInputError(

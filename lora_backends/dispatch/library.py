@@ -55,18 +55,6 @@ def _add(
     getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y, **given)
 
 
-def _add_fake(
-    operation: str,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    backend: int,
-    weights: int,
-    plan: int,
-    options: list[int],
-) -> None:
-    return None
-
-
 def _register(suffix: str, tags: tuple[torch.Tag, ...]) -> tuple[Any, Any]:
     shrink = torch.library.custom_op(
         f"lora_backends::run_lora_a{suffix}", _shrink, mutates_args=(), tags=tags
@@ -75,7 +63,7 @@ def _register(suffix: str, tags: tuple[torch.Tag, ...]) -> tuple[Any, Any]:
     add = torch.library.custom_op(
         f"lora_backends::add_lora{suffix}_", _add, mutates_args=("y",), tags=tags
     )
-    add.register_fake(_add_fake)
+    add.register_fake(lambda *_: None)  # y is its only result
     return shrink, add
 
 

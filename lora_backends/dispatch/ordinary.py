@@ -25,13 +25,7 @@ def is_ordinary(
 ) -> bool:
     """Return True only where the guard of rows would find no problem.
 
-    Args:
-        engine: the backend.
-        num_slices: slices that the operation demands, or None.
-        x: as in `run_linear`, unchecked.
-        weights: as in `run_linear`, unchecked.
-        plan: as in `run_linear`, unchecked.
-        y: base_output as in `run_linear`, unchecked.
+    `num_slices` is what the operation demands, or None; y is base_output. All are unchecked.
     """
     if (
         type(x) is not torch.Tensor

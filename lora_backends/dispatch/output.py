@@ -29,6 +29,13 @@ def output_shape(
     return tokens, weights.out_features
 
 
+def added_to(base_output: torch.Tensor | None, weights: Layer, plan: Any) -> torch.Tensor:
+    """Return what an engine adds to: base_output, else zeros in the dtype of the weights."""
+    if base_output is not None:
+        return base_output
+    return weights.lora_a.new_zeros(plan.num_tokens, weights.out_features)
+
+
 def new_output(
     operation: Operation,
     first: torch.Tensor,

@@ -17,6 +17,14 @@ class Problems:
         self.invalid: list[str] = []
         self.unsupported: list[str] = []
 
+    def check_type(self, name: str, value: Any, kind: type, allowed: str) -> bool:
+        """Return whether an argument is of a class; note a problem if not."""
+        if isinstance(value, kind):
+            return True
+        named = "" if kind.__name__ in allowed else f" ({kind.__name__})"
+        self.invalid.append(f"{name} is a {type(value).__name__}; allowed: {allowed}{named}")
+        return False
+
     def raise_if_any(self, engine: str, method: str, **given: Any) -> None:
         """Raise the typed error that lists the problems and the arguments given."""
         if not self.invalid and not self.unsupported:

@@ -26,16 +26,10 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 def make_batch(
     slots: str | None, sequences: str | None, num_slots: int | None, file: Path | None
 ) -> tuple[LoRABatch, Any]:
-    """Return the batch, and its ranks if a file has them.
+    """Return the batch of one source, and its ranks if that is a file which has them.
 
-    Args:
-        slots: "2,-1,0": the slot of every token.
-        sequences: "0:5,2:7": slot and length of every sequence.
-        num_slots: slots of the stack; one more than the highest if None.
-        file: JSON or TOML with the keys `KEYS`, instead.
-
-    Raises:
-        InvalidInputError: none or several of the sources, or a source that is no batch.
+    The sources are `slots`, "2,-1,0", `sequences`, "0:5,2:7" (slot and length), and a JSON or TOML
+    file with the keys `KEYS`. Without `num_slots` there is one more slot than the highest in use.
     """
     given = [text for text in (slots, sequences, file) if text is not None]
     if len(given) != 1:
@@ -64,21 +58,10 @@ def make_layer(
     max_rank: int | None = None,
     dtype: str = "bfloat16",
 ) -> Layer:
-    """Return the layer.
+    """Return the layer: both widths if they are given, else a projection of a preset.
 
-    Args:
-        num_slots: of the batch.
-        preset_name: one of `PRESETS`, unless widths are given.
-        projection: of the preset.
-        in_features: width of x, with `output_slices`.
-        output_slices: "4096,1024,1024".
-        ranks: "16" for all slots, "16,8,64" for one per slot, a list of these, or a list of lists
-            with a rank per slice; 16 if None.
-        max_rank: width of the stack; the highest rank if None.
-        dtype: of the weights.
-
-    Raises:
-        InvalidInputError: the arguments contradict each other.
+    `ranks` is "16" for all slots, "16,8,64" for one per slot, a list of these, or a list of lists
+    with a rank per slice; None stands for 16. Without `max_rank` the highest rank is taken.
     """
     if (in_features is None) != (output_slices is None):
         raise InvalidInputError("--in-features and --output-slices go together")

@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
-from lora_backends.numba_cpu import launch
+from lora_backends.dispatch.output import added_to
+from lora_backends.numba_cpu import kernels, launch
 from lora_backends.numba_cpu.layer import Layers
 from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
 from lora_backends.weights import LoRAWeights
@@ -42,11 +43,7 @@ class NumbaCPUBackend(LoRABackend):
         self._layers = Layers()
 
     def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
-        """Compile, or load from the cache on disk, what layers of these dtypes run.
-
-        Args:
-            dtypes: of the weights, x and base_output alike; None: all that are supported.
-        """
+        """Compile, or load from the cache on disk, what layers of these dtypes (None: all) run."""
         for dtype in self.dtypes if dtypes is None else dtypes:
             launch.kernel_for(dtype, dtype)
 
@@ -60,7 +57,9 @@ class NumbaCPUBackend(LoRABackend):
 
     @override
     def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: Any) -> torch.Tensor:
-        return launch.shrink(x, weights, self._layers, plan)
+        h = torch.zeros(weights.num_slices, plan.num_tokens, weights.max_rank, device="cpu")
+        launch.run(kernels.SHRINK, weights, self._layers, plan, x=x, h=h)
+        return h
 
     @override
     def run_lora_b(
@@ -70,8 +69,8 @@ class NumbaCPUBackend(LoRABackend):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = _output(weights, plan, base_output)
-        launch.expand(h, weights, self._layers, plan, y)
+        y = added_to(base_output, weights, plan)
+        launch.run(kernels.NOTHING, weights, self._layers, plan, h=h, y=y)
         return y
 
     @override
@@ -82,8 +81,8 @@ class NumbaCPUBackend(LoRABackend):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = _output(weights, plan, base_output)
-        launch.shrink_and_expand(x, weights, self._layers, plan, y)
+        y = added_to(base_output, weights, plan)
+        launch.run(kernels.SHRINK, weights, self._layers, plan, x=x, y=y)
         return y
 
     @override
@@ -94,14 +93,7 @@ class NumbaCPUBackend(LoRABackend):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = _output(weights, plan, base_output)
-        launch.gather_and_expand(token_ids, weights, self._layers, plan, y)
+        y = added_to(base_output, weights, plan)
+        ids = token_ids.to(torch.int64).reshape(-1, 1)
+        launch.run(kernels.GATHER, weights, self._layers, plan, x=ids, y=y)
         return y
-
-
-def _output(
-    weights: LoRAWeights, plan: NumbaPlan, base_output: torch.Tensor | None
-) -> torch.Tensor:
-    if base_output is not None:
-        return base_output
-    return torch.zeros(plan.num_tokens, weights.out_features, dtype=weights.dtype, device="cpu")

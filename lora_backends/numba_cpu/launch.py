@@ -49,45 +49,20 @@ def _address_of(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-def shrink(x: torch.Tensor, weights: LoRAWeights, layers: Layers, plan: NumbaPlan) -> torch.Tensor:
-    """Return h, [num_slices, num_tokens, max_rank] float32."""
-    h = torch.zeros(weights.num_slices, plan.num_tokens, weights.max_rank, device="cpu")
-    _run(kernels.SHRINK, x, h, None, weights, layers, plan)
-    return h
-
-
-def expand(
-    h: torch.Tensor, weights: LoRAWeights, layers: Layers, plan: NumbaPlan, y: torch.Tensor
-) -> None:
-    """Add the expansion of h, scaled, and the bias to y."""
-    _run(kernels.NOTHING, None, h, y, weights, layers, plan)
-
-
-def shrink_and_expand(
-    x: torch.Tensor, weights: LoRAWeights, layers: Layers, plan: NumbaPlan, y: torch.Tensor
-) -> None:
-    """Add the LoRA of x to y."""
-    _run(kernels.SHRINK, x, None, y, weights, layers, plan)
-
-
-def gather_and_expand(
-    token_ids: torch.Tensor, weights: LoRAWeights, layers: Layers, plan: NumbaPlan, y: torch.Tensor
-) -> None:
-    """Add the LoRA of an embedding to y."""
-    ids = token_ids.to(torch.int64).reshape(-1, 1)
-    _run(kernels.GATHER, ids, None, y, weights, layers, plan)
-
-
-def _run(
+def run(
     first: int,
-    x: torch.Tensor | None,
-    h: torch.Tensor | None,
-    y: torch.Tensor | None,
     weights: LoRAWeights,
     layers: Layers,
     plan: NumbaPlan,
+    *,
+    x: torch.Tensor | None = None,
+    h: torch.Tensor | None = None,
+    y: torch.Tensor | None = None,
 ) -> None:
-    """Call the kernel; without h, which then lives for this call."""
+    """Write h from x (`SHRINK`) or token ids (`GATHER`), if asked, and add its expansion to y.
+
+    x has two axes, and ids are int64. An h that is not given lives for this call.
+    """
     if not plan.num_segments:
         return
     located = layers.locate(weights)

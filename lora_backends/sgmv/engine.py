@@ -11,6 +11,7 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.devices import as_device
 from lora_backends.dispatch.cached import stores_calls
+from lora_backends.dispatch.output import added_to
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch, is_capturing
@@ -27,19 +28,8 @@ capture that follows with other adapters cannot compile."""
 class SgmvBackend(LoRABackend):
     """Segmented gather matrix-vector products in Triton: two launches a layer.
 
-    A subclass names its entry kernels and cuts batches into rows of the grid.
-
-    Args:
-        device: a CUDA or ROCm device, or the CPU under ``TRITON_INTERPRET=1``.
-        allow_tf32: multiply float32 values as tf32: faster, with 10 bits of mantissa.
-        batch_invariant: take the same tile sizes for every batch, so that a row's result does not
-            depend on the rest of its batch. These sizes come from the rules; no table is read.
-        tiles: "auto" takes tile sizes from the user's table for this device, else from the shipped
-            one, else from the rules; "rules" reads no table; else the file of a table, or a
-            `TileSource`.
-
-    Raises:
-        InvalidInputError: a table is broken or belongs to another device.
+    A subclass names its entry kernels and cuts batches into rows of the grid. It documents the
+    options; `tiles` may also be a `TileSource`.
     """
 
     entry_kernels: ClassVar[Any]
@@ -61,17 +51,22 @@ class SgmvBackend(LoRABackend):
     ) -> None:
         super().__init__(device)
         package = self.entry_kernels.__package__
-        self.tile_source = tile_source(self.name, package, self.device, tiles, batch_invariant)
+        source = tile_source(self.name, package, self.device, tiles, batch_invariant)
         self.allow_tf32 = allow_tf32
         self.batch_invariant = batch_invariant
         self._options = launch.Options(
-            entry=self.entry_kernels,
+            engine=type(self),
             precision="tf32" if allow_tf32 else "ieee",
             programmatic=has_programmatic_launch(self.device),
             batch_invariant=batch_invariant,
-            source=self.tile_source,
+            source=source,
             tma=has_tma(self.device),
         )
+
+    @property
+    def tile_source(self) -> TileSource:
+        """Where tile sizes come from."""
+        return self._options.source
 
     @classmethod
     @override
@@ -105,7 +100,7 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
+        y = added_to(base_output, weights, plan)
         rows = self._rows(plan)
         if rows:
             kernels = launch.kernels_of(weights, plan, self._options, "separate")
@@ -122,7 +117,7 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = self._output(weights, plan, x.dtype) if base_output is None else base_output
+        y = added_to(base_output, weights, plan)
         rows = self._rows(plan)
         if rows:
             kernels = launch.kernels_of(weights, plan, self._options)
@@ -142,11 +137,11 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = self._output(weights, plan, weights.dtype) if base_output is None else base_output
+        y = added_to(base_output, weights, plan)
         rows = self._rows(plan)
         if rows:
-            entry, row = self.entry_kernels, plan.row_constants(False)
-            kernel = launch.gather_kernel(entry, weights.num_slices, weights.max_rank, row)
+            engine, row = type(self), plan.row_constants(False)
+            kernel = launch.gather_kernel(engine, weights.num_slices, weights.max_rank, row)
             kernels = launch.kernels_of(weights, plan, self._options, "embedding")
             h = self._planes(weights, 1, plan.h_rows())
             laid = launch.with_contiguous_tables(weights)
@@ -177,7 +172,3 @@ class SgmvBackend(LoRABackend):
     def _planes(self, weights: LoRAWeights, split_k: int, rows: int) -> torch.Tensor:
         shape = (split_k, weights.num_slices, rows, weights.max_rank)
         return torch.empty(shape, dtype=torch.float32, device=self.device)
-
-    def _output(self, weights: LoRAWeights, plan: SgmvPlan, dtype: torch.dtype) -> torch.Tensor:
-        shape = (plan.num_tokens, weights.out_features)
-        return torch.zeros(shape, dtype=dtype, device=self.device)

@@ -40,17 +40,7 @@ def explanation(
     fact: str,
     legend: str,
 ) -> Explanation:
-    """Explain an engine that launches a shrink and an expand over pieces.
-
-    Args:
-        backend: its name.
-        batch: the batch.
-        layer: the layer.
-        cut: how the plan cuts the batch.
-        source: where sizes come from.
-        fact: a sentence about the plan.
-        legend: explains the words.
-    """
+    """Explain an engine that launches a shrink and an expand over the pieces of a cut."""
     shape = LayerShape(
         num_slices=len(layer.output_slices),
         max_rank=layer.max_rank,

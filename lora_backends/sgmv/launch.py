@@ -35,7 +35,7 @@ separate: a row for every token, exact, as callers of `run_lora_a` see it; embed
 class Options(NamedTuple):
     """What a backend fixes for all of its launches."""
 
-    entry: Any  # the module of the entry kernels
+    engine: Any  # the class, which names the entry kernels; a module cannot be copied or pickled
     precision: str  # of float32 products, as `tl.dot` names it
     programmatic: bool  # whether the expand launches before the shrink has ended
     batch_invariant: bool
@@ -144,7 +144,7 @@ def _shrink_kernel(
         "PROGRAMMATIC": options.programmatic,
     }
     return SpecializedKernel(
-        options.entry.shrink_kernel,
+        options.engine.entry_kernels.shrink_kernel,
         constants | dict(row),
         programs,
         tiles.num_warps,
@@ -187,7 +187,7 @@ def _expand_kernel(
         "PROGRAMMATIC": options.programmatic,
     }
     return SpecializedKernel(
-        options.entry.expand_kernel,
+        options.engine.entry_kernels.expand_kernel,
         constants | dict(row),
         columns.programs,
         tiles.num_warps,
@@ -197,13 +197,13 @@ def _expand_kernel(
 
 @lru_cache(maxsize=1024)
 def gather_kernel(
-    entry: Any, num_slices: int, max_rank: int, row: tuple[tuple[str, int], ...]
+    engine: Any, num_slices: int, max_rank: int, row: tuple[tuple[str, int], ...]
 ) -> SpecializedKernel:
     """Return the kernel that shrinks one-hot rows."""
     block_r = min(64, padded_rank(max_rank))
     programs = -(-max_rank // block_r) * num_slices
     constants = {"PROGRAMS": programs, "NUM_SLICES": num_slices, "BLOCK_R": block_r}
-    return SpecializedKernel(entry.gather_kernel, constants | dict(row), programs)
+    return SpecializedKernel(engine.entry_kernels.gather_kernel, constants | dict(row), programs)
 
 
 def shrink(
@@ -214,17 +214,10 @@ def shrink(
     rows: int,
     kernel: SpecializedKernel,
 ) -> Launched:
-    """Write the planes of h.
+    """Write the planes of h, [planes, num_slices, rows of h, max_rank] float32, contiguous.
 
-    Args:
-        x: [num_tokens, in_features].
-        weights: the layer, its tables contiguous.
-        plan: the batch.
-        h: [planes, num_slices, rows of h, max_rank] float32, contiguous. Nothing is written for
-            tokens without an adapter; beyond a rank, at most zeros up to the end of
-            its group of 8.
-        rows: rows of the grid.
-        kernel: from `kernels_of`.
+    The layer's tables are contiguous. Nothing is written for tokens without an adapter; beyond a
+    rank, at most zeros up to the end of its group of 8.
     """
     a = weights.lora_a
     tensors = (x, a, weights.ranks, *plan.tables(), h)
@@ -258,16 +251,9 @@ def expand(
     rows: int,
     kernel: SpecializedKernel,
 ) -> Launched:
-    """Add the LoRA to y.
+    """Add the LoRA to y; h is as in `shrink`, of which only the last axis need be contiguous.
 
-    Args:
-        h: [planes, num_slices, rows of h, max_rank] float32, the last axis contiguous.
-        weights: the layer, its tables contiguous.
-        plan: the batch.
-        y: [num_tokens, out_features], changed in place.
-        rows: rows of the grid.
-        kernel: from `kernels_of`. A programmatic one must follow `shrink`, which waits for all
-            earlier kernels.
+    A programmatic kernel must follow `shrink`, which waits for all earlier kernels.
     """
     b, bias, sizes = weights.lora_b, weights.bias, kernel.constants
     added, bias_stride = (b, 0) if bias is None else (bias, bias.stride(0))  # b is not read

@@ -46,8 +46,7 @@ class SgmvPlan(CachingPlan):
     def row_constants(self, by_token: bool) -> tuple[tuple[str, int], ...]:
         """Return the constants by which an entry kernel finds its row.
 
-        Args:
-            by_token: whether h has a row for every token, as callers of `run_lora_a` see it.
+        `by_token` says that h has a row for every token, as callers of `run_lora_a` see it.
         """
         raise NotImplementedError
 
@@ -122,15 +121,8 @@ def fill_runs(
 ) -> Ints:
     """Write the slot and the tokens of every run, laid out as `run_tables` finds them.
 
-    Args:
-        packed: overwritten up to the end of both tables.
-        batch: the slots.
-        counts: from `count_tokens`.
-        size: tokens per run.
-        room: runs that `packed` has room for.
-
-    Returns:
-        [num_slots], the runs of each slot. Runs in use come first.
+    `packed` has room for `room` runs of `size` tokens; both tables are overwritten to their ends.
+    `counts` are those of `count_tokens`. Returns the runs of each slot; runs in use come first.
     """
     runs = split(counts[1:], size)
     tokens_at = aligned(room)
@@ -153,14 +145,10 @@ def aligned(count: int) -> int:
 
 
 def staging_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-    """Return host memory for a copy to `device`, as a tensor and as an array of the same memory.
+    """Return host memory for a copy to `device`: an int32 tensor, and an array of the same memory.
 
     It is pinned, and new each time: torch's allocator reuses pinned memory only after the copies
     from it have ended.
-
-    Args:
-        size: int32 values.
-        device: where the plan lives.
     """
     pinned = device.type != "cpu"
     staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)

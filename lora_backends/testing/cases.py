@@ -16,8 +16,48 @@ LARGEST_EXACT = 256
 """Integers up to here are exact in bfloat16; |h| of an integer case stays within."""
 
 
+class ReproducibleCase:
+    """What cases of dense layers and of experts have in common; both are dataclasses."""
+
+    slots: tuple[int, ...]
+    ranks: tuple[Any, ...]
+    values: Literal["real", "integer"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, those without an adapter included."""
+        return len(self.slots)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of the weights."""
+        return len(self.ranks)
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether all sums are exact, so that the result is unique bit for bit."""
+        return self.values == "integer"
+
+    def draw_x(self, rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
+        """Return x; with integers, all but `LARGEST_EXACT` columns are zero."""
+        if not self.is_integer:
+            return normals((rows, width), generator)
+        x = integers((rows, width), generator)
+        x[:, torch.randperm(width, generator=generator, device="cpu")[LARGEST_EXACT:]] = 0
+        return x
+
+    def __repr__(self) -> str:
+        """Return the expression that makes the case; defaults are left out."""
+        given = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)  # type: ignore[arg-type]
+            if field.default is MISSING or getattr(self, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
 @dataclass(frozen=True, repr=False)
-class LoRACase:
+class LoRACase(ReproducibleCase):
     """One call, reproducible from its ``repr``: structure is written out, values follow a seed.
 
     Two tokens of slot 0 and one without adapter, one slice of 8 columns, rank 2 of at most 4:
@@ -45,33 +85,13 @@ class LoRACase:
     values: Literal["real", "integer"] = "real"  # normal, or small integers whose sums are exact
     seed: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, those without an adapter included."""
-        return len(self.slots)
-
-    @property
-    def num_slots(self) -> int:
-        """Number of slots of the weights."""
-        return len(self.ranks)
-
-    @property
-    def is_integer(self) -> bool:
-        """Whether all sums are exact, so that the result is unique bit for bit."""
-        return self.values == "integer"
-
     def build(self, device: torch.device | str = "cpu") -> LoRAInputs:
         """Return the tensors; they depend on the case alone, never on the device."""
         generator = torch.Generator().manual_seed(self.seed)
         draw = integers if self.is_integer else normals
         num_slices, out_features = len(self.output_slices), sum(self.output_slices)
         a_shape = (self.num_slots, num_slices, self.max_rank, self.in_features)
-        x = draw((self.num_tokens, self.in_features), generator)
-        if self.is_integer:
-            x[
-                :,
-                torch.randperm(self.in_features, generator=generator, device="cpu")[LARGEST_EXACT:],
-            ] = 0
+        x = self.draw_x(self.num_tokens, self.in_features, generator)
         x[[slot == NO_ADAPTER for slot in self.slots]] = float("nan")
         a = draw(a_shape, generator)
         b = draw((self.num_slots, out_features, self.max_rank), generator, 15)
@@ -113,19 +133,6 @@ class LoRACase:
     def edges(self) -> frozenset[str]:
         """Return the names of the edges that this case stands on, of `EDGES`."""
         return frozenset(name for name, stands_on in EDGES.items() if stands_on(self))
-
-    def __repr__(self) -> str:
-        return repr_of_case(self)
-
-
-def repr_of_case(case: Any) -> str:
-    """Return the expression that makes a case; defaults are left out."""
-    given = [
-        f"{field.name}={getattr(case, field.name)!r}"
-        for field in fields(case)
-        if field.default is MISSING or getattr(case, field.name) != field.default
-    ]
-    return f"{type(case).__name__}({', '.join(given)})"
 
 
 def _active(case: LoRACase) -> set[int]:
@@ -194,9 +201,8 @@ def _poison_beyond_ranks(
     a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor, output_slices: tuple[int, ...]
 ) -> None:
     """Set what lies beyond each slot's and slice's rank to NaN, in place."""
-    beyond = (
-        torch.arange(a.shape[2], device="cpu") >= ranks[..., None]
-    )  # [num_slots, num_slices, max_rank]
+    # [num_slots, num_slices, max_rank]
+    beyond = torch.arange(a.shape[2], device="cpu") >= ranks[..., None]
     a[beyond] = float("nan")
     widths = torch.tensor(output_slices, device="cpu")
     b[beyond.repeat_interleave(widths, dim=1)] = float("nan")

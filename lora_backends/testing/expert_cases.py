@@ -10,13 +10,7 @@ import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.experts import ExpertWeights
-from lora_backends.testing.cases import (
-    LARGEST_EXACT,
-    base_values,
-    integers,
-    normals,
-    repr_of_case,
-)
+from lora_backends.testing.cases import ReproducibleCase, base_values, integers, normals
 from lora_backends.testing.inputs import GuardedOutput, guarded
 
 Table = tuple[tuple[tuple[int, ...], ...], ...]
@@ -57,7 +51,7 @@ class ExpertInputs:
 
 
 @dataclass(frozen=True, repr=False)
-class ExpertCase:
+class ExpertCase(ReproducibleCase):
     """One call of experts, reproducible from its ``repr``.
 
     Two tokens, each with its adapter's matrices of two of three experts; the last pair is dead:
@@ -93,21 +87,6 @@ class ExpertCase:
     values: Literal["real", "integer"] = "real"  # normal, or small integers whose sums are exact
     seed: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, those without an adapter included."""
-        return len(self.slots)
-
-    @property
-    def num_slots(self) -> int:
-        """Number of slots of the weights."""
-        return len(self.ranks)
-
-    @property
-    def is_integer(self) -> bool:
-        """Whether all sums are exact, so that the result is unique bit for bit."""
-        return self.values == "integer"
-
     def build(self, device: torch.device | str = "cpu") -> ExpertInputs:
         """Return the tensors; they depend on the case alone, never on the device."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -117,12 +96,7 @@ class ExpertCase:
         batch = LoRABatch(self.slots, self.num_slots)
         live = (ids >= 0) & (batch.token_slots != NO_ADAPTER)[:, None]
         rows = live.flatten() if self.rows == "pairs" else live.any(1)
-        x = draw((len(rows), self.in_features), generator)
-        if self.is_integer:
-            x[
-                :,
-                torch.randperm(self.in_features, generator=generator, device="cpu")[LARGEST_EXACT:],
-            ] = 0
+        x = self.draw_x(len(rows), self.in_features, generator)
         x[~rows] = float("nan")
         factors = torch.rand(tokens, self.top_k, generator=generator, device="cpu")
         if self.is_integer:
@@ -168,9 +142,8 @@ class ExpertCase:
         if self.interleaved:
             per_column = per_slice.repeat(1, 1, width // slices)
         else:
-            per_column = per_slice.repeat_interleave(
-                torch.tensor(self.output_slices, device="cpu"), 2
-            )
+            widths = torch.tensor(self.output_slices, device="cpu")
+            per_column = per_slice.repeat_interleave(widths, 2)
         b[index >= per_column[..., None]] = float("nan")
         scalings = torch.tensor(self.scalings, device="cpu").masked_fill(ranks == 0, float("nan"))
         return ExpertWeights(
@@ -189,26 +162,16 @@ class ExpertCase:
         """Return the ids as a router gives them, and the map that makes them local."""
         if not self.mapped:
             return ids, None
-        local = torch.cat(
-            [
-                torch.arange(self.num_experts, device="cpu"),
-                torch.full((self.num_experts,), -1, device="cpu"),
-            ]
-        )
-        order = torch.randperm(len(local), generator=generator, device="cpu")
-        expert_map = local[order]  # half of the experts live elsewhere
-        elsewhere = int((expert_map < 0).nonzero()[0])
-        places = torch.cat(
-            [expert_map.argsort()[self.num_experts :], torch.tensor([elsewhere], device="cpu")]
-        )
+        local = torch.arange(2 * self.num_experts, device="cpu")
+        local[self.num_experts :] = -1  # these experts live elsewhere
+        expert_map = local[torch.randperm(len(local), generator=generator, device="cpu")]
+        order = expert_map.argsort()  # those elsewhere first, then the local ones by their ids
+        places = torch.cat([order[self.num_experts :], order[:1]])  # the last is for id -1
         return places[ids], expert_map.int()
 
     def edges(self) -> frozenset[str]:
         """Return the names of the edges that this case stands on, of `EXPERT_EDGES`."""
         return frozenset(name for name, stands_on in EXPERT_EDGES.items() if stands_on(self))
-
-    def __repr__(self) -> str:
-        return repr_of_case(self)
 
 
 def _over(ranks: torch.Tensor, experts: int) -> torch.Tensor:

@@ -59,14 +59,9 @@ def in_dense_order(inputs: ExpertInputs) -> torch.Tensor:
 def expected_experts(
     inputs: ExpertInputs, *, intermediate: torch.dtype = torch.float32
 ) -> Expected:
-    """Return y of `run_experts` and its bound.
+    """Return y of `run_experts` and its bound; `intermediate` as in `expected_linear`.
 
-    Args:
-        inputs: of the call.
-        intermediate: the dtype a backend keeps h in between the two products.
-
-    Returns:
-        [num_tokens, k, out_features], or [num_tokens, out_features] where pairs are summed.
+    It is [num_tokens, k, out_features], or [num_tokens, out_features] where pairs are summed.
     """
     x, layer, batch = dense_layer(inputs)
     h = expected_shrink(x, layer, batch, intermediate)

@@ -20,6 +20,7 @@ from lora_backends.testing.strategies import (
     REAL_SCALINGS,
     Values,
     layer_widths,
+    tables,
     token_slots,
 )
 
@@ -42,20 +43,7 @@ def expert_cases(
     min_tokens: int = 0,
     **options: Any,
 ) -> ExpertCase:
-    """Draw a whole case.
-
-    Args:
-        draw: given by Hypothesis.
-        dtypes: dtypes of x, weights and base_output, e.g. ``Backend.dtypes``.
-        profile: how large.
-        values: normal values, small integers whose sums are exact, or either.
-        base: fixes whether there is a base_output.
-        min_tokens: pads the batch with tokens of slot 0.
-        options: fixes keyword arguments of `run_experts`.
-
-    Returns:
-        An `ExpertCase`; the edges it stands on are Hypothesis events.
-    """
+    """Draw a whole case: arguments as in `lora_cases`; `options` fixes those of `run_experts`."""
     ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
     dtype = draw(st.sampled_from(ordered))
     num_slots = draw(st.integers(1, min(4, profile.max_slots)))
@@ -81,13 +69,13 @@ def expert_cases(
     }
     case = ExpertCase(
         slots=slots,
-        ids=draw(_table(expert, len(slots), top_k)),
+        ids=draw(tables(expert, len(slots), top_k)),
         num_experts=num_experts,
-        ranks=draw(_table(rank, *table)),
+        ranks=draw(tables(rank, *table)),
         max_rank=max_rank,
         in_features=draw(layer_widths(profile)),
         output_slices=(widths[0],) * num_slices if interleaved else widths,
-        scalings=draw(_table(scaling, *table)),
+        scalings=draw(tables(scaling, *table)),
         top_k=top_k,
         shared_a=draw(st.booleans()),
         shared_b=draw(st.booleans()),
@@ -105,10 +93,3 @@ def expert_cases(
     for edge in sorted(case.edges()):
         event(edge)
     return case
-
-
-def _table(values: st.SearchStrategy, *shape: int) -> st.SearchStrategy:
-    """Draw nested tuples of a shape."""
-    for size in reversed(shape):
-        values = st.tuples(*[values] * size)
-    return values

@@ -95,6 +95,11 @@ class LoRAInputs:
         """Return a fresh guarded base_output; None if the case has none."""
         return None if self.base is None else GuardedOutput(self.base, self.base_pad)
 
+    def new_view(self) -> torch.Tensor | None:
+        """Return the view of a fresh guarded base_output; None if the case has none."""
+        base = self.new_base()
+        return None if base is None else base.view
+
     def replace(
         self,
         *,

@@ -34,14 +34,7 @@ _ALLOWED = " or ".join(f"{kind.__name__}(...)" for kind in KINDS)
 
 
 def case_from(text: str) -> Case:
-    """Return the case that an expression names, as a report prints it.
-
-    Args:
-        text: ``LoRACase(...)`` or ``ExpertCase(...)`` with literals and dtypes such as
-            ``torch.float16``.
-
-    Returns:
-        The case.
+    """Return the case that an expression such as ``LoRACase(...)`` names, as a report prints it.
 
     Raises:
         InvalidInputError: the text is no such expression.

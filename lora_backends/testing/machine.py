@@ -59,6 +59,10 @@ class Pool:
         """Write an adapter into a slot of every layer, over whatever stands there."""
         self.evict(slot)
         generator = torch.Generator().manual_seed(seed)
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device="cpu").to(self.dtype)
+
         for index, weights in enumerate(self.layers):
             delta = torch.zeros(
                 weights.out_features, weights.in_features, dtype=torch.float64, device="cpu"
@@ -66,21 +70,14 @@ class Pool:
             for s in range(weights.num_slices):
                 own = max(0, rank - s)  # unequal, and 0 in a later slice of rank 1
                 cols = slice(weights.slice_offsets[s], weights.slice_offsets[s + 1])
-                a = torch.randn(own, weights.in_features, generator=generator, device="cpu").to(
-                    self.dtype
-                )
-                b = torch.randn(cols.stop - cols.start, own, generator=generator, device="cpu").to(
-                    self.dtype
-                )
+                a, b = drawn(own, weights.in_features), drawn(cols.stop - cols.start, own)
                 weights.lora_a[slot, s, :own] = a.to(self.device)
                 weights.lora_b[slot, cols, :own] = b.to(self.device)
                 weights.ranks[slot, s], weights.scalings[slot, s] = own, scaling
                 delta[cols] = scaling * b.double() @ a.double()
             self.deltas[slot, index] = delta
             if weights.bias is not None:
-                bias = torch.randn(weights.out_features, generator=generator, device="cpu").to(
-                    self.dtype
-                )
+                bias = drawn(weights.out_features)
                 weights.bias[slot] = bias.to(self.device)
                 self.biases[slot, index] = bias.double()
 

@@ -58,14 +58,8 @@ def expected_shrink(
 ) -> Expected:
     """Return h and its bound, ``gamma(2n) * sum |x| |a|`` for sums of n products.
 
-    Args:
-        x: [num_tokens, in_features].
-        weights: the layer.
-        batch: the slots.
-        intermediate: the dtype that h is kept in; narrower than float32 it is rounded once more.
-
-    Returns:
-        [num_slices, num_tokens, max_rank]; zero, with bound 0, beyond a rank and without adapter.
+    h is kept in the dtype `intermediate`; narrower than float32 it is rounded once more. It is
+    [num_slices, num_tokens, max_rank]; zero, with bound 0, beyond a rank and without adapter.
     """
     tokens = batch.num_tokens
     shape = (weights.num_slices, tokens, weights.max_rank)
@@ -73,7 +67,7 @@ def expected_shrink(
     width = max(1, weights.num_slices * weights.max_rank * weights.in_features)
     x_all, a_all = x.detach().cpu(), weights.lora_a.detach().cpu()
     for rows in _chunks(tokens, width):
-        mask = _rank_mask(weights, batch.token_slots[rows])  # [T, S, R]
+        mask = rank_mask(weights, batch.token_slots[rows])  # [T, S, R]
         a = _masked(a_all[batch.token_slots[rows].clamp(min=0)], mask[..., None])  # [T, S, R, I]
         x_rows = _masked(x_all[rows], (batch.token_slots[rows] != NO_ADAPTER)[:, None])
         value[:, rows] = torch.einsum("ti,tsri->str", x_rows, a)
@@ -81,7 +75,7 @@ def expected_shrink(
     bound = _sum_bound(magnitude, weights.in_features, weights.dtype)
     if intermediate in (torch.float16, torch.bfloat16):
         bound += rounding_bound(value, bound, intermediate)
-    within = _rank_mask(weights, batch.token_slots).permute(1, 0, 2)
+    within = rank_mask(weights, batch.token_slots).permute(1, 0, 2)
     return Expected(value, bound * within)
 
 
@@ -92,17 +86,9 @@ def expected_expand(
     base_output: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> Expected:
-    """Return y and its bound, from h with its own.
+    """Return y, [num_tokens, out_features], and its bound, from h with its own.
 
-    Args:
-        h: [num_slices, num_tokens, max_rank]; a given h has bound 0.
-        weights: the layer.
-        batch: the slots.
-        base_output: [num_tokens, out_features] before the call, or None.
-        out_dtype: dtype of y.
-
-    Returns:
-        [num_tokens, out_features]; the bound is 0 where y keeps base_output.
+    An h that is given has bound 0. The bound of y is 0 where y keeps base_output.
     """
     tokens, out_features = batch.num_tokens, weights.out_features
     base = torch.zeros(tokens, out_features, dtype=torch.float64, device="cpu")
@@ -113,7 +99,7 @@ def expected_expand(
     scalings = _masked(weights.scalings.detach().cpu(), weights.ranks.detach().cpu() > 0)
     for rows in _chunks(tokens, max(1, out_features * weights.max_rank)):
         slots = batch.token_slots[rows]
-        safe, mask = slots.clamp(min=0), _rank_mask(weights, slots)  # [T], [T, S, R]
+        safe, mask = slots.clamp(min=0), rank_mask(weights, slots)  # [T], [T, S, R]
         for s, (start, end) in enumerate(_columns(weights)):
             b = _masked(b_all[safe, start:end], mask[:, s, None])  # [T, N, R]
             scaling = scalings[safe, s, None]
@@ -154,15 +140,7 @@ def expected_linear(
 ) -> Expected:
     """Return ``y = base_output + scaling * (x A^T) B^T + bias`` and its bound.
 
-    Args:
-        x: [num_tokens, in_features].
-        weights: the layer.
-        batch: the slots.
-        base_output: [num_tokens, out_features] before the call, or None.
-        intermediate: the dtype a backend keeps h in between the two products.
-
-    Returns:
-        [num_tokens, out_features].
+    `intermediate` is the dtype that a backend keeps h in between the two products.
     """
     h = expected_shrink(x, weights, batch, intermediate)
     out_dtype = x.dtype if base_output is None else base_output.dtype
@@ -185,11 +163,7 @@ def expected_embedding(
 
 
 def rounded_exactly(expected: Expected, dtype: torch.dtype) -> torch.Tensor:
-    """Return the one result that a case of small integers has: exact sums, rounded once.
-
-    Raises:
-        ValueError: a sum is not exact in float32, so the case is none of small integers.
-    """
+    """Return the one result that a case of small integers has: exact sums, rounded once."""
     exact = expected.value.float()
     if not torch.equal(exact.double(), expected.value):
         raise ValueError("the sums of this case are not exact in float32; use values='integer'")
@@ -197,11 +171,7 @@ def rounded_exactly(expected: Expected, dtype: torch.dtype) -> torch.Tensor:
 
 
 def touched(weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
-    """Return which elements of y may change: a rank above 0, or a bias, and an adapter.
-
-    Returns:
-        [num_tokens, out_features] bool.
-    """
+    """Return which elements of y may change: a rank above 0, or a bias, and an adapter."""
     slots = batch.token_slots
     adapted = weights.ranks.detach().cpu()[slots.clamp(min=0)] > 0  # [T, S]
     if weights.bias is not None:
@@ -216,7 +186,7 @@ def _sum_bound(magnitude: torch.Tensor, terms: int, dtype: torch.dtype) -> torch
     return gamma(2 * terms, sum_unit(dtype)) * magnitude + lost
 
 
-def _rank_mask(weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:
+def rank_mask(weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:
     """Return which h are within the token's own rank: [num_tokens, num_slices, max_rank] bool."""
     ranks = weights.ranks.detach().cpu()[slots.clamp(min=0)]
     within = torch.arange(weights.max_rank, device="cpu") < ranks[..., None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from hypothesis import event
@@ -33,12 +33,7 @@ def run_lengths(profile: Profile = DEFAULT) -> SearchStrategy[int]:
 
 
 def token_slots(num_slots: int, profile: Profile = DEFAULT) -> SearchStrategy[tuple[int, ...]]:
-    """Draw the slots of a batch: runs of one slot, in drawn order, sorted or shuffled.
-
-    Args:
-        num_slots: slots of the weights; -1 is drawn too.
-        profile: bounds the number of tokens.
-    """
+    """Draw the slots of a batch, -1 among them: runs of one slot, as drawn, sorted or shuffled."""
     some = st.integers(NO_ADAPTER, num_slots - 1)
     slot = st.one_of(st.integers(0, num_slots - 1), some)
     lengths = run_lengths(profile)
@@ -82,15 +77,15 @@ def rank_tables(
     """Draw ranks[num_slots][num_slices]: all full, or each of its own, 0 included."""
     one = st.one_of(st.integers(0, max_rank), st.sampled_from((max_rank, 0)))
     return st.one_of(
-        st.just(((max_rank,) * num_slices,) * num_slots), _tables(one, num_slots, num_slices)
+        st.just(((max_rank,) * num_slices,) * num_slots), tables(one, num_slots, num_slices)
     )
 
 
-def _tables(
-    values: SearchStrategy[int] | SearchStrategy[float], num_slots: int, num_slices: int
-) -> SearchStrategy[tuple[tuple[int, ...], ...]]:
-    row = st.tuples(*[values] * num_slices)
-    return st.tuples(*[row] * num_slots)
+def tables(values: SearchStrategy[Any], *shape: int) -> SearchStrategy[Any]:
+    """Draw nested tuples of a shape."""
+    for size in reversed(shape):
+        values = st.tuples(*[values] * size)
+    return values
 
 
 @st.composite
@@ -138,7 +133,7 @@ def lora_cases(
         max_rank=max_rank,
         in_features=draw(layer_widths(profile)),
         output_slices=draw(st.tuples(*[layer_widths(profile)] * slices)),
-        scalings=draw(_tables(st.sampled_from(scalings), num_slots, slices)),
+        scalings=draw(tables(st.sampled_from(scalings), num_slots, slices)),
         dtype=dtype,
         base=draw(other_dtype) if with_base else None,
         bias=with_bias,

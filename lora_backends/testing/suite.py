@@ -103,18 +103,11 @@ def _known(name: str, allowed: Iterable[str], kind: str) -> str:
 
 
 def check_case(backend: LoRABackend, name: str, case: Case) -> Report:
-    """Check one property on one case, e.g. the smallest of a report.
-
-    Args:
-        backend: the backend.
-        name: of the property.
-        case: built by hand, or pasted from a report.
-
-    Returns:
-        A report with one result.
+    """Check one property on one case, e.g. the smallest of a report; the report has one result.
 
     Raises:
-        InvalidInputError: an unknown property, or the machine, which takes no case.
+        InvalidInputError: an unknown property, the machine, which takes no case, or a case that
+            does not fit the property.
     """
     found = PROPERTIES[_known(name, PROPERTIES, "property on cases")]
     _check_fits(case, found)

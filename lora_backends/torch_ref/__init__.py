@@ -11,6 +11,7 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend, LoRAPlan
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.devices import as_device
+from lora_backends.dispatch.output import added_to
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.torch_ref import reference
 from lora_backends.weights import LoRAWeights
@@ -75,7 +76,7 @@ class TorchRefBackend(LoRABackend):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = self._output(base_output, weights, plan)
+        y = added_to(base_output, weights, plan)
         return reference.expand(h, weights, plan.segments, y)
 
     @override
@@ -86,7 +87,7 @@ class TorchRefBackend(LoRABackend):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = self._output(base_output, weights, plan)
+        y = added_to(base_output, weights, plan)
         return reference.linear(x, weights, plan.segments, y, accumulator_dtype(x.dtype))
 
     @override
@@ -101,15 +102,6 @@ class TorchRefBackend(LoRABackend):
             token_ids, weights, plan.segments, accumulator_dtype(weights.dtype)
         )
         return self.run_lora_b(h, weights, plan, base_output)
-
-    def _output(
-        self, base_output: torch.Tensor | None, weights: LoRAWeights, plan: TorchRefPlan
-    ) -> torch.Tensor:
-        """Return the tensor that is added to: base_output, else zeros in the weights' dtype."""
-        if base_output is not None:
-            return base_output
-        shape = (plan.num_tokens, weights.out_features)
-        return torch.zeros(shape, dtype=weights.dtype, device=self.device)
 
 
 def _rows_of(token_slots: torch.Tensor, slot: int, device: torch.device) -> reference.Rows:

@@ -11,6 +11,9 @@ from lora_backends import UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
 
 BOUND = 2e-5
+"""Most that a logit may differ, relative to the largest of its row where that is over 1: batches of
+other shapes sum float32 in another order. Another row's adapter changes 0.1 and more."""
+
 NOT_ALWAYS = [n for n in KNOWN if n in ("clip", "wav2vec2", "rwkv", "deberta", "vipllava")]
 """Architectures with a module whose rows cannot be known."""
 
@@ -71,7 +74,8 @@ class Case:
             logits = self.logits(self.model, adapters=self.rows)
         for row, adapter in enumerate(self.rows):
             expected = self.logits(self.peft[adapter])
-            torch.testing.assert_close(logits[row], expected[row], rtol=0, atol=BOUND)
+            bound = BOUND * max(1.0, expected[row].abs().max().item())
+            torch.testing.assert_close(logits[row], expected[row], rtol=0, atol=bound)
         if self.name in GENERATES and self.chance.random() < 0.3:
             tokens = self.model.generate(adapters=self.rows, **self.inputs, **NEW_TOKENS)
             for row, adapter in enumerate(self.rows):

@@ -79,7 +79,7 @@ def test_constants_of_both_engines_agree_but_for_how_a_row_is_found(segment_size
                 found = launch.kernels_of(weights, plan, options, form)
                 row = plan.row_constants(form == "separate")
                 sizes = weights.num_slices, weights.max_rank
-                gather = launch.gather_kernel(engine.entry_kernels, *sizes, row)
+                gather = launch.gather_kernel(type(engine), *sizes, row)
                 kernels.append((found.split_k, found.shrink, found.expand, gather))
                 plans.append(plan)
             (planes, *of_triton), (same_planes, *of_csgmv) = kernels
@@ -115,7 +115,7 @@ def test_an_entry_kernel_refuses_constants_that_it_does_not_take_and_misses_thos
     weights = random_layer(generator)
     plan = engine.prepare_batch(random_batch(generator, weights.num_slots))
     found, row = launch.kernels_of(weights, plan, engine._options), plan.row_constants(False)
-    gather = launch.gather_kernel(engine.entry_kernels, 1, 16, row)
+    gather = launch.gather_kernel(type(engine), 1, 16, row)
     for kernel in (found.shrink, found.expand, gather):
         signature = {name for name in kernel.kernel.arg_names if name.isupper()}
         assert set(kernel.constants) == signature

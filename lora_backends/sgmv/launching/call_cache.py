@@ -48,12 +48,7 @@ class CachedLaunches:
 
     @classmethod
     def of(cls, shrink: Launched, expand: Launched) -> Self:
-        """Return the launches of a call that was just made.
-
-        Args:
-            shrink: its first tensor is x, its last one h.
-            expand: its first tensor is h, its third one y.
-        """
+        """Return a call just made: `shrink` takes x first, h last; `expand` h first, y third."""
         descriptors = tuple(map(without_tensor, expand.arguments.descriptors))
         h = expand.arguments.tensors[0]
         return cls(
@@ -65,11 +60,7 @@ class CachedLaunches:
         )
 
     def run(self, x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
-        """Launch both kernels.
-
-        Returns:
-            False if another device is current; nothing ran.
-        """
+        """Launch both kernels; return False, with nothing run, if another device is current."""
         device = self.device
         if not is_current(device):
             return False

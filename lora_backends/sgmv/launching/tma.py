@@ -44,14 +44,10 @@ def allows_tma(lora_b: torch.Tensor, max_rows: int) -> bool:
 
 
 def descriptor(lora_b: torch.Tensor, block_c: int, block_r: int) -> Any:
-    """Return the TMA descriptor of B as one matrix [rows, max_rank].
+    """Return the TMA descriptor of a B that `allows_tma`, as one matrix [rows, max_rank].
 
-    Column c of slot l is row ``l * (slot stride // row stride) + c``.
-
-    Args:
-        lora_b: [num_slots, out_features, max_rank] that `allows_tma`.
-        block_c: columns of y per load.
-        block_r: ranks per load.
+    Column c of slot l is row ``l * (slot stride // row stride) + c``. A load takes `block_c`
+    columns of y and `block_r` ranks.
     """
     num_slots, out_features, max_rank = lora_b.shape
     slot_stride, row_stride, _ = lora_b.stride()

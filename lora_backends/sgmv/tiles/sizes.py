@@ -118,14 +118,6 @@ def tile_faults(tiles: TileConfig, tile_tokens: int, layer: LayerShape) -> list[
     """Return why the kernels cannot run these sizes or would compute wrong results; [] if neither.
 
     Every size that a file gives passes through here before it runs.
-
-    Args:
-        tiles: the sizes.
-        tile_tokens: tokens per tile of the plan.
-        layer: the layer.
-
-    Returns:
-        One sentence a reason.
     """
     shrink, expand = tiles.shrink, tiles.expand
     sizes = {

@@ -51,18 +51,12 @@ def tile_source(
 ) -> TileSource:
     """Return the source that an engine's option `tiles` asks for.
 
-    Args:
-        backend: the engine's name.
-        package: the engine's package; its folder `tables` holds the tables that ship.
-        device: where the engine runs.
-        tiles: "auto" (the user's table for this device, then the shipped one, then the rules),
-            "rules", the file of a table, or a source, which is returned as it is.
-        batch_invariant: use the rules alone, because a table's sizes vary with the batch.
+    "auto" takes the user's table for the device, then the one in the folder `tables` of the
+    engine's package, then the rules. A batch-invariant engine uses the rules alone.
 
     Raises:
-        InvalidInputError: a file is named for a batch-invariant engine; or a file cannot be read,
-            is broken, or belongs to another backend or device. "auto" raises it too, for a file
-            that carries this device's name.
+        InvalidInputError: a file is named for a batch-invariant engine; or a file, under "auto"
+            too, cannot be read, is broken, or belongs to another backend or device.
     """
     if isinstance(tiles, TileSource):
         return tiles
@@ -111,13 +105,7 @@ def user_folder() -> Path:
 def nearest(measured: Sequence[Any], num_tokens: int, active_slots: int) -> Any | None:
     """Return the measurement nearest to a batch in log space; None if all are beyond `REACH`.
 
-    Args:
-        measured: objects with `num_tokens` and `active_slots`.
-        num_tokens: of the batch.
-        active_slots: of the batch.
-
-    Returns:
-        One of `measured`, the first of several equally near; or None.
+    Of several equally near the first counts. A measurement has `num_tokens` and `active_slots`.
     """
     best, shortest = None, math.inf
     for candidate in measured:

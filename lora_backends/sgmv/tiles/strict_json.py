@@ -14,13 +14,8 @@ class StrictError(ValueError):
 def parse(kind: Any, value: Any, where: str) -> Any:
     """Return a JSON value as `kind`. Keys must match the fields exactly; nothing is converted.
 
-    Args:
-        kind: a dataclass, int, float, str, ``tuple[T, ...]`` or ``Mapping[str, T]``.
-        value: from `json.loads`.
-        where: names the value in errors.
-
-    Raises:
-        StrictError: the value is not a `kind`.
+    `kind` is a dataclass, int, float, str, ``tuple[T, ...]`` or ``Mapping[str, T]``; `where` names
+    the value in a `StrictError`.
     """
     if is_dataclass(kind) and isinstance(kind, type):
         return _dataclass(kind, value, where)

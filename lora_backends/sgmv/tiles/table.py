@@ -78,16 +78,7 @@ def file_name(backend: str, device: torch.device | str) -> str:
 
 
 def read_table(path: Path, backend: str, device: torch.device | str) -> TileTable:
-    """Read a table; check that it belongs to the backend and device and that its sizes can run.
-
-    Args:
-        path: the file.
-        backend: the name of the engine that will use the table.
-        device: the device that will use it.
-
-    Raises:
-        InvalidInputError: names the file, the fault and the remedy.
-    """
+    """Read a table; check that it belongs to the backend and device and that its sizes can run."""
     try:
         table = _parse(read_text(path))
         _check_owner(table, backend, device)

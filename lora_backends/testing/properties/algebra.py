@@ -151,11 +151,8 @@ def column_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
     """Rows of lora_b are cut in two; every shard has all of lora_a."""
     inputs = case.build(backend.device)
     weights = inputs.weights
-    cut = (weights.out_features + 1) // 2
     y, bound = linear(backend, inputs), 2 * expected(backend, inputs).bound
-    for cols in (slice(0, cut), slice(cut, weights.out_features)):
-        if cols.start == cols.stop:
-            continue
+    for cols in _shards(weights.out_features):
         shard = replace(
             weights,
             lora_b=weights.lora_b[:, cols],
@@ -164,9 +161,14 @@ def column_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
         )
         base = None if inputs.base is None else inputs.base[:, cols].contiguous()
         part = replace(inputs.replace(weights=shard), base=base)
-        exact = case.is_integer
-        left = linear(backend, part)
+        left, exact = linear(backend, part), case.is_integer
         assert_agree(left, y[:, cols], bound[:, cols], part, exact=exact, claimed=False)
+
+
+def _shards(width: int) -> list[slice]:
+    """Return the columns of two shards, or of one where there is one column."""
+    cut = (width + 1) // 2
+    return [slice(0, cut), slice(cut, width)][:width]
 
 
 @prop("Row-parallel shards, their h summed, are the whole.", values="either", agreement=BY_CLAIM)
@@ -175,17 +177,13 @@ def row_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
     inputs = case.build(backend.device)
     weights = inputs.weights
     plan = backend.prepare_batch(inputs.batch)
-    cut = (weights.in_features + 1) // 2
     h = None
-    for cols in (slice(0, cut), slice(cut, weights.in_features)):
-        if cols.start == cols.stop:
-            continue
+    for cols in _shards(weights.in_features):
         x = guarded(inputs.x[:, cols], inputs.x_pad, float("nan"))
         part = backend.run_lora_a(x, replace(weights, lora_a=weights.lora_a[..., cols]), plan)
         h = part if h is None else h + part
     assert h is not None
-    base = inputs.new_base()
-    y = backend.run_lora_b(h, weights, plan, None if base is None else base.view)
+    y = backend.run_lora_b(h, weights, plan, inputs.new_view())
     wanted = oracles.expected_linear(inputs.x, weights, inputs.batch, inputs.base)
     if case.is_integer:
         assert_same_values(y, oracles.rounded_exactly(wanted, y.dtype), inputs)

@@ -51,19 +51,7 @@ def prop(
     kind: type[Case] = LoRACase,
     **cases: Any,
 ) -> Callable[[Check], Check]:
-    """Register a check as a property under the name of its function.
-
-    Args:
-        rule: the rule in one sentence.
-        agreement: EXACT, BOUNDED or BY_CLAIM.
-        examples: cases drawn by the default profile.
-        requires: what has to hold for the property to apply.
-        kind: of the cases.
-        cases: arguments of the kind's strategy, e.g. ``num_slices=3``.
-
-    Returns:
-        A decorator that returns the check unchanged.
-    """
+    """Register a check as a property under the name of its function; arguments as in `Property`."""
 
     def register(check: Check) -> Check:
         name = check.__name__

@@ -18,25 +18,15 @@ from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs, same_bits
 from lora_backends.testing.properties.core import BY_CLAIM, EXACT, deterministic, prop
 from lora_backends.testing.properties.core import batch_invariant as claims_batch_invariance
-from lora_backends.testing.properties.runs import (
-    assert_agree,
-    expected,
-    gather_slots,
-    linear,
-)
+from lora_backends.testing.properties.runs import assert_agree, expected, gather_slots, linear
 
 
-def _assert_agree(
-    backend: LoRABackend,
-    case: LoRACase,
-    left: tuple[LoRAInputs, torch.Tensor],
-    right: torch.Tensor,
-    claimed: bool,
+def _assert_gives(
+    backend: LoRABackend, case: LoRACase, inputs: LoRAInputs, wanted: torch.Tensor, claimed: bool
 ) -> None:
-    """Check that y of `left` equals `right` as far as the case and the claim promise."""
-    inputs, actual = left
-    bound = 2 * expected(backend, inputs).bound
-    assert_agree(actual, right, bound, inputs, exact=case.is_integer, claimed=claimed)
+    """Check that y of `inputs` equals `wanted` as far as the case and the claim promise."""
+    y, bound = linear(backend, inputs), 2 * expected(backend, inputs).bound
+    assert_agree(y, wanted, bound, inputs, exact=case.is_integer, claimed=claimed)
 
 
 @prop("Two runs on equal inputs are equal.", requires=(deterministic,), examples=30)
@@ -77,8 +67,7 @@ def permuting_tokens_permutes_rows(backend: LoRABackend, case: LoRACase) -> None
     random.Random(case.seed).shuffle(order)
     permuted = inputs.select(order)
     y = linear(backend, inputs)[order]
-    left = (permuted, linear(backend, permuted))
-    _assert_agree(backend, case, left, y, backend.batch_invariant)
+    _assert_gives(backend, case, permuted, y, backend.batch_invariant)
 
 
 @prop("Splitting a batch in two changes no row.", values="either", agreement=BY_CLAIM)
@@ -88,8 +77,7 @@ def splitting_a_batch_changes_nothing(backend: LoRABackend, case: LoRACase) -> N
     cut = random.Random(case.seed).randint(0, case.num_tokens)
     parts = (inputs.select(range(cut)), inputs.select(range(cut, case.num_tokens)))
     joined = torch.cat([linear(backend, part) for part in parts])
-    left = (inputs, linear(backend, inputs))
-    _assert_agree(backend, case, left, joined, backend.batch_invariant)
+    _assert_gives(backend, case, inputs, joined, backend.batch_invariant)
 
 
 @prop("Renumbering slots changes nothing.", values="either", agreement=BY_CLAIM)
@@ -102,9 +90,8 @@ def renumbering_slots_changes_nothing(backend: LoRABackend, case: LoRACase) -> N
     renumbered = inputs.replace(
         weights=gather_slots(inputs, order), slots=[moved[slot] for slot in case.slots]
     )
-    left = (inputs, linear(backend, inputs))
     y = linear(backend, renumbered)
-    _assert_agree(backend, case, left, y, backend.deterministic and backend.batch_invariant)
+    _assert_gives(backend, case, inputs, y, backend.deterministic and backend.batch_invariant)
 
 
 @prop("Equal adapters are interchangeable.", values="either", agreement=BY_CLAIM)
@@ -116,9 +103,8 @@ def equal_adapters_are_interchangeable(backend: LoRABackend, case: LoRACase) -> 
         slot + case.num_slots if slot >= 0 and token % 2 else slot
         for token, slot in enumerate(case.slots)
     ]
-    left = (inputs, linear(backend, inputs))
-    right = linear(backend, inputs.replace(weights=doubled, slots=moved))
-    _assert_agree(backend, case, left, right, backend.batch_invariant)
+    y = linear(backend, inputs.replace(weights=doubled, slots=moved))
+    _assert_gives(backend, case, inputs, y, backend.batch_invariant)
 
 
 @prop("Slots that no token uses change nothing.", values="either", agreement=BY_CLAIM)
@@ -129,12 +115,10 @@ def unused_slots_change_nothing(backend: LoRABackend, case: LoRACase) -> None:
     unused = sorted(set(range(case.num_slots)) - set(case.slots))
     _spoil(spoiled, unused)
     y = linear(backend, inputs)
-    left = (spoiled, linear(backend, spoiled))
-    _assert_agree(backend, case, left, y, backend.deterministic)
+    _assert_gives(backend, case, spoiled, y, backend.deterministic)
     appended = inputs.replace(weights=gather_slots(inputs, [*range(case.num_slots), 0, 0]))
     _spoil(appended, [case.num_slots, case.num_slots + 1])
-    left = (appended, linear(backend, appended))
-    _assert_agree(backend, case, left, y, backend.deterministic and backend.batch_invariant)
+    _assert_gives(backend, case, appended, y, backend.deterministic and backend.batch_invariant)
 
 
 def _spoil(inputs: LoRAInputs, slots: list[int]) -> None:
@@ -175,8 +159,7 @@ def padding_beyond_a_rank_is_never_read(backend: LoRABackend, case: LoRACase) ->
         filled = case.build(backend.device)
         for tensor in (filled.weights.lora_a, filled.weights.lora_b):
             tensor.nan_to_num_(nan=filler)
-        left = (filled, linear(backend, filled))
-        _assert_agree(backend, case, left, y, backend.deterministic)
+        _assert_gives(backend, case, filled, y, backend.deterministic)
 
 
 @prop(
@@ -192,8 +175,7 @@ def wider_padding_changes_nothing(backend: LoRABackend, case: LoRACase) -> None:
         lora_a=torch.nn.functional.pad(weights.lora_a, pad_a, value=float("nan")),
         lora_b=torch.nn.functional.pad(weights.lora_b, pad_b, value=float("nan")),
     )
-    left = (inputs, linear(backend, inputs))
-    _assert_agree(backend, case, left, linear(backend, inputs.replace(weights=wider)), False)
+    _assert_gives(backend, case, inputs, linear(backend, inputs.replace(weights=wider)), False)
 
 
 @prop("Doubling the scaling doubles the delta.", values="either", agreement=BY_CLAIM)
@@ -205,7 +187,7 @@ def doubling_the_scaling_doubles_the_delta(backend: LoRABackend, case: LoRACase)
     twice = 2 * single
     normal = single.abs() >= torch.finfo(y.dtype).smallest_normal
     wanted = torch.where(normal | case.is_integer, twice, y)
-    left = (doubled, y)
-    _assert_agree(backend, case, left, wanted, backend.deterministic)
-    reference = oracles.Expected(twice.cpu().double(), 2 * expected(backend, doubled).bound)
-    assert_close(y, reference, doubled)
+    bound = 2 * expected(backend, doubled).bound
+    exact, claimed = case.is_integer, backend.deterministic
+    assert_agree(y, wanted, bound, doubled, exact=exact, claimed=claimed)
+    assert_close(y, oracles.Expected(twice.cpu().double(), bound), doubled)

@@ -10,19 +10,15 @@ from lora_backends.testing import oracles
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import GuardedOutput, LoRAInputs, bits, same_bits
 from lora_backends.testing.properties.core import prop
-from lora_backends.testing.properties.runs import given_h, linear, operations_for, run
+from lora_backends.testing.properties.runs import every_result, given_h, linear, operations_for, run
 
 
 @prop("The result is [num_tokens, out_features] of the promised dtype.", examples=20)
 def results_have_the_promised_shape_and_dtype(backend: LoRABackend, case: LoRACase) -> None:
     """Without base_output: x.dtype, lora_b.dtype for run_lora_b and run_embedding."""
     inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
-    shape = (case.num_tokens, sum(case.output_slices))
-    for operation in operations_for(inputs.weights):
-        base = inputs.new_base()
-        y = run(backend, operation, inputs, plan, None if base is None else base.view, h)
-        dtype = case.base or case.dtype
+    shape, dtype = (case.num_tokens, sum(case.output_slices)), case.base or case.dtype
+    for operation, y, _ in every_result(backend, case, inputs):
         if tuple(y.shape) != shape or y.dtype != dtype or y.device != backend.device:
             raise AssertionError(
                 f"{operation.name} returned {list(y.shape)} {y.dtype} on {y.device}, "
@@ -33,12 +29,9 @@ def results_have_the_promised_shape_and_dtype(backend: LoRABackend, case: LoRACa
 @prop("base_output is added to in place and is itself what is returned.", examples=20, base=True)
 def base_output_is_returned_itself(backend: LoRABackend, case: LoRACase) -> None:
     """The object given is the object returned."""
-    inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
-    for operation in operations_for(inputs.weights):
-        base = inputs.new_base()
+    for operation, y, base in every_result(backend, case, case.build(backend.device)):
         assert base is not None
-        if run(backend, operation, inputs, plan, base.view, h) is not base.view:
+        if y is not base.view:
             raise AssertionError(
                 f"{operation.name} returned another tensor than the base_output given"
             )
@@ -47,12 +40,8 @@ def base_output_is_returned_itself(backend: LoRABackend, case: LoRACase) -> None
 @prop("Nothing outside the view that base_output is gets written.", examples=25, base=True)
 def only_the_view_is_written(backend: LoRABackend, case: LoRACase) -> None:
     """Guard rows and columns around y keep their sentinels."""
-    inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
-    for operation in operations_for(inputs.weights):
-        base = inputs.new_base()
+    for _, _, base in every_result(backend, case, case.build(backend.device)):
         assert base is not None
-        run(backend, operation, inputs, plan, base.view, h)
         base.assert_untouched()
 
 
@@ -98,11 +87,9 @@ def _odd_values(base: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 def rows_start_from_zero(backend: LoRABackend, case: LoRACase) -> None:
     """A new result is zero wherever nothing is added."""
     inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
     kept = ~oracles.touched(inputs.weights, inputs.batch)
-    for operation in operations_for(inputs.weights):
-        y = run(backend, operation, inputs, plan, None, h).detach().cpu()
-        if bool((y[kept] != 0).any()):
+    for operation, y, _ in every_result(backend, case, inputs):
+        if bool((y.detach().cpu()[kept] != 0).any()):
             raise AssertionError(f"{operation.name} returned other than 0 where nothing is added")
 
 
@@ -115,8 +102,7 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
     plan = backend.prepare_batch(inputs.batch)
     backend.run_lora_a(inputs.x, inputs.weights, plan)
     for operation in operations_for(inputs.weights):
-        base = inputs.new_base()
-        run(backend, operation, inputs, plan, None if base is None else base.view, h)
+        run(backend, operation, inputs, plan, inputs.new_view(), h)
         for name, tensor in _arguments(inputs, h).items():
             if not torch.equal(bits(tensor), before[name]):
                 raise AssertionError(f"run_lora_a or {operation.name} modified {name}")
@@ -164,8 +150,7 @@ def batches_without_work_change_nothing(backend: LoRABackend, case: LoRACase) ->
         if bool((h != 0).any()):
             raise AssertionError("run_lora_a returned other than 0 without any adapter")
         for operation in operations_for(quiet.weights):
-            base = quiet.new_base()
-            y = run(backend, operation, quiet, plan, None if base is None else base.view, h)
+            y = run(backend, operation, quiet, plan, quiet.new_view(), h)
             wanted = torch.zeros_like(y) if quiet.base is None else quiet.base
             if not same_bits(y, wanted):
                 raise AssertionError(f"{operation.name} changed y in a batch without any adapter")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lora_backends.backend import LoRABackend
-from lora_backends.batch import NO_ADAPTER
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_bits, assert_same_values
 from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import LoRAInputs, guarded
+from lora_backends.testing.inputs import GuardedOutput, LoRAInputs, guarded
 from lora_backends.testing.oracles import Expected
 from lora_backends.weights import LoRAWeights
 
@@ -55,9 +55,7 @@ def linear(
     """Return y of one operation on a fresh plan, or on `plan`, over a fresh base_output."""
     if plan is None:
         plan = backend.prepare_batch(inputs.batch)
-    base = inputs.new_base()
-    view = None if base is None else base.view
-    return run(backend, BY_NAME[name], inputs, plan, view)
+    return run(backend, BY_NAME[name], inputs, plan, inputs.new_view())
 
 
 def expected(backend: LoRABackend, inputs: LoRAInputs) -> Expected:
@@ -97,22 +95,27 @@ def assert_agree(
     exact: bool,
     claimed: bool,
 ) -> None:
-    """Check that two runs agree.
-
-    Args:
-        actual: the one result.
-        wanted: the other.
-        bound: how far apart they may be where nothing more is promised.
-        inputs: of `actual`, for the report.
-        exact: integers, where both have one possible value.
-        claimed: the backend promises equal bits.
-    """
+    """Check that two runs agree: by value if `exact`, by bits if `claimed`, else within `bound`."""
     if exact:
         assert_same_values(actual, wanted, inputs)
     elif claimed:
         assert_same_bits(actual, wanted, inputs)
     else:
         assert_close(actual, Expected(wanted.detach().cpu().double(), bound), inputs)
+
+
+def every_result(
+    backend: LoRABackend, case: LoRACase, inputs: LoRAInputs
+) -> Iterator[tuple[Operation, torch.Tensor, GuardedOutput | None]]:
+    """Yield every operation that takes the layer, its y and its base_output."""
+    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    for operation in operations_for(inputs.weights):
+        base = inputs.new_base()
+        yield (
+            operation,
+            run(backend, operation, inputs, plan, None if base is None else base.view, h),
+            base,
+        )
 
 
 def given_h(case: LoRACase, inputs: LoRAInputs) -> torch.Tensor:
@@ -124,10 +127,8 @@ def given_h(case: LoRACase, inputs: LoRAInputs) -> torch.Tensor:
         h = torch.randint(-8, 9, shape, generator=generator, device="cpu").float()
     else:
         h = torch.randn(shape, generator=generator, device="cpu")
-    slots = inputs.batch.token_slots
-    ranks = weights.ranks.cpu()[slots.clamp(min=0)]  # [T, S]
-    within = torch.arange(weights.max_rank, device="cpu") < ranks.T[..., None]  # [S, T, R]
-    h[~(within & (slots != NO_ADAPTER)[None, :, None])] = float("nan")
+    within = oracles.rank_mask(weights, inputs.batch.token_slots).permute(1, 0, 2)
+    h[~within] = float("nan")
     sums = accumulator_dtype(weights.dtype)
     return guarded(h.to(weights.device, sums), inputs.x_pad, float("nan"))
 

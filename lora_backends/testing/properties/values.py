@@ -81,10 +81,8 @@ def expand_is_right(backend: LoRABackend, case: LoRACase) -> None:
     """Alone, on an h that is NaN beyond each rank and in rows without an adapter."""
     inputs = case.build(backend.device)
     h = given_h(case, inputs)
-    base = inputs.new_base()
     plan = backend.prepare_batch(inputs.batch)
-    view = None if base is None else base.view
-    y = backend.run_lora_b(h, inputs.weights, plan, view)
+    y = backend.run_lora_b(h, inputs.weights, plan, inputs.new_view())
     given = Expected(
         h.detach().cpu().double(), torch.zeros(h.shape, dtype=torch.float64, device="cpu")
     )
@@ -100,8 +98,7 @@ def two_steps_equal_run_linear(backend: LoRABackend, case: LoRACase) -> None:
     inputs = case.build(backend.device)
     plan = backend.prepare_batch(inputs.batch)
     h = backend.run_lora_a(inputs.x, inputs.weights, plan)
-    base = inputs.new_base()
-    y = backend.run_lora_b(h, inputs.weights, plan, None if base is None else base.view)
+    y = backend.run_lora_b(h, inputs.weights, plan, inputs.new_view())
     if case.is_integer:
         assert_same_values(y, linear(backend, inputs, plan), inputs)
     else:
@@ -138,10 +135,8 @@ def run_embedding_is_right(backend: LoRABackend, case: LoRACase) -> None:
     """in_features is the vocabulary; ids may repeat."""
     inputs = case.build(backend.device)
     ids = inputs.token_ids.to(torch.int32 if case.seed % 2 else torch.int64)
-    base = inputs.new_base()
     plan = backend.prepare_batch(inputs.batch)
-    view = None if base is None else base.view
-    y = backend.run_embedding(ids, inputs.weights, plan, view)
+    y = backend.run_embedding(ids, inputs.weights, plan, inputs.new_view())
     wanted = oracles.expected_embedding(
         ids, inputs.weights, inputs.batch, inputs.base, intermediate=intermediate(backend, inputs)
     )
