@@ -82,7 +82,9 @@ def test_the_site_is_built_only_without_a_warning(fault, tmp_path, capfd):
     pytest.importorskip("mkdocs")
     for name in ("tools", "lora_backends"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "mkdocs.yml").write_bytes((ROOT / "mkdocs.yml").read_bytes())
+    config = (ROOT / "mkdocs.yml").read_text()
+    config = re.sub(r"^nav:\n(?:[ ].*\n|\n)+", "", config, flags=re.MULTILINE)  # one page only
+    (tmp_path / "mkdocs.yml").write_text(config)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# Home\n\n{fault}\n")
     status = build_site.build(tmp_path / "mkdocs.yml", tmp_path / "site")
