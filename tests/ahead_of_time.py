@@ -22,10 +22,18 @@ POINTERS = {
     "h_ptr": "*fp32",
 }
 QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
-LAYERS = {"bf16": [QKV, DOWN, ODD], "fp16": [DOWN], "fp32": [DOWN]}
-BATCHES = {"bf16": [(1, 1), (64, 64), (2048, 8), (8192, 8)], "fp16": [(8192, 8)]}
-BATCHES["fp32"] = [(2048, 8)]  # tokens, active slots
-SEGMENT_SIZES = {"bf16": (16, "auto", 128), "fp16": (16,), "fp32": (16,)}
+ALL = ("linear", "separate", "embedding")
+CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
+    "bf16": [
+        (QKV, (1, 1), 16, ("linear",)),
+        (QKV, (64, 64), "auto", ("linear",)),
+        (ODD, (1, 1), 16, ALL),
+        (DOWN, (2048, 8), 128, ("linear", "separate")),
+        (DOWN, (8192, 8), 16, ("linear",)),  # B through TMA, where there is any
+    ],
+    "fp16": [(DOWN, (8192, 8), 16, ("linear",))],
+    "fp32": [(DOWN, (2048, 8), 16, ("linear",))],
+}
 
 
 def compiled_by_a_process(engine, target, cache):
@@ -94,31 +102,27 @@ def kernels(engine, dtype, programmatic):
     cls = backend_class(engine)
     options = launch.Options(cls, "ieee", programmatic, False, RULES, programmatic)
     item_bytes = 4 if dtype == "fp32" else 2
-    for slices, inputs, rank in LAYERS[dtype]:
+    for (slices, inputs, rank), (tokens, active), segment_size, forms in CASES[dtype]:
         layer = LayerShape(len(slices), rank, inputs, sum(slices), item_bytes)
-        for tokens, active in BATCHES[dtype]:
-            for constants, tile in row_constants(engine, dtype, rules.tile_tokens(tokens, active)):
-                batch = BatchShape(tokens, active, tile)
-                for form, bias in (("linear", False), ("separate", True), ("embedding", True)):
-                    row = constants(form == "separate")
-                    found = launch._kernels(
-                        batch, layer, slices, bias, row, options, form, programmatic
-                    )
-                    yield from (found.shrink, found.expand)
-                yield launch.gather_kernel(cls, len(slices), rank, constants(False))
+        constants, tile = row_constants(engine, segment_size, rules.tile_tokens(tokens, active))
+        batch = BatchShape(tokens, active, tile)
+        for form in forms:
+            row, bias = constants(form == "separate"), form != "linear"
+            found = launch._kernels(batch, layer, slices, bias, row, options, form, programmatic)
+            yield from (found.shrink, found.expand)
+        if "embedding" in forms:
+            yield launch.gather_kernel(cls, len(slices), rank, constants(False))
 
 
-def row_constants(engine, dtype, tile):
-    """Yield what a plan of the engine tells its entry kernels, and its tokens per tile."""
+def row_constants(engine, segment_size, tile):
+    """Return the constants that a plan gives its entry kernels, and its tokens per tile."""
     if engine == "triton":
-        yield lambda by_token: (("TILE", tile),), tile
-        return
+        return lambda by_token: (("TILE", tile),), tile
     from lora_backends.csgmv import segment_and_group
 
-    for size in SEGMENT_SIZES[dtype]:
-        segment, group = segment_and_group(size, tile)
-        pairs = (("SEGMENT", segment), ("GROUP", group))
-        yield lambda by_token, pairs=pairs: (*pairs, ("BY_TOKEN", by_token)), segment * group
+    segment, group = segment_and_group(segment_size, tile)
+    pairs = (("SEGMENT", segment), ("GROUP", group))
+    return lambda by_token: (*pairs, ("BY_TOKEN", by_token)), segment * group
 
 
 def main():
