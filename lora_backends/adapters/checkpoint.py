@@ -24,7 +24,7 @@ from lora_backends.adapters.formats import (
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.messages import problem
 from lora_backends.adapters.module_rules import ModuleRule, module_rules
-from lora_backends.adapters.peft_config import PeftLoraConfig, read_config
+from lora_backends.adapters.peft_config import ALL_LINEAR, PeftLoraConfig, read_config
 from lora_backends.adapters.pickle_file import read_pickle
 from lora_backends.adapters.safetensors_file import read_safetensors
 from lora_backends.adapters.specs import Checkpoint, Kind, ModuleDelta, ModuleSpec
@@ -191,7 +191,7 @@ def _split(key: str) -> tuple[str, str | None]:
 
 def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> ModuleDelta:
     kind = _kind_of(source, module, parts)
-    _check_targeted(source, module)
+    _check_targeted(source, module, kind)
     _check_lora_bias(source, module, kind, parts)
     spec = _spec_of(source, module, kind)
     rank = source.rules[module].rank
@@ -227,8 +227,9 @@ def _kind_of(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Kind:
     return kinds[0]
 
 
-def _check_targeted(source: _Source, module: str) -> None:
-    if source.rules[module].targeted:
+def _check_targeted(source: _Source, module: str, kind: Kind) -> None:
+    only_linear = str(source.config.target_modules).lower() == ALL_LINEAR
+    if source.rules[module].targeted and not (only_linear and kind == "embedding"):
         return
     keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
     values = ((key, getattr(source.config, key)) for key in keys)

@@ -468,6 +468,16 @@ def test_lora_that_the_configuration_does_not_target_is_an_error(config, write_a
     assert next(iter(config)) in message
 
 
+def test_an_embedding_is_no_linear_layer(write_adapter, lora):
+    """PEFT's "all-linear" leaves embeddings out, and ignores the LoRA that a file has for one."""
+    key = "base_model.model.model.embed_tokens.lora_embedding_"
+    embedding = {f"{key}A": torch.ones(4, 9), f"{key}B": torch.ones(6, 4)}
+    folder = write_adapter(lora() | embedding, target_modules="all-linear")
+    assert "does not target module 'model.embed_tokens'" in rejected(InvalidInputError, folder)
+    write_adapter(lora(), target_modules="all-linear")
+    assert list(read_checkpoint(folder).modules) == [Q_PROJ]
+
+
 @pytest.mark.parametrize("config", [{"r": 8}, {"rank_pattern": {"q_proj": 8}}], ids=str)
 def test_rank_of_tensors_unlike_the_configuration_is_an_error(config, write_adapter):
     message = rejected(InvalidInputError, write_adapter(**config))
