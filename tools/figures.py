@@ -97,36 +97,6 @@ def smollm2_ratios() -> dict[str, float]:
     return {row["contender"]: row["ratio_to_base"] for row in rows}
 
 
-def at_a_glance() -> str:
-    """Return one figure per backend and kind of machine, for choosing a backend."""
-    layers = "layers of Llama-3-8B on an H200, bfloat16"
-    step = "a decode step of SmolLM2-135M on two CPU cores, float32, 32 rows over 8 adapters"
-    rows = [
-        [f"{layers}: efficiency in {phase}", name, f"{value:.2f}"]
-        for phase in PHASES
-        for name, value in (
-            *((f"`{backend}`", mean_efficiency(phase, backend)) for backend in RESULTS),
-            (BEST_PEER, mean_efficiency(phase, None)),
-        )
-    ]
-    rows += [
-        [f"{step}: time over the base model's", name if "PEFT" in name else f"`{name}`", f"{v:.2f}"]
-        for name, v in smollm2_ratios().items()
-        if name != "base"
-    ]
-    summary = json.loads((BENCHMARKS / "results" / "cpu_cells.json").read_text())["summary"]
-    rows += [
-        [
-            f"layers of SmolLM2 and Llama size on two CPU cores, {dtype}: speed over a plain torch "
-            "loop's in decode",
-            "`numba_cpu`",
-            f"{summary[dtype]['decode_times_loop_geometric_mean']:.2f}",
-        ]
-        for dtype in sorted(summary, reverse=True)
-    ]
-    return table(["measured", "with", ">figure"], rows)
-
-
 def digest() -> str:
     """Return a digest of the measurements, to see if a picture is up to date."""
     return hashlib.sha256(json.dumps(measured()).encode()).hexdigest()
