@@ -1,4 +1,4 @@
-"""What a reader of checkpoints is told about the base model, and what it returns."""
+"""The input and the result of a reader of checkpoints."""
 
 from __future__ import annotations
 

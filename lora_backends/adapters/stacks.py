@@ -87,7 +87,7 @@ class Stacks:
         self._stacks = _Stacks(whole, parts)
 
     def write(self, slot: int, delta: ModuleDelta) -> None:
-        """Write a delta that `reserve` was told of into a slot."""
+        """Write a delta into a slot; `reserve` has allocated its stacks."""
         part = self._stacks.parts[delta.module]
         part.lora_a[slot, 0, : delta.rank] = delta.lora_a
         part.lora_b[slot, :, : delta.rank] = delta.lora_b

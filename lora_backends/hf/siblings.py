@@ -89,7 +89,7 @@ class Siblings:
         joined = torch.cat([parameter.detach() for parameter in parameters])
         rows = torch.split_with_sizes(joined, self.widths)
         for holder, parameter, part in zip(holders, parameters, rows, strict=True):
-            # a storage of its own: who saves a model takes tensors of one storage for tied ones
+            # a storage of its own: savers of models take tensors of one storage for tied ones
             parameter.data = from_dlpack(part)
             self._parts.append((holder, name, parameter, part.data_ptr()))
         return joined
