@@ -146,8 +146,8 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
         if torch.compiler.is_compiling():
             h = trace_shrink(call, self, x, weights, plan)
             if out is not None:
-                out.copy_(h)
-            return h if out is None else out  # type: ignore[no-any-return]
+                h = out.copy_(h)
+            return h
         if isinstance(plan, ManyAdaptersPlan):
             refuse(operation.name, plan)
         if out is None:
