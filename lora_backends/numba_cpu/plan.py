@@ -43,6 +43,15 @@ class Work(NamedTuple):
     scales_order: int
 
 
+class Job(NamedTuple):
+    """What `launch.run` takes besides tensors; a `NumbaPlan` has the same attributes."""
+
+    work: Work
+    num_segments: int  # that read weights of their own
+    num_positions: int  # of the second half
+    h_rows: int  # of h
+
+
 @dataclass(eq=False)
 class NumbaPlan(LoRAPlan):
     """The tokens in order of their slots, cut into segments of one slot each.
@@ -68,7 +77,8 @@ class NumbaPlan(LoRAPlan):
     def refill(self, order: Ints, segments: Ints, token_scales: torch.Tensor | None) -> None:
         """Take another batch's arrays."""
         self.order, self.segments, self.token_scales = order, segments, token_scales
-        self.num_segments, self.h_rows = len(segments), self.num_tokens
+        self.num_segments, self.num_positions = len(segments), len(order)
+        self.h_rows = self.num_tokens
         halves = (len(segments), segments.ctypes.data)
         at = order.ctypes.data
         scales = NO_SCALES if token_scales is None else (token_scales.data_ptr(), 4)
