@@ -55,7 +55,6 @@ class NumbaCPUBackend(LoRABackend):
         """
         launch.grouping_kernel()
         for dtype in self.dtypes if dtypes is None else dtypes:
-            launch.first_half_for(dtype)
             launch.kernel_for(dtype, dtype)
 
     @override

@@ -25,7 +25,8 @@ MARKERS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOA
 
 NO_FUNCTIONS = (0, 0, 0)
 _FIRST_HALF = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
-_PACK_CALL = struct.Struct(f"{len(kernels.Call._fields)}q").pack
+_PACK_START = struct.Struct("9q").pack  # the fields of a `kernels.Call` before those of a `Work`
+_PACK_TENSORS = struct.Struct("7q").pack  # and behind them
 _PACK_REDUCTION = struct.Struct(f"{len(kernels_experts.Reduction._fields)}q").pack
 
 
@@ -36,19 +37,21 @@ class Kernel:
     run: Callable[[bytes], None]
     address: int  # for OpenMP
     compiled: Any  # what keeps the machine code
+    first_half: int = 0  # address of what it calls for the first half
 
 
-def _kernel(compiled: Any) -> Kernel:
+def _kernel(compiled: Any, first_half: int = 0) -> Kernel:
     if config.DISABLE_JIT:
-        return Kernel(lambda call: compiled(_address_of(call)), 0, compiled)
+        return Kernel(lambda call: compiled(_address_of(call)), 0, compiled, first_half)
     run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)  # lets other threads run
-    return Kernel(run, compiled.address, compiled)
+    return Kernel(run, compiled.address, compiled, first_half)
 
 
 @cache
 def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype) -> Kernel:
     """Compile the kernel for weights and y of these dtypes, or load it from the disk."""
-    return _kernel(kernels.entry(MARKERS[dtype], MARKERS[dtype_y]))
+    first_half = first_half_for(dtype)[0]
+    return _kernel(kernels.entry(MARKERS[dtype], MARKERS[dtype_y]), first_half)
 
 
 @cache
@@ -93,7 +96,7 @@ def run(
     """
     if not job.num_segments:
         return
-    located, work = layers.locate(weights), job.work
+    located = layers.locate(weights)
     threads = num_threads(located, job)
     dtype = located.dtype
     kernel = kernel_for(dtype, dtype if y is None else y.dtype)
@@ -104,20 +107,25 @@ def run(
     else:
         h_slice, h_row = 4 * h.stride(0), 4 * h.stride(1)
     openmp = torch_openmp() if threads > 1 else None
-    call = _PACK_CALL(
+    call = _PACK_START(
         first,
-        first_half_for(dtype)[0] if first else 0,
+        kernel.first_half,
         y is not None,
-        work.a_segments == work.b_segments and job.num_segments >= SEGMENTS_PER_THREAD * threads,
+        job.halves_match and job.num_segments >= SEGMENTS_PER_THREAD * threads,
         threads,
         *(NO_FUNCTIONS if openmp is None else openmp.functions),
         located.address,
-        *work,
-        *_address_and_row(x),
-        h.data_ptr(),
-        h_slice,
-        h_row,
-        *_address_and_row(y),
+    )
+    call = (
+        call
+        + job.packed_work
+        + _PACK_TENSORS(
+            *_address_and_row(x),
+            h.data_ptr(),
+            h_slice,
+            h_row,
+            *_address_and_row(y),
+        )
     )
     _start(kernel, call, threads, openmp)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -43,10 +44,14 @@ class Work(NamedTuple):
     scales_order: int
 
 
+PACK_WORK = struct.Struct(f"{len(Work._fields)}q").pack
+
+
 class Job(NamedTuple):
     """What `launch.run` takes besides tensors; a `NumbaPlan` has the same attributes."""
 
-    work: Work
+    packed_work: bytes  # a `Work`
+    halves_match: bool  # whether both halves run over the same segments
     num_segments: int  # that read weights of their own
     num_positions: int  # of the second half
     h_rows: int  # of h
@@ -83,6 +88,7 @@ class NumbaPlan(LoRAPlan):
         at = order.ctypes.data
         scales = NO_SCALES if token_scales is None else (token_scales.data_ptr(), 4)
         self.work = Work(*halves, 1, *halves, at, at, at, at, *scales, at)
+        self.packed_work, self.halves_match = PACK_WORK(*self.work), True
 
 
 def order_and_segments(batch: LoRABatch) -> tuple[Ints, Ints]:

@@ -12,7 +12,7 @@ import torch
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.numba_cpu import launch
 from lora_backends.numba_cpu.kernels_experts import Grouping
-from lora_backends.numba_cpu.plan import NO_SCALES, Ints, Job, Work
+from lora_backends.numba_cpu.plan import NO_SCALES, PACK_WORK, Ints, Job, Work
 
 _PACK = struct.Struct(f"{len(Grouping._fields)}q").pack
 
@@ -147,4 +147,5 @@ def job_of(
     factors = NO_SCALES if scales is None else (scales.data_ptr(), 4)
     orders = (x_order, to_order, h_order, groups.pairs)
     work = Work(*a_segments, span, *b_segments, *orders, *factors, groups.pairs)
-    return Job(work, groups.by_expert[0], groups.num_pairs, h_rows)
+    same = work.a_segments == work.b_segments
+    return Job(PACK_WORK(*work), same, groups.by_expert[0], groups.num_pairs, h_rows)
