@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,11 +38,16 @@ class CsgmvPlan(SgmvPlan):
     slot_table: torch.Tensor  # [max_segments] int32, slot or -1
     token_table: torch.Tensor  # [max_segments, segment_size] int32, token or -1
     group_starts: torch.Tensor  # [max_groups + 1] int32, ascending
+    refills: int = field(default=0, init=False)  # how often the tables were written anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         tables = _tables(self.packed, self.segment_size, self.max_segments, self.max_groups)
         self.slot_table, self.token_table, self.group_starts = tables
+
+    def token_slots(self) -> torch.Tensor:
+        """Return the slot of every token or -1: [num_tokens] int32, the end of `packed`."""
+        return self.packed[self.packed.shape[0] - self.num_tokens :]
 
     @override
     def grid_rows(self, capturing: bool) -> int:
@@ -83,8 +88,12 @@ def make_plan(
     """Return a new plan; the copy of its tables to the device is under way."""
     segments = layout.max_runs(batch.num_tokens, batch.num_slots, segment_size)
     groups = layout.max_runs(batch.num_tokens, batch.num_slots, segment_size * group_size)
-    staged, array = layout.staging_buffer(_groups_at(segments, segment_size) + groups + 1, device)
-    num_segments, num_groups = fill(array, batch, counts, segment_size, group_size, segments)
+    slots_at = layout.aligned(_groups_at(segments, segment_size) + groups + 1)
+    staged, array = layout.staging_buffer(slots_at + batch.num_tokens, device)
+    num_segments, num_groups = fill(
+        array[:slots_at], batch, counts, segment_size, group_size, segments
+    )
+    array[slots_at:] = batch.token_slots.numpy()
     packed = staged.to(device, non_blocking=True)
     slot_table, token_table, group_starts = _tables(packed, segment_size, segments, groups)
     return CsgmvPlan(
@@ -138,7 +147,10 @@ def refill(plan: CsgmvPlan, batch: LoRABatch, counts: Ints) -> CsgmvPlan:
     """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory."""
     staged, array = layout.staging_buffer(plan.packed.shape[0], plan.packed.device)
     sizes = (plan.segment_size, plan.group_size, plan.max_segments)
-    plan.num_segments, plan.num_groups = fill(array, batch, counts, *sizes)
+    slots_at = array.size - plan.num_tokens
+    plan.num_segments, plan.num_groups = fill(array[:slots_at], batch, counts, *sizes)
+    array[slots_at:] = batch.token_slots.numpy()
+    plan.refills += 1
     plan.packed.copy_(staged, non_blocking=True)
     return plan
 

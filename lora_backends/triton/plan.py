@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,11 +27,16 @@ class TritonPlan(SgmvPlan):
     max_tiles: int  # tiles that any composition of as many tokens and slots can need
     slot_table: torch.Tensor  # [max_tiles] int32, slot of the tile or -1
     token_table: torch.Tensor  # [max_tiles, tile_tokens] int32, token or -1
+    refills: int = field(default=0, init=False)  # how often the tables were written anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         tables = layout.run_tables(self.packed, self.tile_tokens, self.max_tiles)
         self.slot_table, self.token_table = tables
+
+    def token_slots(self) -> torch.Tensor:
+        """Return the slot of every token or -1: [num_tokens] int32, the end of `packed`."""
+        return self.packed[self.packed.shape[0] - self.num_tokens :]
 
     @override
     def grid_rows(self, capturing: bool) -> int:
@@ -53,8 +58,10 @@ class TritonPlan(SgmvPlan):
 def make_plan(batch: LoRABatch, counts: Ints, tile_tokens: int, device: torch.device) -> TritonPlan:
     """Return a new plan; the copy of its tables to the device is under way."""
     tiles = layout.max_runs(batch.num_tokens, batch.num_slots, tile_tokens)
-    staged, array = layout.staging_buffer(layout.aligned(tiles) + tiles * tile_tokens, device)
+    slots_at = layout.aligned(layout.aligned(tiles) + tiles * tile_tokens)
+    staged, array = layout.staging_buffer(slots_at + batch.num_tokens, device)
     runs = layout.fill_runs(array, batch, counts, tile_tokens, tiles)
+    array[slots_at:] = batch.token_slots.numpy()
     packed = staged.to(device, non_blocking=True)
     slot_table, token_table = layout.run_tables(packed, tile_tokens, tiles)
     return TritonPlan(
@@ -74,6 +81,8 @@ def refill(plan: TritonPlan, batch: LoRABatch, counts: Ints) -> TritonPlan:
     """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory."""
     staged, array = layout.staging_buffer(plan.packed.shape[0], plan.packed.device)
     runs = layout.fill_runs(array, batch, counts, plan.tile_tokens, plan.max_tiles)
+    array[array.size - plan.num_tokens :] = batch.token_slots.numpy()
     plan.num_tiles = int(runs.sum())
+    plan.refills += 1
     plan.packed.copy_(staged, non_blocking=True)
     return plan

@@ -1,0 +1,270 @@
+"""The kernels of a site and a routing, and their arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from lora_backends.experts import ExpertWeights
+from lora_backends.sgmv.experts import kernels, rules
+from lora_backends.sgmv.experts.routing import SgmvRouting
+from lora_backends.sgmv.experts.rules import PairShape, SiteShape
+from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
+from lora_backends.sgmv.tiles.sizes import (
+    MAX_BLOCK_R,
+    ExpandTiles,
+    ShrinkTiles,
+    TileConfig,
+    column_programs,
+    padded_rank,
+)
+
+
+class Options(NamedTuple):
+    """What a backend fixes for all of its launches."""
+
+    precision: str  # of float32 products, as `tl.dot` names it
+    programmatic: bool  # whether a kernel launches before the one in front has ended
+    tma: bool  # whether the device has TMA
+
+
+class Site(NamedTuple):
+    """What the kernels of a site are compiled for, besides sizes."""
+
+    shape: SiteShape
+    slices: tuple[int, ...]  # widths that the expand tells apart; one where a single A feeds all
+    num_a: int
+    interleaved: bool
+    top_k: int
+    by_pair: bool  # whether every pair has a row of x
+    weighted: bool
+
+
+class Kernels(NamedTuple):
+    """Both kernels of a site."""
+
+    shrink: SpecializedKernel
+    expand: SpecializedKernel
+    split_k: int  # planes of h
+
+
+def add_experts(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routing: SgmvRouting,
+    options: Options,
+    *,
+    rows: str,
+    weighted: bool,
+    reduce: bool,
+) -> None:
+    """Add the delta of every live pair to y, in place; arguments as in `run_experts`."""
+    site = site_of(weights, routing.top_k, by_pair=rows == "pairs", weighted=weighted)
+    pairs = PairShape(routing.num_pairs, routing.keys, routing.tile)
+    tma = options.tma and not reduce and allows_tma(weights.lora_b)
+    found = kernels_of(pairs, site, reduce, options._replace(tma=tma))
+    ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
+    h = _new_h(weights, routing, found.split_k)
+    tables = (routing.order, routing.tiles, routing.count)
+    a, b = weights.lora_a, weights.lora_b
+    numbers = (weights.in_features, x.stride(0), *_strides(a, 4), *_strides(ranks, 2), h.shape[1])
+    found.shrink.launch(
+        routing.max_tiles, Arguments((x, a, ranks, *tables, h), (), numbers)
+    )
+    to = y
+    if reduce:
+        shape = (routing.num_tokens, routing.top_k, weights.out_features)
+        to = torch.empty(shape, dtype=torch.float32, device=y.device)
+    sizes = found.expand.constants
+    tma_of_b = descriptor(b, sizes["BLOCK_C"], sizes["BLOCK_R"]) if sizes["STAGES"] > 1 else None
+    numbers = (
+        h.shape[1], *_strides(b, 3), *to.stride()[:2], *_strides(ranks, 2), *_strides(scalings, 2),
+    )  # fmt: skip
+    tensors = (h, b, to, ranks, scalings, routing.topk_weights, *tables)
+    found.expand.launch(routing.max_tiles, Arguments(tensors, (tma_of_b,), numbers))
+    if reduce:
+        kernel = _sum_kernel(site, options.programmatic)
+        slots = routing.plan.token_slots()
+        numbers = (weights.out_features, y.stride(0), *_strides(ranks, 2))
+        tensors = (y, to, routing.topk_ids, slots, ranks)
+        kernel.launch(routing.num_tokens, Arguments(tensors, (), numbers))
+
+
+def _new_h(weights: ExpertWeights, routing: SgmvRouting, planes: int) -> torch.Tensor:
+    """Return h: [planes, places, num_a * padded rank].
+
+    Partial sums are float32; a single plane has the dtype that h is rounded to for the expand.
+    """
+    width = weights.num_a * padded_rank(weights.max_rank)
+    dtype = torch.float32 if planes > 1 else weights.dtype
+    return torch.empty(planes, routing.num_pairs, width, dtype=dtype, device=routing.order.device)
+
+
+def _strides(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
+    """Return the first strides; that of an expert axis of 1 is 0, so every expert reads it."""
+    slot, expert, *rest = tensor.stride()[:count]
+    return (slot, expert if tensor.shape[1] > 1 else 0, *rest)
+
+
+def allows_tma(lora_b: torch.Tensor) -> bool:
+    """Return whether B can be loaded through TMA.
+
+    B of all slots and experts must form one matrix of 16-bit rows, aligned.
+    """
+    slot, expert, row, _ = lora_b.stride()
+    return (
+        lora_b.element_size() == 2
+        and lora_b.shape[3] % 8 == 0
+        and row >= lora_b.shape[3]
+        and row % 8 == 0
+        and slot % row == 0
+        and expert % row == 0
+        and lora_b.data_ptr() % 16 == 0
+        and _rows(lora_b) < 2**31
+    )
+
+
+def _rows(lora_b: torch.Tensor) -> int:
+    slots, experts, columns, _ = lora_b.shape
+    slot, expert, row, _ = lora_b.stride()
+    return ((slots - 1) * slot + (experts - 1) * expert) // row + columns
+
+
+def descriptor(lora_b: torch.Tensor, block_c: int, block_r: int) -> Any:
+    """Return the TMA descriptor of a B that `allows_tma`, as one matrix [rows, max_rank]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape = [_rows(lora_b), lora_b.shape[3]]
+    return TensorDescriptor(lora_b, shape, [lora_b.stride(2), 1], [block_c, block_r])
+
+
+def site_of(weights: ExpertWeights, top_k: int, *, by_pair: bool, weighted: bool) -> Site:
+    """Return what the kernels of a site are compiled for."""
+    alone = weights.num_a == 1
+    interleaved = weights.interleaved and not alone
+    slices = weights.output_slices
+    if alone or interleaved:
+        slices = (weights.out_features,)
+    shape = SiteShape(
+        weights.num_a,
+        weights.max_rank,
+        weights.in_features,
+        weights.out_features,
+        max(slices),
+        weights.lora_a.element_size(),
+        interleaved,
+    )
+    return Site(shape, slices, weights.num_a, interleaved, top_k, by_pair, weighted)
+
+
+@lru_cache(maxsize=16384)
+def kernels_of(pairs: PairShape, site: Site, fresh: bool, options: Options) -> Kernels:
+    """Return both kernels of a site; `fresh`: the expand writes deltas instead of adding them."""
+    return kernels_with(rules.choose_tiles(pairs, site.shape), pairs.tile, site, fresh, options)
+
+
+def kernels_with(
+    tiles: TileConfig, tile: int, site: Site, fresh: bool, options: Options
+) -> Kernels:
+    """Return both kernels of a site with the sizes given."""
+    shrink = _shrink_kernel(tiles.shrink, tile, site, options._replace(tma=False))
+    long = padded_rank(site.shape.max_rank) > min(tiles.expand.block_r, MAX_BLOCK_R)
+    expand = tiles.expand
+    if not options.tma or long or site.interleaved or fresh:
+        expand = replace(expand, num_stages=1)
+    if long or site.interleaved:
+        expand = replace(expand, chunks=1)
+    planes = tiles.shrink.split_k
+    return Kernels(shrink, _expand_kernel(expand, planes, tile, site, fresh, options), planes)
+
+
+@lru_cache(maxsize=4096)
+def _shrink_kernel(
+    tiles: ShrinkTiles, tile: int, site: Site, options: Options
+) -> SpecializedKernel:
+    shape = site.shape
+    step = tiles.block_k * tiles.split_k
+    programs = -(-shape.stacked // tiles.block_n) * tiles.split_k
+    constants = {
+        "PROGRAMS": programs,
+        "TILE": tile,
+        "TOP_K": 1 if site.by_pair else site.top_k,
+        "NUM_A": site.num_a,
+        "RANK_PAD": padded_rank(shape.max_rank),
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "WARPS_K": tiles.warps_k,
+        "SPLIT_K": tiles.split_k,
+        "STEPS": -(-shape.in_features // step),
+        "EVEN_K": shape.in_features % step == 0,
+        "PRECISION": options.precision,
+        "INTERPRETED": INTERPRETED,
+        "PROGRAMMATIC": options.programmatic,
+    }
+    return SpecializedKernel(
+        kernels.shrink_kernel,
+        constants,
+        programs,
+        tiles.num_warps,
+        tiles.num_stages,
+        options.programmatic,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _expand_kernel(
+    tiles: ExpandTiles, planes: int, tile: int, site: Site, fresh: bool, options: Options
+) -> SpecializedKernel:
+    shape, columns = site.shape, column_programs(site.slices, tiles)
+    constants = {
+        "STARTS": columns.starts,
+        "FIRST_PROGRAMS": columns.firsts,
+        "PROGRAMS": columns.programs,
+        "TILE": tile,
+        "TOP_K": site.top_k,
+        "NUM_A": site.num_a,
+        "SPLIT_K": planes,
+        "RANK_PAD": padded_rank(shape.max_rank),
+        "BLOCK_C": tiles.block_c,
+        "BLOCK_R": tiles.block_r,
+        "CHUNKS": tiles.chunks,
+        "STAGES": tiles.num_stages,
+        "EVEN_C": columns.even,
+        "EVEN_R": shape.max_rank % 8 == 0,
+        "INTERLEAVED": site.interleaved,
+        "WEIGHTED": site.weighted,
+        "FRESH": fresh,
+        "PRECISION": options.precision,
+        "INTERPRETED": INTERPRETED,
+        "PROGRAMMATIC": options.programmatic,
+    }
+    return SpecializedKernel(
+        kernels.expand_kernel,
+        constants,
+        columns.programs,
+        tiles.num_warps,
+        programmatic=options.programmatic,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _sum_kernel(site: Site, programmatic: bool) -> SpecializedKernel:
+    starts = [0]
+    for width in site.slices[:-1]:
+        starts.append(starts[-1] + width)
+    programs = -(-site.shape.out_features // 1024)
+    constants = {
+        "PROGRAMS": programs,
+        "STARTS": tuple(starts),
+        "TOP_K": site.top_k,
+        "NUM_A": site.num_a,
+        "BLOCK_C": 1024,
+        "INTERLEAVED": site.interleaved,
+        "INTERPRETED": INTERPRETED,
+        "PROGRAMMATIC": programmatic,
+    }
+    return SpecializedKernel(kernels.sum_kernel, constants, programs, programmatic=programmatic)
