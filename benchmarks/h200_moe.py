@@ -32,6 +32,8 @@ DEVICE, DTYPE = "cuda", torch.bfloat16
 LAUNCH_US = 0.96  # of the limits in the peers' file
 TOLERANCE = 1e-2  # largest error of a row, over the root mean square norm of the expected rows
 CHECKED_PAIRS = 512  # a step of more pairs is not compared with the reference
+ONE_A = ("gpt-oss-20b",)
+"""Models whose gate and up share one A, as PEFT's `target_parameters` makes them."""
 ROUTED = [(256, 64, 128, 8), (256, 8, 32, 4), (1024, 64, 128, 2), (4096, 64, 128, 8)]
 """Tokens, slots, experts and experts per token for which the routing is timed alone."""
 
@@ -79,7 +81,8 @@ def cell_of(peers: dict[str, Any], row: dict[str, Any]) -> ExpertCell:
     """Return a row of the peers' file as a cell."""
     shape = peers["shapes"][row["model"]]
     sizes = (shape["hidden"], shape["intermediate"], shape["experts"], shape["top_k"])
-    return ExpertCell(row["model"], *sizes, row["tokens"], row["adapters"], row["rank"])
+    batch = (row["tokens"], row["adapters"], row["rank"])
+    return ExpertCell(row["model"], *sizes, *batch, num_a=1 if row["model"] in ONE_A else 2)
 
 
 def all_cells(peers: dict[str, Any]) -> list[ExpertCell]:

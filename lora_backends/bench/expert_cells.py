@@ -34,6 +34,7 @@ class ExpertCell:
     tokens: int
     adapters: int  # dealt round-robin over tokens, or from 1024 tokens on in one run each
     rank: int  # of all adapters
+    num_a: int = 2  # matrices A of gate_up: one each for gate and up, or 1 for both
     shared_outer: bool = False  # gate_up has one A for all experts, and down one B
     skewed: bool = False  # experts drawn with a popularity that falls as 1 / i
 
@@ -45,13 +46,17 @@ class ExpertCell:
 
     def key_bytes(self, itemsize: int) -> int:
         """Return the bytes of A and B that one expert of one slot has for itself."""
-        outer = 0 if self.shared_outer else 3 * self.hidden
+        outer = 0 if self.shared_outer else (self.num_a + 1) * self.hidden
         return itemsize * self.rank * (outer + 3 * self.intermediate)
 
     def slot_bytes(self, itemsize: int) -> int:
         """Return the bytes of one slot's A and B."""
-        outer = itemsize * self.rank * 3 * self.hidden if self.shared_outer else 0
-        return self.experts * self.key_bytes(itemsize) + outer
+        return self.experts * self.key_bytes(itemsize) + self.outer_bytes(itemsize)
+
+    def outer_bytes(self, itemsize: int) -> int:
+        """Return the bytes of A and B that all experts of one slot share."""
+        rows = (self.num_a + 1) * self.hidden if self.shared_outer else 0
+        return itemsize * self.rank * rows
 
     def bytes_moved(self, active_keys: float, itemsize: int) -> float:
         """Return the bytes that a step must move.
@@ -60,11 +65,10 @@ class ExpertCell:
         down; both results are read and written once per pair of a token and an expert.
         """
         pairs = self.tokens * self.top_k
-        outer = itemsize * self.rank * 3 * self.hidden if self.shared_outer else 0
         slots = min(self.adapters, self.tokens)
         rows = self.tokens * self.hidden + pairs * self.intermediate
         results = pairs * (2 * self.intermediate + self.hidden)
-        weights = active_keys * self.key_bytes(itemsize) + slots * outer
+        weights = active_keys * self.key_bytes(itemsize) + slots * self.outer_bytes(itemsize)
         return weights + itemsize * (rows + 2 * results)
 
     def describe(self) -> dict[str, Any]:
@@ -132,11 +136,13 @@ def make_sites(
     """Return gate_up and down of one layer; h and the deltas are of order 1."""
     outer = 1 if cell.shared_outer else cell.experts
 
-    def site(of_a: int, of_b: int, inputs: int, slices: tuple[int, ...]) -> ExpertWeights:
+    def site(
+        of_a: int, of_b: int, num_a: int, inputs: int, slices: tuple[int, ...]
+    ) -> ExpertWeights:
         like: dict[str, Any] = {"device": device, "dtype": dtype}
-        a = torch.empty(cell.adapters, of_a, len(slices), cell.rank, inputs, **like)
+        a = torch.empty(cell.adapters, of_a, num_a, cell.rank, inputs, **like)
         b = torch.empty(cell.adapters, of_b, sum(slices), cell.rank, **like)
-        table = (cell.adapters, cell.experts, len(slices))
+        table = (cell.adapters, cell.experts, num_a)
         return ExpertWeights(
             lora_a=a.normal_(0, 1 / math.sqrt(inputs)),
             lora_b=b.normal_(0, 1 / math.sqrt(cell.rank)),
@@ -148,8 +154,8 @@ def make_sites(
 
     width = cell.intermediate
     return (
-        site(outer, cell.experts, cell.hidden, (width, width)),
-        site(cell.experts, outer, width, (cell.hidden,)),
+        site(outer, cell.experts, cell.num_a, cell.hidden, (width, width)),
+        site(cell.experts, outer, 1, width, (cell.hidden,)),
     )
 
 
@@ -199,8 +205,9 @@ def _deltas(
         slot, expert = divmod(key, weights.num_experts)
         pairs = (keys == key).nonzero().flatten()
         for s in range(weights.num_slices):
-            a = weights.lora_a[slot, expert % weights.lora_a.shape[1], s].float()
+            nth = s if weights.num_a > 1 else 0
+            a = weights.lora_a[slot, expert % weights.lora_a.shape[1], nth].float()
             b = weights.lora_b[slot, expert % weights.lora_b.shape[1], weights.columns(s)].float()
-            scaling = weights.scalings[slot, expert, s]
+            scaling = weights.scalings[slot, expert, nth]
             delta[pairs, weights.columns(s)] = scaling * ((x[pairs] @ a.T) @ b.T)
     return delta

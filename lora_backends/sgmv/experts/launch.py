@@ -51,6 +51,17 @@ class Kernels(NamedTuple):
     split_k: int  # planes of h
 
 
+class Call(NamedTuple):
+    """The tensors of one call."""
+
+    x: torch.Tensor  # [num_tokens, in_features], or a row for every pair
+    weights: ExpertWeights
+    routing: SgmvRouting
+    y: torch.Tensor  # [num_tokens, top_k, out_features], or [num_tokens, out_features] if summed
+    ranks: torch.Tensor  # of the weights, contiguous
+    scalings: torch.Tensor  # of the weights, contiguous
+
+
 def add_experts(
     y: torch.Tensor,
     x: torch.Tensor,
@@ -67,31 +78,52 @@ def add_experts(
     pairs = PairShape(routing.num_pairs, routing.keys, routing.tile)
     tma = options.tma and not reduce and allows_tma(weights.lora_b)
     found = kernels_of(pairs, site, reduce, options._replace(tma=tma))
-    ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
-    h = _new_h(weights, routing, found.split_k)
-    tables = (routing.order, routing.tiles, routing.count)
-    a, b = weights.lora_a, weights.lora_b
-    numbers = (weights.in_features, x.stride(0), *_strides(a, 4), *_strides(ranks, 2), h.shape[1])
-    found.shrink.launch(
-        routing.max_tiles, Arguments((x, a, ranks, *tables, h), (), numbers)
-    )
-    to = y
-    if reduce:
-        shape = (routing.num_tokens, routing.top_k, weights.out_features)
-        to = torch.empty(shape, dtype=torch.float32, device=y.device)
-    sizes = found.expand.constants
-    tma_of_b = descriptor(b, sizes["BLOCK_C"], sizes["BLOCK_R"]) if sizes["STAGES"] > 1 else None
-    numbers = (
-        h.shape[1], *_strides(b, 3), *to.stride()[:2], *_strides(ranks, 2), *_strides(scalings, 2),
-    )  # fmt: skip
-    tensors = (h, b, to, ranks, scalings, routing.topk_weights, *tables)
-    found.expand.launch(routing.max_tiles, Arguments(tensors, (tma_of_b,), numbers))
-    if reduce:
-        kernel = _sum_kernel(site, options.programmatic)
-        slots = routing.plan.token_slots()
-        numbers = (weights.out_features, y.stride(0), *_strides(ranks, 2))
-        tensors = (y, to, routing.topk_ids, slots, ranks)
-        kernel.launch(routing.num_tokens, Arguments(tensors, (), numbers))
+    # copies are made before the first launch: no kernel may run between the shrink and an expand
+    # that starts before the shrink has ended
+    tables = weights.ranks.contiguous(), weights.scalings.contiguous()
+    call = Call(x, weights, routing, y, *tables)
+    if not reduce:
+        launch_site(call, found, y)
+        return
+    shape = (routing.num_tokens, routing.top_k, weights.out_features)
+    deltas = torch.empty(shape, dtype=torch.float32, device=y.device)
+    launch_site(call, found, deltas)
+    _launch_sum(call, deltas, _sum_kernel(site, options.programmatic))
+
+
+def launch_site(call: Call, found: Kernels, to: torch.Tensor) -> None:
+    """Launch both kernels; `to` [num_tokens, top_k, out_features] is y, or where deltas go."""
+    h = _new_h(call.weights, call.routing, found.split_k)
+    launch_shrink(call, found, h)
+    launch_expand(call, found, h, to)
+
+
+def launch_shrink(call: Call, found: Kernels, h: torch.Tensor) -> None:
+    """Write h [planes, places, num_a * padded rank]."""
+    x, weights, routing, _, ranks, _ = call
+    tensors = (x, weights.lora_a, ranks, routing.order, routing.tiles, routing.count, h)
+    strides = (x.stride(0), *_strides(weights.lora_a, 4), *_strides(ranks, 2))
+    arguments = Arguments(tensors, (), (weights.in_features, *strides, h.shape[1]))
+    found.shrink.launch(routing.max_tiles, arguments)
+
+
+def launch_expand(call: Call, found: Kernels, h: torch.Tensor, to: torch.Tensor) -> None:
+    """Add the deltas to `to`, or write them there."""
+    _, weights, routing, _, ranks, scalings = call
+    b, sizes = weights.lora_b, found.expand.constants
+    tma = descriptor(b, sizes["BLOCK_C"], sizes["BLOCK_R"]) if sizes["STAGES"] > 1 else None
+    strides = (*_strides(b, 3), *to.stride()[:2], *_strides(ranks, 2), *_strides(scalings, 2))
+    tables = (routing.topk_weights, routing.order, routing.tiles, routing.count)
+    arguments = Arguments((h, b, to, ranks, scalings, *tables), (tma,), (h.shape[1], *strides))
+    found.expand.launch(routing.max_tiles, arguments)
+
+
+def _launch_sum(call: Call, deltas: torch.Tensor, kernel: SpecializedKernel) -> None:
+    """Add the sums of deltas over the pairs of a token to y."""
+    _, weights, routing, y, ranks, _ = call
+    tensors = (y, deltas, routing.topk_ids, routing.plan.token_slots(), ranks)
+    numbers = (weights.out_features, y.stride(0), *_strides(ranks, 2))
+    kernel.launch(routing.num_tokens, Arguments(tensors, (), numbers))
 
 
 def _new_h(weights: ExpertWeights, routing: SgmvRouting, planes: int) -> torch.Tensor:
