@@ -19,17 +19,18 @@ TABLES = {
     "count_ptr": "*i32",
     "state_ptr": "*i64",
     "keys_ptr": "*i32",
+    "nths_ptr": "*i32",
     "counts_ptr": "*i32",
     "turn_ptr": "*i32",
     "deltas_ptr": "*fp32",
 }
 CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
     "bf16": [
-        ((8, 8, 16), (2, 16, 2048, (768, 768), False), 8, False),
-        ((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False),
+        ((8, 8, 1), (2, 16, 2048, (768, 768), False), 8, False),
+        ((512, 300, 4), (2, 64, 2048, (768, 768), False), 8, False),
         ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False),
         ((1024, 128, 16), (2, 16, 2880, (2880, 2880), True), 4, False),
-        ((37, 9, 32), (3, 130, 77, (33, 7, 1), False), 1, True),
+        ((37, 9, 128), (3, 130, 77, (33, 7, 1), False), 1, True),
     ],
     "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False)],
 }
@@ -41,7 +42,7 @@ def routing_kernels(programmatic):
     yield routing._compare(8, 8, 128, False, 16, programmatic)
     yield routing._compare(2048, 8, 128, True, 16, programmatic)
     yield routing._count(8, 128, True, programmatic)
-    yield routing._scatter(128, 64, 8192, programmatic)
+    yield routing._scatter(128, 64, 8192, 32768, programmatic)
 
 
 def site_kernels(dtype, programmatic):
@@ -52,9 +53,7 @@ def site_kernels(dtype, programmatic):
     for pairs, (num_a, rank, inputs, slices, interleaved), top_k, fresh in CASES[dtype]:
         widths = (sum(slices),) if interleaved or num_a == 1 else slices
         item_bytes = 4 if dtype == "fp32" else 2
-        shape = SiteShape(
-            num_a, rank, inputs, sum(slices), max(widths), item_bytes, interleaved
-        )
+        shape = SiteShape(num_a, rank, inputs, sum(slices), max(widths), item_bytes, interleaved)
         site = launch.Site(shape, widths, num_a, interleaved, top_k, num_a == 1, fresh)
         found = launch.kernels_of(PairShape(*pairs), site, fresh, options)
         h = "*fp32" if found.split_k > 1 else f"*{dtype}"

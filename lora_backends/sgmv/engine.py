@@ -18,6 +18,7 @@ from lora_backends.sgmv import launch
 from lora_backends.sgmv.experts.launch import Options as ExpertOptions
 from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
+from lora_backends.sgmv.experts.rules import PairShape
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch, is_capturing
 from lora_backends.sgmv.launching.tma import has_tma
@@ -29,8 +30,8 @@ EMPTY_ROW = 0 if INTERPRETED else 1
 """Rows launched for a batch without adapters. They compute nothing, but compile the kernels: a
 capture that follows with other adapters cannot compile."""
 
-INVARIANT_KEYS = 64
-"""Experts of slots in use that a batch-invariant backend takes sizes for, always."""
+INVARIANT_PAIRS = PairShape(pairs=256, keys=64, tile=16)
+"""A batch-invariant backend takes the sizes for this routing, always."""
 
 
 class SgmvBackend(LoRABackend):
@@ -170,7 +171,7 @@ class SgmvBackend(LoRABackend):
         out: SgmvRouting | None = None,
     ) -> SgmvRouting:
         if out is None:
-            fixed = INVARIANT_KEYS if self.batch_invariant else None
+            fixed = INVARIANT_PAIRS if self.batch_invariant else None
             out = make_routing(plan, topk_ids, num_experts, fixed)
         sort_pairs(out, plan, topk_ids, topk_weights, expert_map, self._options.programmatic)
         return out
@@ -198,9 +199,7 @@ class SgmvBackend(LoRABackend):
             choice = (routing.topk_ids, routing.topk_weights)
             sort_pairs(routing, plan, *choice, None, options.programmatic)
         fixed = ExpertOptions(options.precision, options.programmatic, options.tma)
-        add_experts(
-            y, x, weights, routing, fixed, rows=rows, weighted=weighted, reduce=reduce
-        )
+        add_experts(y, x, weights, routing, fixed, rows=rows, weighted=weighted, reduce=reduce)
         return y
 
     def _rows(self, plan: SgmvPlan) -> int:

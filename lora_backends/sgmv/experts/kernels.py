@@ -17,11 +17,27 @@ from lora_backends.sgmv.experts.routing_kernels import RECORD
 
 
 @triton.jit
-def _tile(row, tiles_ptr):
-    """Return a tile's slot, expert, first place and number of pairs."""
-    at = tiles_ptr + row * RECORD
+def _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """Return the slot, expert, first place and number of pairs of a row, and its pairs [T].
+
+    A tile has PARTS rows of the grid, of at most ROWS pairs each. A row that has none has 0 pairs.
+    The first pair stands in the record, so that a tile of one pair needs no second load.
+    """
+    part = row % PARTS
+    at = tiles_ptr + row // PARTS * RECORD
     slot, expert = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
-    return slot, expert, tl.load(at + 2), tl.load(at + 3)
+    place, count, only = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    used = row // PARTS < tl.load(count_ptr)
+    count = tl.where(used, tl.minimum(count - part * ROWS, ROWS), 0)
+    place += part * ROWS
+    t = tl.arange(0, ROWS)  # [T]
+    in_order = t < count
+    if PARTS == 1:
+        in_order = in_order & (t > 0)
+    pair = tl.load(order_ptr + place + t, mask=in_order, other=0)  # [T]
+    if PARTS == 1:
+        pair = tl.where(t == 0, only, pair)
+    return slot, expert, place, count, pair
 
 
 @triton.jit(do_not_specialize=["h_rows"])
@@ -43,9 +59,11 @@ def shrink_kernel(
     ranks_stride_e,
     h_rows,
     PROGRAMS: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_A: tl.constexpr,
+    MAX_RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -53,42 +71,46 @@ def shrink_kernel(
     SPLIT_K: tl.constexpr,
     STEPS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EAGER: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
     """h[k, place, s, :r] = x[row of the pair, part k] @ a[l, e, s, :r, part k].T.
 
-    Pair p has row p // TOP_K of x: TOP_K is 1 where every pair has a row of its own.
+    Pair p has row p // TOP_K of x: TOP_K is 1 where every pair has a row of its own. EAGER reads A
+    up to MAX_RANK, whatever the rank: few programs wait for loads that follow each other.
     """
     row = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
     if PROGRAMMATIC:
         gdc_wait()  # before reading the routing, x, A and ranks, which an earlier kernel may write
         gdc_launch_dependents()
-    slot, expert, first, count = _tile(row, tiles_ptr)
-    if row >= tl.load(count_ptr):
+    slot, expert, place, count, pair = _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS, PARTS)
+    if count <= 0:
         return
-    t = tl.arange(0, TILE)  # [T]
-    pair = tl.load(order_ptr + first + t, mask=t < count, other=0)  # [T]
+    t = tl.arange(0, ROWS)  # [T]
     part = program % SPLIT_K
     n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     s = n // RANK_PAD  # [N]
     r = n % RANK_PAD  # [N]
     ranks_at = ranks_ptr + slot * ranks_stride_l + expert * ranks_stride_e + s
     rank = tl.load(ranks_at, mask=s < NUM_A, other=0)  # [N]
-    if tl.max(rank - r) <= 0:
-        return
+    if EAGER:
+        used = (s < NUM_A) & (r < MAX_RANK)
+    else:
+        used = r < rank
+        if tl.max(rank - r) <= 0:
+            return
     x_rows = x_ptr + (pair // TOP_K).to(tl.int64) * x_stride_t  # [T]
     a_rows = a_ptr + slot * a_stride_l + expert * a_stride_e
     a_rows = a_rows + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r  # [N]
     h = _partial_sums(
-        x_rows, a_rows, t < count, r < rank, part * (STEPS * BLOCK_K), in_features,
+        x_rows, a_rows, t < count, used, part * (STEPS * BLOCK_K), in_features,
         BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
     )  # [T, N] # fmt: skip
-    h_at = h_ptr + (part * h_rows.to(tl.int64) + first + t) * (NUM_A * RANK_PAD)  # [T]
-    written = in_groups(r, rank, True)  # zeros beyond the rank, up to the end of its group
-    mask = (t < count)[:, None] & written[None, :]
+    h_at = h_ptr + (part * h_rows.to(tl.int64) + place + t) * (NUM_A * RANK_PAD)  # [T]
+    mask = (t < count)[:, None] & in_groups(r, rank, True)[None, :]  # beyond, anything is written
     tl.store(h_at[:, None] + n[None, :], rounded(h, h_ptr.dtype.element_ty, INTERPRETED), mask=mask)
 
 
@@ -163,10 +185,12 @@ def expand_kernel(
     STARTS: tl.constexpr,
     FIRST_PROGRAMS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_A: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    MAX_RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -174,6 +198,7 @@ def expand_kernel(
     STAGES: tl.constexpr,
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
+    EAGER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     FRESH: tl.constexpr,
@@ -184,44 +209,54 @@ def expand_kernel(
     """y[pair, c] += factor * scaling * (h[place, s, :r] @ b[l, e, c, :r].T).
 
     With FRESH y is not read. INTERLEAVED: column c has slice c % NUM_A, else slices are blocks of
-    columns, where NUM_A is 1 a single one.
+    columns, where NUM_A is 1 a single one. EAGER reads B up to MAX_RANK, whatever the rank.
     """
     row = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
-    slot, expert, first_place, count = _tile(row, tiles_ptr)
-    if row >= tl.load(count_ptr):
+    slot, expert, place, count, pair = _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS, PARTS)
+    if count <= 0:
         if PROGRAMMATIC:
             gdc_wait()  # so that this grid ends after the shrink, on which later kernels rely
         return
     s, first, end = columns_of(program, STARTS, FIRST_PROGRAMS, BLOCK_C * CHUNKS)
-    t = tl.arange(0, TILE)  # [T]
-    has_pair = t < count  # [T]
-    pair = tl.load(order_ptr + first_place + t, mask=has_pair, other=0)  # [T]
+    t = tl.arange(0, ROWS)  # [T]
     ranks_at = ranks_ptr + slot * ranks_stride_l + expert * ranks_stride_e + s
     scalings_at = scalings_ptr + slot * scalings_stride_l + expert * scalings_stride_e + s
     rank = tl.load(ranks_at)
     if INTERLEAVED:
         for i in tl.static_range(1, NUM_A):
             rank = tl.maximum(rank, tl.load(ranks_at + i))
-    if rank == 0:
-        if PROGRAMMATIC:
-            gdc_wait()
-        return
-    factor = tl.full((TILE,), 1.0, dtype=tl.float32)  # [T]
+    has_pair = t < count  # [T]
+    if EAGER:
+        read = rank * 0 + MAX_RANK
+        has_pair = t < tl.where(rank > 0, count, 0)
+    else:
+        read = rank
+        if rank == 0:
+            if PROGRAMMATIC:
+                gdc_wait()
+            return
+    factor = tl.full((ROWS,), 1.0, dtype=tl.float32)  # [T]
     if WEIGHTED:
-        factor = tl.load(factors_ptr + pair, mask=has_pair, other=0.0)
+        factor = tl.load(factors_ptr + pair, mask=t < count, other=0.0)
     if not INTERLEAVED:
         factor *= tl.load(scalings_at)
     t_offset, j_offset = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
     y_rows = y_ptr + t_offset * y_stride_t + j_offset * y_stride_j  # [T]
     plane = h_rows.to(tl.int64) * (NUM_A * RANK_PAD)
-    h_at = h_ptr + (first_place + t).to(tl.int64) * (NUM_A * RANK_PAD) + s * RANK_PAD  # [T]
+    h_at = h_ptr + (place + t).to(tl.int64) * (NUM_A * RANK_PAD) + s * RANK_PAD  # [T]
     b_key = b_ptr + slot * b_stride_l + expert * b_stride_e
     if STAGES > 1:
         b_row = ((slot * b_stride_l + expert * b_stride_e) // b_stride_c).to(tl.int32)
         _expand_tma(
             b_tma, b_row, h_at, plane, y_rows, factor, first, end, rank, has_pair, BLOCK_R,
             SPLIT_K, BLOCK_C, CHUNKS, STAGES, EVEN_C, FRESH, PRECISION, INTERPRETED, PROGRAMMATIC,
+        )  # fmt: skip
+    elif ROWS < 16:
+        _expand_rows(
+            h_at, plane, b_key, b_stride_c, y_rows, factor, ranks_at, scalings_at, first, end,
+            read, rank, has_pair, t < count, NUM_A, RANK_PAD, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C,
+            EVEN_R, INTERLEAVED, FRESH, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     elif INTERLEAVED or RANK_PAD > BLOCK_R:
         _expand_general(
@@ -231,9 +266,82 @@ def expand_kernel(
         )  # fmt: skip
     else:
         _expand_columns(
-            h_at, plane, b_key, b_stride_c, y_rows, factor, first, end, rank, has_pair, BLOCK_R,
-            SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, FRESH, PRECISION, INTERPRETED, PROGRAMMATIC,
+            h_at, plane, b_key, b_stride_c, y_rows, factor, first, end, read, rank, has_pair,
+            t < count, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, FRESH, PRECISION,
+            INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
+
+
+@triton.jit
+def _expand_rows(
+    h_at,
+    plane,
+    b_key,
+    b_stride_c,
+    y_rows,
+    factor,
+    ranks_at,
+    scalings_at,
+    first,
+    end,
+    read,
+    rank,
+    has_pair,
+    has_y,
+    NUM_A: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FRESH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Add CHUNKS blocks of columns for a few pairs, without a matrix product: B stays where it is.
+
+    B goes from memory straight to the registers that multiply it, so more of it is in flight than
+    where it passes through shared memory for a product of 16 rows.
+    """
+    SLICES: tl.constexpr = NUM_A if INTERLEAVED else 1
+    t = tl.arange(0, y_rows.shape[0])  # [T]
+    r = tl.arange(0, RANK_PAD)  # [R]
+    c = first + tl.arange(0, BLOCK_C)  # [C]
+    b = _load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+    y = _load_y(y_rows, c, has_y, end, EVEN_C, FRESH)
+    if PROGRAMMATIC:
+        gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
+        gdc_launch_dependents()
+    for chunk in tl.static_range(CHUNKS):
+        c_now, y_now, b_now = c, y, b.to(tl.float32)
+        if chunk + 1 < CHUNKS:
+            c = c + BLOCK_C
+            b = _load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+            y = _load_y(y_rows, c, has_y, end, EVEN_C, FRESH)
+        delta = tl.zeros((y_rows.shape[0], BLOCK_C), dtype=tl.float32)
+        ranks = tl.zeros((BLOCK_C,), dtype=tl.int32) + rank  # [C]
+        for s in tl.static_range(SLICES):
+            used, scaling = rank, 1.0
+            if INTERLEAVED:
+                used, scaling = tl.load(ranks_at + s), tl.load(scalings_at + s)
+                ranks = tl.where(c_now % NUM_A == s, used, ranks)
+            h = _load_h(h_at + s * RANK_PAD, plane, r, used, has_pair, SPLIT_K)  # [T, R]
+            h = rounded(h, b.dtype, INTERPRETED).to(tl.float32)
+            within_rank = tl.where((r < used)[None, :], b_now, 0.0)  # [C, R]
+            for i in tl.static_range(y_rows.shape[0]):
+                h_i = tl.sum(tl.where((t == i)[:, None], h, 0.0), axis=0)  # [R]
+                delta_i = scaling * tl.sum(within_rank * h_i[None, :], axis=1)  # [C]
+                mine = (t == i)[:, None]
+                if INTERLEAVED:
+                    mine = mine & (c_now % NUM_A == s)[None, :]
+                delta = tl.where(mine, delta_i[None, :], delta)
+        mask = has_pair[:, None] & ((c_now < end) & (ranks > 0))[None, :]
+        total = y_now.to(tl.float32) + factor[:, None] * delta
+        tl.store(
+            y_rows[:, None] + c_now[None, :], rounded(total, y_now.dtype, INTERPRETED), mask=mask
+        )
 
 
 @triton.jit
@@ -246,8 +354,10 @@ def _expand_columns(
     factor,
     first,
     end,
+    read,
     rank,
     has_pair,
+    has_y,
     BLOCK_R: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -262,8 +372,8 @@ def _expand_columns(
     """Add CHUNKS blocks of columns, all ranks in one product; loads run one block ahead."""
     r = tl.arange(0, BLOCK_R)  # [R]
     c = first + tl.arange(0, BLOCK_C)  # [C]
-    b = _load_b(b_key, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
-    y = _load_y(y_rows, c, has_pair, end, EVEN_C, FRESH)
+    b = _load_b(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+    y = _load_y(y_rows, c, has_y, end, EVEN_C, FRESH)
     if PROGRAMMATIC:
         gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
         gdc_launch_dependents()
@@ -273,8 +383,8 @@ def _expand_columns(
         c_now, y_now = c, y
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
-            b = _load_b(b_key, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
-            y = _load_y(y_rows, c, has_pair, end, EVEN_C, FRESH)
+            b = _load_b(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+            y = _load_y(y_rows, c, has_y, end, EVEN_C, FRESH)
         _store_y(y_rows, c_now, y_now, factor[:, None] * delta, has_pair, end, EVEN_C, INTERPRETED)
 
 
@@ -416,6 +526,7 @@ def _add_tma_blocks(
 @triton.jit
 def _load_h(h_at, plane, r, rank, has_pair, SPLIT_K: tl.constexpr):
     """Return h, its planes summed in order, zero beyond the rank."""
+    # a mask that is constant over 8 neighbours keeps the loads wide
     mask = has_pair[:, None] & in_groups(r, rank, True)[None, :]
     h = tl.load(h_at[:, None] + r[None, :], mask=mask, other=0.0).to(tl.float32)  # [T, R]
     for k in tl.static_range(1, SPLIT_K):
@@ -431,6 +542,16 @@ def _load_b(b_key, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl
         mask = mask & (c < end)[None, :]
     offsets = c.to(tl.int64)[None, :] * b_stride_c + r[:, None]
     return tl.load(b_key + offsets, mask=mask, other=0.0)  # [R, C]
+
+
+@triton.jit
+def _load_b_rows(b_key, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl.constexpr):
+    """Return a block of B as it lies in memory; values beyond the rank are arbitrary."""
+    mask = in_groups(r, rank, EVEN_R)[None, :]
+    if not EVEN_C:
+        mask = mask & (c < end)[:, None]
+    offsets = c.to(tl.int64)[:, None] * b_stride_c + r[None, :]
+    return tl.load(b_key + offsets, mask=mask, other=0.0)  # [C, R]
 
 
 @triton.jit

@@ -11,16 +11,9 @@ import torch
 from lora_backends.experts import ExpertWeights
 from lora_backends.sgmv.experts import kernels, rules
 from lora_backends.sgmv.experts.routing import SgmvRouting
-from lora_backends.sgmv.experts.rules import PairShape, SiteShape
+from lora_backends.sgmv.experts.rules import PairShape, SiteShape, SiteTiles
 from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
-from lora_backends.sgmv.tiles.sizes import (
-    MAX_BLOCK_R,
-    ExpandTiles,
-    ShrinkTiles,
-    TileConfig,
-    column_programs,
-    padded_rank,
-)
+from lora_backends.sgmv.tiles.sizes import MIN_DOT, column_programs, padded_rank
 
 
 class Options(NamedTuple):
@@ -49,6 +42,8 @@ class Kernels(NamedTuple):
     shrink: SpecializedKernel
     expand: SpecializedKernel
     split_k: int  # planes of h
+    shrink_parts: int  # rows of the shrink's grid per tile
+    expand_parts: int  # rows of the expand's grid per tile
 
 
 class Call(NamedTuple):
@@ -75,9 +70,8 @@ def add_experts(
 ) -> None:
     """Add the delta of every live pair to y, in place; arguments as in `run_experts`."""
     site = site_of(weights, routing.top_k, by_pair=rows == "pairs", weighted=weighted)
-    pairs = PairShape(routing.num_pairs, routing.keys, routing.tile)
     tma = options.tma and not reduce and allows_tma(weights.lora_b)
-    found = kernels_of(pairs, site, reduce, options._replace(tma=tma))
+    found = kernels_of(routing.shape, site, reduce, options._replace(tma=tma))
     # copies are made before the first launch: no kernel may run between the shrink and an expand
     # that starts before the shrink has ended
     tables = weights.ranks.contiguous(), weights.scalings.contiguous()
@@ -104,7 +98,7 @@ def launch_shrink(call: Call, found: Kernels, h: torch.Tensor) -> None:
     tensors = (x, weights.lora_a, ranks, routing.order, routing.tiles, routing.count, h)
     strides = (x.stride(0), *_strides(weights.lora_a, 4), *_strides(ranks, 2))
     arguments = Arguments(tensors, (), (weights.in_features, *strides, h.shape[1]))
-    found.shrink.launch(routing.max_tiles, arguments)
+    found.shrink.launch(routing.max_tiles * found.shrink_parts, arguments)
 
 
 def launch_expand(call: Call, found: Kernels, h: torch.Tensor, to: torch.Tensor) -> None:
@@ -115,7 +109,7 @@ def launch_expand(call: Call, found: Kernels, h: torch.Tensor, to: torch.Tensor)
     strides = (*_strides(b, 3), *to.stride()[:2], *_strides(ranks, 2), *_strides(scalings, 2))
     tables = (routing.topk_weights, routing.order, routing.tiles, routing.count)
     arguments = Arguments((h, b, to, ranks, scalings, *tables), (tma,), (h.shape[1], *strides))
-    found.expand.launch(routing.max_tiles, arguments)
+    found.expand.launch(routing.max_tiles * found.expand_parts, arguments)
 
 
 def _launch_sum(call: Call, deltas: torch.Tensor, kernel: SpecializedKernel) -> None:
@@ -199,40 +193,45 @@ def kernels_of(pairs: PairShape, site: Site, fresh: bool, options: Options) -> K
     return kernels_with(rules.choose_tiles(pairs, site.shape), pairs.tile, site, fresh, options)
 
 
-def kernels_with(
-    tiles: TileConfig, tile: int, site: Site, fresh: bool, options: Options
-) -> Kernels:
+def kernels_with(tiles: SiteTiles, tile: int, site: Site, fresh: bool, options: Options) -> Kernels:
     """Return both kernels of a site with the sizes given."""
-    shrink = _shrink_kernel(tiles.shrink, tile, site, options._replace(tma=False))
-    long = padded_rank(site.shape.max_rank) > min(tiles.expand.block_r, MAX_BLOCK_R)
+    long = padded_rank(site.shape.max_rank) > tiles.expand.block_r
+    by_rows = tiles.expand_rows < MIN_DOT
     expand = tiles.expand
-    if not options.tma or long or site.interleaved or fresh:
+    if not options.tma or long or site.interleaved or fresh or by_rows:
         expand = replace(expand, num_stages=1)
-    if long or site.interleaved:
+    if long or (site.interleaved and not by_rows):
         expand = replace(expand, chunks=1)
-    planes = tiles.shrink.split_k
-    return Kernels(shrink, _expand_kernel(expand, planes, tile, site, fresh, options), planes)
+    tiles = replace(tiles, expand=expand)
+    return Kernels(
+        _shrink_kernel(tiles, tile, site, options._replace(tma=False)),
+        _expand_kernel(tiles, tile, site, fresh, options),
+        tiles.shrink.split_k,
+        max(1, tile // tiles.shrink_rows),
+        max(1, tile // tiles.expand_rows),
+    )
 
 
 @lru_cache(maxsize=4096)
-def _shrink_kernel(
-    tiles: ShrinkTiles, tile: int, site: Site, options: Options
-) -> SpecializedKernel:
-    shape = site.shape
-    step = tiles.block_k * tiles.split_k
-    programs = -(-shape.stacked // tiles.block_n) * tiles.split_k
+def _shrink_kernel(tiles: SiteTiles, tile: int, site: Site, options: Options) -> SpecializedKernel:
+    shape, sizes, rows = site.shape, tiles.shrink, tiles.shrink_rows
+    step = sizes.block_k * sizes.split_k
+    programs = -(-shape.stacked // sizes.block_n) * sizes.split_k
     constants = {
         "PROGRAMS": programs,
-        "TILE": tile,
+        "ROWS": rows,
+        "PARTS": max(1, tile // rows),
         "TOP_K": 1 if site.by_pair else site.top_k,
         "NUM_A": site.num_a,
+        "MAX_RANK": shape.max_rank,
         "RANK_PAD": padded_rank(shape.max_rank),
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_K": tiles.block_k,
-        "WARPS_K": tiles.warps_k,
-        "SPLIT_K": tiles.split_k,
+        "BLOCK_N": sizes.block_n,
+        "BLOCK_K": sizes.block_k,
+        "WARPS_K": sizes.warps_k,
+        "SPLIT_K": sizes.split_k,
         "STEPS": -(-shape.in_features // step),
         "EVEN_K": shape.in_features % step == 0,
+        "EAGER": tiles.eager_a,
         "PRECISION": options.precision,
         "INTERPRETED": INTERPRETED,
         "PROGRAMMATIC": options.programmatic,
@@ -241,32 +240,36 @@ def _shrink_kernel(
         kernels.shrink_kernel,
         constants,
         programs,
-        tiles.num_warps,
-        tiles.num_stages,
+        sizes.num_warps,
+        sizes.num_stages,
         options.programmatic,
     )
 
 
 @lru_cache(maxsize=4096)
 def _expand_kernel(
-    tiles: ExpandTiles, planes: int, tile: int, site: Site, fresh: bool, options: Options
+    tiles: SiteTiles, tile: int, site: Site, fresh: bool, options: Options
 ) -> SpecializedKernel:
-    shape, columns = site.shape, column_programs(site.slices, tiles)
+    shape, sizes, rows = site.shape, tiles.expand, tiles.expand_rows
+    columns = column_programs(site.slices, sizes)
     constants = {
         "STARTS": columns.starts,
         "FIRST_PROGRAMS": columns.firsts,
         "PROGRAMS": columns.programs,
-        "TILE": tile,
+        "ROWS": rows,
+        "PARTS": max(1, tile // rows),
         "TOP_K": site.top_k,
         "NUM_A": site.num_a,
-        "SPLIT_K": planes,
+        "SPLIT_K": tiles.shrink.split_k,
+        "MAX_RANK": shape.max_rank,
         "RANK_PAD": padded_rank(shape.max_rank),
-        "BLOCK_C": tiles.block_c,
-        "BLOCK_R": tiles.block_r,
-        "CHUNKS": tiles.chunks,
-        "STAGES": tiles.num_stages,
+        "BLOCK_C": sizes.block_c,
+        "BLOCK_R": sizes.block_r,
+        "CHUNKS": sizes.chunks,
+        "STAGES": sizes.num_stages,
         "EVEN_C": columns.even,
         "EVEN_R": shape.max_rank % 8 == 0,
+        "EAGER": tiles.eager_b,
         "INTERLEAVED": site.interleaved,
         "WEIGHTED": site.weighted,
         "FRESH": fresh,
@@ -278,7 +281,7 @@ def _expand_kernel(
         kernels.expand_kernel,
         constants,
         columns.programs,
-        tiles.num_warps,
+        sizes.num_warps,
         programmatic=options.programmatic,
     )
 

@@ -11,17 +11,18 @@ import torch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertRouting
 from lora_backends.sgmv.experts import routing_kernels
-from lora_backends.sgmv.experts.rules import expected_keys, tile_pairs
+from lora_backends.sgmv.experts.rules import PairShape, expected_keys, tile_pairs
 from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel
 from lora_backends.sgmv.layout import max_runs
-from lora_backends.sgmv.tiles.sizes import MIN_DOT, power_of_two
+from lora_backends.sgmv.tiles.sizes import power_of_two
 
 MOST_COMPARED = 2048
 """Pairs up to which each pair is compared with all others; more are counted by key."""
 
-_OWN = 256  # pairs of a program that counts
+_OWN = 128  # pairs of a program that counts
 _MOST_KEYS = 2**31 - 1
 _MOST_PAIRS = 2**31 - _OWN
+_MOST_SCANNED = 8192  # counts that a program sums at once
 
 
 @dataclass(eq=False)
@@ -31,17 +32,17 @@ class SgmvRouting(ExpertRouting):
     Slots [1, 0, 1] and experts [[0, 2], [0, -1], [0, 2]] in tiles of 16 pairs:
 
         order   [2, 0, 4, 1, 5]                          the last place is not written
-        tiles   [[0, 0, 0, 1], [1, 0, 1, 2], [1, 2, 3, 2]]   slot, expert, first place, pairs
+        tiles   [[0, 0, 0, 1, 2], [1, 0, 1, 2, 0], [1, 2, 3, 2, 1]]
         count   [3]
 
-    Tiles may stand in any order.
+    A tile's values are slot, expert, first place, pairs and first pair. Tiles may stand in any
+    order, and the pairs of an expert too where there are many.
     """
 
     num_slots: int  # that keys are made of
-    keys: int  # (slot, expert) pairs expected in use when it was made; tile sizes follow from it
-    tile: int  # most pairs per tile
+    shape: PairShape  # that tile sizes follow from
     order: torch.Tensor  # [num_tokens * top_k] int32, the pair at every place
-    tiles: torch.Tensor  # [max_tiles, 4] int32
+    tiles: torch.Tensor  # [max_tiles, 8] int32; three values are unused
     count: torch.Tensor  # [1] int32, tiles in use
     scratch: tuple[torch.Tensor, ...]  # what sorting keeps between launches
     refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
@@ -58,7 +59,7 @@ class SgmvRouting(ExpertRouting):
 
 
 def make_routing(
-    plan: Any, topk_ids: torch.Tensor, num_experts: int, fixed_keys: int | None
+    plan: Any, topk_ids: torch.Tensor, num_experts: int, fixed: PairShape | None
 ) -> SgmvRouting:
     """Return a routing with room for a choice; nothing is sorted yet.
 
@@ -66,7 +67,7 @@ def make_routing(
         plan: of the tokens.
         topk_ids: the choice, for its shape and device.
         num_experts: of this rank.
-        fixed_keys: the keys to expect, whatever the batch; None: those of a uniform router.
+        fixed: what sizes follow from, whatever the batch; None: what a uniform router would do.
     """
     (tokens, top_k), device = topk_ids.shape, topk_ids.device
     pairs, num_keys = tokens * top_k, plan.num_slots * num_experts
@@ -75,11 +76,9 @@ def make_routing(
             f"too many experts for one routing\n  given: {plan.num_slots} slots of {num_experts} "
             f"experts, {pairs} pairs\n  allowed: below 2**31 of slots times experts, and of pairs"
         )
-    if fixed_keys is None:
+    if fixed is None:
         keys = expected_keys(tokens, top_k, num_experts, plan.active_slots)
-        tile = tile_pairs(pairs, keys)
-    else:
-        keys, tile = fixed_keys, MIN_DOT
+        fixed = PairShape(pairs, keys, tile_pairs(pairs, keys))
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -94,10 +93,9 @@ def make_routing(
         topk_ids=torch.empty(tokens, top_k, dtype=torch.int64, device=device),
         topk_weights=torch.empty(tokens, top_k, dtype=torch.float32, device=device),
         num_slots=plan.num_slots,
-        keys=keys,
-        tile=tile,
+        shape=fixed,
         order=ints(pairs),
-        tiles=ints(max_runs(pairs, num_keys, tile), 4),
+        tiles=ints(max_runs(pairs, num_keys, fixed.tile), 8),
         count=ints(1),
         scratch=scratch,
     )
@@ -129,17 +127,17 @@ def sort_pairs(
     strides = (*topk_ids.stride(), *topk_weights.stride(), mapped.shape[0])
     shape = (routing.top_k, routing.num_experts, expert_map is not None)
     if pairs <= MOST_COMPARED:
-        kernel = _compare(pairs, *shape, routing.tile, programmatic)
+        kernel = _compare(pairs, *shape, routing.shape.tile, programmatic)
         arguments = Arguments((*inputs, *kept, *found, *routing.scratch), (), (pairs, *strides))
         kernel.launch(-(-pairs // kernel.constants["OWN"]), arguments)
         return
-    keys, ranks, counts, turn = routing.scratch
+    keys, nths, counts, turn = routing.scratch
     num_keys, programs = counts.shape[1], -(-pairs // _OWN)
     count = _count(*shape, programmatic)
     numbers = (pairs, num_keys, *strides)
     count.launch(programs, Arguments((*inputs, *kept, *routing.scratch), (), numbers))
-    scatter = _scatter(routing.num_experts, routing.tile, num_keys, programmatic)
-    arguments = Arguments((keys, ranks, counts, turn, *found), (), (pairs, num_keys))
+    scatter = _scatter(routing.num_experts, routing.shape.tile, num_keys, pairs, programmatic)
+    arguments = Arguments((keys, nths, counts, turn, *found), (), (pairs, num_keys))
     scatter.launch(programs, arguments)
 
 
@@ -148,19 +146,20 @@ def _compare(
     pairs: int, top_k: int, num_experts: int, has_map: bool, tile: int, programmatic: bool
 ) -> SpecializedKernel:
     width = max(16, power_of_two(pairs))
+    own = 8 if width > 512 else 16
     constants = {
         "PROGRAMS": 1,
         "TOP_K": top_k,
         "NUM_EXPERTS": num_experts,
         "HAS_MAP": has_map,
         "TILE": tile,
-        "OWN": 16,
-        "BLOCK_Q": min(512, width),
-        "STEPS": -(-width // 512),
-        "ALONE": pairs <= 16,
+        "OWN": own,
+        "BLOCK_Q": width,
+        "ALONE": pairs <= own,
         "PROGRAMMATIC": programmatic,
     }
-    kernel, warps = routing_kernels.compare_kernel, 1 if width <= 32 else 4
+    warps = 1 if width <= 32 else 4 if width <= 512 else 8
+    kernel = routing_kernels.compare_kernel
     return SpecializedKernel(kernel, constants, 1, warps, programmatic=programmatic)
 
 
@@ -172,22 +171,25 @@ def _count(top_k: int, num_experts: int, has_map: bool, programmatic: bool) -> S
         "NUM_EXPERTS": num_experts,
         "HAS_MAP": has_map,
         "OWN": _OWN,
-        "BLOCK_Q": 64,
         "PROGRAMMATIC": programmatic,
     }
-    kernel = routing_kernels.count_kernel
-    return SpecializedKernel(kernel, constants, 1, 8, programmatic=programmatic)
+    return SpecializedKernel(routing_kernels.count_kernel, constants, 1, programmatic=programmatic)
 
 
 @lru_cache(maxsize=1024)
-def _scatter(num_experts: int, tile: int, num_keys: int, programmatic: bool) -> SpecializedKernel:
+def _scatter(
+    num_experts: int, tile: int, num_keys: int, pairs: int, programmatic: bool
+) -> SpecializedKernel:
     constants = {
         "PROGRAMS": 1,
         "NUM_EXPERTS": num_experts,
         "TILE": tile,
         "OWN": _OWN,
-        "BLOCK_K": max(256, min(4096, power_of_two(num_keys))),
+        "BLOCK_K": max(_OWN, min(_MOST_SCANNED, power_of_two(num_keys))),
+        "HALF": 16 if pairs < 2**16 else 32,
         "PROGRAMMATIC": programmatic,
     }
-    kernel = routing_kernels.scatter_kernel
-    return SpecializedKernel(kernel, constants, 1, 8, programmatic=programmatic)
+    warps = 4 if num_keys <= 1024 else 8
+    return SpecializedKernel(
+        routing_kernels.scatter_kernel, constants, 1, warps, programmatic=programmatic
+    )

@@ -3,8 +3,9 @@
 
 The key of a pair is slot * num_experts + expert; a dead pair has `DEAD`, above every key. After
 sorting, place i holds pair ``order[i]``, and a tile is a run of at most TILE places of one key. A
-tile's record has four values: slot, expert, first place, pairs. Records stand in any order, so
-that they can be handed out by a counter; a pair's result depends on neither its tile nor its place.
+tile's record has five values: slot, expert, first place, pairs, first pair. Records stand in any order,
+so that they can be handed out by a counter; a pair's result depends on neither its tile nor its
+place.
 
 Axes: P (pairs of this program), Q (pairs to compare with), K (keys).
 """
@@ -14,8 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 DEAD = tl.constexpr(2**31 - 1)
-RECORD = tl.constexpr(4)
-"""Values of a tile's record."""
+RECORD = tl.constexpr(8)
+"""Values from one tile's record to the next."""
 
 
 @triton.jit
@@ -71,13 +72,14 @@ def _keep(
 
 
 @triton.jit
-def _record(tiles_ptr, row, key, first, count, mask, NUM_EXPERTS: tl.constexpr):
+def _record(tiles_ptr, row, key, first, count, pair, mask, NUM_EXPERTS: tl.constexpr):
     """Write the records of tiles."""
     at = tiles_ptr + row * RECORD
     tl.store(at, key // NUM_EXPERTS, mask=mask)
     tl.store(at + 1, key % NUM_EXPERTS, mask=mask)
     tl.store(at + 2, first, mask=mask)
     tl.store(at + 3, count, mask=mask)
+    tl.store(at + 4, pair, mask=mask)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -105,7 +107,6 @@ def compare_kernel(
     TILE: tl.constexpr,
     OWN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    STEPS: tl.constexpr,
     ALONE: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
@@ -124,20 +125,18 @@ def compare_kernel(
         HAS_MAP,
     )  # fmt: skip
     key = _keys_of(p, pairs, expert, slots_ptr, TOP_K, NUM_EXPERTS)
-    place = tl.zeros((OWN,), dtype=tl.int32)
-    packed = tl.zeros((OWN,), dtype=tl.int32)  # pairs of the key, and above them the earlier ones
-    for step in tl.static_range(STEPS):
-        q = step * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [Q]
-        other = _experts_of(
-            q, pairs, ids_ptr, map_ptr, ids_stride_t, ids_stride_j, num_mapped, TOP_K,
-            NUM_EXPERTS, HAS_MAP,
-        )  # fmt: skip
-        other = _keys_of(q, pairs, other, slots_ptr, TOP_K, NUM_EXPERTS)
-        same = other[None, :] == key[:, None]  # [P, Q]
-        earlier = same & (q[None, :] < p[:, None])
-        before = earlier | (other[None, :] < key[:, None])
-        place += tl.sum(before.to(tl.int32), axis=1)
-        packed += tl.sum(same.to(tl.int32) + (earlier.to(tl.int32) << 16), axis=1)
+    q = tl.arange(0, BLOCK_Q)  # [Q]
+    other = _experts_of(
+        q, pairs, ids_ptr, map_ptr, ids_stride_t, ids_stride_j, num_mapped, TOP_K, NUM_EXPERTS,
+        HAS_MAP,
+    )  # fmt: skip
+    other = _keys_of(q, pairs, other, slots_ptr, TOP_K, NUM_EXPERTS)
+    same = other[None, :] == key[:, None]  # [P, Q]
+    earlier = same & (q[None, :] < p[:, None])
+    before = earlier | (other[None, :] < key[:, None])
+    place = tl.sum(before.to(tl.int32), axis=1)
+    # pairs of the key, and in the upper half those before this one
+    packed = tl.sum(same.to(tl.int32) + (earlier.to(tl.int32) << 16), axis=1)
     of_key, earlier_of_key = packed & 0xFFFF, packed >> 16
     _keep(
         p, pairs, expert, weights_ptr, experts_ptr, factors_ptr, weights_stride_t,
@@ -158,7 +157,7 @@ def compare_kernel(
             tl.store(count_ptr, first_row + made)
             tl.store(state_ptr, (seen * 0).to(tl.int64))
     count = tl.minimum(of_key - earlier_of_key, TILE)
-    _record(tiles_ptr, row, key, place, count, heads, NUM_EXPERTS)
+    _record(tiles_ptr, row, key, place, count, p, heads, NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["pairs", "num_keys"])
@@ -170,7 +169,7 @@ def count_kernel(
     experts_ptr,
     factors_ptr,
     keys_ptr,
-    ranks_ptr,
+    nths_ptr,
     counts_ptr,
     turn_ptr,
     pairs,
@@ -185,50 +184,30 @@ def count_kernel(
     NUM_EXPERTS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     OWN: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
     """Count many pairs by key, the first launch of two, and number the pairs of each key.
 
-    ``counts[turn]`` is zero before; the first pair of a key in a program adds for all of them.
+    ``counts[turn]`` is zero before. Pairs of a key are numbered in the order of their arrival.
     """
     if PROGRAMMATIC:
         gdc_wait()
         gdc_launch_dependents()
     turn = tl.load(turn_ptr)
-    first = tl.program_id(0) * OWN
-    p = first + tl.arange(0, OWN)  # [P]
+    p = tl.program_id(0) * OWN + tl.arange(0, OWN)  # [P]
     expert = _experts_of(
         p, pairs, ids_ptr, map_ptr, ids_stride_t, ids_stride_j, num_mapped, TOP_K, NUM_EXPERTS,
         HAS_MAP,
     )  # fmt: skip
     key = _keys_of(p, pairs, expert, slots_ptr, TOP_K, NUM_EXPERTS)
-    of_key = tl.zeros((OWN,), dtype=tl.int32)
-    earlier_of_key = tl.zeros((OWN,), dtype=tl.int32)
-    leader = tl.full((OWN,), OWN, dtype=tl.int32)  # the first pair of the key, of this program
-    for step in tl.static_range(OWN // BLOCK_Q):
-        nth = step * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        q = first + nth  # [Q]
-        other = _experts_of(
-            q, pairs, ids_ptr, map_ptr, ids_stride_t, ids_stride_j, num_mapped, TOP_K,
-            NUM_EXPERTS, HAS_MAP,
-        )  # fmt: skip
-        other = _keys_of(q, pairs, other, slots_ptr, TOP_K, NUM_EXPERTS)
-        same = other[None, :] == key[:, None]  # [P, Q]
-        of_key += tl.sum(same.to(tl.int32), axis=1)
-        earlier_of_key += tl.sum((same & (q[None, :] < p[:, None])).to(tl.int32), axis=1)
-        leader = tl.minimum(leader, tl.min(tl.where(same, nth[None, :], OWN), axis=1))
-    live = key != DEAD
-    leads = live & (earlier_of_key == 0)
-    counts = counts_ptr + turn.to(tl.int64) * num_keys + tl.where(live, key, 0)
-    before = tl.atomic_add(counts, of_key, mask=leads, sem="relaxed")
-    before = tl.gather(before, leader, 0)
+    counts = counts_ptr + turn.to(tl.int64) * num_keys + tl.where(key != DEAD, key, 0)
+    nth = tl.atomic_add(counts, 1, mask=key != DEAD, sem="relaxed")
     _keep(
         p, pairs, expert, weights_ptr, experts_ptr, factors_ptr, weights_stride_t,
         weights_stride_j, TOP_K,
     )  # fmt: skip
     tl.store(keys_ptr + p, key, mask=p < pairs)
-    tl.store(ranks_ptr + p, before + earlier_of_key, mask=p < pairs)
+    tl.store(nths_ptr + p, nth, mask=p < pairs)
     if tl.program_id(0) == 0:
         tl.store(turn_ptr + 1, turn)  # which counts the second launch reads
 
@@ -236,7 +215,7 @@ def count_kernel(
 @triton.jit(do_not_specialize=["pairs", "num_keys"])
 def scatter_kernel(
     keys_ptr,
-    ranks_ptr,
+    nths_ptr,
     counts_ptr,
     turn_ptr,
     order_ptr,
@@ -249,44 +228,47 @@ def scatter_kernel(
     TILE: tl.constexpr,
     OWN: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HALF: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
     """Place many pairs, the second launch of two: each program sums all counts for itself.
 
-    It zeroes the counts of the next turn, which nothing else touches in this one.
+    One sum counts pairs and, in its upper HALF bits, tiles. The counts of the next turn, which
+    nothing else touches in this one, are set to zero.
     """
     if PROGRAMMATIC:
         gdc_wait()
         gdc_launch_dependents()
+    LOW: tl.constexpr = (1 << HALF) - 1
+    SUM: tl.constexpr = tl.int32 if HALF == 16 else tl.int64
     turn = tl.load(turn_ptr + 1)
     p = tl.program_id(0) * OWN + tl.arange(0, OWN)  # [P]
     key = tl.load(keys_ptr + p, mask=p < pairs, other=DEAD)
-    rank = tl.load(ranks_ptr + p, mask=p < pairs, other=0)
+    nth = tl.load(nths_ptr + p, mask=p < pairs, other=0)
     counts = counts_ptr + turn.to(tl.int64) * num_keys
-    start = tl.zeros((OWN,), dtype=tl.int64)  # pairs of lower keys, and above them their tiles
+    start = tl.zeros((OWN,), dtype=SUM)  # pairs of lower keys, and their tiles
     of_key = tl.zeros((OWN,), dtype=tl.int32)
-    done = tl.zeros((), dtype=tl.int64)
+    done = tl.zeros((), dtype=SUM)
     for first in range(0, num_keys, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)  # [K]
         count = tl.load(counts + k, mask=k < num_keys, other=0)
-        both = count.to(tl.int64) + (((count + TILE - 1) // TILE).to(tl.int64) << 32)
+        both = count.to(SUM) + (((count + TILE - 1) // TILE).to(SUM) << HALF)
         sums = tl.cumsum(both, axis=0)
-        nth = key - first
-        here = (nth >= 0) & (nth < BLOCK_K)
-        nth = tl.where(here, nth, 0)
-        start = tl.where(here, tl.gather(sums - both + done, nth, 0), start)
-        of_key = tl.where(here, tl.gather(count, nth, 0), of_key)
+        here = (key >= first) & (key - first < BLOCK_K)
+        index = tl.where(here, key - first, 0)
+        start = tl.where(here, tl.gather(sums - both + done, index, 0), start)
+        of_key = tl.where(here, tl.gather(count, index, 0), of_key)
         done += tl.sum(both, axis=0)
     live = key != DEAD
-    place = (start & 0xFFFFFFFF).to(tl.int32) + rank
+    place = (start & LOW).to(tl.int32) + nth
     tl.store(order_ptr + place, p, mask=live)
-    row = (start >> 32).to(tl.int32) + rank // TILE
-    count = tl.minimum(of_key - rank, TILE)
-    _record(tiles_ptr, row, key, place, count, live & (rank % TILE == 0), NUM_EXPERTS)
+    row = ((start >> HALF) & LOW).to(tl.int32) + nth // TILE
+    count = tl.minimum(of_key - nth, TILE)
+    _record(tiles_ptr, row, key, place, count, p, live & (nth % TILE == 0), NUM_EXPERTS)
     other = counts_ptr + (1 - turn).to(tl.int64) * num_keys
     for first in range(tl.program_id(0) * OWN, num_keys, tl.num_programs(0) * OWN):
         k = first + tl.arange(0, OWN)
         tl.store(other + k, tl.zeros((OWN,), dtype=tl.int32), mask=k < num_keys)
     if tl.program_id(0) == 0:
-        tl.store(count_ptr, (done >> 32).to(tl.int32))
+        tl.store(count_ptr, ((done >> HALF) & LOW).to(tl.int32))
         tl.store(turn_ptr, 1 - turn)

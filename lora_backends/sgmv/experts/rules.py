@@ -13,7 +13,6 @@ from lora_backends.sgmv.tiles.sizes import (
     MIN_DOT,
     ExpandTiles,
     ShrinkTiles,
-    TileConfig,
     padded_rank,
     power_of_two,
 )
@@ -21,6 +20,8 @@ from lora_backends.sgmv.tiles.sizes import (
 _MULTIPROCESSORS = 132  # of an H200
 _STAGE_BYTES = 32 * 1024  # of one step of the shrink: fits on every device
 _SHARED_BYTES = 96 * 1024  # for the loads of a shrink in flight
+_FEW_TILES = 16  # so few that programs wait for each other's loads, not for bytes
+_MOST_ROW_RANKS = 128  # ranks up to which a few pairs are expanded without a matrix product
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,26 @@ class PairShape:
 
     pairs: int  # of a token and an expert, dead ones included
     keys: int  # pairs of a slot and an expert that are expected to be in use
-    tile: int  # pairs per tile
+    tile: int  # most pairs per tile
 
     @property
     def tiles(self) -> int:
         """Tiles that are expected."""
-        return max(1, self.keys, self.pairs // self.tile + self.keys // 2 * (self.each > 1))
+        if 2 * self.pairs <= self.tile * self.keys:
+            return max(1, self.keys)
+        return max(1, min(self.pairs, self.pairs // self.tile + self.keys // 2))
 
-    @property
-    def each(self) -> int:
-        """Pairs per key."""
-        return self.pairs // max(1, self.keys)
+
+@dataclass(frozen=True)
+class SiteTiles:
+    """The sizes of both kernels of a site."""
+
+    shrink: ShrinkTiles
+    expand: ExpandTiles
+    shrink_rows: int  # pairs per program of the shrink: MIN_DOT at least
+    expand_rows: int  # pairs per program of the expand; below MIN_DOT without a matrix product
+    eager_a: bool = False  # read A before the rank is known
+    eager_b: bool = False  # read B before the rank is known
 
 
 @dataclass(frozen=True)
@@ -72,18 +82,35 @@ def expected_keys(tokens: int, top_k: int, num_experts: int, active_slots: int) 
 
 
 def tile_pairs(pairs: int, keys: int) -> int:
-    """Return the pairs per tile: 16, 32 or 64."""
+    """Return the most pairs per tile, a power of two from 1 to 128.
+
+    Tiles of less than 16 pairs are expanded without a matrix product.
+    """
     each = pairs / max(1, keys)
-    return 16 if each < 12 else 32 if each < 24 else 64
+    for tile, most in ((1, 1.3), (4, 3), (16, 12), (32, 24), (64, 96)):
+        if each < most:
+            return tile
+    return 128
 
 
 @lru_cache(maxsize=4096)
-def choose_tiles(pairs: PairShape, site: SiteShape) -> TileConfig:
+def choose_tiles(pairs: PairShape, site: SiteShape) -> SiteTiles:
     """Return the sizes for one site and routing."""
-    return TileConfig(_shrink(pairs, site), _expand(pairs, site))
+    rank_pad, few = padded_rank(site.max_rank), pairs.tiles <= _FEW_TILES
+    shrink_rows = max(MIN_DOT, min(64, pairs.tile))
+    by_rows = pairs.tile < MIN_DOT and rank_pad <= _MOST_ROW_RANKS
+    expand_rows = pairs.tile if by_rows else max(MIN_DOT, min(64, pairs.tile))
+    return SiteTiles(
+        _shrink(pairs, site, shrink_rows),
+        _expand(pairs, site, expand_rows),
+        shrink_rows,
+        expand_rows,
+        eager_a=few,
+        eager_b=few or rank_pad == MIN_DOT,  # a row of B is then one sector of memory
+    )
 
 
-def _shrink(pairs: PairShape, site: SiteShape) -> ShrinkTiles:
+def _shrink(pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
     """Split the inputs until every multiprocessor has work; the expand reads every plane back."""
     tiles, narrow = pairs.tiles, padded_rank(site.max_rank) == MIN_DOT
     if site.item_bytes == 4:
@@ -92,42 +119,36 @@ def _shrink(pairs: PairShape, site: SiteShape) -> ShrinkTiles:
         return ShrinkTiles(block_n, 32, parts(site.in_features, 32, 256 // blocks), num_stages=2)
     if tiles <= 2:
         block_n, programs, planes = 16, 128, 32
-    elif tiles <= 16:
+    elif tiles <= _FEW_TILES:
         block_n, programs, planes = 16 if narrow else 32, 256, 16
-    elif tiles < 2 * _MULTIPROCESSORS:
-        block_n, programs, planes = min(64, power_of_two(site.stacked)), 512, 8
     else:
-        block_n, programs, planes = min(64, power_of_two(site.stacked)), 512, 2
-    if pairs.tile >= 64 and tiles >= _MULTIPROCESSORS:
-        block_n = min(128, power_of_two(site.stacked))
+        block_n, programs, planes = min(64, power_of_two(site.stacked)), 512, 8
     blocks = -(-site.stacked // block_n) * tiles
-    split_k = parts(site.in_features, 128, min(planes, programs // blocks))
-    block_k = 128
-    while block_k * (block_n + pairs.tile) * site.item_bytes > _STAGE_BYTES:
+    most = min(planes, programs // blocks) if blocks < 2 * _MULTIPROCESSORS else 1
+    split_k = parts(site.in_features, 128, most)
+    block_k = 128 if rows < 64 or block_n < 64 else 64
+    while block_k * (block_n + rows) * site.item_bytes > _STAGE_BYTES:
         block_k //= 2
-    stage = block_k * (block_n + pairs.tile) * site.item_bytes
-    return ShrinkTiles(
-        block_n, block_k, split_k, num_stages=max(2, min(4, _SHARED_BYTES // stage))
-    )
+    stage = block_k * (block_n + rows) * site.item_bytes
+    stages = max(2, min(4, _SHARED_BYTES // stage))
+    return ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
 
 
-def _expand(pairs: PairShape, site: SiteShape) -> ExpandTiles:
+def _expand(pairs: PairShape, site: SiteShape, rows: int) -> ExpandTiles:
     rank_pad = padded_rank(site.max_rank)
     block_r = min(rank_pad, MAX_BLOCK_R)
+    if rows < MIN_DOT:
+        block_c = max(32, 4096 // rank_pad) * 4 // site.item_bytes // 2
+        return ExpandTiles(block_c, rank_pad)
     if site.item_bytes == 4:  # float32 products take more registers and shared memory
         return ExpandTiles(64, min(block_r, 32))
     if site.general or block_r < rank_pad:
         return ExpandTiles(128, block_r)
+    if rows >= 32:
+        return ExpandTiles(128, block_r, chunks_of(site.widest, 128, 8), 4, 3)
     many = pairs.tiles * site.out_features >= 400_000
-    if pairs.tile >= 64:
-        return ExpandTiles(128, block_r, chunks_of(site.widest, 128, 8), 8, 3)
-    if pairs.tile == 32:
-        return ExpandTiles(128, block_r, chunks_of(site.widest, 128, 4))
-    if rank_pad == MIN_DOT:
-        return ExpandTiles(128, block_r, chunks_of(site.widest, 128, 4)) if many else (
-            ExpandTiles(256, block_r)
-        )
-    return ExpandTiles(128, block_r, chunks_of(site.widest, 128, 4) if many else 1)
+    block_c = 256 if rank_pad == MIN_DOT and not many else 128
+    return ExpandTiles(block_c, block_r, chunks_of(site.widest, 128, 4) if many else 1)
 
 
 def parts(in_features: int, block_k: int, most: int) -> int:
