@@ -26,8 +26,8 @@ TABLES = {
 }
 CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
     "bf16": [
-        ((8, 8, 1), (2, 16, 2048, (768, 768), False), 8, False),
-        ((512, 300, 4), (2, 64, 2048, (768, 768), False), 8, False),
+        ((8, 8, 16), (2, 16, 2048, (768, 768), False), 8, False),
+        ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False),
         ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False),
         ((1024, 128, 16), (2, 16, 2880, (2880, 2880), True), 4, False),
         ((37, 9, 128), (3, 130, 77, (33, 7, 1), False), 1, True),
@@ -40,7 +40,7 @@ def routing_kernels(programmatic):
     from lora_backends.sgmv.experts import routing
 
     yield routing._compare(8, 8, 128, False, 16, programmatic)
-    yield routing._compare(2048, 8, 128, True, 16, programmatic)
+    yield routing._compare(512, 8, 128, True, 16, programmatic)
     yield routing._count(8, 128, True, programmatic)
     yield routing._scatter(128, 64, 8192, 32768, programmatic)
 

@@ -18,15 +18,17 @@ from lora_backends.sgmv.experts.routing_kernels import RECORD
 
 @triton.jit
 def _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Return the slot, expert, first place and number of pairs of a row, and its pairs [T].
+    """Return a row's slot, expert, first place, number of pairs, pairs [T], and the key's only pair.
 
     A tile has PARTS rows of the grid, of at most ROWS pairs each. A row that has none has 0 pairs.
-    The first pair stands in the record, so that a tile of one pair needs no second load.
+    The first pair stands in the record, so that a tile of one pair needs no second load. A key of
+    more pairs has -1 for its only one.
     """
     part = row % PARTS
     at = tiles_ptr + row // PARTS * RECORD
     slot, expert = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
     place, count, only = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    of_key = tl.load(at + 5)
     used = row // PARTS < tl.load(count_ptr)
     count = tl.where(used, tl.minimum(count - part * ROWS, ROWS), 0)
     place += part * ROWS
@@ -37,7 +39,7 @@ def _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS: tl.constexpr, PARTS: tl.co
     pair = tl.load(order_ptr + place + t, mask=in_order, other=0)  # [T]
     if PARTS == 1:
         pair = tl.where(t == 0, only, pair)
-    return slot, expert, place, count, pair
+    return slot, expert, place, count, pair, tl.where(of_key == 1, only, -1)
 
 
 @triton.jit(do_not_specialize=["h_rows"])
@@ -86,7 +88,7 @@ def shrink_kernel(
     if PROGRAMMATIC:
         gdc_wait()  # before reading the routing, x, A and ranks, which an earlier kernel may write
         gdc_launch_dependents()
-    slot, expert, place, count, pair = _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS, PARTS)
+    slot, expert, place, count, pair, _ = _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS, PARTS)
     if count <= 0:
         return
     t = tl.arange(0, ROWS)  # [T]
@@ -199,6 +201,7 @@ def expand_kernel(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     EAGER: tl.constexpr,
+    SINGLES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     FRESH: tl.constexpr,
@@ -213,7 +216,9 @@ def expand_kernel(
     """
     row = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
-    slot, expert, place, count, pair = _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS, PARTS)
+    slot, expert, place, count, pair, only = _tile(
+        row, tiles_ptr, order_ptr, count_ptr, ROWS, PARTS
+    )
     if count <= 0:
         if PROGRAMMATIC:
             gdc_wait()  # so that this grid ends after the shrink, on which later kernels rely
@@ -236,27 +241,37 @@ def expand_kernel(
             if PROGRAMMATIC:
                 gdc_wait()
             return
-    factor = tl.full((ROWS,), 1.0, dtype=tl.float32)  # [T]
-    if WEIGHTED:
-        factor = tl.load(factors_ptr + pair, mask=t < count, other=0.0)
+    scaling = 1.0
     if not INTERLEAVED:
-        factor *= tl.load(scalings_at)
+        scaling = tl.load(scalings_at)
+    plane = h_rows.to(tl.int64) * (NUM_A * RANK_PAD)
+    h_first = h_ptr + place.to(tl.int64) * (NUM_A * RANK_PAD) + s * RANK_PAD
+    b_key = b_ptr + slot * b_stride_l + expert * b_stride_e
+    # not where one pair is left over: which one that is may differ from run to run
+    if SINGLES:
+        if only >= 0:
+            factor = scaling
+            if WEIGHTED:
+                factor = scaling * tl.load(factors_ptr + only)
+            t_offset, j_offset = (only // TOP_K).to(tl.int64), (only % TOP_K).to(tl.int64)
+            y_row = y_ptr + t_offset * y_stride_t + j_offset * y_stride_j
+            _expand_single(
+                h_first, plane, b_key, b_stride_c, y_row, factor, ranks_at, scalings_at, first,
+                end, read, rank, NUM_A, RANK_PAD, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R,
+                INTERLEAVED, FRESH, INTERPRETED, PROGRAMMATIC,
+            )  # fmt: skip
+            return
+    factor = tl.full((ROWS,), 1.0, dtype=tl.float32) * scaling  # [T]
+    if WEIGHTED:
+        factor *= tl.load(factors_ptr + pair, mask=t < count, other=0.0)
     t_offset, j_offset = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
     y_rows = y_ptr + t_offset * y_stride_t + j_offset * y_stride_j  # [T]
-    plane = h_rows.to(tl.int64) * (NUM_A * RANK_PAD)
-    h_at = h_ptr + (place + t).to(tl.int64) * (NUM_A * RANK_PAD) + s * RANK_PAD  # [T]
-    b_key = b_ptr + slot * b_stride_l + expert * b_stride_e
+    h_at = h_first + t * (NUM_A * RANK_PAD)  # [T]
     if STAGES > 1:
         b_row = ((slot * b_stride_l + expert * b_stride_e) // b_stride_c).to(tl.int32)
         _expand_tma(
             b_tma, b_row, h_at, plane, y_rows, factor, first, end, rank, has_pair, BLOCK_R,
             SPLIT_K, BLOCK_C, CHUNKS, STAGES, EVEN_C, FRESH, PRECISION, INTERPRETED, PROGRAMMATIC,
-        )  # fmt: skip
-    elif ROWS < 16:
-        _expand_rows(
-            h_at, plane, b_key, b_stride_c, y_rows, factor, ranks_at, scalings_at, first, end,
-            read, rank, has_pair, t < count, NUM_A, RANK_PAD, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C,
-            EVEN_R, INTERLEAVED, FRESH, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     elif INTERLEAVED or RANK_PAD > BLOCK_R:
         _expand_general(
@@ -273,12 +288,12 @@ def expand_kernel(
 
 
 @triton.jit
-def _expand_rows(
+def _expand_single(
     h_at,
     plane,
     b_key,
     b_stride_c,
-    y_rows,
+    y_row,
     factor,
     ranks_at,
     scalings_at,
@@ -286,8 +301,6 @@ def _expand_rows(
     end,
     read,
     rank,
-    has_pair,
-    has_y,
     NUM_A: tl.constexpr,
     RANK_PAD: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -300,48 +313,62 @@ def _expand_rows(
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    """Add CHUNKS blocks of columns for a few pairs, without a matrix product: B stays where it is.
+    """Add CHUNKS blocks of columns for one pair.
 
     B goes from memory straight to the registers that multiply it, so more of it is in flight than
     where it passes through shared memory for a product of 16 rows.
     """
     SLICES: tl.constexpr = NUM_A if INTERLEAVED else 1
-    t = tl.arange(0, y_rows.shape[0])  # [T]
     r = tl.arange(0, RANK_PAD)  # [R]
     c = first + tl.arange(0, BLOCK_C)  # [C]
+    end = tl.where(rank > 0, end, 0)
     b = _load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
-    y = _load_y(y_rows, c, has_y, end, EVEN_C, FRESH)
+    y = _load_y_row(y_row, c, end, FRESH)
     if PROGRAMMATIC:
         gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
         gdc_launch_dependents()
     for chunk in tl.static_range(CHUNKS):
-        c_now, y_now, b_now = c, y, b.to(tl.float32)
+        c_now, y_now, b_now = c, y, b
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
             b = _load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
-            y = _load_y(y_rows, c, has_y, end, EVEN_C, FRESH)
-        delta = tl.zeros((y_rows.shape[0], BLOCK_C), dtype=tl.float32)
-        ranks = tl.zeros((BLOCK_C,), dtype=tl.int32) + rank  # [C]
+            y = _load_y_row(y_row, c, end, FRESH)
+        delta = tl.zeros((BLOCK_C,), dtype=tl.float32)
+        touched = c_now < end  # [C]
         for s in tl.static_range(SLICES):
             used, scaling = rank, 1.0
             if INTERLEAVED:
                 used, scaling = tl.load(ranks_at + s), tl.load(scalings_at + s)
-                ranks = tl.where(c_now % NUM_A == s, used, ranks)
-            h = _load_h(h_at + s * RANK_PAD, plane, r, used, has_pair, SPLIT_K)  # [T, R]
+            h = _load_h_row(h_at + s * RANK_PAD, plane, r, used, SPLIT_K)  # [R]
             h = rounded(h, b.dtype, INTERPRETED).to(tl.float32)
-            within_rank = tl.where((r < used)[None, :], b_now, 0.0)  # [C, R]
-            for i in tl.static_range(y_rows.shape[0]):
-                h_i = tl.sum(tl.where((t == i)[:, None], h, 0.0), axis=0)  # [R]
-                delta_i = scaling * tl.sum(within_rank * h_i[None, :], axis=1)  # [C]
-                mine = (t == i)[:, None]
-                if INTERLEAVED:
-                    mine = mine & (c_now % NUM_A == s)[None, :]
-                delta = tl.where(mine, delta_i[None, :], delta)
-        mask = has_pair[:, None] & ((c_now < end) & (ranks > 0))[None, :]
-        total = y_now.to(tl.float32) + factor[:, None] * delta
-        tl.store(
-            y_rows[:, None] + c_now[None, :], rounded(total, y_now.dtype, INTERPRETED), mask=mask
-        )
+            products = tl.where((r < used)[None, :], b_now.to(tl.float32), 0.0) * h[None, :]
+            sums = scaling * tl.sum(products, axis=1)  # [C]
+            if INTERLEAVED:
+                mine = c_now % NUM_A == s
+                delta = tl.where(mine, sums, delta)
+                touched = touched & (tl.where(mine, used, 1) > 0)
+            else:
+                delta = sums
+        total = y_now.to(tl.float32) + factor * delta
+        tl.store(y_row + c_now, rounded(total, y_now.dtype, INTERPRETED), mask=touched)
+
+
+@triton.jit
+def _load_h_row(h_at, plane, r, rank, SPLIT_K: tl.constexpr):
+    """Return h of one pair, its planes summed, zero beyond the rank: one load for all planes."""
+    PLANES: tl.constexpr = triton.next_power_of_2(SPLIT_K)
+    k = tl.arange(0, PLANES)  # [planes]
+    mask = (k < SPLIT_K)[:, None] & (r < rank)[None, :]
+    h = tl.load(h_at + k[:, None] * plane + r[None, :], mask=mask, other=0.0)
+    return tl.sum(h.to(tl.float32), axis=0)
+
+
+@triton.jit
+def _load_y_row(y_row, c, end, FRESH: tl.constexpr):
+    """Return a block of a row of y, or zeros where y is fresh."""
+    if FRESH:
+        return tl.zeros((c.shape[0],), dtype=y_row.dtype.element_ty)
+    return tl.load(y_row + c, mask=c < end, other=0.0)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from lora_backends.sgmv.experts import kernels, rules
 from lora_backends.sgmv.experts.routing import SgmvRouting
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape, SiteTiles
 from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
-from lora_backends.sgmv.tiles.sizes import MIN_DOT, column_programs, padded_rank
+from lora_backends.sgmv.tiles.sizes import column_programs, padded_rank
 
 
 class Options(NamedTuple):
@@ -196,11 +196,10 @@ def kernels_of(pairs: PairShape, site: Site, fresh: bool, options: Options) -> K
 def kernels_with(tiles: SiteTiles, tile: int, site: Site, fresh: bool, options: Options) -> Kernels:
     """Return both kernels of a site with the sizes given."""
     long = padded_rank(site.shape.max_rank) > tiles.expand.block_r
-    by_rows = tiles.expand_rows < MIN_DOT
     expand = tiles.expand
-    if not options.tma or long or site.interleaved or fresh or by_rows:
+    if not options.tma or long or site.interleaved or fresh:
         expand = replace(expand, num_stages=1)
-    if long or (site.interleaved and not by_rows):
+    if long or site.interleaved:
         expand = replace(expand, chunks=1)
     tiles = replace(tiles, expand=expand)
     return Kernels(
@@ -270,6 +269,7 @@ def _expand_kernel(
         "EVEN_C": columns.even,
         "EVEN_R": shape.max_rank % 8 == 0,
         "EAGER": tiles.eager_b,
+        "SINGLES": tiles.singles,
         "INTERLEAVED": site.interleaved,
         "WEIGHTED": site.weighted,
         "FRESH": fresh,

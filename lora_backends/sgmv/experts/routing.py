@@ -16,7 +16,7 @@ from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel
 from lora_backends.sgmv.layout import max_runs
 from lora_backends.sgmv.tiles.sizes import power_of_two
 
-MOST_COMPARED = 2048
+MOST_COMPARED = 512
 """Pairs up to which each pair is compared with all others; more are counted by key."""
 
 _OWN = 128  # pairs of a program that counts
@@ -32,17 +32,17 @@ class SgmvRouting(ExpertRouting):
     Slots [1, 0, 1] and experts [[0, 2], [0, -1], [0, 2]] in tiles of 16 pairs:
 
         order   [2, 0, 4, 1, 5]                          the last place is not written
-        tiles   [[0, 0, 0, 1, 2], [1, 0, 1, 2, 0], [1, 2, 3, 2, 1]]
+        tiles   [[0, 0, 0, 1, 2, 1], [1, 0, 1, 2, 0, 2], [1, 2, 3, 2, 1, 2]]
         count   [3]
 
-    A tile's values are slot, expert, first place, pairs and first pair. Tiles may stand in any
-    order, and the pairs of an expert too where there are many.
+    A tile's values are slot, expert, first place, pairs, first pair and pairs of the expert. Tiles
+    may stand in any order, and the pairs of an expert too where there are many.
     """
 
     num_slots: int  # that keys are made of
     shape: PairShape  # that tile sizes follow from
     order: torch.Tensor  # [num_tokens * top_k] int32, the pair at every place
-    tiles: torch.Tensor  # [max_tiles, 8] int32; three values are unused
+    tiles: torch.Tensor  # [max_tiles, 8] int32; two values are unused
     count: torch.Tensor  # [1] int32, tiles in use
     scratch: tuple[torch.Tensor, ...]  # what sorting keeps between launches
     refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted

@@ -21,7 +21,8 @@ _MULTIPROCESSORS = 132  # of an H200
 _STAGE_BYTES = 32 * 1024  # of one step of the shrink: fits on every device
 _SHARED_BYTES = 96 * 1024  # for the loads of a shrink in flight
 _FEW_TILES = 16  # so few that programs wait for each other's loads, not for bytes
-_MOST_ROW_RANKS = 128  # ranks up to which a few pairs are expanded without a matrix product
+_MANY_PAIRS = 3  # pairs per key from which few tiles have a single one
+_MOST_SINGLE_RANKS = 64  # up to which a pair alone is expanded without a matrix product
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class SiteTiles:
     shrink: ShrinkTiles
     expand: ExpandTiles
     shrink_rows: int  # pairs per program of the shrink: MIN_DOT at least
-    expand_rows: int  # pairs per program of the expand; below MIN_DOT without a matrix product
+    expand_rows: int  # pairs per program of the expand: MIN_DOT at least
+    singles: bool  # expand tiles of one pair without a matrix product
     eager_a: bool = False  # read A before the rank is known
     eager_b: bool = False  # read B before the rank is known
 
@@ -82,12 +84,9 @@ def expected_keys(tokens: int, top_k: int, num_experts: int, active_slots: int) 
 
 
 def tile_pairs(pairs: int, keys: int) -> int:
-    """Return the most pairs per tile, a power of two from 1 to 128.
-
-    Tiles of less than 16 pairs are expanded without a matrix product.
-    """
+    """Return the most pairs per tile: 16, 32, 64 or 128."""
     each = pairs / max(1, keys)
-    for tile, most in ((1, 1.3), (4, 3), (16, 12), (32, 24), (64, 96)):
+    for tile, most in ((16, 12), (32, 24), (64, 96)):
         if each < most:
             return tile
     return 128
@@ -97,14 +96,14 @@ def tile_pairs(pairs: int, keys: int) -> int:
 def choose_tiles(pairs: PairShape, site: SiteShape) -> SiteTiles:
     """Return the sizes for one site and routing."""
     rank_pad, few = padded_rank(site.max_rank), pairs.tiles <= _FEW_TILES
-    shrink_rows = max(MIN_DOT, min(64, pairs.tile))
-    by_rows = pairs.tile < MIN_DOT and rank_pad <= _MOST_ROW_RANKS
-    expand_rows = pairs.tile if by_rows else max(MIN_DOT, min(64, pairs.tile))
+    shrink_rows = min(64, pairs.tile)
+    expand_rows = min(32 if rank_pad <= 32 else 64, pairs.tile)
     return SiteTiles(
         _shrink(pairs, site, shrink_rows),
         _expand(pairs, site, expand_rows),
         shrink_rows,
         expand_rows,
+        singles=pairs.pairs < _MANY_PAIRS * pairs.keys and rank_pad <= _MOST_SINGLE_RANKS,
         eager_a=few,
         eager_b=few or rank_pad == MIN_DOT,  # a row of B is then one sector of memory
     )
@@ -112,43 +111,47 @@ def choose_tiles(pairs: PairShape, site: SiteShape) -> SiteTiles:
 
 def _shrink(pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
     """Split the inputs until every multiprocessor has work; the expand reads every plane back."""
-    tiles, narrow = pairs.tiles, padded_rank(site.max_rank) == MIN_DOT
+    tiles, stacked = pairs.tiles, power_of_two(site.stacked)
     if site.item_bytes == 4:
-        block_n = min(32, power_of_two(site.stacked))
+        block_n = min(32, stacked)
         blocks = -(-site.stacked // block_n) * tiles
         return ShrinkTiles(block_n, 32, parts(site.in_features, 32, 256 // blocks), num_stages=2)
-    if tiles <= 2:
-        block_n, programs, planes = 16, 128, 32
+    if tiles <= 4:
+        block_n, programs, planes = 16, 128, 16
     elif tiles <= _FEW_TILES:
-        block_n, programs, planes = 16 if narrow else 32, 256, 16
+        block_n, programs, planes = 16 if stacked <= 32 else 32, 256, 8
     else:
-        block_n, programs, planes = min(64, power_of_two(site.stacked)), 512, 8
+        block_n, programs, planes = min(64, stacked), 512, 8
     blocks = -(-site.stacked // block_n) * tiles
-    most = min(planes, programs // blocks) if blocks < 2 * _MULTIPROCESSORS else 1
+    many = blocks >= (2 * _MULTIPROCESSORS if block_n <= 32 else 200)
+    most = 1 if many else min(planes, programs // blocks)
+    if block_n == 16 and rows == 16 and tiles > _FEW_TILES:
+        return ShrinkTiles(16, 256, parts(site.in_features, 256, most), warps_k=4, num_stages=4)
     split_k = parts(site.in_features, 128, most)
     block_k = 128 if rows < 64 or block_n < 64 else 64
     while block_k * (block_n + rows) * site.item_bytes > _STAGE_BYTES:
         block_k //= 2
     stage = block_k * (block_n + rows) * site.item_bytes
-    stages = max(2, min(4, _SHARED_BYTES // stage))
+    most_stages = 3 if block_n == 32 and blocks > 4 * _MULTIPROCESSORS else 4
+    stages = max(2, min(most_stages, _SHARED_BYTES // stage))
     return ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
 
 
 def _expand(pairs: PairShape, site: SiteShape, rows: int) -> ExpandTiles:
     rank_pad = padded_rank(site.max_rank)
     block_r = min(rank_pad, MAX_BLOCK_R)
-    if rows < MIN_DOT:
-        block_c = max(32, 4096 // rank_pad) * 4 // site.item_bytes // 2
-        return ExpandTiles(block_c, rank_pad)
     if site.item_bytes == 4:  # float32 products take more registers and shared memory
         return ExpandTiles(64, min(block_r, 32))
     if site.general or block_r < rank_pad:
         return ExpandTiles(128, block_r)
+    even = 64 if site.widest % 128 and site.widest % 64 == 0 else 128
     if rows >= 32:
-        return ExpandTiles(128, block_r, chunks_of(site.widest, 128, 8), 4, 3)
+        return ExpandTiles(even, block_r, chunks_of(site.widest, even, 8), 4, 3)
     many = pairs.tiles * site.out_features >= 400_000
-    block_c = 256 if rank_pad == MIN_DOT and not many else 128
-    return ExpandTiles(block_c, block_r, chunks_of(site.widest, 128, 4) if many else 1)
+    if pairs.pairs < _MANY_PAIRS * pairs.keys:  # most tiles have one pair
+        return ExpandTiles(256 if rank_pad == MIN_DOT else 64, block_r)
+    block_c = 256 if rank_pad == MIN_DOT and not many else even
+    return ExpandTiles(block_c, block_r, chunks_of(site.widest, block_c, 4) if many else 1)
 
 
 def parts(in_features: int, block_k: int, most: int) -> int:
