@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 DEVICE, DTYPE = "cuda", torch.bfloat16
 LAUNCH_US = 0.96  # of the limits in the peers' file
 TOLERANCE = 1e-2  # largest error of a row, over the root mean square norm of the expected rows
-CHECKED_PAIRS = 512  # a step of more pairs is not compared with the reference
+CHECKED_PAIRS = 2048  # a step of more pairs is not compared with the reference
 ONE_A = ("gpt-oss-20b",)
 """Models whose gate and up share one A, as PEFT's `target_parameters` makes them."""
 ROUTED = [(256, 64, 128, 8), (256, 8, 32, 4), (1024, 64, 128, 2), (4096, 64, 128, 8)]

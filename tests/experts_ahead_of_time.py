@@ -26,7 +26,7 @@ TABLES = {
 }
 CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
     "bf16": [
-        ((8, 8, 16), (2, 16, 2048, (768, 768), False), 8, False),
+        ((8, 8, 1), (2, 16, 2048, (768, 768), False), 8, False),
         ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False),
         ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False),
         ((1024, 128, 16), (2, 16, 2880, (2880, 2880), True), 4, False),

@@ -18,17 +18,15 @@ from lora_backends.sgmv.experts.routing_kernels import RECORD
 
 @triton.jit
 def _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Return a row's slot, expert, first place, number of pairs, pairs [T], and the key's only pair.
+    """Return the slot, expert, first place and number of pairs of a row, and its pairs [T].
 
     A tile has PARTS rows of the grid, of at most ROWS pairs each. A row that has none has 0 pairs.
-    The first pair stands in the record, so that a tile of one pair needs no second load. A key of
-    more pairs has -1 for its only one.
+    The first pair stands in the record, so that a tile of one pair needs no second load.
     """
     part = row % PARTS
     at = tiles_ptr + row // PARTS * RECORD
     slot, expert = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
     place, count, only = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    of_key = tl.load(at + 5)
     used = row // PARTS < tl.load(count_ptr)
     count = tl.where(used, tl.minimum(count - part * ROWS, ROWS), 0)
     place += part * ROWS
@@ -39,7 +37,7 @@ def _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS: tl.constexpr, PARTS: tl.co
     pair = tl.load(order_ptr + place + t, mask=in_order, other=0)  # [T]
     if PARTS == 1:
         pair = tl.where(t == 0, only, pair)
-    return slot, expert, place, count, pair, tl.where(of_key == 1, only, -1)
+    return slot, expert, place, count, pair
 
 
 @triton.jit(do_not_specialize=["h_rows"])
@@ -88,7 +86,7 @@ def shrink_kernel(
     if PROGRAMMATIC:
         gdc_wait()  # before reading the routing, x, A and ranks, which an earlier kernel may write
         gdc_launch_dependents()
-    slot, expert, place, count, pair, _ = _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS, PARTS)
+    slot, expert, place, count, pair = _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS, PARTS)
     if count <= 0:
         return
     t = tl.arange(0, ROWS)  # [T]
@@ -201,7 +199,6 @@ def expand_kernel(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     EAGER: tl.constexpr,
-    SINGLES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     FRESH: tl.constexpr,
@@ -216,9 +213,7 @@ def expand_kernel(
     """
     row = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
-    slot, expert, place, count, pair, only = _tile(
-        row, tiles_ptr, order_ptr, count_ptr, ROWS, PARTS
-    )
+    slot, expert, place, count, pair = _tile(row, tiles_ptr, order_ptr, count_ptr, ROWS, PARTS)
     if count <= 0:
         if PROGRAMMATIC:
             gdc_wait()  # so that this grid ends after the shrink, on which later kernels rely
@@ -247,20 +242,19 @@ def expand_kernel(
     plane = h_rows.to(tl.int64) * (NUM_A * RANK_PAD)
     h_first = h_ptr + place.to(tl.int64) * (NUM_A * RANK_PAD) + s * RANK_PAD
     b_key = b_ptr + slot * b_stride_l + expert * b_stride_e
-    # not where one pair is left over: which one that is may differ from run to run
-    if SINGLES:
-        if only >= 0:
-            factor = scaling
-            if WEIGHTED:
-                factor = scaling * tl.load(factors_ptr + only)
-            t_offset, j_offset = (only // TOP_K).to(tl.int64), (only % TOP_K).to(tl.int64)
-            y_row = y_ptr + t_offset * y_stride_t + j_offset * y_stride_j
-            _expand_single(
-                h_first, plane, b_key, b_stride_c, y_row, factor, ranks_at, scalings_at, first,
-                end, read, rank, NUM_A, RANK_PAD, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R,
-                INTERLEAVED, FRESH, INTERPRETED, PROGRAMMATIC,
-            )  # fmt: skip
-            return
+    if ROWS == 1:
+        only = tl.sum(pair)
+        factor = scaling
+        if WEIGHTED:
+            factor = scaling * tl.load(factors_ptr + only)
+        t_offset, j_offset = (only // TOP_K).to(tl.int64), (only % TOP_K).to(tl.int64)
+        y_row = y_ptr + t_offset * y_stride_t + j_offset * y_stride_j
+        _expand_single(
+            h_first, plane, b_key, b_stride_c, y_row, factor, ranks_at, scalings_at, first, end,
+            read, rank, NUM_A, RANK_PAD, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, INTERLEAVED,
+            FRESH, INTERPRETED, PROGRAMMATIC,
+        )  # fmt: skip
+        return
     factor = tl.full((ROWS,), 1.0, dtype=tl.float32) * scaling  # [T]
     if WEIGHTED:
         factor *= tl.load(factors_ptr + pair, mask=t < count, other=0.0)
@@ -355,7 +349,10 @@ def _expand_single(
 
 @triton.jit
 def _load_h_row(h_at, plane, r, rank, SPLIT_K: tl.constexpr):
-    """Return h of one pair, its planes summed, zero beyond the rank: one load for all planes."""
+    """Return h of one pair, its planes summed, zero beyond the rank.
+
+    One load takes all planes: code for each of up to 32 would not stay in the caches.
+    """
     PLANES: tl.constexpr = triton.next_power_of_2(SPLIT_K)
     k = tl.arange(0, PLANES)  # [planes]
     mask = (k < SPLIT_K)[:, None] & (r < rank)[None, :]

@@ -269,7 +269,6 @@ def _expand_kernel(
         "EVEN_C": columns.even,
         "EVEN_R": shape.max_rank % 8 == 0,
         "EAGER": tiles.eager_b,
-        "SINGLES": tiles.singles,
         "INTERLEAVED": site.interleaved,
         "WEIGHTED": site.weighted,
         "FRESH": fresh,

@@ -32,17 +32,17 @@ class SgmvRouting(ExpertRouting):
     Slots [1, 0, 1] and experts [[0, 2], [0, -1], [0, 2]] in tiles of 16 pairs:
 
         order   [2, 0, 4, 1, 5]                          the last place is not written
-        tiles   [[0, 0, 0, 1, 2, 1], [1, 0, 1, 2, 0, 2], [1, 2, 3, 2, 1, 2]]
+        tiles   [[0, 0, 0, 1, 2], [1, 0, 1, 2, 0], [1, 2, 3, 2, 1]]
         count   [3]
 
-    A tile's values are slot, expert, first place, pairs, first pair and pairs of the expert. Tiles
-    may stand in any order, and the pairs of an expert too where there are many.
+    A tile's values are slot, expert, first place, pairs and first pair. Tiles may stand in any
+    order, and the pairs of an expert too where there are many.
     """
 
     num_slots: int  # that keys are made of
     shape: PairShape  # that tile sizes follow from
     order: torch.Tensor  # [num_tokens * top_k] int32, the pair at every place
-    tiles: torch.Tensor  # [max_tiles, 8] int32; two values are unused
+    tiles: torch.Tensor  # [max_tiles, 8] int32; three values are unused
     count: torch.Tensor  # [1] int32, tiles in use
     scratch: tuple[torch.Tensor, ...]  # what sorting keeps between launches
     refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
@@ -146,7 +146,7 @@ def _compare(
     pairs: int, top_k: int, num_experts: int, has_map: bool, tile: int, programmatic: bool
 ) -> SpecializedKernel:
     width = max(16, power_of_two(pairs))
-    own = 8 if width > 512 else 16
+    own = 8
     constants = {
         "PROGRAMS": 1,
         "TOP_K": top_k,
@@ -158,7 +158,7 @@ def _compare(
         "ALONE": pairs <= own,
         "PROGRAMMATIC": programmatic,
     }
-    warps = 1 if width <= 32 else 4 if width <= 512 else 8
+    warps = 1 if width <= 32 else 4 if width <= 128 else 8
     kernel = routing_kernels.compare_kernel
     return SpecializedKernel(kernel, constants, 1, warps, programmatic=programmatic)
 
@@ -189,7 +189,7 @@ def _scatter(
         "HALF": 16 if pairs < 2**16 else 32,
         "PROGRAMMATIC": programmatic,
     }
-    warps = 4 if num_keys <= 1024 else 8
+    warps = 4 if num_keys <= 512 else 8
     return SpecializedKernel(
         routing_kernels.scatter_kernel, constants, 1, warps, programmatic=programmatic
     )

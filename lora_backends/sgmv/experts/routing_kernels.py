@@ -3,9 +3,9 @@
 
 The key of a pair is slot * num_experts + expert; a dead pair has `DEAD`, above every key. After
 sorting, place i holds pair ``order[i]``, and a tile is a run of at most TILE places of one key. A
-tile's record has six values: slot, expert, first place, pairs, first pair, pairs of the key. Records stand
-in any order, so that they can be handed out by a counter; a pair's result depends on neither its
-tile nor its place.
+tile's record has five values: slot, expert, first place, pairs, first pair. Records stand in any order,
+so that they can be handed out by a counter; a pair's result depends on neither its tile nor its
+place.
 
 Axes: P (pairs of this program), Q (pairs to compare with), K (keys).
 """
@@ -72,7 +72,7 @@ def _keep(
 
 
 @triton.jit
-def _record(tiles_ptr, row, key, first, count, pair, of_key, mask, NUM_EXPERTS: tl.constexpr):
+def _record(tiles_ptr, row, key, first, count, pair, mask, NUM_EXPERTS: tl.constexpr):
     """Write the records of tiles."""
     at = tiles_ptr + row * RECORD
     tl.store(at, key // NUM_EXPERTS, mask=mask)
@@ -80,7 +80,6 @@ def _record(tiles_ptr, row, key, first, count, pair, of_key, mask, NUM_EXPERTS: 
     tl.store(at + 2, first, mask=mask)
     tl.store(at + 3, count, mask=mask)
     tl.store(at + 4, pair, mask=mask)
-    tl.store(at + 5, of_key, mask=mask)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -158,7 +157,7 @@ def compare_kernel(
             tl.store(count_ptr, first_row + made)
             tl.store(state_ptr, (seen * 0).to(tl.int64))
     count = tl.minimum(of_key - earlier_of_key, TILE)
-    _record(tiles_ptr, row, key, place, count, p, of_key, heads, NUM_EXPERTS)
+    _record(tiles_ptr, row, key, place, count, p, heads, NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["pairs", "num_keys"])
@@ -266,7 +265,7 @@ def scatter_kernel(
     row = ((start >> HALF) & LOW).to(tl.int32) + nth // TILE
     count = tl.minimum(of_key - nth, TILE)
     heads = live & (nth % TILE == 0)
-    _record(tiles_ptr, row, key, place, count, p, of_key, heads, NUM_EXPERTS)
+    _record(tiles_ptr, row, key, place, count, p, heads, NUM_EXPERTS)
     other = counts_ptr + (1 - turn).to(tl.int64) * num_keys
     for first in range(tl.program_id(0) * OWN, num_keys, tl.num_programs(0) * OWN):
         k = first + tl.arange(0, OWN)

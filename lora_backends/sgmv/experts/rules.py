@@ -20,9 +20,14 @@ from lora_backends.sgmv.tiles.sizes import (
 _MULTIPROCESSORS = 132  # of an H200
 _STAGE_BYTES = 32 * 1024  # of one step of the shrink: fits on every device
 _SHARED_BYTES = 96 * 1024  # for the loads of a shrink in flight
-_FEW_TILES = 16  # so few that programs wait for each other's loads, not for bytes
-_MANY_PAIRS = 3  # pairs per key from which few tiles have a single one
-_MOST_SINGLE_RANKS = 64  # up to which a pair alone is expanded without a matrix product
+_FEW_TILES = 16  # so few that programs wait for loads that follow each other, not for bytes
+_MANY_TILES = 200  # so many that the shrink of each needs no split
+_SOME_PAIRS = 100  # below, reading a key for each of its pairs costs more than it saves
+_ALONE = 1.13  # pairs per key up to which nearly every pair has its key for itself
+_LONG_INPUT = 8192  # in_features from which groups of warps share out a step
+_WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
+_MOST_SINGLE_RANKS = 128  # up to which a pair alone is expanded without a matrix product
+_SINGLE_VALUES = 4096  # of B per program there
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,7 @@ class SiteTiles:
     shrink: ShrinkTiles
     expand: ExpandTiles
     shrink_rows: int  # pairs per program of the shrink: MIN_DOT at least
-    expand_rows: int  # pairs per program of the expand: MIN_DOT at least
-    singles: bool  # expand tiles of one pair without a matrix product
+    expand_rows: int  # pairs per program of the expand: 1, without a matrix product, or MIN_DOT up
     eager_a: bool = False  # read A before the rank is known
     eager_b: bool = False  # read B before the rank is known
 
@@ -84,8 +88,14 @@ def expected_keys(tokens: int, top_k: int, num_experts: int, active_slots: int) 
 
 
 def tile_pairs(pairs: int, keys: int) -> int:
-    """Return the most pairs per tile: 16, 32, 64 or 128."""
+    """Return the most pairs per tile: 1, 16, 32, 64 or 128.
+
+    Where nearly every pair has its key for itself, tiles of one are expanded without a matrix
+    product.
+    """
     each = pairs / max(1, keys)
+    if each < _ALONE and not _FEW_TILES < pairs < _SOME_PAIRS:
+        return 1
     for tile, most in ((16, 12), (32, 24), (64, 96)):
         if each < most:
             return tile
@@ -96,14 +106,15 @@ def tile_pairs(pairs: int, keys: int) -> int:
 def choose_tiles(pairs: PairShape, site: SiteShape) -> SiteTiles:
     """Return the sizes for one site and routing."""
     rank_pad, few = padded_rank(site.max_rank), pairs.tiles <= _FEW_TILES
-    shrink_rows = min(64, pairs.tile)
-    expand_rows = min(32 if rank_pad <= 32 else 64, pairs.tile)
+    shrink_rows = max(MIN_DOT, min(64, pairs.tile))
+    expand_rows = max(MIN_DOT, min(32 if rank_pad <= 32 else 64, pairs.tile))
+    if pairs.tile == 1 and rank_pad <= _MOST_SINGLE_RANKS:
+        expand_rows = 1
     return SiteTiles(
         _shrink(pairs, site, shrink_rows),
         _expand(pairs, site, expand_rows),
         shrink_rows,
         expand_rows,
-        singles=pairs.pairs < _MANY_PAIRS * pairs.keys and rank_pad <= _MOST_SINGLE_RANKS,
         eager_a=few,
         eager_b=few or rank_pad == MIN_DOT,  # a row of B is then one sector of memory
     )
@@ -117,15 +128,18 @@ def _shrink(pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
         blocks = -(-site.stacked // block_n) * tiles
         return ShrinkTiles(block_n, 32, parts(site.in_features, 32, 256 // blocks), num_stages=2)
     if tiles <= 4:
-        block_n, programs, planes = 16, 128, 16
+        wide = site.out_features >= _WIDE_OUTPUT
+        block_n, programs, planes = 16, 128, 16 if wide else 32
     elif tiles <= _FEW_TILES:
-        block_n, programs, planes = 16 if stacked <= 32 else 32, 256, 8
+        block_n, programs, planes = 16 if stacked <= 32 else 32, 256, 16
     else:
         block_n, programs, planes = min(64, stacked), 512, 8
-    blocks = -(-site.stacked // block_n) * tiles
-    many = blocks >= (2 * _MULTIPROCESSORS if block_n <= 32 else 200)
+    parts_of_tile = max(1, pairs.tile // rows)
+    blocks = -(-site.stacked // block_n) * tiles * parts_of_tile
+    many = blocks >= (2 * _MULTIPROCESSORS if block_n <= 32 else _MANY_TILES)
     most = 1 if many else min(planes, programs // blocks)
-    if block_n == 16 and rows == 16 and tiles > _FEW_TILES:
+    shared_out = tiles >= _MANY_TILES or site.in_features >= _LONG_INPUT
+    if block_n == 16 and rows == MIN_DOT and tiles > _FEW_TILES and shared_out:
         return ShrinkTiles(16, 256, parts(site.in_features, 256, most), warps_k=4, num_stages=4)
     split_k = parts(site.in_features, 128, most)
     block_k = 128 if rows < 64 or block_n < 64 else 64
@@ -139,7 +153,13 @@ def _shrink(pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
 
 def _expand(pairs: PairShape, site: SiteShape, rows: int) -> ExpandTiles:
     rank_pad = padded_rank(site.max_rank)
-    block_r = min(rank_pad, MAX_BLOCK_R)
+    block_r, narrow = min(rank_pad, MAX_BLOCK_R), rank_pad == MIN_DOT
+    many = pairs.tiles * site.out_features >= 400_000  # elements of y, about
+    if rows == 1:
+        block_c = _SINGLE_VALUES // rank_pad
+        if pairs.tiles * site.out_features > 4 * _MULTIPROCESSORS * block_c:
+            block_c *= 2
+        return ExpandTiles(min(block_c, power_of_two(site.widest)), rank_pad)
     if site.item_bytes == 4:  # float32 products take more registers and shared memory
         return ExpandTiles(64, min(block_r, 32))
     if site.general or block_r < rank_pad:
@@ -147,11 +167,12 @@ def _expand(pairs: PairShape, site: SiteShape, rows: int) -> ExpandTiles:
     even = 64 if site.widest % 128 and site.widest % 64 == 0 else 128
     if rows >= 32:
         return ExpandTiles(even, block_r, chunks_of(site.widest, even, 8), 4, 3)
-    many = pairs.tiles * site.out_features >= 400_000
-    if pairs.pairs < _MANY_PAIRS * pairs.keys:  # most tiles have one pair
-        return ExpandTiles(256 if rank_pad == MIN_DOT else 64, block_r)
-    block_c = 256 if rank_pad == MIN_DOT and not many else even
-    return ExpandTiles(block_c, block_r, chunks_of(site.widest, block_c, 4) if many else 1)
+    if not many:
+        return ExpandTiles(256 if narrow else even, block_r)
+    if narrow and even < 128:
+        return ExpandTiles(256, block_r, 2)
+    block_c = 128 if narrow else 64
+    return ExpandTiles(block_c, block_r, chunks_of(site.widest, block_c, 4))
 
 
 def parts(in_features: int, block_k: int, most: int) -> int:
