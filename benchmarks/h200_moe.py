@@ -30,7 +30,7 @@ PEERS = Path(__file__).parent / "peers" / "h200_moe.json"
 RESULTS = Path(__file__).parent / "results"
 DEVICE, DTYPE = "cuda", torch.bfloat16
 LAUNCH_US = 0.96  # of the limits in the peers' file
-TOLERANCE = 1e-2  # largest error of a row, over the root mean square norm of the expected rows
+TOLERANCE = 1e-2  # largest error of a row over its norm: h and y are each rounded to 8 bits
 CHECKED_PAIRS = 2048  # a step of more pairs is not compared with the reference
 ONE_A = ("gpt-oss-20b",)
 """Models whose gate and up share one A, as PEFT's `target_parameters` makes them."""
@@ -135,13 +135,13 @@ def measure(backend: LoRABackend, cell: ExpertCell, copy_gb_per_s: float) -> dic
 
 
 def check(calls: Steps, cell: ExpertCell) -> float:
-    """Return the largest error of a row over the rows' norm, or raise if it is too large."""
+    """Return the largest error of a row over its norm, or raise if it is too large."""
     calls.run(0)
     step, worst = calls.steps[0], 0.0
     wanted = reference(step, cell.token_slots)
     for y, delta in zip((step.y13, step.y2), wanted, strict=True):
-        error = (y.float() - delta).norm(dim=-1).max()
-        worst = max(worst, float(error / delta.square().sum(-1).mean().sqrt()))
+        errors = (y.float() - delta).norm(dim=-1) / delta.norm(dim=-1)
+        worst = max(worst, float(errors.max()))
         y.zero_()
     if not worst <= TOLERANCE:
         raise SystemExit(f"{name_of(cell)}: a row is off by {worst:.1e}, allowed {TOLERANCE:g}")

@@ -54,8 +54,10 @@ def site_kernels(dtype, programmatic):
         widths = (sum(slices),) if interleaved or num_a == 1 else slices
         item_bytes = 4 if dtype == "fp32" else 2
         shape = SiteShape(num_a, rank, inputs, sum(slices), max(widths), item_bytes, interleaved)
-        site = launch.Site(shape, widths, num_a, interleaved, top_k, num_a == 1, fresh)
-        found = launch.kernels_of(PairShape(*pairs), site, fresh, options)
+        by_token = interleaved  # one case of each
+        site = launch.Site(shape, widths, num_a, interleaved, top_k, num_a == 1, by_token, fresh)
+        sizes = PairShape(*pairs)
+        found = launch.kernels_of(sizes, sizes, site, fresh, options)
         h = "*fp32" if found.split_k > 1 else f"*{dtype}"
         yield found.shrink, {"h_ptr": h}
         yield found.expand, {"h_ptr": h} | ({"y_ptr": "*fp32"} if fresh else {})

@@ -1,16 +1,23 @@
 """Pairs are sorted by slot and expert on the device, and cut into tiles of one of each."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from engines import ON_GPU
+from engines import ON_GPU, make_engine
 
 from lora_backends import InvalidInputError, LoRABatch
 from lora_backends.sgmv.experts import routing as routing_of_pairs
 from lora_backends.sgmv.experts.rules import expected_keys, tile_pairs
 
 SLOTS, EXPERTS = 5, 7
+
+
+@pytest.fixture(params=["triton", "csgmv-16"])
+def make(device, request):
+    """Return a function to an engine of either kind of plan."""
+    return partial(make_engine, request.param, device)
 
 
 @pytest.fixture(params=["compared", "counted"])

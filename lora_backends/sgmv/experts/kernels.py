@@ -72,6 +72,7 @@ def shrink_kernel(
     STEPS: tl.constexpr,
     EVEN_K: tl.constexpr,
     EAGER: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
@@ -80,6 +81,8 @@ def shrink_kernel(
 
     Pair p has row p // TOP_K of x: TOP_K is 1 where every pair has a row of its own. EAGER reads A
     up to MAX_RANK, whatever the rank: few programs wait for loads that follow each other.
+
+    BY_TOKEN: tiles hold tokens of one slot, and h has a row for every token, of MAX_RANK ranks.
     """
     row = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
@@ -94,8 +97,11 @@ def shrink_kernel(
     n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     s = n // RANK_PAD  # [N]
     r = n % RANK_PAD  # [N]
-    ranks_at = ranks_ptr + slot * ranks_stride_l + expert * ranks_stride_e + s
-    rank = tl.load(ranks_at, mask=s < NUM_A, other=0)  # [N]
+    if BY_TOKEN:
+        rank = tl.where(s < NUM_A, MAX_RANK, 0)  # [N]
+    else:
+        ranks_at = ranks_ptr + slot * ranks_stride_l + expert * ranks_stride_e + s
+        rank = tl.load(ranks_at, mask=s < NUM_A, other=0)  # [N]
     if EAGER:
         used = (s < NUM_A) & (r < MAX_RANK)
     else:
@@ -109,7 +115,8 @@ def shrink_kernel(
         x_rows, a_rows, t < count, used, part * (STEPS * BLOCK_K), in_features,
         BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
     )  # [T, N] # fmt: skip
-    h_at = h_ptr + (part * h_rows.to(tl.int64) + place + t) * (NUM_A * RANK_PAD)  # [T]
+    h_row = pair if BY_TOKEN else place + t  # [T]
+    h_at = h_ptr + (part * h_rows.to(tl.int64) + h_row) * (NUM_A * RANK_PAD)  # [T]
     mask = (t < count)[:, None] & in_groups(r, rank, True)[None, :]  # beyond, anything is written
     tl.store(h_at[:, None] + n[None, :], rounded(h, h_ptr.dtype.element_ty, INTERPRETED), mask=mask)
 
@@ -199,6 +206,7 @@ def expand_kernel(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     EAGER: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     FRESH: tl.constexpr,
@@ -210,6 +218,7 @@ def expand_kernel(
 
     With FRESH y is not read. INTERLEAVED: column c has slice c % NUM_A, else slices are blocks of
     columns, where NUM_A is 1 a single one. EAGER reads B up to MAX_RANK, whatever the rank.
+    BY_TOKEN: h has a row for every token instead of every place.
     """
     row = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
@@ -240,7 +249,7 @@ def expand_kernel(
     if not INTERLEAVED:
         scaling = tl.load(scalings_at)
     plane = h_rows.to(tl.int64) * (NUM_A * RANK_PAD)
-    h_first = h_ptr + place.to(tl.int64) * (NUM_A * RANK_PAD) + s * RANK_PAD
+    h_slice = h_ptr + s * RANK_PAD
     b_key = b_ptr + slot * b_stride_l + expert * b_stride_e
     if ROWS == 1:
         only = tl.sum(pair)
@@ -249,8 +258,9 @@ def expand_kernel(
             factor = scaling * tl.load(factors_ptr + only)
         t_offset, j_offset = (only // TOP_K).to(tl.int64), (only % TOP_K).to(tl.int64)
         y_row = y_ptr + t_offset * y_stride_t + j_offset * y_stride_j
+        h_row = only // TOP_K if BY_TOKEN else place
         _expand_single(
-            h_first, plane, b_key, b_stride_c, y_row, factor, ranks_at, scalings_at, first, end,
+            h_slice + h_row.to(tl.int64) * (NUM_A * RANK_PAD), plane, b_key, b_stride_c, y_row, factor, ranks_at, scalings_at, first, end,
             read, rank, NUM_A, RANK_PAD, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, INTERLEAVED,
             FRESH, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
@@ -260,7 +270,8 @@ def expand_kernel(
         factor *= tl.load(factors_ptr + pair, mask=t < count, other=0.0)
     t_offset, j_offset = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
     y_rows = y_ptr + t_offset * y_stride_t + j_offset * y_stride_j  # [T]
-    h_at = h_first + t * (NUM_A * RANK_PAD)  # [T]
+    h_row = pair // TOP_K if BY_TOKEN else place + t  # [T]
+    h_at = h_slice + h_row.to(tl.int64) * (NUM_A * RANK_PAD)  # [T]
     if STAGES > 1:
         b_row = ((slot * b_stride_l + expert * b_stride_e) // b_stride_c).to(tl.int32)
         _expand_tma(

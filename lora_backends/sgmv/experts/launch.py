@@ -10,7 +10,7 @@ import torch
 
 from lora_backends.experts import ExpertWeights
 from lora_backends.sgmv.experts import kernels, rules
-from lora_backends.sgmv.experts.routing import SgmvRouting
+from lora_backends.sgmv.experts.routing import SgmvRouting, sort_tokens
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape, SiteTiles
 from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
 from lora_backends.sgmv.tiles.sizes import column_programs, padded_rank
@@ -33,6 +33,7 @@ class Site(NamedTuple):
     interleaved: bool
     top_k: int
     by_pair: bool  # whether every pair has a row of x
+    by_token: bool  # whether all experts share an A, so that h has a row for every token
     weighted: bool
 
 
@@ -55,6 +56,7 @@ class Call(NamedTuple):
     y: torch.Tensor  # [num_tokens, top_k, out_features], or [num_tokens, out_features] if summed
     ranks: torch.Tensor  # of the weights, contiguous
     scalings: torch.Tensor  # of the weights, contiguous
+    shrunk: SgmvRouting  # whose tiles the shrink runs on: the routing, or its tokens by slot
 
 
 def add_experts(
@@ -69,13 +71,14 @@ def add_experts(
     reduce: bool,
 ) -> None:
     """Add the delta of every live pair to y, in place; arguments as in `run_experts`."""
-    site = site_of(weights, routing.top_k, by_pair=rows == "pairs", weighted=weighted)
+    site = site_of(weights, routing, by_pair=rows == "pairs", weighted=weighted)
     tma = options.tma and not reduce and allows_tma(weights.lora_b)
-    found = kernels_of(routing.shape, site, reduce, options._replace(tma=tma))
+    shrunk = sort_tokens(routing, options.programmatic) if site.by_token else routing
+    found = kernels_of(routing.shape, shrunk.shape, site, reduce, options._replace(tma=tma))
     # copies are made before the first launch: no kernel may run between the shrink and an expand
     # that starts before the shrink has ended
     tables = weights.ranks.contiguous(), weights.scalings.contiguous()
-    call = Call(x, weights, routing, y, *tables)
+    call = Call(x, weights, routing, y, *tables, shrunk)
     if not reduce:
         launch_site(call, found, y)
         return
@@ -87,23 +90,23 @@ def add_experts(
 
 def launch_site(call: Call, found: Kernels, to: torch.Tensor) -> None:
     """Launch both kernels; `to` [num_tokens, top_k, out_features] is y, or where deltas go."""
-    h = _new_h(call.weights, call.routing, found.split_k)
+    h = _new_h(call.weights, call.shrunk, found.split_k)
     launch_shrink(call, found, h)
     launch_expand(call, found, h, to)
 
 
 def launch_shrink(call: Call, found: Kernels, h: torch.Tensor) -> None:
     """Write h [planes, places, num_a * padded rank]."""
-    x, weights, routing, _, ranks, _ = call
-    tensors = (x, weights.lora_a, ranks, routing.order, routing.tiles, routing.count, h)
+    x, weights, _, _, ranks, _, shrunk = call
+    tensors = (x, weights.lora_a, ranks, shrunk.order, shrunk.tiles, shrunk.count, h)
     strides = (x.stride(0), *_strides(weights.lora_a, 4), *_strides(ranks, 2))
     arguments = Arguments(tensors, (), (weights.in_features, *strides, h.shape[1]))
-    found.shrink.launch(routing.max_tiles * found.shrink_parts, arguments)
+    found.shrink.launch(shrunk.max_tiles * found.shrink_parts, arguments)
 
 
 def launch_expand(call: Call, found: Kernels, h: torch.Tensor, to: torch.Tensor) -> None:
     """Add the deltas to `to`, or write them there."""
-    _, weights, routing, _, ranks, scalings = call
+    _, weights, routing, _, ranks, scalings, _ = call
     b, sizes = weights.lora_b, found.expand.constants
     tma = descriptor(b, sizes["BLOCK_C"], sizes["BLOCK_R"]) if sizes["STAGES"] > 1 else None
     strides = (*_strides(b, 3), *to.stride()[:2], *_strides(ranks, 2), *_strides(scalings, 2))
@@ -114,7 +117,7 @@ def launch_expand(call: Call, found: Kernels, h: torch.Tensor, to: torch.Tensor)
 
 def _launch_sum(call: Call, deltas: torch.Tensor, kernel: SpecializedKernel) -> None:
     """Add the sums of deltas over the pairs of a token to y."""
-    _, weights, routing, y, ranks, _ = call
+    _, weights, routing, y, ranks, _, _ = call
     tensors = (y, deltas, routing.topk_ids, routing.plan.token_slots(), ranks)
     numbers = (weights.out_features, y.stride(0), *_strides(ranks, 2))
     kernel.launch(routing.num_tokens, Arguments(tensors, (), numbers))
@@ -168,8 +171,9 @@ def descriptor(lora_b: torch.Tensor, block_c: int, block_r: int) -> Any:
     return TensorDescriptor(lora_b, shape, [lora_b.stride(2), 1], [block_c, block_r])
 
 
-def site_of(weights: ExpertWeights, top_k: int, *, by_pair: bool, weighted: bool) -> Site:
+def site_of(weights: ExpertWeights, routing: SgmvRouting, *, by_pair: bool, weighted: bool) -> Site:
     """Return what the kernels of a site are compiled for."""
+    shared = weights.lora_a.shape[1] == 1 and routing.tokens is not None and not by_pair
     alone = weights.num_a == 1
     interleaved = weights.interleaved and not alone
     slices = weights.output_slices
@@ -184,16 +188,26 @@ def site_of(weights: ExpertWeights, top_k: int, *, by_pair: bool, weighted: bool
         weights.lora_a.element_size(),
         interleaved,
     )
-    return Site(shape, slices, weights.num_a, interleaved, top_k, by_pair, weighted)
+    top_k, num_a = routing.top_k, weights.num_a
+    return Site(shape, slices, num_a, interleaved, top_k, by_pair, shared, weighted)
 
 
 @lru_cache(maxsize=16384)
-def kernels_of(pairs: PairShape, site: Site, fresh: bool, options: Options) -> Kernels:
+def kernels_of(
+    pairs: PairShape, shrunk: PairShape, site: Site, fresh: bool, options: Options
+) -> Kernels:
     """Return both kernels of a site; `fresh`: the expand writes deltas instead of adding them."""
-    return kernels_with(rules.choose_tiles(pairs, site.shape), pairs.tile, site, fresh, options)
+    tiles = rules.choose_tiles(pairs, site.shape)
+    if site.by_token:
+        of_tokens = rules.choose_tiles(shrunk, site.shape)
+        sizes = {"shrink": of_tokens.shrink, "shrink_rows": of_tokens.shrink_rows}
+        tiles = replace(tiles, **sizes, eager_a=True)
+    return kernels_with(tiles, pairs.tile, shrunk.tile, site, fresh, options)
 
 
-def kernels_with(tiles: SiteTiles, tile: int, site: Site, fresh: bool, options: Options) -> Kernels:
+def kernels_with(
+    tiles: SiteTiles, tile: int, shrunk_tile: int, site: Site, fresh: bool, options: Options
+) -> Kernels:
     """Return both kernels of a site with the sizes given."""
     long = padded_rank(site.shape.max_rank) > tiles.expand.block_r
     expand = tiles.expand
@@ -203,10 +217,10 @@ def kernels_with(tiles: SiteTiles, tile: int, site: Site, fresh: bool, options: 
         expand = replace(expand, chunks=1)
     tiles = replace(tiles, expand=expand)
     return Kernels(
-        _shrink_kernel(tiles, tile, site, options._replace(tma=False)),
+        _shrink_kernel(tiles, shrunk_tile, site, options._replace(tma=False)),
         _expand_kernel(tiles, tile, site, fresh, options),
         tiles.shrink.split_k,
-        max(1, tile // tiles.shrink_rows),
+        max(1, shrunk_tile // tiles.shrink_rows),
         max(1, tile // tiles.expand_rows),
     )
 
@@ -220,7 +234,7 @@ def _shrink_kernel(tiles: SiteTiles, tile: int, site: Site, options: Options) ->
         "PROGRAMS": programs,
         "ROWS": rows,
         "PARTS": max(1, tile // rows),
-        "TOP_K": 1 if site.by_pair else site.top_k,
+        "TOP_K": 1 if site.by_pair or site.by_token else site.top_k,
         "NUM_A": site.num_a,
         "MAX_RANK": shape.max_rank,
         "RANK_PAD": padded_rank(shape.max_rank),
@@ -231,6 +245,7 @@ def _shrink_kernel(tiles: SiteTiles, tile: int, site: Site, options: Options) ->
         "STEPS": -(-shape.in_features // step),
         "EVEN_K": shape.in_features % step == 0,
         "EAGER": tiles.eager_a,
+        "BY_TOKEN": site.by_token,
         "PRECISION": options.precision,
         "INTERPRETED": INTERPRETED,
         "PROGRAMMATIC": options.programmatic,
@@ -269,6 +284,7 @@ def _expand_kernel(
         "EVEN_C": columns.even,
         "EVEN_R": shape.max_rank % 8 == 0,
         "EAGER": tiles.eager_b,
+        "BY_TOKEN": site.by_token,
         "INTERLEAVED": site.interleaved,
         "WEIGHTED": site.weighted,
         "FRESH": fresh,

@@ -45,6 +45,7 @@ class SgmvRouting(ExpertRouting):
     tiles: torch.Tensor  # [max_tiles, 8] int32; three values are unused
     count: torch.Tensor  # [1] int32, tiles in use
     scratch: tuple[torch.Tensor, ...]  # what sorting keeps between launches
+    tokens: SgmvRouting | None  # the tokens sorted by slot, for an A that all experts share
     refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
 
     @property
@@ -69,6 +70,27 @@ def make_routing(
         num_experts: of this rank.
         fixed: what sizes follow from, whatever the batch; None: what a uniform router would do.
     """
+    tokens, top_k = topk_ids.shape
+    if fixed is None:
+        keys = expected_keys(tokens, top_k, num_experts, plan.active_slots)
+        shape = PairShape(tokens * top_k, keys, tile_pairs(tokens * top_k, keys))
+        by_slot = PairShape(tokens, plan.active_slots, tile_pairs(tokens, plan.active_slots))
+    else:
+        shape = by_slot = fixed
+    alone = None
+    if top_k > 1 and num_experts > 1:
+        alone = _new_routing(plan, topk_ids[:, :1], 1, by_slot, None)
+        alone.topk_ids.zero_()
+    return _new_routing(plan, topk_ids, num_experts, shape, alone)
+
+
+def _new_routing(
+    plan: Any,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    shape: PairShape,
+    by_slot: SgmvRouting | None,
+) -> SgmvRouting:
     (tokens, top_k), device = topk_ids.shape, topk_ids.device
     pairs, num_keys = tokens * top_k, plan.num_slots * num_experts
     if num_keys >= _MOST_KEYS or pairs > _MOST_PAIRS:
@@ -76,12 +98,9 @@ def make_routing(
             f"too many experts for one routing\n  given: {plan.num_slots} slots of {num_experts} "
             f"experts, {pairs} pairs\n  allowed: below 2**31 of slots times experts, and of pairs"
         )
-    if fixed is None:
-        keys = expected_keys(tokens, top_k, num_experts, plan.active_slots)
-        fixed = PairShape(pairs, keys, tile_pairs(pairs, keys))
 
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+    def ints(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=torch.int32, device=device)
 
     if pairs <= MOST_COMPARED:
         scratch: tuple[torch.Tensor, ...] = (torch.zeros(1, dtype=torch.int64, device=device),)
@@ -93,11 +112,12 @@ def make_routing(
         topk_ids=torch.empty(tokens, top_k, dtype=torch.int64, device=device),
         topk_weights=torch.empty(tokens, top_k, dtype=torch.float32, device=device),
         num_slots=plan.num_slots,
-        shape=fixed,
+        shape=shape,
         order=ints(pairs),
-        tiles=ints(max_runs(pairs, num_keys, fixed.tile), 8),
+        tiles=ints(max_runs(pairs, num_keys, shape.tile), 8),
         count=ints(1),
         scratch=scratch,
+        tokens=by_slot,
     )
 
 
@@ -139,6 +159,19 @@ def sort_pairs(
     scatter = _scatter(routing.num_experts, routing.shape.tile, num_keys, pairs, programmatic)
     arguments = Arguments((keys, nths, counts, turn, *found), (), (pairs, num_keys))
     scatter.launch(programs, arguments)
+
+
+def sort_tokens(routing: SgmvRouting, programmatic: bool) -> SgmvRouting:
+    """Sort the tokens of a routing by slot; return what they are sorted into.
+
+    It depends on the plan alone, but is done anew for every call: a captured graph then follows a
+    plan that is refilled.
+    """
+    tokens = routing.tokens
+    assert tokens is not None
+    choice = tokens.topk_ids, tokens.topk_weights
+    sort_pairs(tokens, routing.plan, *choice, None, programmatic)
+    return tokens
 
 
 @lru_cache(maxsize=1024)
