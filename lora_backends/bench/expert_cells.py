@@ -93,7 +93,7 @@ class Step:
         """Return how many different pairs of a slot and an expert the tokens use."""
         slots = torch.tensor(token_slots, device=self.topk_ids.device)
         keys = slots[:, None] * self.gate_up.num_experts + self.topk_ids
-        return keys.unique().numel()
+        return int(torch.unique(keys).numel())
 
 
 def make_steps(
@@ -201,7 +201,7 @@ def _deltas(
 ) -> torch.Tensor:
     keys = (slots * weights.num_experts + experts).flatten()
     delta = torch.zeros(len(keys), weights.out_features, device=x.device)
-    for key in keys.unique().tolist():
+    for key in torch.unique(keys).tolist():
         slot, expert = divmod(key, weights.num_experts)
         pairs = (keys == key).nonzero().flatten()
         for s in range(weights.num_slices):

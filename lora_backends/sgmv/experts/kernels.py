@@ -259,8 +259,9 @@ def expand_kernel(
         t_offset, j_offset = (only // TOP_K).to(tl.int64), (only % TOP_K).to(tl.int64)
         y_row = y_ptr + t_offset * y_stride_t + j_offset * y_stride_j
         h_row = only // TOP_K if BY_TOKEN else place
+        h_at = h_slice + h_row.to(tl.int64) * (NUM_A * RANK_PAD)
         _expand_single(
-            h_slice + h_row.to(tl.int64) * (NUM_A * RANK_PAD), plane, b_key, b_stride_c, y_row, factor, ranks_at, scalings_at, first, end,
+            h_at, plane, b_key, b_stride_c, y_row, factor, ranks_at, scalings_at, first, end,
             read, rank, NUM_A, RANK_PAD, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, INTERLEAVED,
             FRESH, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip

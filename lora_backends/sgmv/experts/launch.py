@@ -200,8 +200,8 @@ def kernels_of(
     tiles = rules.choose_tiles(pairs, site.shape)
     if site.by_token:
         of_tokens = rules.choose_tiles(shrunk, site.shape)
-        sizes = {"shrink": of_tokens.shrink, "shrink_rows": of_tokens.shrink_rows}
-        tiles = replace(tiles, **sizes, eager_a=True)
+        rows = of_tokens.shrink_rows
+        tiles = replace(tiles, shrink=of_tokens.shrink, shrink_rows=rows, eager_a=True)
     return kernels_with(tiles, pairs.tile, shrunk.tile, site, fresh, options)
 
 

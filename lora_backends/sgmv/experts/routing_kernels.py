@@ -3,9 +3,9 @@
 
 The key of a pair is slot * num_experts + expert; a dead pair has `DEAD`, above every key. After
 sorting, place i holds pair ``order[i]``, and a tile is a run of at most TILE places of one key. A
-tile's record has five values: slot, expert, first place, pairs, first pair. Records stand in any order,
-so that they can be handed out by a counter; a pair's result depends on neither its tile nor its
-place.
+tile's record has five values: slot, expert, first place, pairs, first pair. Records stand in any
+order, so that they can be handed out by a counter; a pair's result depends on neither its tile nor
+its place.
 
 Axes: P (pairs of this program), Q (pairs to compare with), K (keys).
 """

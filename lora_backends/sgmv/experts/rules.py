@@ -5,6 +5,7 @@ Any result is correct on any shape.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -83,7 +84,7 @@ def expected_keys(tokens: int, top_k: int, num_experts: int, active_slots: int) 
     (81, 64)
     """
     slots = max(1, min(active_slots, tokens))
-    missed = (1 - min(1.0, top_k / num_experts)) ** (tokens / slots)
+    missed = math.pow(1 - min(1.0, top_k / num_experts), tokens / slots)
     return max(1, round(slots * num_experts * (1 - missed)))
 
 
