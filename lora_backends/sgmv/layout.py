@@ -114,13 +114,13 @@ class SgmvPlan(CachingPlan):
         """Return whether the next batch may have tiles of another size."""
         return self.tile_tokens == 0 or (self.has_room and not self.is_captured)
 
-    def refuse_scales_of_captured(self, batch: LoRABatch) -> None:
+    def refuse_scales_of_captured(self) -> None:
         """Refuse token_scales that captured kernels would not read.
 
         Raises:
             InvalidInputError: a graph captured the plan while it had no token_scales.
         """
-        if self.is_captured and self.token_scales is None and batch.token_scales is not None:
+        if self.is_captured and self.token_scales is None:
             raise InvalidInputError(
                 "a CUDA graph captured the plan without token_scales, which it would not read\n"
                 "  given: a batch with token_scales\n"
@@ -229,6 +229,8 @@ def run_tables(
 
 def most_run_tables(capacity: int, num_slots: int, sizes: Sequence[int]) -> int:
     """Return values enough for the tables of a batch in runs of any of the sizes."""
+    if len(sizes) == 1:
+        return run_tables_size(sizes[0], max_runs(capacity, num_slots, sizes[0]))
     slots = aligned(max_runs(capacity, num_slots, min(sizes)))
     return aligned(slots + max_runs(capacity, num_slots, max(sizes)) * max(sizes))
 

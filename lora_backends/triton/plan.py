@@ -58,7 +58,8 @@ class TritonPlan(SgmvPlan):
         Raises:
             InvalidInputError: a captured graph cannot follow the batch.
         """
-        self.refuse_scales_of_captured(batch)
+        if batch.token_scales is not None:
+            self.refuse_scales_of_captured()
         if self.may_cut_anew():
             self.active_slots = layout.count_active(counts)
             if self.tile_tokens != tile_tokens:
