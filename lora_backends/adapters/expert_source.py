@@ -12,7 +12,7 @@ from lora_backends.adapters.messages import as_json, problem
 from lora_backends.adapters.module_rules import ModuleRule
 from lora_backends.adapters.peft_config import PeftLoraConfig
 from lora_backends.adapters.specs import ExpertSpec
-from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
 
 A_KEY, B_KEY, PREFIX = "lora_A.weight", "lora_B.weight", "base_model.model."
 
@@ -46,6 +46,10 @@ class ExpertSource:
                 f"{len(self.specs)} stacked parameters of experts in the base model",
                 "load it on the model it was trained on",
             )
+        if spec.refusal is not None:
+            what = "the adapter has LoRA of experts that cannot be reproduced exactly"
+            given, allowed = f"{name}: {spec.refusal}", "adapters without these experts"
+            raise UnsupportedInputError(problem(self.path, what, given, allowed))
         return spec
 
     def check_room(self, name: str, rank: int) -> None:

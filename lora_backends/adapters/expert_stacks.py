@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lora_backends.adapters.specs import ExpertDelta, ExpertSpec
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertWeights
 
 
@@ -141,6 +141,11 @@ class ExpertStacks:
 
     def _check_fits(self, delta: ExpertDelta) -> None:
         spec = self.specs.get(delta.module)
+        if spec is not None and spec.refusal is not None:
+            raise UnsupportedInputError(
+                f"LoRA of experts that cannot be reproduced exactly\n"
+                f"  given: {delta.module}: {spec.refusal}\n  allowed: adapters without it"
+            )
         given = [tuple(t.shape) for t in (delta.lora_a, delta.lora_b, delta.ranks, delta.scalings)]
         if spec is None or len(given[0]) != 4 or not 1 <= given[0][2] <= self._max_rank:
             raise InvalidInputError(

@@ -32,6 +32,7 @@ class ExpertSpec:
     output_slices: tuple[int, ...]  # (I, I) for gate and up; else one width
     interleaved: bool = False  # even output columns are the gate's, odd ones are up's (gpt-oss)
     transposed: bool = False  # stored [num_experts, in_features, out_features]
+    refusal: str | None = None  # why LoRA of these experts cannot be added; sizes mean nothing then
 
     @property
     def out_features(self) -> int:

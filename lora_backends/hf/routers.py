@@ -1,0 +1,147 @@
+"""Routers of experts: a linear layer inside a module that also chooses the experts.
+
+The module returns the choice, so the LoRA of its weight has to enter before, at the one product
+that the module computes with the weight. A mode of torch sees that product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
+
+from lora_backends.adapters.specs import ModuleSpec
+from lora_backends.backend import LoRABackend
+from lora_backends.errors import UnsupportedInputError, told
+from lora_backends.hf.hooks import as_rows
+from lora_backends.hf.layout import Layout
+from lora_backends.hf.running import RUNNING, check_thread
+from lora_backends.hf.sites import Site
+from lora_backends.hf.twin import twin_of
+
+
+class _AtProduct(TorchFunctionMode):
+    """Calls `found(x, weight, y)` after every `functional.linear` in its block."""
+
+    def __init__(self, found: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        y = function(*args, **(kwargs or {}))
+        if function is functional.linear:
+            self._found(args[0], args[1], y)
+        return y
+
+
+def find_routers(
+    base: nn.Module, experts: Iterable[str], dtype: torch.dtype, device: torch.device
+) -> dict[str, Site]:
+    """Return the modules beside experts that multiply by a weight and choose, by their paths.
+
+    Args:
+        base: a Transformers model.
+        experts: paths of modules of experts.
+        dtype: the dtype of the stacked adapters.
+        device: their device.
+    """
+    sites = {}
+    for path in experts:
+        parent, dot, _ = path.rpartition(".")
+        for name, module in base.get_submodule(parent).named_children():
+            weight = module._parameters.get("weight")
+            is_plain = isinstance(module, (Conv1D, nn.Embedding)) or (
+                isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+            )
+            if weight is None or weight.ndim != 2 or is_plain:
+                continue
+            high, wide = weight.shape
+            refusal = _refusal(module, dtype, device)
+            spec = ModuleSpec("linear", wide, high)
+            sites[f"{parent}{dot}{name}"] = Site(f"{parent}{dot}{name}", module, spec, refusal)
+    return sites
+
+
+def _refusal(module: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
+    weight: Any = module._parameters["weight"]
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    if type(weight.data) is not torch.Tensor or weight.dtype != dtype:
+        return f"its weight is {weight.dtype}, the model's dtype is {dtype}"
+    if weight.device != device:
+        return f"its weight is on {weight.device}, the model on {device}"
+    return _failed_trial(module)
+
+
+@torch.no_grad()
+def _failed_trial(module: nn.Module) -> str | None:
+    """Return why a router is more than one product with its weight, or None."""
+    twin: Any = twin_of(module)[0]
+    weight: Any = module._parameters["weight"]
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(3, weight.shape[1], generator=generator, device="cpu")
+    x = x.to(weight.device, weight.dtype)
+    products: list[bool] = []
+
+    def found(rows: torch.Tensor, used: torch.Tensor, y: torch.Tensor) -> None:
+        same = used.shape == weight.shape and bool(used.eq(weight.to(used.dtype)).all())
+        products.append(same and rows.shape == x.shape and bool(rows.eq(x.to(rows.dtype)).all()))
+
+    try:
+        with _AtProduct(found):
+            type(module).forward(twin, x)
+    except Exception as error:  # whatever a class of any author raises
+        return f"a trial of it failed ({told(error)[:200]})"
+    return None if products == [True] else "it is not one product of its input and its weight"
+
+
+def router_forward(
+    model: str, site: Site, layout: Layout, backend: LoRABackend
+) -> Callable[..., Any]:
+    """Return the `forward` of a router.
+
+    Args:
+        model: whose calls it serves.
+        site: the module.
+        layout: of its input.
+        backend: what adds.
+
+    Returns:
+        A function of the module and its input.
+    """
+    own, path, width = type(site.module).forward, site.path, site.spec.out_features
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = RUNNING.call
+        if call.model != model:
+            check_thread(model)
+            return own(self, *args, **kwargs)
+        weights = call.stacks.get(path)
+        if weights is None:
+            return own(self, *args, **kwargs)
+        if len(args) != 1 or kwargs:
+            raise UnsupportedInputError(
+                f"router {path} is called with more than its input, or by name\n"
+                f"  allowed: its input by position\n  to do: leave it out of the adapters"
+            )
+        plan = call.plan(args[0].shape[:-1], layout, (path,))
+
+        def found(rows: torch.Tensor, used: torch.Tensor, y: torch.Tensor) -> None:
+            x = as_rows(rows).to(weights.dtype)  # of float32 that was widened from it
+            backend.run_linear(x, weights, plan, y.view(-1, width))
+
+        with _AtProduct(found):
+            return own(self, *args, **kwargs)
+
+    return forward
