@@ -23,14 +23,15 @@ from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, check_thread
 from lora_backends.hf.sites import Site
 from lora_backends.hf.twin import twin_of
+from lora_backends.weights import LoRAWeights
 
 
 class _AtProduct(TorchFunctionMode):
-    """Calls `found(x, weight, y)` after every `functional.linear` in its block."""
+    """Sees every `functional.linear` in its block."""
 
-    def __init__(self, found: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> None:
-        super().__init__()
-        self._found = found
+    def at_product(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+        """Called with the arguments and the result, which may be changed in place."""
+        raise NotImplementedError
 
     def __torch_function__(
         self,
@@ -41,8 +42,36 @@ class _AtProduct(TorchFunctionMode):
     ) -> Any:
         y = function(*args, **(kwargs or {}))
         if function is functional.linear:
-            self._found(args[0], args[1], y)
+            self.at_product(args[0], args[1], y)
         return y
+
+
+class _Noting(_AtProduct):
+    """Notes whether each product is that of an input and a weight."""
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        super().__init__()
+        self._expected = x, weight
+        self.products: list[bool] = []
+
+    def at_product(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+        """Compare the values, which may have been widened."""
+        pairs = zip((x, weight), self._expected, strict=True)
+        same = (a.shape == b.shape and bool(a.eq(b.to(a.dtype)).all()) for a, b in pairs)
+        self.products.append(all(same))
+
+
+class _Adding(_AtProduct):
+    """Adds the LoRA of a router to its logits."""
+
+    def __init__(self, backend: LoRABackend, weights: LoRAWeights, plan: Any) -> None:
+        TorchFunctionMode.__init__(self)  # torch.compile cannot trace super() here
+        self._backend, self._weights, self._plan = backend, weights, plan
+
+    def at_product(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+        """Add to y; the model may have widened x to float32."""
+        x = as_rows(x).to(self._weights.dtype)
+        self._backend.run_linear(x, self._weights, self._plan, y.view(-1, y.shape[-1]))
 
 
 def find_routers(
@@ -92,18 +121,14 @@ def _failed_trial(module: nn.Module) -> str | None:
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(3, weight.shape[1], generator=generator, device="cpu")
     x = x.to(weight.device, weight.dtype)
-    products: list[bool] = []
-
-    def found(rows: torch.Tensor, used: torch.Tensor, y: torch.Tensor) -> None:
-        same = used.shape == weight.shape and bool(used.eq(weight.to(used.dtype)).all())
-        products.append(same and rows.shape == x.shape and bool(rows.eq(x.to(rows.dtype)).all()))
-
+    noting = _Noting(x, weight)
     try:
-        with _AtProduct(found):
+        with noting:
             type(module).forward(twin, x)
     except Exception as error:  # whatever a class of any author raises
         return f"a trial of it failed ({told(error)[:200]})"
-    return None if products == [True] else "it is not one product of its input and its weight"
+    is_one = noting.products == [True]
+    return None if is_one else "it is not one product of its input and its weight"
 
 
 def router_forward(
@@ -120,7 +145,7 @@ def router_forward(
     Returns:
         A function of the module and its input.
     """
-    own, path, width = type(site.module).forward, site.path, site.spec.out_features
+    own, path = type(site.module).forward, site.path
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = RUNNING.call
@@ -136,12 +161,7 @@ def router_forward(
                 f"  allowed: its input by position\n  to do: leave it out of the adapters"
             )
         plan = call.plan(args[0].shape[:-1], layout, (path,))
-
-        def found(rows: torch.Tensor, used: torch.Tensor, y: torch.Tensor) -> None:
-            x = as_rows(rows).to(weights.dtype)  # of float32 that was widened from it
-            backend.run_linear(x, weights, plan, y.view(-1, width))
-
-        with _AtProduct(found):
+        with _Adding(backend, weights, plan):
             return own(self, *args, **kwargs)
 
     return forward
