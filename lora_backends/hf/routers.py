@@ -6,6 +6,7 @@ that the module computes with the weight. A mode of torch sees that product.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -88,7 +89,8 @@ def find_routers(
     sites = {}
     for path in experts:
         parent, dot, _ = path.rpartition(".")
-        for name, module in base.get_submodule(parent).named_children():
+        block = base.get_submodule(parent)
+        for name, module in block.named_children():
             weight = module._parameters.get("weight")
             is_plain = isinstance(module, (Conv1D, nn.Embedding)) or (
                 isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
@@ -96,13 +98,15 @@ def find_routers(
             if weight is None or weight.ndim != 2 or is_plain:
                 continue
             high, wide = weight.shape
-            refusal = _refusal(module, dtype, device)
+            refusal = _refusal(module, block, dtype, device)
             spec = ModuleSpec("linear", wide, high)
             sites[f"{parent}{dot}{name}"] = Site(f"{parent}{dot}{name}", module, spec, refusal)
     return sites
 
 
-def _refusal(module: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
+def _refusal(
+    module: nn.Module, block: nn.Module, dtype: torch.dtype, device: torch.device
+) -> str | None:
     weight: Any = module._parameters["weight"]
     if "forward" in vars(module):
         return "its forward was replaced"
@@ -110,21 +114,27 @@ def _refusal(module: nn.Module, dtype: torch.dtype, device: torch.device) -> str
         return f"its weight is {weight.dtype}, the model's dtype is {dtype}"
     if weight.device != device:
         return f"its weight is on {weight.device}, the model on {device}"
-    return _failed_trial(module)
+    return _failed_trial(module, block)
 
 
 @torch.no_grad()
-def _failed_trial(module: nn.Module) -> str | None:
-    """Return why a router is more than one product with its weight, or None."""
+def _failed_trial(module: nn.Module, block: nn.Module) -> str | None:
+    """Return why a router is more than one product with its weight, or None.
+
+    What it takes besides its input, a correction of the scores for instance, the block holds under
+    the same name.
+    """
     twin: Any = twin_of(module)[0]
     weight: Any = module._parameters["weight"]
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(3, weight.shape[1], generator=generator, device="cpu")
     x = x.to(weight.device, weight.dtype)
     noting = _Noting(x, weight)
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
     try:
+        others = [getattr(block, p.name) for p in parameters if p.default is p.empty]
         with noting:
-            type(module).forward(twin, x)
+            type(module).forward(twin, x, *others)
     except Exception as error:  # whatever a class of any author raises
         return f"a trial of it failed ({told(error)[:200]})"
     is_one = noting.products == [True]
@@ -155,10 +165,10 @@ def router_forward(
         weights = call.stacks.get(path)
         if weights is None:
             return own(self, *args, **kwargs)
-        if len(args) != 1 or kwargs:
+        if not args:
             raise UnsupportedInputError(
-                f"router {path} is called with more than its input, or by name\n"
-                f"  allowed: its input by position\n  to do: leave it out of the adapters"
+                f"router {path} is called with arguments by name\n"
+                f"  allowed: its input as the first argument by position"
             )
         plan = call.plan(args[0].shape[:-1], layout, (path,))
         with _Adding(backend, weights, plan):
