@@ -8,6 +8,7 @@ from lora_backends.adapters.expert_names import ExpertGroup
 from lora_backends.adapters.expert_projections import read_projections
 from lora_backends.adapters.expert_source import A_KEY, B_KEY, PREFIX, ExpertSource
 from lora_backends.adapters.expert_stacked import assigned, read_stacked, told_by_shapes
+from lora_backends.adapters.formats import CONFIG_FILE
 from lora_backends.adapters.messages import problem
 from lora_backends.adapters.specs import ExpertDelta
 from lora_backends.adapters.tensor_checks import check_dtype, check_finite, typed
@@ -47,13 +48,12 @@ def read_experts(
 
 
 def _check_parts(source: ExpertSource, groups: Sequence[ExpertGroup]) -> None:
+    if source.config.lora_bias:
+        raise _biased(source, f"lora_bias = true in {CONFIG_FILE}")
     for group in groups:
         given = [f"tensor '{PREFIX}{group.path}.{part}'" for part in group.parts]
         if any(part.startswith("lora_B.bias") for part in group.parts):
-            what = "the weights belong to a feature that this library cannot reproduce exactly"
-            given = [f"lora_bias (a bias per expert), by {given[0]}"]
-            allowed = "LoRA of experts without a bias"
-            raise UnsupportedInputError(problem(source.path, what, given, allowed))
+            raise _biased(source, given[0])
         if set(group.parts) != {A_KEY, B_KEY}:
             what = f"the LoRA of {group.path!r} is not a pair of matrices"
             raise source.error(what, given, f"{A_KEY} and {B_KEY}", "save the adapter again")
@@ -65,3 +65,10 @@ def _check_parts(source: ExpertSource, groups: Sequence[ExpertGroup]) -> None:
                 what, allowed = "a tensor has the wrong shape", f"{axes} axes, none of them empty"
                 raise source.error(what, typed(key, tensor), allowed, "save the adapter again")
             check_finite(source.error, key, tensor)
+
+
+def _biased(source: ExpertSource, given: str) -> UnsupportedInputError:
+    what = "the weights belong to a feature that this library cannot reproduce exactly"
+    allowed = "LoRA of experts without a bias"
+    given = f"lora_bias (a bias per expert), by {given}"
+    return UnsupportedInputError(problem(source.path, what, given, allowed))

@@ -430,6 +430,7 @@ REFUSED = {
         {"lora_bias": True},
         "lora_bias",
     ),
+    "a bias in the configuration": (both_sites(), {**STACKED, "lora_bias": True}, "lora_bias"),
     "a third parameter": (
         pair(f"{LAYER}.base_layer.base_layer", *stacked()),
         STACKED,
