@@ -117,3 +117,19 @@ def write_folder(folder, tensors, **config):
     content = {f"base_model.model.{k}": t.contiguous() for k, t in tensors.items()}
     save_file(content, folder / "adapter_model.safetensors")
     return folder
+
+
+def updates(delta, interleaved=False):
+    """Return what is added to each expert's weight, [num_experts, out_features, in_features]."""
+    experts, num_a = delta.ranks.shape
+    a = delta.lora_a.double().expand(experts, -1, -1, -1)
+    b = delta.lora_b.double().expand(experts, -1, -1)
+    full = torch.zeros(experts, b.shape[1], a.shape[3], dtype=torch.float64)
+    for expert in range(experts):
+        for s in range(num_a):
+            width = b.shape[1] // num_a
+            columns = slice(s, None, num_a) if interleaved else slice(s * width, (s + 1) * width)
+            r, scaling = delta.ranks[expert, s], delta.scalings[expert, s].double()
+            product = b[expert, columns, :r] @ a[expert, s, :r]
+            full[expert, columns] = scaling * product
+    return full

@@ -81,7 +81,7 @@ class AdapterPool:
                 raise InvalidInputError(
                     f"{key} is {shown(number)}; allowed: an int, 1 or more and less than 2^31"
                 )
-        self.modules = dict(modules)
+        self.modules, self.experts = dict(modules), dict(experts or {})
         self.limits = limits or LoadLimits()
         self.slots = SlotTable(max_adapters)
         self.max_rank, self.max_expert_rank = max_rank, expert_rank
@@ -102,7 +102,7 @@ class AdapterPool:
         adapters have; an adapter has rank 0 in all but one.
         """
         self._stacks = Stacks(self.modules, groups, max_adapters, max_rank, dtype, self.device)
-        self._experts = ExpertStacks(experts or {}, max_adapters, expert_rank, dtype, self.device)
+        self._experts = ExpertStacks(self.experts, max_adapters, expert_rank, dtype, self.device)
         self._users: dict[str, set[int]] = {}  # module path -> slots whose adapter touches it
         self._biased: set[tuple[int, str]] = set()  # slots and modules with a bias
 
@@ -142,7 +142,7 @@ class AdapterPool:
             self.modules,
             self.max_rank,
             self.limits,
-            self._experts.specs,
+            self.experts,
             self.max_expert_rank,
         )
         if accept is not None:
@@ -207,7 +207,7 @@ class AdapterPool:
         return any(stack is own for stack in held)
 
     def _note_active(self) -> None:
-        modules = {path for path, users in self._users.items() if users} - {*self._experts.specs}
+        modules = {path for path, users in self._users.items() if users} - {*self.experts}
         self.active_weights = {path: self._stacks[path] for path in self._users if path in modules}
         self.active_experts = self._experts.active()
         self.shared_weights = self._stacks.shared(self.active_weights)
@@ -260,7 +260,7 @@ class AdapterPool:
     def _clear(self, slot: int) -> None:
         for module, users in self._users.items():
             if slot in users:
-                if module in self._experts.specs:
+                if module in self.experts:
                     self._experts.clear(slot, module)
                 else:
                     self._stacks.clear(slot, module)

@@ -5,11 +5,16 @@ import warnings
 
 import pytest
 import torch
-from mixtures import build, in_peft, peft_layers, write_folder
+from mixtures import build, in_peft, peft_layers, updates, write_folder
 
 from lora_backends import InvalidInputError, UnsupportedInputError
-from lora_backends.adapters import AdapterPool, LoadLimits, ModuleSpec, read_checkpoint
-from lora_backends.adapters.specs import ExpertSpec
+from lora_backends.adapters import (
+    AdapterPool,
+    ExpertSpec,
+    LoadLimits,
+    ModuleSpec,
+    read_checkpoint,
+)
 from lora_backends.hf.experts import expert_specs, find_experts
 from lora_backends.hf.routers import find_routers
 from lora_backends.hf.sites import find_sites
@@ -38,22 +43,6 @@ def rejected(error, folder, specs=SPECS, **arguments):
     assert "given:" in message
     assert "allowed:" in message
     return message
-
-
-def updates(delta, interleaved=False):
-    """Return what is added to each expert's weight, [num_experts, out_features, in_features]."""
-    experts, num_a = delta.ranks.shape
-    a = delta.lora_a.double().expand(experts, -1, -1, -1)
-    b = delta.lora_b.double().expand(experts, -1, -1)
-    full = torch.zeros(experts, b.shape[1], a.shape[3], dtype=torch.float64)
-    for expert in range(experts):
-        for s in range(num_a):
-            width = b.shape[1] // num_a
-            columns = slice(s, None, num_a) if interleaved else slice(s * width, (s + 1) * width)
-            r, scaling = delta.ranks[expert, s], delta.scalings[expert, s].double()
-            product = b[expert, columns, :r] @ a[expert, s, :r]
-            full[expert, columns] = scaling * product
-    return full
 
 
 def random(*shape, seed=0):

@@ -4,10 +4,11 @@ import copy
 import functools
 import inspect
 import threading
+import warnings
 
 import pytest
 import torch
-from mixtures import ATTENTION, KNOWN, UP, build, in_peft, write_folder
+from mixtures import ATTENTION, KNOWN, UP, build, in_peft, updates, write_folder
 from torch import nn
 
 from lora_backends import (
@@ -16,6 +17,7 @@ from lora_backends import (
     backend_names,
     unavailable_reasons,
 )
+from lora_backends.adapters import read_checkpoint
 from lora_backends.hf import MultiLoRAModel
 from lora_backends.hf.expert_products import FORWARDS
 
@@ -145,6 +147,12 @@ def test_prepared_adapters_follow_an_update(mixture):
             torch.testing.assert_close(logits, mixture.expected(rows), rtol=0, atol=BOUND)
 
 
+WIDTH = 8
+"""Of an expert."""
+
+SIZES = (("gate_proj", 16, WIDTH), ("up_proj", 16, WIDTH), ("down_proj", WIDTH, 16))
+
+
 def per_expert(folder):
     """Write an adapter with a module per expert, which has another form in memory."""
     tensors, generator = {}, torch.Generator().manual_seed(9)
@@ -162,11 +170,59 @@ def per_expert(folder):
     return write_folder(folder, tensors, target_modules=names, lora_alpha=1)
 
 
+def shared_outer(folder):
+    """Write an adapter whose experts share A of gate and of up, and B of down."""
+    generator = torch.Generator().manual_seed(8)
+    sizes = {"w1": (1, 16, 4, WIDTH), "w3": (1, 16, 4, WIDTH), "w2": (4, WIDTH, 1, 16)}
+    tensors = {}
+    for layer in range(2):
+        for name, (of_a, wide, of_b, high) in sizes.items():
+            path = f"model.layers.{layer}.mlp.experts.{name}"
+            tensors[f"{path}.lora_A.weight"] = torch.randn(of_a, 2, wide, generator=generator)
+            tensors[f"{path}.lora_B.weight"] = torch.randn(of_b, high, 2, generator=generator)
+    return write_folder(folder, tensors, lora_alpha=1)
+
+
+def merged(base, deltas):
+    """Return a model with the updates of experts in its weights."""
+    experts = {path: m for path, m in base.named_modules() if path.endswith(".experts")}
+    for path, delta in deltas.items():
+        module, _, name = path.rpartition(".")
+        interleaved = "gate" in name and not experts[module].is_concatenated
+        update = updates(delta, interleaved).float()
+        weight = getattr(experts[module], name)
+        weight.data += update.transpose(1, 2) if experts[module].is_transposed else update
+    return base
+
+
+@pytest.mark.parametrize("write", [per_expert, shared_outer])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_layouts_that_peft_does_not_save_are_updates_of_the_weights(name, write, tmp_path):
+    sizes = {"intermediate_size": WIDTH, "moe_intermediate_size": WIDTH}
+    model = MultiLoRAModel(build(name, **sizes), "torch_ref", max_rank=2)
+    model.load_adapter("a", write(tmp_path / "a"))
+    specs = {path: site.spec for path, site in model._sites.items()}
+    deltas = read_checkpoint(tmp_path / "a", specs, experts=model.pool.experts).experts
+    assert deltas["model.layers.0.mlp.experts.gate_up_proj"].ranks.shape == (4, 2)
+    ids = torch.randint(1, 60, (3, 5), generator=torch.Generator().manual_seed(2))
+    logits = model(adapters=["a", None, "a"], input_ids=ids).logits
+    plain = build(name, **sizes)
+    with torch.no_grad():
+        alone = plain(input_ids=ids).logits
+        expected = merged(plain, deltas)(input_ids=ids).logits
+    assert (expected - alone).abs().max() > 0.05
+    expected[1] = alone[1]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=BOUND)
+
+
 def test_adapters_of_two_forms_share_a_batch(mixture, tmp_path):
     import peft
 
     folder = per_expert(tmp_path / "numbered")
-    mixture.alone["numbered"] = peft.PeftModel.from_pretrained(build("qwen3_moe"), folder).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = peft.PeftModel.from_pretrained(build("qwen3_moe"), folder).eval()
+    mixture.alone["numbered"] = alone
     mixture.model.load_adapter("numbered", folder)
     mixture.check(["numbered", "all", None, "router", "numbered"])
 
