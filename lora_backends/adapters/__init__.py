@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING, Any
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.pool import AdapterPool, Loaded
 from lora_backends.adapters.slots import SlotTable
-from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec
+from lora_backends.adapters.specs import (
+    Checkpoint,
+    ExpertDelta,
+    ExpertSpec,
+    ModuleDelta,
+    ModuleSpec,
+)
 
 if TYPE_CHECKING:
     from lora_backends.adapters.checkpoint import read_checkpoint
@@ -13,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AdapterPool",
     "Checkpoint",
+    "ExpertDelta",
+    "ExpertSpec",
     "LoadLimits",
     "Loaded",
     "ModuleDelta",
