@@ -27,8 +27,9 @@ def add_experts(
     x: torch.Tensor,
     weights: ExpertWeights,
     routing: ExpertRouting,
-    slots: torch.Tensor,
     *,
+    slots: torch.Tensor,
+    token_scales: torch.Tensor | None,
     rows: str,
     weighted: bool,
     reduce: bool,
@@ -41,6 +42,7 @@ def add_experts(
         weights: the experts.
         routing: the pairs.
         slots: [num_tokens] int64, -1 for none.
+        token_scales: [num_tokens or more] float32, or None: multiplies a token's deltas.
         rows: as in `run_experts`.
         weighted: as in `run_experts`.
         reduce: as in `run_experts`.
@@ -55,10 +57,13 @@ def add_experts(
     for first in range(0, tokens, step):
         chunk = slice(first, first + step)
         ids, factors = routing.topk_ids[chunk], routing.topk_weights[chunk]
+        factors = factors if weighted else torch.ones_like(factors)
+        if token_scales is not None:
+            factors = factors * token_scales[: routing.num_tokens][chunk, None]
         pairs = _Pairs(weights, slots[chunk, None].expand_as(ids), ids)
         for s in range(weights.num_slices):
             delta, touched = pairs.delta(x_pairs[chunk], s)  # [t, k, width], [t, k]
-            if weighted:
+            if weighted or token_scales is not None:
                 delta = delta * torch.where(touched, factors, 0)[..., None]
             if reduce:
                 delta, touched = _sum(delta.movedim(1, -1)), touched.any(1)

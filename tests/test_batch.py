@@ -49,7 +49,7 @@ def test_sequences_repeat_their_slot():
         ([-2], 3, "-2 at index 0"),
         ([0.5], 3, "dtype torch.float"),
         ([True], 3, "torch.bool"),
-        ([[0]], 3, r"shape \[1, 1\]"),
+        ([[[0]]], 3, r"shape \[1, 1, 1\]"),
         (["a"], 3, "cannot be read"),
         ([0], 0, "num_slots"),
         ([0], True, "num_slots"),

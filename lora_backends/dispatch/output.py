@@ -29,11 +29,12 @@ def output_shape(
     return tokens, weights.out_features
 
 
-def added_to(base_output: torch.Tensor | None, weights: Layer, plan: Any) -> torch.Tensor:
+def added_to(base_output: torch.Tensor | None, weights: Layer, num_tokens: int) -> torch.Tensor:
     """Return what an engine adds to: base_output, else zeros in the dtype of the weights."""
     if base_output is not None:
         return base_output
-    return weights.lora_a.new_zeros(plan.num_tokens, weights.out_features)
+    shape = (num_tokens, weights.out_features)
+    return torch.zeros(shape, dtype=weights.dtype, device=weights.device)
 
 
 def new_output(

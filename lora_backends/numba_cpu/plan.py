@@ -27,6 +27,7 @@ class NumbaPlan(LoRAPlan):
     segments: Ints  # [num_segments, 3] slot, first and last + 1 in `order`; at most MAX_SEGMENT
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.refill(self.order, self.segments)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -83,14 +83,22 @@ class SgmvBackend(LoRABackend):
         return launch.INVARIANT_BATCH if self.batch_invariant else (num_tokens, active_slots)
 
     @override
-    def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan) -> torch.Tensor:
+    def run_lora_a(
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         kernels = launch.kernels_of(weights, plan, self._options, "separate")
         h = self._planes(weights, kernels.split_k, plan.num_tokens).zero_()
         rows = self._rows(plan)
         if rows:
             laid = launch.with_contiguous_tables(weights)
             launch.shrink(x, laid, plan, h, rows, kernels.shrink)
-        return h[0] if kernels.split_k == 1 else h.sum(0)
+        if out is None:
+            return h[0] if kernels.split_k == 1 else h.sum(0)
+        return torch.sum(h, 0, out=out)
 
     @override
     def run_lora_b(
@@ -100,7 +108,7 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan)
+        y = added_to(base_output, weights, plan.num_tokens)
         rows = self._rows(plan)
         if rows:
             kernels = launch.kernels_of(weights, plan, self._options, "separate")
@@ -117,7 +125,7 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan)
+        y = added_to(base_output, weights, plan.num_tokens)
         rows = self._rows(plan)
         if rows:
             kernels = launch.kernels_of(weights, plan, self._options)
@@ -137,7 +145,7 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan)
+        y = added_to(base_output, weights, plan.num_tokens)
         rows = self._rows(plan)
         if rows:
             engine, row = type(self), plan.row_constants(False)
