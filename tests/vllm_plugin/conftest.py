@@ -96,8 +96,6 @@ def peft_tokens(tiny, adapters):
 @pytest.fixture(scope="module")
 def make_engine(tiny, adapters):
     """Return a function that builds an engine; engines of a module end with it."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     made = []
 
     def make(backend="auto", **options):
@@ -115,7 +113,6 @@ def make_engine(tiny, adapters):
     yield make
     made.clear()
     gc.collect()
-    cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ ROWS = [None, "all", "small", "some", "all", None, "some", "small"]
 
 @pytest.fixture(scope="module")
 def engine(make_engine):
-    return make_engine()
+    return make_engine("torch_ref")
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +65,19 @@ def test_embeddings_and_heads_have_adapters(engine, expect):
 def test_cached_prefixes_belong_to_one_adapter(engine, expect):
     before = engine.metric("vllm:prefix_cache_hits")
     for name in ("all", None, "small", "all", None):
-        expect(engine, [PROMPTS[3]], [name])
+        expect(engine, [PROMPTS[3] * 4], [name])  # longer than a block of the cache
     assert engine.metric("vllm:prefix_cache_hits") > before
 
 
 def test_prompts_in_chunks_among_decoding_rows(make_engine, expect):
-    engine = make_engine(max_num_batched_tokens=32, max_model_len=128)
+    engine = make_engine("torch_ref", max_num_batched_tokens=32, max_model_len=128)
     expect(engine, [prompt * 2 for prompt in PROMPTS], ROWS, length=4)
 
 
 def test_preempted_rows_go_on_with_their_adapter(make_engine, expect):
-    # 40 + 40 tokens of each of 8 rows do not fit into the cache
-    engine = make_engine(num_gpu_blocks_override=4, max_model_len=128, block_size=128)
-    expect(engine, PROMPTS[:6], ROWS[:6], length=40)
+    # each of 5 rows grows from one block of 128 tokens to two, and there are 7 blocks
+    engine = make_engine("torch_ref", num_gpu_blocks_override=7, max_model_len=192, block_size=128)
+    expect(engine, [prompt * 3 for prompt in PROMPTS[:5]], ROWS[:5], length=16)
     assert engine.metric("vllm:num_preemptions") > 0
 
 

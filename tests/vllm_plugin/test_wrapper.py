@@ -1,5 +1,6 @@
 """The methods that vLLM calls, on stacks laid out as vLLM does, against plain products."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -232,12 +233,11 @@ def test_stacks_that_no_layer_has_announced_are_refused(wrapper, x):
 def test_layers_end_with_their_module(wrapper):
     from lora_backends.integrations.vllm import layers
 
+    gc.collect()
     before = len(layers._LAYERS)
     module = make_module(wrapper)
     assert len(layers._LAYERS) == before + 2
     del module
-    import gc
-
     gc.collect()
     assert len(layers._LAYERS) == before
 

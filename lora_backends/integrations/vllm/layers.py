@@ -6,7 +6,7 @@ with zeros and with the scaling folded into B. Nothing is copied; vLLM goes on w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -71,7 +71,7 @@ def adopt(module: Any, wrapper: Any) -> None:
         both = _weights(a, b)
         layer = Layer(both, both, wrapper)
     else:
-        layer = Layer(_weights(a, None) if a else None, _weights(None, b), wrapper)
+        layer = Layer(_weights(a, ()) if a else None, _weights((), b), wrapper)
         if a:  # fully sharded: this process holds some ranks of A, and all of B
             layer.first_rank = module.tp_rank * a[0].shape[2]
     module.lora_backends_layers = [layer]
@@ -80,7 +80,7 @@ def adopt(module: Any, wrapper: Any) -> None:
             _LAYERS[stacks[0].data_ptr()] = layer
     full = _stacks(module, "full_weight_stacked")
     if full:  # a classification head that an adapter replaces; shrunk by, like an A
-        head = Layer(_weights(full, None), None, wrapper)
+        head = Layer(_weights(full, ()), None, wrapper)
         assert head.a is not None
         head.a.ranks.fill_(head.a.max_rank)
         module.lora_backends_layers.append(head)
@@ -127,21 +127,20 @@ def _stacks(module: Any, name: str) -> tuple[torch.Tensor, ...]:
     return stacks if fits else ()  # an embedding's A is a table of rows, gathered by vLLM
 
 
-def _weights(
-    a: Iterable[torch.Tensor] | None, b: Iterable[torch.Tensor] | None
-) -> LoRAWeights:
-    """Return views of stacks as weights without adapters: rank 0 in every slot."""
-    lora_a = None if a is None else tuple(stack[:, 0] for stack in a)
-    lora_b = None if b is None else tuple(stack[:, 0] for stack in b)
-    stacks = lora_b or lora_a
-    assert stacks is not None
-    shape, device = (stacks[0].shape[0], len(stacks)), stacks[0].device
+def _weights(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> LoRAWeights:
+    """Return views of stacks, () for a half that is missing, as weights of rank 0 in every slot."""
+    lora_a, lora_b = (tuple(stack[:, 0] for stack in stacks) for stacks in (a, b))
+    widest = lora_b or lora_a
+    shape, device = (widest[0].shape[0], len(widest)), widest[0].device
+    if len(widest) == 1:  # one tensor, which every backend takes
+        halves: tuple[Any, ...] = (a[0] if a else None, lora_b[0] if b else None)
+    else:
+        halves = (lora_a or None, lora_b or None)
     return LoRAWeights(
-        lora_a=lora_a,
-        lora_b=lora_b,
+        *halves,
         ranks=torch.zeros(shape, dtype=torch.int32, device=device),
         scalings=torch.ones(shape, dtype=torch.float32, device=device),
-        output_slices=tuple(stack.shape[1] for stack in stacks),
+        output_slices=tuple(stack.shape[1] for stack in widest),
     )
 
 
