@@ -11,7 +11,9 @@ import torch
 from vllm_engines import ADAPTERS, HIDDEN, LAYERS, VOCAB, Engine
 
 ROOT = Path(__file__).parents[2]
-if importlib.util.find_spec("vllm") is None:  # run by `make test-vllm`, in an environment of its own
+if (
+    importlib.util.find_spec("vllm") is None
+):  # run by `make test-vllm`, in an environment of its own
     collect_ignore_glob = ["test_*.py"]
 
 

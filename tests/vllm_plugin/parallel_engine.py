@@ -1,5 +1,6 @@
-"""Prints the tokens of an engine of two processes: parallel_engine.py MODEL ADAPTERS SHARDED."""
+"""Prints tokens of engines of two processes, plain and sharded: parallel_engine.py MODEL FOLDER."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -7,16 +8,24 @@ from vllm_engines import ADAPTERS, PROMPTS, Engine
 
 NAMES = [None, "all", "small", "some", "uneven", "ends"]
 
+
+def main(model, folder):
+    for sharded in (False, True):
+        engine = Engine(
+            model,
+            {name: Path(folder) / name for name in ADAPTERS},
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            fully_sharded_loras=sharded,
+            max_loras=5,
+            disable_log_stats=True,
+        )
+        for tokens in engine.tokens(PROMPTS[: len(NAMES)], NAMES):
+            print("sharded" if sharded else "plain", tokens, flush=True)
+        engine.llm.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+
+
 if __name__ == "__main__":
-    model, folder, sharded = sys.argv[1:]
-    engine = Engine(
-        model,
-        {name: Path(folder) / name for name in ADAPTERS},
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-        fully_sharded_loras=bool(int(sharded)),
-        max_loras=5,
-        disable_log_stats=True,
-    )
-    for tokens in engine.tokens(PROMPTS[: len(NAMES)], NAMES):
-        print("tokens", tokens, flush=True)
+    main(*sys.argv[1:])

@@ -100,9 +100,7 @@ def test_requests_name_their_adapter_and_one_is_loaded_while_it_serves(server):
     assert server.chat("pirate") == ANSWERS["pirate"]
     with pytest.raises(urllib.error.HTTPError):
         server.chat("json")
-    server.get(
-        "/v1/load_lora_adapter", {"lora_name": "json", "lora_path": str(ADAPTERS / "json")}
-    )
+    server.get("/v1/load_lora_adapter", {"lora_name": "json", "lora_path": str(ADAPTERS / "json")})
     for model in ("json", "pirate", "base"):
         assert server.chat(model) == ANSWERS[model]
 

@@ -99,9 +99,7 @@ def test_rows_that_pad_a_captured_graph_have_no_adapter(wrapper, x):
     module = make_module(wrapper)
     padded = torch.cat([x, x[1:4]])
     y = torch.ones(len(padded), sum(SLICES))
-    wrapper.add_lora_linear(
-        y, padded, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES
-    )
+    wrapper.add_lora_linear(y, padded, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES)
     torch.testing.assert_close(y[: len(x)], 1 + delta(module, x, IDS))
     assert torch.equal(y[len(x) :], torch.ones(3, sum(SLICES)))
 
@@ -123,9 +121,7 @@ def test_each_batch_replaces_the_last_one(wrapper, x):
     for ids in (IDS[::-1], [0] * len(IDS), [9] * len(IDS), IDS):
         wrapper.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
         y = torch.zeros(len(ids), sum(SLICES))
-        wrapper.add_lora_linear(
-            y, x, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES
-        )
+        wrapper.add_lora_linear(y, x, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES)
         torch.testing.assert_close(y, delta(module, x, ids))
 
 
@@ -151,9 +147,7 @@ def test_fully_sharded_columns_shrink_a_part_and_expand_all(wrapper, x, shards):
         parts.append(buffer)
     gathered = torch.cat(parts, -1)
     y = torch.ones(len(x), sum(SLICES) + 5)
-    wrapper.add_expand(
-        y, gathered, module.lora_b_stacked, SLICES, offset_start=3, add_input=True
-    )
+    wrapper.add_expand(y, gathered, module.lora_b_stacked, SLICES, offset_start=3, add_input=True)
     torch.testing.assert_close(y[:, 3:-2], 1 + delta(whole, x, IDS))
     assert y[:, :3].eq(1).all() and y[:, -2:].eq(1).all()
     wrapper.add_expand(y, gathered, module.lora_b_stacked, SLICES, 3, False)
@@ -254,9 +248,7 @@ def test_compiled_programs_have_one_operation_a_layer(wrapper, x, dynamic):
     def forward(x):
         y = x.new_zeros(x.shape[0], sum(SLICES))
         for module in modules:
-            wrapper.add_lora_linear(
-                y, x, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES
-            )
+            wrapper.add_lora_linear(y, x, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES)
         return y
 
     compiled = torch.compile(forward, backend=keep_graph, fullgraph=True, dynamic=dynamic)

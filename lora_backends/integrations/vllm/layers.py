@@ -129,15 +129,15 @@ def _stacks(module: Any, name: str) -> tuple[torch.Tensor, ...]:
 
 def _weights(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> LoRAWeights:
     """Return views of stacks, () for a half that is missing, as weights of rank 0 in every slot."""
-    lora_a, lora_b = (tuple(stack[:, 0] for stack in stacks) for stacks in (a, b))
-    widest = lora_b or lora_a
+    lora_a: Any = tuple(stack[:, 0] for stack in a) or None
+    lora_b: Any = tuple(stack[:, 0] for stack in b) or None
+    widest: tuple[torch.Tensor, ...] = lora_b or lora_a
     shape, device = (widest[0].shape[0], len(widest)), widest[0].device
     if len(widest) == 1:  # one tensor, which every backend takes
-        halves: tuple[Any, ...] = (a[0] if a else None, lora_b[0] if b else None)
-    else:
-        halves = (lora_a or None, lora_b or None)
+        lora_a, lora_b = a[0] if a else None, lora_b[0] if b else None
     return LoRAWeights(
-        *halves,
+        lora_a=lora_a,
+        lora_b=lora_b,
         ranks=torch.zeros(shape, dtype=torch.int32, device=device),
         scalings=torch.ones(shape, dtype=torch.float32, device=device),
         output_slices=tuple(stack.shape[1] for stack in widest),

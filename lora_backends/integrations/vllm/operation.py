@@ -7,6 +7,8 @@ loaded from disk finds the layers of its own process.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lora_backends.errors import InvalidInputError
@@ -78,7 +80,7 @@ def _add(
 
 # vLLM compiles one program for many layers and drops guards, so tracing must meet neither Python
 # state nor shapes: nothing but this operation.
-_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "run(Tensor(a!) y, Tensor x, Tensor stack, str operation, int offset) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),

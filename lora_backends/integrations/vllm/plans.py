@@ -91,7 +91,8 @@ class Plans:
         if room.plan is None:
             # a typical batch: tile sizes follow the tokens per slot
             typical = [row % self.num_slots for row in range(room.capacity)]
-            room.plan = self.backend.prepare_batch(LoRABatch(typical, self.num_slots))
+            batch = LoRABatch(typical, self.num_slots)
+            room.plan = self.backend.prepare_batch(batch, capacity=room.capacity)
         self.backend.prepare_batch(self._batch, out=room.plan)
         room.is_current = True
 
