@@ -20,16 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
-for _name, _value in SETTINGS.items():
-    os.environ.setdefault(_name, _value)
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from safetensors.torch import save_file
@@ -41,8 +37,8 @@ VARIABLE = "LORA_BACKENDS_VLLM"
 LLAMA_8B = {"hidden": 4096, "intermediate": 14336, "layers": 32, "kv": 1024}
 SMOLLM2 = {"hidden": 576, "intermediate": 1536, "layers": 30, "kv": 192}
 METHOD = (
-    "Engines of one process take turns, a prefill of every row's prompt in one step and then decode "
-    "steps each round; row i uses adapter i mod the number of adapters, random adapters on all "
+    "Engines of one process take turns, a prefill of every row's prompt in one step and then "
+    "decode steps each round; row i uses adapter i mod the number of adapters, random adapters on all "
     "linear layers. ms is the median over the rounds, of a round's median decode step or of its "
     "prefill; ratio is the median of each round's ratio to the first engine. On a CPU the time is "
     "the CPU time of the process, on one thread, and the first engine is this library's serving "
