@@ -38,7 +38,7 @@ LLAMA_8B = {"hidden": 4096, "intermediate": 14336, "layers": 32, "kv": 1024}
 SMOLLM2 = {"hidden": 576, "intermediate": 1536, "layers": 30, "kv": 192}
 METHOD = (
     "Engines of one process take turns, a prefill of every row's prompt in one step and then "
-    "decode steps each round; row i uses adapter i mod the number of adapters, random adapters on all "
+    "decode steps each round; row i uses adapter i mod the number of adapters, random ones on all "
     "linear layers. ms is the median over the rounds, of a round's median decode step or of its "
     "prefill; ratio is the median of each round's ratio to the first engine. On a CPU the time is "
     "the CPU time of the process, on one thread, and the first engine is this library's serving "

@@ -257,10 +257,12 @@ def test_compiled_programs_have_one_operation_a_layer(wrapper, x, dynamic):
         wanted = sum(delta(module, x, ids) for module in modules)
         torch.testing.assert_close(compiled(x), wanted)
     (graph,) = graphs
-    called = [str(node.target) for node in graph.graph.nodes if "lora" in str(node.target)]
-    assert called == ["lora_backends_vllm.run.default", "lora_backends_vllm.run"][:1] * 2 or (
-        called == ["lora_backends_vllm.run"] * 2
-    )
+    called = [node for node in graph.graph.nodes if "lora" in str(node.target)]
+    operations = [node for node in called if node.op == "call_function"]
+    assert len(operations) == 2
+    assert all("lora_backends_vllm.run" in str(node.target) for node in operations)
+    # its inputs are x and a stack of each layer, not the layers' state
+    assert len([node for node in called if node.op == "placeholder"]) == 2
 
 
 def test_inductor_runs_the_operation_in_place(wrapper, x):
@@ -283,3 +285,122 @@ def test_methods_of_a_later_vllm_run_on_its_own_wrapper():
     assert not module.BackendWrapper.__abstractmethods__
     known = {name for name in vars(base.PunicaWrapperBase) if name.startswith(("add_", "apply_"))}
     assert known <= set(vars(module.BackendWrapper))
+
+
+EXPERTS, TOP_K, INNER, HIDDEN = 4, 2, 6, WIDTH
+TOPK_IDS = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 1], [0, 1], [1, 3], [2, 3]])
+
+
+def make_experts(wrapper, shared=False, **more):
+    """Return a mixture's module with random stacks, gate and up apart, as vLLM keeps them."""
+    from lora_backends.integrations.vllm import experts
+
+    generator = torch.Generator().manual_seed(5)
+
+    def stack(num_experts, *shape):
+        return torch.randn(SLOTS, num_experts, *shape, generator=generator)
+
+    one = 1 if shared else EXPERTS
+    module = SimpleNamespace(
+        w13_lora_a_stacked=tuple(stack(one, RANK, HIDDEN) for _ in range(2)),
+        w13_lora_b_stacked=tuple(stack(EXPERTS, INNER, RANK) for _ in range(2)),
+        w2_lora_a_stacked=(stack(EXPERTS, RANK, INNER),),
+        w2_lora_b_stacked=(stack(one, HIDDEN, RANK),),
+        local_num_experts=EXPERTS,
+        use_ep=False,
+        fully_sharded=False,
+        tp_size=1,
+        set_lora=lambda index, lora_a, lora_b: None,
+        reset_lora=lambda index: None,
+    )
+    vars(module).update(more)
+    assert experts.is_experts(module)
+    experts.adopt(module, wrapper)
+    return module
+
+
+def expected_pairs(x, a, b, weights=None):
+    """Return the delta of every pair of token and expert by plain products."""
+    out = torch.zeros(len(IDS), TOP_K, b.shape[2])
+    for token, id_ in enumerate(IDS):
+        for j, expert in enumerate(TOPK_IDS[token] if id_ else ()):
+            slot, row = INDEX_TO_ID.index(id_), x[token, j]
+            own_a = a[slot, min(int(expert), a.shape[1] - 1)]
+            own_b = b[slot, min(int(expert), b.shape[1] - 1)]
+            out[token, j] = own_b @ (own_a @ row) * (1 if weights is None else weights[token, j])
+    return out
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_add_gate_and_up_and_the_weighted_second_product(wrapper, x, shared):
+    module = make_experts(wrapper, shared)
+    for slot in range(SLOTS):  # after set_lora, at full rank
+        module.set_lora(slot, [torch.ones(1, RANK, 1), None, torch.ones(1, RANK, 1)], [])
+    weights = torch.rand(len(IDS), TOP_K)
+    # vLLM passes what is shared as views of no stride
+    a13 = tuple(a.expand(-1, EXPERTS, -1, -1) for a in module.w13_lora_a_stacked)
+    b2 = tuple(b.expand(-1, EXPERTS, -1, -1) for b in module.w2_lora_b_stacked)
+    y = torch.ones(len(IDS), TOP_K, 2 * INNER)
+    more = [None, None, None, len(IDS), TOP_K, SLOTS, None, EXPERTS, TOP_K, 2, False, False]
+    handed_on = wrapper.add_lora_w13(y, x, a13, module.w13_lora_b_stacked, TOPK_IDS, weights, *more)
+    pairs = x[:, None].expand(-1, TOP_K, -1)
+    wanted = [
+        expected_pairs(pairs, a, b)
+        for a, b in zip(module.w13_lora_a_stacked, module.w13_lora_b_stacked, strict=True)
+    ]
+    torch.testing.assert_close(y, 1 + torch.cat(wanted, -1))
+    inner = torch.randn(len(IDS) * TOP_K, INNER)
+    y = torch.ones(len(IDS), TOP_K, HIDDEN)
+    more = [len(IDS), None, None, TOP_K, SLOTS, None, TOP_K, False, 0, False]
+    wrapper.add_lora_w2(y, inner, module.w2_lora_a_stacked, b2, weights, *handed_on, *more)
+    wanted = expected_pairs(
+        inner.view(len(IDS), TOP_K, INNER),
+        module.w2_lora_a_stacked[0],
+        module.w2_lora_b_stacked[0],
+        weights,
+    )
+    torch.testing.assert_close(y, 1 + wanted)
+
+
+def test_experts_without_an_adapter_add_nothing(wrapper, x):
+    module = make_experts(wrapper)  # no set_lora: rank 0, whatever the stacks hold
+    y = torch.ones(len(IDS), TOP_K, 2 * INNER)
+    stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
+    wrapper.add_lora_w13(y, x, *stacks, TOPK_IDS, torch.ones(len(IDS), TOP_K))
+    assert y.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"use_ep": True}, "enable_expert_parallel"),
+        ({"fully_sharded": True, "tp_size": 2}, "fully_sharded_loras"),
+    ],
+)
+def test_experts_that_are_not_taken_over_stay_with_vllms_wrapper(
+    wrapper, x, monkeypatch, more, reason
+):
+    own = SimpleNamespace(update_metadata=lambda *args, **kwargs: seen.append(args))
+    own.add_lora_w13 = lambda *args, **kwargs: ("own", len(args))
+    own.token_mapping_meta = "vLLM's own"
+    seen, logged = [], []
+    monkeypatch.setattr(
+        "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU", lambda *args, **kwargs: own
+    )
+    monkeypatch.setattr(
+        "lora_backends.integrations.vllm.plugin.own_wrapper_name",
+        lambda: "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU",
+    )
+    monkeypatch.setattr(
+        "lora_backends.integrations.vllm.plugin.logger",
+        lambda: SimpleNamespace(warning_once=lambda text, *args: logged.append(text % args)),
+    )
+    module = make_experts(wrapper, **more)
+    assert reason in logged[0] and len(logged) == 1
+    assert seen[0][1] == INDEX_TO_ID, "it takes the batch of now"
+    stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
+    y = torch.ones(len(IDS), TOP_K, 2 * INNER)
+    assert wrapper.add_lora_w13(y, x, *stacks, TOPK_IDS, y, 1, 2) == ("own", 8)
+    wrapper.update_metadata(mapping(IDS[::-1]), INDEX_TO_ID, SLOTS + 1, 100)
+    assert len(seen) == 2, "and each batch after it"
+    assert wrapper.token_mapping_meta == "vLLM's own"
