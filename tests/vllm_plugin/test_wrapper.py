@@ -29,6 +29,15 @@ def wrapper(monkeypatch):
     return made
 
 
+def test_a_backend_without_the_features_that_vllm_needs_is_refused(wrapper, monkeypatch):
+    from lora_backends import UnsupportedInputError
+
+    backend = type(wrapper.tokens.backend)
+    monkeypatch.setattr(backend, "features", backend.features - {"slice_tensors"})
+    with pytest.raises(UnsupportedInputError, match="'torch_ref'(.|\n)*lacks: slice_tensors"):
+        type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+
+
 def make_module(wrapper, slices=SLICES, rank=RANK, shards=1, shard=0, **more):
     """Return a module with random stacks and the methods that the plug-in follows."""
     from lora_backends.integrations.vllm import layers

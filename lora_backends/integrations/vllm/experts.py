@@ -45,7 +45,7 @@ def adopt(module: Any, wrapper: Any) -> None:
         given = [each for each in lora_a if each is not None]
         rank = max((each.shape[-2] for each in given), default=0)
         for site in sites:
-            site.ranks[slot] = min(rank, site.max_rank)
+            site.ranks[slot].fill_(min(rank, site.max_rank))
 
     follow(module, set_ranks)
 

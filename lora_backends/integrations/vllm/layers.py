@@ -145,5 +145,6 @@ def _weights(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> LoRAWe
 
 
 def _write(weights: LoRAWeights, slot: int, ranks: Sequence[int]) -> None:
-    clipped = [min(max(rank, 0), weights.max_rank) for rank in ranks]
-    weights.ranks[slot] = torch.tensor(clipped, dtype=torch.int32)
+    for s, rank in enumerate(ranks):
+        # a fill, not a copy from the host, which would wait for the device
+        weights.ranks[slot, s].fill_(min(max(rank, 0), weights.max_rank))

@@ -11,12 +11,16 @@ import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
+from lora_backends import features
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.integrations.vllm import experts, layers, operation, plugin
 from lora_backends.integrations.vllm.operation import run
 from lora_backends.integrations.vllm.plans import Plans
 from lora_backends.selection import get_backend
+
+NEEDED = frozenset({features.CAPACITY, features.SLICE_TENSORS})
+"""What a backend must have: vLLM pads x without telling, and keeps a tensor per slice."""
 
 
 class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dependency
@@ -34,6 +38,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
 
     Raises:
         BackendUnavailableError: the backend asked for does not run on the device.
+        UnsupportedInputError: it lacks a feature that vLLM's layers need.
     """
 
     def __init__(
@@ -49,6 +54,12 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         self._announced: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         num_slots = kwargs["lora_config"].max_loras
         backend = get_backend(plugin.backend_asked_for(), device=device)
+        missing = NEEDED - backend.features
+        if missing:
+            raise UnsupportedInputError(
+                f"backend {backend.name!r} cannot run inside vLLM\n"
+                f"  it lacks: {', '.join(sorted(missing))}\n  to do: choose another backend"
+            )
         self.tokens = Plans(backend, num_slots, max_num_batched_tokens)
         self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
         plugin.logger().info(
