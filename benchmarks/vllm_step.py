@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 import zlib
@@ -94,6 +95,28 @@ def save_llama_config(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def allow_a_second_engine() -> None:
+    """Keep a search of vLLM 0.32 away from llvmlite, on whose library it fails.
+
+    It looks into every module when it builds an engine, so it fails after numba was imported.
+    """
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # another version
+        return
+    register = dispatcher.register_kernels
+
+    def register_without_llvmlite(*args: Any, **kwargs: Any) -> Any:
+        names = [name for name in sys.modules if name.partition(".")[0] == "llvmlite"]
+        hidden = {name: sys.modules.pop(name) for name in names}
+        try:
+            return register(*args, **kwargs)
+        finally:
+            sys.modules.update(hidden)
+
+    dispatcher.register_kernels = register_without_llvmlite
 
 
 class Contender:
@@ -261,6 +284,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import vllm
 
+    allow_a_second_engine()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(arguments, Path(folder))
     for row in rows:

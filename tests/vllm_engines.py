@@ -1,6 +1,7 @@
 """Prompts, adapters and real engines of vLLM for the tests of the plug-in."""
 
 import os
+import sys
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
@@ -32,12 +33,38 @@ ADAPTERS = {
 PROMPTS = [[(13 * row + 7 * i * i + i) % (VOCAB - 8) + 4 for i in range(40)] for row in range(8)]
 
 
+def allow_a_second_engine():
+    """Keep a search of vLLM 0.32 away from llvmlite, on whose library it fails.
+
+    It looks into every module when it builds an engine, so it fails after numba was imported.
+    """
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # another version
+        return
+    register = dispatcher.register_kernels
+    if hasattr(register, "around"):
+        return
+
+    def register_without_llvmlite(*args, **kwargs):
+        names = [name for name in sys.modules if name.partition(".")[0] == "llvmlite"]
+        hidden = {name: sys.modules.pop(name) for name in names}
+        try:
+            return register(*args, **kwargs)
+        finally:
+            sys.modules.update(hidden)
+
+    register_without_llvmlite.around = register
+    dispatcher.register_kernels = register_without_llvmlite
+
+
 class Engine:
     """A real engine, asked for greedy tokens with one adapter, or None, per prompt."""
 
     def __init__(self, tiny, adapters, **options):
         from vllm import LLM
 
+        allow_a_second_engine()
         defaults = dict(
             dtype="float32",
             enable_lora=True,

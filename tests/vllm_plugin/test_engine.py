@@ -10,7 +10,7 @@ ROWS = [None, "all", "small", "some", "all", None, "some", "small"]
 
 @pytest.fixture(scope="module")
 def engine(make_engine):
-    return make_engine("torch_ref")
+    return make_engine()
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +70,13 @@ def test_cached_prefixes_belong_to_one_adapter(engine, expect):
 
 
 def test_prompts_in_chunks_among_decoding_rows(make_engine, expect):
-    engine = make_engine("torch_ref", max_num_batched_tokens=32, max_model_len=128)
+    engine = make_engine(max_num_batched_tokens=32, max_model_len=128)
     expect(engine, [prompt * 2 for prompt in PROMPTS], ROWS, length=4)
 
 
 def test_preempted_rows_go_on_with_their_adapter(make_engine, expect):
     # each of 5 rows grows from one block of 128 tokens to two, and there are 7 blocks
-    engine = make_engine("torch_ref", num_gpu_blocks_override=7, max_model_len=192, block_size=128)
+    engine = make_engine(num_gpu_blocks_override=7, max_model_len=192, block_size=128)
     expect(engine, [prompt * 3 for prompt in PROMPTS[:5]], ROWS[:5], length=16)
     assert engine.metric("vllm:num_preemptions") > 0
 

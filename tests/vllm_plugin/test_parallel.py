@@ -16,7 +16,7 @@ def output(tiny, adapters):
     # in a process of its own, which forks vLLM's workers before it has run anything
     env = {
         **os.environ,
-        "LORA_BACKENDS_VLLM": "torch_ref",
+        "LORA_BACKENDS_VLLM": "auto",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     }
@@ -36,4 +36,4 @@ def test_two_processes_answer_as_peft_does(output, peft_tokens, kind):
 
 
 def test_every_process_runs_on_the_backend(output):
-    assert output.count("runs on backend 'torch_ref'") == 4
+    assert output.count("runs on backend 'numba_cpu'") == 4
