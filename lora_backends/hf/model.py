@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -14,6 +15,7 @@ from torch import nn
 from lora_backends.adapters import AdapterPool, Checkpoint, Loaded, LoadLimits
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.features import OUTPUT_SCALES
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import commonest
@@ -29,7 +31,7 @@ from lora_backends.hf.siblings import (
     linear_forward,
     sibling_forward,
 )
-from lora_backends.hf.sites import find_sites
+from lora_backends.hf.sites import base_layer, find_sites
 from lora_backends.hf.structure import Structure
 from lora_backends.selection import get_backend
 
@@ -106,7 +108,14 @@ class MultiLoRAModel:
         self._groups = find_siblings(self._sites) if self._fuse else []
         groups = [group.paths for group in self._groups]
         self.pool = AdapterPool(
-            specs, max_adapters, max_rank, dtype, backend.device, groups, limits
+            specs,
+            max_adapters,
+            max_rank,
+            dtype,
+            backend.device,
+            groups,
+            limits,
+            base_layers=partial(base_layer, self._sites),
         )
         self._key = f"model {next(_NUMBERS)}"
         self._structure = Structure(base)
@@ -397,6 +406,13 @@ class MultiLoRAModel:
             raise UnsupportedInputError(
                 f"{checkpoint.folder} adapts modules that cannot be reproduced row by row:"
                 + "".join(refused)
+            )
+        scaled = any(delta.magnitude is not None for delta in checkpoint.modules.values())
+        if scaled and OUTPUT_SCALES not in self.backend.features:
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} uses DoRA (use_dora), which backend {self.backend.name!r} "
+                f"cannot run: it lacks {OUTPUT_SCALES}\n"
+                f"  to do: use another backend, e.g. torch_ref"
             )
         unknown = sorted(set(checkpoint.base_weights) - set(self._sites))
         if unknown:

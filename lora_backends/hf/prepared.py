@@ -253,17 +253,20 @@ class PreparedAdapters:
             missed = [path for path in self._pool.modules_of(slot) if self._misses(path, slot)]
             if missed:
                 raise InvalidInputError(
-                    f"adapter {name!r} touches modules that were not adapted, or had no bias, when "
-                    f"this was prepared: {', '.join(missed[:3])}{', ...' * (len(missed) > 3)}\n"
+                    f"adapter {name!r} touches modules that were not adapted, or had no bias or "
+                    f"no output_scales (DoRA), when this was prepared: "
+                    f"{', '.join(missed[:3])}{', ...' * (len(missed) > 3)}\n"
                     f"  to do: prepare and capture again, after loading one adapter of each kind"
                 )
 
     def _misses(self, path: str, slot: int) -> bool:
-        """Return whether a graph captured with this would leave out a module, or its bias."""
+        """Return whether a graph captured with this would leave out a part of a module's LoRA."""
         mine, current = self.stacks.get(path), self._pool.active_weights[path]
         if mine is None or mine is current:
             return mine is None
-        return mine.lora_a is not current.lora_a or self._pool.has_bias(slot, path)
+        lacks_bias = mine.bias is None and self._pool.has_bias(slot, path)
+        lacks_scales = mine.output_scales is None and self._pool.has_output_scales(slot, path)
+        return mine.lora_a is not current.lora_a or lacks_bias or lacks_scales
 
     def _check_capture(self) -> None:
         if not self.backend.cuda_graphs:
