@@ -179,6 +179,16 @@ class AdapterPool:
         """Return whether the adapter in `slot` brings output_scales (DoRA) for a module."""
         return (slot, module) in self._scaled
 
+    def has_dora(self, slot: int) -> bool:
+        """Return whether the adapter in `slot` brings output_scales for any module."""
+        with self.slots.lock:
+            return any(scaled == slot for scaled, _ in self._scaled)
+
+    def has_lora_bias(self, slot: int) -> bool:
+        """Return whether the adapter in `slot` brings a bias of its own, not folded in by DoRA."""
+        with self.slots.lock:
+            return any(biased == slot for biased, _ in self._biased - self._scaled)
+
     def _note_active(self) -> None:
         self.active_weights = {path: self._stacks[path] for path, u in self._users.items() if u}
         self.shared_weights = self._stacks.shared(self.active_weights)
