@@ -216,8 +216,8 @@ def test_a_plan_for_other_slots_or_tokens_is_refused(job):
         job(plan=plan)
     with pytest.raises(InvalidInputError, match="num_slots=5, the batch has 4"):
         backend.prepare_batch(small_batch(), out=plan)
-    with pytest.raises(InvalidInputError, match="num_tokens=7, the batch has 1"):
-        backend.prepare_batch(LoRABatch([0], 5), out=plan)
+    with pytest.raises(InvalidInputError, match="room for 7 tokens, the batch has num_tokens=8"):
+        backend.prepare_batch(LoRABatch([0] * 8, 5), out=plan)
     with pytest.raises(InvalidInputError, match="allowed: a LoRABatch"):
         backend.prepare_batch([0, 1])
 

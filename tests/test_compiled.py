@@ -1,6 +1,7 @@
 """Backends under `torch.compile`: one graph, declared mutations, plans that are refilled."""
 
 import copy
+import dataclasses
 import gc
 
 import pytest
@@ -48,10 +49,8 @@ def _backend(name, device):
 
 
 def _on(device, weights):
-    moved = copy.copy(weights)
-    for name in ("lora_a", "lora_b", "ranks", "scalings", "bias"):
-        object.__setattr__(moved, name, getattr(weights, name).to(device))
-    return moved
+    names = ("lora_a", "lora_b", "ranks", "scalings", "bias")
+    return dataclasses.replace(weights, **{n: getattr(weights, n).to(device) for n in names})
 
 
 def _inputs(operation, device):
@@ -155,6 +154,22 @@ def test_arguments_are_checked_in_a_compiled_program():
     compiled = torch.compile(lambda x: backend.run_linear(x, weights, plan), backend="eager")
     with pytest.raises(InvalidInputError, match=r"x is \[7, 11\]; allowed: \[7, 10\]"):
         compiled(torch.zeros(7, 11))
+
+
+@pytest.mark.parametrize(
+    "out", [torch.zeros(2, 3, 7, 3), torch.zeros(3, 7, 3).half(), torch.zeros(3, 7, 1)]
+)
+def test_an_out_of_another_shape_or_dtype_is_refused_in_a_compiled_program(out):
+    backend, weights = TorchRefBackend(), small_weights()
+    plan, x = backend.prepare_batch(small_batch()), torch.randn(7, 10)
+    compiled = torch.compile(
+        lambda x, out: backend.run_lora_a(x, weights, plan, out=out), backend="eager"
+    )
+    with pytest.raises(InvalidInputError, match=r"out is .*allowed: \[3, 7, 3\] float32"):
+        compiled(x, out)
+    good = torch.full((3, 7, 3), torch.nan)
+    assert compiled(x, good) is good
+    assert torch.equal(good, backend.run_lora_a(x, weights, plan))
 
 
 def test_gradients_flow_outside_of_the_graph():

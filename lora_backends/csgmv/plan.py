@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from typing_extensions import override
 
@@ -33,25 +32,23 @@ class CsgmvPlan(SgmvPlan):
     group_size: int  # most segments per group, a power of two
     num_segments: int  # segments in use now, <= max_segments
     num_groups: int  # groups in use now, <= max_groups
-    max_segments: int  # segments that any composition of as many tokens and slots can need
+    max_segments: int  # segments that any composition of `capacity` tokens can need
     max_groups: int  # groups that any such composition can need
     slot_table: torch.Tensor  # [max_segments] int32, slot or -1
     token_table: torch.Tensor  # [max_segments, segment_size] int32, token or -1
     group_starts: torch.Tensor  # [max_groups + 1] int32, ascending
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        tables = _tables(self.packed, self.segment_size, self.max_segments, self.max_groups)
-        self.slot_table, self.token_table, self.group_starts = tables
+    @override
+    def grid_rows(self, capturing: bool, rows: int) -> int:
+        if capturing:
+            return layout.max_runs(rows, self.num_slots, self.segment_size * self.group_size)
+        return self.num_groups
 
     @override
-    def grid_rows(self, capturing: bool) -> int:
-        return self.max_groups if capturing else self.num_groups
-
-    @override
-    def h_rows(self) -> int:
-        # all places that a refill can use: the strides of h stay the same
-        return self.max_segments * self.segment_size
+    def h_rows(self, rows: int) -> int:
+        # all places that a refill of as many tokens can use: the strides of h stay the same
+        segments = layout.max_runs(rows, self.num_slots, self.segment_size)
+        return segments * self.segment_size
 
     @override
     def row_constants(self, by_token: bool) -> tuple[tuple[str, int], ...]:
@@ -61,6 +58,53 @@ class CsgmvPlan(SgmvPlan):
     @override
     def tables(self) -> tuple[torch.Tensor, ...]:
         return self.slot_table, self.token_table, self.group_starts
+
+    @override
+    def _view_tables(self) -> None:
+        first, size = layout.aligned(self.capacity), self.segment_size
+        tables = layout.run_tables(self.packed, first, size, self.max_segments)
+        self.slot_table, self.token_table = tables
+        at = first + layout.run_tables_size(size, self.max_segments)
+        self.group_starts = self.packed.as_strided((self.max_groups + 1,), (1,), at)
+
+    def fill(self, batch: LoRABatch, counts: Ints, segment_size: int, group_size: int) -> None:
+        """Cut a batch into segments; the copy of the tables to the device is under way.
+
+        Raises:
+            InvalidInputError: a captured graph cannot follow the batch.
+        """
+        self.refuse_scales_of_captured(batch)
+        if not self.is_captured and (self.segment_size, self.group_size) != (
+            segment_size,
+            group_size,
+        ):
+            self.segment_size, self.group_size = segment_size, group_size
+            self.tile_tokens = tile = segment_size * group_size
+            self.max_segments = layout.max_runs(self.capacity, self.num_slots, segment_size)
+            self.max_groups = layout.max_runs(self.capacity, self.num_slots, tile)
+            self._view_tables()
+        first = layout.aligned(self.capacity)
+        groups_at = first + layout.run_tables_size(self.segment_size, self.max_segments)
+        end = groups_at + self.max_groups + 1
+        staged = layout.staging_buffer(end, self.packed.device)
+        runs = layout.fill_runs(
+            staged.array[first:], batch, counts, self.segment_size, self.max_segments
+        )
+        starts, self.num_segments = starts_of_groups(runs, self.group_size), int(runs.sum())
+        self.num_tokens, self.num_groups = batch.num_tokens, starts.size
+        group_starts = staged.array[groups_at:]
+        group_starts[: starts.size] = starts
+        group_starts[starts.size :] = self.num_segments
+        if not self.is_captured:
+            self.active_slots = layout.count_active(counts)
+        self._send(batch, staged, end)
+        self.call_cache.key = (
+            self.segment_size,
+            self.group_size,
+            layout.bucket(self.num_tokens),
+            layout.bucket(self.active_slots),
+            self.token_scales is not None,
+        )
 
 
 def starts_of_groups(segments: Ints, group_size: int) -> Ints:
@@ -77,79 +121,30 @@ def starts_of_groups(segments: Ints, group_size: int) -> Ints:
     return starts
 
 
-def make_plan(
-    batch: LoRABatch, counts: Ints, segment_size: int, group_size: int, device: torch.device
+def new_plan(
+    batch: LoRABatch, capacity: int, segment_sizes: Sequence[int], device: torch.device
 ) -> CsgmvPlan:
-    """Return a new plan; the copy of its tables to the device is under way."""
-    segments = layout.max_runs(batch.num_tokens, batch.num_slots, segment_size)
-    groups = layout.max_runs(batch.num_tokens, batch.num_slots, segment_size * group_size)
-    staged, array = layout.staging_buffer(_groups_at(segments, segment_size) + groups + 1, device)
-    num_segments, num_groups = fill(array, batch, counts, segment_size, group_size, segments)
-    packed = staged.to(device, non_blocking=True)
-    slot_table, token_table, group_starts = _tables(packed, segment_size, segments, groups)
+    """Return a plan with room for `capacity` tokens in segments of any of the sizes, to be filled.
+
+    Groups are never more than segments.
+    """
+    rooms = [(size, layout.max_runs(capacity, batch.num_slots, size)) for size in segment_sizes]
+    size = max(layout.run_tables_size(*room) + room[1] + 1 for room in rooms)
+    packed = torch.empty(layout.aligned(capacity) + size, dtype=torch.int32, device=device)
     return CsgmvPlan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,
-        tile_tokens=segment_size * group_size,
-        active_slots=layout.count_active(counts),
+        capacity=capacity,
+        tile_tokens=0,
+        active_slots=0,
         packed=packed,
-        segment_size=segment_size,
-        group_size=group_size,
-        num_segments=num_segments,
-        num_groups=num_groups,
-        max_segments=segments,
-        max_groups=groups,
-        slot_table=slot_table,
-        token_table=token_table,
-        group_starts=group_starts,
+        segment_size=0,
+        group_size=0,
+        num_segments=0,
+        num_groups=0,
+        max_segments=0,
+        max_groups=0,
+        slot_table=packed,
+        token_table=packed,
+        group_starts=packed,
     )
-
-
-def fill(
-    packed: npt.NDArray[np.int32],
-    batch: LoRABatch,
-    counts: Ints,
-    segment_size: int,
-    group_size: int,
-    max_segments: int,
-) -> tuple[int, int]:
-    """Write the tables of a batch.
-
-    Args:
-        packed: overwritten.
-        batch: the slots.
-        counts: from `count_tokens`.
-        segment_size: tokens per segment.
-        group_size: segments per group.
-        max_segments: segments that `packed` has room for.
-
-    Returns:
-        Segments and groups in use.
-    """
-    segments = layout.fill_runs(packed, batch, counts, segment_size, max_segments)
-    starts, num_segments = starts_of_groups(segments, group_size), int(segments.sum())
-    group_starts = packed[_groups_at(max_segments, segment_size) :]
-    group_starts[: starts.size] = starts
-    group_starts[starts.size :] = num_segments
-    return num_segments, starts.size
-
-
-def refill(plan: CsgmvPlan, batch: LoRABatch, counts: Ints) -> CsgmvPlan:
-    """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory."""
-    staged, array = layout.staging_buffer(plan.packed.shape[0], plan.packed.device)
-    sizes = (plan.segment_size, plan.group_size, plan.max_segments)
-    plan.num_segments, plan.num_groups = fill(array, batch, counts, *sizes)
-    plan.packed.copy_(staged, non_blocking=True)
-    return plan
-
-
-def _groups_at(max_segments: int, segment_size: int) -> int:
-    """Return where `group_starts` begins in the packed buffer."""
-    return layout.aligned(layout.aligned(max_segments) + max_segments * segment_size)
-
-
-def _tables(
-    packed: torch.Tensor, segment_size: int, segments: int, groups: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    starts = packed.as_strided((groups + 1,), (1,), _groups_at(segments, segment_size))
-    return *layout.run_tables(packed, segment_size, segments), starts

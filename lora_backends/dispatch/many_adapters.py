@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lora_backends.batch import LoRABatch
-from lora_backends.errors import UnsupportedInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
 from lora_backends.plan import LoRAPlan
 
@@ -86,6 +86,24 @@ def add_each(
     for part in plan.plans:
         call(part, y)
     return y
+
+
+def routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
+    """Return the routings that a refill for a plan of several adapters per token writes to.
+
+    Raises:
+        InvalidInputError: `out` is no routing of as many adapters per token.
+    """
+    count = plan.adapters_per_token
+    if not isinstance(out, ManyAdaptersRouting) or len(out.routings) != count:
+        given = f"a {type(out).__name__}"
+        if isinstance(out, ManyAdaptersRouting):
+            given = f"a routing of {len(out.routings)} adapters per token"
+        raise InvalidInputError(
+            f"prepare_experts cannot refill out\n  given: {given}\n"
+            f"  allowed: a routing made for a plan of {count} adapters per token, as this one"
+        )
+    return out.routings
 
 
 def refuse(operation: str, plan: ManyAdaptersPlan) -> None:

@@ -27,6 +27,7 @@ from lora_backends.dispatch.many_adapters import (
     add_each,
     prepare_each,
     refuse,
+    routings_of,
 )
 from lora_backends.dispatch.ordinary import is_ordinary
 from lora_backends.dispatch.output import new_output
@@ -144,10 +145,9 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
         self: Engine, x: Any, weights: LoRAWeights, plan: Any, out: Any = None
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            h = trace_shrink(call, self, x, weights, plan)
-            if out is not None:
-                out.copy_(h)
-            return h if out is None else out  # type: ignore[no-any-return]
+            if out is not None:  # a copy of the traced result would convert and broadcast
+                return call_outside(call, self, x, weights, plan, out)  # type: ignore[no-any-return]
+            return trace_shrink(call, self, x, weights, plan)
         if isinstance(plan, ManyAdaptersPlan):
             refuse(operation.name, plan)
         if out is None:
@@ -187,8 +187,9 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
         if y is None:
             y = new_output(operation, x, weights, plan)
         cached = cache.find(stored_as, self, x, weights, y)
-        if cached is not None and slices in (None, weights.num_slices):
-            if cached.run(x, weights, plan, y):
+        # a refill may have brought more tokens than the stored call has rows
+        if cached is not None and plan.num_tokens <= y.shape[0]:
+            if slices in (None, weights.num_slices) and cached.run(x, weights, plan, y):
                 return y
         if not checked:
             _check(operation, self, x, weights, plan, y)
@@ -276,9 +277,7 @@ def _wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return call_outside(call, self, plan, *choice, out)
         if isinstance(plan, ManyAdaptersPlan):
-            outs = [out] * len(plan.plans)  # refused, where it is no routing of several adapters
-            if isinstance(out, ManyAdaptersRouting):
-                outs = list(out.routings)
+            outs = [None] * len(plan.plans) if out is None else routings_of(out, plan)
             parts = zip(plan.plans, outs, strict=True)
             made = tuple([call(self, part, *choice, own) for part, own in parts])
             return ManyAdaptersRouting(made) if out is None else out

@@ -44,10 +44,28 @@ def columns_of(program, STARTS: tl.constexpr, FIRST_PROGRAMS: tl.constexpr, STRI
 
 
 @triton.jit
+def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
+    """Return what a table of separate tensors has for slice s.
+
+    That is the distance of its tensor from the first slice's, and the strides of slots and rows,
+    in elements. Each is a multiple of ALIGN, so that loads stay wide.
+    """
+    at = slices_ptr + s * 3
+    own = tl.load(at, mask=mask, other=0)
+    slot_stride = tl.load(at + 1, mask=mask, other=0)
+    row_stride = tl.load(at + 2, mask=mask, other=0)
+    own = tl.multiple_of(own, ALIGN)
+    slot_stride = tl.multiple_of(slot_stride, ALIGN)
+    row_stride = tl.multiple_of(row_stride, ALIGN)
+    return own, slot_stride, row_stride
+
+
+@triton.jit
 def shrink_tile(
     x_ptr,
     a_ptr,
     ranks_ptr,
+    a_slices_ptr,
     h_ptr,
     slot,
     x_row,
@@ -62,6 +80,7 @@ def shrink_tile(
     h_stride_s,
     h_stride_t,
     NUM_SLICES: tl.constexpr,
+    SLICE_ALIGN: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -88,7 +107,13 @@ def shrink_tile(
         return
     has_token = x_row >= 0  # [T]
     x_rows = x_ptr + x_row * x_stride_t  # [T]
-    a_rows = a_ptr + slot * a_stride_l + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r
+    if SLICE_ALIGN > 0:
+        own, slot_stride, row_stride = slice_entry(a_slices_ptr, s, s < NUM_SLICES, SLICE_ALIGN)
+        a_rows = a_ptr + own + slot * slot_stride + r.to(tl.int64) * row_stride
+    else:
+        a_rows = (
+            a_ptr + slot * a_stride_l + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r
+        )
     h = _partial_sums(
         x_rows, a_rows, has_token, r < rank, part * (STEPS * BLOCK_K), in_features,
         BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
@@ -151,6 +176,7 @@ def gather_tile(
     token_ids_ptr,
     a_ptr,
     ranks_ptr,
+    a_slices_ptr,
     h_ptr,
     slot,
     x_row,
@@ -162,6 +188,7 @@ def gather_tile(
     h_stride_s,
     h_stride_t,
     NUM_SLICES: tl.constexpr,
+    SLICE_ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """h[s, h_row, :r] = a[slot, s, :r, token_ids[x_row]]: the shrink of one-hot rows."""
@@ -170,7 +197,11 @@ def gather_tile(
     used = r < tl.load(ranks_ptr + slot * NUM_SLICES + s)  # [R]
     has_token = x_row >= 0  # [T]
     ids = tl.load(token_ids_ptr + x_row, mask=has_token, other=0).to(tl.int64)  # [T]
-    a_columns = a_ptr + slot * a_stride_l + s * a_stride_s + r.to(tl.int64) * a_stride_r  # [R]
+    if SLICE_ALIGN > 0:
+        own, slot_stride, row_stride = slice_entry(a_slices_ptr, s, True, SLICE_ALIGN)
+        a_columns = a_ptr + own + slot * slot_stride + r.to(tl.int64) * row_stride  # [R]
+    else:
+        a_columns = a_ptr + slot * a_stride_l + s * a_stride_s + r.to(tl.int64) * a_stride_r  # [R]
     mask = has_token[:, None] & used[None, :]
     a = tl.load(a_columns[None, :] + ids[:, None], mask=mask, other=0.0)  # [T, R]
     h_rows = h_ptr + s * h_stride_s + h_row * h_stride_t  # [T]
@@ -183,7 +214,10 @@ def expand_tile(
     b_ptr,
     y_ptr,
     bias_ptr,
+    output_scales_ptr,
     scalings_ptr,
+    token_scales_ptr,
+    b_slices_ptr,
     b_tma,
     slot,
     h_row,
@@ -199,7 +233,9 @@ def expand_tile(
     b_stride_c,
     y_stride_t,
     bias_stride_l,
+    output_scales_stride_l,
     NUM_SLICES: tl.constexpr,
+    SLICE_ALIGN: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -209,52 +245,63 @@ def expand_tile(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
+    HAS_TOKEN_SCALES: tl.constexpr,
     EXACT_H: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    """y[y_row, c] += scaling * (h[s, h_row, :r] @ b[slot, c, :r].T) + bias[slot, c].
+    """y[y_row, c] = output_scale * (y[y_row, c] + factor * (h[s, h_row, :r] @ b.T)) + bias.
+
+    b is b[slot, c, :r], and the factor scaling * token_scale; scales that are not given are 1.
 
     c runs over CHUNKS blocks of columns from `first`, none beyond `end`; h is the sum of its
     planes; y_row [T] is -1 where the tile has no token.
     """
     scaling = tl.where(rank > 0, tl.load(scalings_ptr + slot * NUM_SLICES + s), 0.0)
     has_token = y_row >= 0  # [T]
+    if HAS_TOKEN_SCALES:
+        scaling *= tl.load(token_scales_ptr + y_row, mask=has_token, other=0.0)[:, None]  # [T, 1]
     h_at = h_ptr + s.to(tl.int64) * h_stride_s + h_row * h_stride_t  # [T]
     y_rows = y_ptr + y_row * y_stride_t  # [T]
     # Computed here, not passed: ptxas then keeps the loads of all planes in flight. With a stride
     # that it can fold into the addresses it adds plane after plane, 1.5 times the time of a call
     # with 16 planes.
     plane = NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
-    b_slot = b_ptr + slot * b_stride_l
+    if SLICE_ALIGN > 0:
+        own, slot_stride, b_stride = slice_entry(b_slices_ptr, s, True, SLICE_ALIGN)
+        b_slot = b_ptr + own + slot * slot_stride
+    else:
+        b_slot, b_stride = b_ptr + slot * b_stride_l, b_stride_c
     bias_row = bias_ptr + slot * bias_stride_l
+    scales_row = output_scales_ptr + slot * output_scales_stride_l
     # A low rank in a small tile takes 16 lanes instead of BLOCK_R: decode waits on products.
     NARROW: tl.constexpr = y_row.shape[0] <= 32 and RANK_PAD > 16
     if STAGES > 1:
         b_row = (slot * (b_stride_l // b_stride_c)).to(tl.int32)
         _expand_tma(
-            b_tma, b_row, h_at, plane, y_rows, bias_row, first, end, rank, scaling,
+            b_tma, b_row, h_at, plane, y_rows, bias_row, scales_row, first, end, rank, scaling,
             has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS,
-            PRECISION, INTERPRETED, PROGRAMMATIC,
+            HAS_OUTPUT_SCALES, PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     elif NARROW and rank <= 16:
         _expand_columns(
-            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
-            has_token, 16, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
-            PRECISION, INTERPRETED, PROGRAMMATIC,
+            h_at, plane, b_slot, b_stride, y_rows, bias_row, scales_row, first, end, rank, scaling,
+            has_token, 16, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES,
+            EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     elif RANK_PAD == BLOCK_R:
         _expand_columns(
-            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
-            has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
-            PRECISION, INTERPRETED, PROGRAMMATIC,
+            h_at, plane, b_slot, b_stride, y_rows, bias_row, scales_row, first, end, rank, scaling,
+            has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS,
+            HAS_OUTPUT_SCALES, EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     else:
         _expand_long_ranks(
-            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
-            has_token, BLOCK_R, SPLIT_K, BLOCK_C, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
-            PRECISION, INTERPRETED, PROGRAMMATIC,
+            h_at, plane, b_slot, b_stride, y_rows, bias_row, scales_row, first, end, rank, scaling,
+            has_token, BLOCK_R, SPLIT_K, BLOCK_C, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES,
+            EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
 
 
@@ -266,6 +313,7 @@ def _expand_columns(
     b_stride_c,
     y_rows,
     bias_row,
+    scales_row,
     first,
     end,
     rank,
@@ -278,6 +326,7 @@ def _expand_columns(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
     EXACT_H: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -300,8 +349,9 @@ def _expand_columns(
             b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
             y = load_y(y_rows, c, has_token, end, EVEN_C)
         store_y(
-            y_rows, c_now, y_now, delta, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED
-        )
+            y_rows, c_now, y_now, delta, bias_row, scales_row, has_token, end, HAS_BIAS,
+            HAS_OUTPUT_SCALES, EVEN_C, INTERPRETED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -312,6 +362,7 @@ def _expand_long_ranks(
     b_stride_c,
     y_rows,
     bias_row,
+    scales_row,
     first,
     end,
     rank,
@@ -323,6 +374,7 @@ def _expand_long_ranks(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
     EXACT_H: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -341,7 +393,10 @@ def _expand_long_ranks(
         b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
         h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)
         acc += product(h, within(b, r, rank), EXACT_H, PRECISION, INTERPRETED)
-    store_y(y_rows, c, y, scaling * acc, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED)
+    store_y(
+        y_rows, c, y, scaling * acc, bias_row, scales_row, has_token, end, HAS_BIAS,
+        HAS_OUTPUT_SCALES, EVEN_C, INTERPRETED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -352,6 +407,7 @@ def _expand_tma(
     plane,
     y_rows,
     bias_row,
+    scales_row,
     first,
     end,
     rank,
@@ -365,6 +421,7 @@ def _expand_tma(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
@@ -376,13 +433,15 @@ def _expand_tma(
     h = load_h(h_rows, plane, tl.arange(0, BLOCK_R), rank, has_token, SPLIT_K, EVEN_R)
     if rank < BLOCK_R:
         _add_tma_blocks(
-            b_tma, b_row, h, y_rows, bias_row, first, end, rank, scaling, has_token, BLOCK_R,
-            BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, True, PRECISION, INTERPRETED,
+            b_tma, b_row, h, y_rows, bias_row, scales_row, first, end, rank, scaling, has_token,
+            BLOCK_R, BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, HAS_OUTPUT_SCALES, True, PRECISION,
+            INTERPRETED,
         )  # fmt: skip
     else:  # a block of full rank needs no mask, so it is multiplied straight from shared memory
         _add_tma_blocks(
-            b_tma, b_row, h, y_rows, bias_row, first, end, rank, scaling, has_token, BLOCK_R,
-            BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, False, PRECISION, INTERPRETED,
+            b_tma, b_row, h, y_rows, bias_row, scales_row, first, end, rank, scaling, has_token,
+            BLOCK_R, BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, HAS_OUTPUT_SCALES, False, PRECISION,
+            INTERPRETED,
         )  # fmt: skip
 
 
@@ -393,6 +452,7 @@ def _add_tma_blocks(
     h,
     y_rows,
     bias_row,
+    scales_row,
     first,
     end,
     rank,
@@ -404,6 +464,7 @@ def _add_tma_blocks(
     STAGES: tl.constexpr,
     EVEN_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -417,7 +478,10 @@ def _add_tma_blocks(
         if MASKED:
             b = within(b, tl.arange(0, BLOCK_R), rank)
         delta = scaling * product(h, b, False, PRECISION, INTERPRETED)  # [T, C]
-        store_y(y_rows, c, y, delta, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED)
+        store_y(
+            y_rows, c, y, delta, bias_row, scales_row, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
+            EVEN_C, INTERPRETED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -473,20 +537,24 @@ def store_y(
     y,
     delta,
     bias_row,
+    scales_row,
     has_token,
     end,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
     EVEN_C: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Store y + delta + bias; each element is rounded once."""
+    """Store output_scale * (y + delta) + bias; each element is rounded once."""
     mask = has_token[:, None]
     if not EVEN_C:
         mask = mask & (c < end)[None, :]
+    total = y.to(tl.float32) + delta
+    if HAS_OUTPUT_SCALES:
+        total *= tl.load(scales_row + c, mask=c < end, other=0.0)[None, :]
     if HAS_BIAS:
         bias = tl.load(bias_row + c, mask=c < end, other=0.0)
-        delta += bias.to(tl.float32)[None, :]
-    total = y.to(tl.float32) + delta
+        total += bias.to(tl.float32)[None, :]
     tl.store(y_rows[:, None] + c[None, :], rounded(total, y.dtype, INTERPRETED), mask=mask)
 
 

@@ -12,9 +12,11 @@ from lora_backends.backend import LoRABackend
 from lora_backends.devices import as_device
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to
+from lora_backends.features import FEATURES
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch, is_capturing
+from lora_backends.sgmv.launching.slice_tables import slice_alignments
 from lora_backends.sgmv.launching.tma import has_tma
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.tiles.source import TileSource, tile_source
@@ -37,6 +39,7 @@ class SgmvBackend(LoRABackend):
 
     device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     plan_type: ClassVar[type] = SgmvPlan
+    features = frozenset(FEATURES)
     cuda_graphs = True
     deterministic = True
     narrow_intermediate = True
@@ -90,14 +93,17 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        kernels = launch.kernels_of(weights, plan, self._options, "separate")
-        h = self._planes(weights, kernels.split_k, plan.num_tokens).zero_()
-        rows = self._rows(plan)
+        tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
+        kernels = launch.kernels_of(weights, plan, tokens, self._options, "separate")
+        if out is not None and kernels.split_k == 1:
+            h = out[None].zero_()
+        else:
+            h = self._planes(weights, kernels.split_k, tokens).zero_()
         if rows:
             laid = launch.with_contiguous_tables(weights)
             launch.shrink(x, laid, plan, h, rows, kernels.shrink)
-        if out is None:
-            return h[0] if kernels.split_k == 1 else h.sum(0)
+        if kernels.split_k == 1:
+            return h[0] if out is None else out
         return torch.sum(h, 0, out=out)
 
     @override
@@ -108,10 +114,10 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan.num_tokens)
-        rows = self._rows(plan)
+        tokens = h.shape[1]
+        y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            kernels = launch.kernels_of(weights, plan, self._options, "separate")
+            kernels = launch.kernels_of(weights, plan, tokens, self._options, "separate")
             laid = launch.with_contiguous_tables(weights)
             launch.expand(h.float()[None], laid, plan, y, rows, kernels.expand)
         return y
@@ -125,11 +131,11 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan.num_tokens)
-        rows = self._rows(plan)
+        tokens = x.shape[0]
+        y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            kernels = launch.kernels_of(weights, plan, self._options)
-            h = self._planes(weights, kernels.split_k, plan.h_rows())
+            kernels = launch.kernels_of(weights, plan, tokens, self._options)
+            h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
             laid = launch.with_contiguous_tables(weights)
             shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
             expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
@@ -145,21 +151,26 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan.num_tokens)
-        rows = self._rows(plan)
+        tokens = token_ids.shape[0]
+        y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            engine, row = type(self), plan.row_constants(False)
-            kernel = launch.gather_kernel(engine, weights.num_slices, weights.max_rank, row)
-            kernels = launch.kernels_of(weights, plan, self._options, "embedding")
-            h = self._planes(weights, 1, plan.h_rows())
+            align, _ = slice_alignments(weights)
+            kernel = launch.gather_kernel(
+                type(self), weights.num_slices, weights.max_rank, align, plan.row_constants(False)
+            )
+            kernels = launch.kernels_of(weights, plan, tokens, self._options, "embedding")
+            h = self._planes(weights, 1, plan.h_rows(tokens))
             laid = launch.with_contiguous_tables(weights)
             gather = launch.gather(token_ids, laid, plan, h, rows, kernel)
             expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
             self._cache("run_embedding", plan, token_ids, weights, laid, y, gather, expand)
         return y
 
-    def _rows(self, plan: SgmvPlan) -> int:
-        return plan.grid_rows(is_capturing(self.device)) or EMPTY_ROW
+    def _rows(self, plan: SgmvPlan, tokens: int) -> int:
+        """Return the rows of the grid; a plan that a graph captures keeps its tile sizes."""
+        capturing = is_capturing(self.device)
+        plan.is_captured |= capturing
+        return plan.grid_rows(capturing, tokens) or EMPTY_ROW
 
     def _cache(
         self,

@@ -11,6 +11,7 @@ import torch
 
 from lora_backends.sgmv.launching.call_cache import Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
+from lora_backends.sgmv.launching.slice_tables import located_a, located_b, slice_alignments
 from lora_backends.sgmv.launching.tma import allows_tma, descriptor
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.tiles.sizes import (
@@ -51,28 +52,43 @@ class Kernels(NamedTuple):
     split_k: int  # planes of h that the shrink writes
 
 
+class Epilogue(NamedTuple):
+    """What an expand does to the sum of y and delta, or to the delta, of a layer and a plan."""
+
+    bias: bool
+    output_scales: bool
+    token_scales: bool
+
+
 def kernels_of(
-    weights: LoRAWeights, plan: SgmvPlan, options: Options, form: Form = "linear"
+    weights: LoRAWeights, plan: SgmvPlan, rows: int, options: Options, form: Form = "linear"
 ) -> Kernels:
-    """Return both kernels for a layer and a plan: one cached lookup."""
-    fixed = options.batch_invariant
-    tokens, active = INVARIANT_BATCH if fixed else (plan.num_tokens, plan.active_slots)
+    """Return both kernels for a layer, a plan and x of `rows` rows: one cached lookup."""
+    # a captured graph serves every batch of so many rows, an eager call the batch as it is
+    tokens = rows if plan.is_captured else plan.num_tokens
+    shape = INVARIANT_BATCH if options.batch_invariant else (tokens, plan.active_slots)
     layer = LayerShape(
         weights.num_slices,
         weights.max_rank,
         weights.in_features,
         weights.out_features,
-        weights.lora_a.element_size(),
+        weights.dtype.itemsize,
     )
+    most_rows = plan.grid_rows(True, rows)
     return _kernels(
-        BatchShape(tokens, active, plan.tile_tokens),
+        BatchShape(*shape, plan.tile_tokens),
         layer,
         weights.output_slices,
-        weights.bias is not None,
+        Epilogue(
+            weights.bias is not None,
+            weights.output_scales is not None,
+            plan.token_scales is not None,
+        ),
+        slice_alignments(weights),
         plan.row_constants(form == "separate"),
         options,
         form,
-        options.tma and allows_tma(weights.lora_b, plan.grid_rows(capturing=True)),
+        options.tma and allows_tma(weights.lora_b, most_rows),
     )
 
 
@@ -81,7 +97,8 @@ def _kernels(
     batch: BatchShape,
     layer: LayerShape,
     output_slices: tuple[int, ...],
-    has_bias: bool,
+    epilogue: Epilogue,
+    slice_aligns: tuple[int, int],
     row: tuple[tuple[str, int], ...],
     options: Options,
     form: Form,
@@ -90,14 +107,15 @@ def _kernels(
     shrink, expand = _tiles(batch, layer, options.source, form)
     linear, exact = form == "linear", form == "separate"
     return Kernels(
-        _shrink_kernel(layer, shrink, exact, row, options),
+        _shrink_kernel(layer, shrink, slice_aligns[0], exact, row, options),
         _expand_kernel(
             layer,
             output_slices,
             # the expand with TMA rounds h
             expand if tma and not exact else replace(expand, num_stages=1),
             shrink.split_k if linear else 1,
-            has_bias,
+            epilogue,
+            slice_aligns[1],
             exact,
             row,
             # only the shrink of run_linear lets the expand start early
@@ -121,6 +139,7 @@ def _tiles(
 def _shrink_kernel(
     layer: LayerShape,
     tiles: ShrinkTiles,
+    slice_align: int,
     exact: bool,
     row: tuple[tuple[str, int], ...],
     options: Options,
@@ -130,6 +149,7 @@ def _shrink_kernel(
     constants = {
         "PROGRAMS": programs,
         "NUM_SLICES": layer.num_slices,
+        "SLICE_ALIGN": slice_align,
         "RANK_PAD": padded_rank(layer.max_rank),
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
@@ -159,7 +179,8 @@ def _expand_kernel(
     output_slices: tuple[int, ...],
     tiles: ExpandTiles,
     planes: int,
-    has_bias: bool,
+    epilogue: Epilogue,
+    slice_align: int,
     exact: bool,
     row: tuple[tuple[str, int], ...],
     options: Options,
@@ -172,6 +193,7 @@ def _expand_kernel(
         # program fits on a multiprocessor instead of two.
         "PROGRAMS": columns.programs if tiles.num_stages == 1 else 0,
         "NUM_SLICES": layer.num_slices,
+        "SLICE_ALIGN": slice_align,
         "SPLIT_K": planes,
         "RANK_PAD": padded_rank(layer.max_rank),
         "BLOCK_C": tiles.block_c,
@@ -180,7 +202,9 @@ def _expand_kernel(
         "STAGES": tiles.num_stages,
         "EVEN_C": columns.even,
         "EVEN_R": layer.max_rank % 8 == 0,
-        "HAS_BIAS": has_bias,
+        "HAS_BIAS": epilogue.bias,
+        "HAS_OUTPUT_SCALES": epilogue.output_scales,
+        "HAS_TOKEN_SCALES": epilogue.token_scales,
         "EXACT_H": exact,
         "PRECISION": "ieee" if exact else options.precision,
         "INTERPRETED": INTERPRETED,
@@ -197,12 +221,21 @@ def _expand_kernel(
 
 @lru_cache(maxsize=1024)
 def gather_kernel(
-    engine: Any, num_slices: int, max_rank: int, row: tuple[tuple[str, int], ...]
+    engine: Any,
+    num_slices: int,
+    max_rank: int,
+    slice_align: int,
+    row: tuple[tuple[str, int], ...],
 ) -> SpecializedKernel:
     """Return the kernel that shrinks one-hot rows."""
     block_r = min(64, padded_rank(max_rank))
     programs = -(-max_rank // block_r) * num_slices
-    constants = {"PROGRAMS": programs, "NUM_SLICES": num_slices, "BLOCK_R": block_r}
+    constants = {
+        "PROGRAMS": programs,
+        "NUM_SLICES": num_slices,
+        "SLICE_ALIGN": slice_align,
+        "BLOCK_R": block_r,
+    }
     return SpecializedKernel(engine.entry_kernels.gather_kernel, constants | dict(row), programs)
 
 
@@ -219,9 +252,9 @@ def shrink(
     The layer's tables are contiguous. Nothing is written for tokens without an adapter; beyond a
     rank, at most zeros up to the end of its group of 8.
     """
-    a = weights.lora_a
-    tensors = (x, a, weights.ranks, *plan.tables(), h)
-    numbers = (weights.in_features, x.stride(0), *a.stride()[:3], *_layout_of(h))
+    a, strides, slices = located_a(weights)
+    tensors = (x, a, weights.ranks, slices, *plan.tables(), h)
+    numbers = (weights.in_features, x.stride(0), *strides, *_layout_of(h))
     arguments = Arguments(tensors, (), numbers)
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
@@ -236,9 +269,9 @@ def gather(
     kernel: SpecializedKernel,
 ) -> Launched:
     """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, max_rank] float32."""
-    a = weights.lora_a
-    tensors = (token_ids, a, weights.ranks, *plan.tables(), h)
-    arguments = Arguments(tensors, (), (*a.stride()[:3], *h.stride()[1:3]))
+    a, strides, slices = located_a(weights)
+    tensors = (token_ids, a, weights.ranks, slices, *plan.tables(), h)
+    arguments = Arguments(tensors, (), (*strides, *h.stride()[1:3]))
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
 
@@ -255,14 +288,30 @@ def expand(
 
     A programmatic kernel must follow `shrink`, which waits for all earlier kernels.
     """
-    b, bias, sizes = weights.lora_b, weights.bias, kernel.constants
-    added, bias_stride = (b, 0) if bias is None else (bias, bias.stride(0))  # b is not read
+    (b, strides, slices), sizes = located_b(weights), kernel.constants
+    bias, scales, of_tokens = weights.bias, weights.output_scales, plan.token_scales
     tma = descriptor(b, sizes["BLOCK_C"], sizes["BLOCK_R"]) if sizes["STAGES"] > 1 else None
-    arguments = Arguments(
-        (h, b, y, added, weights.ranks, weights.scalings, *plan.tables()),
-        (tma,),
-        (*_layout_of(h), *b.stride()[:2], y.stride(0), bias_stride),
+    # b stands for what the layer and the plan do not have, which the kernel does not read
+    tensors = (
+        h,
+        b,
+        y,
+        b if bias is None else bias,
+        b if scales is None else scales,
+        weights.ranks,
+        weights.scalings,
+        b if of_tokens is None else of_tokens,
+        slices,
+        *plan.tables(),
     )
+    numbers = (
+        *_layout_of(h),
+        *strides,
+        y.stride(0),
+        0 if bias is None else bias.stride(0),
+        0 if scales is None else scales.stride(0),
+    )
+    arguments = Arguments(tensors, (tma,), numbers)
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
 

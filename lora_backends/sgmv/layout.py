@@ -7,8 +7,8 @@ sends the buffer; its tables keep their addresses when the plan is refilled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.cached import CachingPlan
+from lora_backends.errors import InvalidInputError
 
 EMPTY = -1
 """The slot of an unused run and the token of an unused place."""
@@ -29,18 +30,36 @@ Ints = npt.NDArray[Any]
 
 @dataclass(eq=False)
 class SgmvPlan(CachingPlan):
-    """A plan that both kernels read from device tables; a row of the grid is one tile of tokens."""
+    """A plan that both kernels read from device tables; a row of the grid is one tile of tokens.
+
+    The buffer has room for every composition of `capacity` tokens: first token_scales, then the
+    tables of the engine. A refill may cut the batch into tiles of another size, until a CUDA graph
+    is captured: a graph keeps the grid, the tables' addresses and the kernels.
+    """
 
     tile_tokens: int  # tokens per row of the grid; tile sizes follow from it
-    active_slots: int  # slots with tokens when the plan was made; tile sizes follow from it
+    active_slots: int  # slots with tokens; tile sizes follow from it
     packed: torch.Tensor  # [size] int32, on the device; the tables are views of it
+    is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the plan
 
-    def grid_rows(self, capturing: bool) -> int:
-        """Return the rows to launch: those in use, or while capturing all that refills can use."""
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"is_captured": False}  # a graph does not use the copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._view_tables()
+        if self.token_scales is not None:
+            self.token_scales = self._scales()
+
+    def grid_rows(self, capturing: bool, rows: int) -> int:
+        """Return the rows of the grid for x of `rows` rows.
+
+        They are those in use, or while capturing all that a refill of as many tokens can use.
+        """
         raise NotImplementedError
 
-    def h_rows(self) -> int:
-        """Return the rows that h has per slice and plane in `run_linear`."""
+    def h_rows(self, rows: int) -> int:
+        """Return the rows that h has per slice and plane in `run_linear` on x of `rows` rows."""
         raise NotImplementedError
 
     def row_constants(self, by_token: bool) -> tuple[tuple[str, int], ...]:
@@ -53,6 +72,52 @@ class SgmvPlan(CachingPlan):
     def tables(self) -> tuple[torch.Tensor, ...]:
         """Return the tables that every entry kernel takes, in order."""
         raise NotImplementedError
+
+    def _view_tables(self) -> None:
+        """Set the tables to where they lie in the buffer for the current tile size."""
+        raise NotImplementedError
+
+    def _scales(self) -> torch.Tensor:
+        """Return where the buffer has token_scales."""
+        return self.packed[: self.capacity].view(torch.float32)
+
+    def _send(self, batch: LoRABatch, staged: Staged, end: int) -> None:
+        """Copy the staged buffer up to `end` to the device: one asynchronous copy."""
+        first = aligned(self.capacity)
+        if batch.token_scales is not None or (self.is_captured and self.token_scales is not None):
+            scales = staged.array[: self.capacity].view(np.float32)
+            scales[:] = 1
+            if batch.token_scales is not None:
+                scales[: batch.num_tokens] = batch.token_scales.numpy()
+            self.token_scales, first = self._scales(), 0
+        else:
+            self.token_scales = None
+        self.packed[first:end].copy_(staged.tensor[first:end], non_blocking=True)
+
+    def refuse_scales_of_captured(self, batch: LoRABatch) -> None:
+        """Refuse token_scales that captured kernels would not read.
+
+        Raises:
+            InvalidInputError: a graph captured the plan while it had no token_scales.
+        """
+        if self.is_captured and self.token_scales is None and batch.token_scales is not None:
+            raise InvalidInputError(
+                "a CUDA graph captured the plan without token_scales, which it would not read\n"
+                "  given: a batch with token_scales\n"
+                "  to do: give the batch that is captured token_scales, of ones for instance"
+            )
+
+
+class Staged(NamedTuple):
+    """Host memory for a copy to a device."""
+
+    tensor: torch.Tensor  # [size] int32
+    array: npt.NDArray[np.int32]  # the same memory
+
+
+def bucket(count: int) -> int:
+    """Return the power of two at or above a count: what tile sizes are cached by."""
+    return 1 << max(0, count - 1).bit_length()
 
 
 def max_runs(num_tokens: int, num_slots: int, size: int) -> int:
@@ -133,10 +198,17 @@ def fill_runs(
     return runs
 
 
-def run_tables(packed: torch.Tensor, size: int, room: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots [room] and the tokens [room, size] of runs, views of the packed buffer."""
-    slots = packed.as_strided((room,), (1,))  # slicing takes longer
-    return slots, packed.as_strided((room, size), (size, 1), aligned(room))
+def run_tables(
+    packed: torch.Tensor, first: int, size: int, room: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots [room] and the tokens [room, size] of runs, which begin at `first`."""
+    slots = packed.as_strided((room,), (1,), first)  # slicing takes longer
+    return slots, packed.as_strided((room, size), (size, 1), first + aligned(room))
+
+
+def run_tables_size(size: int, room: int) -> int:
+    """Return the int32 values that the tables of `room` runs of `size` tokens take."""
+    return aligned(aligned(room) + room * size)
 
 
 def aligned(count: int) -> int:
@@ -144,12 +216,12 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def staging_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-    """Return host memory for a copy to `device`: an int32 tensor, and an array of the same memory.
+def staging_buffer(size: int, device: torch.device) -> Staged:
+    """Return host memory for a copy of `size` int32 values to `device`.
 
     It is pinned, and new each time: torch's allocator reuses pinned memory only after the copies
     from it have ended.
     """
     pinned = device.type != "cpu"
     staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
-    return staged, staged.numpy()
+    return Staged(staged, staged.numpy())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -11,6 +10,7 @@ from typing_extensions import override
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv import layout
 from lora_backends.sgmv.layout import Ints, SgmvPlan
+from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 
 
 @dataclass(eq=False)
@@ -24,22 +24,19 @@ class TritonPlan(SgmvPlan):
     """
 
     num_tiles: int  # tiles in use now, <= max_tiles
-    max_tiles: int  # tiles that any composition of as many tokens and slots can need
+    max_tiles: int  # tiles that any composition of `capacity` tokens can need
     slot_table: torch.Tensor  # [max_tiles] int32, slot of the tile or -1
     token_table: torch.Tensor  # [max_tiles, tile_tokens] int32, token or -1
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        tables = layout.run_tables(self.packed, self.tile_tokens, self.max_tiles)
-        self.slot_table, self.token_table = tables
+    @override
+    def grid_rows(self, capturing: bool, rows: int) -> int:
+        if capturing:
+            return layout.max_runs(rows, self.num_slots, self.tile_tokens)
+        return self.num_tiles
 
     @override
-    def grid_rows(self, capturing: bool) -> int:
-        return self.max_tiles if capturing else self.num_tiles
-
-    @override
-    def h_rows(self) -> int:
-        return self.num_tokens
+    def h_rows(self, rows: int) -> int:
+        return rows
 
     @override
     def row_constants(self, by_token: bool) -> tuple[tuple[str, int], ...]:
@@ -49,31 +46,55 @@ class TritonPlan(SgmvPlan):
     def tables(self) -> tuple[torch.Tensor, ...]:
         return self.slot_table, self.token_table
 
+    @override
+    def _view_tables(self) -> None:
+        first = layout.aligned(self.capacity)
+        tables = layout.run_tables(self.packed, first, self.tile_tokens, self.max_tiles)
+        self.slot_table, self.token_table = tables
 
-def make_plan(batch: LoRABatch, counts: Ints, tile_tokens: int, device: torch.device) -> TritonPlan:
-    """Return a new plan; the copy of its tables to the device is under way."""
-    tiles = layout.max_runs(batch.num_tokens, batch.num_slots, tile_tokens)
-    staged, array = layout.staging_buffer(layout.aligned(tiles) + tiles * tile_tokens, device)
-    runs = layout.fill_runs(array, batch, counts, tile_tokens, tiles)
-    packed = staged.to(device, non_blocking=True)
-    slot_table, token_table = layout.run_tables(packed, tile_tokens, tiles)
+    def fill(self, batch: LoRABatch, counts: Ints, tile_tokens: int) -> None:
+        """Cut a batch into tiles; the copy of the tables to the device is under way.
+
+        Raises:
+            InvalidInputError: a captured graph cannot follow the batch.
+        """
+        self.refuse_scales_of_captured(batch)
+        if not self.is_captured and self.tile_tokens != tile_tokens:
+            self.tile_tokens = tile_tokens
+            self.max_tiles = layout.max_runs(self.capacity, self.num_slots, tile_tokens)
+            self._view_tables()
+        first = layout.aligned(self.capacity)
+        end = first + layout.run_tables_size(self.tile_tokens, self.max_tiles)
+        staged = layout.staging_buffer(end, self.packed.device)
+        runs = layout.fill_runs(
+            staged.array[first:], batch, counts, self.tile_tokens, self.max_tiles
+        )
+        self.num_tokens, self.num_tiles = batch.num_tokens, int(runs.sum())
+        if not self.is_captured:
+            self.active_slots = layout.count_active(counts)
+        self._send(batch, staged, end)
+        self.call_cache.key = (
+            self.tile_tokens,
+            layout.bucket(self.num_tokens),
+            layout.bucket(self.active_slots),
+            self.token_scales is not None,
+        )
+
+
+def new_plan(batch: LoRABatch, capacity: int, device: torch.device) -> TritonPlan:
+    """Return a plan with room for `capacity` tokens, to be filled."""
+    rooms = [(size, layout.max_runs(capacity, batch.num_slots, size)) for size in TILE_TOKENS]
+    size = layout.aligned(capacity) + max(layout.run_tables_size(*room) for room in rooms)
+    packed = torch.empty(size, dtype=torch.int32, device=device)
     return TritonPlan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,
-        tile_tokens=tile_tokens,
-        active_slots=layout.count_active(counts),
+        capacity=capacity,
+        tile_tokens=0,
+        active_slots=0,
         packed=packed,
-        num_tiles=int(runs.sum()),
-        max_tiles=tiles,
-        slot_table=slot_table,
-        token_table=token_table,
+        num_tiles=0,
+        max_tiles=0,
+        slot_table=packed,
+        token_table=packed,
     )
-
-
-def refill(plan: TritonPlan, batch: LoRABatch, counts: Ints) -> TritonPlan:
-    """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory."""
-    staged, array = layout.staging_buffer(plan.packed.shape[0], plan.packed.device)
-    runs = layout.fill_runs(array, batch, counts, plan.tile_tokens, plan.max_tiles)
-    plan.num_tiles = int(runs.sum())
-    plan.packed.copy_(staged, non_blocking=True)
-    return plan

@@ -12,6 +12,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch
+from lora_backends.weights import Stack
 
 MAX_GRID_ROWS = 65535
 """The most rows of a grid of two axes, which kernels with TMA have."""
@@ -24,11 +25,13 @@ def has_tma(device: torch.device) -> bool:
     return INTERPRETED or has_programmatic_launch(device)  # both came with capability 9.0
 
 
-def allows_tma(lora_b: torch.Tensor, max_rows: int) -> bool:
+def allows_tma(lora_b: Stack, max_rows: int) -> bool:
     """Return whether B can be loaded through TMA by a grid of up to `max_rows` rows.
 
     B of all slots must form one matrix of 16-bit rows, aligned, with any distance between slots.
     """
+    if not isinstance(lora_b, torch.Tensor):
+        return False
     num_slots, out_features, max_rank = lora_b.shape
     slot_stride, row_stride, _ = lora_b.stride()
     return (
