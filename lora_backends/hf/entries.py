@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -190,15 +190,3 @@ class Choices:
             for column, (slot, scale) in enumerate(blend):
                 slots[row, column], scales[row, column] = slot, scale
         return slots, scales
-
-
-def described(entry: Entry) -> str:
-    """Return an entry as the command line takes it, e.g. ``pirate:0.7+json:0.3``; - is none."""
-    return "+".join(_terms(entry)) or "-"
-
-
-def _terms(entry: Entry) -> Iterator[str]:
-    if isinstance(entry, str):
-        yield entry
-    elif entry is not None:
-        yield from (f"{name}:{strength:g}" for name, strength in entry.items())

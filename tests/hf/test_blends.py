@@ -21,7 +21,6 @@ from lora_backends import (
 from lora_backends.adapters import Checkpoint
 from lora_backends.features import TOKEN_SCALES
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.entries import described
 from lora_backends.torch_ref import TorchRefBackend
 
 BOUND = 2e-5  # absolute, on logits of tiny random models
@@ -314,8 +313,3 @@ def test_strengths_may_be_numbers_of_numpy(model):
     expected = logits(model, [{"a": 0.5}, None, None])
     for half in (np.float32(0.5), np.float64(0.5), np.float16(0.5)):
         assert torch.equal(logits(model, [{"a": half}, None, None]), expected)
-
-
-def test_entries_are_described_as_the_command_line_takes_them():
-    entries = ["a", None, {"a": 0.7, "b": -0.25}, {"a": 1}]
-    assert [described(entry) for entry in entries] == ["a", "-", "a:0.7+b:-0.25", "a:1"]
