@@ -58,8 +58,9 @@ def add_experts(
         chunk = slice(first, first + step)
         ids, factors = routing.topk_ids[chunk], routing.topk_weights[chunk]
         factors = factors if weighted else torch.ones_like(factors)
-        if token_scales is not None:
-            factors = factors * token_scales[: routing.num_tokens][chunk, None]
+        if token_scales is not None:  # their product would not be exact in float32
+            scales = token_scales[: routing.num_tokens].to(accumulator_dtype(weights.dtype))
+            factors = factors * scales[chunk, None]
         pairs = _Pairs(weights, slots[chunk, None].expand_as(ids), ids)
         for s in range(weights.num_slices):
             delta, touched = pairs.delta(x_pairs[chunk], s)  # [t, k, width], [t, k]

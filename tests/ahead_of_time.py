@@ -20,9 +20,19 @@ POINTERS = {
     "group_starts_ptr": "*i32",
     "token_ids_ptr": "*i64",
     "h_ptr": "*fp32",
+    "output_scales_ptr": "*fp32",
+    "token_scales_ptr": "*fp32",
+    "a_slices_ptr": "*i64",
+    "b_slices_ptr": "*i64",
 }
 QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
 ALL = ("linear", "separate", "embedding")
+FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slices' tables
+    "linear": ((False, False, False), (0, 0)),
+    "factors": ((True, True, True), (16, 16)),
+    "separate": ((True, False, True), (16, 16)),
+    "embedding": ((True, True, False), (0, 0)),
+}
 CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     "bf16": [
         (QKV, (1, 1), 16, ("linear",)),
@@ -31,7 +41,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
         (DOWN, (2048, 8), 128, ("linear", "separate")),
         (DOWN, (8192, 8), 16, ("linear",)),  # B through TMA, where there is any
     ],
-    "fp16": [(DOWN, (8192, 8), 16, ("linear",))],
+    "fp16": [(DOWN, (8192, 8), 16, ("factors",))],
     "fp32": [(DOWN, (2048, 8), 16, ("linear",))],
 }
 
@@ -107,11 +117,14 @@ def kernels(engine, dtype, programmatic):
         constants, tile = row_constants(engine, segment_size, rules.tile_tokens(tokens, active))
         batch = BatchShape(tokens, active, tile)
         for form in forms:
-            row, bias = constants(form == "separate"), form != "linear"
-            found = launch._kernels(batch, layer, slices, bias, row, options, form, programmatic)
-            yield from (found.shrink, found.expand)
+            row, (epilogue, aligns) = constants(form == "separate"), FACTORS[form]
+            form = "linear" if form == "factors" else form
+            yield from launch._kernels(
+                batch, layer, slices, launch.Epilogue(*epilogue), aligns, row, options, form,
+                programmatic,
+            )[:2]  # fmt: skip
         if "embedding" in forms:
-            yield launch.gather_kernel(cls, len(slices), rank, constants(False))
+            yield launch.gather_kernel(cls, len(slices), rank, 0, constants(False))
 
 
 def row_constants(engine, segment_size, tile):

@@ -73,14 +73,15 @@ class CsgmvBackend(SgmvBackend):
         self, batch: LoRABatch, out: CsgmvPlan | None = None, capacity: int | None = None
     ) -> CsgmvPlan:
         counts = count_tokens(batch)
+        sizes = self.batch_to_tile(batch.num_tokens, count_active(counts))
+        tile_tokens = self.tile_source.tile_tokens(*sizes)
+        segment_size, group_size = segment_and_group(self.segment_size, tile_tokens)
         plan = out
         if plan is None:
             room = batch.num_tokens if capacity is None else capacity
-            sizes = TILE_TOKENS if self.segment_size == "auto" else (self.segment_size,)
-            plan = new_plan(batch, room, sizes, self.device)
-        tokens, active = self.batch_to_tile(batch.num_tokens, count_active(counts))
-        tile_tokens = self.tile_source.tile_tokens(tokens, active)
-        plan.fill(batch, counts, *segment_and_group(self.segment_size, tile_tokens))
+            segments = TILE_TOKENS if self.segment_size == "auto" else ()
+            plan = new_plan(batch, room, (*segments, segment_size), self.device)
+        plan.fill(batch, counts, segment_size, group_size)
         return plan
 
 

@@ -83,21 +83,17 @@ class CsgmvPlan(SgmvPlan):
             self.max_segments = layout.max_runs(self.capacity, self.num_slots, segment_size)
             self.max_groups = layout.max_runs(self.capacity, self.num_slots, tile)
             self._view_tables()
-        first = layout.aligned(self.capacity)
-        groups_at = first + layout.run_tables_size(self.segment_size, self.max_segments)
-        end = groups_at + self.max_groups + 1
-        staged = layout.staging_buffer(end, self.packed.device)
-        runs = layout.fill_runs(
-            staged.array[first:], batch, counts, self.segment_size, self.max_segments
-        )
+        groups_at = layout.run_tables_size(self.segment_size, self.max_segments)
+        staged = self._stage(batch, groups_at + self.max_groups + 1)
+        runs = layout.fill_runs(staged.tables, batch, counts, self.segment_size, self.max_segments)
         starts, self.num_segments = starts_of_groups(runs, self.group_size), int(runs.sum())
         self.num_tokens, self.num_groups = batch.num_tokens, starts.size
-        group_starts = staged.array[groups_at:]
+        group_starts = staged.tables[groups_at:]
         group_starts[: starts.size] = starts
         group_starts[starts.size :] = self.num_segments
         if not self.is_captured:
             self.active_slots = layout.count_active(counts)
-        self._send(batch, staged, end)
+        self._send(staged)
         self.call_cache.key = (
             self.segment_size,
             self.group_size,
@@ -128,9 +124,10 @@ def new_plan(
 
     Groups are never more than segments.
     """
-    rooms = [(size, layout.max_runs(capacity, batch.num_slots, size)) for size in segment_sizes]
-    size = max(layout.run_tables_size(*room) + room[1] + 1 for room in rooms)
-    packed = torch.empty(layout.aligned(capacity) + size, dtype=torch.int32, device=device)
+    tables = layout.most_run_tables(capacity, batch.num_slots, segment_sizes)
+    groups = layout.max_runs(capacity, batch.num_slots, min(segment_sizes)) + 1
+    size = layout.aligned(capacity) + tables + groups
+    packed = torch.empty(size, dtype=torch.int32, device=device)
     return CsgmvPlan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,

@@ -87,7 +87,7 @@ def requires_gradient(weights: LoRAWeights, *others: torch.Tensor) -> bool:
 
 def addresses_of(weights: LoRAWeights) -> tuple[int, ...]:
     """Return where the tensors of a layer lie now, in the order of `LoRAWeights.extents`."""
-    return tuple([tensor.data_ptr() for tensor in weights.tensors.values()])
+    return tuple(map(torch.Tensor.data_ptr, weights.tensors.values()))
 
 
 def lies_on(addresses: tuple[int, ...], extents: tuple[int, ...], first: int, end: int) -> bool:

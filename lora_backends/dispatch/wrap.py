@@ -127,7 +127,7 @@ def _wrap_routed(operation: Operation, method: Method) -> Method:
         if torch.compiler.is_compiling():
             return trace_add(operation, call, self, x, weights, routing, base_output, given)
         if isinstance(routing, ManyAdaptersRouting):
-            y = base_output
+            y: torch.Tensor | None = base_output
             for part in routing.routings:
                 y = call(self, x, weights, part, y, **given)
             assert y is not None  # a token has an adapter or more
@@ -172,10 +172,10 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return trace_add(operation, call, self, x, weights, plan, base_output)
-        if isinstance(plan, ManyAdaptersPlan):
-            return _add_each(operation, call, self, x, weights, plan, base_output)
-        if (stores or name in self.storing) and isinstance(plan, CachingPlan):
+        if isinstance(plan, CachingPlan) and (stores or name in self.storing):
             cache = plan.call_cache
+        elif isinstance(plan, ManyAdaptersPlan):
+            return _add_each(operation, call, self, x, weights, plan, base_output)
         else:
             cache = None
         y: torch.Tensor | None = base_output

@@ -279,7 +279,10 @@ def expand_tile(
     # A low rank in a small tile takes 16 lanes instead of BLOCK_R: decode waits on products.
     NARROW: tl.constexpr = y_row.shape[0] <= 32 and RANK_PAD > 16
     if STAGES > 1:
-        b_row = (slot * (b_stride_l // b_stride_c)).to(tl.int32)
+        if SLICE_ALIGN > 0:
+            b_row = ((own + slot * slot_stride) // b_stride).to(tl.int32)
+        else:
+            b_row = (slot * (b_stride_l // b_stride_c)).to(tl.int32)
         _expand_tma(
             b_tma, b_row, h_at, plane, y_rows, bias_row, scales_row, first, end, rank, scaling,
             has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS,
@@ -337,19 +340,21 @@ def _expand_columns(
     c = first + tl.arange(0, BLOCK_C)  # [C]
     b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
     y = load_y(y_rows, c, has_token, end, EVEN_C)
+    scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
     if PROGRAMMATIC:
         gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
         gdc_launch_dependents()
     h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
     for chunk in tl.static_range(CHUNKS):
         delta = scaling * product(h, within(b, r, rank), EXACT_H, PRECISION, INTERPRETED)  # [T, C]
-        c_now, y_now = c, y
+        c_now, y_now, scales_now = c, y, scales
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
             b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
             y = load_y(y_rows, c, has_token, end, EVEN_C)
+            scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
         store_y(
-            y_rows, c_now, y_now, delta, bias_row, scales_row, has_token, end, HAS_BIAS,
+            y_rows, c_now, y_now, delta, bias_row, scales_now, has_token, end, HAS_BIAS,
             HAS_OUTPUT_SCALES, EVEN_C, INTERPRETED,
         )  # fmt: skip
 
@@ -383,6 +388,7 @@ def _expand_long_ranks(
     """Add one block of columns, BLOCK_R ranks at a time."""
     c = first + tl.arange(0, BLOCK_C)  # [C]
     y = load_y(y_rows, c, has_token, end, EVEN_C)
+    scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
     if PROGRAMMATIC:
         gdc_wait()
         gdc_launch_dependents()
@@ -394,8 +400,8 @@ def _expand_long_ranks(
         h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)
         acc += product(h, within(b, r, rank), EXACT_H, PRECISION, INTERPRETED)
     store_y(
-        y_rows, c, y, scaling * acc, bias_row, scales_row, has_token, end, HAS_BIAS,
-        HAS_OUTPUT_SCALES, EVEN_C, INTERPRETED,
+        y_rows, c, y, scaling * acc, bias_row, scales, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
+        EVEN_C, INTERPRETED,
     )  # fmt: skip
 
 
@@ -474,12 +480,13 @@ def _add_tma_blocks(
         c_first = first + chunk * BLOCK_C
         c = c_first + tl.arange(0, BLOCK_C)  # [C]
         y = load_y(y_rows, c, has_token, end, EVEN_C)
+        scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
         b = b_tma.load([b_row + c_first, 0]).T  # [R, C]; beyond the end another slice's columns
         if MASKED:
             b = within(b, tl.arange(0, BLOCK_R), rank)
         delta = scaling * product(h, b, False, PRECISION, INTERPRETED)  # [T, C]
         store_y(
-            y_rows, c, y, delta, bias_row, scales_row, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
+            y_rows, c, y, delta, bias_row, scales, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
             EVEN_C, INTERPRETED,
         )  # fmt: skip
 
@@ -531,13 +538,24 @@ def load_y(y_rows, c, has_token, end, EVEN_C: tl.constexpr):
 
 
 @triton.jit
+def load_columns(row, c, end, IS_GIVEN: tl.constexpr, EVEN_C: tl.constexpr):
+    """Return a value per column [C]; 0 where the layer has none."""
+    if not IS_GIVEN:
+        return 0.0
+    elif EVEN_C:
+        return tl.load(row + c)
+    else:
+        return tl.load(row + c, mask=c < end, other=0.0)
+
+
+@triton.jit
 def store_y(
     y_rows,
     c,
     y,
     delta,
     bias_row,
-    scales_row,
+    scales,
     has_token,
     end,
     HAS_BIAS: tl.constexpr,
@@ -551,9 +569,9 @@ def store_y(
         mask = mask & (c < end)[None, :]
     total = y.to(tl.float32) + delta
     if HAS_OUTPUT_SCALES:
-        total *= tl.load(scales_row + c, mask=c < end, other=0.0)[None, :]
+        total *= scales[None, :]
     if HAS_BIAS:
-        bias = tl.load(bias_row + c, mask=c < end, other=0.0)
+        bias = load_columns(bias_row, c, end, HAS_BIAS, EVEN_C)
         total += bias.to(tl.float32)[None, :]
     tl.store(y_rows[:, None] + c[None, :], rounded(total, y.dtype, INTERPRETED), mask=mask)
 

@@ -74,7 +74,6 @@ def kernels_of(
         weights.out_features,
         weights.dtype.itemsize,
     )
-    most_rows = plan.grid_rows(True, rows)
     return _kernels(
         BatchShape(*shape, plan.tile_tokens),
         layer,
@@ -88,7 +87,9 @@ def kernels_of(
         plan.row_constants(form == "separate"),
         options,
         form,
-        options.tma and allows_tma(weights.lora_b, most_rows),
+        options.tma
+        and weights.lora_b is not None
+        and allows_tma(located_b(weights), weights.max_rank, plan.grid_rows(True, rows)),
     )
 
 
@@ -106,6 +107,8 @@ def _kernels(
 ) -> Kernels:
     shrink, expand = _tiles(batch, layer, options.source, form)
     linear, exact = form == "linear", form == "separate"
+    if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
+        tma = tma and column_programs(output_slices, expand).even
     return Kernels(
         _shrink_kernel(layer, shrink, slice_aligns[0], exact, row, options),
         _expand_kernel(
@@ -252,9 +255,9 @@ def shrink(
     The layer's tables are contiguous. Nothing is written for tokens without an adapter; beyond a
     rank, at most zeros up to the end of its group of 8.
     """
-    a, strides, slices = located_a(weights)
-    tensors = (x, a, weights.ranks, slices, *plan.tables(), h)
-    numbers = (weights.in_features, x.stride(0), *strides, *_layout_of(h))
+    a = located_a(weights)
+    tensors = (x, a.base, weights.ranks, a.table, *plan.tables(), h)
+    numbers = (weights.in_features, x.stride(0), *a.strides, *_layout_of(h))
     arguments = Arguments(tensors, (), numbers)
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
@@ -269,9 +272,9 @@ def gather(
     kernel: SpecializedKernel,
 ) -> Launched:
     """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, max_rank] float32."""
-    a, strides, slices = located_a(weights)
-    tensors = (token_ids, a, weights.ranks, slices, *plan.tables(), h)
-    arguments = Arguments(tensors, (), (*strides, *h.stride()[1:3]))
+    a = located_a(weights)
+    tensors = (token_ids, a.base, weights.ranks, a.table, *plan.tables(), h)
+    arguments = Arguments(tensors, (), (*a.strides, *h.stride()[1:3]))
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
 
@@ -288,10 +291,12 @@ def expand(
 
     A programmatic kernel must follow `shrink`, which waits for all earlier kernels.
     """
-    (b, strides, slices), sizes = located_b(weights), kernel.constants
+    located, sizes = located_b(weights), kernel.constants
     bias, scales, of_tokens = weights.bias, weights.output_scales, plan.token_scales
-    tma = descriptor(b, sizes["BLOCK_C"], sizes["BLOCK_R"]) if sizes["STAGES"] > 1 else None
-    # b stands for what the layer and the plan do not have, which the kernel does not read
+    tma = None
+    if sizes["STAGES"] > 1:
+        tma = descriptor(located, weights.max_rank, sizes["BLOCK_C"], sizes["BLOCK_R"])
+    b = located.base  # stands, too, for what layer and plan do not have and the kernel not read
     tensors = (
         h,
         b,
@@ -301,12 +306,12 @@ def expand(
         weights.ranks,
         weights.scalings,
         b if of_tokens is None else of_tokens,
-        slices,
+        located.table,
         *plan.tables(),
     )
     numbers = (
         *_layout_of(h),
-        *strides,
+        *located.strides,
         y.stride(0),
         0 if bias is None else bias.stride(0),
         0 if scales is None else scales.stride(0),

@@ -7,6 +7,7 @@ sends the buffer; its tables keep their addresses when the plan is refilled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,18 +82,24 @@ class SgmvPlan(CachingPlan):
         """Return where the buffer has token_scales."""
         return self.packed[: self.capacity].view(torch.float32)
 
-    def _send(self, batch: LoRABatch, staged: Staged, end: int) -> None:
-        """Copy the staged buffer up to `end` to the device: one asynchronous copy."""
-        first = aligned(self.capacity)
-        if batch.token_scales is not None or (self.is_captured and self.token_scales is not None):
-            scales = staged.array[: self.capacity].view(np.float32)
-            scales[:] = 1
-            if batch.token_scales is not None:
-                scales[: batch.num_tokens] = batch.token_scales.numpy()
-            self.token_scales, first = self._scales(), 0
-        else:
+    def _stage(self, batch: LoRABatch, size: int) -> Staged:
+        """Return host memory for token_scales, if there are any, and `size` values of tables."""
+        if batch.token_scales is None and not (self.is_captured and self.token_scales is not None):
             self.token_scales = None
-        self.packed[first:end].copy_(staged.tensor[first:end], non_blocking=True)
+            return staging_buffer(0, size, self.packed.device)
+        staged = staging_buffer(aligned(self.capacity), size, self.packed.device)
+        scales = staged.scales[: self.capacity].view(np.float32)
+        scales[:] = 1
+        if batch.token_scales is not None:
+            scales[: batch.num_tokens] = batch.token_scales.numpy()
+        self.token_scales = self._scales()
+        return staged
+
+    def _send(self, staged: Staged) -> None:
+        """Copy staged memory to the device: one asynchronous copy."""
+        first = aligned(self.capacity) - staged.scales.size
+        size = staged.tensor.shape[0]
+        self.packed.as_strided((size,), (1,), first).copy_(staged.tensor, non_blocking=True)
 
     def refuse_scales_of_captured(self, batch: LoRABatch) -> None:
         """Refuse token_scales that captured kernels would not read.
@@ -112,7 +119,8 @@ class Staged(NamedTuple):
     """Host memory for a copy to a device."""
 
     tensor: torch.Tensor  # [size] int32
-    array: npt.NDArray[np.int32]  # the same memory
+    scales: npt.NDArray[np.int32]  # its part for token_scales, which may be empty
+    tables: npt.NDArray[np.int32]  # its part for the tables
 
 
 def bucket(count: int) -> int:
@@ -206,6 +214,12 @@ def run_tables(
     return slots, packed.as_strided((room, size), (size, 1), first + aligned(room))
 
 
+def most_run_tables(capacity: int, num_slots: int, sizes: Sequence[int]) -> int:
+    """Return values enough for the tables of a batch in runs of any of the sizes."""
+    slots = aligned(max_runs(capacity, num_slots, min(sizes)))
+    return aligned(slots + max_runs(capacity, num_slots, max(sizes)) * max(sizes))
+
+
 def run_tables_size(size: int, room: int) -> int:
     """Return the int32 values that the tables of `room` runs of `size` tokens take."""
     return aligned(aligned(room) + room * size)
@@ -216,12 +230,13 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def staging_buffer(size: int, device: torch.device) -> Staged:
-    """Return host memory for a copy of `size` int32 values to `device`.
+def staging_buffer(scales: int, tables: int, device: torch.device) -> Staged:
+    """Return host memory for a copy of int32 values to `device`.
 
     It is pinned, and new each time: torch's allocator reuses pinned memory only after the copies
     from it have ended.
     """
     pinned = device.type != "cpu"
-    staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
-    return Staged(staged, staged.numpy())
+    staged = torch.empty(scales + tables, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    array = staged.numpy()
+    return Staged(staged, array[:scales], array[scales:] if scales else array)

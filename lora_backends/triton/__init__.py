@@ -9,6 +9,7 @@ from typing_extensions import override
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.sgmv.layout import count_active, count_tokens
+from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 from lora_backends.triton import kernels
 from lora_backends.triton.plan import TritonPlan, new_plan
 
@@ -48,9 +49,11 @@ class TritonBackend(SgmvBackend):
         self, batch: LoRABatch, out: TritonPlan | None = None, capacity: int | None = None
     ) -> TritonPlan:
         counts = count_tokens(batch)
+        sizes = self.batch_to_tile(batch.num_tokens, count_active(counts))
+        tile_tokens = self.tile_source.tile_tokens(*sizes)
         plan = out
         if plan is None:
-            plan = new_plan(batch, batch.num_tokens if capacity is None else capacity, self.device)
-        sizes = self.batch_to_tile(batch.num_tokens, count_active(counts))
-        plan.fill(batch, counts, self.tile_source.tile_tokens(*sizes))
+            room = batch.num_tokens if capacity is None else capacity
+            plan = new_plan(batch, room, (*TILE_TOKENS, tile_tokens), self.device)
+        plan.fill(batch, counts, tile_tokens)
         return plan

@@ -27,7 +27,7 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     source = tile_source("triton", __package__, table_device(), "auto")
     counts = count_tokens(batch)
     tile_tokens = source.tile_tokens(batch.num_tokens, count_active(counts))
-    plan = new_plan(batch, batch.num_tokens, torch.device("cpu"))
+    plan = new_plan(batch, batch.num_tokens, (tile_tokens,), torch.device("cpu"))
     plan.fill(batch, counts, tile_tokens)
     pieces = tuple(
         Piece(slot, tuple(token for token in tokens if token != EMPTY), tile_tokens)

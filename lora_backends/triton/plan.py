@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,6 @@ from typing_extensions import override
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv import layout
 from lora_backends.sgmv.layout import Ints, SgmvPlan
-from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 
 
 @dataclass(eq=False)
@@ -63,16 +63,12 @@ class TritonPlan(SgmvPlan):
             self.tile_tokens = tile_tokens
             self.max_tiles = layout.max_runs(self.capacity, self.num_slots, tile_tokens)
             self._view_tables()
-        first = layout.aligned(self.capacity)
-        end = first + layout.run_tables_size(self.tile_tokens, self.max_tiles)
-        staged = layout.staging_buffer(end, self.packed.device)
-        runs = layout.fill_runs(
-            staged.array[first:], batch, counts, self.tile_tokens, self.max_tiles
-        )
+        staged = self._stage(batch, layout.run_tables_size(self.tile_tokens, self.max_tiles))
+        runs = layout.fill_runs(staged.tables, batch, counts, self.tile_tokens, self.max_tiles)
         self.num_tokens, self.num_tiles = batch.num_tokens, int(runs.sum())
         if not self.is_captured:
             self.active_slots = layout.count_active(counts)
-        self._send(batch, staged, end)
+        self._send(staged)
         self.call_cache.key = (
             self.tile_tokens,
             layout.bucket(self.num_tokens),
@@ -81,11 +77,12 @@ class TritonPlan(SgmvPlan):
         )
 
 
-def new_plan(batch: LoRABatch, capacity: int, device: torch.device) -> TritonPlan:
-    """Return a plan with room for `capacity` tokens, to be filled."""
-    rooms = [(size, layout.max_runs(capacity, batch.num_slots, size)) for size in TILE_TOKENS]
-    size = layout.aligned(capacity) + max(layout.run_tables_size(*room) for room in rooms)
-    packed = torch.empty(size, dtype=torch.int32, device=device)
+def new_plan(
+    batch: LoRABatch, capacity: int, tile_sizes: Sequence[int], device: torch.device
+) -> TritonPlan:
+    """Return a plan with room for `capacity` tokens in tiles of any of the sizes, to be filled."""
+    tables = layout.most_run_tables(capacity, batch.num_slots, tile_sizes)
+    packed = torch.empty(layout.aligned(capacity) + tables, dtype=torch.int32, device=device)
     return TritonPlan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,

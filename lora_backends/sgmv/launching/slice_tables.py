@@ -1,7 +1,9 @@
-"""Stacks of one tensor per slice: a small table on the device says where each lies.
+"""Stacks of one tensor per slice: where each lies, as kernels take it.
 
-Kernels take one base address. For a tuple of tensors they add, per slice, the distance of its
-tensor from the first one's, and use its own strides, read from a table of int64 [num_slices, 3].
+Kernels take one base address. Where the tensors of a tuple lie at equal distances, as those of A
+often do, that distance is the stride of slices, and the tuple is a stack. Else kernels read a table
+on the device, int64 [num_slices, 3]: the distance of a slice's tensor from the base, and its own
+strides of slots and rows.
 """
 
 from __future__ import annotations
@@ -21,38 +23,24 @@ MOST_ALIGNMENT = 16
 
 
 class Located(NamedTuple):
-    """Where a stack lies, as kernels take it."""
+    """Where a stack lies."""
 
-    first: torch.Tensor  # the stack, or the tensor of its first slice
-    strides: tuple[int, ...]  # of a stack, in elements: slots, slices (A only), rows
-    table: torch.Tensor  # of a tuple: [num_slices, 3] int64; of a stack the stack, not read
-
-
-class _Table(NamedTuple):
-    addresses: tuple[int, ...]  # of the tensors, to notice that one has moved
-    rows: torch.Tensor  # [num_slices, 3] int64 on the device: distance, strides of slots and rows
-    alignment: int  # a power of two that divides every entry, at most MOST_ALIGNMENT
+    base: torch.Tensor  # the stack; of a tuple, the tensor that distances start from
+    strides: tuple[int, ...]  # in elements: slots, slices (A only), rows
+    table: torch.Tensor  # [num_slices, 3] int64; the base where no table is read
+    alignment: int = 0  # a power of two that divides the table's entries; 0: no table is read
+    rows: int = 0  # with a table: rows of B's width from the base to the end; 0: not a whole number
+    addresses: tuple[int, ...] = ()  # of a tuple's tensors, to notice that one has moved
 
 
-_TABLES: WeakKeyDictionary[LoRAWeights, dict[str, _Table]] = WeakKeyDictionary()
-
-
-def slice_alignments(weights: LoRAWeights) -> tuple[int, int]:
-    """Return the alignment of the tables of A and B in elements; 0 for a stack, or for None."""
-    if not (isinstance(weights.lora_a, tuple) or isinstance(weights.lora_b, tuple)):
-        return 0, 0
-    alignments = []
-    for name in ("lora_a", "lora_b"):
-        is_tuple = isinstance(getattr(weights, name), tuple)
-        alignments.append(_table_of(weights, name).alignment if is_tuple else 0)
-    return alignments[0], alignments[1]
+_TUPLES: WeakKeyDictionary[LoRAWeights, dict[str, Located]] = WeakKeyDictionary()
 
 
 def located_a(weights: LoRAWeights) -> Located:
     """Return where A lies."""
     a: Stack = weights.lora_a
     if isinstance(a, tuple):
-        return Located(a[0], (0, 0, 0), _table_of(weights, "lora_a").rows)
+        return _located(weights, "lora_a", a)
     return Located(a, a.stride()[:3], a)
 
 
@@ -60,35 +48,72 @@ def located_b(weights: LoRAWeights) -> Located:
     """Return where B lies."""
     b: Stack = weights.lora_b
     if isinstance(b, tuple):
-        return Located(b[0], (0, 0), _table_of(weights, "lora_b").rows)
+        return _located(weights, "lora_b", b)
     return Located(b, b.stride()[:2], b)
 
 
-def _table_of(weights: LoRAWeights, name: str) -> _Table:
-    tensors: tuple[torch.Tensor, ...] = getattr(weights, name)
+def slice_alignments(weights: LoRAWeights) -> tuple[int, int]:
+    """Return the alignment of the tables of A and B in elements; 0 where no table is read."""
+    a, b = weights.lora_a, weights.lora_b
+    return (
+        located_a(weights).alignment if isinstance(a, tuple) else 0,
+        located_b(weights).alignment if isinstance(b, tuple) else 0,
+    )
+
+
+def _located(weights: LoRAWeights, name: str, tensors: tuple[torch.Tensor, ...]) -> Located:
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
-    tables = _TABLES.setdefault(weights, {})
-    table = tables.get(name)
-    if table is None or table.addresses != addresses:
-        # columns of y count over all slices: row c of B lies at c, less the slice's first column
-        first_rows = weights.slice_offsets if name == "lora_b" else (0,) * len(tensors)
-        table = tables[name] = _new_table(tensors, addresses, first_rows)
-    return table
+    found = _TUPLES.setdefault(weights, {}).get(name)
+    if found is None or found.addresses != addresses:
+        made = _as_stack(name, tensors, addresses) or _with_table(weights, name, tensors, addresses)
+        found = _TUPLES[weights][name] = made._replace(addresses=addresses)
+    return found
 
 
-def _new_table(
-    tensors: tuple[torch.Tensor, ...], addresses: tuple[int, ...], first_rows: tuple[int, ...]
-) -> _Table:
-    device, size = tensors[0].device, tensors[0].element_size()
+def _as_stack(
+    name: str, tensors: tuple[torch.Tensor, ...], addresses: tuple[int, ...]
+) -> Located | None:
+    """Return tensors at equal distances as a stack; None where they are not.
+
+    Slices of B follow each other in the columns of a stack, which only one slice does as it is.
+    """
+    first, size = tensors[0], tensors[0].element_size()
+    slot_stride, row_stride, _ = first.stride()
+    if name == "lora_b":
+        return Located(first, (slot_stride, row_stride), first) if len(tensors) == 1 else None
+    step = addresses[1] - addresses[0] if len(tensors) > 1 else 0
+    expected = tuple(addresses[0] + s * step for s in range(len(tensors)))
+    if addresses != expected or any(tensor.stride() != first.stride() for tensor in tensors):
+        return None
+    return Located(first, (slot_stride, step // size, row_stride), first)
+
+
+def _with_table(
+    weights: LoRAWeights, name: str, tensors: tuple[torch.Tensor, ...], addresses: tuple[int, ...]
+) -> Located:
+    base = tensors[addresses.index(min(addresses))]
+    device, size = base.device, base.element_size()
     if is_capturing(device):
         raise InvalidInputError(
             "a layer of one tensor per slice meets a CUDA graph capture in its first call, which "
             "sends a table to the device\n  to do: call it once before the capture"
         )
-    rows = []
-    for tensor, address, first_row in zip(tensors, addresses, first_rows, strict=False):
+    entries, ends = [], []
+    for s, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
         slot_stride, row_stride, _ = tensor.stride()
-        distance = (address - addresses[0]) // size - first_row * row_stride
-        rows.append((distance, slot_stride, row_stride))
-    divisor = gcd(MOST_ALIGNMENT, addresses[0] // size, *[n for row in rows for n in row])
-    return _Table(addresses, torch.tensor(rows, dtype=torch.int64, device=device), divisor)
+        distance = (address - min(addresses)) // size
+        ends.append(distance + (tensor.shape[0] - 1) * slot_stride + tensor.shape[1] * row_stride)
+        # columns of y count over all slices: column c of B lies at c less the slice's first one
+        first_row = weights.slice_offsets[s] if name == "lora_b" else 0
+        entries.append((distance - first_row * row_stride, slot_stride, row_stride))
+    numbers = [number for entry in entries for number in entry]
+    row_stride = entries[0][2]
+    is_whole = row_stride > 0 and not any(number % row_stride for number in numbers)
+    is_whole = is_whole and all(entry[2] == row_stride for entry in entries)
+    return Located(
+        base,
+        tuple([0] * (3 if name == "lora_a" else 2)),
+        torch.tensor(entries, dtype=torch.int64, device=device),
+        gcd(MOST_ALIGNMENT, base.data_ptr() // size, *numbers),
+        max(ends) // row_stride if is_whole else 0,
+    )

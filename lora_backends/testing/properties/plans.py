@@ -15,7 +15,12 @@ from lora_backends.batch import NO_ADAPTER
 from lora_backends.testing.assertions import assert_same_bits
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs
-from lora_backends.testing.properties.core import BY_CLAIM, no_interpreter, prop
+from lora_backends.testing.properties.core import (
+    BY_CLAIM,
+    SCALES_AND_TENSORS,
+    no_interpreter,
+    prop,
+)
 from lora_backends.testing.properties.runs import (
     assert_right,
     check_linear,
@@ -190,6 +195,9 @@ def _views(weights: LoRAWeights) -> list[LoRAWeights]:
         scalings=weights.scalings[:, :1],
         output_slices=((width + 1) // 2,),
         bias=None if weights.bias is None else weights.bias[:, : (width + 1) // 2],
+        output_scales=(
+            None if weights.output_scales is None else weights.output_scales[:, : (width + 1) // 2]
+        ),
     )
     fewer = dataclasses.replace(
         weights, lora_a=weights.lora_a[..., : (weights.in_features + 1) // 2]
@@ -197,19 +205,28 @@ def _views(weights: LoRAWeights) -> list[LoRAWeights]:
     return [weights, fewer, first, weights]
 
 
-@prop("Weights rewritten in place are followed.", values="either", agreement=BY_CLAIM)
+@prop(
+    "Weights rewritten in place are followed.",
+    values="either",
+    agreement=BY_CLAIM,
+    features=SCALES_AND_TENSORS,
+)
 def weights_rewritten_in_place_are_followed(backend: LoRABackend, case: LoRACase) -> None:
-    """A pool loads another adapter into a slot: A, B, ranks, scalings and bias change."""
+    """A pool loads another adapter into a slot: A, B, ranks, scalings, bias and output_scales."""
     inputs = case.build(backend.device)
     plan = backend.prepare_batch(inputs.batch)
     check_linear(backend, case, inputs, plan)
-    weights, loaded = inputs.weights, gather_slots(inputs, _rotated(case.num_slots))
-    for field in ("lora_a", "lora_b", "ranks", "scalings", "bias"):
-        tensor = getattr(weights, field)
-        if tensor is not None:
-            tensor.copy_(getattr(loaded, field).clone())
-    weights.scalings.mul_(-2)
+    rotate_slots(inputs)
     check_linear(backend, case, inputs, plan)
+
+
+def rotate_slots(inputs: LoRAInputs) -> None:
+    """Give every slot the next one's adapter with another scaling, in place."""
+    weights = inputs.weights
+    loaded = gather_slots(inputs, _rotated(weights.num_slots))
+    for name, tensor in weights.tensors.items():
+        tensor.copy_(loaded.tensors[name].clone())
+    weights.scalings.mul_(-2)
 
 
 def _rotated(count: int) -> list[int]:
