@@ -89,7 +89,7 @@ _REFUSED_IF_SET = {
     "use_bdlora": "its matrices are block-diagonal and stored packed",
 }
 
-_NOT_WITH_DORA = ("lora_bias", "monteclora_config", "velora_config")
+_NOT_WITH_DORA = ("lora_bias", "monteclora_config", "target_parameters", "velora_config")
 
 # LoRA-GA changes the base weight while it trains, not when it is loaded.
 _PLAIN_INITS = frozenset({"eva", "gaussian", "lora_ga", "mica", "orthogonal"})
@@ -193,7 +193,7 @@ def _unknown_keys(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _check_dora(values: Mapping[str, Any], config: PeftLoraConfig, path: Path) -> None:
     """Refuse what PEFT refuses together with DoRA: nothing says what it would compute."""
-    others = [key for key in _NOT_WITH_DORA if values.get(key) not in (None, False)]
+    others = [key for key in _NOT_WITH_DORA if values.get(key) not in (None, False, [])]
     if str(config.init_lora_weights).lower() == "mica":
         others.append("init_lora_weights")
     if config.use_dora and others:

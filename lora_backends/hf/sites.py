@@ -60,7 +60,8 @@ def base_layer(sites: Mapping[str, Site], path: str) -> BaseLayer:
     """Return the weight and bias of a module, as DoRA reads them.
 
     Raises:
-        UnsupportedInputError: the weight is quantized, or its values are not in one plain tensor.
+        UnsupportedInputError: the weight is quantized, or its values are not in one plain tensor,
+            or the module is none that PEFT has DoRA for.
     """
     module: Any = sites[path].module
     weight = module.weight.detach()
@@ -72,8 +73,14 @@ def base_layer(sites: Mapping[str, Site], path: str) -> BaseLayer:
             f"  allowed: a weight of float16, bfloat16 or float32\n"
             f"  to do: load the base model without quantization, or merge the adapter into it"
         )
-    is_stored_by_output = isinstance(module, nn.Linear)
-    return BaseLayer(weight if is_stored_by_output else weight.T, getattr(module, "bias", None))
+    if isinstance(module, nn.Linear):
+        return BaseLayer(weight, module.bias)
+    if isinstance(module, (Conv1D, nn.Embedding)):
+        return BaseLayer(weight.T, getattr(module, "bias", None))
+    raise UnsupportedInputError(
+        f"DoRA (use_dora) cannot scale module {path}, a {type(module).__name__}\n"
+        f"  allowed: Linear, Conv1D and the token embedding"
+    )
 
 
 def _spec(module: nn.Module) -> ModuleSpec | None:

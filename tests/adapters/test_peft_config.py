@@ -151,6 +151,7 @@ def test_feature_is_refused_by_its_name_and_value(read, key):
         ("init_lora_weights", "mica"),
         ("velora_config", {}),
         ("monteclora_config", {"use_entropy": False}),
+        ("target_parameters", ["mlp.gate.weight"]),
     ],
 )
 def test_what_peft_does_not_combine_with_dora_is_refused(read, key, value):
