@@ -73,16 +73,17 @@ class CsgmvPlan(SgmvPlan):
         Raises:
             InvalidInputError: a captured graph cannot follow the batch.
         """
-        self.refuse_scales_of_captured(batch)
-        if not self.is_captured and (self.segment_size, self.group_size) != (
-            segment_size,
-            group_size,
-        ):
-            self.segment_size, self.group_size = segment_size, group_size
-            self.tile_tokens = tile = segment_size * group_size
-            self.max_segments = layout.max_runs(self.capacity, self.num_slots, segment_size)
-            self.max_groups = layout.max_runs(self.capacity, self.num_slots, tile)
-            self._view_tables()
+        if batch.token_scales is not None:
+            self.refuse_scales_of_captured()
+        if self.may_cut_anew():
+            self.active_slots = layout.count_active(counts)
+            if (self.segment_size, self.group_size) != (segment_size, group_size):
+                self.segment_size, self.group_size = segment_size, group_size
+                self.tile_tokens = tile = segment_size * group_size
+                self.max_segments = layout.max_runs(self.capacity, self.num_slots, segment_size)
+                self.max_groups = layout.max_runs(self.capacity, self.num_slots, tile)
+                self._view_tables()
+            self.cut = (segment_size, group_size, *self.sizes_key(batch))
         groups_at = layout.run_tables_size(self.segment_size, self.max_segments)
         staged = self._stage(batch, groups_at + self.max_groups + 1)
         runs = layout.fill_runs(staged.tables, batch, counts, self.segment_size, self.max_segments)
@@ -91,16 +92,7 @@ class CsgmvPlan(SgmvPlan):
         group_starts = staged.tables[groups_at:]
         group_starts[: starts.size] = starts
         group_starts[starts.size :] = self.num_segments
-        if not self.is_captured:
-            self.active_slots = layout.count_active(counts)
         self._send(staged)
-        self.call_cache.key = (
-            self.segment_size,
-            self.group_size,
-            layout.bucket(self.num_tokens),
-            layout.bucket(self.active_slots),
-            self.token_scales is not None,
-        )
 
 
 def starts_of_groups(segments: Ints, group_size: int) -> Ints:
@@ -118,12 +110,13 @@ def starts_of_groups(segments: Ints, group_size: int) -> Ints:
 
 
 def new_plan(
-    batch: LoRABatch, capacity: int, segment_sizes: Sequence[int], device: torch.device
+    batch: LoRABatch, capacity: int | None, segment_sizes: Sequence[int], device: torch.device
 ) -> CsgmvPlan:
     """Return a plan with room for `capacity` tokens in segments of any of the sizes, to be filled.
 
     Groups are never more than segments.
     """
+    has_room, capacity = capacity is not None, capacity or batch.num_tokens
     tables = layout.most_run_tables(capacity, batch.num_slots, segment_sizes)
     groups = layout.max_runs(capacity, batch.num_slots, min(segment_sizes)) + 1
     size = layout.aligned(capacity) + tables + groups
@@ -135,6 +128,7 @@ def new_plan(
         tile_tokens=0,
         active_slots=0,
         packed=packed,
+        has_room=has_room,
         segment_size=0,
         group_size=0,
         num_segments=0,

@@ -11,10 +11,11 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.output import added_to
-from lora_backends.features import CAPACITY
+from lora_backends.features import FEATURES
 from lora_backends.numba_cpu import kernels, launch
 from lora_backends.numba_cpu.layer import Layers
 from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
+from lora_backends.plan import padded
 from lora_backends.weights import LoRAWeights
 
 
@@ -35,7 +36,7 @@ class NumbaCPUBackend(LoRABackend):
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     auto_priority = {"cpu": 20}
     plan_type = NumbaPlan
-    features = frozenset({CAPACITY})
+    features = frozenset(FEATURES)
     deterministic = True
     batch_invariant = True
 
@@ -47,6 +48,7 @@ class NumbaCPUBackend(LoRABackend):
     def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
         """Compile, or load from the cache on disk, what layers of these dtypes (None: all) run."""
         for dtype in self.dtypes if dtypes is None else dtypes:
+            launch.first_half_for(dtype)
             launch.kernel_for(dtype, dtype)
 
     @override
@@ -56,9 +58,10 @@ class NumbaCPUBackend(LoRABackend):
         order, segments = order_and_segments(batch)
         if out is None:
             sizes = (batch.num_tokens, batch.num_slots)
-            return NumbaPlan(*sizes, order, segments, capacity=capacity or 0)
+            out = NumbaPlan(*sizes, order, segments, capacity=capacity or 0)
+        scales = batch.token_scales
         out.num_tokens = batch.num_tokens
-        out.refill(order, segments)
+        out.refill(order, segments, None if scales is None else padded(scales, out.capacity))
         return out
 
     @override

@@ -480,11 +480,12 @@ def _add_tma_blocks(
         c_first = first + chunk * BLOCK_C
         c = c_first + tl.arange(0, BLOCK_C)  # [C]
         y = load_y(y_rows, c, has_token, end, EVEN_C)
-        scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
         b = b_tma.load([b_row + c_first, 0]).T  # [R, C]; beyond the end another slice's columns
         if MASKED:
             b = within(b, tl.arange(0, BLOCK_R), rank)
         delta = scaling * product(h, b, False, PRECISION, INTERPRETED)  # [T, C]
+        # here, not with y: among the pipelined loads it costs a stage of shared memory
+        scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
         store_y(
             y_rows, c, y, delta, bias_row, scales, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
             EVEN_C, INTERPRETED,

@@ -12,7 +12,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.devices import as_device
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to
-from lora_backends.features import FEATURES
+from lora_backends.features import EIGHT_BIT, FEATURES
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch, is_capturing
@@ -39,7 +39,7 @@ class SgmvBackend(LoRABackend):
 
     device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     plan_type: ClassVar[type] = SgmvPlan
-    features = frozenset(FEATURES)
+    features = frozenset(FEATURES) - {EIGHT_BIT}
     cuda_graphs = True
     deterministic = True
     narrow_intermediate = True

@@ -34,14 +34,18 @@ class SgmvPlan(CachingPlan):
     """A plan that both kernels read from device tables; a row of the grid is one tile of tokens.
 
     The buffer has room for every composition of `capacity` tokens: first token_scales, then the
-    tables of the engine. A refill may cut the batch into tiles of another size, until a CUDA graph
-    is captured: a graph keeps the grid, the tables' addresses and the kernels.
+    tables of the engine. A plan that was made with `capacity` cuts each batch into tiles of the
+    size that suits it, until a CUDA graph is captured: a graph keeps the grid, the addresses of
+    tables and the kernels. Any other plan keeps the size that it began with, so that a graph can
+    be captured after a refill: a capture must not meet a kernel that is yet to be compiled.
     """
 
     tile_tokens: int  # tokens per row of the grid; tile sizes follow from it
     active_slots: int  # slots with tokens; tile sizes follow from it
     packed: torch.Tensor  # [size] int32, on the device; the tables are views of it
+    has_room: bool = field(default=False, kw_only=True)  # whether it was made with `capacity`
     is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the plan
+    cut: tuple[int, ...] = field(default=(), kw_only=True)  # what kernels were last chosen by
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"is_captured": False}  # a graph does not use the copy
@@ -96,18 +100,27 @@ class SgmvPlan(CachingPlan):
         return staged
 
     def _send(self, staged: Staged) -> None:
-        """Copy staged memory to the device: one asynchronous copy."""
+        """Copy staged memory to the device, asynchronously; calls stored so far fit this cut."""
         first = aligned(self.capacity) - staged.scales.size
         size = staged.tensor.shape[0]
+        self.call_cache.key = (*self.cut, self.token_scales is not None)
         self.packed.as_strided((size,), (1,), first).copy_(staged.tensor, non_blocking=True)
 
-    def refuse_scales_of_captured(self, batch: LoRABatch) -> None:
+    def sizes_key(self, batch: LoRABatch) -> tuple[int, int]:
+        """Return what kernels are chosen by besides the tile; like batches repeat calls."""
+        return bucket(batch.num_tokens), bucket(self.active_slots)
+
+    def may_cut_anew(self) -> bool:
+        """Return whether the next batch may have tiles of another size."""
+        return self.tile_tokens == 0 or (self.has_room and not self.is_captured)
+
+    def refuse_scales_of_captured(self) -> None:
         """Refuse token_scales that captured kernels would not read.
 
         Raises:
             InvalidInputError: a graph captured the plan while it had no token_scales.
         """
-        if self.is_captured and self.token_scales is None and batch.token_scales is not None:
+        if self.is_captured and self.token_scales is None:
             raise InvalidInputError(
                 "a CUDA graph captured the plan without token_scales, which it would not read\n"
                 "  given: a batch with token_scales\n"
@@ -216,6 +229,8 @@ def run_tables(
 
 def most_run_tables(capacity: int, num_slots: int, sizes: Sequence[int]) -> int:
     """Return values enough for the tables of a batch in runs of any of the sizes."""
+    if len(sizes) == 1:
+        return run_tables_size(sizes[0], max_runs(capacity, num_slots, sizes[0]))
     slots = aligned(max_runs(capacity, num_slots, min(sizes)))
     return aligned(slots + max_runs(capacity, num_slots, max(sizes)) * max(sizes))
 

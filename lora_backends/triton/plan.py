@@ -58,29 +58,26 @@ class TritonPlan(SgmvPlan):
         Raises:
             InvalidInputError: a captured graph cannot follow the batch.
         """
-        self.refuse_scales_of_captured(batch)
-        if not self.is_captured and self.tile_tokens != tile_tokens:
-            self.tile_tokens = tile_tokens
-            self.max_tiles = layout.max_runs(self.capacity, self.num_slots, tile_tokens)
-            self._view_tables()
+        if batch.token_scales is not None:
+            self.refuse_scales_of_captured()
+        if self.may_cut_anew():
+            self.active_slots = layout.count_active(counts)
+            if self.tile_tokens != tile_tokens:
+                self.tile_tokens = tile_tokens
+                self.max_tiles = layout.max_runs(self.capacity, self.num_slots, tile_tokens)
+                self._view_tables()
+            self.cut = (tile_tokens, *self.sizes_key(batch))
         staged = self._stage(batch, layout.run_tables_size(self.tile_tokens, self.max_tiles))
         runs = layout.fill_runs(staged.tables, batch, counts, self.tile_tokens, self.max_tiles)
         self.num_tokens, self.num_tiles = batch.num_tokens, int(runs.sum())
-        if not self.is_captured:
-            self.active_slots = layout.count_active(counts)
         self._send(staged)
-        self.call_cache.key = (
-            self.tile_tokens,
-            layout.bucket(self.num_tokens),
-            layout.bucket(self.active_slots),
-            self.token_scales is not None,
-        )
 
 
 def new_plan(
-    batch: LoRABatch, capacity: int, tile_sizes: Sequence[int], device: torch.device
+    batch: LoRABatch, capacity: int | None, tile_sizes: Sequence[int], device: torch.device
 ) -> TritonPlan:
     """Return a plan with room for `capacity` tokens in tiles of any of the sizes, to be filled."""
+    has_room, capacity = capacity is not None, capacity or batch.num_tokens
     tables = layout.most_run_tables(capacity, batch.num_slots, tile_sizes)
     packed = torch.empty(layout.aligned(capacity) + tables, dtype=torch.int32, device=device)
     return TritonPlan(
@@ -90,6 +87,7 @@ def new_plan(
         tile_tokens=0,
         active_slots=0,
         packed=packed,
+        has_room=has_room,
         num_tiles=0,
         max_tiles=0,
         slot_table=packed,
