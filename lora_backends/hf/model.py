@@ -17,12 +17,14 @@ from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
 from lora_backends.hf.entries import Entry, RowAdapters, adapter_names, is_per_token
+from lora_backends.hf.experts import ExpertSite, expert_specs, experts_forward, find_experts
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import commonest
 from lora_backends.hf.prepared import PreparedAdapters
-from lora_backends.hf.probe import probe
+from lora_backends.hf.probe import UNREACHED, probe
 from lora_backends.hf.request import Request
+from lora_backends.hf.routers import find_routers, router_forward
 from lora_backends.hf.running import IDLE, open_block, running
 from lora_backends.hf.siblings import (
     ForwardOverride,
@@ -73,6 +75,8 @@ class MultiLoRAModel:
             On a GPU their outputs are columns of one buffer, which a model can view by heads
             and not flatten. None: on a GPU, for on a CPU it does not pay.
         limits: what the files of an adapter may cost; None takes the defaults.
+        max_expert_rank: the largest rank of an adapter at a mixture's experts, whose stacks are
+            large: they have room for that rank times the number of experts. None: `max_rank`.
 
     Raises:
         UnsupportedInputError: `base` is an encoder-decoder, or spread over devices.
@@ -88,6 +92,7 @@ class MultiLoRAModel:
         backend_options: Mapping[str, Any] | None = None,
         fuse: bool | None = None,
         limits: LoadLimits | None = None,
+        max_expert_rank: int | None = None,
     ) -> None:
         if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
             raise UnsupportedInputError(
@@ -104,6 +109,12 @@ class MultiLoRAModel:
             )
         self.backend = backend
         self._sites = find_sites(base, dtype, device)
+        self._experts = find_experts(base, dtype, device)
+        self._routers = find_routers(base, self._experts, dtype, device)
+        self._sites |= self._routers
+        self._layouts = probe(
+            base, self._sites | {path: site.as_module for path, site in self._experts.items()}
+        )
         specs = {path: site.spec for path, site in self._sites.items()}
         self._fuse = device.type != "cpu" if fuse is None else fuse
         self._groups = find_siblings(self._sites) if self._fuse else []
@@ -116,11 +127,12 @@ class MultiLoRAModel:
             backend.device,
             groups,
             limits,
+            expert_specs(self._reached_experts()),
+            max_expert_rank,
             base_layers=partial(base_layer, self._sites),
         )
         self._key = f"model {next(_NUMBERS)}"
         self._structure = Structure(base)
-        self._layouts = probe(base, self._sites)
         self._images = Images(getattr(base, "config", None))
         self._main_input: str = getattr(base, "main_input_name", "input_ids")
         self._hooks = self._register_hooks()
@@ -437,6 +449,13 @@ class MultiLoRAModel:
                     f"  to do: load the base model that the adapter was trained on"
                 )
 
+    def _reached_experts(self) -> dict[str, ExpertSite]:
+        """Return the experts; those that the model passes by, as a kernel of all may, refused."""
+        return {
+            path: site.refused(UNREACHED) if self._layouts[path].reason == UNREACHED else site
+            for path, site in self._experts.items()
+        }
+
     def _loaded(self, loaded: Loaded, pin: bool) -> Loaded:
         if pin:
             self.pool.slots.pin(loaded.name)
@@ -469,9 +488,17 @@ class MultiLoRAModel:
             forwards = [leader_forward(self._key, group, layout, self.backend, alone[0])]
             forwards += [sibling_forward(self._key, hook) for hook in alone[1:]]
             handles += map(ForwardOverride, group.modules, forwards)
+        for path, expert_site in self._experts.items():
+            if expert_site.refusal is None:
+                layout = self._layouts[path]
+                forward = experts_forward(self._key, expert_site, layout, self.backend)
+                handles.append(ForwardOverride(expert_site.module, forward))
         for path, hook in hooks.items():
             site, module = self._sites[path], self._sites[path].module
-            if self._fuse and are_plain((module,)):
+            if path in self._routers:
+                forward = router_forward(self._key, site, self._layouts[path], self.backend)
+                handles.append(ForwardOverride(module, forward))
+            elif self._fuse and are_plain((module,)):
                 layout = self._layouts[path]
                 forward = linear_forward(self._key, site, layout, self.backend, hook)
                 handles.append(ForwardOverride(cast(nn.Linear, module), forward))

@@ -69,6 +69,7 @@ class PreparedAdapters:
         self.model = model
         # Those that a graph reads live on, whatever becomes of the model.
         self.stacks, self.shared = pool.active_weights, pool.shared_weights
+        self.experts = pool.active_experts
         self._joined = joined
         self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
@@ -268,6 +269,8 @@ class PreparedAdapters:
 
     def _misses(self, path: str, slot: int) -> bool:
         """Return whether a graph captured with this would leave out a part of a module's LoRA."""
+        if path in self._pool.active_experts:
+            return not self._pool.is_active(slot, path, self.experts.get(path, ()))
         mine, current = self.stacks.get(path), self._pool.active_weights[path]
         if mine is None or mine is current:
             return mine is None

@@ -80,6 +80,7 @@ class Request:
     ) -> None:
         self.model = model
         self.stacks, self.shared = pool.active_weights, pool.shared_weights
+        self.experts = pool.active_experts
         self.backend = backend
         self._pool = pool
         self._images = images

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -268,9 +269,9 @@ class ForwardOverride:
     A bound method, so that a deep copy of the model computes with its own weights.
     """
 
-    def __init__(self, module: nn.Linear, forward: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module, self._forward = module, MethodType(forward, module)
-        module.forward = self._forward  # type: ignore[method-assign]
+        module.forward = self._forward
 
     def remove(self) -> None:
         """Give the module its own `forward` back, unless somebody has put another one there."""

@@ -87,7 +87,8 @@ def _spec(module: nn.Module) -> ModuleSpec | None:
     if isinstance(module, nn.Linear):
         return ModuleSpec("linear", module.in_features, module.out_features)
     if isinstance(module, Conv1D):
-        return ModuleSpec("linear", module.weight.shape[0], module.weight.shape[1])
+        wide, high = module.weight.shape
+        return ModuleSpec("linear", wide, high, transposed=True)
     if isinstance(module, nn.Embedding):
         scale = float(getattr(module, "embed_scale", 1.0))
         return ModuleSpec("embedding", module.num_embeddings, module.embedding_dim, scale)

@@ -12,11 +12,10 @@ from lora_backends.backend import LoRABackend
 from lora_backends.devices import as_device
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to
-from lora_backends.features import EIGHT_BIT, FEATURES
+from lora_backends.features import FEATURES
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch, is_capturing
-from lora_backends.sgmv.launching.slice_tables import slice_alignments
 from lora_backends.sgmv.launching.tma import has_tma
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.tiles.source import TileSource, tile_source
@@ -39,7 +38,7 @@ class SgmvBackend(LoRABackend):
 
     device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     plan_type: ClassVar[type] = SgmvPlan
-    features = frozenset(FEATURES) - {EIGHT_BIT}
+    features = frozenset(FEATURES)
     cuda_graphs = True
     deterministic = True
     narrow_intermediate = True
@@ -94,7 +93,7 @@ class SgmvBackend(LoRABackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
-        kernels = launch.kernels_of(weights, plan, tokens, self._options, "separate")
+        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options, "separate")
         if out is not None and kernels.split_k == 1:
             h = out[None].zero_()
         else:
@@ -117,7 +116,8 @@ class SgmvBackend(LoRABackend):
         tokens = h.shape[1]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            kernels = launch.kernels_of(weights, plan, tokens, self._options, "separate")
+            dtype = weights.compute_dtype
+            kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "separate")
             laid = launch.with_contiguous_tables(weights)
             launch.expand(h.float()[None], laid, plan, y, rows, kernels.expand)
         return y
@@ -134,7 +134,7 @@ class SgmvBackend(LoRABackend):
         tokens = x.shape[0]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            kernels = launch.kernels_of(weights, plan, tokens, self._options)
+            kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options)
             h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
             laid = launch.with_contiguous_tables(weights)
             shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
@@ -154,11 +154,9 @@ class SgmvBackend(LoRABackend):
         tokens = token_ids.shape[0]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            align, _ = slice_alignments(weights)
-            kernel = launch.gather_kernel(
-                type(self), weights.num_slices, weights.max_rank, align, plan.row_constants(False)
-            )
-            kernels = launch.kernels_of(weights, plan, tokens, self._options, "embedding")
+            kernel = launch.gather_kernel_of(weights, plan, self._options)
+            dtype = weights.compute_dtype
+            kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "embedding")
             h = self._planes(weights, 1, plan.h_rows(tokens))
             laid = launch.with_contiguous_tables(weights)
             gather = launch.gather(token_ids, laid, plan, h, rows, kernel)

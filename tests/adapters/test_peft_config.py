@@ -122,7 +122,6 @@ REFUSED = {
     "modules_to_save": ["lm_head"],
     "bias": "all",
     "trainable_token_indices": [1, 2],
-    "target_parameters": ["experts.down_proj"],
     "layer_replication": [[0, 2], [1, 3]],
     "alora_invocation_tokens": [5, 6],
     "use_qalora": True,
