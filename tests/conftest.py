@@ -21,6 +21,7 @@ if importlib.util.find_spec("hypothesis"):
 PEFT_MODELS = [
     f"hf/test_{name}.py"
     for name in (
+        "blends",
         "experts",
         "generate",
         "hf_rows",

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lora_backends.adapters.dora import BaseLayer
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.pool import AdapterPool, Loaded
 from lora_backends.adapters.slots import SlotTable
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdapterPool",
+    "BaseLayer",
     "Checkpoint",
     "ExpertDelta",
     "ExpertSpec",

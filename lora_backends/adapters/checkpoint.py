@@ -45,18 +45,18 @@ _PREFIX = "base_model.model."
 
 _BASE_WEIGHT = "base_layer.weight"
 _BIAS = "lora_B.bias"
+_MAGNITUDE = "lora_magnitude_vector"
 _MATRICES: dict[Kind, tuple[str, str]] = {
     "linear": ("lora_A.weight", "lora_B.weight"),
     "embedding": ("lora_embedding_A", "lora_embedding_B"),
 }
-_PARTS = (*_MATRICES["linear"], _BIAS, *_MATRICES["embedding"], _BASE_WEIGHT)
+_PARTS = (*_MATRICES["linear"], _BIAS, *_MATRICES["embedding"], _MAGNITUDE, _BASE_WEIGHT)
 
 # What only training reads: VeLoRA's projection, MonteCLoRA's sampler.
 _TRAINING_ONLY = re.compile(r"\.(lora_velora_embed|lora_monteclora_sampler\.\w+)$")
 
 # Tensors of features that change the result in other ways than a low-rank update; first hit wins.
 _REFUSED = (
-    (r"\.lora_magnitude_vector\b", "use_dora (DoRA)"),
     (r"\.lora_diag\b", "kasa_config (KaSA)"),
     (r"\.lora_arrow\b", "arrow_config (Arrow)"),
     (r"\.(token_adapter\.|trainable_tokens_)", "trainable_token_indices"),
@@ -231,7 +231,9 @@ def _group(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Ten
 
 def _split(key: str) -> tuple[str, str | None]:
     name = key.removeprefix(_PREFIX)
-    if name != key and len(key) <= LONGEST_NAME and name.isprintable():
+    if name.endswith(f".{_MAGNITUDE}.weight"):  # PEFT saves it without ".weight" and reads both
+        name = name.removesuffix(".weight")
+    if key.startswith(_PREFIX) and len(key) <= LONGEST_NAME and name.isprintable():
         for part in _PARTS:
             if name.endswith(f".{part}"):
                 return name.removesuffix(f".{part}"), part
@@ -245,6 +247,7 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     kind = _kind_of(source, module, parts)
     _check_targeted(source, module, kind)
     _check_lora_bias(source, module, kind, parts)
+    _check_magnitude(source, module, parts)
     spec = _spec_of(source, module, kind)
     rule = source.rule(module)
     rank = rule.rank
@@ -254,7 +257,7 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     wide = _width(lora_a, 1) if spec is None else spec.in_features
     high = _width(lora_b, 0) if spec is None else spec.out_features
     shapes: dict[str, tuple[int, ...]] = {name_a: (rank, wide), name_b: (high, rank)}
-    shapes[_BIAS] = (high,)
+    shapes[_BIAS] = shapes[_MAGNITUDE] = (high,)
     shapes[_BASE_WEIGHT] = (high, wide) if kind == "linear" else (wide, high)
     for part, tensor in parts.items():
         _check_tensor(source, f"{_PREFIX}{module}.{part}", tensor, shapes[part], rank)
@@ -262,7 +265,8 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     bias = parts[_BIAS].float() * scaling if _BIAS in parts else None
     if spec is not None and kind == "embedding":
         scaling *= spec.embed_scale
-    return ModuleDelta(source.base_path(module), kind, rank, scaling, lora_a, lora_b, bias)
+    module, magnitude = source.base_path(module), parts.get(_MAGNITUDE)
+    return ModuleDelta(module, kind, rank, scaling, lora_a, lora_b, bias, magnitude)
 
 
 def _kind_of(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Kind:
@@ -310,6 +314,15 @@ def _check_lora_bias(source: _Source, module: str, kind: Kind, parts: Mapping[st
         given = [f"lora_bias = {str(expected).lower()} in {CONFIG_FILE}"]
         given += [f"{'no ' if expected else ''}tensor '{_PREFIX}{module}.{_BIAS}'"]
         what = f"lora_bias and the tensors of module {module!r} disagree"
+        raise source.error(what, given, "both or neither", f"correct {CONFIG_FILE}")
+
+
+def _check_magnitude(source: _Source, module: str, parts: Mapping[str, Tensor]) -> None:
+    expected = source.config.use_dora
+    if expected != (_MAGNITUDE in parts):
+        given = [f"use_dora = {str(expected).lower()} in {CONFIG_FILE}"]
+        given += [f"{'no ' if expected else ''}tensor '{_PREFIX}{module}.{_MAGNITUDE}'"]
+        what = f"use_dora (DoRA) and the tensors of module {module!r} disagree"
         raise source.error(what, given, "both or neither", f"correct {CONFIG_FILE}")
 
 

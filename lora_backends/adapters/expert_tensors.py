@@ -50,6 +50,11 @@ def read_experts(
 def _check_parts(source: ExpertSource, groups: Sequence[ExpertGroup]) -> None:
     if source.config.lora_bias:
         raise _biased(source, f"lora_bias = true in {CONFIG_FILE}")
+    if source.config.use_dora:
+        what = "the weights belong to a feature that this library cannot reproduce exactly"
+        used = f"use_dora (DoRA) = true in {CONFIG_FILE}, and LoRA of {groups[0].path!r}"
+        allowed = "LoRA of experts without DoRA"
+        raise UnsupportedInputError(problem(source.path, what, used, allowed))
     for group in groups:
         given = [f"tensor '{PREFIX}{group.path}.{part}'" for part in group.parts]
         if any(part.startswith("lora_B.bias") for part in group.parts):

@@ -32,6 +32,7 @@ class PeftLoraConfig(BaseModel):
     r: Rank = 8
     lora_alpha: Alpha = 8
     use_rslora: bool = False
+    use_dora: bool = False
     rank_pattern: dict[str, Rank] | None = None
     alpha_pattern: dict[str, Alpha] | None = None
     target_modules: list[str] | str | None = None
@@ -80,7 +81,6 @@ _REFUSED = {
     "megatron_config": "its layers are split over Megatron's ranks",
     "modules_to_save": "it replaces whole modules of the base model",
     "trainable_token_indices": "it replaces rows of the embedding",
-    "use_dora": "the update is rescaled by norms of the base weight",
     "use_qalora": "the input is pooled into groups",
 }
 
@@ -90,6 +90,8 @@ _REFUSED_IF_SET = {
     "kasa_config": "it truncates the base weight and puts a diagonal between B and A",
     "use_bdlora": "its matrices are block-diagonal and stored packed",
 }
+
+_NOT_WITH_DORA = ("lora_bias", "monteclora_config", "target_parameters", "velora_config")
 
 # LoRA-GA changes the base weight while it trains, not when it is loaded.
 _PLAIN_INITS = frozenset({"eva", "gaussian", "lora_ga", "mica", "orthogonal"})
@@ -121,6 +123,7 @@ def read_config(path: Path, limits: LoadLimits) -> PeftLoraConfig:
             )
         )
     config = _validated(values, path)
+    _check_dora(values, config, path)
     refused = [*_refused_keys(values), *_refused_values(config), *_unknown_keys(values)]
     if refused:
         raise UnsupportedInputError(
@@ -188,6 +191,17 @@ def _unknown_keys(values: Mapping[str, Any]) -> Iterator[str]:
         empty = value is None or value is False or value in ("", [], {})
         if key not in known and not empty:
             yield f"{key} = {as_json(value)}: not known here"
+
+
+def _check_dora(values: Mapping[str, Any], config: PeftLoraConfig, path: Path) -> None:
+    """Refuse what PEFT refuses together with DoRA: nothing says what it would compute."""
+    others = [key for key in _NOT_WITH_DORA if values.get(key) not in (None, False, [])]
+    if str(config.init_lora_weights).lower() == "mica":
+        others.append("init_lora_weights")
+    if config.use_dora and others:
+        given = [f"{key} = {as_json(values[key])}" for key in ("use_dora", *others)]
+        what = f"PEFT does not combine DoRA with {others[0]}"
+        raise InvalidInputError(problem(path, what, given, "use_dora without it"))
 
 
 def _check_consistency(config: PeftLoraConfig, path: Path) -> None:

@@ -44,7 +44,9 @@ class ExpertSpec:
 class ModuleDelta:
     """One module's LoRA in one checkpoint: `delta(x) = scaling * B (A x) + bias`.
 
-    An embedding's x is one-hot: its delta for token id i is `scaling * B A[:, i]`.
+    An embedding's x is one-hot: its delta for token id i is `scaling * B A[:, i]`. With a
+    magnitude m (DoRA), the module computes `m / ||W + scaling B A|| * (W x + delta(x))` plus its
+    own bias, where the norm is that of each output's row.
     """
 
     module: str  # path inside the base model, e.g. "model.layers.0.self_attn.q_proj"
@@ -54,6 +56,7 @@ class ModuleDelta:
     lora_a: Tensor  # [rank, in_features], floating, finite, on the CPU
     lora_b: Tensor  # [out_features, rank], floating, finite, on the CPU
     bias: Tensor | None  # [out_features] float32, scaling is folded in
+    magnitude: Tensor | None = None  # [out_features] floating, finite: DoRA; it has no bias
 
 
 @dataclass(frozen=True, eq=False)

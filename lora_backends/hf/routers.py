@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from lora_backends.adapters.specs import ModuleSpec
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import UnsupportedInputError, told
-from lora_backends.hf.hooks import as_rows
+from lora_backends.hf.hooks import add_deltas, as_rows
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, check_thread
 from lora_backends.hf.sites import Site
@@ -72,7 +72,8 @@ class _Adding(_AtProduct):
     def at_product(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         """Add to y; the model may have widened x to float32."""
         x = as_rows(x).to(self._weights.dtype)
-        self._backend.run_linear(x, self._weights, self._plan, y.view(-1, y.shape[-1]))
+        y = y.view(-1, y.shape[-1])
+        add_deltas(self._backend.run_linear, x, self._weights, self._plan, y)
 
 
 def find_routers(

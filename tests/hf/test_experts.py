@@ -441,3 +441,32 @@ def test_stacks_of_experts_have_room_for_their_own_rank(tmp_path):
     narrow = MultiLoRAModel(build("qwen3_moe"), "torch_ref", max_rank=64, max_expert_rank=1)
     with pytest.raises(InvalidInputError, match="set max_expert_rank to 2 or more"):
         narrow.load_adapter("all", tmp_path)
+
+
+def test_a_row_may_blend_adapters_of_experts(mixture):
+    blend = {"all": 0.5, "down": -1.5, "router": 1}
+    weights = build("qwen3_moe").state_dict()
+    base = {name: weight.clone() for name, weight in weights.items()}
+    for adapter, strength in blend.items():
+        own = copy.deepcopy(mixture.alone[adapter]).merge_and_unload().state_dict()
+        for name, weight in weights.items():
+            weight += strength * (own[name] - base[name])
+    merged = build("qwen3_moe")
+    merged.load_state_dict(weights)
+    with torch.no_grad():
+        expected = merged(input_ids=mixture.ids).logits
+    rows = [blend, None, "down", blend, "all"]
+    logits = mixture.logits(rows)
+    for row, entry in enumerate(rows):
+        own = expected[row] if entry is blend else mixture.expected([entry] * 5)[row]
+        torch.testing.assert_close(logits[row], own, rtol=0, atol=BOUND)
+
+
+def test_dora_of_experts_is_refused_by_name(mixture, tmp_path):
+    import json
+
+    path = mixture.folders["down"] / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "use_dora": True}))
+    with pytest.raises(InvalidInputError, match="does not combine DoRA with target_parameters"):
+        mixture.model.load_adapter("dora", mixture.folders["down"])
