@@ -22,7 +22,7 @@ from h200_features import in_turns
 
 from lora_backends import LoRABackend, LoRAWeights, quantize_weights
 from lora_backends.bench.cells import Cell
-from lora_backends.bench.layers import make_layers, make_workload
+from lora_backends.bench.layers import Workload, make_layers, make_workload
 from lora_backends.bench.results import new_result, write_result
 from lora_backends.bench.timing import Call
 from lora_backends.dtypes import dtype_name
@@ -41,11 +41,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backends", default="triton,csgmv", help="separated by commas")
     parser.add_argument("--dtype", default="int8", help="of the stacks, as torch names it")
+    parser.add_argument("--every", type=int, default=1, help="take every n-th cell")
     parser.add_argument("--output", type=Path, default=RESULTS / "h200_eight_bit.json")
     arguments = parser.parse_args()
     stored = getattr(torch, arguments.dtype)
     peers = json.loads(PEERS.read_text())
     cells = [cell_of(row, peers["projections"]) for row in peers["rows"]]
+    cells = cells[:: arguments.every]
     result = new_result(METHOD, DEVICE, dtype=dtype_name(DTYPE), stored=arguments.dtype)
     torch.manual_seed(0)
     try:
@@ -67,17 +69,30 @@ def measure_cells(
         narrow = [quantize_weights(layer, stored) for layer in work.layers]
         plan = backend.prepare_batch(work.batch)
 
-        def call(layers: list[LoRAWeights], work: Any = work, plan: Any = plan) -> Call:
-            return lambda layer: backend.run_linear(work.x, layers[layer], plan, work.y)
-
-        calls = {"bfloat16": call(work.layers), "stored": call(narrow)}
+        layouts = {"bfloat16": work.layers, "stored": narrow}
+        calls = {name: call_of(backend, work, layers, plan) for name, layers in layouts.items()}
         times = in_turns(calls, len(work.layers))
+        speedup = round(times["bfloat16"] / times["stored"], 3)
+        print(
+            backend.name,
+            cell.projection,
+            cell.tokens,
+            cell.adapters,
+            cell.rank,
+            speedup,
+            flush=True,
+        )
         yield cell.describe() | {
             "backend": backend.name,
             "bfloat16_us": round(times["bfloat16"], 3),
             "stored_us": round(times["stored"], 3),
-            "speedup": round(times["bfloat16"] / times["stored"], 3),
+            "speedup": speedup,
         }
+
+
+def call_of(backend: LoRABackend, work: Workload, layers: list[LoRAWeights], plan: Any) -> Call:
+    """Return what runs the layer of an index."""
+    return lambda layer: backend.run_linear(work.x, layers[layer], plan, work.y)
 
 
 def summarize(rows: list[dict[str, Any]], backend: str) -> dict[str, Any]:
