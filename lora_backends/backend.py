@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -27,12 +28,16 @@ class LoRABackend(Dispatched, ABC):
     For token t with slot l, and slice s with the output columns [o, o'):
 
         h[s, t, :r]  = x[t] @ lora_a[l, s, :r].T          r = ranks[l, s]
-        y[t, o:o']   = base_output[t, o:o']
-                     + scalings[l, s] * (h[s, t, :r] @ lora_b[l, o:o', :r].T) + bias[l, o:o']
+        delta[t, o:o'] = scalings[l, s] * (h[s, t, :r] @ lora_b[l, o:o', :r].T)
+        y[t, o]      = output_scales[l, o] * (base_output[t, o] + token_scales[t] * delta[t, o])
+                     + bias[l, o]
+
+    where scales that are not given are 1, and a bias that is not given is 0. A token of several
+    adapters adds the delta and the bias of each.
 
     A token whose slot is ``NO_ADAPTER`` keeps its row of `base_output` bit for bit, and so does a
-    slice of rank 0 where there is no bias. Sums are kept in float32 or wider, and each element of
-    y is rounded once.
+    slice of rank 0 where there is neither bias nor output_scales. Sums are kept in float32 or
+    wider, and each element of y is rounded once, for each adapter of its token.
 
     A subclass implements `prepare_batch`, `run_lora_a` and `run_lora_b`, and overrides the other
     methods only to fuse. Whatever of the interface it defines is wrapped so that the arguments
@@ -54,6 +59,8 @@ class LoRABackend(Dispatched, ABC):
     """Types of `torch.device` it runs on; ROCm devices are of type cuda."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
     """Dtypes of x, the weights and base_output."""
+    features: ClassVar[frozenset[str]] = frozenset()
+    """Names of `lora_backends.features` that it supports; what needs another is refused."""
     differentiable: ClassVar[bool] = False
     """Whether gradients flow to x, lora_a, lora_b and base_output."""
     cuda_graphs: ClassVar[bool] = False
@@ -89,30 +96,43 @@ class LoRABackend(Dispatched, ABC):
         return device_reasons(cls.name, cls.device_types, device)
 
     @abstractmethod
-    def prepare_batch(self, batch: LoRABatch, out: Any | None = None) -> Any:
+    def prepare_batch(
+        self, batch: LoRABatch, out: Any | None = None, capacity: int | None = None
+    ) -> Any:
         """Make the plan of a batch, once per batch, for every layer.
+
+        Operations take x of m rows, where num_tokens <= m <= capacity; rows behind the batch have
+        no adapter. A CUDA graph that was captured with m rows follows every refill of at most m
+        tokens, and so does a compiled program.
 
         Args:
             batch: the slots of the tokens.
-            out: a plan of this backend for as many tokens and slots. It is refilled in place and
-                returned. Where the backend claims `cuda_graphs`, its device tensors keep their
-                addresses, so that a captured graph follows the new composition.
+            out: a plan of this backend for as many slots, with room for the batch. It is refilled
+                in place and returned. Where the backend claims `cuda_graphs`, its device tensors
+                keep their addresses, so that a captured graph follows the new composition.
+            capacity: tokens that refills may have, at least those of the batch; None: as many as
+                the batch. A refill keeps the capacity of `out`.
 
         Returns:
             The plan. It has at least `num_tokens` and `num_slots`, as `LoRAPlan`.
 
         Raises:
-            InvalidInputError: `out` is no plan of this backend, or of another size.
+            InvalidInputError: `out` is no plan of this backend, or the batch does not fit.
+            UnsupportedInputError: the batch or `capacity` needs a feature that is missing.
         """
 
     @abstractmethod
-    def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: Any) -> torch.Tensor:
+    def run_lora_a(
+        self, x: torch.Tensor, weights: LoRAWeights, plan: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Shrink: ``h[s, t, :r] = x[t] @ lora_a[l, s, :r].T``, zero beyond r and without adapter.
 
         Args:
             x: [num_tokens, in_features], any row stride, dtype of the weights.
             weights: the layer.
             plan: from `prepare_batch`.
+            out: a tensor of the result's shape and dtype, contiguous, that is overwritten and
+                returned. A backend need not take it: the interface then copies the result.
 
         Returns:
             [num_slices, num_tokens, max_rank] float32 (float64 for float64 weights).
@@ -225,14 +245,9 @@ class LoRABackend(Dispatched, ABC):
         Returns:
             [num_tokens, out_features].
         """
-        used = LoRAWeights(
-            lora_a=weights.lora_a[..., token_ids],
-            lora_b=weights.lora_b,
-            ranks=weights.ranks,
-            scalings=weights.scalings,
-            output_slices=weights.output_slices,
-            bias=weights.bias,
-        )
+        a = weights.lora_a
+        picked = tuple(part[..., token_ids] for part in a) if isinstance(a, tuple) else None
+        used = dataclasses.replace(weights, lora_a=a[..., token_ids] if picked is None else picked)
         x = torch.eye(token_ids.shape[0], dtype=weights.dtype, device=weights.device)
         return unchecked(self, "run_linear")(x, used, plan, base_output)
 
@@ -269,9 +284,9 @@ class LoRABackend(Dispatched, ABC):
 
         Args:
             plan: from `prepare_batch`.
-            topk_ids: [num_tokens, k] int32 or int64, the experts of each token. A pair is dead if
-                its id is negative, unmapped or not below `num_experts`; on the CPU an id that is
-                too high is an error.
+            topk_ids: [m, k] int32 or int64, num_tokens <= m <= capacity of the plan: the experts
+                of each token. A pair is dead if its id is negative, unmapped or not below
+                `num_experts`; on the CPU an id that is too high is an error.
             topk_weights: [num_tokens, k] float32, the router's weights.
             num_experts: experts of this rank.
             expert_map: [global experts] int32, the local id of each expert, or -1 where it lives
@@ -326,7 +341,7 @@ class LoRABackend(Dispatched, ABC):
         Returns:
             As base_output.
         """
-        options = {"rows": rows, "weighted": weighted, "reduce": reduce}
+        options: dict[str, Any] = {"rows": rows, "weighted": weighted, "reduce": reduce}
         y = base_output
         if y is None:
             y = new_output(BY_NAME["run_experts"], x, weights, routing, options)
@@ -338,7 +353,9 @@ class LoRABackend(Dispatched, ABC):
             weights.num_slots,
             routing.num_tokens,
         )
-        add_experts(y, x, weights, routing, slots, rows=rows, weighted=weighted, reduce=reduce)
+        scales = getattr(routing.plan, "token_scales", None)
+        options |= {"slots": slots, "token_scales": scales}
+        add_experts(y, x, weights, routing, **options)
         return y
 
     def __repr__(self) -> str:

@@ -22,45 +22,68 @@ MOST = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, eq=False)
 class LoRABatch:
-    """One slot per token: the composition of a batch, independent of any layer.
+    """The adapters of each token: the composition of a batch, independent of any layer.
 
     Four tokens, of which the second has no adapter, in a pool of three slots:
 
         LoRABatch([0, -1, 2, 2], num_slots=3)
 
+    Two tokens, of which the first blends two adapters, and the second has one:
+
+        LoRABatch([[0, 2], [1, -1]], num_slots=3, token_scales=[[0.7, 0.3], [1.0, 0.0]])
+
     Args:
         token_slots: [num_tokens] integers (CPU tensor, list or array), each ``NO_ADAPTER`` or
-            ``0 <= slot < num_slots``. The values are copied.
+            ``0 <= slot < num_slots``; or [num_tokens, n] for n adapters per token, whose deltas
+            and biases are added. The values are copied.
         num_slots: number of slots of the weights that the batch will meet, at least 1.
+        token_scales: finite numbers in the shape of token_slots, taken as float32, or None for 1:
+            each multiplies the delta of its token and adapter, not the bias.
 
     Raises:
         InvalidInputError: wrong type, shape, device or range.
     """
 
-    token_slots: torch.Tensor  # [num_tokens] int64, CPU, contiguous, -1 or 0 <= slot < num_slots
+    token_slots: torch.Tensor  # [num_tokens] or [num_tokens, n >= 2] int64, CPU, contiguous
     num_slots: int  # >= 1
+    token_scales: torch.Tensor | None  # in the shape of token_slots, float32, CPU, contiguous
 
-    def __init__(self, token_slots: torch.Tensor | Sequence[int] | Any, num_slots: int) -> None:
+    def __init__(
+        self,
+        token_slots: torch.Tensor | Sequence[int] | Sequence[Sequence[int]] | Any,
+        num_slots: int,
+        token_scales: torch.Tensor
+        | Sequence[float]
+        | Sequence[Sequence[float]]
+        | Any
+        | None = None,
+    ) -> None:
         num_slots = _as_num_slots(num_slots)
-        slots = _as_int64(token_slots, "token_slots")
-        _check_num_tokens(slots.numel())
+        slots = _as_int64(token_slots, "token_slots", most_axes=2)
+        _check_num_tokens(slots.shape[0])
         _check_range(slots, num_slots)
+        scales = None if token_scales is None else _as_scales(token_scales, slots)
+        if slots.ndim == 2 and slots.shape[1] == 1:
+            slots, scales = slots[:, 0], None if scales is None else scales[:, 0]
         object.__setattr__(self, "token_slots", slots)
         object.__setattr__(self, "num_slots", num_slots)
+        object.__setattr__(self, "token_scales", scales)
 
     @classmethod
     def from_sequences(
         cls,
-        slots: torch.Tensor | Sequence[int] | Any,
+        slots: torch.Tensor | Sequence[int] | Sequence[Sequence[int]] | Any,
         lengths: torch.Tensor | Sequence[int] | Any,
         num_slots: int,
+        scales: torch.Tensor | Sequence[float] | Sequence[Sequence[float]] | Any | None = None,
     ) -> LoRABatch:
         """Make a batch of whole sequences: ``slots[i]`` repeated ``lengths[i]`` times, in order.
 
         Args:
-            slots: [num_sequences] integers, as ``token_slots``.
+            slots: [num_sequences] integers, or [num_sequences, n], as ``token_slots``.
             lengths: [num_sequences] integers >= 0, tokens per sequence.
             num_slots: as in the constructor.
+            scales: in the shape of slots, as ``token_scales``, or None.
 
         Returns:
             A batch of ``sum(lengths)`` tokens.
@@ -68,13 +91,14 @@ class LoRABatch:
         Raises:
             InvalidInputError: as the constructor, or unequal lengths, or a negative one.
         """
-        slot_per_sequence = _as_int64(slots, "slots")
+        slot_per_sequence = _as_int64(slots, "slots", most_axes=2)
         length_per_sequence = _as_int64(lengths, "lengths")
-        if slot_per_sequence.shape != length_per_sequence.shape:
+        if slot_per_sequence.shape[0] != length_per_sequence.shape[0]:
             raise InvalidInputError(
                 f"slots and lengths differ in length\n"
-                f"  given: {slot_per_sequence.numel()} slots, {length_per_sequence.numel()} lengths"
-                f"\n  allowed: one slot and one token count per sequence"
+                f"  given: {slot_per_sequence.shape[0]} slots, "
+                f"{length_per_sequence.numel()} lengths\n"
+                f"  allowed: one slot and one token count per sequence"
             )
         if bool((length_per_sequence < 0).any()):
             raise InvalidInputError(
@@ -83,21 +107,49 @@ class LoRABatch:
             )
         _check_num_tokens(sum(length_per_sequence.tolist()))  # an int64 sum may wrap around
         _check_range(slot_per_sequence, _as_num_slots(num_slots))
+        per_sequence = None if scales is None else _as_scales(scales, slot_per_sequence)
         try:
-            slots = slot_per_sequence.repeat_interleave(length_per_sequence)
+            slots = slot_per_sequence.repeat_interleave(length_per_sequence, 0)
+            if per_sequence is not None:
+                per_sequence = per_sequence.repeat_interleave(length_per_sequence, 0)
         except RuntimeError as error:
             raise InvalidInputError(
                 f"the sequences do not fit into memory\n  given: {length_per_sequence.sum()} tokens"
             ) from error
-        return cls(slots, num_slots)
+        return cls(slots, num_slots, per_sequence)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens, those without an adapter included."""
         return self.token_slots.shape[0]
 
+    @property
+    def adapters_per_token(self) -> int:
+        """Adapters that a token can have: 1, or n for token_slots of [num_tokens, n]."""
+        return 1 if self.token_slots.ndim == 1 else self.token_slots.shape[1]
+
+    def per_adapter(self, count: int) -> list[LoRABatch]:
+        """Return `count` batches of one adapter per token, whose deltas add up to this batch's.
+
+        Batch j has the j-th adapter of every token; those beyond `adapters_per_token` have none.
+        """
+        slots, scales = self.token_slots, self.token_scales
+        if slots.ndim == 1:
+            slots, scales = slots[:, None], None if scales is None else scales[:, None]
+        empty = torch.full((self.num_tokens,), NO_ADAPTER, device="cpu")
+        batches = []
+        for j in range(count):
+            has_column = j < slots.shape[1]
+            column = slots[:, j] if has_column else empty
+            scale = scales[:, j] if scales is not None and has_column else None
+            if scales is not None and scale is None:
+                scale = torch.ones(self.num_tokens, device="cpu")
+            batches.append(LoRABatch(column, self.num_slots, scale))
+        return batches
+
     def __repr__(self) -> str:
-        return f"LoRABatch({self.token_slots.tolist()}, num_slots={self.num_slots})"
+        scales = "" if self.token_scales is None else f", token_scales={self.token_scales.tolist()}"
+        return f"LoRABatch({self.token_slots.tolist()}, num_slots={self.num_slots}{scales})"
 
 
 def _as_num_slots(num_slots: Any) -> int:
@@ -123,42 +175,79 @@ def _check_num_tokens(num_tokens: int) -> None:
 def _check_range(slots: torch.Tensor, num_slots: int) -> None:
     wrong = (slots < NO_ADAPTER) | (slots >= num_slots)
     if bool(wrong.any()):
-        index = int(wrong.nonzero()[0, 0])
+        index = wrong.nonzero()[0].tolist()
         raise InvalidInputError(
             f"token_slots names a slot that does not exist\n"
-            f"  given: {int(slots[index])} at index {index}\n"
+            f"  given: {int(slots[tuple(index)])} at index {', '.join(map(str, index))}\n"
             f"  allowed: {NO_ADAPTER} (no adapter) or 0 to {num_slots - 1} (num_slots={num_slots})"
         )
 
 
-def _as_int64(values: torch.Tensor | Sequence[int] | Any, name: str) -> torch.Tensor:
-    """Return a fresh [n] int64 CPU tensor, or raise what is wrong with `values`."""
-    if isinstance(values, torch.Tensor) and values.device.type != "cpu":
-        raise InvalidInputError(
-            f"{name} is on a device\n  given: a tensor on {values.device}\n"
-            f"  allowed: a CPU tensor, list or array, since plans are made on the CPU\n"
-            f"  to do: keep the slots of a batch on the host; {name}.cpu() waits for the device"
-        )
-    try:
-        tensor = _as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(
-            f"{name} cannot be read as integers\n  given: {type(values).__name__} ({error})\n"
-            f"  allowed: a one-dimensional CPU tensor, list or array of ints"
-        ) from error
+def _as_int64(values: Any, name: str, most_axes: int = 1) -> torch.Tensor:
+    """Return a fresh [n] int64 CPU tensor, or [n, m >= 1] where `most_axes` is 2.
+
+    Raises:
+        InvalidInputError: what is wrong with `values`.
+    """
+    shape = "one axis" if most_axes == 1 else "one axis, or [num_tokens, n] with n >= 1"
+    tensor = _read(values, name, f"integers of {shape}")
     if tensor.ndim == 1 and tensor.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    if tensor.ndim != 1 or not integral:
+    has_shape = tensor.ndim == 1 or (tensor.ndim == most_axes == 2 and tensor.shape[1] > 0)
+    if not has_shape or not integral:
         raise InvalidInputError(
             f"{name} is not a list of integers\n"
             f"  given: shape {list(tensor.shape)}, dtype {tensor.dtype}\n"
-            f"  allowed: one dimension, an integer dtype"
+            f"  allowed: {shape}, an integer dtype"
         )
     result = tensor.to(torch.int64, copy=True).contiguous()
     if not tensor.dtype.is_signed and bool((result < 0).any()):
         raise InvalidInputError(f"{name} holds values beyond int64\n  given: dtype {tensor.dtype}")
     return result
+
+
+def _as_scales(values: Any, slots: torch.Tensor) -> torch.Tensor:
+    """Return token_scales as a fresh float32 CPU tensor in the shape of `slots`."""
+    tensor = _read(values, "token_scales", f"numbers of shape {list(slots.shape)}")
+    if tensor.is_complex() or tensor.dtype == torch.bool or tensor.shape != slots.shape:
+        raise InvalidInputError(
+            f"token_scales does not match token_slots\n"
+            f"  given: shape {list(tensor.shape)}, dtype {tensor.dtype}\n"
+            f"  allowed: {list(slots.shape)} numbers, one for each adapter of each token"
+        )
+    if tensor.requires_grad:
+        raise InvalidInputError(
+            f"token_scales requires a gradient, which no backend computes\n"
+            f"  given: {list(tensor.shape)} {tensor.dtype}\n"
+            f"  to do: pass token_scales.detach()"
+        )
+    scales = tensor.to(torch.float32, copy=True).contiguous()
+    if not bool(scales.isfinite().all()):
+        index = (~scales.isfinite()).nonzero()[0].tolist()
+        raise InvalidInputError(
+            f"token_scales holds a number that is not finite in float32\n"
+            f"  given: {float(tensor[tuple(index)])} at index {', '.join(map(str, index))}\n"
+            f"  allowed: finite numbers; a token without adapters has slot {NO_ADAPTER}"
+        )
+    return scales
+
+
+def _read(values: Any, name: str, allowed: str) -> torch.Tensor:
+    """Return `values` as a CPU tensor in its own dtype."""
+    if isinstance(values, torch.Tensor) and values.device.type != "cpu":
+        raise InvalidInputError(
+            f"{name} is on a device\n  given: a tensor on {values.device}\n"
+            f"  allowed: a CPU tensor, list or array, since plans are made on the CPU\n"
+            f"  to do: keep the values of a batch on the host; {name}.cpu() waits for the device"
+        )
+    try:
+        return _as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"{name} cannot be read\n  given: {type(values).__name__} ({error})\n"
+            f"  allowed: a CPU tensor, list or array of {allowed}"
+        ) from error
 
 
 def _as_tensor(values: Any) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from lora_backends.dispatch.handles import Handled
 
@@ -13,3 +15,17 @@ class LoRAPlan(Handled):
 
     num_tokens: int  # tokens of the batch, those without an adapter included
     num_slots: int  # slots of the weights that the plan fits
+    capacity: int = field(default=0, kw_only=True)
+    # tokens that a refill may have; at least num_tokens, which it is unless given
+    token_scales: torch.Tensor | None = field(default=None, kw_only=True, repr=False)
+    # [capacity] float32 on the device, one beyond num_tokens; None where no token has a scale
+
+    def __post_init__(self) -> None:
+        self.capacity = max(self.capacity, self.num_tokens)
+
+
+def padded(token_scales: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Return the scales of a batch's tokens, then ones up to the capacity."""
+    ones = token_scales.new_ones(capacity)
+    ones[: token_scales.shape[0]] = token_scales
+    return ones

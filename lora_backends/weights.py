@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from lora_backends import features
 from lora_backends.dispatch.handles import Handled
+from lora_backends.eight_bit import (
+    COMPUTE_DTYPES,
+    LARGEST,
+    ScaleBlock,
+    b_row_groups,
+    checked_block,
+    groups_of,
+    is_eight_bit,
+    quantized,
+    spread,
+)
 from lora_backends.errors import InvalidInputError, shown
 from lora_backends.tensors import unusable
 
@@ -19,6 +31,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 MOST = torch.iinfo(torch.int32).max
 """Columns of y at most: kernels count them in int32."""
+
+
+Stack: TypeAlias = Any
+"""A or B of every slot: one tensor for all slices, a tuple of one for each, or None. Most code
+meets one tensor, so types do not tell the three apart; `a_of` and `b_of` read either form."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,74 +52,221 @@ class LoRAWeights(Handled):
             output_slices=(8, 2, 2),
         )
 
-    Tensors are kept, not copied, so a pool may rewrite a slot in place; `ranks` and `scalings`
-    are the exception where their dtype or device has to change. Values beyond a slot's own rank
-    may be anything, NaN included.
+    Either stack may be a tuple of one tensor per slice, here [4, 2, 16] for A, and [4, 8, 2],
+    [4, 2, 2] and [4, 2, 2] for B. Either may be None where only the other half runs, in
+    `run_lora_a` or `run_lora_b`.
+
+    Stacks of int8, float8_e4m3fn or float8_e5m2 have scales, see `lora_backends.eight_bit`; the
+    value of an element is its stored value times the scale of its group. x and base_output are
+    then float16, bfloat16 or float32. Scales beyond a slot's rank may be anything.
+
+    Tensors are kept, not copied, so a pool may rewrite a slot in place, its rank and scaling
+    included; `ranks`, `scalings` and `output_scales` are copied where their dtype or device has to
+    change. Values beyond a slot's own rank may be anything, NaN included.
 
     Raises:
         InvalidInputError: shapes, dtypes or devices contradict each other, or a rank is not in
             0..max_rank. Reading the ranks waits for the device once, here.
     """
 
-    lora_a: torch.Tensor  # [num_slots, num_slices, max_rank, in_features]
-    lora_b: torch.Tensor  # [num_slots, out_features, max_rank]
+    lora_a: Stack  # [num_slots, num_slices, max_rank, in_features], or one
+    # [num_slots, max_rank, in_features] per slice
+    lora_b: Stack  # [num_slots, out_features, max_rank], or one [num_slots, width of the
+    # slice, max_rank] per slice
     ranks: torch.Tensor  # [num_slots, num_slices] int32, 0..max_rank; 0: slice not adapted
     scalings: torch.Tensor  # [num_slots, num_slices] float32
     output_slices: tuple[int, ...]  # one width > 0 per slice, sum == out_features
     bias: torch.Tensor | None = None  # [num_slots, out_features], added as it is
+    output_scales: torch.Tensor | None = None  # [num_slots, out_features] float32: multiplies
+    # base_output plus delta, not the bias (DoRA)
+    a_scales: torch.Tensor | None = None  # [num_slots, num_slices, groups of max_rank, groups of
+    # in_features] float32, of an 8-bit lora_a
+    b_scales: torch.Tensor | None = None  # [num_slots, groups of rows summed over slices, groups of
+    # max_rank] float32, of an 8-bit lora_b; a group of rows lies within a slice
+    scale_block: ScaleBlock = (1, None)  # rows and columns that share a scale; None: all
+    compute_dtype: torch.dtype | None = None  # of a result without base_output: of 8-bit stacks as
+    # given, or bfloat16; of all others their own dtype
 
     num_slots: int = field(init=False)  # adapters that the stack has room for
     num_slices: int = field(init=False)  # projections fused in this layer
     max_rank: int = field(init=False)  # padded rank width of the stack
-    in_features: int = field(init=False)  # width of x; the vocabulary of an embedding
+    in_features: int = field(init=False)  # width of x; the vocabulary of an embedding; 0 without A
     out_features: int = field(init=False)  # width of y, all slices together
     slice_offsets: tuple[int, ...] = field(init=False)
     # first output column of every slice, then out_features: num_slices + 1 ints
+    tensors: Mapping[str, torch.Tensor] = field(init=False, repr=False)
+    # every tensor by name: lora_a, or lora_a[0], lora_a[1] ... of a tuple, and so on
     extents: tuple[int, ...] = field(init=False, repr=False)
-    # bytes from the first to behind the last element of lora_a, lora_b, ranks, scalings and bias
+    # bytes from the first to behind the last element of each of `tensors`
+    input_dtypes: tuple[torch.dtype, ...] = field(init=False, repr=False)
+    # that x may have: the stacks' own, or for 8-bit stacks `COMPUTE_DTYPES`
+    needs: frozenset[str] = field(init=False, repr=False)
+    # features, see `lora_backends.features`, that a backend must have to run the layer
 
     def __post_init__(self) -> None:
+        for name in ("lora_a", "lora_b"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_tensors(self)
         object.__setattr__(self, "output_slices", _as_widths(self.output_slices))
-        device = self.lora_a.device
+        device = self.device
         object.__setattr__(self, "ranks", _as_numbers(self.ranks, "ranks", "int32").to(device))
-        scalings = _as_numbers(self.scalings, "scalings", "float32")
-        if scalings.requires_grad:
-            raise InvalidInputError(
-                "scalings requires a gradient, which no backend computes\n"
-                "  to do: pass scalings.detach()"
-            )
-        object.__setattr__(self, "scalings", scalings.to(device, torch.float32))
-        _check_shapes(self)
-        _check_ranks(self.ranks, self.lora_a.shape[2])
+        object.__setattr__(self, "scale_block", checked_block(self.scale_block))
+        keep_compute_dtype(self)
+        for name in ("scalings", "output_scales", "a_scales", "b_scales"):
+            if getattr(self, name) is not None:
+                numbers = _as_numbers(getattr(self, name), name, "float32")
+                _refuse_gradient(name, numbers)
+                object.__setattr__(self, name, numbers.to(device, torch.float32))
+        max_rank = _check_shapes(self)
+        _check_ranks(self.ranks, max_rank)
         object.__setattr__(self, "ranks", self.ranks.to(torch.int32))
-        self._keep_sizes()
+        self._keep_sizes(max_rank)
 
-    def _keep_sizes(self) -> None:
+    def _keep_sizes(self, max_rank: int) -> None:
         """Set the sizes; asking a tensor for them in every call takes longer than checking it."""
-        sizes = ("num_slots", "num_slices", "max_rank", "in_features")
-        for name, size in zip(sizes, self.lora_a.shape, strict=True):
+        offsets = tuple(accumulate(self.output_slices, initial=0))
+        tensors = dict(_named_tensors(self))
+        needs = set()
+        if isinstance(self.lora_a, tuple) or isinstance(self.lora_b, tuple):
+            needs.add(features.SLICE_TENSORS)
+        if self.output_scales is not None:
+            needs.add(features.OUTPUT_SCALES)
+        if is_eight_bit(self.dtype):
+            needs.add(features.EIGHT_BIT)
+        sizes = {
+            "num_slots": self.ranks.shape[0],
+            "num_slices": len(self.output_slices),
+            "max_rank": max_rank,
+            "in_features": 0 if self.lora_a is None else _parts(self.lora_a)[0].shape[-1],
+            "out_features": offsets[-1],
+            "slice_offsets": offsets,
+            "tensors": tensors,
+            "extents": tuple(map(extent_of, tensors.values())),
+            "needs": frozenset(needs),
+        }
+        for name, size in sizes.items():
             object.__setattr__(self, name, size)
-        object.__setattr__(self, "out_features", self.lora_b.shape[1])
-        object.__setattr__(self, "slice_offsets", tuple(accumulate(self.output_slices, initial=0)))
-        tensors = (self.lora_a, self.lora_b, self.ranks, self.scalings, self.bias)
-        object.__setattr__(self, "extents", tuple(map(extent_of, tensors)))
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of lora_a and lora_b."""
-        return self.lora_a.dtype
+        return self._first.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of every tensor."""
-        return self.lora_a.device
+        return self._first.device
+
+    @property
+    def _first(self) -> torch.Tensor:
+        first: torch.Tensor = (*_parts(self.lora_a), *_parts(self.lora_b))[0]
+        return first
+
+    def a_of(self, s: int) -> torch.Tensor:
+        """Return A of slice s, [num_slots, max_rank, in_features], a view."""
+        a = self.lora_a
+        part: torch.Tensor = a[s] if isinstance(a, tuple) else a[:, s]
+        return part
+
+    def b_of(self, s: int) -> torch.Tensor:
+        """Return B of slice s, [num_slots, width of the slice, max_rank], a view."""
+        b, first, end = self.lora_b, *self.slice_offsets[s : s + 2]
+        part: torch.Tensor = b[s] if isinstance(b, tuple) else b[:, first:end]
+        return part
+
+    def a_values(self, slot: int, s: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return A of a slot and slice, [rank, in_features], scales applied in `dtype`."""
+        values = self.a_of(s)[slot, :rank].to(dtype)
+        if self.a_scales is None:
+            return values
+        return values * spread(self.a_scales[slot, s], rank, self.in_features, self.scale_block)
+
+    def b_values(self, slot: int, s: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return B of a slot and slice, [width of the slice, rank], scales applied in `dtype`."""
+        values = self.b_of(s)[slot, :, :rank].to(dtype)
+        if self.b_scales is None:
+            return values
+        groups = b_row_groups(self.output_slices, self.scale_block)
+        first = sum(groups[:s])
+        own = self.b_scales[slot, first : first + groups[s]]
+        return values * spread(own, values.shape[0], rank, self.scale_block)
+
+    def _quantized(self, dtype: torch.dtype, block: ScaleBlock) -> dict[str, Any]:
+        """Return the fields that `quantize_weights` replaces, each slice on its own."""
+        changes: dict[str, Any] = {"scale_block": block}
+        within = torch.arange(self.max_rank, device=self.device) < self.ranks[..., None]
+        for name, of, axis in (("lora_a", self.a_of, -1), ("lora_b", self.b_of, -2)):
+            stack = getattr(self, name)
+            if stack is None:
+                continue
+            parts = [
+                quantized(of(s), within[:, s].unsqueeze(axis), dtype, block)
+                for s in range(self.num_slices)
+            ]
+            stored, scales = zip(*parts, strict=True)
+            if isinstance(stack, tuple):
+                changes[name] = stored
+            elif name == "lora_a":
+                changes[name] = torch.stack(stored, 1)
+            else:
+                changes[name] = torch.cat([part.view(torch.int8) for part in stored], 1).view(dtype)
+            joined = torch.stack(scales, 1) if name == "lora_a" else torch.cat(scales, 1)
+            changes[f"{name[-1]}_scales"] = joined
+        return changes
 
     def __repr__(self) -> str:
         return (
             f"LoRAWeights(num_slots={self.num_slots}, max_rank={self.max_rank}, "
             f"in_features={self.in_features}, output_slices={self.output_slices}, "
-            f"dtype={self.dtype}, device={self.device}, bias={self.bias is not None})"
+            f"dtype={self.dtype}, device={self.device}, bias={self.bias is not None}, "
+            f"output_scales={self.output_scales is not None})"
+        )
+
+
+def _parts(stack: Stack) -> tuple[torch.Tensor, ...]:
+    if stack is None:
+        return ()
+    return stack if isinstance(stack, tuple) else (stack,)
+
+
+def _named_tensors(weights: LoRAWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in ("lora_a", "lora_b"):
+        stack = getattr(weights, name)
+        if isinstance(stack, tuple):
+            yield from ((f"{name}[{s}]", part) for s, part in enumerate(stack))
+        elif stack is not None:
+            yield name, stack
+    for name in ("ranks", "scalings", "bias", "output_scales", "a_scales", "b_scales"):
+        if getattr(weights, name) is not None:
+            yield name, getattr(weights, name)
+
+
+def keep_compute_dtype(weights: Any) -> None:
+    """Set compute_dtype and input_dtypes; refuse scales that are missing or superfluous."""
+    has_scales = is_eight_bit(weights.dtype)
+    for stack, scales in (("lora_a", "a_scales"), ("lora_b", "b_scales")):
+        wanted = has_scales and getattr(weights, stack) is not None
+        if wanted != (getattr(weights, scales) is not None):
+            raise InvalidInputError(
+                f"{scales} {'is missing' if wanted else 'is superfluous'}\n"
+                f"  given: {stack} of {weights.dtype}\n"
+                f"  allowed: scales with stacks of int8, float8_e4m3fn or float8_e5m2 alone"
+            )
+    dtype = (weights.compute_dtype or torch.bfloat16) if has_scales else weights.dtype
+    if has_scales and dtype not in COMPUTE_DTYPES:
+        raise InvalidInputError(
+            f"compute_dtype cannot be used with 8-bit stacks\n  given: {shown(dtype)}\n"
+            f"  allowed: float16, bfloat16 or float32"
+        )
+    object.__setattr__(weights, "compute_dtype", dtype)
+    object.__setattr__(weights, "input_dtypes", COMPUTE_DTYPES if has_scales else (dtype,))
+
+
+def _refuse_gradient(name: str, numbers: torch.Tensor) -> None:
+    if numbers.requires_grad:
+        raise InvalidInputError(
+            f"{name} requires a gradient, which no backend computes\n  to do: pass {name}.detach()"
         )
 
 
@@ -167,60 +331,173 @@ def _check_ranks(ranks: torch.Tensor, max_rank: int) -> None:
 
 
 def _check_tensors(weights: LoRAWeights) -> None:
-    a, b, bias = weights.lora_a, weights.lora_b, weights.bias
-    for name, tensor in (("lora_a", a), ("lora_b", b), ("bias", bias)):
-        if tensor is None and name == "bias":
-            continue
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
+    """Check what every stack of A and B has in common, whatever its shape."""
+    given = {"lora_a": weights.lora_a, "lora_b": weights.lora_b}
+    if weights.lora_a is None and weights.lora_b is None:
+        raise InvalidInputError(
+            "lora_a and lora_b are both None\n  allowed: one of them, for a layer of which only "
+            "the other half runs"
+        )
+    parts: dict[str, Any] = {}
+    for name, stack in given.items():
+        if isinstance(stack, tuple):
+            parts |= {f"{name}[{s}]": part for s, part in enumerate(stack)}
+            if not stack:
+                raise InvalidInputError(
+                    f"{name} is an empty tuple\n  allowed: one tensor per slice"
+                )
+        elif stack is not None:
+            parts[name] = stack
+    first_name, first = next(iter(parts.items()))
+    for name, tensor in parts.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (*DTYPES, *LARGEST):
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise InvalidInputError(
                 f"{name} is not a floating-point tensor\n  given: {kind}\n"
-                f"  allowed: float16, bfloat16, float32 or float64"
-            )
-        if tensor.device != a.device:
-            raise InvalidInputError(
-                f"weights are on different devices\n"
-                f"  given: lora_a on {a.device}, {name} on {tensor.device}\n  allowed: one device"
+                f"  allowed: float16, bfloat16, float32 or float64, or with scales int8, "
+                f"float8_e4m3fn or float8_e5m2"
             )
         _check_usable(name, tensor)
-    if a.dtype != b.dtype:
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise InvalidInputError(
+                f"{first_name} and {name} differ in dtype or device\n"
+                f"  given: {first.dtype} on {first.device} and {tensor.dtype} on {tensor.device}\n"
+                f"  allowed: one dtype and one device for all"
+            )
+    _check_bias(weights.bias, first)
+
+
+def _check_bias(bias: Any, first: torch.Tensor) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor) or bias.dtype not in DTYPES:
+        kind = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
         raise InvalidInputError(
-            f"lora_a and lora_b differ in dtype\n  given: {a.dtype} and {b.dtype}\n"
-            f"  allowed: one dtype for both"
+            f"bias is not a floating-point tensor\n  given: {kind}\n"
+            f"  allowed: float16, bfloat16, float32 or float64"
+        )
+    _check_usable("bias", bias)
+    if bias.device != first.device:
+        raise InvalidInputError(
+            f"bias is on another device\n  given: {bias.device}, the weights are on "
+            f"{first.device}\n  allowed: one device for all tensors of a layer"
         )
 
 
-def _check_shapes(weights: LoRAWeights) -> None:
-    a, b = weights.lora_a, weights.lora_b
-    if a.ndim != 4:
-        raise InvalidInputError(
-            f"lora_a has the wrong number of axes\n  given: {list(a.shape)}\n"
-            f"  allowed: [num_slots, num_slices, max_rank, in_features]"
-        )
-    num_slots, num_slices, max_rank, _ = a.shape
-    out_features = sum(weights.output_slices)
-    expected = {
-        "lora_b": (b, [num_slots, out_features, max_rank]),
-        "ranks": (weights.ranks, [num_slots, num_slices]),
-        "scalings": (weights.scalings, [num_slots, num_slices]),
-        "bias": (weights.bias, [num_slots, out_features]),
+def _check_shapes(weights: LoRAWeights) -> int:
+    """Check that the shapes fit together; return max_rank."""
+    widths = weights.output_slices
+    slots, rank, inputs = _common_sizes(weights)
+    num_slices, out = len(widths), sum(widths)
+    expected: dict[str, list[int]] = {
+        "ranks": [slots, num_slices],
+        "scalings": [slots, num_slices],
+        "bias": [slots, out],
+        "output_scales": [slots, out],
+        "a_scales": [
+            slots,
+            num_slices,
+            groups_of(rank, weights.scale_block[0]),
+            groups_of(inputs, weights.scale_block[1]),
+        ],
+        "b_scales": [
+            slots,
+            sum(b_row_groups(widths, weights.scale_block)),
+            groups_of(rank, weights.scale_block[1]),
+        ],
     }
-    if len(weights.output_slices) != num_slices:
+    a, b = weights.lora_a, weights.lora_b
+    for name, stack in (("lora_a", a), ("lora_b", b)):
+        if isinstance(stack, tuple) and len(stack) != num_slices:
+            raise InvalidInputError(
+                f"output_slices does not match {name}\n"
+                f"  given: {num_slices} widths {widths}, {len(stack)} tensors in {name}\n"
+                f"  allowed: one width and one tensor per slice"
+            )
+    if isinstance(a, tuple):
+        expected |= {f"lora_a[{s}]": [slots, rank, inputs] for s in range(num_slices)}
+    elif a is not None and a.shape[1] != num_slices:
         raise InvalidInputError(
             f"output_slices does not match lora_a\n"
-            f"  given: {len(weights.output_slices)} widths {weights.output_slices}, "
-            f"lora_a {list(a.shape)}\n  allowed: one width per slice, {num_slices} here"
+            f"  given: {num_slices} widths {widths}, lora_a {list(a.shape)}\n"
+            f"  allowed: one width per slice, {a.shape[1]} here"
         )
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and list(tensor.shape) != shape:
+    if isinstance(b, tuple):
+        expected |= {f"lora_b[{s}]": [slots, width, rank] for s, width in enumerate(widths)}
+    elif b is not None:
+        expected["lora_b"] = [slots, out, rank]
+    for name, tensor in _named_tensors(weights):
+        if name in expected and list(tensor.shape) != expected[name]:
             raise InvalidInputError(
                 f"{name} has the wrong shape\n  given: {list(tensor.shape)}\n"
-                f"  allowed: {shape}, from lora_a {list(a.shape)} and "
-                f"output_slices {weights.output_slices}"
+                f"  allowed: {expected[name]}, from {_described(weights)} and "
+                f"output_slices {widths}"
             )
-    for name, tensor in (("lora_a", a), ("lora_b", b), ("bias", weights.bias)):
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        wide = name not in ("ranks", "scalings") and tensor.shape[-1] > 1
+        if wide and tensor.stride(-1) != 1:
             raise InvalidInputError(
                 f"the last axis of {name} is not contiguous\n"
                 f"  given: strides {tuple(tensor.stride())}\n  to do: pass {name}.contiguous()"
             )
+    return rank
+
+
+def _common_sizes(weights: LoRAWeights) -> tuple[int, int, int]:
+    """Return num_slots, max_rank and in_features (0 without A) from the first stack given."""
+    a, b = weights.lora_a, weights.lora_b
+    if a is not None:
+        axes, shape = (3, a[0].shape) if isinstance(a, tuple) else (4, a.shape)
+        allowed = "[num_slots, max_rank, in_features]"
+        if not isinstance(a, tuple):
+            allowed = "[num_slots, num_slices, max_rank, in_features]"
+        if len(shape) != axes:
+            raise InvalidInputError(
+                f"lora_a has the wrong number of axes\n  given: {list(shape)}\n  allowed: {allowed}"
+            )
+        return shape[0], shape[-2], shape[-1]
+    shape = b[0].shape if isinstance(b, tuple) else b.shape
+    if len(shape) != 3:
+        raise InvalidInputError(
+            f"lora_b has the wrong number of axes\n  given: {list(shape)}\n"
+            f"  allowed: [num_slots, out_features, max_rank]"
+        )
+    return shape[0], shape[-1], 0
+
+
+def _described(weights: LoRAWeights) -> str:
+    """Return the stack that sizes are taken from, for an error message."""
+    name, stack = ("lora_a", weights.lora_a)
+    if stack is None:
+        name, stack = ("lora_b", weights.lora_b)
+    if isinstance(stack, tuple):
+        return f"{name}[0] {list(stack[0].shape)}"
+    return f"{name} {list(stack.shape)}"
+
+
+def quantize_weights(weights: Any, dtype: torch.dtype, scale_block: ScaleBlock = (1, None)) -> Any:
+    """Return a layer with 8-bit stacks in place of 16- or 32-bit ones; all else is shared.
+
+    The scale of a group is its largest magnitude over the largest value of `dtype` (127, 448 or
+    57344), and 1 for zeros; stored = value / scale, int8 rounded to nearest, half to even. Values
+    beyond a rank are not looked at and become zero.
+
+    Args:
+        weights: a `LoRAWeights` or `ExpertWeights` of float16, bfloat16 or float32.
+        dtype: int8, float8_e4m3fn or float8_e5m2. int8 with a scale per row is the most exact.
+        scale_block: (rows, columns) of a matrix that share a scale; None: all.
+
+    Returns:
+        A layer of the same class, whose compute_dtype is the dtype of `weights`.
+
+    Raises:
+        InvalidInputError: another dtype, a layer that is quantised, or one that holds NaN or
+            infinity within a rank.
+    """
+    if dtype not in LARGEST or weights.dtype not in COMPUTE_DTYPES:
+        raise InvalidInputError(
+            f"quantize_weights makes 8-bit stacks of wider ones\n"
+            f"  given: {weights.dtype} to {shown(dtype)}\n"
+            f"  allowed: float16, bfloat16 or float32 to int8, float8_e4m3fn or float8_e5m2"
+        )
+    changes = weights._quantized(dtype, checked_block(scale_block))
+    return replace(weights, **changes, compute_dtype=weights.dtype)

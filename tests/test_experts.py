@@ -186,6 +186,20 @@ def test_contradictory_routings_are_refused(change, told):
         backend.prepare_experts(**good | change)
 
 
+def test_a_routing_is_refilled_for_as_many_adapters_per_token_alone():
+    backend = TorchRefBackend()
+    batches = [small_batch(), LoRABatch([[0, 1]] * 7, 4), LoRABatch([[0, 1, 2]] * 7, 4)]
+    plans = [backend.prepare_batch(batch) for batch in batches]
+    routings = [backend.prepare_experts(plan, IDS, FACTORS, 3) for plan in plans]
+    for i, plan in enumerate(plans):
+        for j, routing in enumerate(routings):
+            if i == j:
+                assert backend.prepare_experts(plan, IDS, FACTORS, 3, out=routing) is routing
+            else:
+                with pytest.raises(InvalidInputError, match="given:"):
+                    backend.prepare_experts(plan, IDS, FACTORS, 3, out=routing)
+
+
 def test_a_routing_is_refilled_for_as_many_tokens_and_experts_alone(job):
     backend = TorchRefBackend()
     plan = backend.prepare_batch(small_batch())

@@ -10,10 +10,11 @@ from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
 from lora_backends.csgmv import kernels
-from lora_backends.csgmv.plan import CsgmvPlan, make_plan, refill
+from lora_backends.csgmv.plan import CsgmvPlan, new_plan
 from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.sgmv.layout import count_active, count_tokens
+from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 from lora_backends.sgmv.tiles.source import TileSource
 
 SEGMENT_SIZES = (16, 32, 64, 128)
@@ -68,14 +69,20 @@ class CsgmvBackend(SgmvBackend):
         self.segment_size = _checked_segment_size(segment_size)
 
     @override
-    def prepare_batch(self, batch: LoRABatch, out: CsgmvPlan | None = None) -> CsgmvPlan:
+    def prepare_batch(
+        self, batch: LoRABatch, out: CsgmvPlan | None = None, capacity: int | None = None
+    ) -> CsgmvPlan:
         counts = count_tokens(batch)
-        if out is not None:
-            return refill(out, batch, counts)
         sizes = self.batch_to_tile(batch.num_tokens, count_active(counts))
         tile_tokens = self.tile_source.tile_tokens(*sizes)
         segment_size, group_size = segment_and_group(self.segment_size, tile_tokens)
-        return make_plan(batch, counts, segment_size, group_size, self.device)
+        plan = out
+        if plan is None:
+            fixed = capacity is None or self.segment_size != "auto"
+            segments = (segment_size,) if fixed else (*TILE_TOKENS, segment_size)
+            plan = new_plan(batch, capacity, segments, self.device)
+        plan.fill(batch, counts, segment_size, group_size)
+        return plan
 
 
 def segment_and_group(segment_size: int | Literal["auto"], tile_tokens: int) -> tuple[int, int]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from typing_extensions import override
 
@@ -33,30 +32,23 @@ class CsgmvPlan(SgmvPlan):
     group_size: int  # most segments per group, a power of two
     num_segments: int  # segments in use now, <= max_segments
     num_groups: int  # groups in use now, <= max_groups
-    max_segments: int  # segments that any composition of as many tokens and slots can need
+    max_segments: int  # segments that any composition of `capacity` tokens can need
     max_groups: int  # groups that any such composition can need
     slot_table: torch.Tensor  # [max_segments] int32, slot or -1
     token_table: torch.Tensor  # [max_segments, segment_size] int32, token or -1
     group_starts: torch.Tensor  # [max_groups + 1] int32, ascending
-    refills: int = field(default=0, init=False)  # how often the tables were written anew
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        tables = _tables(self.packed, self.segment_size, self.max_segments, self.max_groups)
-        self.slot_table, self.token_table, self.group_starts = tables
-
-    def token_slots(self) -> torch.Tensor:
-        """Return the slot of every token or -1: [num_tokens] int32, the end of `packed`."""
-        return self.packed[self.packed.shape[0] - self.num_tokens :]
 
     @override
-    def grid_rows(self, capturing: bool) -> int:
-        return self.max_groups if capturing else self.num_groups
+    def grid_rows(self, capturing: bool, rows: int) -> int:
+        if capturing:
+            return layout.max_runs(rows, self.num_slots, self.segment_size * self.group_size)
+        return self.num_groups
 
     @override
-    def h_rows(self) -> int:
-        # all places that a refill can use: the strides of h stay the same
-        return self.max_segments * self.segment_size
+    def h_rows(self, rows: int) -> int:
+        # all places that a refill of as many tokens can use: the strides of h stay the same
+        segments = layout.max_runs(rows, self.num_slots, self.segment_size)
+        return segments * self.segment_size
 
     @override
     def row_constants(self, by_token: bool) -> tuple[tuple[str, int], ...]:
@@ -66,6 +58,41 @@ class CsgmvPlan(SgmvPlan):
     @override
     def tables(self) -> tuple[torch.Tensor, ...]:
         return self.slot_table, self.token_table, self.group_starts
+
+    @override
+    def _view_tables(self) -> None:
+        first, size = self.tables_at(), self.segment_size
+        tables = layout.run_tables(self.packed, first, size, self.max_segments)
+        self.slot_table, self.token_table = tables
+        at = first + layout.run_tables_size(size, self.max_segments)
+        self.group_starts = self.packed.as_strided((self.max_groups + 1,), (1,), at)
+
+    def fill(self, batch: LoRABatch, counts: Ints, segment_size: int, group_size: int) -> None:
+        """Cut a batch into segments; the copy of the tables to the device is under way.
+
+        Raises:
+            InvalidInputError: a captured graph cannot follow the batch.
+        """
+        if batch.token_scales is not None:
+            self.refuse_scales_of_captured()
+        if self.may_cut_anew():
+            self.active_slots = layout.count_active(counts)
+            if (self.segment_size, self.group_size) != (segment_size, group_size):
+                self.segment_size, self.group_size = segment_size, group_size
+                self.tile_tokens = tile = segment_size * group_size
+                self.max_segments = layout.max_runs(self.capacity, self.num_slots, segment_size)
+                self.max_groups = layout.max_runs(self.capacity, self.num_slots, tile)
+                self._view_tables()
+            self.cut = (segment_size, group_size, *self.sizes_key(batch))
+        groups_at = layout.run_tables_size(self.segment_size, self.max_segments)
+        staged = self._stage(batch, groups_at + self.max_groups + 1)
+        runs = layout.fill_runs(staged.tables, batch, counts, self.segment_size, self.max_segments)
+        starts, self.num_segments = starts_of_groups(runs, self.group_size), int(runs.sum())
+        self.num_tokens, self.num_groups = batch.num_tokens, starts.size
+        group_starts = staged.tables[groups_at:]
+        group_starts[: starts.size] = starts
+        group_starts[starts.size :] = self.num_segments
+        self._send(staged)
 
 
 def starts_of_groups(segments: Ints, group_size: int) -> Ints:
@@ -82,86 +109,33 @@ def starts_of_groups(segments: Ints, group_size: int) -> Ints:
     return starts
 
 
-def make_plan(
-    batch: LoRABatch, counts: Ints, segment_size: int, group_size: int, device: torch.device
+def new_plan(
+    batch: LoRABatch, capacity: int | None, segment_sizes: Sequence[int], device: torch.device
 ) -> CsgmvPlan:
-    """Return a new plan; the copy of its tables to the device is under way."""
-    segments = layout.max_runs(batch.num_tokens, batch.num_slots, segment_size)
-    groups = layout.max_runs(batch.num_tokens, batch.num_slots, segment_size * group_size)
-    slots_at = layout.aligned(_groups_at(segments, segment_size) + groups + 1)
-    staged, array = layout.staging_buffer(slots_at + batch.num_tokens, device)
-    num_segments, num_groups = fill(
-        array[:slots_at], batch, counts, segment_size, group_size, segments
-    )
-    array[slots_at:] = batch.token_slots.numpy()
-    packed = staged.to(device, non_blocking=True)
-    slot_table, token_table, group_starts = _tables(packed, segment_size, segments, groups)
+    """Return a plan with room for `capacity` tokens in segments of any of the sizes, to be filled.
+
+    Groups are never more than segments.
+    """
+    has_room, capacity = capacity is not None, capacity or batch.num_tokens
+    tables = layout.most_run_tables(capacity, batch.num_slots, segment_sizes)
+    groups = layout.max_runs(capacity, batch.num_slots, min(segment_sizes)) + 1
+    size = 2 * layout.aligned(capacity) + tables + groups
+    packed = torch.empty(size, dtype=torch.int32, device=device)
     return CsgmvPlan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,
-        tile_tokens=segment_size * group_size,
-        active_slots=layout.count_active(counts),
+        capacity=capacity,
+        tile_tokens=0,
+        active_slots=0,
         packed=packed,
-        segment_size=segment_size,
-        group_size=group_size,
-        num_segments=num_segments,
-        num_groups=num_groups,
-        max_segments=segments,
-        max_groups=groups,
-        slot_table=slot_table,
-        token_table=token_table,
-        group_starts=group_starts,
+        has_room=has_room,
+        segment_size=0,
+        group_size=0,
+        num_segments=0,
+        num_groups=0,
+        max_segments=0,
+        max_groups=0,
+        slot_table=packed,
+        token_table=packed,
+        group_starts=packed,
     )
-
-
-def fill(
-    packed: npt.NDArray[np.int32],
-    batch: LoRABatch,
-    counts: Ints,
-    segment_size: int,
-    group_size: int,
-    max_segments: int,
-) -> tuple[int, int]:
-    """Write the tables of a batch.
-
-    Args:
-        packed: overwritten.
-        batch: the slots.
-        counts: from `count_tokens`.
-        segment_size: tokens per segment.
-        group_size: segments per group.
-        max_segments: segments that `packed` has room for.
-
-    Returns:
-        Segments and groups in use.
-    """
-    segments = layout.fill_runs(packed, batch, counts, segment_size, max_segments)
-    starts, num_segments = starts_of_groups(segments, group_size), int(segments.sum())
-    group_starts = packed[_groups_at(max_segments, segment_size) :]
-    group_starts[: starts.size] = starts
-    group_starts[starts.size :] = num_segments
-    return num_segments, starts.size
-
-
-def refill(plan: CsgmvPlan, batch: LoRABatch, counts: Ints) -> CsgmvPlan:
-    """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory."""
-    staged, array = layout.staging_buffer(plan.packed.shape[0], plan.packed.device)
-    sizes = (plan.segment_size, plan.group_size, plan.max_segments)
-    slots_at = array.size - plan.num_tokens
-    plan.num_segments, plan.num_groups = fill(array[:slots_at], batch, counts, *sizes)
-    array[slots_at:] = batch.token_slots.numpy()
-    plan.refills += 1
-    plan.packed.copy_(staged, non_blocking=True)
-    return plan
-
-
-def _groups_at(max_segments: int, segment_size: int) -> int:
-    """Return where `group_starts` begins in the packed buffer."""
-    return layout.aligned(layout.aligned(max_segments) + max_segments * segment_size)
-
-
-def _tables(
-    packed: torch.Tensor, segment_size: int, segments: int, groups: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    starts = packed.as_strided((groups + 1,), (1,), _groups_at(segments, segment_size))
-    return *layout.run_tables(packed, segment_size, segments), starts

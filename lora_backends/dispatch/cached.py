@@ -40,13 +40,13 @@ class CachedCall(Protocol):
 class _Entry:
     """One stored call, and what another call must have in common with it."""
 
-    __slots__ = ("addresses", "apart", "call", "kind", "x_extent", "y_extent")
+    __slots__ = ("addresses", "apart", "call", "key", "kind", "x_extent", "y_extent")
 
     def __init__(
-        self, call: CachedCall, x: torch.Tensor, weights: LoRAWeights, y: torch.Tensor
+        self, key: Any, call: CachedCall, x: torch.Tensor, weights: LoRAWeights, y: torch.Tensor
     ) -> None:
         self.call = call
-        self.kind = _kind_of(x, x.data_ptr(), y, y.data_ptr())
+        self.key, self.kind = key, _kind_of(x, x.data_ptr(), y, y.data_ptr())
         self.x_extent, self.y_extent = extent_of(x), extent_of(y)  # bytes, first to last element
         self.addresses = addresses_of(weights)  # to notice that a tensor of the layer has moved
         self.apart = (0, 0)  # addresses of x and y that were last found apart
@@ -83,6 +83,8 @@ class CallCache:
     """The cached calls of one plan."""
 
     def __init__(self) -> None:
+        # what stored calls depend on besides their arguments; an engine sets it when it refills
+        self.key: Any = None
         # by operation, backend and layer; a handle stands for one object while the process lives
         self._calls: dict[tuple[str, int, int], list[_Entry]] = {}
 
@@ -110,11 +112,11 @@ class CallCache:
             return None
         try:
             x_first, y_first = x.data_ptr(), y.data_ptr()
-            kind = _kind_of(x, x_first, y, y_first)
+            key, kind = self.key, _kind_of(x, x_first, y, y_first)
         except RuntimeError:  # a sparse tensor has no strides
             return None
         for entry in entries:
-            if entry.kind == kind:
+            if entry.kind == kind and entry.key == key:
                 break
         else:
             return None
@@ -143,9 +145,13 @@ class CallCache:
         """
         if len(self._calls) >= MOST_LAYERS:
             self._calls.clear()
-        stored = _Entry(call, x, weights, y)
+        stored = _Entry(self.key, call, x, weights, y)
         key = operation, backend.handle, weights.handle
-        others = [entry for entry in self._calls.get(key, ()) if entry.kind != stored.kind]
+        others = [
+            entry
+            for entry in self._calls.get(key, ())
+            if (entry.key, entry.kind) != (stored.key, stored.kind)
+        ]
         self._calls[key] = [*others[-(MOST_KINDS - 1) :], stored]
 
     def __len__(self) -> int:

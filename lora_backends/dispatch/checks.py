@@ -11,28 +11,89 @@ from typing import Any
 
 import torch
 
-from lora_backends.batch import LoRABatch
+from lora_backends import features
+from lora_backends.batch import MOST, LoRABatch
 from lora_backends.dispatch.engine import Engine, Layer
+from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.output import output_shape
 from lora_backends.dispatch.problems import Problems, describe
 from lora_backends.dtypes import accumulator_dtype, dtype_name, dtype_names
+from lora_backends.eight_bit import is_eight_bit
+from lora_backends.errors import shown
 from lora_backends.operations import Input, Operation
 from lora_backends.weights import LoRAWeights, extent_of
 
 
-def check_prepare_batch(engine: Engine, batch: LoRABatch, out: Any | None = None) -> None:
+def check_prepare_batch(
+    engine: Engine, batch: LoRABatch, out: Any | None = None, capacity: int | None = None
+) -> None:
     """Guard `prepare_batch`; the signature is the method's."""
     problems = Problems()
-    if problems.check_type("batch", batch, LoRABatch, "a LoRABatch") and out is not None:
-        problems.check_type("out", out, engine.plan_type, "a plan of this backend")
-        for field in ("num_tokens", "num_slots"):
-            planned, wanted = planned_size(out, field), getattr(batch, field)
-            if planned is not None and planned != wanted:
-                problems.invalid.append(
-                    f"out was made for {field}={planned}, the batch has {wanted}; "
-                    f"pad the batch with NO_ADAPTER, or make a new plan"
-                )
+    if problems.check_type("batch", batch, LoRABatch, "a LoRABatch"):
+        if batch.token_scales is not None and features.TOKEN_SCALES not in engine.features:
+            problems.unsupported.append(_missing(engine, features.TOKEN_SCALES, "the batch has"))
+        if capacity is not None:
+            _check_capacity(problems, engine, batch, capacity)
+        if out is not None:
+            _check_refill(problems, engine, batch, out, capacity)
     problems.raise_if_any(engine.name, "prepare_batch", batch=batch, out=out)
+
+
+def _check_capacity(problems: Problems, engine: Engine, batch: LoRABatch, capacity: Any) -> None:
+    if isinstance(capacity, bool) or not isinstance(capacity, int):
+        problems.invalid.append(f"capacity is {shown(capacity)}; allowed: an int, or None")
+    elif not batch.num_tokens <= capacity <= MOST:
+        problems.invalid.append(
+            f"capacity is {capacity}; allowed: {batch.num_tokens} (the batch's tokens) to {MOST}"
+        )
+    if features.CAPACITY not in engine.features:
+        problems.unsupported.append(_missing(engine, features.CAPACITY, "the call has a"))
+
+
+def _check_refill(
+    problems: Problems, engine: Engine, batch: LoRABatch, out: Any, capacity: int | None
+) -> None:
+    """Check that a plan can take a batch, of another number of tokens where it has room."""
+    kind = ManyAdaptersPlan if isinstance(out, ManyAdaptersPlan) else engine.plan_type
+    if not problems.check_type("out", out, kind, "a plan of this backend"):
+        return
+    if isinstance(out, ManyAdaptersPlan):
+        problems.check_type("out", out.plans[0], engine.plan_type, "a plan of this backend")
+    most = out.adapters_per_token if isinstance(out, ManyAdaptersPlan) else 1
+    if batch.adapters_per_token > most:
+        problems.invalid.append(
+            f"out was made for {most} adapters per token, the batch has "
+            f"{batch.adapters_per_token}; make a new plan"
+        )
+    slots, tokens = planned_size(out, "num_slots"), planned_size(out, "num_tokens")
+    if slots is not None and slots != batch.num_slots:
+        problems.invalid.append(
+            f"out was made for num_slots={slots}, the batch has {batch.num_slots}; make a new plan"
+        )
+    room = capacity_of(out)
+    if features.CAPACITY in engine.features:
+        if room is not None and batch.num_tokens > room:
+            problems.invalid.append(
+                f"out has room for {room} tokens, the batch has num_tokens={batch.num_tokens}; "
+                f"make a plan with capacity={batch.num_tokens} or more"
+            )
+    elif tokens is not None and tokens != batch.num_tokens:
+        problems.invalid.append(
+            f"out was made for num_tokens={tokens}, the batch has {batch.num_tokens}; "
+            f"pad the batch with NO_ADAPTER, or make a new plan"
+        )
+    if capacity is not None and room is not None and capacity != room:
+        problems.invalid.append(
+            f"capacity is {capacity}, out was made for {room}; allowed: None, since a refill "
+            f"keeps the capacity"
+        )
+
+
+def _missing(engine: Engine, feature: str, given: str) -> str:
+    return (
+        f"{given} {feature}, which this backend does not have; it has: "
+        f"{', '.join(sorted(engine.features)) or 'the plain interface alone'}"
+    )
 
 
 def check_operation(
@@ -42,10 +103,14 @@ def check_operation(
     weights: LoRAWeights,
     plan: Any,
     base_output: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """Guard a call of an operation; an operation that returns h has no base_output."""
+    """Guard a call of an operation.
+
+    One that returns h has no base_output, but `out`; the others have no `out`.
+    """
     problems, name = Problems(), operation.argument
-    if _weights_fit(problems, engine, weights, plan):
+    if _weights_fit(problems, engine, weights, plan) and _has_halves(problems, operation, weights):
         if operation.num_slices not in (None, weights.num_slices):
             problems.invalid.append(
                 f"the layer has {weights.num_slices} slices; {operation.name} takes "
@@ -53,9 +118,14 @@ def check_operation(
             )
         if check_tensor(problems, engine, name, first):
             _GUARDS[operation.input](problems, name, first, weights, plan)
+            if operation.input is Input.ROWS and not problems.unsupported:
+                check_input_dtype(problems, engine, name, first)
         if not problems.invalid:
             shape = output_shape(operation, first, weights, plan)
-            check_writing(problems, engine, tensors_of(weights) | {name: first}, base_output, shape)
+            read = tensors_of(weights) | {name: first}
+            check_writing(problems, engine, read, base_output, shape)
+            if out is not None:
+                _check_out(problems, engine, out, (weights.num_slices, *shape[:1]), weights, read)
     problems.raise_if_any(
         engine.name,
         operation.name,
@@ -63,7 +133,52 @@ def check_operation(
         weights=weights,
         plan=plan,
         base_output=base_output,
+        out=out,
     )
+
+
+def _has_halves(problems: Problems, operation: Operation, weights: LoRAWeights) -> bool:
+    """Check that the layer has the halves that an operation reads."""
+    reads = {
+        "lora_a": operation.input is not Input.H,
+        "lora_b": operation.result == "y",
+    }
+    for name, needed in reads.items():
+        if needed and getattr(weights, name) is None:
+            problems.invalid.append(
+                f"the layer's {name} is None, which {operation.name} reads; without lora_b only "
+                f"run_lora_a runs, without lora_a only run_lora_b"
+            )
+    return not problems.invalid
+
+
+def _check_out(
+    problems: Problems,
+    engine: Engine,
+    out: Any,
+    sizes: tuple[int, ...],
+    weights: LoRAWeights,
+    read: dict[str, torch.Tensor],
+) -> None:
+    """Check the tensor that h is written to."""
+    if not check_tensor(problems, engine, "out", out):
+        return
+    shape, dtype = (*sizes, weights.max_rank), accumulator_dtype(weights.dtype)
+    if tuple(out.shape) != shape or out.dtype != dtype:
+        problems.invalid.append(
+            f"out is {describe(out)}; allowed: {list(shape)} {dtype_name(dtype)}, "
+            f"[num_slices, num_tokens, max_rank]"
+        )
+    elif not out.is_contiguous():
+        problems.invalid.append(f"out is not contiguous (strides {tuple(out.stride())})")
+    if out.requires_grad or (
+        torch.is_grad_enabled() and any(t.requires_grad for t in read.values())
+    ):
+        problems.unsupported.append(
+            "a gradient is wanted, which a result in out does not carry; leave out None, or call "
+            "under torch.no_grad()"
+        )
+    _check_apart(problems, out, read, "out")
 
 
 def _check_rows(
@@ -73,7 +188,7 @@ def _check_rows(
     if x.ndim != 2:
         problems.invalid.append(f"{name} is {describe(x)}; allowed: a tensor of two axes")
         return
-    check_matrix(problems, name, x, weights, _planned_or(plan, x.shape[0]), "the plan's tokens")
+    check_matrix(problems, name, x, weights, _rows_for(plan, x.shape[0]), "the plan's tokens")
 
 
 def check_matrix(
@@ -91,10 +206,10 @@ def check_matrix(
             f"the last axis of {name} is not contiguous (strides {tuple(x.stride())}); "
             f"pass {name}.contiguous()"
         )
-    if x.dtype != weights.dtype:
+    if x.dtype not in weights.input_dtypes:
         problems.invalid.append(
             f"{name}.dtype is {dtype_name(x.dtype)}, the weights are {dtype_name(weights.dtype)}; "
-            f"allowed: one dtype for both"
+            f"allowed: {dtype_names(weights.input_dtypes)}"
         )
 
 
@@ -102,7 +217,7 @@ def _check_h(
     problems: Problems, name: str, h: torch.Tensor, weights: LoRAWeights, plan: Any
 ) -> None:
     """Guard h: [num_slices, num_tokens, max_rank], in the dtype of sums."""
-    tokens = _planned_or(plan, h.shape[1] if h.ndim == 3 else 0)
+    tokens = _rows_for(plan, h.shape[1] if h.ndim == 3 else 0)
     shape = (weights.num_slices, tokens, weights.max_rank)
     if tuple(h.shape) != shape:
         problems.invalid.append(
@@ -118,7 +233,7 @@ def _check_token_ids(
     problems: Problems, name: str, token_ids: torch.Tensor, weights: LoRAWeights, plan: Any
 ) -> None:
     """Guard token ids: [num_tokens] integers, contiguous; on a CPU their range too."""
-    tokens = _planned_or(plan, token_ids.shape[0] if token_ids.ndim == 1 else 0)
+    tokens = _rows_for(plan, token_ids.shape[0] if token_ids.ndim == 1 else 0)
     if (
         tuple(token_ids.shape) != (tokens,)
         or token_ids.dtype not in (torch.int32, torch.int64)
@@ -154,19 +269,29 @@ def _weights_fit(problems: Problems, engine: Engine, weights: LoRAWeights, plan:
     return True
 
 
+def check_input_dtype(problems: Problems, engine: Engine, name: str, x: torch.Tensor) -> None:
+    """Check that the engine takes x of a dtype that 8-bit weights allow."""
+    if x.is_floating_point() and x.dtype not in engine.dtypes:
+        problems.unsupported.append(
+            f"{name}.dtype is {dtype_name(x.dtype)}; supported: {dtype_names(engine.dtypes)}"
+        )
+
+
 def check_weights(problems: Problems, engine: Engine, weights: Layer, plan: Any) -> None:
     """Check the number of slots, dtype and device of a layer."""
     num_slots = planned_size(plan, "num_slots")
+    for feature in sorted(getattr(weights, "needs", frozenset()) - engine.features):
+        problems.unsupported.append(_missing(engine, feature, "the layer has"))
     if num_slots is not None and num_slots != weights.num_slots:
         problems.invalid.append(
             f"the plan is for {num_slots} slots, the weights have {weights.num_slots}; "
             f"prepare the batch with num_slots={weights.num_slots}"
         )
-    if weights.dtype not in engine.dtypes:
+    if weights.dtype not in engine.dtypes and not is_eight_bit(weights.dtype):
         problems.unsupported.append(
             f"lora_a.dtype is {dtype_name(weights.dtype)}; supported: {dtype_names(engine.dtypes)}"
         )
-    check_device(problems, engine, "weights", weights.lora_a)
+    check_device(problems, engine, "weights", weights)
 
 
 def planned_size(plan: Any, field: str) -> int | None:
@@ -175,14 +300,25 @@ def planned_size(plan: Any, field: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _planned_or(plan: Any, otherwise: int) -> int:
-    tokens = planned_size(plan, "num_tokens")
-    return otherwise if tokens is None else tokens
+def capacity_of(plan: Any) -> int | None:
+    """Return the rows that a call may have at most, or None from a plan that does not say."""
+    room, tokens = planned_size(plan, "capacity"), planned_size(plan, "num_tokens")
+    return tokens if room is None or tokens is None else max(room, tokens)
+
+
+def _rows_for(plan: Any, given: int) -> int:
+    """Return the rows that a call is expected to have: those given, if the plan allows them."""
+    tokens, room = planned_size(plan, "num_tokens"), capacity_of(plan)
+    if tokens is None or room is None or tokens <= given <= room:
+        return given
+    return tokens
 
 
 def tensors_of(weights: Layer) -> dict[str, torch.Tensor]:
     """Return the tensors of a layer by name."""
-    names = ("lora_a", "lora_b", "ranks", "scalings", "bias")
+    if isinstance(weights, LoRAWeights):
+        return dict(weights.tensors)
+    names = ("lora_a", "lora_b", "ranks", "scalings")
     tensors = {name: getattr(weights, name, None) for name in names}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
@@ -204,11 +340,13 @@ def check_tensor(problems: Problems, engine: Engine, name: str, value: Any) -> b
     return True
 
 
-def check_device(problems: Problems, engine: Engine, name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor is where the engine runs."""
-    if tensor.device != engine.device:
+def check_device(
+    problems: Problems, engine: Engine, name: str, given: torch.Tensor | Layer
+) -> None:
+    """Check that a tensor or a layer is where the engine runs."""
+    if given.device != engine.device:
         problems.invalid.append(
-            f"{name} is on {tensor.device}, the backend on {engine.device}; move one of them"
+            f"{name} is on {given.device}, the backend on {engine.device}; move one of them"
         )
 
 
@@ -271,15 +409,18 @@ def _rows_overlap(tensor: torch.Tensor) -> bool:
 
 
 def _check_apart(
-    problems: Problems, base_output: torch.Tensor, others: dict[str, torch.Tensor]
+    problems: Problems,
+    base_output: torch.Tensor,
+    others: dict[str, torch.Tensor],
+    written: str = "base_output",
 ) -> None:
-    """Refuse a base_output that lies on what the call reads: writing would change it."""
+    """Refuse to write to a tensor that lies on what the call reads."""
     if problems.invalid or not base_output.numel():
         return
     for name, tensor in others.items():
         if tensor.numel() and _overlap(tensor, base_output):
             problems.invalid.append(
-                f"base_output overlaps {name} in memory; pass a copy of one of them"
+                f"{written} overlaps {name} in memory; pass a copy of one of them"
             )
 
 

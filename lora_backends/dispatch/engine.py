@@ -35,6 +35,10 @@ class Engine(Protocol):
         """What `prepare_experts` returns."""
 
     @property
+    def features(self) -> frozenset[str]:
+        """What it supports beyond the plain interface: names of `lora_backends.features`."""
+
+    @property
     def differentiable(self) -> bool:
         """Whether gradients flow."""
 
@@ -51,12 +55,20 @@ class Layer(Protocol):
     """The sizes and tensors that every kind of weights has."""
 
     @property
-    def lora_a(self) -> torch.Tensor:
-        """The A of every slot."""
+    def device(self) -> torch.device:
+        """Where its tensors are."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of A and B."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Dtype of a result without base_output."""
+
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes that x may have."""
 
     @property
     def num_slots(self) -> int:

@@ -56,11 +56,11 @@ def _check_pairs(
 ) -> None:
     if not checks.check_tensor(problems, engine, "topk_ids", topk_ids):
         return
-    tokens = checks.planned_size(plan, "num_tokens")
+    tokens, room = checks.planned_size(plan, "num_tokens"), checks.capacity_of(plan)
     if (
         topk_ids.ndim != 2
         or topk_ids.shape[1] < 1
-        or tokens not in (None, topk_ids.shape[0])
+        or not (tokens is None or room is None or tokens <= topk_ids.shape[0] <= room)
         or topk_ids.dtype not in (torch.int32, torch.int64)
     ):
         planned = "num_tokens" if tokens is None else tokens
@@ -128,6 +128,7 @@ def check_experts(
             rows = routing.num_tokens * (routing.top_k if options["rows"] == "pairs" else 1)
             meaning = f"a row for each of the routing's {options['rows']}"
             checks.check_matrix(problems, operation.argument, x, weights, rows, meaning)
+            checks.check_input_dtype(problems, engine, operation.argument, x)
         if not problems.invalid:
             shape = output_shape(operation, x, weights, routing, options)
             read = checks.tensors_of(weights) | {operation.argument: x}
@@ -149,6 +150,12 @@ def _layer_fits(problems: Problems, engine: Engine, weights: Any, routing: Any) 
         return False
     if not problems.check_type("routing", routing, engine.routing_type, made):
         return False
+    tokens = checks.planned_size(routing.plan, "num_tokens")
+    if tokens is not None and tokens > routing.num_tokens:
+        problems.invalid.append(
+            f"the routing is for {routing.num_tokens} tokens, its plan was refilled with {tokens}; "
+            f"make a new routing"
+        )
     if routing.num_experts != weights.num_experts:
         problems.invalid.append(
             f"the routing is for {routing.num_experts} experts, the weights have "

@@ -33,21 +33,25 @@ def is_ordinary(
         or not isinstance(plan, LoRAPlan)
         or not isinstance(plan, engine.plan_type)
         or plan.num_slots != weights.num_slots
+        or weights.lora_a is None
+        or weights.lora_b is None
+        or not weights.needs <= engine.features
         or (num_slices is not None and num_slices != weights.num_slices)
     ):
         return False
     with_gradients = torch.is_grad_enabled()
     if with_gradients and requires_gradient(weights, x):
         return False
-    device, tokens, lora_a = engine.device, plan.num_tokens, weights.lora_a
-    dtype = lora_a.dtype
+    tokens = x.shape[0] if x.ndim == 2 else -1
+    device, dtype = engine.device, x.dtype
     try:
         if (
-            x.dtype is not dtype
+            dtype not in weights.input_dtypes
             or dtype not in engine.dtypes
             or x.device != device
-            or lora_a.device != device
-            or x.shape != (tokens, weights.in_features)
+            or weights.device != device
+            or not plan.num_tokens <= tokens <= plan.capacity
+            or x.shape[1] != weights.in_features
             or x.is_neg()
         ):
             return False
@@ -78,30 +82,17 @@ def is_ordinary(
 
 def requires_gradient(weights: LoRAWeights, *others: torch.Tensor) -> bool:
     """Return whether a tensor of a call requires a gradient."""
-    tensors = (*others, weights.lora_a, weights.lora_b, weights.scalings, weights.bias)
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return any(tensor.requires_grad for tensor in (*others, *weights.tensors.values()))
 
 
 def addresses_of(weights: LoRAWeights) -> tuple[int, ...]:
     """Return where the tensors of a layer lie now, in the order of `LoRAWeights.extents`."""
-    bias = weights.bias
-    return (
-        weights.lora_a.data_ptr(),
-        weights.lora_b.data_ptr(),
-        weights.ranks.data_ptr(),
-        weights.scalings.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-    )
+    return tuple(map(torch.Tensor.data_ptr, weights.tensors.values()))
 
 
 def lies_on(addresses: tuple[int, ...], extents: tuple[int, ...], first: int, end: int) -> bool:
     """Return whether the bytes from `first` to `end` meet those of a layer's tensors."""
-    a, b, ranks, scalings, bias = addresses
-    of_a, of_b, of_ranks, of_scalings, of_bias = extents
-    return (
-        (a < end and first < a + of_a)
-        or (b < end and first < b + of_b)
-        or (ranks < end and first < ranks + of_ranks)
-        or (scalings < end and first < scalings + of_scalings)
-        or (bias < end and first < bias + of_bias)
-    )
+    for address, extent in zip(addresses, extents, strict=True):
+        if address < end and first < address + extent:
+            return True
+    return False

@@ -37,14 +37,23 @@ class Problems:
         raise error("\n".join(lines))
 
 
+def _describe_stacks(weights: Any) -> str:
+    """Return A, or B where the layer has no A; of a tuple, the first tensor and their number."""
+    name = "lora_b" if weights.lora_a is None else "lora_a"
+    stack = getattr(weights, name)
+    if isinstance(stack, tuple):
+        return f"{name} {len(stack)} tensors, the first {describe(stack[0])}"
+    return f"{name} {describe(stack)}"
+
+
 def describe(value: Any) -> str:
     """Return ``[12, 4096] float64 cuda:0`` for a tensor, a short text for anything else."""
     if isinstance(value, torch.Tensor):
         shape = "nested" if value.is_nested else list(value.shape)
         layout = "" if value.layout == torch.strided else f" {value.layout}"
         return f"{shape} {dtype_name(value.dtype)} {value.device}{layout}"
-    if isinstance(getattr(value, "lora_a", None), torch.Tensor):
-        return f"lora_a {describe(value.lora_a)}, output_slices {value.output_slices}"
+    if isinstance(getattr(value, "output_slices", None), tuple):
+        return f"{_describe_stacks(value)}, output_slices {value.output_slices}"
     if isinstance(getattr(value, "num_tokens", None), int):
         return f"of {value.num_tokens} tokens, {getattr(value, 'num_slots', '?')} slots"
     return f"({type(value).__name__})"

@@ -7,34 +7,36 @@ else:          check, then a cached call or the engine's method
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
-from lora_backends.dispatch.cached import (
-    CachingPlan,
-    marked_to_store_calls,
-)
+from lora_backends.batch import LoRABatch
+from lora_backends.dispatch.cached import CachingPlan, marked_to_store_calls
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.expert_checks import check_experts, check_prepare_experts
 from lora_backends.dispatch.handles import Handled
 from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
+from lora_backends.dispatch.many_adapters import (
+    ManyAdaptersPlan,
+    ManyAdaptersRouting,
+    add_each,
+    prepare_each,
+    refuse,
+    routings_of,
+)
 from lora_backends.dispatch.ordinary import is_ordinary
 from lora_backends.dispatch.output import new_output
 from lora_backends.experts import ExpertWeights
+from lora_backends.features import CAPACITY
 from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
 from lora_backends.weights import LoRAWeights
 
 Method: TypeAlias = Callable[..., torch.Tensor]
-
-PREPARATIONS: dict[str, Callable[..., None]] = {
-    "prepare_batch": check_prepare_batch,
-    "prepare_experts": check_prepare_experts,
-}
-"""Methods of the interface that make what operations run on, and the guard of each."""
 
 
 class Dispatched(Handled):
@@ -42,6 +44,8 @@ class Dispatched(Handled):
 
     storing: ClassVar[frozenset[str]] = frozenset()
     """Operations whose calls the class stores on its plans."""
+    features: ClassVar[frozenset[str]] = frozenset()
+    """What it supports beyond the plain interface: names of `lora_backends.features`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -51,11 +55,21 @@ class Dispatched(Handled):
                 # the interface's own body of an operation that is a case of another calls that one
                 is_default = Dispatched in cls.__bases__ and operation.same_as is not None
                 setattr(cls, operation.name, _wrap(operation, method, is_default))
-        for name, guard in PREPARATIONS.items():
+        for name, wrap in PREPARATIONS.items():
             method = getattr(cls, name, None)
             if method is not None and _wrapped(method) is None:
-                setattr(cls, name, _wrap_preparation(guard, method))
+                call = functools.update_wrapper(wrap(method), method)
+                call.wrapped = _Wrapped(call, method)  # type: ignore[attr-defined]
+                setattr(cls, name, call)
+        if not _takes(cls, "prepare_batch", "capacity"):  # overridden without it
+            cls.features = cls.features - {CAPACITY}
         cls.storing = frozenset(op.name for op in OPERATIONS if _stores(cls, op))
+
+
+def _takes(cls: type, method: str, argument: str) -> bool:
+    """Return whether a class's method, behind the checks, takes an argument."""
+    found = _wrapped(getattr(cls, method, None))
+    return found is not None and argument in inspect.signature(found.method).parameters
 
 
 class _Wrapped(NamedTuple):
@@ -112,6 +126,12 @@ def _wrap_routed(operation: Operation, method: Method) -> Method:
         given = {**defaults, **options}
         if torch.compiler.is_compiling():
             return trace_add(operation, call, self, x, weights, routing, base_output, given)
+        if isinstance(routing, ManyAdaptersRouting):
+            y: torch.Tensor | None = base_output
+            for part in routing.routings:
+                y = call(self, x, weights, part, y, **given)
+            assert y is not None  # a token has an adapter or more
+            return y
         check_experts(self, operation, x, weights, routing, base_output, given)
         return method(self, x, weights, routing, base_output, **given)
 
@@ -119,11 +139,25 @@ def _wrap_routed(operation: Operation, method: Method) -> Method:
 
 
 def _wrap_h(operation: Operation, method: Method) -> Method:
-    def call(self: Engine, x: Any, weights: LoRAWeights, plan: Any) -> torch.Tensor:
+    takes_out = "out" in inspect.signature(method).parameters
+
+    def call(
+        self: Engine, x: Any, weights: LoRAWeights, plan: Any, out: Any = None
+    ) -> torch.Tensor:
         if torch.compiler.is_compiling():
+            if out is not None:  # a copy of the traced result would convert and broadcast
+                return call_outside(call, self, x, weights, plan, out)  # type: ignore[no-any-return]
             return trace_shrink(call, self, x, weights, plan)
-        _check(operation, self, x, weights, plan, None)
-        return method(self, x, weights, plan)
+        if isinstance(plan, ManyAdaptersPlan):
+            refuse(operation.name, plan)
+        if out is None:
+            _check(operation, self, x, weights, plan, None)
+            return method(self, x, weights, plan)
+        check_operation(self, operation, x, weights, plan, out=out)
+        if takes_out:
+            return method(self, x, weights, plan, out=out)
+        written: torch.Tensor = out.copy_(method(self, x, weights, plan))
+        return written
 
     return call
 
@@ -138,8 +172,10 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return trace_add(operation, call, self, x, weights, plan, base_output)
-        if (stores or name in self.storing) and isinstance(plan, CachingPlan):
+        if isinstance(plan, CachingPlan) and (stores or name in self.storing):
             cache = plan.call_cache
+        elif isinstance(plan, ManyAdaptersPlan):
+            return _add_each(operation, call, self, x, weights, plan, base_output)
         else:
             cache = None
         y: torch.Tensor | None = base_output
@@ -151,14 +187,36 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
         if y is None:
             y = new_output(operation, x, weights, plan)
         cached = cache.find(stored_as, self, x, weights, y)
-        if cached is not None and slices in (None, weights.num_slices):
-            if cached.run(x, weights, plan, y):
+        # a refill may have brought more tokens than the stored call has rows
+        if cached is not None and plan.num_tokens <= y.shape[0]:
+            if slices in (None, weights.num_slices) and cached.run(x, weights, plan, y):
                 return y
         if not checked:
             _check(operation, self, x, weights, plan, y)
         return method(self, x, weights, plan, y)
 
     return call
+
+
+def _add_each(
+    operation: Operation,
+    call: Method,
+    engine: Engine,
+    first: Any,
+    weights: LoRAWeights,
+    plan: ManyAdaptersPlan,
+    base_output: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run an operation once for each adapter of the tokens; `call` is the method, which checks."""
+    if operation.input is Input.H:
+        refuse(operation.name, plan)
+    y = base_output
+    check_operation(engine, operation, first, weights, plan.plans[0], y)
+    if y is None:
+        y = new_output(operation, first, weights, plan)
+    return add_each(
+        operation.name, lambda part, y: call(engine, first, weights, part, y), weights, plan, y
+    )
 
 
 def _stores(cls: type, operation: Operation) -> bool:
@@ -191,13 +249,46 @@ def _with_argument(operation: Operation, call: Method) -> Method:
     return renamed
 
 
-def _wrap_preparation(guard: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: Engine, *args: Any, **kwargs: Any) -> Any:
+def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Engine, batch: LoRABatch, out: Any = None, capacity: int | None = None) -> Any:
         if torch.compiler.is_compiling():
-            return call_outside(call, self, *args, **kwargs)
-        guard(self, *args, **kwargs)
-        return method(self, *args, **kwargs)
+            return call_outside(call, self, batch, out, capacity)
+        check_prepare_batch(self, batch, out, capacity)
+        # a refill keeps the capacity; a backend without that feature does not know the argument
+        options = {} if capacity is None or out is not None else {"capacity": capacity}
+        if batch.adapters_per_token > 1 or isinstance(out, ManyAdaptersPlan):
+            return prepare_each(MethodType(method, self), batch, out, **options)
+        return method(self, batch, out=out, **options)
 
-    call.wrapped = _Wrapped(call, method)  # type: ignore[attr-defined]
     return call
+
+
+def _wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(
+        self: Engine,
+        plan: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        num_experts: Any,
+        expert_map: Any = None,
+        out: Any = None,
+    ) -> Any:
+        choice = (topk_ids, topk_weights, num_experts, expert_map)
+        if torch.compiler.is_compiling():
+            return call_outside(call, self, plan, *choice, out)
+        if isinstance(plan, ManyAdaptersPlan):
+            outs = [None] * len(plan.plans) if out is None else routings_of(out, plan)
+            parts = zip(plan.plans, outs, strict=True)
+            made = tuple([call(self, part, *choice, own) for part, own in parts])
+            return ManyAdaptersRouting(made) if out is None else out
+        check_prepare_experts(self, plan, *choice, out)
+        return method(self, plan, *choice, out=out)
+
+    return call
+
+
+PREPARATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "prepare_batch": _wrap_prepare_batch,
+    "prepare_experts": _wrap_prepare_experts,
+}
+"""Methods of the interface that make what operations run on, and what puts the guard in front."""

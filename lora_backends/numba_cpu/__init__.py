@@ -11,9 +11,11 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.output import added_to
+from lora_backends.features import EIGHT_BIT, FEATURES
 from lora_backends.numba_cpu import kernels, launch
 from lora_backends.numba_cpu.layer import Layers
 from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
+from lora_backends.plan import padded
 from lora_backends.weights import LoRAWeights
 
 
@@ -34,6 +36,7 @@ class NumbaCPUBackend(LoRABackend):
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     auto_priority = {"cpu": 20}
     plan_type = NumbaPlan
+    features = frozenset(FEATURES) - {EIGHT_BIT}
     deterministic = True
     batch_invariant = True
 
@@ -45,19 +48,30 @@ class NumbaCPUBackend(LoRABackend):
     def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
         """Compile, or load from the cache on disk, what layers of these dtypes (None: all) run."""
         for dtype in self.dtypes if dtypes is None else dtypes:
+            launch.first_half_for(dtype)
             launch.kernel_for(dtype, dtype)
 
     @override
-    def prepare_batch(self, batch: LoRABatch, out: NumbaPlan | None = None) -> NumbaPlan:
+    def prepare_batch(
+        self, batch: LoRABatch, out: NumbaPlan | None = None, capacity: int | None = None
+    ) -> NumbaPlan:
         order, segments = order_and_segments(batch)
         if out is None:
-            return NumbaPlan(batch.num_tokens, batch.num_slots, order, segments)
-        out.refill(order, segments)
+            sizes = (batch.num_tokens, batch.num_slots)
+            out = NumbaPlan(*sizes, order, segments, capacity=capacity or 0)
+        scales = batch.token_scales
+        out.num_tokens = batch.num_tokens
+        out.refill(order, segments, None if scales is None else padded(scales, out.capacity))
         return out
 
     @override
-    def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: Any) -> torch.Tensor:
-        h = torch.zeros(weights.num_slices, plan.num_tokens, weights.max_rank, device="cpu")
+    def run_lora_a(
+        self, x: torch.Tensor, weights: LoRAWeights, plan: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        h = out
+        if h is None:
+            h = torch.empty(weights.num_slices, x.shape[0], weights.max_rank, device="cpu")
+        h.zero_()
         launch.run(kernels.SHRINK, weights, self._layers, plan, x=x, h=h)
         return h
 
@@ -69,7 +83,7 @@ class NumbaCPUBackend(LoRABackend):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan)
+        y = added_to(base_output, weights, h.shape[1])
         launch.run(kernels.NOTHING, weights, self._layers, plan, h=h, y=y)
         return y
 
@@ -81,7 +95,7 @@ class NumbaCPUBackend(LoRABackend):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan)
+        y = added_to(base_output, weights, x.shape[0])
         launch.run(kernels.SHRINK, weights, self._layers, plan, x=x, y=y)
         return y
 
@@ -93,7 +107,7 @@ class NumbaCPUBackend(LoRABackend):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan)
+        y = added_to(base_output, weights, token_ids.shape[0])
         ids = token_ids.to(torch.int64).reshape(-1, 1)
         launch.run(kernels.GATHER, weights, self._layers, plan, x=ids, y=y)
         return y

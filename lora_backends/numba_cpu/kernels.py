@@ -5,8 +5,9 @@ their cost, so nothing is shared between threads and nothing is atomic. A sum ov
 in 16 lanes, 32 inputs at a time, and one over the rank in two (even and odd columns of b),
 whatever the number of tokens or threads.
 
-x and y are (address, bytes from row to row), h is (address, bytes from slice to slice, from row to
-row); `kinds` are the markers of the weights and of y, see `vectors`.
+x and y are (address, bytes from row to row, address of the row of each position), h has the bytes
+from slice to slice behind its address; a segment is a key and a range of positions. `kinds` are the
+markers of the weights and of y, see `vectors`.
 """
 
 # numba infers the types of kernels
@@ -34,20 +35,24 @@ from lora_backends.numba_cpu.kernels_bias import load_bias, read_bias
 from lora_backends.numba_cpu.kernels_long import (
     expand_long,
     expand_scratch,
+    row_at,
     shrink_long,
     shrink_scratch,
     two_rows,
 )
-from lora_backends.numba_cpu.layer import Layer
+from lora_backends.numba_cpu.layer import Layer, Slice
+from lora_backends.numba_cpu.plan import EXPERT_BITS
 
 LANES = v.LANES
 NOTHING, SHRINK, GATHER = 0, 1, 2  # what a call begins with
+SLOT_MASK = (1 << EXPERT_BITS) - 1
 
 
 class Call(NamedTuple):
     """What a kernel is called with, as int64 one after the other."""
 
     first: int  # NOTHING, SHRINK or GATHER
+    first_half: int  # address of the compiled `run_first`
     expand: int  # whether that is followed by the second half
     whole: int  # whether a thread does both halves of its share of the segments
     threads: int  # 1: OpenMP is not asked
@@ -55,9 +60,18 @@ class Call(NamedTuple):
     num_threads: int
     barrier: int
     layer: int  # address of the fields of a `Layer`
-    num_segments: int
-    segments: int  # addresses of the arrays of a plan
-    order: int
+    a_count: int  # from here on the fields of a `Work`
+    a_segments: int
+    a_span: int
+    b_count: int
+    b_segments: int
+    x_order: int
+    to_order: int
+    h_order: int
+    y_order: int
+    scales: int
+    scales_row: int
+    scales_order: int
     x: int
     x_row: int
     h: int
@@ -67,21 +81,31 @@ class Call(NamedTuple):
     y_row: int
 
 
-CALL_FIELDS, LAYER_FIELDS = len(Call._fields), len(Layer._fields)
+CALL_FIELDS, LAYER_FIELDS, SLICE_FIELDS = (len(kind._fields) for kind in (Call, Layer, Slice))
 
 
 def entry(kind: Any, kind_y: Any) -> Any:
-    """Compile what the host calls for weights and y of these kinds; it takes a `Call`'s address.
-
-    It is kept on disk where some folder can be written.
-    """
+    """Compile what the host calls for weights and y of these kinds; it takes a `Call`'s address."""
 
     def run(address):
         run_call(kind, kind_y, address)
 
+    return _compiled(types.void(types.int64), run)
+
+
+def first_entry(kind: Any) -> Any:
+    """Compile the first half for weights of a kind: a function of its own, whatever y is."""
+
+    def run(address, part, parts, low, high):
+        run_first(kind, address, part, parts, low, high)
+
+    return _compiled(types.void(*[types.int64] * 5), run)
+
+
+def _compiled(signature: Any, run: Any) -> Any:
+    """Return a C function, kept on disk where some folder can be written."""
     if config.DISABLE_JIT:
         return run
-    signature = types.void(types.int64)
     try:
         return cfunc(signature, cache=True)(run)
     except RuntimeError:  # neither this folder, nor NUMBA_CACHE_DIR, nor the user's
@@ -97,25 +121,39 @@ def run_call(kind, kind_y, address):
     """
     call = unpack_call(carray(v.ints(address), CALL_FIELDS))
     layer = unpack(carray(v.ints(call.layer), LAYER_FIELDS))
-    segments = carray(v.ints(call.segments), (call.num_segments, 3))
-    offsets = carray(v.ints(layer.offsets), layer.num_slices + 1)
-    order = carray(v.ints(call.order), segments[-1, 2])
+    segments = carray(v.ints(call.b_segments), (call.b_count, 3))
     part, parts = 0, 1
     if call.threads > 1:
         part, parts = v.call(call.thread_num), v.call(call.num_threads)
-    between = call.barrier
-    if parts == 1 or call.whole:
-        low, high = own_segments(part, parts, layer, offsets, segments)
+    between, low, high = call.barrier, 0, call.a_count
+    if parts == 1:
+        between = 0
+    elif call.whole:
+        low, high = own_segments(part, parts, layer, segments)
         part, parts, between, segments = 0, 1, 0, segments[low:high]
-    x, h, y = (call.x, call.x_row), (call.h, call.h_slice, call.h_row), (call.y, call.y_row)
-    if call.first == SHRINK:
-        shrink_part(part, parts, kind, layer, segments, order, x, h)
-    elif call.first == GATHER and part == 0:
-        gather(kind, layer, segments, order, x, h)
-    if call.first != NOTHING and between != 0:
-        v.call(between)
+    if call.first != NOTHING:
+        v.call_first(call.first_half, address, part, parts, low, high)
+        if between != 0:
+            v.call(between)
     if call.expand:
-        expand_part(part, parts, (kind, kind_y), layer, offsets, segments, order, h, y)
+        h = (call.h, call.h_slice, call.h_row, call.h_order)
+        y = (call.y, call.y_row, call.y_order)
+        scales = (call.scales, call.scales_row, call.scales_order)
+        expand_part(part, parts, (kind, kind_y), layer, segments, scales, h, y)
+
+
+@njit(nogil=True)
+def run_first(kind, address, part, parts, low, high):
+    """Do a part of the first half of a call: of its segments from `low` to `high`."""
+    call = unpack_call(carray(v.ints(address), CALL_FIELDS))
+    layer = unpack(carray(v.ints(call.layer), LAYER_FIELDS))
+    segments = carray(v.ints(call.a_segments), (call.a_count, 3))[low:high]
+    x = (call.x, call.x_row, call.x_order)
+    h = (call.h, call.h_slice, call.h_row, call.to_order)
+    if call.first == SHRINK:
+        shrink_part(part, parts, kind, layer, segments, call.a_span, x, h)
+    elif part == 0:
+        gather(kind, layer, segments, x, h)
 
 
 @njit(nogil=True)
@@ -124,7 +162,8 @@ def unpack_call(call):
     # fmt: off
     return Call(
         call[0], call[1], call[2], call[3], call[4], call[5], call[6], call[7], call[8], call[9],
-        call[10], call[11], call[12], call[13], call[14], call[15], call[16], call[17],
+        call[10], call[11], call[12], call[13], call[14], call[15], call[16], call[17], call[18],
+        call[19], call[20], call[21], call[22], call[23], call[24], call[25], call[26], call[27],
     )
     # fmt: on
 
@@ -136,20 +175,29 @@ def unpack(layer):
     return Layer(
         layer[0], layer[1], layer[2], layer[3], layer[4], layer[5], layer[6], layer[7], layer[8],
         layer[9], layer[10], layer[11], layer[12], layer[13], layer[14], layer[15], layer[16],
-        layer[17], layer[18], layer[19], layer[20],
+        layer[17],
     )
     # fmt: on
 
 
 @njit(nogil=True)
-def own_segments(part, parts, layer, offsets, segments):
+def slice_of(layer, s):
+    """Return the fields of a `Slice` by name."""
+    item = carray(v.ints(layer.slices + 8 * SLICE_FIELDS * s), SLICE_FIELDS)
+    return Slice(
+        item[0], item[1], item[2], item[3], item[4], item[5], item[6], item[7], item[8], item[9]
+    )
+
+
+@njit(nogil=True)
+def own_segments(part, parts, layer, segments):
     """Return the first and last + 1 of the segments whose middle lies in this part's share."""
     total = 0
     for segment in segments:
-        total += segment_cost(layer, offsets, segment)
+        total += segment_cost(layer, segment)
     low, high, before = 0, 0, 0
     for segment in segments:
-        cost = segment_cost(layer, offsets, segment)
+        cost = segment_cost(layer, segment)
         middle = 2 * before + cost
         low += middle * parts < 2 * total * part
         high += middle * parts < 2 * total * (part + 1)
@@ -158,11 +206,12 @@ def own_segments(part, parts, layer, offsets, segments):
 
 
 @njit(nogil=True)
-def segment_cost(layer, offsets, segment):
+def segment_cost(layer, segment):
     """Return what a segment costs, in some unit."""
     cost = 0
     for s in range(layer.num_slices):
-        width = layer.in_features + offsets[s + 1] - offsets[s]
+        item = slice_of(layer, s)
+        width = layer.in_features + item.last - item.first
         cost += width * (rank_of(layer, segment[0], s) + 1)
     return cost * (FETCH_COST + segment[2] - segment[1])
 
@@ -177,76 +226,85 @@ def own_units(part, parts, total, before, units, cost):
 
 
 @njit(nogil=True)
-def rank_of(layer, slot, s):
+def rank_of(layer, key, s):
     """Return the rank of a slot's slice."""
-    return v.read_int(layer.ranks + slot * layer.ranks_slot + s * layer.ranks_slice)
+    slot, expert = key & SLOT_MASK, key >> EXPERT_BITS
+    return v.read_int(
+        layer.ranks + slot * layer.ranks_slot + expert * layer.ranks_expert + s * layer.ranks_slice
+    )
 
 
 @njit(nogil=True)
-def rank_blocks(layer, slot, s):
-    """Return how many passes over x a slot's slice needs."""
-    return (rank_of(layer, slot, s) + SHRINK_RANKS - 1) // SHRINK_RANKS
+def highest_rank(layer, key, span, s):
+    """Return the highest rank of a slot's slice among `span` experts."""
+    rank = 0
+    for i in range(span):
+        rank = max(rank, rank_of(layer, key + (i << EXPERT_BITS), s))
+    return rank
 
 
 @njit(nogil=True, forceinline=True)
-def four_rows(base, order, t):
+def four_rows(base, t):
     """Return the addresses of four tokens' rows."""
-    return two_rows(base, order, t) + two_rows(base, order, t + 2)
+    return two_rows(base, t) + two_rows(base, t + 2)
 
 
 @njit(nogil=True, forceinline=True)
-def eight_rows(base, order, t):
+def eight_rows(base, t):
     """Return the addresses of eight tokens' rows."""
-    return four_rows(base, order, t) + four_rows(base, order, t + 4)
+    return four_rows(base, t) + four_rows(base, t + 4)
 
 
 @njit(nogil=True)
-def shrink_part(part, parts, kind, layer, segments, order, x, h):
+def shrink_part(part, parts, kind, layer, segments, span, x, h):
     """Write this part's blocks of ``h[s, t, :r] = x[t] @ a[l, s, :r].T``."""
     total, longest = 0, 0
-    for slot, start, stop in segments:
+    for key, start, stop in segments:
         longest = max(longest, stop - start)
         for s in range(layer.num_slices):
-            total += rank_blocks(layer, slot, s) * (FETCH_COST + stop - start)
+            blocks = (highest_rank(layer, key, span, s) + SHRINK_RANKS - 1) // SHRINK_RANKS
+            total += blocks * (FETCH_COST + stop - start)
     scratch = np.empty(shrink_scratch(longest), np.float32)
     before = 0
-    for slot, start, stop in segments:
+    for key, start, stop in segments:
         for s in range(layer.num_slices):
-            blocks, cost = rank_blocks(layer, slot, s), FETCH_COST + stop - start
+            rank, cost = highest_rank(layer, key, span, s), FETCH_COST + stop - start
+            blocks = (rank + SHRINK_RANKS - 1) // SHRINK_RANKS
             first, last = own_units(part, parts, total, before, blocks, cost)
             before += blocks * cost
-            a = layer.a + slot * layer.a_slot + s * layer.a_slice
+            item = slice_of(layer, s)
+            a = item.a + (key & SLOT_MASK) * item.a_slot + (key >> EXPERT_BITS) * item.a_expert
+            to = (h[0] + s * h[1], h[2], h[3])
             if stop - start >= LONG_SEGMENT:
-                rows = (a, layer.a_row, layer.in_features)
-                columns = (first * SHRINK_RANKS, min(last * SHRINK_RANKS, rank_of(layer, slot, s)))
-                to = (h[0] + s * h[1], h[2])
-                shrink_long(kind, rows, columns, scratch, order, start, stop, x, to)
+                rows = (a, item.a_row, layer.in_features)
+                columns = (first * SHRINK_RANKS, min(last * SHRINK_RANKS, rank))
+                shrink_long(kind, rows, columns, scratch, start, stop, x, to)
                 continue
             for j in range(first * SHRINK_RANKS, last * SHRINK_RANKS, SHRINK_RANKS):
-                count = min(rank_of(layer, slot, s) - j, SHRINK_RANKS)
-                rows = (a + j * layer.a_row, layer.a_row, layer.in_features)
-                to = (h[0] + s * h[1] + 4 * j, h[2])
-                shrink_block(kind, rows, count, order, start, stop, x, to)
+                rows = (a + j * item.a_row, item.a_row, layer.in_features)
+                to_columns = (to[0] + 4 * j, to[1], to[2])
+                count = min(rank - j, SHRINK_RANKS)
+                shrink_block(kind, rows, count, start, stop, x, to_columns)
 
 
 @njit(nogil=True)
-def shrink_block(kind, rows, count, order, t, end, x, h):
+def shrink_block(kind, rows, count, t, end, x, h):
     """Write up to 4 columns of h for the tokens of a segment; the last row of a fills up to 4."""
     a, a_row, n = rows
     last = count - 1
     a_rows = (a, a + min(1, last) * a_row, a + min(2, last) * a_row, a + last * a_row)
     fresh = True  # a is not in a cache yet
     while t + 4 <= end:
-        sums = dot_rows(kind, a_rows, four_rows(x, order, t), n, fresh)
-        v.write_totals(four_rows(h, order, t), count, sums)
+        sums = dot_rows(kind, a_rows, four_rows(x, t), n, fresh)
+        v.write_totals(four_rows(h, t), count, sums)
         t, fresh = t + 4, False
     if t + 2 <= end:
-        sums2 = dot_rows(kind, a_rows, two_rows(x, order, t), n, fresh)
-        v.write_totals(two_rows(h, order, t), count, sums2)
+        sums2 = dot_rows(kind, a_rows, two_rows(x, t), n, fresh)
+        v.write_totals(two_rows(h, t), count, sums2)
         t, fresh = t + 2, False
     if t < end:
-        sums1 = dot_rows(kind, a_rows, (x[0] + order[t] * x[1],), n, fresh)
-        v.write_totals((h[0] + order[t] * h[1],), count, sums1)
+        sums1 = dot_rows(kind, a_rows, (row_at(x, t),), n, fresh)
+        v.write_totals((row_at(h, t),), count, sums1)
 
 
 @njit(nogil=True, forceinline=True)
@@ -272,102 +330,106 @@ def dot_rows(kind, a_rows, x_rows, n, fresh):
 
 
 @njit(nogil=True)
-def gather(kind, layer, segments, order, ids, h):
+def gather(kind, layer, segments, ids, h):
     """Write ``h[s, t, :r] = a[l, s, :r, ids[t]]``; ids are int64."""
     for slot, start, stop in segments:
         for s in range(layer.num_slices):
-            a = layer.a + slot * layer.a_slot + s * layer.a_slice
-            for i in range(start, stop):
-                column = a + v.read_id(ids[0] + order[i] * ids[1]) * v.size(kind)
-                to = h[0] + s * h[1] + order[i] * h[2]
+            item = slice_of(layer, s)
+            to = (h[0] + s * h[1], h[2], h[3])
+            for t in range(start, stop):
+                column = item.a + slot * item.a_slot + v.read_id(row_at(ids, t)) * v.size(kind)
                 for j in range(rank_of(layer, slot, s)):
-                    v.write(v.FLOAT32, to + 4 * j, v.read(kind, column + j * layer.a_row))
+                    element = v.read(kind, column + j * item.a_row)
+                    v.write(v.FLOAT32, row_at(to, t) + 4 * j, element)
 
 
 @njit(nogil=True)
-def expand_part(part, parts, kinds, layer, offsets, segments, order, h, y):
-    """Add this part's columns of ``scaling * h @ b.T + bias`` to y."""
+def expand_part(part, parts, kinds, layer, segments, scales, h, y):
+    """Add this part's columns of ``scale * scaling * h @ b.T + bias`` to y."""
     total, longest = 0, 0
-    for slot, start, stop in segments:
+    for key, start, stop in segments:
         longest = max(longest, stop - start)
         for s in range(layer.num_slices):
-            tiles = (offsets[s + 1] - offsets[s] + LANES - 1) // LANES
-            cost = (FETCH_COST + stop - start) * (rank_of(layer, slot, s) + EXPAND_COST)
-            total += tiles * cost
+            item = slice_of(layer, s)
+            tiles = (item.last - item.first + LANES - 1) // LANES
+            total += tiles * (FETCH_COST + stop - start) * (rank_of(layer, key, s) + EXPAND_COST)
     scratch = np.empty(expand_scratch(longest, layer.max_rank), np.float32)
     before = 0
-    for slot, start, stop in segments:
+    for key, start, stop in segments:
         for s in range(layer.num_slices):
-            rank = rank_of(layer, slot, s)
-            tiles = (offsets[s + 1] - offsets[s] + LANES - 1) // LANES
+            item = slice_of(layer, s)
+            rank = rank_of(layer, key, s)
+            tiles = (item.last - item.first + LANES - 1) // LANES
             cost = (FETCH_COST + stop - start) * (rank + EXPAND_COST)
             first, last = own_units(part, parts, total, before, tiles, cost)
             before += tiles * cost
-            if rank == 0 and layer.bias == 0:
+            if rank == 0 and layer.bias == 0 and layer.output_scales == 0:
                 continue
-            factors = (rank, scaling_of(layer, slot, s, rank))
-            h_slice = (h[0] + s * h[1], h[2])
-            full = (offsets[s + 1] - offsets[s]) // LANES
+            factors = (rank, scaling_of(layer, key, s, rank), scales)
+            h_slice = (h[0] + s * h[1], h[2], h[3])
+            full = (item.last - item.first) // LANES
             for tile in range(first, min(last, full), EXPAND_TILES):
                 count = min(last, full, tile + EXPAND_TILES) - tile
-                place = place_of(layer, slot, offsets[s] + tile * LANES)
+                place = place_of(layer, item, key, tile * LANES)
                 if stop - start < LONG_SEGMENT:
-                    expand_tiles(kinds, place, count, factors, order, start, stop, h_slice, y)
+                    expand_tiles(kinds, place, count, factors, start, stop, h_slice, y)
                 else:
-                    expand_long(
-                        kinds, place, count, factors, scratch, order, start, stop, h_slice, y
-                    )
+                    expand_long(kinds, place, count, factors, scratch, start, stop, h_slice, y)
             if first <= full < last:
-                for column in range(offsets[s] + full * LANES, offsets[s + 1]):
-                    place = place_of(layer, slot, column)
-                    expand_column(kinds, place, factors, order, start, stop, h_slice, y)
+                for column in range(full * LANES, item.last - item.first):
+                    place = place_of(layer, item, key, column)
+                    expand_column(kinds, place, factors, start, stop, h_slice, y)
 
 
 @njit(nogil=True)
-def scaling_of(layer, slot, s, rank):
+def scaling_of(layer, key, s, rank):
     """Return the scaling of a slot's slice; a slice of rank 0 has none."""
     if rank == 0:
         return np.float32(0)
-    return v.read(v.FLOAT32, layer.scalings + slot * layer.scalings_slot + s * layer.scalings_slice)
+    slot = (key & SLOT_MASK) * layer.scalings_slot + (key >> EXPERT_BITS) * layer.scalings_expert
+    return v.read(v.FLOAT32, layer.scalings + slot + s * layer.scalings_slice)
 
 
 @njit(nogil=True)
-def place_of(layer, slot, column):
-    """Return where an output column begins: row of b, bytes to the next, bias, column."""
-    bias = 0
+def place_of(layer, item, key, within):
+    """Return where a column of a slice begins: row of b, bytes to the next, bias, scale, column."""
+    bias, output_scale, slot, column = 0, 0, key & SLOT_MASK, item.first + within
     if layer.bias != 0:
         bias = layer.bias + slot * layer.bias_slot + column * layer.bias_size
-    row = layer.b + slot * layer.b_slot + column * layer.b_row
-    return row, layer.b_row, (layer.bias_dtype, bias, layer.bias_size), column
+    if layer.output_scales != 0:
+        output_scale = layer.output_scales + slot * layer.output_scales_slot + 4 * column
+    b = item.b + slot * item.b_slot + (key >> EXPERT_BITS) * item.b_expert + within * item.b_row
+    return b, item.b_row, (layer.bias_dtype, bias, layer.bias_size), output_scale, column
 
 
 @njit(nogil=True)
-def expand_tiles(kinds, place, tiles, factors, order, t, end, h, y):
+def expand_tiles(kinds, place, tiles, factors, t, end, h, y):
     """Add to `tiles` times 16 columns of y for the tokens of a segment."""
+    rank, scaling, scales = factors
     fresh = True  # b is not in a cache yet
     while t + 8 <= end:
-        h_rows, y_rows = eight_rows(h, order, t), eight_rows(y, order, t)
-        expand_rows(kinds, place, tiles, factors, fresh, h_rows, y_rows)
+        own = (rank, v.read_scaled(eight_rows(scales, t), scaling))
+        expand_rows(kinds, place, tiles, own, fresh, eight_rows(h, t), eight_rows(y, t))
         t, fresh = t + 8, False
     if t + 4 <= end:
-        h_rows4, y_rows4 = four_rows(h, order, t), four_rows(y, order, t)
-        expand_rows(kinds, place, tiles, factors, fresh, h_rows4, y_rows4)
+        own4 = (rank, v.read_scaled(four_rows(scales, t), scaling))
+        expand_rows(kinds, place, tiles, own4, fresh, four_rows(h, t), four_rows(y, t))
         t, fresh = t + 4, False
     if t + 2 <= end:
-        h_rows2, y_rows2 = two_rows(h, order, t), two_rows(y, order, t)
-        expand_rows(kinds, place, tiles, factors, fresh, h_rows2, y_rows2)
+        own2 = (rank, v.read_scaled(two_rows(scales, t), scaling))
+        expand_rows(kinds, place, tiles, own2, fresh, two_rows(h, t), two_rows(y, t))
         t, fresh = t + 2, False
     if t < end:
-        h_rows1, y_rows1 = (h[0] + order[t] * h[1],), (y[0] + order[t] * y[1],)
-        expand_rows(kinds, place, tiles, factors, fresh, h_rows1, y_rows1)
+        own1 = (rank, v.read_scaled((row_at(scales, t),), scaling))
+        expand_rows(kinds, place, tiles, own1, fresh, (row_at(h, t),), (row_at(y, t),))
 
 
 @njit(nogil=True, forceinline=True)
 def expand_rows(kinds, place, tiles, factors, fresh, h_rows, y_rows):
     """Add to `tiles` times 16 columns of some rows of y."""
     kind, kind_y = kinds
-    b, b_row, (bias_dtype, bias, bias_size), column = place
-    rank, scaling = factors
+    b, b_row, (bias_dtype, bias, bias_size), output_scale, column = place
+    rank, scalings = factors
     added = v.zeros((0,), (0,))
     for _ in range(tiles):
         if fresh:
@@ -376,7 +438,12 @@ def expand_rows(kinds, place, tiles, factors, fresh, h_rows, y_rows):
             added = (load_bias(bias_dtype, bias),)
             bias += LANES * bias_size
         sums = b_sums(kind, b, b_row, rank, h_rows)
-        v.update_rows(kind_y, y_rows, column, sums, scaling, added)
+        if output_scale == 0:
+            v.update_rows(kind_y, y_rows, column, sums, scalings, added, ())
+        else:
+            multiplied = (v.load(v.FLOAT32, output_scale),)
+            v.update_rows(kind_y, y_rows, column, sums, scalings, added, multiplied)
+            output_scale += LANES * 4
         b += LANES * b_row
         column += LANES
 
@@ -397,27 +464,32 @@ def b_sums(kind, b, b_row, rank, h_rows):
 
 
 @njit(nogil=True)
-def expand_column(kinds, place, factors, order, t, end, h, y):
+def expand_column(kinds, place, factors, t, end, h, y):
     """Add to one column of y, in the same order of sums as `expand_tiles`."""
     kind, kind_y = kinds
-    b, _, (bias_dtype, bias, _), column = place
-    rank, scaling = factors
+    b, _, (bias_dtype, bias, _), output_scale, column = place
+    rank, scaling, scales = factors
     added = np.float32(0)
     if bias != 0:
         added = read_bias(bias_dtype, bias)
     paired = rank - rank % (16 // v.size(kind))
-    for token in order[t:end]:
+    for i in range(t, end):
         even, odd = np.float32(0), np.float32(0)
         for j in range(rank):
-            factor = v.read(v.FLOAT32, h[0] + token * h[1] + 4 * j)
+            factor = v.read(v.FLOAT32, row_at(h, i) + 4 * j)
             item = v.read(kind, b + j * v.size(kind))
             if j % 2 and j < paired:
                 odd = v.multiply_add(item, factor, odd)
             else:
                 even = v.multiply_add(item, factor, even)
-        at = y[0] + token * y[1] + column * v.size(kind_y)
-        delta = v.multiply_add(even + odd, scaling, added)
-        v.write(kind_y, at, v.read(kind_y, at) + delta)
+        at = row_at(y, i) + column * v.size(kind_y)
+        own = v.read(v.FLOAT32, row_at(scales, i)) * scaling
+        if output_scale == 0:
+            total = v.read(kind_y, at) + v.multiply_add(even + odd, own, added)
+        else:
+            total = v.multiply_add(even + odd, own, v.read(kind_y, at))
+            total = v.multiply_add(total, v.read(v.FLOAT32, output_scale), added)
+        v.write(kind_y, at, total)
 
 
 @njit(nogil=True, forceinline=True)

@@ -62,37 +62,44 @@ def aligned(scratch):
 
 
 @njit(nogil=True, forceinline=True)
-def two_rows(base, order, t):
-    """Return the addresses of two tokens' rows."""
-    return base[0] + order[t] * base[1], base[0] + order[t + 1] * base[1]
+def row_at(base, t):
+    """Return the address of the row at a position."""
+    return base[0] + v.read_id(base[2] + 8 * t) * base[1]
 
 
 @njit(nogil=True, forceinline=True)
-def three_rows(base, order, t):
+def two_rows(base, t):
+    """Return the addresses of two tokens' rows."""
+    return row_at(base, t), row_at(base, t + 1)
+
+
+@njit(nogil=True, forceinline=True)
+def three_rows(base, t):
     """Return the addresses of three tokens' rows."""
-    return two_rows(base, order, t) + (base[0] + order[t + 2] * base[1],)
+    return two_rows(base, t) + (row_at(base, t + 2),)
 
 
 @njit(nogil=True)
-def shrink_long(kind, rows, columns, scratch, order, t, end, x, h):
+def shrink_long(kind, rows, columns, scratch, t, end, x, h):
     """Write some columns of h for the tokens of a segment."""
     a, a_row, n = rows
     first, last = columns
+    own_x = (x[0], x[1], x[2] + 8 * t)
     for j in range(first, last, LONG_PANEL):
         panel = (a + j * a_row, a_row, n)
-        to = (h[0] + 4 * j, h[1])
+        to = (h[0] + 4 * j, h[1], h[2] + 8 * t)
         count = min(last - j, LONG_PANEL)
-        shrink_panel(kind, panel, count, aligned(scratch), order[t:end], x, to)
+        shrink_panel(kind, panel, count, aligned(scratch), end - t, own_x, to)
 
 
 @njit(nogil=True)
-def shrink_panel(kind, rows, count, packed_x, order, x, h):
+def shrink_panel(kind, rows, count, packed_x, tokens, x, h):
     """Write up to `LONG_PANEL` columns of h, by chunks of the inputs.
 
     The last token fills up a group of tokens, the last row of a a block of rows.
     """
     a, a_row, n = rows
-    groups = (len(order) + TOKENS - 1) // TOKENS
+    groups = (tokens + TOKENS - 1) // TOKENS
     packed_a = packed_x + MAX_GROUPS * X_BYTES  # [groups, vectors, TOKENS, 16] float32 before
     all_sums = packed_a + A_BYTES  # [vectors, LONG_RANKS, 16] float32 before
     for k in range(0, n, LONG_CHUNK):
@@ -103,7 +110,7 @@ def shrink_panel(kind, rows, count, packed_x, order, x, h):
             k + LONG_CHUNK >= n,
         )
         for i in range(groups * TOKENS):
-            row = x[0] + order[min(i, len(order) - 1)] * x[1] + at
+            row = row_at(x, min(i, tokens - 1)) + at
             to = packed_x + i // TOKENS * X_BYTES + i % TOKENS * LINE
             pack_row(kind, row, width, to, TOKENS * LINE)
         sums = all_sums  # [blocks, groups, TOKENS, LONG_RANKS, 16] float32
@@ -113,7 +120,7 @@ def shrink_panel(kind, rows, count, packed_x, order, x, h):
                 pack_row(kind, row, width, packed_a + i * LINE, LONG_RANKS * LINE)
             block = (packed_a, packed_x, sums, (width + LANES - 1) // LANES)
             fetch = next_block(kind, rows, count, x, j, k)
-            add_block(block, fetch, begun, ends, count - j, order, (h[0] + 4 * j, h[1]))
+            add_block(block, fetch, begun, ends, count - j, tokens, (h[0] + 4 * j, h[1], h[2]))
             sums += groups * SUMS_BYTES
 
 
@@ -135,29 +142,29 @@ def next_block(kind, rows, count, x, j, k):
     else:
         next_a = (a + (k + LONG_CHUNK) * size, count, a_row, following)
         first, last = j * following // count, following
-    return next_a, (x[0] + (k + LONG_CHUNK) * size, x[1]), first, last
+    return next_a, (x[0] + (k + LONG_CHUNK) * size, x[1], x[2]), first, last
 
 
 @njit(nogil=True)
-def add_block(block, fetch, begun, ends, count, order, h):
+def add_block(block, fetch, begun, ends, count, tokens, h):
     """Add a chunk's products of a block of rows and all tokens; write h after the last chunk."""
     packed_a, packed_x, all_sums, vectors = block
     (a, a_rows, a_row, a_lines), x, x_first, x_last = fetch
-    last = len(order) - TOKENS
-    groups = (len(order) + TOKENS - 1) // TOKENS
+    last = tokens - TOKENS
+    groups = (tokens + TOKENS - 1) // TOKENS
     share = (a_lines * LONG_RANKS + groups - 1) // groups
     for g in range(groups):
         for i in range(g * share, (g + 1) * share):
             v.prefetch((a,), min(i % LONG_RANKS, a_rows - 1) * a_row + i // LONG_RANKS * LINE)
         for line in range(x_first, x_last):
-            v.prefetch(three_rows(x, order, min(g * TOKENS, last)), line * LINE)
+            v.prefetch(three_rows(x, min(g * TOKENS, last)), line * LINE)
         if begun:
             sums = v.load_all(all_sums, SUMS_EACH)
         else:
             sums = v.zeros(RANKS_EACH, TOKENS_EACH)
         sums = packed_products(sums, packed_a, packed_x, vectors)
         if ends:
-            v.write_totals(filled_rows(h, order, g * TOKENS), count, sums)
+            v.write_totals(filled_rows(h, tokens, g * TOKENS), count, sums)
         else:
             v.store_all(all_sums, LINE, sums)
         packed_x += X_BYTES
@@ -165,11 +172,10 @@ def add_block(block, fetch, begun, ends, count, order, h):
 
 
 @njit(nogil=True, forceinline=True)
-def filled_rows(base, order, t):
+def filled_rows(base, tokens, t):
     """Return the addresses of three tokens' rows; the last token fills up."""
-    last = len(order) - 1
-    second, third = order[min(t + 1, last)], order[min(t + 2, last)]
-    return base[0] + order[t] * base[1], base[0] + second * base[1], base[0] + third * base[1]
+    last = tokens - 1
+    return row_at(base, t), row_at(base, min(t + 1, last)), row_at(base, min(t + 2, last))
 
 
 @njit(nogil=True, forceinline=True)
@@ -197,9 +203,9 @@ def pack_row(kind, row, width, to, step):
 
 
 @njit(nogil=True)
-def expand_long(kinds, place, tiles, factors, scratch, order, t, end, h, y):
+def expand_long(kinds, place, tiles, factors, scratch, t, end, h, y):
     """Add to `tiles` times 16 columns of y for the tokens of a segment."""
-    columns, tokens = aligned(scratch), order[t:end]
+    columns, tokens = aligned(scratch), (t, end)
     while tiles >= LONG_TILES:
         place = expand_columns(MANY_TILES, kinds, place, factors, columns, tokens, h, y)
         tiles -= LONG_TILES
@@ -208,50 +214,63 @@ def expand_long(kinds, place, tiles, factors, scratch, order, t, end, h, y):
 
 
 @njit(nogil=True)
-def expand_columns(tiles, kinds, place, factors, columns, order, h, y):
+def expand_columns(tiles, kinds, place, factors, columns, tokens, h, y):
     """Add to 16 columns of y per item of `tiles`; return the place of the next ones."""
     kind, kind_y = kinds
-    b, b_row, (bias_dtype, bias, bias_size), column = place
-    rank, scaling = factors
-    step, b_rows = LINE * len(tiles), LANES * len(tiles)
+    b, b_row, (bias_dtype, bias, bias_size), output_scale, column = place
+    rank, scaling, scales = factors
+    (t, end), step, b_rows = tokens, LINE * len(tiles), LANES * len(tiles)
     for i in range(len(tiles)):
         store_columns(kind, b + i * LANES * b_row, b_row, rank, columns + i * LINE, step)
     b += b_rows * b_row
+    at = columns + step * rank
     added = v.zeros((0,), tiles)
     if bias != 0:
-        at = columns + step * rank
         for i in range(len(tiles)):
             v.store_all(at + i * LINE, LINE, (load_bias(bias_dtype, bias),))
             bias += LANES * bias_size
         added = v.load_all(at, tiles)
     paired = rank - rank % (16 // v.size(kind))
-    share = (b_rows * TOKENS + len(order) - 1) // len(order)
-    t, fetched = 0, 0
-    while t + TOKENS <= len(order):
+    share = (b_rows * TOKENS + end - t - 1) // (end - t)
+    fetched, first = 0, t
+    while t + TOKENS <= end:
         for i in range(fetched, min(fetched + share, b_rows)):
             for line in range(0, rank * v.size(kind), LINE):
                 v.prefetch((b,), i * b_row + line)
         fetched += share
-        fetch_ahead(y, order, t, column * v.size(kind_y), b_rows * v.size(kind_y))
-        sums = stored_sums(tiles, columns, paired, rank, three_rows(h, order, t))
-        v.update_rows(kind_y, three_rows(y, order, t), column, sums, scaling, added)
+        fetch_ahead(y, (first, end), t, column * v.size(kind_y), b_rows * v.size(kind_y))
+        sums = stored_sums(tiles, columns, paired, rank, three_rows(h, t))
+        own = v.read_scaled(three_rows(scales, t), scaling)
+        update(tiles, kind_y, three_rows(y, t), column, sums, own, added, output_scale)
         t += TOKENS
-    while t < len(order):
-        sums1 = stored_sums(tiles, columns, paired, rank, (h[0] + order[t] * h[1],))
-        y_row = (y[0] + order[t] * y[1],)
-        v.update_rows(kind_y, y_row, column, sums1, scaling, added)
+    while t < end:
+        sums1 = stored_sums(tiles, columns, paired, rank, (row_at(h, t),))
+        own1 = v.read_scaled((row_at(scales, t),), scaling)
+        update(tiles, kind_y, (row_at(y, t),), column, sums1, own1, added, output_scale)
         t += 1
-    return b, b_row, (bias_dtype, bias, bias_size), column + b_rows
+    if output_scale != 0:
+        output_scale += LANES * 4 * len(tiles)
+    return b, b_row, (bias_dtype, bias, bias_size), output_scale, column + b_rows
 
 
 @njit(nogil=True, forceinline=True)
-def fetch_ahead(y, order, t, offset, width):
+def update(tiles, kind_y, y_rows, column, sums, factors, added, output_scale):
+    """Add to 16 columns of y per item of `tiles`, and multiply by output_scales if there are."""
+    if output_scale == 0:
+        v.update_rows(kind_y, y_rows, column, sums, factors, added, ())
+    else:
+        multiplied = v.load_all(output_scale, tiles)
+        v.update_rows(kind_y, y_rows, column, sums, factors, added, multiplied)
+
+
+@njit(nogil=True, forceinline=True)
+def fetch_ahead(y, tokens, t, offset, width):
     """Ask for what is updated two groups of tokens later, at the end for the next columns."""
-    ahead = t + 2 * TOKENS
-    if ahead + TOKENS > len(order):
-        ahead = max(0, ahead - len(order))
+    (first, end), ahead = tokens, t + 2 * TOKENS
+    if ahead + TOKENS > end:
+        ahead = first + max(0, ahead - end)
         offset += width
-    rows = three_rows(y, order, ahead)
+    rows = three_rows(y, ahead)
     for line in range(0, width, LINE):
         v.prefetch(rows, offset + line)
 

@@ -23,6 +23,7 @@ from lora_backends.weights import LoRAWeights
 MARKERS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 NO_FUNCTIONS = (0, 0, 0)
+_FIRST_HALF = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
 _PACK_CALL = struct.Struct(f"{len(kernels.Call._fields)}q").pack
 
 
@@ -43,6 +44,16 @@ def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype) -> Kernel:
         return Kernel(lambda call: compiled(_address_of(call)), 0, compiled)
     run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)  # lets other threads run
     return Kernel(run, compiled.address, compiled)
+
+
+@cache
+def first_half_for(dtype: torch.dtype) -> tuple[int, Any]:
+    """Compile the first half for weights of a dtype, or load it; return its address and itself."""
+    compiled = kernels.first_entry(MARKERS[dtype])
+    if config.DISABLE_JIT:
+        compiled = _FIRST_HALF(compiled)
+        return ctypes.cast(compiled, ctypes.c_void_p).value or 0, compiled
+    return compiled.address, compiled
 
 
 def _address_of(data: bytes) -> int:
@@ -67,23 +78,24 @@ def run(
         return
     located = layers.locate(weights)
     threads = num_threads(located, plan)
-    dtype = weights.lora_a.dtype
+    dtype = located.dtype
     kernel = kernel_for(dtype, dtype if y is None else y.dtype)
     if h is None:
         h_row = 4 * weights.max_rank
-        h_slice = h_row * plan.num_tokens
-        h = torch.empty(h_slice * weights.num_slices // 4, device="cpu")
+        h_slice = h_row * plan.h_rows
+        h = torch.empty(h_slice * located.num_slices // 4, device="cpu")
     else:
         h_slice, h_row = 4 * h.stride(0), 4 * h.stride(1)
     openmp = torch_openmp() if threads > 1 else None
     call = _PACK_CALL(
         first,
+        first_half_for(dtype)[0] if first else 0,
         y is not None,
         plan.num_segments >= SEGMENTS_PER_THREAD * threads,
         threads,
         *(NO_FUNCTIONS if openmp is None else openmp.functions),
         located.address,
-        *plan.addresses,
+        *plan.work,
         *_address_and_row(x),
         h.data_ptr(),
         h_slice,

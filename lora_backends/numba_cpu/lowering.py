@@ -242,7 +242,7 @@ def prefetch_line(builder: Any, address: Any) -> None:
     builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, 3, 1))])
 
 
-def call_function(builder: Any, address: Any) -> Any:
-    """Return what the C function ``int f(void)`` at an address returns."""
-    function = builder.inttoptr(address, ir.FunctionType(I32, []).as_pointer())
-    return builder.call(function, [])
+def call_function(builder: Any, address: Any, result: Any, *args: Any) -> Any:
+    """Return what the C function at an address, of these arguments, returns."""
+    signature = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(builder.inttoptr(address, signature.as_pointer()), args)

@@ -78,7 +78,7 @@ def add_columns(
 def write_totals(rows: tuple[int, ...], count: int, sums: tuple[Vector, ...]) -> None:
     width = len(sums) // len(rows)
     for t, row in enumerate(rows):
-        for j in range(count):
+        for j in range(min(count, width)):
             _memory(row + 4 * j, np.dtype(np.float32), 1)[0] = _sum_lanes(sums[t * width + j])
 
 
@@ -87,13 +87,19 @@ def update_rows(
     rows: tuple[int, ...],
     first: int,
     sums: tuple[Vector, ...],
-    factor: np.float32,
+    factors: tuple[np.float32, ...],
     added: tuple[Vector, ...],
+    multiplied: tuple[Vector, ...],
 ) -> None:
     width = len(added)
     for n, (even, odd) in enumerate(zip(sums[::2], sums[1::2], strict=True)):
-        at = rows[n // width] + (first + n % width * _LANES) * kind.itemsize
-        y = _elements(kind, at, _LANES) + ((even + odd) * factor + added[n % width])
+        (t, i), delta = divmod(n, width), (even + odd) * factors[n // width]
+        at = rows[t] + (first + i * _LANES) * kind.itemsize
+        y = _elements(kind, at, _LANES)
+        if multiplied:
+            y = (y + delta) * multiplied[i] + added[i]
+        else:
+            y = y + (delta + added[i])
         _memory(at, kind.dtype, _LANES)[:] = _narrow(kind, y)
 
 
@@ -143,6 +149,10 @@ def read(kind: Marker, address: int) -> np.float32:
     return value
 
 
+def read_scaled(rows: tuple[int, ...], factor: np.float32) -> tuple[np.float32, ...]:
+    return tuple(read(np.float32(0), row) * factor for row in rows)
+
+
 def read_int(address: int) -> int:
     return int(_memory(address, np.dtype(np.int32), 1)[0])
 
@@ -189,3 +199,7 @@ def ints(address: int) -> Any:
 
 def call(address: int) -> int:
     return int(ctypes.CFUNCTYPE(ctypes.c_int32)(int(address))())
+
+
+def call_first(function: int, *args: int) -> None:
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(int(function))(*map(int, args))

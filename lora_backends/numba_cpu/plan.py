@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lora_backends.backend import LoRAPlan
 from lora_backends.batch import LoRABatch
 from lora_backends.numba_cpu.config import MAX_SEGMENT
 
 Ints = npt.NDArray[np.int64]
+
+
+EXPERT_BITS = 32
+"""The key of a segment is its slot + (its expert << EXPERT_BITS); the slot in a dense layer."""
+
+_ONE = np.ones(1, np.float32)
+NO_SCALES = _ONE.ctypes.data, 0  # the factor of every row
+
+
+class Work(NamedTuple):
+    """What both halves of a call run over: a segment is a key and a range of positions.
+
+    Each array is named by its address. The row of x, h or y at a position stands in `..._order`.
+    """
+
+    a_count: int  # segments of the first half
+    a_segments: int  # [count, 3] int64: key, first and last + 1 of the positions
+    a_span: int  # experts, from a segment's own on, for all of which its A is shrunk
+    b_count: int  # segments of the second half
+    b_segments: int
+    x_order: int  # [positions of the first half] int64
+    to_order: int  # the same, for h, which that half writes
+    h_order: int  # [positions of the second half] int64
+    y_order: int
+    scales: int  # float32: the factor of each row's delta
+    scales_row: int  # bytes from one to the next; 0: all rows have the same
+    scales_order: int
 
 
 @dataclass(eq=False)
@@ -27,20 +55,24 @@ class NumbaPlan(LoRAPlan):
     segments: Ints  # [num_segments, 3] slot, first and last + 1 in `order`; at most MAX_SEGMENT
 
     def __post_init__(self) -> None:
-        self.refill(self.order, self.segments)
+        super().__post_init__()
+        self.refill(self.order, self.segments, self.token_scales)
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.refill(self.order, self.segments)  # where a copy's arrays lie
+        self.refill(self.order, self.segments, self.token_scales)  # where a copy's arrays lie
 
-    def refill(self, order: Ints, segments: Ints) -> None:
+    def refill(self, order: Ints, segments: Ints, token_scales: torch.Tensor | None) -> None:
         """Take another batch's arrays."""
-        self.order, self.segments = order, segments
-        self.num_segments = len(segments)
-        self.addresses = len(segments), segments.ctypes.data, order.ctypes.data
+        self.order, self.segments, self.token_scales = order, segments, token_scales
+        self.num_segments, self.h_rows = len(segments), self.num_tokens
+        halves = (len(segments), segments.ctypes.data)
+        at = order.ctypes.data
+        scales = NO_SCALES if token_scales is None else (token_scales.data_ptr(), 4)
+        self.work = Work(*halves, 1, *halves, at, at, at, at, *scales, at)
 
 
 def order_and_segments(batch: LoRABatch) -> tuple[Ints, Ints]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
@@ -245,33 +246,45 @@ def write_totals(typing: Any, rows: Any, count: Any, sums: Any) -> Any:
 
 @_operation(plain.update_rows)
 def update_rows(
-    typing: Any, kind: Any, rows: Any, first: Any, sums: Any, factor: Any, added: Any
+    typing: Any,
+    kind: Any,
+    rows: Any,
+    first: Any,
+    sums: Any,
+    factors: Any,
+    added: Any,
+    multiplied: Any,
 ) -> Any:
-    """update_rows(kind, addresses, k, sums, factor, added): elements from k on of every row.
+    """update_rows(kind, addresses, k, sums, factors, added, multiplied): elements from k on.
 
-    `added` has as many vectors as 16 elements of a row are updated. Row t becomes
-    ``row + ((even + odd) * factor + added)``, rounded once; sums has the even and the odd sum of
-    16 elements, then those of the next 16, then of the next row.
+    `added` has as many vectors as 16 elements of a row are updated, `multiplied` as many or none.
+    Row t becomes ``row + ((even + odd) * factors[t] + added)``, rounded once, or with `multiplied`
+    ``(row + (even + odd) * factors[t]) * multiplied + added``; sums has the even and the odd sum
+    of 16 elements, then those of the next 16, then of the next row.
     """
     width = added.count
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, addresses, k, pairs, scalar, more = args
-        factor = lowering.splat(builder, scalar)
-        vectors, biases = (cgutils.unpack_tuple(builder, arg) for arg in (pairs, more))
+        _, addresses, k, *rest = args
+        vectors, scalars, biases, scales = (cgutils.unpack_tuple(builder, arg) for arg in rest)
         size = lowering.size_of(kind)
         offset = builder.mul(k, lowering.integer(size))
         for t, address in enumerate(cgutils.unpack_tuple(builder, addresses)):
+            factor = lowering.splat(builder, scalars[t])
             for i, bias in enumerate(biases):
                 even, odd = vectors[2 * (t * width + i) : 2 * (t * width + i) + 2]
                 at = builder.add(address, builder.add(offset, lowering.integer(LANES * size * i)))
-                delta = lowering.multiply_add(builder, builder.fadd(even, odd), factor, bias)
                 raw = lowering.load_value(builder, at, lowering.raw_vector(kind), size)
-                y = builder.fadd(lowering.widen(builder, kind, raw), delta)
+                y, total = lowering.widen(builder, kind, raw), builder.fadd(even, odd)
+                if scales:
+                    y = lowering.multiply_add(builder, total, factor, y)
+                    y = lowering.multiply_add(builder, y, scales[i], bias)
+                else:
+                    y = builder.fadd(y, lowering.multiply_add(builder, total, factor, bias))
                 lowering.store_value(builder, at, lowering.narrow(builder, kind, y), size)
         return context.get_dummy_value()
 
-    return types.void(kind, rows, types.int64, sums, types.float32, added), codegen
+    return types.void(kind, rows, types.int64, sums, factors, added, multiplied), codegen
 
 
 @_operation(plain.store_all)
@@ -365,6 +378,21 @@ def read(typing: Any, kind: Any, address: Any) -> Any:
     return types.float32(kind, types.int64), codegen
 
 
+@_operation(plain.read_scaled)
+def read_scaled(typing: Any, rows: Any, factor: Any) -> Any:
+    """read_scaled(addresses, factor): the float32 at every address, times a factor."""
+    result = types.UniTuple(types.float32, rows.count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        products = [
+            builder.fmul(lowering.load_value(builder, address, lowering.F32), args[1])
+            for address in cgutils.unpack_tuple(builder, args[0])
+        ]
+        return context.make_tuple(builder, result, products)
+
+    return result(rows, types.float32), codegen
+
+
 @_operation(plain.read_int)
 def read_int(typing: Any, address: Any) -> Any:
     """read_int(address): one int32 as an int64."""
@@ -400,9 +428,23 @@ def call(typing: Any, address: Any) -> Any:
     """call(address): what the C function of no arguments that lies there returns, an int32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(lowering.call_function(builder, args[0]), lowering.I64)
+        result = lowering.call_function(builder, args[0], lowering.I32)
+        return builder.sext(result, lowering.I64)
 
     return types.int64(types.int64), codegen
+
+
+@_operation(plain.call_first)
+def call_first(
+    typing: Any, function: Any, address: Any, part: Any, parts: Any, low: Any, high: Any
+) -> Any:
+    """call_first(function, address, part, parts, low, high): call ``void f(int64 * 5)``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lowering.call_function(builder, args[0], ir.VoidType(), *args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
 
 
 def _vectors_a_row(sums: int, a: int, x: int) -> int:

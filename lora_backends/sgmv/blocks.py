@@ -44,10 +44,29 @@ def columns_of(program, STARTS: tl.constexpr, FIRST_PROGRAMS: tl.constexpr, STRI
 
 
 @triton.jit
+def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
+    """Return what a table of separate tensors has for slice s.
+
+    That is the distance of its tensor from the first slice's, and the strides of slots and rows,
+    in elements. Each is a multiple of ALIGN, so that loads stay wide.
+    """
+    at = slices_ptr + s * 3
+    own = tl.load(at, mask=mask, other=0)
+    slot_stride = tl.load(at + 1, mask=mask, other=0)
+    row_stride = tl.load(at + 2, mask=mask, other=0)
+    own = tl.multiple_of(own, ALIGN)
+    slot_stride = tl.multiple_of(slot_stride, ALIGN)
+    row_stride = tl.multiple_of(row_stride, ALIGN)
+    return own, slot_stride, row_stride
+
+
+@triton.jit
 def shrink_tile(
     x_ptr,
     a_ptr,
     ranks_ptr,
+    a_slices_ptr,
+    a_scales_ptr,
     h_ptr,
     slot,
     x_row,
@@ -58,10 +77,17 @@ def shrink_tile(
     a_stride_l,
     a_stride_s,
     a_stride_r,
+    a_scales_stride_l,
+    a_scales_stride_s,
+    a_scales_stride_r,
     h_rows,
     h_stride_s,
     h_stride_t,
     NUM_SLICES: tl.constexpr,
+    SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    GROUP_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -88,11 +114,26 @@ def shrink_tile(
         return
     has_token = x_row >= 0  # [T]
     x_rows = x_ptr + x_row * x_stride_t  # [T]
-    a_rows = a_ptr + slot * a_stride_l + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r
+    if SLICE_ALIGN > 0:
+        own, slot_stride, row_stride = slice_entry(a_slices_ptr, s, s < NUM_SLICES, SLICE_ALIGN)
+        a_rows = a_ptr + own + slot * slot_stride + r.to(tl.int64) * row_stride
+    else:
+        a_rows = (
+            a_ptr + slot * a_stride_l + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r
+        )
+    used = r < rank
+    scale_rows = (
+        a_scales_ptr + slot * a_scales_stride_l + s.to(tl.int64) * a_scales_stride_s
+        + group_of(r, GROUP_R) * a_scales_stride_r
+    )  # fmt: skip
+    if STORAGE > 0 and GROUP_K == 0:  # one scale for a row of A: it multiplies the sum
+        row_scale = tl.load(scale_rows, mask=used, other=0.0)
     h = _partial_sums(
-        x_rows, a_rows, has_token, r < rank, part * (STEPS * BLOCK_K), in_features,
-        BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
+        x_rows, a_rows, scale_rows, has_token, used, part * (STEPS * BLOCK_K), in_features,
+        STORAGE, GROUP_K, BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
     )  # [T, N] # fmt: skip
+    if STORAGE > 0 and GROUP_K == 0:
+        h *= row_scale[None, :]
     plane = NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
     h_columns = h_ptr + part * plane + s.to(tl.int64) * h_stride_s + r  # [N]
     written = in_groups(r, rank, EVEN_R)  # zeros beyond the rank, up to the end of its group
@@ -104,10 +145,13 @@ def shrink_tile(
 def _partial_sums(
     x_rows,
     a_rows,
+    scale_rows,
     has_token,
     used,
     k_first,
     in_features,
+    STORAGE: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WARPS_K: tl.constexpr,
     STEPS: tl.constexpr,
@@ -123,6 +167,7 @@ def _partial_sums(
         x_k, a_k = k[None, :], k[:, None]
         x_at, a_at = x_rows[:, None] + x_k, a_rows[None, :] + a_k  # [T, K], [K, N]
         x_in, a_in = has_token[:, None], used[None, :]
+        scales_at = scale_rows[None, :]
         acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     else:
         WIDTH: tl.constexpr = BLOCK_K // WARPS_K
@@ -131,6 +176,7 @@ def _partial_sums(
         x_at = x_rows[None, :, None] + x_k  # [W, T, K]
         a_at = a_rows[None, None, :] + a_k  # [W, K, N]
         x_in, a_in = has_token[None, :, None], used[None, None, :]
+        scales_at = scale_rows[None, None, :]
         acc = tl.zeros((WARPS_K, ROWS, BLOCK_N), dtype=tl.float32)
     for step in range(STEPS):
         done = step * BLOCK_K
@@ -140,6 +186,14 @@ def _partial_sums(
         else:
             x = tl.load(x_at + done, mask=x_in & (x_k < in_features - done), other=0.0)
             a = tl.load(a_at + done, mask=a_in & (a_k < in_features - done), other=0.0)
+        if STORAGE > 0:
+            if GROUP_K > 0:  # scales change along the sum: products are float32
+                mask = a_in & (a_k < in_features - done)
+                scale = tl.load(scales_at + (a_k + done) // GROUP_K, mask=mask, other=0.0)
+                a = widened(a, tl.float32, STORAGE) * scale
+                x = x.to(tl.float32)
+            else:
+                a = widened(a, x.dtype, STORAGE)
         acc = multiply(x, a, acc, PRECISION, INTERPRETED)
     if WARPS_K > 1:
         acc = tl.sum(acc, axis=0)
@@ -151,6 +205,8 @@ def gather_tile(
     token_ids_ptr,
     a_ptr,
     ranks_ptr,
+    a_slices_ptr,
+    a_scales_ptr,
     h_ptr,
     slot,
     x_row,
@@ -159,9 +215,16 @@ def gather_tile(
     a_stride_l,
     a_stride_s,
     a_stride_r,
+    a_scales_stride_l,
+    a_scales_stride_s,
+    a_scales_stride_r,
     h_stride_s,
     h_stride_t,
     NUM_SLICES: tl.constexpr,
+    SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """h[s, h_row, :r] = a[slot, s, :r, token_ids[x_row]]: the shrink of one-hot rows."""
@@ -170,11 +233,23 @@ def gather_tile(
     used = r < tl.load(ranks_ptr + slot * NUM_SLICES + s)  # [R]
     has_token = x_row >= 0  # [T]
     ids = tl.load(token_ids_ptr + x_row, mask=has_token, other=0).to(tl.int64)  # [T]
-    a_columns = a_ptr + slot * a_stride_l + s * a_stride_s + r.to(tl.int64) * a_stride_r  # [R]
+    if SLICE_ALIGN > 0:
+        own, slot_stride, row_stride = slice_entry(a_slices_ptr, s, True, SLICE_ALIGN)
+        a_columns = a_ptr + own + slot * slot_stride + r.to(tl.int64) * row_stride  # [R]
+    else:
+        a_columns = a_ptr + slot * a_stride_l + s * a_stride_s + r.to(tl.int64) * a_stride_r  # [R]
     mask = has_token[:, None] & used[None, :]
     a = tl.load(a_columns[None, :] + ids[:, None], mask=mask, other=0.0)  # [T, R]
+    a = widened(a, tl.float32, STORAGE)
+    if STORAGE > 0:
+        scale_rows = (
+            a_scales_ptr + slot * a_scales_stride_l + s * a_scales_stride_s
+            + group_of(r, GROUP_R) * a_scales_stride_r
+        )  # [R] # fmt: skip
+        scales_at = scale_rows[None, :] + group_of(ids, GROUP_K)[:, None]
+        a *= tl.load(scales_at, mask=mask, other=0.0)
     h_rows = h_ptr + s * h_stride_s + h_row * h_stride_t  # [T]
-    tl.store(h_rows[:, None] + r[None, :], a.to(tl.float32), mask=mask)
+    tl.store(h_rows[:, None] + r[None, :], a, mask=mask)
 
 
 @triton.jit
@@ -183,7 +258,11 @@ def expand_tile(
     b_ptr,
     y_ptr,
     bias_ptr,
+    output_scales_ptr,
     scalings_ptr,
+    token_scales_ptr,
+    b_slices_ptr,
+    b_scales_ptr,
     b_tma,
     slot,
     h_row,
@@ -199,7 +278,17 @@ def expand_tile(
     b_stride_c,
     y_stride_t,
     bias_stride_l,
+    output_scales_stride_l,
+    b_scales_stride_l,
+    b_scales_stride_c,
+    STARTS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
+    SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    FIRST_GROUPS: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -209,51 +298,75 @@ def expand_tile(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
+    HAS_TOKEN_SCALES: tl.constexpr,
     EXACT_H: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    """y[y_row, c] += scaling * (h[s, h_row, :r] @ b[slot, c, :r].T) + bias[slot, c].
+    """y[y_row, c] = output_scale * (y[y_row, c] + factor * (h[s, h_row, :r] @ b.T)) + bias.
+
+    b is b[slot, c, :r], and the factor scaling * token_scale; scales that are not given are 1.
 
     c runs over CHUNKS blocks of columns from `first`, none beyond `end`; h is the sum of its
     planes; y_row [T] is -1 where the tile has no token.
     """
     scaling = tl.where(rank > 0, tl.load(scalings_ptr + slot * NUM_SLICES + s), 0.0)
     has_token = y_row >= 0  # [T]
+    if HAS_TOKEN_SCALES:
+        scaling *= tl.load(token_scales_ptr + y_row, mask=has_token, other=0.0)[:, None]  # [T, 1]
     h_at = h_ptr + s.to(tl.int64) * h_stride_s + h_row * h_stride_t  # [T]
     y_rows = y_ptr + y_row * y_stride_t  # [T]
     # Computed here, not passed: ptxas then keeps the loads of all planes in flight. With a stride
     # that it can fold into the addresses it adds plane after plane, 1.5 times the time of a call
     # with 16 planes.
     plane = NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
-    b_slot = b_ptr + slot * b_stride_l
+    if SLICE_ALIGN > 0:
+        own, slot_stride, b_stride = slice_entry(b_slices_ptr, s, True, SLICE_ALIGN)
+        b_slot = b_ptr + own + slot * slot_stride
+    else:
+        b_slot, b_stride = b_ptr + slot * b_stride_l, b_stride_c
     bias_row = bias_ptr + slot * bias_stride_l
+    scales_row = output_scales_ptr + slot * output_scales_stride_l
+    group_rows = b_scales_ptr + slot * b_scales_stride_l
+    # the first group and the first column of the slice, for the groups of rows of B
+    s_group, s_start = s * 0, s * 0
+    if STORAGE > 0:
+        for i in tl.static_range(len(FIRST_GROUPS)):
+            s_group = tl.where(s == i, FIRST_GROUPS[i], s_group)
+            s_start = tl.where(s == i, STARTS[i], s_start)
     # A low rank in a small tile takes 16 lanes instead of BLOCK_R: decode waits on products.
     NARROW: tl.constexpr = y_row.shape[0] <= 32 and RANK_PAD > 16
     if STAGES > 1:
-        b_row = (slot * (b_stride_l // b_stride_c)).to(tl.int32)
+        if SLICE_ALIGN > 0:
+            b_row = ((own + slot * slot_stride) // b_stride).to(tl.int32)
+        else:
+            b_row = (slot * (b_stride_l // b_stride_c)).to(tl.int32)
         _expand_tma(
-            b_tma, b_row, h_at, plane, y_rows, bias_row, first, end, rank, scaling,
+            b_tma, b_row, h_at, plane, y_rows, bias_row, scales_row, first, end, rank, scaling,
             has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS,
-            PRECISION, INTERPRETED, PROGRAMMATIC,
+            HAS_OUTPUT_SCALES, PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     elif NARROW and rank <= 16:
         _expand_columns(
-            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
-            has_token, 16, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
-            PRECISION, INTERPRETED, PROGRAMMATIC,
+            h_at, plane, b_slot, b_stride, group_rows, b_scales_stride_c, s_group, s_start, y_rows,
+            bias_row, scales_row, first, end, rank, scaling, has_token, 16, SPLIT_K, BLOCK_C,
+            CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, GROUP_R, WIDE,
+            EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     elif RANK_PAD == BLOCK_R:
         _expand_columns(
-            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
-            has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
-            PRECISION, INTERPRETED, PROGRAMMATIC,
+            h_at, plane, b_slot, b_stride, group_rows, b_scales_stride_c, s_group, s_start, y_rows,
+            bias_row, scales_row, first, end, rank, scaling, has_token, BLOCK_R, SPLIT_K, BLOCK_C,
+            CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, GROUP_R, WIDE,
+            EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     else:
         _expand_long_ranks(
-            h_at, plane, b_slot, b_stride_c, y_rows, bias_row, first, end, rank, scaling,
-            has_token, BLOCK_R, SPLIT_K, BLOCK_C, EVEN_C, EVEN_R, HAS_BIAS, EXACT_H,
+            h_at, plane, b_slot, b_stride, group_rows, b_scales_stride_c, s_group, s_start, y_rows,
+            bias_row, scales_row, first, end, rank, scaling, has_token, BLOCK_R, SPLIT_K, BLOCK_C,
+            EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, GROUP_R, WIDE, EXACT_H,
             PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
 
@@ -264,8 +377,13 @@ def _expand_columns(
     plane,
     b_slot,
     b_stride_c,
+    group_rows,
+    group_stride,
+    s_group,
+    s_start,
     y_rows,
     bias_row,
+    scales_row,
     first,
     end,
     rank,
@@ -278,6 +396,11 @@ def _expand_columns(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     EXACT_H: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -287,21 +410,33 @@ def _expand_columns(
     r = tl.arange(0, BLOCK_R)  # [R]
     c = first + tl.arange(0, BLOCK_C)  # [C]
     b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
+    own = load_b_scales(
+        group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C, GROUP_R
+    )
     y = load_y(y_rows, c, has_token, end, EVEN_C)
+    scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
     if PROGRAMMATIC:
         gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
         gdc_launch_dependents()
     h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
     for chunk in tl.static_range(CHUNKS):
-        delta = scaling * product(h, within(b, r, rank), EXACT_H, PRECISION, INTERPRETED)  # [T, C]
-        c_now, y_now = c, y
+        delta = scaling * scaled_product(
+            h, within(b, r, rank), own, STORAGE, GROUP_R, WIDE, EXACT_H, PRECISION, INTERPRETED
+        )  # [T, C]
+        c_now, y_now, scales_now = c, y, scales
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
             b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
+            own = load_b_scales(
+                group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C,
+                GROUP_R,
+            )  # fmt: skip
             y = load_y(y_rows, c, has_token, end, EVEN_C)
+            scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
         store_y(
-            y_rows, c_now, y_now, delta, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED
-        )
+            y_rows, c_now, y_now, delta, bias_row, scales_now, has_token, end, HAS_BIAS,
+            HAS_OUTPUT_SCALES, EVEN_C, INTERPRETED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -310,8 +445,13 @@ def _expand_long_ranks(
     plane,
     b_slot,
     b_stride_c,
+    group_rows,
+    group_stride,
+    s_group,
+    s_start,
     y_rows,
     bias_row,
+    scales_row,
     first,
     end,
     rank,
@@ -323,6 +463,11 @@ def _expand_long_ranks(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     EXACT_H: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -331,6 +476,7 @@ def _expand_long_ranks(
     """Add one block of columns, BLOCK_R ranks at a time."""
     c = first + tl.arange(0, BLOCK_C)  # [C]
     y = load_y(y_rows, c, has_token, end, EVEN_C)
+    scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
     if PROGRAMMATIC:
         gdc_wait()
         gdc_launch_dependents()
@@ -340,8 +486,16 @@ def _expand_long_ranks(
         r = done + tl.arange(0, BLOCK_R)  # [R]
         b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
         h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)
-        acc += product(h, within(b, r, rank), EXACT_H, PRECISION, INTERPRETED)
-    store_y(y_rows, c, y, scaling * acc, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED)
+        own = load_b_scales(
+            group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C, GROUP_R
+        )
+        acc += scaled_product(
+            h, within(b, r, rank), own, STORAGE, GROUP_R, WIDE, EXACT_H, PRECISION, INTERPRETED
+        )
+    store_y(
+        y_rows, c, y, scaling * acc, bias_row, scales, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
+        EVEN_C, INTERPRETED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -352,6 +506,7 @@ def _expand_tma(
     plane,
     y_rows,
     bias_row,
+    scales_row,
     first,
     end,
     rank,
@@ -365,6 +520,7 @@ def _expand_tma(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
@@ -376,13 +532,15 @@ def _expand_tma(
     h = load_h(h_rows, plane, tl.arange(0, BLOCK_R), rank, has_token, SPLIT_K, EVEN_R)
     if rank < BLOCK_R:
         _add_tma_blocks(
-            b_tma, b_row, h, y_rows, bias_row, first, end, rank, scaling, has_token, BLOCK_R,
-            BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, True, PRECISION, INTERPRETED,
+            b_tma, b_row, h, y_rows, bias_row, scales_row, first, end, rank, scaling, has_token,
+            BLOCK_R, BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, HAS_OUTPUT_SCALES, True, PRECISION,
+            INTERPRETED,
         )  # fmt: skip
     else:  # a block of full rank needs no mask, so it is multiplied straight from shared memory
         _add_tma_blocks(
-            b_tma, b_row, h, y_rows, bias_row, first, end, rank, scaling, has_token, BLOCK_R,
-            BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, False, PRECISION, INTERPRETED,
+            b_tma, b_row, h, y_rows, bias_row, scales_row, first, end, rank, scaling, has_token,
+            BLOCK_R, BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, HAS_OUTPUT_SCALES, False, PRECISION,
+            INTERPRETED,
         )  # fmt: skip
 
 
@@ -393,6 +551,7 @@ def _add_tma_blocks(
     h,
     y_rows,
     bias_row,
+    scales_row,
     first,
     end,
     rank,
@@ -404,6 +563,7 @@ def _add_tma_blocks(
     STAGES: tl.constexpr,
     EVEN_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -417,7 +577,12 @@ def _add_tma_blocks(
         if MASKED:
             b = within(b, tl.arange(0, BLOCK_R), rank)
         delta = scaling * product(h, b, False, PRECISION, INTERPRETED)  # [T, C]
-        store_y(y_rows, c, y, delta, bias_row, has_token, end, HAS_BIAS, EVEN_C, INTERPRETED)
+        # here, not with y: among the pipelined loads it costs a stage of shared memory
+        scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
+        store_y(
+            y_rows, c, y, delta, bias_row, scales, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
+            EVEN_C, INTERPRETED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -452,6 +617,84 @@ def load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl
 
 
 @triton.jit
+def load_b_scales(
+    group_rows,
+    group_stride,
+    s_group,
+    s_start,
+    c,
+    r,
+    end,
+    rank,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+):
+    """Return the scales of a block of B: per column [C], or [R, C] where they change with r."""
+    if STORAGE == 0:
+        return 0.0
+    else:
+        rows = group_rows + (s_group + group_of(c - s_start, GROUP_C)) * group_stride  # [C]
+        if GROUP_R == 0:
+            return tl.load(rows, mask=c < end, other=0.0)
+        else:
+            mask = (r < rank)[:, None] & (c < end)[None, :]
+            return tl.load(rows[None, :] + (r // GROUP_R)[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def scaled_product(
+    h,
+    b,
+    own,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
+    EXACT_H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Return h @ b as `product` does, with the scales of an 8-bit b; it is widened to WIDE."""
+    if STORAGE == 0:
+        return product(h, b, EXACT_H, PRECISION, INTERPRETED)
+    elif GROUP_R == 0:
+        wide = widened(b, WIDE, STORAGE)
+        return product(h, wide, EXACT_H, PRECISION, INTERPRETED) * own[None, :]
+    else:  # scales change along the sum: products are float32
+        return product(h, widened(b, tl.float32, STORAGE) * own, True, PRECISION, INTERPRETED)
+
+
+@triton.jit
+def group_of(index, SIZE: tl.constexpr):
+    """Return the group that an index belongs to, int64; a SIZE of 0 makes one group of all."""
+    if SIZE == 0:
+        return index.to(tl.int64) * 0
+    else:
+        return index.to(tl.int64) // SIZE
+
+
+@triton.jit
+def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr):
+    """Return stored values in a wider dtype, exactly.
+
+    STORAGE is 0 for values stored as they are, 1 for int8, 2 for float8_e4m3fn, 3 for float8_e5m2.
+    float8 comes as int8 and is decoded by its bits, since not every device converts it: e5m2 is
+    the upper half of a float16, e4m3fn one with three bits of mantissa and an exponent 8 too low.
+    """
+    if STORAGE == 0:
+        return raw.to(dtype)
+    elif STORAGE == 1:
+        return raw.to(tl.float32).to(dtype)  # the interpreter converts integers to no bfloat16
+    bits = raw.to(tl.int16)
+    if STORAGE == 3:
+        return (bits << 8).to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
+    else:
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+
+
+@triton.jit
 def within(b, r, rank):
     """Return b, zero beyond the rank."""
     return tl.where((r < rank)[:, None], b, 0.0)
@@ -467,26 +710,41 @@ def load_y(y_rows, c, has_token, end, EVEN_C: tl.constexpr):
 
 
 @triton.jit
+def load_columns(row, c, end, IS_GIVEN: tl.constexpr, EVEN_C: tl.constexpr):
+    """Return a value per column [C]; 0 where the layer has none."""
+    if not IS_GIVEN:
+        return 0.0
+    elif EVEN_C:
+        return tl.load(row + c)
+    else:
+        return tl.load(row + c, mask=c < end, other=0.0)
+
+
+@triton.jit
 def store_y(
     y_rows,
     c,
     y,
     delta,
     bias_row,
+    scales,
     has_token,
     end,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
     EVEN_C: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Store y + delta + bias; each element is rounded once."""
+    """Store output_scale * (y + delta) + bias; each element is rounded once."""
     mask = has_token[:, None]
     if not EVEN_C:
         mask = mask & (c < end)[None, :]
-    if HAS_BIAS:
-        bias = tl.load(bias_row + c, mask=c < end, other=0.0)
-        delta += bias.to(tl.float32)[None, :]
     total = y.to(tl.float32) + delta
+    if HAS_OUTPUT_SCALES:
+        total *= scales[None, :]
+    if HAS_BIAS:
+        bias = load_columns(bias_row, c, end, HAS_BIAS, EVEN_C)
+        total += bias.to(tl.float32)[None, :]
     tl.store(y_rows[:, None] + c[None, :], rounded(total, y.dtype, INTERPRETED), mask=mask)
 
 

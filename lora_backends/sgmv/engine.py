@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.devices import as_device
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to, new_output
+from lora_backends.features import FEATURES
 from lora_backends.experts import ExpertWeights
 from lora_backends.operations import BY_NAME
 from lora_backends.sgmv import launch
@@ -46,6 +48,7 @@ class SgmvBackend(LoRABackend):
 
     device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     plan_type: ClassVar[type] = SgmvPlan
+    features = frozenset(FEATURES)
     routing_type: ClassVar[type] = SgmvRouting
     cuda_graphs = True
     deterministic = True
@@ -93,14 +96,25 @@ class SgmvBackend(LoRABackend):
         return launch.INVARIANT_BATCH if self.batch_invariant else (num_tokens, active_slots)
 
     @override
-    def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan) -> torch.Tensor:
-        kernels = launch.kernels_of(weights, plan, self._options, "separate")
-        h = self._planes(weights, kernels.split_k, plan.num_tokens).zero_()
-        rows = self._rows(plan)
+    def run_lora_a(
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
+        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options, "separate")
+        if out is not None and kernels.split_k == 1:
+            h = out[None].zero_()
+        else:
+            h = self._planes(weights, kernels.split_k, tokens).zero_()
         if rows:
             laid = launch.with_contiguous_tables(weights)
             launch.shrink(x, laid, plan, h, rows, kernels.shrink)
-        return h[0] if kernels.split_k == 1 else h.sum(0)
+        if kernels.split_k == 1:
+            return h[0] if out is None else out
+        return torch.sum(h, 0, out=out)
 
     @override
     def run_lora_b(
@@ -110,10 +124,11 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan)
-        rows = self._rows(plan)
+        tokens = h.shape[1]
+        y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            kernels = launch.kernels_of(weights, plan, self._options, "separate")
+            dtype = weights.compute_dtype
+            kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "separate")
             laid = launch.with_contiguous_tables(weights)
             launch.expand(h.float()[None], laid, plan, y, rows, kernels.expand)
         return y
@@ -127,11 +142,11 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan)
-        rows = self._rows(plan)
+        tokens = x.shape[0]
+        y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            kernels = launch.kernels_of(weights, plan, self._options)
-            h = self._planes(weights, kernels.split_k, plan.h_rows())
+            kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options)
+            h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
             laid = launch.with_contiguous_tables(weights)
             shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
             expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
@@ -147,13 +162,13 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan)
-        rows = self._rows(plan)
+        tokens = token_ids.shape[0]
+        y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            engine, row = type(self), plan.row_constants(False)
-            kernel = launch.gather_kernel(engine, weights.num_slices, weights.max_rank, row)
-            kernels = launch.kernels_of(weights, plan, self._options, "embedding")
-            h = self._planes(weights, 1, plan.h_rows())
+            kernel = launch.gather_kernel_of(weights, plan, self._options)
+            dtype = weights.compute_dtype
+            kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "embedding")
+            h = self._planes(weights, 1, plan.h_rows(tokens))
             laid = launch.with_contiguous_tables(weights)
             gather = launch.gather(token_ids, laid, plan, h, rows, kernel)
             expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
@@ -188,6 +203,10 @@ class SgmvBackend(LoRABackend):
         weighted: bool = False,
         reduce: bool = False,
     ) -> torch.Tensor:
+        if weights.needs:  # 8-bit experts have no kernels of their own
+            return super().run_experts(
+                x, weights, routing, base_output, rows=rows, weighted=weighted, reduce=reduce
+            )
         how = {"rows": rows, "weighted": weighted, "reduce": reduce}
         y = base_output
         if y is None:
@@ -198,12 +217,20 @@ class SgmvBackend(LoRABackend):
         if routing.refills != plan.refills:  # its tokens have other slots now
             choice = (routing.topk_ids, routing.topk_weights)
             sort_pairs(routing, plan, *choice, None, options.programmatic)
+        if plan.token_scales is not None:  # they multiply deltas as the router's weights do
+            scales = plan.token_scales[: routing.num_tokens, None].expand_as(routing.topk_weights)
+            factors = scales * routing.topk_weights if weighted else scales.contiguous()
+            routing, weighted = copy.copy(routing), True
+            routing.topk_weights = factors
         fixed = ExpertOptions(options.precision, options.programmatic, options.tma)
         add_experts(y, x, weights, routing, fixed, rows=rows, weighted=weighted, reduce=reduce)
         return y
 
-    def _rows(self, plan: SgmvPlan) -> int:
-        return plan.grid_rows(is_capturing(self.device)) or EMPTY_ROW
+    def _rows(self, plan: SgmvPlan, tokens: int) -> int:
+        """Return the rows of the grid; a plan that a graph captures keeps its tile sizes."""
+        capturing = is_capturing(self.device)
+        plan.is_captured |= capturing
+        return plan.grid_rows(capturing, tokens) or EMPTY_ROW
 
     def _cache(
         self,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
+import triton.language as tl
 
+from lora_backends.eight_bit import ScaleBlock, b_row_groups
 from lora_backends.sgmv.launching.call_cache import Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
+from lora_backends.sgmv.launching.slice_tables import located_a, located_b, slice_alignments
 from lora_backends.sgmv.launching.tma import allows_tma, descriptor
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.tiles.sizes import (
@@ -51,28 +55,74 @@ class Kernels(NamedTuple):
     split_k: int  # planes of h that the shrink writes
 
 
+class Epilogue(NamedTuple):
+    """What an expand does to the sum of y and delta, or to the delta, of a layer and a plan."""
+
+    bias: bool
+    output_scales: bool
+    token_scales: bool
+
+
+class Storage(NamedTuple):
+    """How the values of A and B are stored, and what they are widened to."""
+
+    kind: int = 0  # as `widened` in blocks: 0 as they are, 1 int8, 2 float8_e4m3fn, 3 float8_e5m2
+    block: ScaleBlock = (None, None)  # of scales
+    wide: torch.dtype | None = None  # of products with B
+
+
+PLAIN = Storage()
+_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+_WIDE = {
+    None: None,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+
+
 def kernels_of(
-    weights: LoRAWeights, plan: SgmvPlan, options: Options, form: Form = "linear"
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    rows: int,
+    dtype: torch.dtype | None,
+    options: Options,
+    form: Form = "linear",
 ) -> Kernels:
-    """Return both kernels for a layer and a plan: one cached lookup."""
-    fixed = options.batch_invariant
-    tokens, active = INVARIANT_BATCH if fixed else (plan.num_tokens, plan.active_slots)
+    """Return both kernels for a layer, a plan and x of `rows` rows: one cached lookup.
+
+    `dtype` is that of x, or of the result where x has none.
+    """
+    # a captured graph serves every batch of so many rows, an eager call the batch as it is
+    tokens = rows if plan.is_captured else plan.num_tokens
+    shape = INVARIANT_BATCH if options.batch_invariant else (tokens, plan.active_slots)
     layer = LayerShape(
         weights.num_slices,
         weights.max_rank,
         weights.in_features,
         weights.out_features,
-        weights.lora_a.element_size(),
+        # an 8-bit stack takes the sizes of a 16-bit one, since its values are widened
+        max(weights.dtype.itemsize, 2 if dtype is None else dtype.itemsize),
     )
+    kind = _KINDS.get(weights.dtype, 0)
     return _kernels(
-        BatchShape(tokens, active, plan.tile_tokens),
+        BatchShape(*shape, plan.tile_tokens),
         layer,
         weights.output_slices,
-        weights.bias is not None,
+        Epilogue(
+            weights.bias is not None,
+            weights.output_scales is not None,
+            plan.token_scales is not None,
+        ),
+        slice_alignments(weights),
+        Storage(kind, weights.scale_block, dtype) if kind else PLAIN,
         plan.row_constants(form == "separate"),
         options,
         form,
-        options.tma and allows_tma(weights.lora_b, plan.grid_rows(capturing=True)),
+        options.tma
+        and weights.lora_b is not None
+        and not kind
+        and allows_tma(located_b(weights), weights.max_rank, plan.grid_rows(True, rows)),
     )
 
 
@@ -81,7 +131,9 @@ def _kernels(
     batch: BatchShape,
     layer: LayerShape,
     output_slices: tuple[int, ...],
-    has_bias: bool,
+    epilogue: Epilogue,
+    slice_aligns: tuple[int, int],
+    storage: Storage,
     row: tuple[tuple[str, int], ...],
     options: Options,
     form: Form,
@@ -89,16 +141,21 @@ def _kernels(
 ) -> Kernels:
     shrink, expand = _tiles(batch, layer, options.source, form)
     linear, exact = form == "linear", form == "separate"
+    if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
+        tma = tma and column_programs(output_slices, expand).even
     return Kernels(
-        _shrink_kernel(layer, shrink, exact, row, options),
+        _shrink_kernel(layer, shrink, slice_aligns[0], storage, exact, row, options),
         _expand_kernel(
             layer,
             output_slices,
             # the expand with TMA rounds h
             expand if tma and not exact else replace(expand, num_stages=1),
             shrink.split_k if linear else 1,
-            has_bias,
-            exact,
+            epilogue,
+            slice_aligns[1],
+            storage,
+            # h is exact where callers pass it, and where it is not a value of the stack's dtype
+            exact or (form == "embedding" and storage.kind > 0),
             row,
             # only the shrink of run_linear lets the expand start early
             options._replace(programmatic=options.programmatic and linear),
@@ -121,6 +178,8 @@ def _tiles(
 def _shrink_kernel(
     layer: LayerShape,
     tiles: ShrinkTiles,
+    slice_align: int,
+    storage: Storage,
     exact: bool,
     row: tuple[tuple[str, int], ...],
     options: Options,
@@ -130,6 +189,10 @@ def _shrink_kernel(
     constants = {
         "PROGRAMS": programs,
         "NUM_SLICES": layer.num_slices,
+        "SLICE_ALIGN": slice_align,
+        "STORAGE": storage.kind,
+        "GROUP_R": storage.block[0] or 0,
+        "GROUP_K": storage.block[1] or 0,
         "RANK_PAD": padded_rank(layer.max_rank),
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
@@ -159,7 +222,9 @@ def _expand_kernel(
     output_slices: tuple[int, ...],
     tiles: ExpandTiles,
     planes: int,
-    has_bias: bool,
+    epilogue: Epilogue,
+    slice_align: int,
+    storage: Storage,
     exact: bool,
     row: tuple[tuple[str, int], ...],
     options: Options,
@@ -172,6 +237,12 @@ def _expand_kernel(
         # program fits on a multiprocessor instead of two.
         "PROGRAMS": columns.programs if tiles.num_stages == 1 else 0,
         "NUM_SLICES": layer.num_slices,
+        "SLICE_ALIGN": slice_align,
+        "STORAGE": storage.kind,
+        "FIRST_GROUPS": tuple(accumulate(b_row_groups(output_slices, storage.block), initial=0)),
+        "GROUP_C": storage.block[0] or 0,
+        "GROUP_R": storage.block[1] or 0,
+        "WIDE": _WIDE[None if exact else storage.wide] or tl.float32,
         "SPLIT_K": planes,
         "RANK_PAD": padded_rank(layer.max_rank),
         "BLOCK_C": tiles.block_c,
@@ -180,7 +251,9 @@ def _expand_kernel(
         "STAGES": tiles.num_stages,
         "EVEN_C": columns.even,
         "EVEN_R": layer.max_rank % 8 == 0,
-        "HAS_BIAS": has_bias,
+        "HAS_BIAS": epilogue.bias,
+        "HAS_OUTPUT_SCALES": epilogue.output_scales,
+        "HAS_TOKEN_SCALES": epilogue.token_scales,
         "EXACT_H": exact,
         "PRECISION": "ieee" if exact else options.precision,
         "INTERPRETED": INTERPRETED,
@@ -195,14 +268,40 @@ def _expand_kernel(
     )
 
 
+def gather_kernel_of(weights: LoRAWeights, plan: SgmvPlan, options: Options) -> SpecializedKernel:
+    """Return the kernel that shrinks one-hot rows for a layer and a plan."""
+    kind = _KINDS.get(weights.dtype, 0)
+    return gather_kernel(
+        options.engine,
+        weights.num_slices,
+        weights.max_rank,
+        slice_alignments(weights)[0],
+        Storage(kind, weights.scale_block) if kind else PLAIN,
+        plan.row_constants(False),
+    )
+
+
 @lru_cache(maxsize=1024)
 def gather_kernel(
-    engine: Any, num_slices: int, max_rank: int, row: tuple[tuple[str, int], ...]
+    engine: Any,
+    num_slices: int,
+    max_rank: int,
+    slice_align: int,
+    storage: Storage,
+    row: tuple[tuple[str, int], ...],
 ) -> SpecializedKernel:
     """Return the kernel that shrinks one-hot rows."""
     block_r = min(64, padded_rank(max_rank))
     programs = -(-max_rank // block_r) * num_slices
-    constants = {"PROGRAMS": programs, "NUM_SLICES": num_slices, "BLOCK_R": block_r}
+    constants = {
+        "PROGRAMS": programs,
+        "NUM_SLICES": num_slices,
+        "SLICE_ALIGN": slice_align,
+        "STORAGE": storage.kind,
+        "GROUP_R": storage.block[0] or 0,
+        "GROUP_K": storage.block[1] or 0,
+        "BLOCK_R": block_r,
+    }
     return SpecializedKernel(engine.entry_kernels.gather_kernel, constants | dict(row), programs)
 
 
@@ -219,9 +318,11 @@ def shrink(
     The layer's tables are contiguous. Nothing is written for tokens without an adapter; beyond a
     rank, at most zeros up to the end of its group of 8.
     """
-    a = weights.lora_a
-    tensors = (x, a, weights.ranks, *plan.tables(), h)
-    numbers = (weights.in_features, x.stride(0), *a.stride()[:3], *_layout_of(h))
+    a = located_a(weights)
+    scales = a.base if weights.a_scales is None else weights.a_scales
+    tensors = (x, _bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
+    scale_strides = scales.stride()[:3] if scales is weights.a_scales else (0, 0, 0)
+    numbers = (weights.in_features, x.stride(0), *a.strides, *scale_strides, *_layout_of(h))
     arguments = Arguments(tensors, (), numbers)
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
@@ -236,9 +337,11 @@ def gather(
     kernel: SpecializedKernel,
 ) -> Launched:
     """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, max_rank] float32."""
-    a = weights.lora_a
-    tensors = (token_ids, a, weights.ranks, *plan.tables(), h)
-    arguments = Arguments(tensors, (), (*a.stride()[:3], *h.stride()[1:3]))
+    a = located_a(weights)
+    scales = a.base if weights.a_scales is None else weights.a_scales
+    tensors = (token_ids, _bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
+    scale_strides = scales.stride()[:3] if scales is weights.a_scales else (0, 0, 0)
+    arguments = Arguments(tensors, (), (*a.strides, *scale_strides, *h.stride()[1:3]))
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
 
@@ -255,16 +358,43 @@ def expand(
 
     A programmatic kernel must follow `shrink`, which waits for all earlier kernels.
     """
-    b, bias, sizes = weights.lora_b, weights.bias, kernel.constants
-    added, bias_stride = (b, 0) if bias is None else (bias, bias.stride(0))  # b is not read
-    tma = descriptor(b, sizes["BLOCK_C"], sizes["BLOCK_R"]) if sizes["STAGES"] > 1 else None
-    arguments = Arguments(
-        (h, b, y, added, weights.ranks, weights.scalings, *plan.tables()),
-        (tma,),
-        (*_layout_of(h), *b.stride()[:2], y.stride(0), bias_stride),
+    located, sizes = located_b(weights), kernel.constants
+    bias, scales, of_tokens = weights.bias, weights.output_scales, plan.token_scales
+    tma = None
+    if sizes["STAGES"] > 1:
+        tma = descriptor(located, weights.max_rank, sizes["BLOCK_C"], sizes["BLOCK_R"])
+    b = _bytes(
+        located.base
+    )  # stands, too, for what layer and plan do not have and the kernel not read
+    tensors = (
+        h,
+        b,
+        y,
+        b if bias is None else bias,
+        b if scales is None else scales,
+        weights.ranks,
+        weights.scalings,
+        b if of_tokens is None else of_tokens,
+        located.table,
+        b if weights.b_scales is None else weights.b_scales,
+        *plan.tables(),
     )
+    numbers = (
+        *_layout_of(h),
+        *located.strides,
+        y.stride(0),
+        0 if bias is None else bias.stride(0),
+        0 if scales is None else scales.stride(0),
+        *((0, 0) if weights.b_scales is None else weights.b_scales.stride()[:2]),
+    )
+    arguments = Arguments(tensors, (tma,), numbers)
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
+
+
+def _bytes(stack: torch.Tensor) -> torch.Tensor:
+    """Return a float8 stack as int8, since kernels decode its bits."""
+    return stack.view(torch.int8) if stack.dtype in _KINDS else stack
 
 
 def _layout_of(h: torch.Tensor) -> tuple[int, int, int]:

@@ -7,8 +7,9 @@ sends the buffer; its tables keep their addresses when the plan is refilled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.cached import CachingPlan
+from lora_backends.errors import InvalidInputError
 
 EMPTY = -1
 """The slot of an unused run and the token of an unused place."""
@@ -29,18 +31,42 @@ Ints = npt.NDArray[Any]
 
 @dataclass(eq=False)
 class SgmvPlan(CachingPlan):
-    """A plan that both kernels read from device tables; a row of the grid is one tile of tokens."""
+    """A plan that both kernels read from device tables; a row of the grid is one tile of tokens.
+
+    The buffer has room for every composition of `capacity` tokens: first token_scales, then the
+    slot of every token, then the tables of the engine. A plan that was made with `capacity` cuts
+    each batch into tiles of the size that suits it, until a CUDA graph is captured: a graph keeps
+    the grid, the addresses of tables and the kernels. Any other plan keeps the size that it began
+    with, so that a graph can be captured after a refill: a capture must not meet a kernel that is
+    yet to be compiled.
+    """
 
     tile_tokens: int  # tokens per row of the grid; tile sizes follow from it
-    active_slots: int  # slots with tokens when the plan was made; tile sizes follow from it
+    active_slots: int  # slots with tokens; tile sizes follow from it
     packed: torch.Tensor  # [size] int32, on the device; the tables are views of it
+    has_room: bool = field(default=False, kw_only=True)  # whether it was made with `capacity`
+    is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the plan
+    cut: tuple[int, ...] = field(default=(), kw_only=True)  # what kernels were last chosen by
+    refills: int = field(default=0, kw_only=True)  # how often the tables were written
 
-    def grid_rows(self, capturing: bool) -> int:
-        """Return the rows to launch: those in use, or while capturing all that refills can use."""
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"is_captured": False}  # a graph does not use the copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._view_tables()
+        if self.token_scales is not None:
+            self.token_scales = self._scales()
+
+    def grid_rows(self, capturing: bool, rows: int) -> int:
+        """Return the rows of the grid for x of `rows` rows.
+
+        They are those in use, or while capturing all that a refill of as many tokens can use.
+        """
         raise NotImplementedError
 
-    def h_rows(self) -> int:
-        """Return the rows that h has per slice and plane in `run_linear`."""
+    def h_rows(self, rows: int) -> int:
+        """Return the rows that h has per slice and plane in `run_linear` on x of `rows` rows."""
         raise NotImplementedError
 
     def row_constants(self, by_token: bool) -> tuple[tuple[str, int], ...]:
@@ -53,6 +79,86 @@ class SgmvPlan(CachingPlan):
     def tables(self) -> tuple[torch.Tensor, ...]:
         """Return the tables that every entry kernel takes, in order."""
         raise NotImplementedError
+
+    def _view_tables(self) -> None:
+        """Set the tables to where they lie in the buffer for the current tile size."""
+        raise NotImplementedError
+
+    def token_slots(self) -> torch.Tensor:
+        """Return the slot of every token or -1: [capacity] int32, -1 behind the batch."""
+        return self.packed[aligned(self.capacity) :][: self.capacity]
+
+    def tables_at(self) -> int:
+        """Return where the tables of the engine begin in the buffer."""
+        return 2 * aligned(self.capacity)
+
+    def _scales(self) -> torch.Tensor:
+        """Return where the buffer has token_scales."""
+        return self.packed[: self.capacity].view(torch.float32)
+
+    def _stage(self, batch: LoRABatch, size: int) -> Staged:
+        """Return host memory for the slots, `size` values of tables, and token_scales if any.
+
+        Slots and scales are written.
+        """
+        room = aligned(self.capacity)
+        has_scales = batch.token_scales is not None
+        has_scales = has_scales or (self.is_captured and self.token_scales is not None)
+        staged = staging_buffer(room if has_scales else 0, room, size, self.packed.device)
+        staged.slots[: batch.num_tokens] = batch.token_slots.numpy()
+        staged.slots[batch.num_tokens :] = EMPTY
+        if not has_scales:
+            self.token_scales = None
+            return staged
+        scales = staged.scales[: self.capacity].view(np.float32)
+        scales[:] = 1
+        if batch.token_scales is not None:
+            scales[: batch.num_tokens] = batch.token_scales.numpy()
+        self.token_scales = self._scales()
+        return staged
+
+    def _send(self, staged: Staged) -> None:
+        """Copy staged memory to the device, asynchronously; calls stored so far fit this cut."""
+        first = aligned(self.capacity) - staged.scales.size
+        size = staged.tensor.shape[0]
+        self.refills += 1
+        self.call_cache.key = (*self.cut, self.token_scales is not None)
+        self.packed.as_strided((size,), (1,), first).copy_(staged.tensor, non_blocking=True)
+
+    def sizes_key(self, batch: LoRABatch) -> tuple[int, int]:
+        """Return what kernels are chosen by besides the tile; like batches repeat calls."""
+        return bucket(batch.num_tokens), bucket(self.active_slots)
+
+    def may_cut_anew(self) -> bool:
+        """Return whether the next batch may have tiles of another size."""
+        return self.tile_tokens == 0 or (self.has_room and not self.is_captured)
+
+    def refuse_scales_of_captured(self) -> None:
+        """Refuse token_scales that captured kernels would not read.
+
+        Raises:
+            InvalidInputError: a graph captured the plan while it had no token_scales.
+        """
+        if self.is_captured and self.token_scales is None:
+            raise InvalidInputError(
+                "a CUDA graph captured the plan without token_scales, which it would not read\n"
+                "  given: a batch with token_scales\n"
+                "  to do: give the batch that is captured token_scales, of ones for instance"
+            )
+
+
+class Staged(NamedTuple):
+    """Host memory for a copy to a device."""
+
+    tensor: torch.Tensor  # [size] int32
+    scales: npt.NDArray[np.int32]  # its part for token_scales, which may be empty
+    slots: npt.NDArray[np.int32]  # its part for the slots of tokens
+    tables: npt.NDArray[np.int32]  # its part for the tables
+
+
+def bucket(count: int) -> int:
+    """Return the power of two at or above a count: what tile sizes are cached by."""
+    return 1 << max(0, count - 1).bit_length()
 
 
 def max_runs(num_tokens: int, num_slots: int, size: int) -> int:
@@ -133,10 +239,25 @@ def fill_runs(
     return runs
 
 
-def run_tables(packed: torch.Tensor, size: int, room: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots [room] and the tokens [room, size] of runs, views of the packed buffer."""
-    slots = packed.as_strided((room,), (1,))  # slicing takes longer
-    return slots, packed.as_strided((room, size), (size, 1), aligned(room))
+def run_tables(
+    packed: torch.Tensor, first: int, size: int, room: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots [room] and the tokens [room, size] of runs, which begin at `first`."""
+    slots = packed.as_strided((room,), (1,), first)  # slicing takes longer
+    return slots, packed.as_strided((room, size), (size, 1), first + aligned(room))
+
+
+def most_run_tables(capacity: int, num_slots: int, sizes: Sequence[int]) -> int:
+    """Return values enough for the tables of a batch in runs of any of the sizes."""
+    if len(sizes) == 1:
+        return run_tables_size(sizes[0], max_runs(capacity, num_slots, sizes[0]))
+    slots = aligned(max_runs(capacity, num_slots, min(sizes)))
+    return aligned(slots + max_runs(capacity, num_slots, max(sizes)) * max(sizes))
+
+
+def run_tables_size(size: int, room: int) -> int:
+    """Return the int32 values that the tables of `room` runs of `size` tokens take."""
+    return aligned(aligned(room) + room * size)
 
 
 def aligned(count: int) -> int:
@@ -144,12 +265,14 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def staging_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-    """Return host memory for a copy to `device`: an int32 tensor, and an array of the same memory.
+def staging_buffer(scales: int, slots: int, tables: int, device: torch.device) -> Staged:
+    """Return host memory for a copy of int32 values to `device`.
 
     It is pinned, and new each time: torch's allocator reuses pinned memory only after the copies
     from it have ended.
     """
     pinned = device.type != "cpu"
+    size, first = scales + slots + tables, scales + slots
     staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
-    return staged, staged.numpy()
+    array = staged.numpy()
+    return Staged(staged, array[:scales], array[scales:first], array[first:])

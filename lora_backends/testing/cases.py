@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
 import torch
 
+from lora_backends import features
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.testing.inputs import LoRAInputs, guarded
 from lora_backends.weights import LoRAWeights
@@ -21,7 +22,9 @@ class ReproducibleCase:
 
     slots: tuple[int, ...]
     ranks: tuple[Any, ...]
+    token_scales: bool
     values: Literal["real", "integer"]
+    seed: int
 
     @property
     def num_tokens(self) -> int:
@@ -37,6 +40,13 @@ class ReproducibleCase:
     def is_integer(self) -> bool:
         """Whether all sums are exact, so that the result is unique bit for bit."""
         return self.values == "integer"
+
+    def batch(self) -> LoRABatch:
+        """Return the batch."""
+        scales = None
+        if self.token_scales:
+            scales = token_factors((self.num_tokens,), self.seed, self.is_integer)
+        return LoRABatch(self.slots, self.num_slots, scales)
 
     def draw_x(self, rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
         """Return x; with integers, all but `LARGEST_EXACT` columns are zero."""
@@ -82,6 +92,9 @@ class LoRACase(ReproducibleCase):
     x_pad: int = 0  # guard columns on either side of x
     base_pad: int = 0  # guard columns on either side of base_output
     weights_pad: int = 0  # guard columns beside the rows of lora_a, lora_b and bias
+    token_scales: bool = False  # the batch has a scale for each token
+    output_scales: bool = False  # the layer has a scale for each slot and column
+    split: Literal["", "a", "b", "ab"] = ""  # which stacks are tuples of one tensor per slice
     values: Literal["real", "integer"] = "real"  # normal, or small integers whose sums are exact
     seed: int = 0
 
@@ -94,7 +107,8 @@ class LoRACase(ReproducibleCase):
         x = self.draw_x(self.num_tokens, self.in_features, generator)
         x[[slot == NO_ADAPTER for slot in self.slots]] = float("nan")
         a = draw(a_shape, generator)
-        b = draw((self.num_slots, out_features, self.max_rank), generator, 15)
+        largest = 3 if self.token_scales or self.output_scales else 15  # sums stay exact
+        b = draw((self.num_slots, out_features, self.max_rank), generator, largest)
         bias = draw((self.num_slots, out_features), generator)
         base = base_values((self.num_tokens, out_features), generator, self.is_integer)
         token_ids = torch.randint(
@@ -112,23 +126,44 @@ class LoRACase(ReproducibleCase):
         def placed(values: torch.Tensor, pad: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return guarded(values.to(device, dtype), pad, float("nan"))
 
+        def per_slice(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            """Return tensors of different row strides, so that a slice needs its own."""
+            return tuple(placed(part, self.weights_pad + s) for s, part in enumerate(parts))
+
+        scales = column_factors((self.num_slots, out_features), self.seed, self.is_integer)
         weights = LoRAWeights(
-            lora_a=placed(a, self.weights_pad),
-            lora_b=placed(b, self.weights_pad),
+            lora_a=per_slice(a.unbind(1)) if "a" in self.split else placed(a, self.weights_pad),
+            lora_b=(
+                per_slice(torch.split(b, list(self.output_slices), 1))
+                if "b" in self.split
+                else placed(b, self.weights_pad)
+            ),
             ranks=ranks.to(device),
             scalings=scalings.to(device),
             output_slices=self.output_slices,
             bias=placed(bias, self.weights_pad, bias_dtype) if self.bias else None,
+            output_scales=(
+                placed(scales, self.weights_pad, torch.float32) if self.output_scales else None
+            ),
         )
         return LoRAInputs(
             x=placed(x, self.x_pad),
             token_ids=token_ids.to(device),
             weights=weights,
-            batch=LoRABatch(self.slots, self.num_slots),
+            batch=self.batch(),
             base=None if self.base is None else base.to(device, self.base),
             x_pad=self.x_pad,
             base_pad=self.base_pad,
         )
+
+    def needs(self) -> frozenset[str]:
+        """Return the features that a backend must declare to run the case."""
+        needed = {
+            features.TOKEN_SCALES: self.token_scales,
+            features.OUTPUT_SCALES: self.output_scales,
+            features.SLICE_TENSORS: bool(self.split),
+        }
+        return frozenset(name for name, is_needed in needed.items() if is_needed)
 
     def edges(self) -> frozenset[str]:
         """Return the names of the edges that this case stands on, of `EDGES`."""
@@ -176,6 +211,10 @@ EDGES: Mapping[str, Callable[[LoRACase], bool]] = {
     "strided x": lambda case: case.x_pad > 0,
     "strided base_output": lambda case: case.base is not None and case.base_pad > 0,
     "strided weights": lambda case: case.weights_pad > 0,
+    "scale per token": lambda case: case.token_scales and bool(_active(case)),
+    "scale per column": lambda case: case.output_scales and bool(_active(case)),
+    "one lora_a per slice": lambda case: "a" in case.split and len(case.output_slices) > 1,
+    "one lora_b per slice": lambda case: "b" in case.split and len(case.output_slices) > 1,
 }
 """Name of every edge to the predicate on a case; the report of `verify` counts them."""
 
@@ -188,6 +227,25 @@ def normals(shape: tuple[int, ...], generator: torch.Generator, largest: int = 0
 def integers(shape: tuple[int, ...], generator: torch.Generator, largest: int = 1) -> torch.Tensor:
     """Return integers from -largest to largest."""
     return torch.randint(-largest, largest + 1, shape, generator=generator, device="cpu").float()
+
+
+def token_factors(shape: tuple[int, ...], seed: int, integer: bool) -> torch.Tensor:
+    """Return scales of a batch, whose draw does not depend on the layer."""
+    return _factors(shape, torch.Generator().manual_seed(seed + 1_000_000), integer)
+
+
+def column_factors(shape: tuple[int, int], seed: int, integer: bool) -> torch.Tensor:
+    """Return a scale for each slot and output column."""
+    return _factors(shape, torch.Generator().manual_seed(seed + 2_000_000), integer)
+
+
+def _factors(shape: tuple[int, ...], generator: torch.Generator, integer: bool) -> torch.Tensor:
+    """Return small exact numbers, 0 among them; every second one is normal for real values."""
+    exact = torch.tensor([1.0, 0.5, -1.0, 0.0], device="cpu")
+    chosen = exact[torch.randint(4, shape, generator=generator, device="cpu")]
+    drawn = normals(shape, generator)
+    normal = torch.rand(shape, generator=generator, device="cpu") < 0.5
+    return chosen if integer else torch.where(normal, drawn, chosen)
 
 
 def base_values(shape: tuple[int, int], generator: torch.Generator, integer: bool) -> torch.Tensor:

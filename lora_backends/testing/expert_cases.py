@@ -10,6 +10,7 @@ import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.experts import ExpertWeights
+from lora_backends.features import TOKEN_SCALES
 from lora_backends.testing.cases import ReproducibleCase, base_values, integers, normals
 from lora_backends.testing.inputs import GuardedOutput, guarded
 
@@ -84,6 +85,7 @@ class ExpertCase(ReproducibleCase):
     x_pad: int = 0  # guard columns on either side of x
     base_pad: int = 0  # guard columns on either side of base_output
     weights_pad: int = 0  # guard columns beside the rows of lora_a and lora_b
+    token_scales: bool = False  # the batch has a scale for each token
     values: Literal["real", "integer"] = "real"  # normal, or small integers whose sums are exact
     seed: int = 0
 
@@ -93,7 +95,7 @@ class ExpertCase(ReproducibleCase):
         draw = integers if self.is_integer else normals
         tokens = self.num_tokens
         ids = torch.tensor(self.ids, dtype=torch.int64, device="cpu").reshape(tokens, self.top_k)
-        batch = LoRABatch(self.slots, self.num_slots)
+        batch = self.batch()
         live = (ids >= 0) & (batch.token_slots != NO_ADAPTER)[:, None]
         rows = live.flatten() if self.rows == "pairs" else live.any(1)
         x = self.draw_x(len(rows), self.in_features, generator)
@@ -135,7 +137,8 @@ class ExpertCase(ReproducibleCase):
             1 if shared else self.num_experts for shared in (self.shared_a, self.shared_b)
         )
         a = draw((slots, of_a, ranks.shape[2], self.max_rank, self.in_features), generator)
-        b = draw((slots, of_b, width, self.max_rank), generator, 15)
+        largest = 3 if self.token_scales else 15  # sums stay exact
+        b = draw((slots, of_b, width, self.max_rank), generator, largest)
         index = torch.arange(self.max_rank, device="cpu")
         a[index >= _over(ranks, of_a)[..., None]] = float("nan")
         per_slice = _over(ranks, of_b).expand(-1, -1, slices)
@@ -168,6 +171,10 @@ class ExpertCase(ReproducibleCase):
         order = expert_map.argsort()  # those elsewhere first, then the local ones by their ids
         places = torch.cat([order[self.num_experts :], order[:1]])  # the last is for id -1
         return places[ids], expert_map.int()
+
+    def needs(self) -> frozenset[str]:
+        """Return the features that a backend must declare to run the case."""
+        return frozenset({TOKEN_SCALES} if self.token_scales else ())
 
     def edges(self) -> frozenset[str]:
         """Return the names of the edges that this case stands on, of `EXPERT_EDGES`."""
@@ -203,6 +210,7 @@ EXPERT_EDGES: Mapping[str, Callable[[ExpertCase], bool]] = {
     "experts: row per pair": lambda case: case.rows == "pairs",
     "experts: weighted": lambda case: case.weighted,
     "experts: reduced": lambda case: case.reduce,
+    "experts: scale per token": lambda case: case.token_scales and bool(_live_pairs(case)),
 }
 """Name of every edge to the predicate on a case; the report of `verify` counts them."""
 

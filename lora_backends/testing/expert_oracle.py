@@ -1,8 +1,9 @@
 """What a result of experts must be: each pair is a token of a dense layer, one slot per expert.
 
-The bound of the dense oracle is that of a pair. The router's weight adds one rounding, a sum over k
-pairs at most k - 1 additions, and base_output two operations, since it may be converted first; the
-rounding into y comes last. The bound is 0 where no live pair has a rank.
+The bound of the dense oracle is that of a pair. The router's weight adds one rounding, the scale of
+the token another, and a sum over k pairs at most k - 1 additions. base_output adds two operations,
+since it may be converted first. The rounding into y comes last. The bound is 0 where no live pair
+has a rank.
 """
 
 from __future__ import annotations
@@ -71,10 +72,9 @@ def expected_experts(
         part[:, back].reshape(*pairs[:2], layer.out_features) for part in (delta.value, delta.bound)
     )
     unit = sum_unit(layer.dtype)
-    if inputs.options["weighted"]:
-        factors = inputs.topk_weights.cpu().double().nan_to_num(0.0)[..., None]
-        value, bound = factors * value, factors.abs() * bound
-        bound = bound + gamma(1, unit) * (value.abs() + bound)
+    factors, roundings = _factors(inputs)
+    value, bound = factors * value, factors.abs() * bound
+    bound = bound + gamma(roundings, unit) * (value.abs() + bound)
     if inputs.options["reduce"]:
         magnitude = (value.abs() + bound).sum(1)
         value, bound = value.sum(1), bound.sum(1) + gamma(pairs[1], unit) * magnitude
@@ -84,6 +84,16 @@ def expected_experts(
     out_dtype = inputs.x.dtype if inputs.base is None else inputs.base.dtype
     bound = bound + rounding_bound(value, bound, out_dtype)
     return Expected(value, bound * touched_by_experts(inputs))
+
+
+def _factors(inputs: ExpertInputs) -> tuple[torch.Tensor, int]:
+    """Return the factor of each pair, [num_tokens, k, 1], and how many factors it has."""
+    factors, count = torch.ones(*inputs.ids.shape, 1, dtype=torch.float64, device="cpu"), 0
+    if inputs.options["weighted"]:
+        factors, count = inputs.topk_weights.cpu().double().nan_to_num(0.0)[..., None], 1
+    if inputs.batch.token_scales is not None:
+        return factors * inputs.batch.token_scales.double()[:, None, None], count + 1
+    return factors, count
 
 
 def touched_by_experts(inputs: ExpertInputs) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from lora_backends.features import TOKEN_SCALES
 from lora_backends.operations import BY_NAME
 from lora_backends.testing.expert_cases import ExpertCase
 from lora_backends.testing.profiles import DEFAULT, Profile
@@ -19,6 +20,7 @@ from lora_backends.testing.strategies import (
     PADS,
     REAL_SCALINGS,
     Values,
+    drawn_if,
     layer_widths,
     tables,
     token_slots,
@@ -40,7 +42,9 @@ def expert_cases(
     profile: Profile = DEFAULT,
     values: Values = "real",
     base: bool | None = None,
+    token_scales: bool | None = None,
     min_tokens: int = 0,
+    features: Collection[str] = (),
     **options: Any,
 ) -> ExpertCase:
     """Draw a whole case: arguments as in `lora_cases`; `options` fixes those of `run_experts`."""
@@ -87,6 +91,7 @@ def expert_cases(
         base_pad=draw(st.sampled_from(PADS)) if with_base else 0,
         weights_pad=draw(st.sampled_from((0, 0, 1, 8))),
         values="integer" if integer else "real",
+        token_scales=drawn_if(draw, TOKEN_SCALES in features, token_scales),
         seed=draw(st.integers(0, 999)),
         **(drawn | options),
     )

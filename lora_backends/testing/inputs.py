@@ -6,8 +6,9 @@ a sentinel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -41,6 +42,21 @@ def guarded(values: torch.Tensor, pad: int, fill: float) -> torch.Tensor:
     shape = (*values.shape[:-1], values.shape[-1] + 2 * pad)
     view = values.new_full(shape, fill)[..., pad : pad + values.shape[-1]]
     return view.copy_(values)
+
+
+def stack_of_a(weights: LoRAWeights) -> torch.Tensor:
+    """Return A of all slices on the CPU, [num_slots, num_slices, max_rank, in_features]."""
+    return torch.stack([weights.a_of(s).detach().cpu() for s in range(weights.num_slices)], 1)
+
+
+def stack_of_b(weights: LoRAWeights) -> torch.Tensor:
+    """Return B of all slices on the CPU, [num_slots, out_features, max_rank]."""
+    return torch.cat([weights.b_of(s).detach().cpu() for s in range(weights.num_slices)], 1)
+
+
+def on_each(stack: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a stack whose tensor, or whose tensors of every slice, are changed."""
+    return tuple(map(change, stack)) if isinstance(stack, tuple) else change(stack)
 
 
 class GuardedOutput:
@@ -86,9 +102,9 @@ class LoRAInputs:
     base_pad: int  # guard columns beside base_output
 
     @property
-    def slots(self) -> list[int]:
-        """Slot per token."""
-        values: list[int] = self.batch.token_slots.tolist()
+    def slots(self) -> list[Any]:
+        """Slot per token, or a list of slots where the batch has several adapters per token."""
+        values: list[Any] = self.batch.token_slots.tolist()
         return values
 
     def new_base(self) -> GuardedOutput | None:
@@ -107,39 +123,57 @@ class LoRAInputs:
         weights: LoRAWeights | None = None,
         slots: Sequence[int] | None = None,
     ) -> LoRAInputs:
-        """Return these inputs with another x (copied into guards), weights or slots per token."""
+        """Return these inputs with another x (copied into guards), weights or slots per token.
+
+        Every token keeps its scale.
+        """
         used = weights or self.weights
+        given = self.slots if slots is None else list(slots)
         return replace(
             self,
             x=self.x if x is None else guarded(x, self.x_pad, float("nan")),
             weights=used,
-            batch=LoRABatch(self.slots if slots is None else list(slots), used.num_slots),
+            batch=LoRABatch(given, used.num_slots, self.batch.token_scales),
         )
+
+    def scaled(self, token_scales: torch.Tensor | None) -> LoRAInputs:
+        """Return these inputs with other scales of the tokens, or without any."""
+        batch = LoRABatch(self.batch.token_slots, self.batch.num_slots, token_scales)
+        return replace(self, batch=batch)
 
     def select(self, rows: Sequence[int]) -> LoRAInputs:
         """Return the inputs of some tokens, in the given order."""
         index = torch.tensor(list(rows), dtype=torch.int64, device=self.x.device)
-        slots = [self.slots[row] for row in rows]
+        slots, scales = self.batch.token_slots[list(rows)], self.batch.token_scales
         return replace(
             self,
             x=guarded(self.x[index], self.x_pad, float("nan")),
             token_ids=self.token_ids[index],
-            batch=LoRABatch(slots, self.weights.num_slots),
+            batch=LoRABatch(
+                slots, self.weights.num_slots, None if scales is None else scales[list(rows)]
+            ),
             base=None if self.base is None else self.base[index],
         )
 
     def without_base_and_bias(self) -> LoRAInputs:
-        """Return the inputs whose result is the delta alone."""
+        """Return the inputs whose result is the delta alone, times output_scales if there are."""
         return replace(self, base=None, weights=replace(self.weights, bias=None))
 
     def location(self, token: int, slice_index: int) -> str:
         """Describe whose value (token, slice) is: ``slot 2, slice 0 of rank 5, scaling 2.0``."""
         slot = self.slots[token]
+        if isinstance(slot, list):
+            return f"token {token}, slots {slot}, slice {slice_index}"
         if slot == NO_ADAPTER:
             return f"token {token} without adapter, slice {slice_index}"
         rank = int(self.weights.ranks[slot, slice_index])
         scaling = float(self.weights.scalings[slot, slice_index])
-        return f"token {token}, slot {slot}, slice {slice_index}, rank {rank}, scaling {scaling:g}"
+        scales = self.batch.token_scales
+        factor = "" if scales is None else f", token scale {scales[token].item():g}"
+        return (
+            f"token {token}, slot {slot}, slice {slice_index}, rank {rank}, "
+            f"scaling {scaling:g}{factor}"
+        )
 
     def slice_of(self, column: int) -> int:
         """Return the slice that an output column belongs to."""

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.features import CAPACITY, TOKEN_SCALES
 from lora_backends.testing.assertions import assert_close
 from lora_backends.testing.inputs import LoRAInputs
 from lora_backends.testing.oracles import Expected
@@ -95,11 +96,12 @@ class Pool:
     def wanted(self, inputs: LoRAInputs, layer: int) -> torch.Tensor:
         """Return y in float64, from the dictionary alone."""
         assert inputs.base is not None
-        y = inputs.base.cpu().double()
+        y, scales = inputs.base.cpu().double(), inputs.batch.token_scales
         x = inputs.x.cpu().double()
         for token, slot in enumerate(inputs.slots):
             if (slot, layer) in self.deltas:
-                y[token] += self.deltas[slot, layer] @ x[token]
+                factor = 1.0 if scales is None else float(scales[token])
+                y[token] += factor * (self.deltas[slot, layer] @ x[token])
             if (slot, layer) in self.biases:
                 y[token] += self.biases[slot, layer]
         return y
@@ -111,6 +113,13 @@ class Flight:
 
     plan: Any
     slots: list[int]
+    scales: list[float] | None = None
+    capacity: int = 0  # tokens that a refill may have
+
+    @property
+    def batch(self) -> LoRABatch:
+        """The batch."""
+        return LoRABatch(self.slots, NUM_SLOTS, self.scales)
 
 
 class Observer(Protocol):
@@ -167,12 +176,15 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(
         name=st.integers(0, 1),
         slots=st.lists(st.integers(NO_ADAPTER, NUM_SLOTS - 1), min_size=0, max_size=20),
+        room=st.sampled_from((0, 0, 3, 20)),
     )
-    def prepare(self, name: int, slots: list[int]) -> None:
-        """Make plan 0 or 1 anew, of any size."""
-        with self._step(f"plan {name} = prepare {slots}"):
-            plan = self.backend.prepare_batch(LoRABatch(slots, NUM_SLOTS))
-            self.flights[name] = Flight(plan, slots)
+    def prepare(self, name: int, slots: list[int], room: int = 0) -> None:
+        """Make plan 0 or 1 anew, of any size, with room for more tokens where there is any."""
+        room = room if CAPACITY in self.backend.features else 0
+        with self._step(f"plan {name} = prepare {slots}" + f", room for {room} more" * (room > 0)):
+            options = {"capacity": len(slots) + room} if room else {}
+            plan = self.backend.prepare_batch(LoRABatch(slots, NUM_SLOTS), **options)
+            self.flights[name] = Flight(plan, slots, capacity=len(slots) + room)
 
     @initialize()
     def begin(self) -> None:
@@ -182,14 +194,22 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(name=st.integers(0, 1), data=st.data())
     def refill(self, name: int, data: st.DataObject) -> None:
-        """Refill a plan in place with another batch of as many tokens."""
+        """Refill a plan in place, with as many tokens or, where it has room, with any number.
+
+        Where the backend has token_scales, a batch may bring them.
+        """
         flight = self.flights[name]
-        size = len(flight.slots)
+        least = most = len(flight.slots)
+        if CAPACITY in self.backend.features:
+            least, most = 0, flight.capacity
         one = st.integers(NO_ADAPTER, NUM_SLOTS - 1)
-        flight.slots = data.draw(st.lists(one, min_size=size, max_size=size))
-        with self._step(f"refill plan {name}: {flight.slots}"):
-            batch = LoRABatch(flight.slots, NUM_SLOTS)
-            if self.backend.prepare_batch(batch, out=flight.plan) is not flight.plan:
+        flight.slots = data.draw(st.lists(one, min_size=least, max_size=most))
+        flight.scales = None
+        if TOKEN_SCALES in self.backend.features and data.draw(st.booleans()):
+            flight.scales = [(0.5, 1.0, -2.0)[token % 3] for token in range(len(flight.slots))]
+        scaled = "" if flight.scales is None else ", scales 0.5, 1, -2 in turn"
+        with self._step(f"refill plan {name}: {flight.slots}{scaled}"):
+            if self.backend.prepare_batch(flight.batch, out=flight.plan) is not flight.plan:
                 raise AssertionError("prepare_batch(batch, out=plan) returned another plan")
 
     @rule(name=st.integers(0, 1), seed=st.integers(0, 9))
@@ -200,7 +220,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self._check_run(self.flights[name], layer, seed)
 
     def _check_run(self, flight: Flight, layer: int, seed: int) -> None:
-        inputs = _layer_inputs(self.pool.layers[layer], flight.slots, seed)
+        inputs = _layer_inputs(self.pool.layers[layer], flight.batch, seed)
         bound = expected(self.backend, inputs).bound
         y = linear(self.backend, inputs, flight.plan)
         slack = 1e-12 * (1 + bound)  # the dictionary's own sums, in another order
@@ -208,16 +228,17 @@ class PoolMachine(RuleBasedStateMachine):
         assert_close(y, Expected(wanted, bound + slack * (bound > 0)), inputs)
 
 
-def _layer_inputs(weights: LoRAWeights, slots: list[int], seed: int) -> LoRAInputs:
+def _layer_inputs(weights: LoRAWeights, batch: LoRABatch, seed: int) -> LoRAInputs:
     """Return random x and base_output for one layer of the pool."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(len(slots), weights.in_features, generator=generator, device="cpu")
-    base = torch.randn(len(slots), weights.out_features, generator=generator, device="cpu")
+    tokens = batch.num_tokens
+    x = torch.randn(tokens, weights.in_features, generator=generator, device="cpu")
+    base = torch.randn(tokens, weights.out_features, generator=generator, device="cpu")
     return LoRAInputs(
         x=x.to(weights.device, weights.dtype),
-        token_ids=torch.zeros(len(slots), dtype=torch.int64, device=weights.device),
+        token_ids=torch.zeros(tokens, dtype=torch.int64, device=weights.device),
         weights=weights,
-        batch=LoRABatch(slots, NUM_SLOTS),
+        batch=batch,
         base=base.to(weights.device, weights.dtype),
         x_pad=0,
         base_pad=1,

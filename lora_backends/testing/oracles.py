@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.testing.inputs import stack_of_a, stack_of_b
 from lora_backends.weights import LoRAWeights
 
 _UNIT_ROUNDOFF = {
@@ -65,7 +66,7 @@ def expected_shrink(
     shape = (weights.num_slices, tokens, weights.max_rank)
     value, magnitude = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
     width = max(1, weights.num_slices * weights.max_rank * weights.in_features)
-    x_all, a_all = x.detach().cpu(), weights.lora_a.detach().cpu()
+    x_all, a_all = x.detach().cpu(), stack_of_a(weights)
     for rows in _chunks(tokens, width):
         mask = rank_mask(weights, batch.token_slots[rows])  # [T, S, R]
         a = _masked(a_all[batch.token_slots[rows].clamp(min=0)], mask[..., None])  # [T, S, R, I]
@@ -90,39 +91,69 @@ def expected_expand(
 
     An h that is given has bound 0. The bound of y is 0 where y keeps base_output.
     """
+    return _add(h, weights, batch, _start(weights, batch, base_output), out_dtype)
+
+
+def _start(weights: LoRAWeights, batch: LoRABatch, base_output: torch.Tensor | None) -> Expected:
+    """Return what a call adds to."""
+    zeros = torch.zeros(batch.num_tokens, weights.out_features, dtype=torch.float64, device="cpu")
+    return Expected(zeros if base_output is None else base_output.detach().cpu().double(), zeros)
+
+
+def _add(
+    h: Expected,
+    weights: LoRAWeights,
+    batch: LoRABatch,
+    start: Expected,
+    out_dtype: torch.dtype,
+) -> Expected:
+    """Return y of a batch of one adapter per token, added to `start`, which has a bound too."""
     tokens, out_features = batch.num_tokens, weights.out_features
-    base = torch.zeros(tokens, out_features, dtype=torch.float64, device="cpu")
-    if base_output is not None:
-        base = base_output.detach().cpu().double()
-    value, bound = base.clone(), torch.zeros_like(base)
-    b_all = weights.lora_b.detach().cpu()
+    base, value, bound = start.value, start.value.clone(), start.bound.clone()
+    b_all = stack_of_b(weights)
     scalings = _masked(weights.scalings.detach().cpu(), weights.ranks.detach().cpu() > 0)
+    terms = weights.max_rank + (2 if batch.token_scales is None else 3)
     for rows in _chunks(tokens, max(1, out_features * weights.max_rank)):
         slots = batch.token_slots[rows]
         safe, mask = slots.clamp(min=0), rank_mask(weights, slots)  # [T], [T, S, R]
-        for s, (start, end) in enumerate(_columns(weights)):
-            b = _masked(b_all[safe, start:end], mask[:, s, None])  # [T, N, R]
+        for s, (first, end) in enumerate(_columns(weights)):
+            b = _masked(b_all[safe, first:end], mask[:, s, None])  # [T, N, R]
             scaling = scalings[safe, s, None]
+            if batch.token_scales is not None:
+                scaling = scaling * batch.token_scales[rows, None].double()
             h_rows = _masked(h.value[s, rows], mask[:, s])
             h_error = _masked(h.bound[s, rows], mask[:, s])
             delta = scaling * torch.einsum("tr,tnr->tn", h_rows, b)
             from_h = torch.einsum("tr,tnr->tn", h_error, b.abs())
             magnitude = torch.einsum("tr,tnr->tn", h_rows.abs() + h_error, b.abs())
-            sums = _sum_bound(magnitude, weights.max_rank + 2, weights.dtype)
-            value[rows, start:end] += delta
-            bound[rows, start:end] = scaling.abs() * (from_h + sums)
-    bias = torch.zeros_like(base)
-    if weights.bias is not None:
-        bias = _masked(
-            weights.bias.detach().cpu()[batch.token_slots.clamp(min=0)],
-            (batch.token_slots != NO_ADAPTER)[:, None],
-        )
-    delta = value - base
-    unit = sum_unit(weights.dtype)
-    bound += gamma(4, unit) * (base.abs() + delta.abs() + bound + bias.abs())
-    value += bias
+            sums = _sum_bound(magnitude, terms, weights.dtype)
+            value[rows, first:end] += delta
+            bound[rows, first:end] += scaling.abs() * (from_h + sums)
+    value, bound = _finish(value, bound, weights, batch, base)
     bound += rounding_bound(value, bound, out_dtype)
-    return Expected(value, bound * touched(weights, batch))
+    changed = touched(weights, batch)
+    return Expected(torch.where(changed, value, base), torch.where(changed, bound, start.bound))
+
+
+def _finish(
+    value: torch.Tensor,
+    bound: torch.Tensor,
+    weights: LoRAWeights,
+    batch: LoRABatch,
+    base: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``output_scales * value + bias`` and its bound; value is base plus delta."""
+    slots, has_adapter = batch.token_slots.clamp(min=0), (batch.token_slots != NO_ADAPTER)[:, None]
+    magnitude, unit = base.abs() + (value - base).abs() + bound, sum_unit(weights.dtype)
+    bias, operations, lost = torch.zeros_like(value), 4, 0.0
+    if weights.output_scales is not None:
+        scales = _masked(weights.output_scales.detach().cpu()[slots], has_adapter)
+        value, bound, magnitude = scales * value, scales.abs() * bound, scales.abs() * magnitude
+        operations, lost = 6, 2 * _SMALLEST[torch.float32]
+    if weights.bias is not None:
+        bias = _masked(weights.bias.detach().cpu()[slots], has_adapter)
+    bound = bound + gamma(operations, unit) * (magnitude + bias.abs()) + lost
+    return value + bias, bound
 
 
 def rounding_bound(value: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -138,13 +169,17 @@ def expected_linear(
     *,
     intermediate: torch.dtype = torch.float32,
 ) -> Expected:
-    """Return ``y = base_output + scaling * (x A^T) B^T + bias`` and its bound.
+    """Return y of `run_linear`, as `LoRABackend` defines it, and its bound.
 
-    `intermediate` is the dtype that a backend keeps h in between the two products.
+    `intermediate` is the dtype that a backend keeps h in between the two products. Of several
+    adapters per token, each is added to what the ones before it gave, rounded to the dtype of y.
     """
-    h = expected_shrink(x, weights, batch, intermediate)
     out_dtype = x.dtype if base_output is None else base_output.dtype
-    return expected_expand(h, weights, batch, base_output, out_dtype)
+    y = _start(weights, batch, base_output)
+    for part in batch.per_adapter(batch.adapters_per_token):
+        h = expected_shrink(x, weights, part, intermediate)
+        y = _add(h, weights, part, y, out_dtype)
+    return y
 
 
 def expected_embedding(
@@ -171,10 +206,16 @@ def rounded_exactly(expected: Expected, dtype: torch.dtype) -> torch.Tensor:
 
 
 def touched(weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
-    """Return which elements of y may change: a rank above 0, or a bias, and an adapter."""
+    """Return which elements of y may change.
+
+    They have an adapter, and a rank above 0, or a bias or output_scales.
+    """
+    if batch.adapters_per_token > 1:
+        parts = batch.per_adapter(batch.adapters_per_token)
+        return torch.stack([touched(weights, part) for part in parts]).any(0)
     slots = batch.token_slots
     adapted = weights.ranks.detach().cpu()[slots.clamp(min=0)] > 0  # [T, S]
-    if weights.bias is not None:
+    if weights.bias is not None or weights.output_scales is not None:
         adapted = torch.ones_like(adapted)
     adapted &= (slots != NO_ADAPTER)[:, None]
     return adapted.repeat_interleave(torch.tensor(weights.output_slices, device="cpu"), dim=1)

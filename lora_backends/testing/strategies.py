@@ -7,8 +7,8 @@ without base_output.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from hypothesis import event
@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from lora_backends.batch import NO_ADAPTER
+from lora_backends.features import OUTPUT_SCALES, SLICE_TENSORS, TOKEN_SCALES
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.profiles import DEFAULT, Profile
 
 Values: TypeAlias = Literal["real", "integer", "either"]
+Split: TypeAlias = Literal["", "a", "b", "ab"]
+SPLITS: tuple[Split, ...] = ("", "ab", "a", "b")
 
 REAL_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.3, -1.7, 5.656854249492381)
 EXACT_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.25, -2.0)
@@ -88,6 +91,20 @@ def tables(values: SearchStrategy[Any], *shape: int) -> SearchStrategy[Any]:
     return values
 
 
+def drawn_if(draw: DrawFn, is_allowed: bool, fixed: bool | None) -> bool:
+    """Return what is fixed, else a drawn bool where it may be True."""
+    if fixed is None:
+        return is_allowed and draw(st.booleans())
+    return fixed
+
+
+def drawn_split(draw: DrawFn, is_allowed: bool, fixed: str | None) -> Split:
+    """Return what is fixed, else which stacks are tuples, where that is allowed."""
+    if fixed is None:
+        return draw(st.sampled_from(SPLITS)) if is_allowed else ""
+    return cast(Split, fixed)
+
+
 @st.composite
 def lora_cases(
     draw: DrawFn,
@@ -98,7 +115,11 @@ def lora_cases(
     num_slices: int | None = None,
     base: bool | None = None,
     bias: bool | None = None,
+    token_scales: bool | None = None,
+    output_scales: bool | None = None,
+    split: str | None = None,
     min_tokens: int = 0,
+    features: Collection[str] = (),
 ) -> LoRACase:
     """Draw a whole case.
 
@@ -110,7 +131,11 @@ def lora_cases(
         num_slices: fixes the number of slices.
         base: fixes whether there is a base_output.
         bias: fixes whether there is a bias.
+        token_scales: fixes whether tokens have scales.
+        output_scales: fixes whether the layer has output_scales.
+        split: fixes which stacks are tuples of one tensor per slice: "", "a", "b" or "ab".
         min_tokens: pads the batch with tokens of slot 0.
+        features: names of `lora_backends.features` that cases may need where nothing is fixed.
 
     Returns:
         A `LoRACase`; the edges it stands on are Hypothesis events.
@@ -142,6 +167,9 @@ def lora_cases(
         base_pad=draw(st.sampled_from(PADS)) if with_base else 0,
         weights_pad=draw(st.sampled_from((0, 0, 1, 8))),
         values="integer" if integer else "real",
+        token_scales=drawn_if(draw, TOKEN_SCALES in features, token_scales),
+        output_scales=drawn_if(draw, OUTPUT_SCALES in features, output_scales),
+        split=drawn_split(draw, SLICE_TENSORS in features, split),
         seed=draw(st.integers(0, 999)),
     )
     for edge in sorted(case.edges()):

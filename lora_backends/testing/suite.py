@@ -110,14 +110,14 @@ def check_case(backend: LoRABackend, name: str, case: Case) -> Report:
             does not fit the property.
     """
     found = PROPERTIES[_known(name, PROPERTIES, "property on cases")]
-    _check_fits(case, found)
+    _check_fits(case, found, backend)
     attempt = _Attempt(found, backend, DEFAULT, 0, False, Counter())
     result = _run(attempt, lambda running: running.check(case))
     return Report(backend.name, str(backend.device), "one case", 0, (result,), dict(attempt.edges))
 
 
-def _check_fits(case: Case, prop: Property) -> None:
-    """Refuse a case that no backend could run, or that the property is not about."""
+def _check_fits(case: Case, prop: Property, backend: LoRABackend) -> None:
+    """Refuse a case that the backend cannot run, or that the property is not about."""
     try:
         case.build("cpu")
     except Exception as error:
@@ -128,6 +128,13 @@ def _check_fits(case: Case, prop: Property) -> None:
     for name, wanted in prop.cases.items() if not lacking else ():
         if wanted is not None and not _has(case, name, wanted):
             lacking.append(f"{name}={wanted!r}")
+    if not lacking:
+        lacking = [f"without {name}" for name in sorted(case.needs() - prop.features)]
+    if not lacking:
+        lacking = [
+            f"without {name}, which {backend.name} does not declare"
+            for name in sorted(case.needs() - backend.features)
+        ]
     if lacking:
         raise InvalidInputError(
             f"the property {prop.name} takes other cases\n  given: {case}\n"
@@ -236,7 +243,8 @@ def _seed_of(attempt: _Attempt) -> int:
 def _run_cases(attempt: _Attempt) -> None:
     dtypes = attempt.backend.dtypes
     strategy = KINDS[attempt.prop.kind].strategy
-    cases = strategy(dtypes, profile=attempt.profile, **attempt.prop.cases)
+    features = attempt.backend.features & attempt.prop.features
+    cases = strategy(dtypes, profile=attempt.profile, features=features, **attempt.prop.cases)
 
     @hypothesis.seed(_seed_of(attempt))
     @attempt.settings()

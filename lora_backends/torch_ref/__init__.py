@@ -13,6 +13,8 @@ from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.devices import as_device
 from lora_backends.dispatch.output import added_to
 from lora_backends.dtypes import accumulator_dtype
+from lora_backends.features import FEATURES
+from lora_backends.plan import padded
 from lora_backends.torch_ref import reference
 from lora_backends.weights import LoRAWeights
 
@@ -36,6 +38,7 @@ class TorchRefBackend(LoRABackend):
     name = "torch_ref"
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "xpu", "mps")
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    features = frozenset(FEATURES)
     differentiable = True
     auto_priority = {"cpu": 10, "cuda": 10, "xpu": 10, "mps": 10}
     plan_type = TorchRefPlan
@@ -53,20 +56,31 @@ class TorchRefBackend(LoRABackend):
         return reasons
 
     @override
-    def prepare_batch(self, batch: LoRABatch, out: TorchRefPlan | None = None) -> TorchRefPlan:
+    def prepare_batch(
+        self, batch: LoRABatch, out: TorchRefPlan | None = None, capacity: int | None = None
+    ) -> TorchRefPlan:
         segments: reference.Segments = [
             (slot, _rows_of(batch.token_slots, slot, self.device))
             for slot in sorted(set(batch.token_slots.tolist()))
             if slot != NO_ADAPTER
         ]
         if out is None:
-            return TorchRefPlan(batch.num_tokens, batch.num_slots, segments)
-        out.segments = segments
+            sizes = (batch.num_tokens, batch.num_slots)
+            out = TorchRefPlan(*sizes, segments, capacity=capacity or 0)
+        scales = batch.token_scales
+        out.num_tokens, out.segments = batch.num_tokens, segments
+        out.token_scales = None if scales is None else padded(scales, out.capacity).to(self.device)
         return out
 
     @override
-    def run_lora_a(self, x: torch.Tensor, weights: LoRAWeights, plan: Any) -> torch.Tensor:
-        return reference.shrink(x, weights, plan.segments, accumulator_dtype(x.dtype))
+    def run_lora_a(
+        self, x: torch.Tensor, weights: LoRAWeights, plan: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        h = out
+        if h is None:
+            shape = (weights.num_slices, x.shape[0], weights.max_rank)
+            h = x.new_empty(shape, dtype=accumulator_dtype(x.dtype))
+        return reference.shrink(x, weights, plan.segments, h.zero_())
 
     @override
     def run_lora_b(
@@ -76,8 +90,8 @@ class TorchRefBackend(LoRABackend):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan)
-        return reference.expand(h, weights, plan.segments, y)
+        y = added_to(base_output, weights, h.shape[1])
+        return reference.expand(h, weights, plan.segments, y, plan.token_scales)
 
     @override
     def run_linear(
@@ -87,8 +101,9 @@ class TorchRefBackend(LoRABackend):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = added_to(base_output, weights, plan)
-        return reference.linear(x, weights, plan.segments, y, accumulator_dtype(x.dtype))
+        y = added_to(base_output, weights, x.shape[0])
+        sums = accumulator_dtype(x.dtype)
+        return reference.linear(x, weights, plan.segments, y, sums, plan.token_scales)
 
     @override
     def run_embedding(

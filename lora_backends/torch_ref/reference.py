@@ -18,15 +18,14 @@ Segments: TypeAlias = Sequence[tuple[int, Rows]]
 
 
 def shrink(
-    x: torch.Tensor, weights: LoRAWeights, segments: Segments, sum_dtype: torch.dtype
+    x: torch.Tensor, weights: LoRAWeights, segments: Segments, h: torch.Tensor
 ) -> torch.Tensor:
-    """Return h, ``h[s, t, :r] = x[t] @ lora_a[l, s, :r].T``: [num_slices, num_tokens, max_rank]."""
-    h = x.new_zeros((weights.num_slices, x.shape[0], weights.max_rank), dtype=sum_dtype)
+    """Write ``h[s, t, :r] = x[t] @ lora_a[l, s, :r].T`` to zeros [num_slices, rows, max_rank]."""
     ranks = weights.ranks.tolist()
     for slot, rows in segments:
         for s, rank in enumerate(ranks[slot]):
-            a = weights.lora_a[slot, s, :rank].to(sum_dtype)
-            h[s, rows, :rank] = x[rows].to(sum_dtype) @ a.T
+            a = weights.a_values(slot, s, rank, h.dtype)
+            h[s, rows, :rank] = x[rows].to(h.dtype) @ a.T
     return h
 
 
@@ -35,22 +34,26 @@ def shrink_one_hot(
 ) -> torch.Tensor:
     """Return h for ``x = one_hot(token_ids)``: a column of lora_a per token."""
     shape = (weights.num_slices, token_ids.shape[0], weights.max_rank)
-    h = weights.lora_a.new_zeros(shape, dtype=sum_dtype)
+    h = torch.zeros(shape, dtype=sum_dtype, device=weights.device)
     ranks = weights.ranks.tolist()
     for slot, rows in segments:
         for s, rank in enumerate(ranks[slot]):
-            h[s, rows, :rank] = weights.lora_a[slot, s, :rank, token_ids[rows]].to(sum_dtype).T
+            h[s, rows, :rank] = weights.a_values(slot, s, rank, sum_dtype)[:, token_ids[rows]].T
     return h
 
 
 def expand(
-    h: torch.Tensor, weights: LoRAWeights, segments: Segments, y: torch.Tensor
+    h: torch.Tensor,
+    weights: LoRAWeights,
+    segments: Segments,
+    y: torch.Tensor,
+    token_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """Add ``scaling * (h @ lora_b.T) + bias`` to y in place, rounding each element once."""
     ranks, scalings = weights.ranks.tolist(), weights.scalings.tolist()
     for slot, rows in segments:
         for s, rank in enumerate(ranks[slot]):
-            add_slice(y, rows, slot, s, h[s, rows, :rank], scalings[slot][s], weights)
+            add_slice(y, rows, slot, s, h[s, rows, :rank], scalings[slot][s], weights, token_scales)
     return y
 
 
@@ -60,14 +63,15 @@ def linear(
     segments: Segments,
     y: torch.Tensor,
     sum_dtype: torch.dtype,
+    token_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """Shrink and expand slot by slot, without the h of the whole batch."""
     ranks, scalings = weights.ranks.tolist(), weights.scalings.tolist()
     for slot, rows in segments:
         x_slot = x[rows].to(sum_dtype)
         for s, rank in enumerate(ranks[slot]):
-            h = x_slot @ weights.lora_a[slot, s, :rank].to(sum_dtype).T
-            add_slice(y, rows, slot, s, h, scalings[slot][s], weights)
+            h = x_slot @ weights.a_values(slot, s, rank, sum_dtype).T
+            add_slice(y, rows, slot, s, h, scalings[slot][s], weights, token_scales)
     return y
 
 
@@ -79,18 +83,24 @@ def add_slice(
     h: torch.Tensor,
     scaling: float,
     weights: LoRAWeights,
+    token_scales: torch.Tensor | None,
 ) -> None:
     """Add to y the delta of one slot and one slice; h: [rows, rank], the rank's own width."""
     rank, columns = h.shape[1], slice(*weights.slice_offsets[s : s + 2])
-    terms = []
-    if rank > 0:
-        terms.append(scaling * (h @ weights.lora_b[slot, columns, :rank].to(h.dtype).T))
-    if weights.bias is not None:
-        terms.append(weights.bias[slot, columns].to(h.dtype))
-    if not terms:
+    if rank == 0 and weights.bias is None and weights.output_scales is None:
         return
     view = y[:, columns]
-    total = (view[rows].to(torch.promote_types(h.dtype, y.dtype)) + sum(terms)).to(y.dtype)
+    total = view[rows].to(torch.promote_types(h.dtype, y.dtype))
+    if rank > 0:
+        delta = scaling * (h @ weights.b_values(slot, s, rank, h.dtype).T)
+        if token_scales is not None:
+            delta = token_scales[rows, None] * delta
+        total = total + delta
+    if weights.output_scales is not None:
+        total = weights.output_scales[slot, columns] * total
+    if weights.bias is not None:
+        total = total + weights.bias[slot, columns].to(h.dtype)
+    total = total.to(y.dtype)
     if isinstance(rows, torch.Tensor):
         view.index_copy_(0, rows, total)  # index_add_ wakes every thread for a few rows on a CPU
     else:

@@ -9,8 +9,9 @@ from typing_extensions import override
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.sgmv.layout import count_active, count_tokens
+from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 from lora_backends.triton import kernels
-from lora_backends.triton.plan import TritonPlan, make_plan, refill
+from lora_backends.triton.plan import TritonPlan, new_plan
 
 
 class TritonBackend(SgmvBackend):
@@ -44,9 +45,15 @@ class TritonBackend(SgmvBackend):
     entry_kernels: ClassVar[Any] = kernels
 
     @override
-    def prepare_batch(self, batch: LoRABatch, out: TritonPlan | None = None) -> TritonPlan:
+    def prepare_batch(
+        self, batch: LoRABatch, out: TritonPlan | None = None, capacity: int | None = None
+    ) -> TritonPlan:
         counts = count_tokens(batch)
-        if out is not None:
-            return refill(out, batch, counts)
         sizes = self.batch_to_tile(batch.num_tokens, count_active(counts))
-        return make_plan(batch, counts, self.tile_source.tile_tokens(*sizes), self.device)
+        tile_tokens = self.tile_source.tile_tokens(*sizes)
+        plan = out
+        if plan is None:
+            tile_sizes = (tile_tokens,) if capacity is None else (*TILE_TOKENS, tile_tokens)
+            plan = new_plan(batch, capacity, tile_sizes, self.device)
+        plan.fill(batch, counts, tile_tokens)
+        return plan

@@ -9,7 +9,7 @@ from lora_backends.explain import Explanation, Layer, Piece, table_device
 from lora_backends.sgmv.explain import Cut, explanation
 from lora_backends.sgmv.layout import EMPTY, count_active, count_tokens
 from lora_backends.sgmv.tiles.source import tile_source
-from lora_backends.triton.plan import make_plan
+from lora_backends.triton.plan import new_plan
 
 _LEGEND = (
     "Tokens are sorted by slot; tokens without an adapter are left out. Each slot's tokens are cut "
@@ -27,7 +27,8 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     source = tile_source("triton", __package__, table_device(), "auto")
     counts = count_tokens(batch)
     tile_tokens = source.tile_tokens(batch.num_tokens, count_active(counts))
-    plan = make_plan(batch, counts, tile_tokens, torch.device("cpu"))
+    plan = new_plan(batch, batch.num_tokens, (tile_tokens,), torch.device("cpu"))
+    plan.fill(batch, counts, tile_tokens)
     pieces = tuple(
         Piece(slot, tuple(token for token in tokens if token != EMPTY), tile_tokens)
         for slot, tokens in zip(

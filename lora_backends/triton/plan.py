@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from typing_extensions import override
@@ -24,27 +24,19 @@ class TritonPlan(SgmvPlan):
     """
 
     num_tiles: int  # tiles in use now, <= max_tiles
-    max_tiles: int  # tiles that any composition of as many tokens and slots can need
+    max_tiles: int  # tiles that any composition of `capacity` tokens can need
     slot_table: torch.Tensor  # [max_tiles] int32, slot of the tile or -1
     token_table: torch.Tensor  # [max_tiles, tile_tokens] int32, token or -1
-    refills: int = field(default=0, init=False)  # how often the tables were written anew
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        tables = layout.run_tables(self.packed, self.tile_tokens, self.max_tiles)
-        self.slot_table, self.token_table = tables
-
-    def token_slots(self) -> torch.Tensor:
-        """Return the slot of every token or -1: [num_tokens] int32, the end of `packed`."""
-        return self.packed[self.packed.shape[0] - self.num_tokens :]
 
     @override
-    def grid_rows(self, capturing: bool) -> int:
-        return self.max_tiles if capturing else self.num_tiles
+    def grid_rows(self, capturing: bool, rows: int) -> int:
+        if capturing:
+            return layout.max_runs(rows, self.num_slots, self.tile_tokens)
+        return self.num_tiles
 
     @override
-    def h_rows(self) -> int:
-        return self.num_tokens
+    def h_rows(self, rows: int) -> int:
+        return rows
 
     @override
     def row_constants(self, by_token: bool) -> tuple[tuple[str, int], ...]:
@@ -54,35 +46,50 @@ class TritonPlan(SgmvPlan):
     def tables(self) -> tuple[torch.Tensor, ...]:
         return self.slot_table, self.token_table
 
+    @override
+    def _view_tables(self) -> None:
+        first = self.tables_at()
+        tables = layout.run_tables(self.packed, first, self.tile_tokens, self.max_tiles)
+        self.slot_table, self.token_table = tables
 
-def make_plan(batch: LoRABatch, counts: Ints, tile_tokens: int, device: torch.device) -> TritonPlan:
-    """Return a new plan; the copy of its tables to the device is under way."""
-    tiles = layout.max_runs(batch.num_tokens, batch.num_slots, tile_tokens)
-    slots_at = layout.aligned(layout.aligned(tiles) + tiles * tile_tokens)
-    staged, array = layout.staging_buffer(slots_at + batch.num_tokens, device)
-    runs = layout.fill_runs(array, batch, counts, tile_tokens, tiles)
-    array[slots_at:] = batch.token_slots.numpy()
-    packed = staged.to(device, non_blocking=True)
-    slot_table, token_table = layout.run_tables(packed, tile_tokens, tiles)
+    def fill(self, batch: LoRABatch, counts: Ints, tile_tokens: int) -> None:
+        """Cut a batch into tiles; the copy of the tables to the device is under way.
+
+        Raises:
+            InvalidInputError: a captured graph cannot follow the batch.
+        """
+        if batch.token_scales is not None:
+            self.refuse_scales_of_captured()
+        if self.may_cut_anew():
+            self.active_slots = layout.count_active(counts)
+            if self.tile_tokens != tile_tokens:
+                self.tile_tokens = tile_tokens
+                self.max_tiles = layout.max_runs(self.capacity, self.num_slots, tile_tokens)
+                self._view_tables()
+            self.cut = (tile_tokens, *self.sizes_key(batch))
+        staged = self._stage(batch, layout.run_tables_size(self.tile_tokens, self.max_tiles))
+        runs = layout.fill_runs(staged.tables, batch, counts, self.tile_tokens, self.max_tiles)
+        self.num_tokens, self.num_tiles = batch.num_tokens, int(runs.sum())
+        self._send(staged)
+
+
+def new_plan(
+    batch: LoRABatch, capacity: int | None, tile_sizes: Sequence[int], device: torch.device
+) -> TritonPlan:
+    """Return a plan with room for `capacity` tokens in tiles of any of the sizes, to be filled."""
+    has_room, capacity = capacity is not None, capacity or batch.num_tokens
+    tables = layout.most_run_tables(capacity, batch.num_slots, tile_sizes)
+    packed = torch.empty(2 * layout.aligned(capacity) + tables, dtype=torch.int32, device=device)
     return TritonPlan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,
-        tile_tokens=tile_tokens,
-        active_slots=layout.count_active(counts),
+        capacity=capacity,
+        tile_tokens=0,
+        active_slots=0,
         packed=packed,
-        num_tiles=int(runs.sum()),
-        max_tiles=tiles,
-        slot_table=slot_table,
-        token_table=token_table,
+        has_room=has_room,
+        num_tiles=0,
+        max_tiles=0,
+        slot_table=packed,
+        token_table=packed,
     )
-
-
-def refill(plan: TritonPlan, batch: LoRABatch, counts: Ints) -> TritonPlan:
-    """Write the tables of `batch` into the plan: one asynchronous copy from pinned memory."""
-    staged, array = layout.staging_buffer(plan.packed.shape[0], plan.packed.device)
-    runs = layout.fill_runs(array, batch, counts, plan.tile_tokens, plan.max_tiles)
-    array[array.size - plan.num_tokens :] = batch.token_slots.numpy()
-    plan.num_tiles = int(runs.sum())
-    plan.refills += 1
-    plan.packed.copy_(staged, non_blocking=True)
-    return plan

@@ -7,7 +7,7 @@ from layers import small_batch, small_weights
 
 from lora_backends import InvalidInputError, get_backend
 from lora_backends.csgmv import CsgmvBackend
-from lora_backends.csgmv.plan import make_plan
+from lora_backends.csgmv.plan import new_plan
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.layout import count_tokens
 
@@ -16,10 +16,12 @@ def test_rows_of_h_follow_the_permutation(device):
     """The shrink writes the token at place p to row p, and nothing where there is no token."""
     weights, batch = on(device, small_weights()), small_batch()
     backend = CsgmvBackend(device, tiles="rules")
-    plan = make_plan(batch, count_tokens(batch), 16, 1, device)
-    kernels = launch.kernels_of(weights, plan, backend._options._replace(programmatic=False))
+    plan = new_plan(batch, batch.num_tokens, (16,), device)
+    plan.fill(batch, count_tokens(batch), 16, 1)
+    options = backend._options._replace(programmatic=False)
+    kernels = launch.kernels_of(weights, plan, plan.num_tokens, None, options)
     x = torch.randn(7, 10, device=device)
-    rows, places = plan.grid_rows(capturing=False), plan.h_rows()
+    rows, places = plan.grid_rows(False, plan.num_tokens), plan.h_rows(plan.num_tokens)
     assert (rows, places) == (4, 64)
     h = torch.full((kernels.split_k, 3, places, 3), float("nan"), device=device)
     launch.shrink(x, weights, plan, h, rows, kernels.shrink)

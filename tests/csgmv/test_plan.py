@@ -7,7 +7,7 @@ import torch
 
 from lora_backends import LoRABatch
 from lora_backends.csgmv import SEGMENT_SIZES, segment_and_group
-from lora_backends.csgmv.plan import make_plan
+from lora_backends.csgmv.plan import new_plan
 from lora_backends.sgmv.layout import count_tokens
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 
@@ -15,7 +15,9 @@ from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 def _plan(slots, num_slots, segment_size=16, group_size=1):
     batch = LoRABatch(slots, num_slots)
     counts = count_tokens(batch)
-    return make_plan(batch, counts, segment_size, group_size, torch.device("cpu"))
+    plan = new_plan(batch, batch.num_tokens, (segment_size,), torch.device("cpu"))
+    plan.fill(batch, counts, segment_size, group_size)
+    return plan
 
 
 def test_the_worked_example_of_the_plan():
@@ -51,7 +53,7 @@ def test_a_batch_without_adapters_has_no_segments():
 
 def test_h_has_a_row_for_every_place_that_a_refill_can_use():
     plan = _plan([0, -1, 1] * 7, 2)
-    assert plan.h_rows() == 16 * plan.max_segments == plan.token_table.numel()
+    assert plan.h_rows(plan.num_tokens) == 16 * plan.max_segments == plan.token_table.numel()
 
 
 @pytest.mark.parametrize("tile_tokens", TILE_TOKENS)

@@ -1,6 +1,7 @@
 """Cached calls: found for a call of the same kind that would pass every check, and for no other."""
 
 import copy
+import dataclasses
 import functools
 import pickle
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import pytest
 import torch
 from layers import small_batch, small_weights
 
-from lora_backends import InvalidInputError, LoRABackend
+from lora_backends import InvalidInputError, LoRABackend, LoRABatch, features
 from lora_backends.dispatch import cached
 from lora_backends.dispatch.cached import CachingPlan, stores_calls
 
@@ -159,7 +160,8 @@ REFUSED = {
 def test_bad_arguments_are_refused_where_a_call_of_their_kind_is_stored(bad):
     backend, weights = Storing(), small_weights()
     roomy = torch.zeros(200)
-    object.__setattr__(weights, "scalings", roomy[:12].view(4, 3).copy_(weights.scalings))
+    scalings = roomy[:12].view(4, 3).copy_(weights.scalings)
+    weights = dataclasses.replace(weights, scalings=scalings)
     plan, x, y = backend.prepare_batch(small_batch()), torch.randn(7, 10), torch.zeros(7, 14)
     backend.run_linear(x, weights, plan, y)
     change, told = REFUSED[bad]
@@ -167,6 +169,31 @@ def test_bad_arguments_are_refused_where_a_call_of_their_kind_is_stored(bad):
     with pytest.raises(InvalidInputError, match=told):
         backend.run_linear(x, layer, plan, y)
     assert (backend.ran, backend.call.repeated) == (1, 0)
+
+
+class Roomy(Storing):
+    """As `Storing`, with plans that take batches of any size up to their capacity."""
+
+    features = frozenset({features.CAPACITY})
+
+    def prepare_batch(self, batch, out=None, capacity=None):
+        if out is None:
+            return Plan(batch.num_tokens, batch.num_slots, capacity=capacity or 0)
+        out.num_tokens = batch.num_tokens
+        return out
+
+
+def test_a_stored_call_of_fewer_rows_than_a_refill_has_tokens_is_refused():
+    backend, weights = Roomy(), small_weights()
+    plan = backend.prepare_batch(small_batch(), capacity=9)
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    backend.run_linear(x, weights, plan, y)
+    backend.prepare_batch(LoRABatch([0] * 8, 4), out=plan)
+    with pytest.raises(InvalidInputError, match=r"x is \[7, 10\]; allowed: \[8, 10\]"):
+        backend.run_linear(x, weights, plan, y)
+    backend.prepare_batch(LoRABatch([0] * 5, 4), out=plan)
+    backend.run_linear(x, weights, plan, y)
+    assert (backend.ran, backend.call.repeated) == (1, 1)
 
 
 def test_a_gradient_is_refused_where_a_call_is_stored(stored):

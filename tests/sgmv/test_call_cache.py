@@ -357,9 +357,9 @@ def test_a_capture_launches_all_rows_that_a_refill_can_use(log, backend, operati
     for module in (engine, call_cache):
         monkeypatch.setattr(module, "is_capturing", lambda device: True)
     captured = repeated(log, backend, operation, x, weights, plan, y)
-    programs = [grid[0] // plan.grid_rows(capturing=False) for _, grid, _ in eager]
-    rows = plan.grid_rows(capturing=True)
-    assert rows > plan.grid_rows(capturing=False)
+    programs = [grid[0] // plan.grid_rows(False, plan.num_tokens) for _, grid, _ in eager]
+    rows = plan.grid_rows(True, plan.num_tokens)
+    assert rows > plan.grid_rows(False, plan.num_tokens)
     assert [grid for _, grid, _ in captured] == [(rows * p, 1, 1) for p in programs]
     assert captured == made(log, backend, operation, x, weights, plan, y)
     backend.prepare_batch(LoRABatch([-1] * 96, 4), out=plan)
@@ -486,7 +486,7 @@ def test_a_plan_keeps_no_weights_alive(log, backend):
 @pytest.mark.parametrize("over", [False, True])
 def test_rows_beyond_a_grid_of_two_axes_take_one(log, backend, monkeypatch, over):
     backend, weights, plan, x, y = call_with_tma(type(backend))
-    rows, most = plan.grid_rows(capturing=False), plan.grid_rows(capturing=True)
+    rows, most = plan.grid_rows(False, plan.num_tokens), plan.grid_rows(True, plan.num_tokens)
     assert rows < most  # the bound is on the rows that a refill can use
     monkeypatch.setattr(tma, "MAX_GRID_ROWS", most - over)
     for how in (made, repeated):
@@ -518,7 +518,7 @@ def test_h_is_allocated_for_every_call(log, backend, operation, planes):
             repeated(log, backend, operation, x, weights, plan, y)
             assert log[1].arguments[0] == allocated[-1].data_ptr()
     assert len({h.data_ptr() for h in allocated}) == len(allocated) == 4
-    values = weights.num_slices * plan.h_rows() * weights.max_rank
+    values = weights.num_slices * plan.h_rows(plan.num_tokens) * weights.max_rank
     values *= planes if operation == "run_linear" else 1
     assert {(h.numel(), h.dtype) for h in allocated} == {(values, torch.float32)}
 

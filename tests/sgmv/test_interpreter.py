@@ -30,7 +30,11 @@ RUNS = [
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_launch_tests_pass_in_the_interpreter(engine):
     here = Path(__file__).parent
-    launches = [here / "test_launch.py", *(here.parent / engine).glob("test_launch.py")]
+    launches = [
+        here / "test_launch.py",
+        here / "test_features.py",
+        *(here.parent / engine).glob("test_launch.py"),
+    ]
     printed = run_interpreted("-m", "pytest", "-q", "-k", engine, *map(str, launches))
     assert " passed" in printed
 

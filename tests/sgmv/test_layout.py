@@ -29,19 +29,27 @@ def make_plan(slots, num_slots, size=16, group=None):
     batch = LoRABatch(slots, num_slots)
     counts = layout.count_tokens(batch)
     if group is None:
-        return triton_plan.make_plan(batch, counts, size, CPU)
-    return csgmv_plan.make_plan(batch, counts, size, group, CPU)
+        plan = triton_plan.new_plan(batch, batch.num_tokens, (size,), CPU)
+        plan.fill(batch, counts, size)
+    else:
+        plan = csgmv_plan.new_plan(batch, batch.num_tokens, (size,), CPU)
+        plan.fill(batch, counts, size, group)
+    return plan
 
 
 def refill(plan, slots):
     batch = LoRABatch(slots, plan.num_slots)
-    module = triton_plan if isinstance(plan, triton_plan.TritonPlan) else csgmv_plan
-    return module.refill(plan, batch, layout.count_tokens(batch))
+    counts = layout.count_tokens(batch)
+    if isinstance(plan, triton_plan.TritonPlan):
+        plan.fill(batch, counts, plan.tile_tokens)
+    else:
+        plan.fill(batch, counts, plan.segment_size, plan.group_size)
+    return plan
 
 
 def rows_of(plan):
     """Return the slots and the tokens of every row of the grid, unused rows included."""
-    starts = range(plan.grid_rows(capturing=True) + 1)
+    starts = range(plan.grid_rows(True, plan.num_tokens) + 1)
     if isinstance(plan, csgmv_plan.CsgmvPlan):
         starts = plan.group_starts.tolist()
     rows = []
@@ -69,8 +77,8 @@ def test_worked_examples_of_functions(module):
 def test_every_token_with_an_adapter_has_one_place_in_a_row_of_its_slot(size, group):
     for slots, num_slots in random_batches(size, 200, tokens=400):
         plan = make_plan(slots, num_slots, size, group)
-        in_use, found = plan.grid_rows(capturing=False), {}
-        assert in_use <= plan.grid_rows(capturing=True)
+        in_use, found = plan.grid_rows(False, plan.num_tokens), {}
+        assert in_use <= plan.grid_rows(True, plan.num_tokens)
         for row, (row_slots, tokens) in enumerate(rows_of(plan)):
             assert bool(tokens) == (row < in_use)
             assert tokens == sorted(tokens)
@@ -129,15 +137,17 @@ def test_a_refilled_plan_is_the_plan_of_its_new_batch_at_the_old_addresses(size,
         fresh = make_plan(composition, num_slots, size, group)
         assert all(map(torch.equal, plan.tables(), fresh.tables()))
         for capturing in (False, True):
-            assert plan.grid_rows(capturing) == fresh.grid_rows(capturing)
-        assert plan.h_rows() == fresh.h_rows()
+            assert plan.grid_rows(capturing, plan.num_tokens) == fresh.grid_rows(
+                capturing, fresh.num_tokens
+            )
+        assert plan.h_rows(plan.num_tokens) == fresh.h_rows(fresh.num_tokens)
 
 
 @pytest.mark.parametrize("slots", [[], [-1, -1]])
 @pytest.mark.parametrize("group", [None, 1, 4])
 def test_a_batch_without_adapters_has_no_rows(slots, group):
     plan = make_plan(slots, 3, 16, group)
-    assert plan.grid_rows(capturing=False) == 0 < plan.grid_rows(capturing=True)
+    assert plan.grid_rows(False, plan.num_tokens) == 0 < plan.grid_rows(True, plan.num_tokens)
     assert set(plan.slot_table.tolist()) == {-1}
     assert set(plan.token_table.flatten().tolist()) == {-1}
 

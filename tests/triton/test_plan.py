@@ -4,12 +4,14 @@ import torch
 
 from lora_backends import LoRABatch
 from lora_backends.sgmv.layout import count_tokens
-from lora_backends.triton.plan import make_plan
+from lora_backends.triton.plan import new_plan
 
 
 def _plan(slots, num_slots, tile_tokens=16):
     batch = LoRABatch(slots, num_slots)
-    return make_plan(batch, count_tokens(batch), tile_tokens, torch.device("cpu"))
+    plan = new_plan(batch, batch.num_tokens, (tile_tokens,), torch.device("cpu"))
+    plan.fill(batch, count_tokens(batch), tile_tokens)
+    return plan
 
 
 def test_the_worked_example_of_the_plan():
@@ -21,5 +23,5 @@ def test_the_worked_example_of_the_plan():
 
 def test_h_has_a_row_for_every_token():
     plan = _plan([0, -1, 1] * 7, 2)
-    assert plan.h_rows() == 21
+    assert plan.h_rows(plan.num_tokens) == 21
     assert plan.row_constants(by_token=True) == plan.row_constants(by_token=False)

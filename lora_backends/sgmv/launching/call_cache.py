@@ -64,7 +64,11 @@ class CachedLaunches:
         device = self.device
         if not is_current(device):
             return False
-        rows = plan.grid_rows(is_capturing(device))
+        if is_capturing(device):
+            plan.is_captured = True
+            rows = plan.grid_rows(True, x.shape[0])
+        else:
+            rows = plan.grid_rows(False, 0)
         if rows:
             h = self.no_values.new_empty(self.h_values)
             at_h, stream, hooks = h.data_ptr(), current_stream(device.index), has_launch_hooks()

@@ -186,7 +186,7 @@ def _kind(
         tensors[0].device.index,
         *[tensor.dtype for tensor in tensors],
         *[pointer & 15 == 0 for pointer in pointers],
-        *[n if n == 1 else (n & 15 == 0, n > 0x7FFFFFFF) for n in numbers],
+        *[n if n == 1 else (n & 15 == 0, not -0x80000000 <= n <= 0x7FFFFFFF) for n in numbers],
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch
+from lora_backends.sgmv.launching.slice_tables import Located
 
 MAX_GRID_ROWS = 65535
 """The most rows of a grid of two axes, which kernels with TMA have."""
@@ -24,35 +25,43 @@ def has_tma(device: torch.device) -> bool:
     return INTERPRETED or has_programmatic_launch(device)  # both came with capability 9.0
 
 
-def allows_tma(lora_b: torch.Tensor, max_rows: int) -> bool:
+def allows_tma(lora_b: Located, max_rank: int, max_rows: int) -> bool:
     """Return whether B can be loaded through TMA by a grid of up to `max_rows` rows.
 
-    B of all slots must form one matrix of 16-bit rows, aligned, with any distance between slots.
+    B of all slots and slices must form one matrix of 16-bit rows, aligned, with any distance
+    between slots and slices. Where slices are tensors of their own, a block must not reach beyond
+    a slice, since the memory behind it may be nobody's: the launch sees to that.
     """
-    num_slots, out_features, max_rank = lora_b.shape
-    slot_stride, row_stride, _ = lora_b.stride()
+    base = lora_b.base
+    slot_stride, row_stride = base.stride()[0], base.stride()[1]
     return (
         max_rows <= MAX_GRID_ROWS
-        and lora_b.element_size() == 2
+        and base.element_size() == 2
         and max_rank % 8 == 0
         and row_stride >= max_rank
         and row_stride * 2 % _ALIGNMENT == 0
         and slot_stride % row_stride == 0
-        and lora_b.data_ptr() % _ALIGNMENT == 0
-        and num_slots * slot_stride // row_stride + out_features < 2**31
+        and base.data_ptr() % _ALIGNMENT == 0
+        and 0 < _rows(lora_b) < 2**31
     )
 
 
-def descriptor(lora_b: torch.Tensor, block_c: int, block_r: int) -> Any:
+def _rows(lora_b: Located) -> int:
+    if lora_b.alignment:
+        return lora_b.rows
+    num_slots, out_features, _ = lora_b.base.shape
+    slot_stride, row_stride, _ = lora_b.base.stride()
+    return (num_slots - 1) * (slot_stride // row_stride) + out_features
+
+
+def descriptor(lora_b: Located, max_rank: int, block_c: int, block_r: int) -> Any:
     """Return the TMA descriptor of a B that `allows_tma`, as one matrix [rows, max_rank].
 
-    Column c of slot l is row ``l * (slot stride // row stride) + c``. A load takes `block_c`
-    columns of y and `block_r` ranks.
+    Column c of slot l is row ``l * (slot stride // row stride) + c``, and with a table of slices
+    their distance further on. A load takes `block_c` columns of y and `block_r` ranks.
     """
-    num_slots, out_features, max_rank = lora_b.shape
-    slot_stride, row_stride, _ = lora_b.stride()
-    rows = (num_slots - 1) * (slot_stride // row_stride) + out_features
-    return TensorDescriptor(lora_b, [rows, max_rank], [row_stride, 1], [block_c, block_r])
+    shape = [_rows(lora_b), max_rank]
+    return TensorDescriptor(lora_b.base, shape, [lora_b.base.stride()[1], 1], [block_c, block_r])
 
 
 @dataclass(frozen=True)

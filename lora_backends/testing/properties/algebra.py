@@ -14,7 +14,7 @@ from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs, guarded
 from lora_backends.testing.oracles import Expected
-from lora_backends.testing.properties.core import BOUNDED, BY_CLAIM, prop
+from lora_backends.testing.properties.core import BOUNDED, BY_CLAIM, SCALES_AND_TENSORS, prop
 from lora_backends.testing.properties.runs import assert_agree, columns, expected, linear
 from lora_backends.weights import LoRAWeights
 
@@ -44,7 +44,7 @@ def delta_is_linear_in_x(backend: LoRABackend, case: LoRACase) -> None:
     _assert_sum(backend, inputs, parts)
 
 
-@prop("The delta is linear in lora_b.", values="either", agreement=BOUNDED)
+@prop("The delta is linear in lora_b.", values="either", agreement=BOUNDED, examples=20)
 def delta_is_linear_in_lora_b(backend: LoRABackend, case: LoRACase) -> None:
     """lora_b is cut into two parts that add up to it without rounding."""
     inputs = case.build(backend.device).without_base_and_bias()
@@ -57,7 +57,12 @@ def delta_is_linear_in_lora_b(backend: LoRABackend, case: LoRACase) -> None:
     _assert_sum(backend, inputs, parts)
 
 
-@prop("Concatenated ranks are the sum of two adapters.", values="either", agreement=BOUNDED)
+@prop(
+    "Concatenated ranks are the sum of two adapters.",
+    values="either",
+    agreement=BOUNDED,
+    examples=20,
+)
 def concatenated_ranks_are_a_sum(backend: LoRABackend, case: LoRACase) -> None:
     """Every adapter is cut into its first ranks and its last."""
     inputs = case.build(backend.device).without_base_and_bias()
@@ -74,7 +79,14 @@ def concatenated_ranks_are_a_sum(backend: LoRABackend, case: LoRACase) -> None:
     _assert_sum(backend, inputs, [inputs.replace(weights=part) for part in (first, last)])
 
 
-@prop("Stacked slices equal separate layers.", values="either", agreement=BY_CLAIM, num_slices=3)
+@prop(
+    "Stacked slices equal separate layers.",
+    values="either",
+    agreement=BY_CLAIM,
+    num_slices=3,
+    features=SCALES_AND_TENSORS,
+    examples=20,
+)
 def stacked_slices_equal_separate_layers(backend: LoRABackend, case: LoRACase) -> None:
     """A fused qkv against q, k and v, each a layer of one slice."""
     inputs = case.build(backend.device)
@@ -93,17 +105,27 @@ def slice_of_layer(weights: LoRAWeights, slice_index: int) -> LoRAWeights:
     """Return one slice of a fused layer as a layer of its own; its tensors are views."""
     cols, only = columns(weights, slice_index), slice(slice_index, slice_index + 1)
     return LoRAWeights(
-        lora_a=weights.lora_a[:, only],
-        lora_b=weights.lora_b[:, cols],
+        lora_a=weights.a_of(slice_index)[:, None],
+        lora_b=weights.b_of(slice_index),
         ranks=weights.ranks[:, only],
         scalings=weights.scalings[:, only],
         output_slices=(weights.output_slices[slice_index],),
-        bias=None if weights.bias is None else weights.bias[:, cols],
+        bias=_of_columns(weights.bias, cols),
+        output_scales=_of_columns(weights.output_scales, cols),
     )
 
 
+def _of_columns(per_column: torch.Tensor | None, cols: slice) -> torch.Tensor | None:
+    return None if per_column is None else per_column[:, cols]
+
+
 @prop(
-    "Merged weights, W + s B A, equal unmerged ones.", agreement=BOUNDED, base=True, values="either"
+    "Merged weights, W + s B A, equal unmerged ones.",
+    agreement=BOUNDED,
+    base=True,
+    values="either",
+    output_scales=False,
+    features=SCALES_AND_TENSORS,
 )
 def merged_weights_equal_unmerged(backend: LoRABackend, case: LoRACase) -> None:
     """Row by row x (W + s B A)^T, for every adapter's own merged matrix, in float64."""
@@ -116,10 +138,11 @@ def merged_weights_equal_unmerged(backend: LoRABackend, case: LoRACase) -> None:
     x = inputs.x.cpu().double().nan_to_num(nan=0.0)
     base = (x @ w.T).to(case.base)
     y_inputs = replace(inputs, base=base.to(backend.device))
-    wanted = x @ w.T
+    wanted, scales = x @ w.T, inputs.batch.token_scales
     for token, slot in enumerate(case.slots):
         if slot != NO_ADAPTER:
-            wanted[token] = x[token] @ (w + _delta(weights, slot)).T
+            factor = 1.0 if scales is None else float(scales[token])
+            wanted[token] = x[token] @ (w + factor * delta_of(weights, slot)).T
             if weights.bias is not None:
                 wanted[token] += weights.bias[slot].cpu().double()
     rounding = (base.double() - x @ w.T).abs() + 1e-12 * (x.abs() @ w.abs().T)
@@ -127,15 +150,15 @@ def merged_weights_equal_unmerged(backend: LoRABackend, case: LoRACase) -> None:
     assert_close(linear(backend, y_inputs), Expected(wanted, bound), y_inputs)
 
 
-def _delta(weights: LoRAWeights, slot: int) -> torch.Tensor:
+def delta_of(weights: LoRAWeights, slot: int) -> torch.Tensor:
     """Return s B A of a slot, all slices below each other: [out_features, in_features] float64."""
     delta = torch.zeros(
         weights.out_features, weights.in_features, dtype=torch.float64, device="cpu"
     )
     for s in range(weights.num_slices):
         rank, cols = int(weights.ranks[slot, s]), columns(weights, s)
-        a = weights.lora_a[slot, s, :rank].cpu().double()
-        b = weights.lora_b[slot, cols, :rank].cpu().double()
+        a = weights.a_of(s)[slot, :rank].cpu().double()
+        b = weights.b_of(s)[slot, :, :rank].cpu().double()
         if rank:
             delta[cols] = float(weights.scalings[slot, s]) * b @ a
     return delta
@@ -157,7 +180,8 @@ def column_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
             weights,
             lora_b=weights.lora_b[:, cols],
             output_slices=(cols.stop - cols.start,),
-            bias=None if weights.bias is None else weights.bias[:, cols],
+            bias=_of_columns(weights.bias, cols),
+            output_scales=_of_columns(weights.output_scales, cols),
         )
         base = None if inputs.base is None else inputs.base[:, cols].contiguous()
         part = replace(inputs.replace(weights=shard), base=base)

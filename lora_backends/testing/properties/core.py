@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lora_backends.backend import LoRABackend
+from lora_backends.features import OUTPUT_SCALES, SLICE_TENSORS, TOKEN_SCALES
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.kinds import Case
 
@@ -17,6 +18,12 @@ Requirement: TypeAlias = Callable[[LoRABackend], str | None]
 EXACT = "bit for bit"
 BOUNDED = "within the bound"
 BY_CLAIM = "bit for bit on integers and where claimed, else within the bound"
+
+NONE: frozenset[str] = frozenset()
+SCALES = frozenset({TOKEN_SCALES, OUTPUT_SCALES})
+"""What cases of most properties may need."""
+SCALES_AND_TENSORS = SCALES | {SLICE_TENSORS}
+"""The same for properties that do not look into lora_a and lora_b."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Property:
     examples: int  # cases drawn by the default profile
     kind: type[Case] = LoRACase  # of the cases
     cases: Mapping[str, Any] = field(default_factory=dict)  # arguments of the kind's strategy
+    features: frozenset[str] = frozenset()  # that cases may need, where the backend has them
     requires: tuple[Requirement, ...] = ()  # each returns why it does not apply, or None
 
     def not_applicable(self, backend: LoRABackend) -> str | None:
@@ -49,6 +57,7 @@ def prop(
     examples: int = 25,
     requires: tuple[Requirement, ...] = (),
     kind: type[Case] = LoRACase,
+    features: frozenset[str] = SCALES,
     **cases: Any,
 ) -> Callable[[Check], Check]:
     """Register a check as a property under the name of its function; arguments as in `Property`."""
@@ -57,7 +66,9 @@ def prop(
         name = check.__name__
         if name in PROPERTIES:
             raise ValueError(f"there are two properties named {name!r}")
-        PROPERTIES[name] = Property(name, rule, agreement, check, examples, kind, cases, requires)
+        PROPERTIES[name] = Property(
+            name, rule, agreement, check, examples, kind, cases, features, requires
+        )
         return check
 
     return register
@@ -71,6 +82,15 @@ def deterministic(backend: LoRABackend) -> str | None:
 def batch_invariant(backend: LoRABackend) -> str | None:
     """Require `LoRABackend.batch_invariant`."""
     return None if backend.batch_invariant else "the backend does not claim batch invariance"
+
+
+def declares(feature: str) -> Requirement:
+    """Require that a backend names a feature in `LoRABackend.features`."""
+
+    def requirement(backend: LoRABackend) -> str | None:
+        return None if feature in backend.features else f"the backend does not declare {feature}"
+
+    return requirement
 
 
 def no_interpreter(backend: LoRABackend) -> str | None:

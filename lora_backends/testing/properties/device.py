@@ -9,12 +9,28 @@ from collections.abc import Iterator
 import torch
 
 from lora_backends.backend import LoRABackend
+from lora_backends.errors import InvalidInputError
+from lora_backends.features import CAPACITY
 from lora_backends.testing.assertions import assert_close
 from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import LoRAInputs
-from lora_backends.testing.properties.core import BY_CLAIM, EXACT, cuda_graphs, no_interpreter, prop
-from lora_backends.testing.properties.plans import composed, compositions, device_tensors
-from lora_backends.testing.properties.runs import assert_agree, expected, linear
+from lora_backends.testing.inputs import LoRAInputs, same_bits
+from lora_backends.testing.properties.core import (
+    BY_CLAIM,
+    EXACT,
+    NONE,
+    SCALES_AND_TENSORS,
+    cuda_graphs,
+    declares,
+    no_interpreter,
+    prop,
+)
+from lora_backends.testing.properties.plans import (
+    composed,
+    compositions,
+    device_tensors,
+    rotate_slots,
+)
+from lora_backends.testing.properties.runs import assert_agree, assert_right, expected, linear
 
 HALF = 1 << 31
 """Elements between a row and the one that an offset wrapped in int32 confuses with it."""
@@ -46,6 +62,7 @@ def room_for_large_tensors(backend: LoRABackend) -> str | None:
     values="integer",
     requires=(no_interpreter, room_for_large_tensors),
     num_slices=1,
+    features=NONE,
 )
 def large_offsets_do_not_wrap(backend: LoRABackend, case: LoRACase) -> None:
     """lora_a, lora_b, x or base_output has a stride of 2^30 elements or more.
@@ -138,6 +155,8 @@ def graph_replay_equals_eager(backend: LoRABackend, case: LoRACase) -> None:
         backend.prepare_batch(turned.batch, out=plan)
         if device_tensors(plan) != addresses:
             raise AssertionError("a refill moved tensors of the plan that the graph reads")
+        if turn == 3:  # ranks and scalings change in place, among all else
+            rotate_slots(inputs)
         x.copy_(turned.x)
         y.copy_(inputs.base)
         graph.replay()
@@ -147,3 +166,46 @@ def graph_replay_equals_eager(backend: LoRABackend, case: LoRACase) -> None:
         exact = case.is_integer
         claimed = backend.deterministic
         assert_agree(y, wanted, bound, turned, exact=exact, claimed=claimed)
+
+
+@prop(
+    "A graph captured on a plan with room follows refills of no more tokens than it has rows.",
+    agreement=BY_CLAIM,
+    examples=15,
+    base=True,
+    values="either",
+    requires=(cuda_graphs, declares(CAPACITY)),
+    features=SCALES_AND_TENSORS,
+    min_tokens=2,
+)
+def graph_replay_follows_a_plan_with_room(backend: LoRABackend, case: LoRACase) -> None:
+    """Rows behind the batch keep their bits; scales come and go; ranks and scalings change.
+
+    Scales that a graph captured without any cannot follow are refused.
+    """
+    inputs = case.build(backend.device)
+    assert inputs.base is not None
+    tokens = case.num_tokens
+    captured = inputs.scaled(None) if case.seed % 4 == 0 else inputs
+    plan = backend.prepare_batch(captured.batch, capacity=tokens + case.seed % 9)
+    graph, x, y = _capture(backend, captured, plan)
+    for turn, count in enumerate((tokens // 2, tokens, 0, 1, tokens)):
+        if turn == 2:
+            rotate_slots(inputs)
+        part = composed(inputs, compositions(case)[turn], case.seed + turn).select(range(count))
+        if turn % 2:
+            part = part.scaled(None)
+        try:
+            backend.prepare_batch(part.batch, out=plan)
+        except InvalidInputError:
+            if captured.batch.token_scales is not None or part.batch.token_scales is None:
+                raise
+            continue
+        x.fill_(float("nan"))
+        x[:count] = part.x
+        y.copy_(inputs.base)
+        graph.replay()
+        torch.cuda.synchronize(backend.device)
+        assert_right(y[:count], expected(backend, part), part, case.is_integer)
+        if not same_bits(y[count:], inputs.base[count:]):
+            raise AssertionError(f"a replay of {count} tokens changed the rows behind them")

@@ -8,11 +8,12 @@ from typing import TypeAlias
 
 import torch
 
+from lora_backends import features
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import InvalidInputError, LoRABackendError, UnsupportedInputError
-from lora_backends.operations import OPERATIONS, Operation
+from lora_backends.operations import OPERATIONS, Input, Operation
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs, bits
 from lora_backends.testing.properties.core import EXACT, prop
@@ -74,6 +75,9 @@ def _bad_calls(backend: LoRABackend, inputs: LoRAInputs) -> Iterator[BadCall]:
         lambda base: backend.run_lora_b(h, weights, plan, base),
     )
     yield from _bad_slices(backend, inputs, plan)
+    yield from _bad_outs(backend, weights, plan, x)
+    yield from bad_several(backend, inputs, x)
+    yield from missing_features(backend, inputs, plan, x)
     foreign = next((d for d in _ALL_DTYPES if d not in backend.dtypes), None)
     if foreign is not None:
         other = dataclasses.replace(
@@ -92,6 +96,7 @@ def _bad_plans(
     """Yield calls with a plan, or a refill, of another size."""
     weights = inputs.weights
     longer = LoRABatch([*inputs.slots, 0], weights.num_slots)
+    shorter = inputs.select(range(len(inputs.slots) - 1)).batch
     yield (
         "a plan of another number of tokens",
         InvalidInputError,
@@ -108,6 +113,135 @@ def _bad_plans(
         InvalidInputError,
         lambda base: backend.prepare_batch(longer, out=plan),
     )
+    yield from _bad_capacities(backend, inputs, plan)
+    if features.CAPACITY not in backend.features:
+        yield (
+            "a refill with fewer tokens, which needs room",
+            InvalidInputError,
+            lambda base: backend.prepare_batch(shorter, out=plan),
+        )
+        return
+    room = backend.prepare_batch(shorter, capacity=len(x))
+    yield (
+        "an x of more rows than the capacity",
+        InvalidInputError,
+        lambda base: backend.run_linear(torch.cat([x, x[:1]]), weights, room, None),
+    )
+    yield (
+        "a refill beyond the capacity",
+        InvalidInputError,
+        lambda base: backend.prepare_batch(longer, out=room),
+    )
+
+
+def _bad_capacities(backend: LoRABackend, inputs: LoRAInputs, plan: object) -> Iterator[BadCall]:
+    """Yield plans with a capacity that is none, or that the backend does not have."""
+    batch, tokens = inputs.batch, inputs.batch.num_tokens
+    for capacity in (tokens - 1, True, float(tokens), str(tokens)):
+        yield (
+            f"a capacity of {capacity!r} for {tokens} tokens",
+            InvalidInputError,
+            lambda base, capacity=capacity: backend.prepare_batch(batch, capacity=capacity),  # type: ignore[misc]
+        )
+    has = features.CAPACITY in backend.features
+    yield (
+        "a refill with another capacity" if has else "a capacity, which the backend lacks,",
+        InvalidInputError if has else UnsupportedInputError,
+        lambda base: backend.prepare_batch(batch, out=plan if has else None, capacity=tokens + 1),
+    )
+
+
+def _bad_outs(
+    backend: LoRABackend, weights: LoRAWeights, plan: object, x: torch.Tensor
+) -> Iterator[BadCall]:
+    """Yield calls of run_lora_a with a wrong out."""
+    good = backend.run_lora_a(x, weights, plan)
+    memory = torch.zeros(good.numel() + x.numel(), dtype=good.dtype, device=x.device)
+    wrong = {
+        "an out of another max_rank": torch.cat([good, good], 2),
+        "an out of fewer rows": good[:, 1:].contiguous(),
+        "an out of another dtype": good.to(torch.bfloat16),
+        "an out that is not contiguous": torch.cat([good, good], 2)[..., : good.shape[2]],
+    }
+    for what, out in wrong.items():
+        yield (
+            what,
+            InvalidInputError,
+            lambda base, out=out: backend.run_lora_a(x, weights, plan, out=out),  # type: ignore[misc]
+        )
+    if x.dtype == good.dtype:
+        over = memory[: x.numel()].view(x.shape)
+        yield (
+            "an out that overlaps x",
+            InvalidInputError,
+            lambda base: backend.run_lora_a(
+                over, weights, plan, out=memory[: good.numel()].view(good.shape)
+            ),
+        )
+
+
+def bad_several(backend: LoRABackend, inputs: LoRAInputs, x: torch.Tensor) -> Iterator[BadCall]:
+    """Yield calls that a batch of several adapters per token does not allow."""
+    weights = inputs.weights
+    slots = torch.stack([inputs.batch.token_slots, inputs.batch.token_slots], 1)
+    many = LoRABatch(slots, weights.num_slots)
+    plan, single = backend.prepare_batch(many), backend.prepare_batch(inputs.scaled(None).batch)
+    h = torch.zeros(weights.num_slices, len(x), weights.max_rank, device=x.device)
+    calls: dict[str, Callable[[torch.Tensor], object]] = {
+        "run_lora_a with several adapters per token": lambda base: backend.run_lora_a(
+            x, weights, plan
+        ),
+        "run_lora_b with several adapters per token": lambda base: backend.run_lora_b(
+            h, weights, plan, base
+        ),
+    }
+    if features.OUTPUT_SCALES in backend.features:
+        shape = (weights.num_slots, weights.out_features)
+        ones = torch.ones(shape, device=x.device)
+        dora = dataclasses.replace(weights, output_scales=ones)
+        for operation in operations_for(weights):
+            if operation.input is not Input.H:
+                given = inputs.replace(x=x, weights=dora)
+                calls[f"{operation.name} with several adapters and output_scales"] = (
+                    lambda base, operation=operation, given=given: run(  # type: ignore[misc]
+                        backend, operation, given, plan, base
+                    )
+                )
+    for what, call in calls.items():
+        yield what, UnsupportedInputError, call
+    yield (
+        "a refill of a plan of one adapter per token with several",
+        InvalidInputError,
+        lambda base: backend.prepare_batch(many, out=single),
+    )
+
+
+def missing_features(
+    backend: LoRABackend, inputs: LoRAInputs, plan: object, x: torch.Tensor
+) -> Iterator[BadCall]:
+    """Yield calls that need a feature which the backend does not declare."""
+    weights = inputs.weights
+    if features.TOKEN_SCALES not in backend.features:
+        scaled = inputs.scaled(torch.ones(len(x), device="cpu")).batch
+        yield (
+            "a batch with token_scales, which the backend lacks,",
+            UnsupportedInputError,
+            lambda base: backend.prepare_batch(scaled),
+        )
+    a, b = ([of(s) for s in range(weights.num_slices)] for of in (weights.a_of, weights.b_of))
+    ones = torch.ones(weights.num_slots, weights.out_features, device=x.device)
+    layers = {
+        features.OUTPUT_SCALES: {"output_scales": ones},
+        features.SLICE_TENSORS: {"lora_a": tuple(a), "lora_b": tuple(b)},
+    }
+    for feature, change in layers.items():
+        if feature not in backend.features:
+            layer: LoRAWeights = dataclasses.replace(weights, **change)  # type: ignore[arg-type]
+            yield (
+                f"a layer with {feature}, which the backend lacks,",
+                UnsupportedInputError,
+                lambda base, layer=layer: backend.run_linear(x, layer, plan, base),  # type: ignore[misc]
+            )
 
 
 def _bad_slices(backend: LoRABackend, inputs: LoRAInputs, plan: object) -> Iterator[BadCall]:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from lora_backends.backend import LoRABackend
+from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError
+from lora_backends.features import CAPACITY
 from lora_backends.testing import oracles
 from lora_backends.testing.expert_cases import ExpertCase, ExpertInputs
 from lora_backends.testing.expert_oracle import (
@@ -23,8 +25,10 @@ from lora_backends.testing.oracles import Expected
 from lora_backends.testing.properties.core import (
     BOUNDED,
     BY_CLAIM,
+    NONE,
     batch_invariant,
     cuda_graphs,
+    declares,
     prop,
 )
 
@@ -112,7 +116,7 @@ def experts_are_exact_on_integers(backend: LoRABackend, case: ExpertCase) -> Non
 
 
 @prop(
-    "run_experts is within the bound of float64.", kind=ExpertCase, agreement=BOUNDED, examples=60
+    "run_experts is within the bound of float64.", kind=ExpertCase, agreement=BOUNDED, examples=65
 )
 def run_experts_is_within_the_bound(backend: LoRABackend, case: ExpertCase) -> None:
     """The differential test, over everything that a case draws."""
@@ -146,6 +150,7 @@ def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     agreement=BY_CLAIM,
     weighted=False,
     reduce=False,
+    features=NONE,
 )
 def experts_equal_dense_slots(backend: LoRABackend, case: ExpertCase) -> None:
     """run_linear of a layer with num_slots * num_experts slots."""
@@ -229,6 +234,79 @@ def experts_do_not_depend_on_the_batch(backend: LoRABackend, case: ExpertCase) -
             raise AssertionError(f"token {token} alone has other bits than within the batch")
 
 
+@prop(
+    "Experts on a plan with room follow batches of any size, and leave the rows behind alone.",
+    kind=ExpertCase,
+    agreement=BY_CLAIM,
+    examples=15,
+    values="either",
+    requires=(declares(CAPACITY),),
+    base=True,
+    min_tokens=2,
+)
+def experts_follow_a_plan_with_room(backend: LoRABackend, case: ExpertCase) -> None:
+    """The router has a row for each row of x; the plan is refilled with fewer tokens, then more."""
+    inputs = case.build(backend.device)
+    assert inputs.base is not None
+    plan = backend.prepare_batch(inputs.batch, capacity=case.num_tokens)
+    routing = routing_of(backend, inputs, plan)
+    for count in (case.num_tokens // 2, case.num_tokens, 0):
+        short = replace(inputs, batch=first_tokens(inputs.batch, count))
+        backend.prepare_batch(short.batch, out=plan)
+        x = inputs.x.clone()
+        x[len(x) // case.num_tokens * count :] = float("nan")
+        idle = torch.full((case.num_tokens - count,), NO_ADAPTER, device="cpu")
+        padded = LoRABatch(
+            torch.cat([short.batch.token_slots, idle]),
+            case.num_slots,
+            inputs.batch.token_scales,
+        )
+        wanted = expected(backend, replace(inputs, batch=padded))
+        for used in (routing, routing_of(backend, inputs, plan, out=routing)):
+            y = experts(backend, replace(inputs, x=x), used)
+            if not same_bits(y[count:], inputs.base[count:]):
+                raise AssertionError(f"rows behind a batch of {count} tokens were changed")
+            assert_right(y, wanted, inputs, case.is_integer)
+
+
+@prop(
+    "Experts of several adapters per token add up as calls with one adapter each.",
+    kind=ExpertCase,
+    agreement=BY_CLAIM,
+    examples=10,
+    values="either",
+    base=True,
+)
+def experts_of_several_adapters_are_a_sum(backend: LoRABackend, case: ExpertCase) -> None:
+    """The second adapter of a token is the next slot's; y is rounded once for each."""
+    inputs = case.build(backend.device)
+    slots, scales = inputs.batch.token_slots, inputs.batch.token_scales
+    both = LoRABatch(
+        torch.stack([slots, torch.where(slots < 0, slots, (slots + 1) % case.num_slots)], 1),
+        case.num_slots,
+        None if scales is None else torch.stack([scales, -scales], 1),
+    )
+    y = experts(backend, inputs, routing_of(backend, inputs, backend.prepare_batch(both)))
+    alone, bound = inputs, torch.zeros(y.shape, dtype=torch.float64, device="cpu")
+    for part in both.per_adapter(2):
+        alone = replace(alone, batch=part)
+        bound = bound + expected(backend, alone).bound
+        alone = replace(alone, base=experts(backend, alone).clone())
+    assert alone.base is not None
+    if case.is_integer or backend.deterministic:
+        bound = torch.zeros_like(bound)
+    wanted = Expected(alone.base.cpu().double(), 2 * bound)
+    assert_right(y, wanted, inputs, exact=False)
+
+
+def first_tokens(batch: LoRABatch, count: int) -> LoRABatch:
+    """Return the first tokens of a batch."""
+    scales = batch.token_scales
+    return LoRABatch(
+        batch.token_slots[:count], batch.num_slots, None if scales is None else scales[:count]
+    )
+
+
 def _token(inputs: ExpertInputs, token: int) -> ExpertInputs:
     """Return the inputs of one token."""
     top_k = inputs.ids.shape[1] if inputs.options["rows"] == "pairs" else 1
@@ -236,7 +314,11 @@ def _token(inputs: ExpertInputs, token: int) -> ExpertInputs:
     return replace(
         inputs,
         x=inputs.x[token * top_k : (token + 1) * top_k].clone(),
-        batch=type(inputs.batch)(inputs.batch.token_slots[part], inputs.batch.num_slots),
+        batch=LoRABatch(
+            inputs.batch.token_slots[part],
+            inputs.batch.num_slots,
+            None if inputs.batch.token_scales is None else inputs.batch.token_scales[part],
+        ),
         ids=inputs.ids[part],
         topk_ids=inputs.topk_ids[part],
         topk_weights=inputs.topk_weights[part],

@@ -15,7 +15,12 @@ from lora_backends.batch import NO_ADAPTER
 from lora_backends.testing.assertions import assert_same_bits
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs
-from lora_backends.testing.properties.core import BY_CLAIM, no_interpreter, prop
+from lora_backends.testing.properties.core import (
+    BY_CLAIM,
+    SCALES_AND_TENSORS,
+    no_interpreter,
+    prop,
+)
 from lora_backends.testing.properties.runs import (
     assert_right,
     check_linear,
@@ -57,7 +62,7 @@ def composed(inputs: LoRAInputs, slots: list[int], seed: int) -> LoRAInputs:
     "A plan refilled in place follows every new composition.",
     values="either",
     agreement=BY_CLAIM,
-    examples=20,
+    examples=13,
 )
 def a_refilled_plan_follows_the_batch(backend: LoRABackend, case: LoRACase) -> None:
     """The same plan comes back, its device tensors keep their addresses, y is right each time."""
@@ -100,7 +105,7 @@ def _collect(value: Any, path: str, found: dict[str, int]) -> None:
             _collect(item, f"{path}[{index}]", found)
 
 
-@prop("A refilled plan equals a fresh one.", values="either", agreement=BY_CLAIM, examples=20)
+@prop("A refilled plan equals a fresh one.", values="either", agreement=BY_CLAIM, examples=13)
 def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> None:
     """Nothing of the former batch is left, in a batch of any other composition."""
     inputs = case.build(backend.device)
@@ -112,7 +117,12 @@ def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> 
             assert_same_bits(y, linear(backend, inputs), inputs)
 
 
-@prop("Two plans in flight do not disturb each other.", values="either", agreement=BY_CLAIM)
+@prop(
+    "Two plans in flight do not disturb each other.",
+    values="either",
+    agreement=BY_CLAIM,
+    examples=15,
+)
 def two_plans_in_flight_are_independent(backend: LoRABackend, case: LoRACase) -> None:
     """Of the same size and of another, run in turns, one refilled in between."""
     inputs = case.build(backend.device)
@@ -141,7 +151,7 @@ def steps_of_two_plans_interleave(backend: LoRABackend, case: LoRACase) -> None:
         assert_right(y, wanted, part, case.is_integer)
 
 
-@prop("One plan serves layers of any shape.", values="either", agreement=BY_CLAIM, examples=20)
+@prop("One plan serves layers of any shape.", values="either", agreement=BY_CLAIM, examples=12)
 def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) -> None:
     """Other output widths, input width, ranks and number of slices; then the first layer again."""
     plan = backend.prepare_batch(case.build(backend.device).batch)
@@ -168,7 +178,9 @@ def _with_one_more_slice(case: LoRACase) -> LoRACase:
     )
 
 
-@prop("Layers that share an address are told apart.", values="either", agreement=BY_CLAIM)
+@prop(
+    "Layers that share an address are told apart.", values="either", agreement=BY_CLAIM, examples=15
+)
 def layers_sharing_an_address_are_told_apart(backend: LoRABackend, case: LoRACase) -> None:
     """Views of one storage: the same first byte with other shapes, then another offset."""
     inputs = case.build(backend.device)
@@ -190,6 +202,9 @@ def _views(weights: LoRAWeights) -> list[LoRAWeights]:
         scalings=weights.scalings[:, :1],
         output_slices=((width + 1) // 2,),
         bias=None if weights.bias is None else weights.bias[:, : (width + 1) // 2],
+        output_scales=(
+            None if weights.output_scales is None else weights.output_scales[:, : (width + 1) // 2]
+        ),
     )
     fewer = dataclasses.replace(
         weights, lora_a=weights.lora_a[..., : (weights.in_features + 1) // 2]
@@ -197,19 +212,28 @@ def _views(weights: LoRAWeights) -> list[LoRAWeights]:
     return [weights, fewer, first, weights]
 
 
-@prop("Weights rewritten in place are followed.", values="either", agreement=BY_CLAIM)
+@prop(
+    "Weights rewritten in place are followed.",
+    values="either",
+    agreement=BY_CLAIM,
+    features=SCALES_AND_TENSORS,
+)
 def weights_rewritten_in_place_are_followed(backend: LoRABackend, case: LoRACase) -> None:
-    """A pool loads another adapter into a slot: A, B, ranks, scalings and bias change."""
+    """A pool loads another adapter into a slot: A, B, ranks, scalings, bias and output_scales."""
     inputs = case.build(backend.device)
     plan = backend.prepare_batch(inputs.batch)
     check_linear(backend, case, inputs, plan)
-    weights, loaded = inputs.weights, gather_slots(inputs, _rotated(case.num_slots))
-    for field in ("lora_a", "lora_b", "ranks", "scalings", "bias"):
-        tensor = getattr(weights, field)
-        if tensor is not None:
-            tensor.copy_(getattr(loaded, field).clone())
-    weights.scalings.mul_(-2)
+    rotate_slots(inputs)
     check_linear(backend, case, inputs, plan)
+
+
+def rotate_slots(inputs: LoRAInputs) -> None:
+    """Give every slot the next one's adapter with another scaling, in place."""
+    weights = inputs.weights
+    loaded = gather_slots(inputs, _rotated(weights.num_slots))
+    for name, tensor in weights.tensors.items():
+        tensor.copy_(loaded.tensors[name].clone())
+    weights.scalings.mul_(-2)
 
 
 def _rotated(count: int) -> list[int]:

@@ -9,7 +9,7 @@ from lora_backends.batch import NO_ADAPTER
 from lora_backends.testing import oracles
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import GuardedOutput, LoRAInputs, bits, same_bits
-from lora_backends.testing.properties.core import prop
+from lora_backends.testing.properties.core import SCALES_AND_TENSORS, prop
 from lora_backends.testing.properties.runs import every_result, given_h, linear, operations_for, run
 
 
@@ -46,9 +46,10 @@ def only_the_view_is_written(backend: LoRABackend, case: LoRACase) -> None:
 
 
 @prop(
-    "Rows without an adapter, and slices of rank 0 without bias, keep their bits.",
+    "Rows without an adapter, and slices of rank 0 to which nothing is added, keep their bits.",
     base=True,
     examples=35,
+    features=SCALES_AND_TENSORS,
 )
 def untouched_elements_keep_their_bits(backend: LoRABackend, case: LoRACase) -> None:
     """Whatever stands there: NaN, infinities, -0.0 and denormals."""
@@ -93,7 +94,11 @@ def rows_start_from_zero(backend: LoRABackend, case: LoRACase) -> None:
             raise AssertionError(f"{operation.name} returned other than 0 where nothing is added")
 
 
-@prop("x, the weights, token_ids, h and the batch are not modified.", examples=20)
+@prop(
+    "x, the weights, token_ids, h and the batch are not modified.",
+    examples=20,
+    features=SCALES_AND_TENSORS,
+)
 def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
     """Every argument but base_output keeps its bits."""
     inputs = case.build(backend.device)
@@ -109,21 +114,22 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
 
 
 def _arguments(inputs: LoRAInputs, h: torch.Tensor) -> dict[str, torch.Tensor]:
-    weights = inputs.weights
     named = {
         "x": inputs.x,
         "h": h,
         "token_ids": inputs.token_ids,
         "batch.token_slots": inputs.batch.token_slots,
-        "weights.lora_a": weights.lora_a,
-        "weights.lora_b": weights.lora_b,
-        "weights.ranks": weights.ranks,
-        "weights.scalings": weights.scalings,
     }
-    return named if weights.bias is None else {**named, "weights.bias": weights.bias}
+    if inputs.batch.token_scales is not None:
+        named["batch.token_scales"] = inputs.batch.token_scales
+    return named | {f"weights.{name}": t for name, t in inputs.weights.tensors.items()}
 
 
-@prop("A result is no view of an argument, of the plan or of an earlier result.", base=False)
+@prop(
+    "A result is no view of an argument, of the plan or of an earlier result.",
+    base=False,
+    examples=15,
+)
 def results_are_independent(backend: LoRABackend, case: LoRACase) -> None:
     """A second run leaves the result of the first alone."""
     inputs = case.build(backend.device)

@@ -14,7 +14,7 @@ from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_bits, assert_same_values
 from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import GuardedOutput, LoRAInputs, guarded
+from lora_backends.testing.inputs import GuardedOutput, LoRAInputs, guarded, on_each
 from lora_backends.testing.oracles import Expected
 from lora_backends.weights import LoRAWeights
 
@@ -67,6 +67,26 @@ def expected(backend: LoRABackend, inputs: LoRAInputs) -> Expected:
         inputs.base,
         intermediate=intermediate(backend, inputs),
     )
+
+
+def expected_of(
+    backend: LoRABackend, operation: Operation, inputs: LoRAInputs, h: torch.Tensor
+) -> Expected:
+    """Return what an operation must return, whatever it reads; `h` as in `run`."""
+    if operation.input is Input.TOKEN_IDS:
+        return oracles.expected_embedding(
+            inputs.token_ids,
+            inputs.weights,
+            inputs.batch,
+            inputs.base,
+            intermediate=intermediate(backend, inputs),
+        )
+    if operation.input is Input.H:
+        dtype = inputs.x.dtype if inputs.base is None else inputs.base.dtype
+        exact = torch.zeros(h.shape, dtype=torch.float64, device="cpu")
+        given = Expected(h.detach().cpu().double(), exact)
+        return oracles.expected_expand(given, inputs.weights, inputs.batch, inputs.base, dtype)
+    return expected(backend, inputs)
 
 
 def assert_right(actual: torch.Tensor, wanted: Expected, inputs: LoRAInputs, exact: bool) -> None:
@@ -138,11 +158,12 @@ def gather_slots(inputs: LoRAInputs, order: list[int]) -> LoRAWeights:
     weights = inputs.weights
     return replace(
         weights,
-        lora_a=weights.lora_a[order],
-        lora_b=weights.lora_b[order],
+        lora_a=on_each(weights.lora_a, lambda a: a[order]),
+        lora_b=on_each(weights.lora_b, lambda b: b[order]),
         ranks=weights.ranks[order],
         scalings=weights.scalings[order],
         bias=None if weights.bias is None else weights.bias[order],
+        output_scales=None if weights.output_scales is None else weights.output_scales[order],
     )
 
 

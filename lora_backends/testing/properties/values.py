@@ -9,29 +9,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_backends.backend import LoRABackend
 from lora_backends.dtypes import accumulator_dtype
-from lora_backends.operations import OPERATIONS, Operation
+from lora_backends.operations import BY_NAME, OPERATIONS, Operation
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.oracles import Expected
-from lora_backends.testing.properties.core import BOUNDED, BY_CLAIM, prop
+from lora_backends.testing.properties.core import BOUNDED, BY_CLAIM, SCALES_AND_TENSORS, prop
 from lora_backends.testing.properties.runs import (
     assert_right,
     check_linear,
     expected,
+    expected_of,
     given_h,
     intermediate,
     linear,
 )
 
 
-@prop("On small integers run_linear has one right result.", examples=70, values="integer")
+@prop(
+    "On small integers run_linear has one right result.",
+    examples=70,
+    values="integer",
+    features=SCALES_AND_TENSORS,
+)
 def integers_are_exact(backend: LoRABackend, case: LoRACase) -> None:
     """All sums are exact, so the one rounding into y leaves a single value."""
     check_linear(backend, case, case.build(backend.device))
 
 
-@prop("run_linear is within the bound of float64.", agreement=BOUNDED, examples=120)
+@prop(
+    "run_linear is within the bound of float64.",
+    agreement=BOUNDED,
+    examples=120,
+    features=SCALES_AND_TENSORS,
+)
 def run_linear_is_within_the_bound(backend: LoRABackend, case: LoRACase) -> None:
     """The differential test, over everything that a case draws."""
     check_linear(backend, case, case.build(backend.device))
@@ -43,6 +53,7 @@ def run_linear_is_within_the_bound(backend: LoRABackend, case: LoRACase) -> None
     values="either",
     min_tokens=65,
     agreement=BY_CLAIM,
+    features=SCALES_AND_TENSORS,
 )
 def many_tokens_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """A batch that fills more than one tile of any size."""
@@ -53,6 +64,7 @@ def many_tokens_are_right(backend: LoRABackend, case: LoRACase) -> None:
     "run_lora_a returns float32 h, zero beyond a rank and without adapter.",
     values="either",
     agreement=BY_CLAIM,
+    features=SCALES_AND_TENSORS,
     examples=60,
 )
 def shrink_is_right(backend: LoRABackend, case: LoRACase) -> None:
@@ -75,6 +87,7 @@ def shrink_is_right(backend: LoRABackend, case: LoRACase) -> None:
     "run_lora_b never reads h or lora_b beyond a rank.",
     values="either",
     agreement=BY_CLAIM,
+    features=SCALES_AND_TENSORS,
     examples=60,
 )
 def expand_is_right(backend: LoRABackend, case: LoRACase) -> None:
@@ -83,16 +96,16 @@ def expand_is_right(backend: LoRABackend, case: LoRACase) -> None:
     h = given_h(case, inputs)
     plan = backend.prepare_batch(inputs.batch)
     y = backend.run_lora_b(h, inputs.weights, plan, inputs.new_view())
-    given = Expected(
-        h.detach().cpu().double(), torch.zeros(h.shape, dtype=torch.float64, device="cpu")
-    )
-    wanted = oracles.expected_expand(
-        given, inputs.weights, inputs.batch, inputs.base, case.base or case.dtype
-    )
+    wanted = expected_of(backend, BY_NAME["run_lora_b"], inputs, h)
     assert_right(y, wanted, inputs, case.is_integer)
 
 
-@prop("run_lora_b of run_lora_a is run_linear.", values="either", agreement=BY_CLAIM)
+@prop(
+    "run_lora_b of run_lora_a is run_linear.",
+    values="either",
+    agreement=BY_CLAIM,
+    features=SCALES_AND_TENSORS,
+)
 def two_steps_equal_run_linear(backend: LoRABackend, case: LoRACase) -> None:
     """Fused or not, it is the same arithmetic."""
     inputs = case.build(backend.device)
@@ -117,7 +130,14 @@ def _register_case_of(operation: Operation) -> None:
     check.__name__ = f"{operation.name}_is_right"
     slices = f" of {operation.num_slices} slices" if operation.num_slices else ""
     rule = f"{operation.name} is {operation.same_as}{slices}."
-    prop(rule, values="either", num_slices=operation.num_slices, agreement=BY_CLAIM)(check)
+    register = prop(
+        rule,
+        values="either",
+        num_slices=operation.num_slices,
+        agreement=BY_CLAIM,
+        features=SCALES_AND_TENSORS,
+    )
+    register(check)
 
 
 for _operation in OPERATIONS:
@@ -129,6 +149,7 @@ for _operation in OPERATIONS:
     "run_embedding is run_linear of one-hot rows, for int32 and int64 ids.",
     values="either",
     agreement=BY_CLAIM,
+    features=SCALES_AND_TENSORS,
     examples=40,
 )
 def run_embedding_is_right(backend: LoRABackend, case: LoRACase) -> None:
@@ -168,6 +189,7 @@ _EMPTY = (
     "What torch.empty returns is written before it is read.",
     values="either",
     agreement=BY_CLAIM,
+    features=SCALES_AND_TENSORS,
     examples=30,
 )
 def memory_is_written_before_it_is_read(backend: LoRABackend, case: LoRACase) -> None:

@@ -1,0 +1,119 @@
+"""Several adapters per token: one plan for each, and a call on each, for every backend.
+
+The deltas of a token's adapters add up, so a call of n adapters per token is n calls that add to
+the same y. It costs n times as much, and y is rounded n times. A kernel that added all adapters of
+a token at once would save the roundings, but its programs would have to share rows of y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lora_backends.batch import LoRABatch
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.features import OUTPUT_SCALES
+from lora_backends.plan import LoRAPlan
+
+
+@dataclass(eq=False)
+class ManyAdaptersPlan(LoRAPlan):
+    """The plan of a batch whose tokens have several adapters."""
+
+    plans: tuple[Any, ...]  # of the backend; plan j has the j-th adapter of every token
+
+    @property
+    def adapters_per_token(self) -> int:
+        """Adapters that a token can have."""
+        return len(self.plans)
+
+
+@dataclass(eq=False)
+class ManyAdaptersRouting:
+    """The routing of a batch whose tokens have several adapters: one for each of its plans."""
+
+    routings: tuple[Any, ...]  # of the backend
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are routed."""
+        return int(self.routings[0].num_tokens)
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return int(self.routings[0].top_k)
+
+
+def prepare_each(
+    prepare: Callable[..., Any], batch: LoRABatch, out: ManyAdaptersPlan | None, **options: Any
+) -> ManyAdaptersPlan:
+    """Return the plan of a batch of several adapters per token; arguments are checked.
+
+    `prepare` makes the plan of one adapter per token, with `options`.
+    """
+    if out is None:
+        plans = [prepare(part, **options) for part in batch.per_adapter(batch.adapters_per_token)]
+        capacity = options.get("capacity") or batch.num_tokens
+        return ManyAdaptersPlan(batch.num_tokens, batch.num_slots, tuple(plans), capacity=capacity)
+    for plan, part in zip(out.plans, batch.per_adapter(len(out.plans)), strict=True):
+        prepare(part, out=plan, **options)
+    out.num_tokens = batch.num_tokens
+    return out
+
+
+def add_each(
+    operation: str,
+    call: Callable[..., torch.Tensor],
+    weights: Any,
+    plan: ManyAdaptersPlan,
+    y: torch.Tensor,
+) -> torch.Tensor:
+    """Add the delta of every adapter to y: ``call(plan of one adapter, y)``, one after another.
+
+    Raises:
+        UnsupportedInputError: the layer has output_scales, of which a token has just one.
+    """
+    if OUTPUT_SCALES in weights.needs:
+        raise UnsupportedInputError(
+            f"{operation} cannot apply output_scales to several adapters per token\n"
+            f"  given: a plan of {plan.adapters_per_token} adapters per token\n"
+            f"  allowed: output_scales with one adapter per token"
+        )
+    for part in plan.plans:
+        call(part, y)
+    return y
+
+
+def routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
+    """Return the routings that a refill for a plan of several adapters per token writes to.
+
+    Raises:
+        InvalidInputError: `out` is no routing of as many adapters per token.
+    """
+    count = plan.adapters_per_token
+    if not isinstance(out, ManyAdaptersRouting) or len(out.routings) != count:
+        given = f"a {type(out).__name__}"
+        if isinstance(out, ManyAdaptersRouting):
+            given = f"a routing of {len(out.routings)} adapters per token"
+        raise InvalidInputError(
+            f"prepare_experts cannot refill out\n  given: {given}\n"
+            f"  allowed: a routing made for a plan of {count} adapters per token, as this one"
+        )
+    return out.routings
+
+
+def refuse(operation: str, plan: ManyAdaptersPlan) -> None:
+    """Refuse an operation on h, of which a token has one row per adapter.
+
+    Raises:
+        UnsupportedInputError: always.
+    """
+    raise UnsupportedInputError(
+        f"{operation} cannot run with several adapters per token, since h has one row per token\n"
+        f"  given: a plan of {plan.adapters_per_token} adapters per token\n"
+        f"  to do: call run_linear, or one of the operations that add to base_output"
+    )

@@ -1,0 +1,119 @@
+"""Stacks of one tensor per slice: where each lies, as kernels take it.
+
+Kernels take one base address. Where the tensors of a tuple lie at equal distances, as those of A
+often do, that distance is the stride of slices, and the tuple is a stack. Else kernels read a table
+on the device, int64 [num_slices, 3]: the distance of a slice's tensor from the base, and its own
+strides of slots and rows.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lora_backends.errors import InvalidInputError
+from lora_backends.sgmv.launching.kernel import is_capturing
+from lora_backends.weights import LoRAWeights, Stack
+
+MOST_ALIGNMENT = 16
+"""Elements; loads are no wider than 16 bytes."""
+
+
+class Located(NamedTuple):
+    """Where a stack lies."""
+
+    base: torch.Tensor  # the stack; of a tuple, the tensor that distances start from
+    strides: tuple[int, ...]  # in elements: slots, slices (A only), rows
+    table: torch.Tensor  # [num_slices, 3] int64; the base where no table is read
+    alignment: int = 0  # a power of two that divides the table's entries; 0: no table is read
+    rows: int = 0  # with a table: rows of B's width from the base to the end; 0: not a whole number
+    addresses: tuple[int, ...] = ()  # of a tuple's tensors, to notice that one has moved
+
+
+_TUPLES: WeakKeyDictionary[LoRAWeights, dict[str, Located]] = WeakKeyDictionary()
+
+
+def located_a(weights: LoRAWeights) -> Located:
+    """Return where A lies."""
+    a: Stack = weights.lora_a
+    if isinstance(a, tuple):
+        return _located(weights, "lora_a", a)
+    return Located(a, a.stride()[:3], a)
+
+
+def located_b(weights: LoRAWeights) -> Located:
+    """Return where B lies."""
+    b: Stack = weights.lora_b
+    if isinstance(b, tuple):
+        return _located(weights, "lora_b", b)
+    return Located(b, b.stride()[:2], b)
+
+
+def slice_alignments(weights: LoRAWeights) -> tuple[int, int]:
+    """Return the alignment of the tables of A and B in elements; 0 where no table is read."""
+    a, b = weights.lora_a, weights.lora_b
+    return (
+        located_a(weights).alignment if isinstance(a, tuple) else 0,
+        located_b(weights).alignment if isinstance(b, tuple) else 0,
+    )
+
+
+def _located(weights: LoRAWeights, name: str, tensors: tuple[torch.Tensor, ...]) -> Located:
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    found = _TUPLES.setdefault(weights, {}).get(name)
+    if found is None or found.addresses != addresses:
+        made = _as_stack(name, tensors, addresses) or _with_table(weights, name, tensors, addresses)
+        found = _TUPLES[weights][name] = made._replace(addresses=addresses)
+    return found
+
+
+def _as_stack(
+    name: str, tensors: tuple[torch.Tensor, ...], addresses: tuple[int, ...]
+) -> Located | None:
+    """Return tensors at equal distances as a stack; None where they are not.
+
+    Slices of B follow each other in the columns of a stack, which only one slice does as it is.
+    """
+    first, size = tensors[0], tensors[0].element_size()
+    slot_stride, row_stride, _ = first.stride()
+    if name == "lora_b":
+        return Located(first, (slot_stride, row_stride), first) if len(tensors) == 1 else None
+    step = addresses[1] - addresses[0] if len(tensors) > 1 else 0
+    expected = tuple(addresses[0] + s * step for s in range(len(tensors)))
+    if addresses != expected or any(tensor.stride() != first.stride() for tensor in tensors):
+        return None
+    return Located(first, (slot_stride, step // size, row_stride), first)
+
+
+def _with_table(
+    weights: LoRAWeights, name: str, tensors: tuple[torch.Tensor, ...], addresses: tuple[int, ...]
+) -> Located:
+    base = tensors[addresses.index(min(addresses))]
+    device, size = base.device, base.element_size()
+    if is_capturing(device):
+        raise InvalidInputError(
+            "a layer of one tensor per slice meets a CUDA graph capture in its first call, which "
+            "sends a table to the device\n  to do: call it once before the capture"
+        )
+    entries, ends = [], []
+    for s, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
+        slot_stride, row_stride, _ = tensor.stride()
+        distance = (address - min(addresses)) // size
+        ends.append(distance + (tensor.shape[0] - 1) * slot_stride + tensor.shape[1] * row_stride)
+        # columns of y count over all slices: column c of B lies at c less the slice's first one
+        first_row = weights.slice_offsets[s] if name == "lora_b" else 0
+        entries.append((distance - first_row * row_stride, slot_stride, row_stride))
+    numbers = [number for entry in entries for number in entry]
+    row_stride = entries[0][2]
+    is_whole = row_stride > 0 and not any(number % row_stride for number in numbers)
+    is_whole = is_whole and all(entry[2] == row_stride for entry in entries)
+    return Located(
+        base,
+        tuple([0] * (3 if name == "lora_a" else 2)),
+        torch.tensor(entries, dtype=torch.int64, device=device),
+        gcd(MOST_ALIGNMENT, base.data_ptr() // size, *numbers),
+        max(ends) // row_stride if is_whole else 0,
+    )

@@ -1,0 +1,208 @@
+"""Plans with room, tensors per slice and factors on the Triton engines, against torch_ref."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import UNITS, VARIANTS, device_or_skip, make_engine
+
+from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, get_backend, quantize_weights
+
+SLOTS, RANK, INPUTS, WIDTHS = 3, 8, 48, (32, 17, 40)
+OUT = sum(WIDTHS)
+
+
+@pytest.fixture
+def device():
+    return device_or_skip()
+
+
+@pytest.fixture(params=VARIANTS)
+def engine(request, device):
+    return make_engine(request.param, device)
+
+
+def layer(device, dtype=torch.float32, **extra):
+    torch.manual_seed(5)
+    weights = LoRAWeights(
+        lora_a=torch.randn(SLOTS, 3, RANK, INPUTS).to(device, dtype),
+        lora_b=torch.randn(SLOTS, OUT, RANK).to(device, dtype),
+        ranks=torch.tensor([[8, 3, 5], [0, 8, 1], [8, 8, 0]]),
+        scalings=torch.rand(SLOTS, 3) + 0.5,
+        output_slices=WIDTHS,
+    )
+    return replace(weights, **extra)
+
+
+def per_slice(weights, *, spread):
+    """Return the same layer with one tensor per slice; spread: with NaN between rows and slots."""
+
+    def own(part):
+        if not spread:
+            return part.clone()
+        shape = (part.shape[0], part.shape[1] + 1, part.shape[2] + 3)
+        gaps = torch.full(shape, 99 if part.dtype == torch.int8 else torch.nan, device=part.device)
+        gaps = gaps.to(part.dtype)
+        return gaps[:, : part.shape[1], : part.shape[2]].copy_(part)
+
+    return replace(
+        weights,
+        lora_a=tuple(own(weights.a_of(s)) for s in range(3)),
+        lora_b=tuple(own(weights.b_of(s)) for s in range(3)),
+    )
+
+
+def rows(count, width, device, dtype=torch.float32, seed=1):
+    return torch.randn(count, width, generator=torch.manual_seed(seed)).to(device, dtype)
+
+
+def agree(y, expected, base, dtype=torch.float32):
+    if not expected.numel():
+        assert y.shape == expected.shape
+        return
+    size = (expected - base).norm(torch.inf) + expected.norm(torch.inf) + 1
+    torch.testing.assert_close(y, expected, rtol=0, atol=float(size) * 16 * UNITS[dtype])
+
+
+def reference(device):
+    return get_backend("torch_ref", device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_factors_follow_the_formula(engine, device, dtype, has_bias):
+    extra = {"output_scales": torch.rand(SLOTS, OUT, device=device) + 0.5}
+    if has_bias:
+        extra["bias"] = rows(SLOTS, OUT, device, dtype, seed=3)
+    weights = layer(device, dtype, **extra)
+    batch = LoRABatch([0, 1, -1, 2, 0, 1], SLOTS, token_scales=[1.5, -0.25, 7, 0, 2, 1])
+    x, base = rows(6, INPUTS, device, dtype), rows(6, OUT, device, dtype, seed=2)
+    expected = reference(device).run_linear(
+        x, weights, reference(device).prepare_batch(batch), base.clone()
+    )
+    plan = engine.prepare_batch(batch)
+    y = engine.run_linear(x, weights, plan, base.clone())
+    agree(y, expected, base, dtype)
+    assert torch.equal(y[2], base[2])
+    h = engine.run_lora_a(x, weights, plan)
+    agree(engine.run_lora_b(h, weights, plan, base.clone()), expected, base, dtype)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_tensors_per_slice_give_the_bits_of_one_stack(engine, device, spread):
+    weights = layer(device)
+    parts = per_slice(weights, spread=spread)
+    batch = LoRABatch([0, 1, 2, 2, -1, 0, 1], SLOTS)
+    plan = engine.prepare_batch(batch)
+    x, base = rows(7, INPUTS, device), rows(7, OUT, device, seed=2)
+    for first in (x, torch.arange(7, device=device)):
+        run = engine.run_linear if first is x else engine.run_embedding
+        assert torch.equal(
+            run(first, parts, plan, base.clone()), run(first, weights, plan, base.clone())
+        )
+    assert torch.equal(engine.run_lora_a(x, parts, plan), engine.run_lora_a(x, weights, plan))
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("block", [(1, None), (None, None), (3, None), (4, 16)])
+def test_8_bit_stacks_are_widened_and_scaled(engine, device, stored, block):
+    weights = quantize_weights(layer(device), stored, block)
+    weights.a_scales[1, 0] = torch.nan  # of rank 0
+    batch = LoRABatch([0, 1, -1, 2, 0, 1], SLOTS, token_scales=[1.5, -0.25, 7, 0, 2, 1])
+    plan, reference_plan = engine.prepare_batch(batch), reference(device).prepare_batch(batch)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, base = rows(6, INPUTS, device, dtype), rows(6, OUT, device, dtype, seed=2)
+        for of_layer in (weights, per_slice(weights, spread=True)):
+            expected = reference(device).run_linear(x, of_layer, reference_plan, base.clone())
+            agree(engine.run_linear(x, of_layer, plan, base.clone()), expected, base, dtype)
+    ids, base = torch.arange(6, device=device), rows(6, OUT, device, seed=2)
+    expected = reference(device).run_embedding(ids, weights, reference_plan, base.clone())
+    agree(engine.run_embedding(ids, weights, plan, base.clone()), expected, base)
+    h = engine.run_lora_a(rows(6, INPUTS, device), weights, plan)
+    expected = reference(device).run_lora_b(h, weights, reference_plan, base.clone())
+    agree(engine.run_lora_b(h, weights, plan, base.clone()), expected, base)
+
+
+def test_halves_run_alone_and_out_is_overwritten(engine, device):
+    weights = layer(device)
+    batch = LoRABatch([0, -1, 2], SLOTS)
+    plan, x = engine.prepare_batch(batch), rows(3, INPUTS, device)
+    h = engine.run_lora_a(x, weights, plan)
+    out = torch.full_like(h, torch.nan)
+    assert engine.run_lora_a(x, replace(weights, lora_b=None), plan, out=out) is out
+    assert torch.equal(out, h)
+    y = engine.run_lora_b(h, replace(weights, lora_a=None), plan)
+    assert torch.equal(y, engine.run_lora_b(h, weights, plan))
+
+
+def test_one_plan_with_room_serves_batches_of_every_size(engine, device):
+    weights = layer(device)
+    plan = engine.prepare_batch(LoRABatch([0], SLOTS), capacity=200)
+    for step, (tokens, more) in enumerate([(0, 5), (3, 0), (200, 0), (70, 30), (1, 199), (33, 1)]):
+        generator = torch.manual_seed(step)
+        slots = torch.randint(-1, SLOTS, (tokens,), generator=generator)
+        scales = torch.rand(tokens, generator=generator) if step % 2 else None
+        batch = LoRABatch(slots, SLOTS, token_scales=scales)
+        assert engine.prepare_batch(batch, out=plan) is plan
+        x, base = rows(tokens + more, INPUTS, device), rows(tokens + more, OUT, device, seed=2)
+        y = engine.run_linear(x, weights, plan, base.clone())
+        expected = reference(device).run_linear(
+            x[:tokens], weights, reference(device).prepare_batch(batch), base[:tokens].clone()
+        )
+        agree(y[:tokens], expected, base[:tokens])
+        assert torch.equal(y[tokens:], base[tokens:])
+    with pytest.raises(InvalidInputError, match="room for 200 tokens"):
+        engine.prepare_batch(LoRABatch([0] * 201, SLOTS), out=plan)
+
+
+def test_a_refill_changes_between_one_adapter_and_scales_without_a_trace(engine, device):
+    weights = layer(device)
+    x, base = rows(4, INPUTS, device), rows(4, OUT, device, seed=2)
+    plan = engine.prepare_batch(LoRABatch([0, 1, 2, 0], SLOTS))
+    plain = engine.run_linear(x, weights, plan, base.clone())
+    engine.prepare_batch(LoRABatch([0, 1, 2, 0], SLOTS, [2.0] * 4), out=plan)
+    assert not torch.equal(engine.run_linear(x, weights, plan, base.clone()), plain)
+    engine.prepare_batch(LoRABatch([0, 1, 2, 0], SLOTS), out=plan)
+    assert torch.equal(engine.run_linear(x, weights, plan, base.clone()), plain)
+
+
+def test_a_graph_follows_refills_of_fewer_tokens_scales_and_ranks(engine, device):
+    if device.type != "cuda":
+        pytest.skip("graphs need a GPU")
+    weights = per_slice(layer(device, torch.bfloat16), spread=False)
+    x = rows(64, INPUTS, device, torch.bfloat16)
+    base = rows(64, OUT, device, torch.bfloat16, seed=2)
+    start = LoRABatch([0] * 64, SLOTS, token_scales=[1.0] * 64)
+    plan = engine.prepare_batch(start, capacity=100)
+    y = base.clone()
+    engine.run_linear(x, weights, plan, y)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y.copy_(base)
+        engine.run_linear(x, weights, plan, y)
+    for step, tokens in enumerate([64, 1, 0, 40, 64]):
+        generator = torch.manual_seed(step)
+        slots = torch.randint(-1, SLOTS, (tokens,), generator=generator)
+        scales = torch.rand(tokens, generator=generator) if step % 2 else None
+        batch = LoRABatch(slots, SLOTS, token_scales=scales)
+        weights.ranks.copy_(torch.randint(0, RANK + 1, (SLOTS, 3), generator=generator))
+        weights.scalings.copy_(torch.rand(SLOTS, 3, generator=generator))
+        engine.prepare_batch(batch, out=plan)
+        graph.replay()
+        expected = reference(device).run_linear(
+            x[:tokens], weights, reference(device).prepare_batch(batch), base[:tokens].clone()
+        )
+        agree(y[:tokens], expected, base[:tokens], torch.bfloat16)
+        assert torch.equal(y[tokens:], base[tokens:])
+
+
+def test_a_captured_plan_without_scales_refuses_a_batch_with_scales(engine, device):
+    if device.type != "cuda":
+        pytest.skip("graphs need a GPU")
+    weights = layer(device)
+    plan, x = engine.prepare_batch(LoRABatch([0] * 4, SLOTS)), rows(4, INPUTS, device)
+    y = engine.run_linear(x, weights, plan)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        engine.run_linear(x, weights, plan, y)
+    with pytest.raises(InvalidInputError, match="captured the plan without token_scales"):
+        engine.prepare_batch(LoRABatch([0] * 4, SLOTS, [1.0] * 4), out=plan)
