@@ -57,7 +57,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
 }
 
 
-def compiled_by_a_process(engine, target, cache):
+def compiled_by_a_process(*arguments, cache, module="ahead_of_time"):
     """Return the output of a process of its own: one that runs the interpreter cannot compile."""
     here = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -65,7 +65,7 @@ def compiled_by_a_process(engine, target, cache):
     paths = [str(here.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "ahead_of_time", engine, target],
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
         cwd=here,
         env=environment,
         capture_output=True,
