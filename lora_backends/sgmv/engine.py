@@ -13,8 +13,8 @@ from lora_backends.backend import LoRABackend
 from lora_backends.devices import as_device
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to, new_output
-from lora_backends.features import FEATURES
 from lora_backends.experts import ExpertWeights
+from lora_backends.features import FEATURES
 from lora_backends.operations import BY_NAME
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.experts.launch import Options as ExpertOptions
