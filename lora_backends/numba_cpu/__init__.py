@@ -11,7 +11,7 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.output import added_to
-from lora_backends.features import FEATURES
+from lora_backends.features import EIGHT_BIT, FEATURES
 from lora_backends.numba_cpu import kernels, launch
 from lora_backends.numba_cpu.layer import Layers
 from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
@@ -36,7 +36,7 @@ class NumbaCPUBackend(LoRABackend):
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     auto_priority = {"cpu": 20}
     plan_type = NumbaPlan
-    features = frozenset(FEATURES)
+    features = frozenset(FEATURES) - {EIGHT_BIT}
     deterministic = True
     batch_invariant = True
 

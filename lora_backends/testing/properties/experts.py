@@ -116,7 +116,7 @@ def experts_are_exact_on_integers(backend: LoRABackend, case: ExpertCase) -> Non
 
 
 @prop(
-    "run_experts is within the bound of float64.", kind=ExpertCase, agreement=BOUNDED, examples=60
+    "run_experts is within the bound of float64.", kind=ExpertCase, agreement=BOUNDED, examples=65
 )
 def run_experts_is_within_the_bound(backend: LoRABackend, case: ExpertCase) -> None:
     """The differential test, over everything that a case draws."""
