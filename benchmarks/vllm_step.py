@@ -298,7 +298,8 @@ def main() -> None:
         ratio = f"{row['ratio']:6.2f} times"
         name = f"{row['dtype']} {row['step']} {row['contender']}"
         print(f"{name:36} {row['ms']:10.2f} ms {ratio}")
-    result = new_result(METHOD, "cuda" if on_gpu else "cpu", mode=arguments.mode)
+    load = round(os.getloadavg()[0], 1)  # other processes share caches and memory
+    result = new_result(METHOD, "cuda" if on_gpu else "cpu", mode=arguments.mode, load=load)
     result["versions"] |= {"vllm": vllm.__version__, **versions("lora-backends")}
     result["rows"] = rows
     result["summary"] = {
