@@ -1,6 +1,6 @@
 """A step of the real vLLM: LoRA off, vLLM's own operators and this library, in turns.
 
-python benchmarks/vllm_step.py [--dtype float32] [--rounds 5] [--output FILE]
+python benchmarks/vllm_step.py [--dtypes float32] [--rounds 5] [--output FILE]
 
 Run it where vLLM is installed: `make test-vllm` makes .venv-vllm for CPUs. On a GPU the model is a
 Llama of the 8B shape with random weights.
@@ -182,16 +182,17 @@ class Contender:
         return spans[0], statistics.median(spans[3:-2])
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def measure(arguments: argparse.Namespace, dtype: str, folder: Path) -> list[dict[str, Any]]:
     """Build the engines, let them take turns, and return one row each."""
     on_gpu = torch.cuda.is_available()
     shape = LLAMA_8B if on_gpu else SMOLLM2
-    dtype = getattr(torch, arguments.dtype)
     adapters = [
-        save_adapter(folder / f"adapter{index}", shape, arguments.rank, index, dtype)
+        save_adapter(
+            folder / f"adapter{index}", shape, arguments.rank, index, getattr(torch, dtype)
+        )
         for index in range(arguments.adapters)
     ]
-    options = engine_options(arguments, folder, on_gpu)
+    options = engine_options(arguments, dtype, folder, on_gpu)
     contenders = {}
     for name in arguments.engines:
         print(f"building the engine {name!r} ...", flush=True)
@@ -212,14 +213,16 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
             if turn:
                 times[name].append(found)
         print(f"round {turn} of {arguments.rounds}", flush=True)
-    return rows_of(times, arguments)
+    return rows_of(times, dtype, arguments)
 
 
-def engine_options(arguments: argparse.Namespace, folder: Path, on_gpu: bool) -> dict[str, Any]:
+def engine_options(
+    arguments: argparse.Namespace, dtype: str, folder: Path, on_gpu: bool
+) -> dict[str, Any]:
     """Return vLLM's options, the same for every engine but for LoRA."""
     tokens = arguments.rows * arguments.prompt
     options = dict(
-        dtype=arguments.dtype,
+        dtype=dtype,
         max_model_len=1024,
         max_num_seqs=max(16, arguments.rows),
         max_num_batched_tokens=max(tokens, 1024),
@@ -248,7 +251,7 @@ def engine_options(arguments: argparse.Namespace, folder: Path, on_gpu: bool) ->
 
 
 def rows_of(
-    times: dict[str, list[tuple[float, float]]], arguments: argparse.Namespace
+    times: dict[str, list[tuple[float, float]]], dtype: str, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return the rows of the result, each contender's ratio to the first one included."""
     base, *_ = times.values()
@@ -257,7 +260,7 @@ def rows_of(
         for name, series in times.items():
             ms = [each[index] for each in series]
             ratios = [own / first[index] for own, first in zip(ms, base, strict=True)]
-            cell = {"step": step, "contender": name, "dtype": arguments.dtype}
+            cell = {"step": step, "contender": name, "dtype": dtype}
             cell |= {"rows": arguments.rows, "adapters": arguments.adapters}
             cell |= {"rank": arguments.rank, "prompt": arguments.prompt}
             cell |= {"ms": round(statistics.median(ms), 3), "ms_min": round(min(ms), 3)}
@@ -271,7 +274,8 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", nargs="+", default=["off", "own", "auto"])
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    dtypes = ["bfloat16"] if on_gpu else ["float32", "bfloat16"]
+    parser.add_argument("--dtypes", nargs="+", default=dtypes)
     parser.add_argument("--rows", type=int, default=64 if on_gpu else 32)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16 if on_gpu else 8)
@@ -285,15 +289,22 @@ def main() -> None:
     import vllm
 
     allow_a_second_engine()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure(arguments, Path(folder))
+    rows = []
+    for dtype in arguments.dtypes:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure(arguments, dtype, Path(folder))
+        gc.collect()  # the engines of a dtype end before those of the next are built
     for row in rows:
         ratio = f"{row['ratio']:6.2f} times"
-        print(f"{row['step']:8} {row['contender']:16} {row['ms']:10.2f} ms {ratio}")
-    result = new_result(METHOD, "cuda" if on_gpu else "cpu", mode=arguments.mode)
+        name = f"{row['dtype']} {row['step']} {row['contender']}"
+        print(f"{name:36} {row['ms']:10.2f} ms {ratio}")
+    load = round(os.getloadavg()[0], 1)  # other processes share caches and memory
+    result = new_result(METHOD, "cuda" if on_gpu else "cpu", mode=arguments.mode, load=load)
     result["versions"] |= {"vllm": vllm.__version__, **versions("lora-backends")}
     result["rows"] = rows
-    result["summary"] = {f"{row['step']} {row['contender']}": row["ratio"] for row in rows}
+    result["summary"] = {
+        f"{row['dtype']} {row['step']} {row['contender']}": row["ratio"] for row in rows
+    }
     write_result(arguments.output, result)
     print(f"written to {arguments.output}")
 

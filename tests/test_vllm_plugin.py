@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from lora_backends import BackendUnavailableError, InvalidInputError, UnsupportedInputError
-from lora_backends.integrations.vllm import VARIABLE
 from lora_backends.integrations.vllm.layers import true_ranks
 from lora_backends.integrations.vllm.plans import Plans
 from lora_backends.integrations.vllm.plugin import backend_asked_for, check_version
+from lora_backends.names import VLLM_VARIABLE
 
 
 def test_the_plugin_sleeps_until_it_is_asked_for(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(VLLM_VARIABLE, raising=False)
     (entry,) = entry_points(group="vllm.general_plugins", name="lora_backends")
     module, _, function = entry.value.partition(":")
     code = f"import sys; from {module} import {function} as f; f(); f()\n"
@@ -38,11 +38,11 @@ def test_older_versions_are_refused_by_their_number(version):
 
 
 def test_a_name_that_is_not_registered_is_refused_with_those_that_are(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "torch-ref")
+    monkeypatch.setenv(VLLM_VARIABLE, "torch-ref")
     with pytest.raises(BackendUnavailableError, match="did you mean 'torch_ref'.*registered: "):
         backend_asked_for()
     for name in ("auto", "torch_ref"):
-        monkeypatch.setenv(VARIABLE, name)
+        monkeypatch.setenv(VLLM_VARIABLE, name)
         assert backend_asked_for() == name
 
 

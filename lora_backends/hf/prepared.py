@@ -122,7 +122,9 @@ class PreparedAdapters:
             self._check_unknown(choices, self._unknown)
             RUNNING.kept = None  # it belongs to the adapters of before
             self._refill(before, choices)
-            self._adapters, self._choices = list(adapters), choices
+            # copies: the caller may change a blend and pass it again
+            self._adapters = [dict(e) if isinstance(e, Mapping) else e for e in adapters]
+            self._choices = choices
             self._held.close()
             self._held = held.pop_all()
 

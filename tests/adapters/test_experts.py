@@ -419,6 +419,14 @@ REFUSED = {
         {"lora_bias": True},
         "lora_bias",
     ),
+    "DoRA": (
+        {
+            **pair(f"{LAYER}.0.down_proj", random(R, W), random(H, R)),
+            f"{LAYER}.0.down_proj.lora_magnitude_vector": random(H),
+        },
+        {"use_dora": True},
+        "use_dora (DoRA)",
+    ),
     "a bias in the configuration": (both_sites(), {**STACKED, "lora_bias": True}, "lora_bias"),
     "a third parameter": (
         pair(f"{LAYER}.base_layer.base_layer", *stacked()),

@@ -196,6 +196,8 @@ def test_prepared_blends_follow_updates(model):
         step.update(rows)
         assert step.adapters == rows
         torch.testing.assert_close(logits(model, step), logits(model, rows), rtol=0, atol=BOUND)
+    rows[0]["a"] = 5.0
+    assert step.adapters[0] == {"a": 2, "c": 1}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")

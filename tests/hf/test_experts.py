@@ -5,6 +5,7 @@ import functools
 import inspect
 import threading
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -462,11 +463,14 @@ def test_a_row_may_blend_adapters_of_experts(mixture):
         torch.testing.assert_close(logits[row], own, rtol=0, atol=BOUND)
 
 
-def test_dora_of_experts_is_refused_by_name(mixture, tmp_path):
-    import json
-
-    path = mixture.folders["down"] / "adapter_config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "use_dora": True}))
-    with pytest.raises(InvalidInputError, match="does not combine DoRA with target_parameters"):
-        mixture.model.load_adapter("dora", mixture.folders["down"])
+def test_dora_of_a_router_is_refused_by_name(mixture):
+    path = "model.layers.0.mlp.gate"
+    checkpoint = read_checkpoint(
+        mixture.folders["router"],
+        mixture.model.pool.modules,
+        experts=mixture.model.pool.experts,
+    )
+    delta = replace(checkpoint.modules[path], magnitude=torch.ones(4))
+    dora = replace(checkpoint, modules={path: delta}, experts={})
+    with pytest.raises(UnsupportedInputError, match=f"DoRA .use_dora. cannot scale module {path}"):
+        mixture.model.add_adapter("dora", dora)

@@ -7,10 +7,9 @@ vLLM calls `register` in every process, possibly several times, through the entr
 
 import os
 
-VARIABLE = "LORA_BACKENDS_VLLM"
-"""The environment variable that wakes the plug-in: "auto", or the name of a backend."""
+from lora_backends.names import VLLM_VARIABLE
 
-__all__ = ["VARIABLE", "register"]
+__all__ = ["register"]
 
 
 def register() -> None:
@@ -19,7 +18,7 @@ def register() -> None:
     Raises:
         BackendUnavailableError: the variable names no backend, or this vLLM is too old.
     """
-    if os.environ.get(VARIABLE):
+    if os.environ.get(VLLM_VARIABLE):
         from lora_backends.integrations.vllm.plugin import activate
 
         activate()

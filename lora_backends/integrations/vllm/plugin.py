@@ -9,8 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from lora_backends.errors import BackendUnavailableError
-from lora_backends.integrations.vllm import VARIABLE
-from lora_backends.names import AUTO
+from lora_backends.names import AUTO, VLLM_VARIABLE
 from lora_backends.registry import backend_class, backend_names
 
 OLDEST = (0, 26)
@@ -39,12 +38,12 @@ def activate() -> None:
     platform.get_punica_wrapper = classmethod(_replacement(platform.get_punica_wrapper))
     # Compiled programs are cached on disk under a hash of vLLM's variables. With this one among
     # them, a program that calls vLLM's operators is never loaded for a run that calls ours.
-    envs.environment_variables[VARIABLE] = _hashed_setting
+    envs.environment_variables[VLLM_VARIABLE] = _hashed_setting
     logger().info(
         "lora_backends %s takes over LoRA of vLLM %s: %s=%s",
         version("lora-backends"),
         vllm.__version__,
-        VARIABLE,
+        VLLM_VARIABLE,
         name,
     )
 
@@ -55,7 +54,7 @@ def backend_asked_for() -> str:
     Raises:
         BackendUnavailableError: no backend of that name is registered.
     """
-    name = os.environ.get(VARIABLE, "")
+    name = os.environ.get(VLLM_VARIABLE, "")
     if name != AUTO and name not in backend_names():
         backend_class(name)  # raises what names all that are registered
     return name
@@ -73,7 +72,7 @@ def check_version(given: str) -> None:
         raise BackendUnavailableError(
             f"this version of vLLM is not supported\n  given: vLLM {given}\n"
             f"  allowed: {oldest} or newer\n"
-            f"  to do: install vllm>={oldest}, or unset {VARIABLE}"
+            f"  to do: install vllm>={oldest}, or unset {VLLM_VARIABLE}"
         )
 
 
@@ -95,11 +94,11 @@ def logger() -> Any:
 def _replacement(replaced: Callable[[], str]) -> Callable[[Any], str]:
     def get_punica_wrapper(cls: Any) -> str:
         # asked again each time: a process may build engines with and without the variable
-        return WRAPPER if os.environ.get(VARIABLE) else replaced()
+        return WRAPPER if os.environ.get(VLLM_VARIABLE) else replaced()
 
     get_punica_wrapper.replaced = replaced  # type: ignore[attr-defined]
     return get_punica_wrapper
 
 
 def _hashed_setting() -> str:
-    return f"{os.environ.get(VARIABLE, '')} {version('lora-backends')}"
+    return f"{os.environ.get(VLLM_VARIABLE, '')} {version('lora-backends')}"

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lora_backends.sgmv.blocks import in_groups, multiply, product, rounded, within
+from lora_backends.sgmv.elements import in_groups, multiply, product, rounded, within
 from lora_backends.sgmv.experts.routing_kernels import RECORD
 
 

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lora_backends.sgmv.blocks import columns_of, in_groups, rounded
+from lora_backends.sgmv.blocks import columns_of
+from lora_backends.sgmv.elements import in_groups, rounded
 from lora_backends.sgmv.experts.blocks import (
     expand_columns,
     expand_general,
