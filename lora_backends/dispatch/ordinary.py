@@ -1,4 +1,4 @@
-"""The quick check: True for an ordinary call of rows, in about 2 us of host time.
+"""The quick checks: True for an ordinary call of rows, in about 2 us of host time.
 
 A model makes this check for each of its layers in every step. It explains nothing: the guards in
 `checks` do, and they decide about every call that is not recognised here.
@@ -6,13 +6,16 @@ A model makes this check for each of its layers in every step. It explains nothi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from lora_backends.dispatch.engine import Engine
+from lora_backends.experts import ExpertRouting, ExpertWeights
+from lora_backends.operations import Operation
 from lora_backends.plan import LoRAPlan
-from lora_backends.weights import LoRAWeights
+from lora_backends.weights import LoRAWeights, extent_of
 
 
 def is_ordinary(
@@ -78,6 +81,67 @@ def is_ordinary(
         return False
     apart = x_first >= end or first >= x_end
     return apart and not lies_on(addresses_of(weights), weights.extents, first, end)
+
+
+def is_ordinary_routed(
+    engine: Engine,
+    operation: Operation,
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Any,
+    y: torch.Tensor | None,
+    options: Mapping[str, Any],
+) -> bool:
+    """Return True only where the guard of experts would find no problem; as `is_ordinary`."""
+    if (
+        type(x) is not torch.Tensor
+        or type(weights) is not ExpertWeights
+        or not isinstance(routing, ExpertRouting)
+        or not isinstance(routing, engine.routing_type)
+        or not isinstance(routing.plan, LoRAPlan)
+    ):
+        return False
+    tokens, top_k = routing.topk_ids.shape
+    rows = tokens * top_k if options["rows"] == "pairs" else tokens
+    pairs = (tokens,) if options["reduce"] else (tokens, top_k)
+    device, dtype = engine.device, weights.dtype
+    tensors = (weights.lora_a, weights.lora_b, weights.ranks, weights.scalings)
+    if (
+        any(options[option.name] not in option.values for option in operation.options)
+        or routing.plan.num_slots != weights.num_slots
+        or routing.plan.num_tokens > tokens
+        or routing.num_experts != weights.num_experts
+        or dtype not in engine.dtypes
+        or x.dtype is not dtype
+        or x.device != device
+        or weights.device != device
+        or x.layout is not torch.strided
+        or x.is_neg()
+        or x.shape != (rows, weights.in_features)
+        or not x.is_contiguous()
+        or getattr(weights, "needs", None)
+    ):
+        return False
+    if torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (x, *tensors, x if y is None else y)
+    ):
+        return False
+    if y is None:
+        return True
+    if (
+        type(y) is not torch.Tensor
+        or y.dtype not in engine.dtypes
+        or y.device != device
+        or y.layout is not torch.strided
+        or y.is_neg()
+        or y.shape != (*pairs, weights.out_features)
+        or not y.is_contiguous()
+    ):
+        return False
+    read = (x, *tensors)
+    extents = [t.nbytes if t.is_contiguous() else extent_of(t) for t in read]
+    first = y.data_ptr()
+    return not lies_on(tuple([t.data_ptr() for t in read]), tuple(extents), first, first + y.nbytes)
 
 
 def requires_gradient(weights: LoRAWeights, *others: torch.Tensor) -> bool:

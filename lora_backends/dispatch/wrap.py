@@ -29,7 +29,7 @@ from lora_backends.dispatch.many_adapters import (
     refuse,
     routings_of,
 )
-from lora_backends.dispatch.ordinary import is_ordinary
+from lora_backends.dispatch.ordinary import is_ordinary, is_ordinary_routed
 from lora_backends.dispatch.output import new_output
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import CAPACITY
@@ -132,7 +132,8 @@ def _wrap_routed(operation: Operation, method: Method) -> Method:
                 y = call(self, x, weights, part, y, **given)
             assert y is not None  # a token has an adapter or more
             return y
-        check_experts(self, operation, x, weights, routing, base_output, given)
+        if not is_ordinary_routed(self, operation, x, weights, routing, base_output, given):
+            check_experts(self, operation, x, weights, routing, base_output, given)
         return method(self, x, weights, routing, base_output, **given)
 
     return call

@@ -11,10 +11,12 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.output import added_to
-from lora_backends.features import FEATURES
-from lora_backends.numba_cpu import kernels, launch
+from lora_backends.experts import ExpertWeights
+from lora_backends.features import EIGHT_BIT, FEATURES
+from lora_backends.numba_cpu import experts, kernels, launch
 from lora_backends.numba_cpu.layer import Layers
 from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
+from lora_backends.numba_cpu.routing import NumbaRouting
 from lora_backends.plan import padded
 from lora_backends.weights import LoRAWeights
 
@@ -36,7 +38,8 @@ class NumbaCPUBackend(LoRABackend):
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     auto_priority = {"cpu": 20}
     plan_type = NumbaPlan
-    features = frozenset(FEATURES)
+    routing_type = NumbaRouting
+    features = frozenset(FEATURES) - {EIGHT_BIT}
     deterministic = True
     batch_invariant = True
 
@@ -46,9 +49,12 @@ class NumbaCPUBackend(LoRABackend):
         self._layers = Layers()
 
     def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
-        """Compile, or load from the cache on disk, what layers of these dtypes (None: all) run."""
+        """Compile, or load from the cache on disk, what layers of these dtypes (None: all) run.
+
+        Experts whose pairs are summed (`reduce`) compile more at their first call.
+        """
+        launch.grouping_kernel()
         for dtype in self.dtypes if dtypes is None else dtypes:
-            launch.first_half_for(dtype)
             launch.kernel_for(dtype, dtype)
 
     @override
@@ -98,6 +104,35 @@ class NumbaCPUBackend(LoRABackend):
         y = added_to(base_output, weights, x.shape[0])
         launch.run(kernels.SHRINK, weights, self._layers, plan, x=x, y=y)
         return y
+
+    @override
+    def prepare_experts(
+        self,
+        plan: Any,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None = None,
+        out: NumbaRouting | None = None,
+    ) -> NumbaRouting:
+        if out is None:
+            return NumbaRouting.of(plan, topk_ids, topk_weights, num_experts, expert_map)
+        out.refill(plan, topk_ids, topk_weights, expert_map)
+        return out
+
+    @override
+    def run_experts(
+        self,
+        x: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Any,
+        base_output: torch.Tensor | None = None,
+        *,
+        rows: str = "tokens",
+        weighted: bool = False,
+        reduce: bool = False,
+    ) -> torch.Tensor:
+        return experts.run(x, weights, routing, base_output, self._layers, rows, weighted, reduce)
 
     @override
     def run_embedding(

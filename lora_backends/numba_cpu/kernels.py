@@ -90,7 +90,7 @@ def entry(kind: Any, kind_y: Any) -> Any:
     def run(address):
         run_call(kind, kind_y, address)
 
-    return _compiled(types.void(types.int64), run)
+    return compiled(types.void(types.int64), run)
 
 
 def first_entry(kind: Any) -> Any:
@@ -99,10 +99,10 @@ def first_entry(kind: Any) -> Any:
     def run(address, part, parts, low, high):
         run_first(kind, address, part, parts, low, high)
 
-    return _compiled(types.void(*[types.int64] * 5), run)
+    return compiled(types.void(*[types.int64] * 5), run)
 
 
-def _compiled(signature: Any, run: Any) -> Any:
+def compiled(signature: Any, run: Any) -> Any:
     """Return a C function, kept on disk where some folder can be written."""
     if config.DISABLE_JIT:
         return run

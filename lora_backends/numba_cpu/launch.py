@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from numba import config
 
-from lora_backends.numba_cpu import kernels
+from lora_backends.experts import ExpertWeights
+from lora_backends.numba_cpu import kernels, kernels_experts
 from lora_backends.numba_cpu.config import SEGMENTS_PER_THREAD, SERIAL_BYTES
 from lora_backends.numba_cpu.layer import Layers, Located
-from lora_backends.numba_cpu.openmp import torch_openmp
-from lora_backends.numba_cpu.plan import NumbaPlan
+from lora_backends.numba_cpu.openmp import OpenMP, torch_openmp
+from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan
 from lora_backends.numba_cpu.vectors import BFLOAT16, FLOAT16, FLOAT32
 from lora_backends.weights import LoRAWeights
 
@@ -24,26 +25,45 @@ MARKERS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOA
 
 NO_FUNCTIONS = (0, 0, 0)
 _FIRST_HALF = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
-_PACK_CALL = struct.Struct(f"{len(kernels.Call._fields)}q").pack
+_PACK_START = struct.Struct("9q").pack  # the fields of a `kernels.Call` before those of a `Work`
+_PACK_TENSORS = struct.Struct("7q").pack  # and behind them
+_PACK_REDUCTION = struct.Struct(f"{len(kernels_experts.Reduction._fields)}q").pack
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel: both ways to call it with the bytes of a `kernels.Call`."""
+    """A compiled kernel: both ways to call it with the bytes of its fields."""
 
     run: Callable[[bytes], None]
     address: int  # for OpenMP
     compiled: Any  # what keeps the machine code
+    first_half: int = 0  # address of what it calls for the first half
+
+
+def _kernel(compiled: Any, first_half: int = 0) -> Kernel:
+    if config.DISABLE_JIT:
+        return Kernel(lambda call: compiled(_address_of(call)), 0, compiled, first_half)
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)  # lets other threads run
+    return Kernel(run, compiled.address, compiled, first_half)
 
 
 @cache
 def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype) -> Kernel:
     """Compile the kernel for weights and y of these dtypes, or load it from the disk."""
-    compiled = kernels.entry(MARKERS[dtype], MARKERS[dtype_y])
-    if config.DISABLE_JIT:
-        return Kernel(lambda call: compiled(_address_of(call)), 0, compiled)
-    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)  # lets other threads run
-    return Kernel(run, compiled.address, compiled)
+    first_half = first_half_for(dtype)[0]
+    return _kernel(kernels.entry(MARKERS[dtype], MARKERS[dtype_y]), first_half)
+
+
+@cache
+def reduction_kernel(dtype_y: torch.dtype) -> Kernel:
+    """Compile the kernel that sums over pairs, or load it."""
+    return _kernel(kernels_experts.reduction_entry(MARKERS[dtype_y]))
+
+
+@cache
+def grouping_kernel() -> Kernel:
+    """Compile the kernel that groups pairs, or load it."""
+    return _kernel(kernels_experts.grouping_entry())
 
 
 @cache
@@ -62,9 +82,9 @@ def _address_of(data: bytes) -> int:
 
 def run(
     first: int,
-    weights: LoRAWeights,
+    weights: LoRAWeights | ExpertWeights,
     layers: Layers,
-    plan: NumbaPlan,
+    job: NumbaPlan | Job,
     *,
     x: torch.Tensor | None = None,
     h: torch.Tensor | None = None,
@@ -74,38 +94,82 @@ def run(
 
     x has two axes, and ids are int64. An h that is not given lives for this call.
     """
-    if not plan.num_segments:
+    if not job.num_segments:
         return
     located = layers.locate(weights)
-    threads = num_threads(located, plan)
+    threads = num_threads(located, job)
     dtype = located.dtype
     kernel = kernel_for(dtype, dtype if y is None else y.dtype)
     if h is None:
         h_row = 4 * weights.max_rank
-        h_slice = h_row * plan.h_rows
+        h_slice = h_row * job.h_rows
         h = torch.empty(h_slice * located.num_slices // 4, device="cpu")
     else:
         h_slice, h_row = 4 * h.stride(0), 4 * h.stride(1)
     openmp = torch_openmp() if threads > 1 else None
-    call = _PACK_CALL(
+    call = _PACK_START(
         first,
-        first_half_for(dtype)[0] if first else 0,
+        kernel.first_half,
         y is not None,
-        plan.num_segments >= SEGMENTS_PER_THREAD * threads,
+        job.halves_match and job.num_segments >= SEGMENTS_PER_THREAD * threads,
         threads,
         *(NO_FUNCTIONS if openmp is None else openmp.functions),
         located.address,
-        *plan.work,
-        *_address_and_row(x),
-        h.data_ptr(),
-        h_slice,
-        h_row,
-        *_address_and_row(y),
     )
+    call = (
+        call
+        + job.packed_work
+        + _PACK_TENSORS(
+            *_address_and_row(x),
+            h.data_ptr(),
+            h_slice,
+            h_row,
+            *_address_and_row(y),
+        )
+    )
+    _start(kernel, call, threads, openmp)
+
+
+def _start(kernel: Kernel, call: bytes, threads: int, openmp: OpenMP | None) -> None:
     if openmp is None:
         kernel.run(call)
     else:
         openmp.parallel(kernel.address, call, threads, 0)
+
+
+def reduce(
+    y: torch.Tensor, delta: torch.Tensor, weights: ExpertWeights, layers: Layers, routing: Any
+) -> None:
+    """Add to each row of y the deltas of its token's pairs, in order of the pairs.
+
+    Args:
+        y: [num_tokens, out_features].
+        delta: [num_tokens * top_k, out_features] float32, contiguous.
+        weights: the experts; where a pair's rank is 0, y keeps its bits.
+        layers: where the weights lie.
+        routing: a `NumbaRouting`.
+    """
+    work = routing.plan.work
+    if not work.b_count:
+        return
+    located = layers.locate(weights)
+    threads = torch.get_num_threads() if delta.nbytes > SERIAL_BYTES else 1
+    openmp = torch_openmp() if threads > 1 and not config.DISABLE_JIT else None
+    call = _PACK_REDUCTION(
+        1 if openmp is None else threads,
+        *(NO_FUNCTIONS if openmp is None else openmp.functions)[:2],
+        located.address,
+        routing.topk_ids.data_ptr(),
+        routing.top_k,
+        work.b_count,
+        work.b_segments,
+        work.y_order,
+        delta.data_ptr(),
+        weights.out_features,
+        NO_SCALES[0],
+        *_address_and_row(y),
+    )
+    _start(reduction_kernel(y.dtype), call, threads, openmp)
 
 
 def _address_and_row(tensor: torch.Tensor | None) -> tuple[int, int]:
@@ -115,9 +179,9 @@ def _address_and_row(tensor: torch.Tensor | None) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
 
 
-def num_threads(located: Located, plan: NumbaPlan) -> int:
+def num_threads(located: Located, job: NumbaPlan | Job) -> int:
     """Return how many threads a call starts: torch's number, or 1 where it is not worth it."""
-    work = located.bytes_read * (plan.num_segments + len(plan.order) // 8)
+    work = located.bytes_read * (job.num_segments + job.num_positions // 8)
     if work < SERIAL_BYTES or config.DISABLE_JIT or torch_openmp() is None:
         return 1
     return torch.get_num_threads()

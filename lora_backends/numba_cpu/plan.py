@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -43,6 +44,19 @@ class Work(NamedTuple):
     scales_order: int
 
 
+PACK_WORK = struct.Struct(f"{len(Work._fields)}q").pack
+
+
+class Job(NamedTuple):
+    """What `launch.run` takes besides tensors; a `NumbaPlan` has the same attributes."""
+
+    packed_work: bytes  # a `Work`
+    halves_match: bool  # whether both halves run over the same segments
+    num_segments: int  # that read weights of their own
+    num_positions: int  # of the second half
+    h_rows: int  # of h
+
+
 @dataclass(eq=False)
 class NumbaPlan(LoRAPlan):
     """The tokens in order of their slots, cut into segments of one slot each.
@@ -68,11 +82,13 @@ class NumbaPlan(LoRAPlan):
     def refill(self, order: Ints, segments: Ints, token_scales: torch.Tensor | None) -> None:
         """Take another batch's arrays."""
         self.order, self.segments, self.token_scales = order, segments, token_scales
-        self.num_segments, self.h_rows = len(segments), self.num_tokens
+        self.num_segments, self.num_positions = len(segments), len(order)
+        self.h_rows = self.num_tokens
         halves = (len(segments), segments.ctypes.data)
         at = order.ctypes.data
         scales = NO_SCALES if token_scales is None else (token_scales.data_ptr(), 4)
         self.work = Work(*halves, 1, *halves, at, at, at, at, *scales, at)
+        self.packed_work, self.halves_match = PACK_WORK(*self.work), True
 
 
 def order_and_segments(batch: LoRABatch) -> tuple[Ints, Ints]:

@@ -1,0 +1,159 @@
+"""Measures `run_experts` of `numba_cpu` against a loop in torch, over both sites of a layer.
+
+    python benchmarks/cpu_experts.py [--dtypes float32 bfloat16] [--repeats 15] [--output FILE]
+
+A cell is one layer of experts in decode: the routing, then gate_up (a row of x per token), then
+down (a row per pair, weighted). Tokens are dealt to the slots in turn, and each chooses different
+experts at random. The loop groups the pairs once a layer, by a sort of their keys, then visits
+each active (slot, expert) pair: one product with both matrices A of gate and up, a product with
+each B, and an index_add_. It is warm and its rows are grouped for both sites at once, as the
+routing of `numba_cpu` is. Cells rotate over several layers, the contenders take turns, and the
+best sweep of each counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_backends import ExpertWeights, LoRABatch
+from lora_backends.bench.results import new_result, write_result
+from lora_backends.numba_cpu import NumbaCPUBackend
+
+HIDDEN, WIDTH, EXPERTS, TOP_K, RANK, SLOTS = 1024, 512, 32, 4, 16, 8
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+LAYERS = 3
+RESULT = Path(__file__).parent / "results" / "cpu_experts.json"
+
+
+def experts_of(inputs: int, slices: tuple[int, ...], dtype: torch.dtype) -> ExpertWeights:
+    """Return one site with every slot and expert at the same rank."""
+    table = (SLOTS, EXPERTS, len(slices))
+    return ExpertWeights(
+        lora_a=torch.randn(*table, RANK, inputs).to(dtype),
+        lora_b=torch.randn(SLOTS, EXPERTS, sum(slices), RANK).to(dtype) * 1e-3,
+        ranks=torch.full(table, RANK, dtype=torch.int32),
+        scalings=torch.full(table, 0.5),
+        output_slices=slices,
+        num_experts=EXPERTS,
+    )
+
+
+class Cell:
+    """One batch, the layers that it meets, and a function per contender that runs a layer."""
+
+    def __init__(self, dtype: torch.dtype, tokens: int) -> None:
+        self.layers = [
+            (experts_of(HIDDEN, (WIDTH, WIDTH), dtype), experts_of(WIDTH, (HIDDEN,), dtype))
+            for _ in range(LAYERS)
+        ]
+        self.slots = torch.arange(tokens) % SLOTS
+        self.ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)])
+        self.factors = torch.rand(tokens, TOP_K).softmax(-1)
+        self.x = torch.randn(tokens, HIDDEN).to(dtype)
+        self.activated = torch.randn(tokens * TOP_K, WIDTH).to(dtype)
+        self.y13 = torch.zeros(tokens, TOP_K, 2 * WIDTH, dtype=dtype)
+        self.y2 = torch.zeros(tokens, TOP_K, HIDDEN, dtype=dtype)
+        self.backend = NumbaCPUBackend()
+        self.plan = self.backend.prepare_batch(LoRABatch(self.slots, SLOTS))
+        choice = (self.plan, self.ids, self.factors, EXPERTS)
+        self.routing = self.backend.prepare_experts(*choice)
+
+    def numba_cpu(self, gate_up: ExpertWeights, down: ExpertWeights) -> None:
+        """Run a layer: the routing and both sites."""
+        run, choice = self.backend.run_experts, (self.plan, self.ids, self.factors, EXPERTS)
+        routing = self.backend.prepare_experts(*choice, out=self.routing)
+        run(self.x, gate_up, routing, self.y13)
+        run(self.activated, down, routing, self.y2, rows="pairs", weighted=True)
+
+    def loop(self, gate_up: ExpertWeights, down: ExpertWeights) -> None:
+        """Run a layer, one active (slot, expert) pair after the other."""
+        keys, order = (self.slots[:, None] * EXPERTS + self.ids).flatten().sort(stable=True)
+        active, counts = keys.unique_consecutive(return_counts=True)
+        y13, y2, factors = self.y13.view(-1, 2 * WIDTH), self.y2.view(-1, HIDDEN), self.factors
+        factors = factors.view(-1, 1).to(self.x.dtype)
+        for key, pairs in zip(active.tolist(), order.split(counts.tolist()), strict=True):
+            slot, expert = divmod(key, EXPERTS)
+            a, b = gate_up.lora_a[slot, expert], gate_up.lora_b[slot, expert]
+            h = self.x[pairs // TOP_K] @ a.view(2 * RANK, HIDDEN).T
+            gate, up = h[:, :RANK] @ b[:WIDTH].T, h[:, RANK:] @ b[WIDTH:].T
+            y13.index_add_(0, pairs, torch.cat([gate, up], 1), alpha=0.5)
+            a, b = down.lora_a[slot, expert, 0], down.lora_b[slot, expert]
+            delta = (self.activated[pairs] @ a.T) @ b.T
+            y2.index_add_(0, pairs, delta * factors[pairs], alpha=0.5)
+
+    def check(self) -> None:
+        """Compare what both add."""
+        results = []
+        for contender in (self.loop, self.numba_cpu):
+            for y in (self.y13, self.y2):
+                y.zero_()
+            contender(*self.layers[0])
+            results.append(torch.cat([self.y13.flatten(), self.y2.flatten()]).double())
+        error = (results[0] - results[1]).abs().max() / results[0].abs().max()
+        if error > 4 * torch.finfo(self.x.dtype).eps:
+            raise AssertionError(f"the contenders differ by {error:.2g} of the largest element")
+
+
+def measure(dtype: torch.dtype, tokens: int, repeats: int) -> dict[str, Any]:
+    """Return the microseconds of a layer, by contender."""
+    cell = Cell(dtype, tokens)
+    cell.check()
+    calls: dict[str, Callable[..., None]] = {"loop": cell.loop, "numba_cpu": cell.numba_cpu}
+    best = dict.fromkeys(calls, math.inf)
+    for _ in range(repeats):
+        for name, call in calls.items():
+            for y in (cell.y13, cell.y2):
+                y.zero_()
+            start = time.perf_counter()
+            for sites in cell.layers:
+                call(*sites)
+            best[name] = min(best[name], (time.perf_counter() - start) / LAYERS)
+    keys = (cell.slots[:, None] * EXPERTS + cell.ids).unique().numel()
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "active_pairs": keys,
+        "microseconds": {name: round(seconds * 1e6, 1) for name, seconds in best.items()},
+        "times_loop": round(best["loop"] / best["numba_cpu"], 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    rows = []
+    for dtype in [getattr(torch, name) for name in options.dtypes]:
+        for tokens in options.tokens:
+            with torch.no_grad():
+                rows.append(measure(dtype, tokens, options.repeats))
+            print(json.dumps(rows[-1]), flush=True)
+    sizes: dict[str, Any] = {"hidden": HIDDEN, "width": WIDTH, "experts": EXPERTS, "top_k": TOP_K}
+    sizes |= {"rank": RANK, "slots": SLOTS, "layers": LAYERS}
+    method = " ".join((__doc__ or "").split("\n\n")[2].split())
+    result = new_result(method, **sizes) | {"rows": rows, "summary": {}}
+    for dtype in options.dtypes:
+        speeds = [row["times_loop"] for row in rows if row["dtype"] == dtype]
+        mean = round(statistics.geometric_mean(speeds), 2)
+        result["summary"][dtype] = {"least": min(speeds), "geometric_mean": mean}
+    write_result(options.output, result)
+    print(json.dumps(result["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

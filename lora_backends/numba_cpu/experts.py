@@ -1,0 +1,66 @@
+"""`run_experts`: the dense kernels over pairs of token and expert."""
+
+from __future__ import annotations
+
+import torch
+
+from lora_backends.experts import ExpertWeights
+from lora_backends.numba_cpu import kernels, launch
+from lora_backends.numba_cpu.layer import Layers
+from lora_backends.numba_cpu.routing import NumbaRouting, job_of
+
+
+def run(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routing: NumbaRouting,
+    base_output: torch.Tensor | None,
+    layers: Layers,
+    rows: str,
+    weighted: bool,
+    reduce: bool,
+) -> torch.Tensor:
+    """Run `LoRABackend.run_experts`; `layers` knows where the weights lie."""
+    y = base_output
+    if y is None:
+        pairs = (routing.num_tokens,) if reduce else (routing.num_tokens, routing.top_k)
+        y = x.new_zeros(*pairs, weights.out_features)
+    scales = _scales(routing, weighted)  # has to outlive the kernel, which knows its address
+    job = job_of(routing, weights, rows, scales)
+    if not job.num_segments:
+        return y
+    in_blocks = weights.interleaved and weights.num_a > 1
+    target = _row_by_row(y, weights.num_slices if in_blocks else 1)
+    if reduce:
+        delta = torch.zeros(routing.num_pairs, weights.out_features, device="cpu")
+        launch.run(kernels.SHRINK, weights, layers, job, x=x, y=delta)
+        launch.reduce(target, delta, weights, layers, routing)
+    else:
+        launch.run(kernels.SHRINK, weights, layers, job, x=x, y=target)
+    if target.data_ptr() != y.data_ptr():
+        y.copy_(_column_by_column(target, weights.num_slices if in_blocks else 1).view(y.shape))
+    return y
+
+
+def _scales(routing: NumbaRouting, weighted: bool) -> torch.Tensor | None:
+    """Return the factor of each pair's delta, contiguous, or None where all are 1."""
+    of_tokens: torch.Tensor | None = routing.plan.token_scales
+    if of_tokens is None:
+        return routing.topk_weights if weighted else None
+    of_tokens = of_tokens[: routing.num_tokens, None]
+    if weighted:
+        return of_tokens * routing.topk_weights
+    return of_tokens.expand(-1, routing.top_k).contiguous()
+
+
+def _row_by_row(y: torch.Tensor, slices: int) -> torch.Tensor:
+    """Return y as rows of blocks of columns, one per slice: a view where memory allows it."""
+    if slices == 1:
+        return y.flatten(0, -2)
+    columns = y.view(*y.shape[:-1], y.shape[-1] // slices, slices)
+    return columns.transpose(-1, -2).reshape(-1, y.shape[-1])
+
+
+def _column_by_column(rows: torch.Tensor, slices: int) -> torch.Tensor:
+    """Return rows of blocks of columns with their columns interleaved again."""
+    return rows.view(len(rows), slices, -1).transpose(-1, -2).flatten(1)

@@ -1,0 +1,237 @@
+"""What experts add to the kernels: pairs in groups of one slot and expert, and sums over pairs."""
+
+# numba infers the types of kernels
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, njit, types
+
+from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu.config import MAX_SEGMENT
+from lora_backends.numba_cpu.kernels import LAYER_FIELDS, compiled, rank_of, slice_of, unpack
+from lora_backends.numba_cpu.plan import EXPERT_BITS
+
+LANES = v.LANES
+
+
+class Grouping(NamedTuple):
+    """What `run_grouping` is called with, as int64 one after the other; arrays by address."""
+
+    given: int  # [num_tokens, top_k]: the expert of each pair as the router names it
+    given_size: int  # bytes of an element, 4 or 8; then strides in bytes
+    given_row: int
+    given_step: int
+    expert_map: int  # [map_size] int32, or 0
+    map_size: int
+    ids: int  # written: [num_tokens, top_k] int64, the local expert of each pair, or -1
+    top_k: int
+    num_experts: int
+    num_tokens: int
+    num_segments: int  # of the plan
+    segments: int
+    order: int
+    counts: int  # [num_experts] int64, any values
+    pairs: int  # written: pairs by slot, then expert, then position; [num_tokens * top_k] int64
+    tokens: int  # written: their tokens
+    by_expert: int  # written: segments of one slot and expert, [num_tokens * top_k, 3] int64
+    by_slot: int  # written: segments of one slot
+    totals: int  # written: how many pairs and segments of either kind there are, [3] int64
+
+
+class Reduction(NamedTuple):
+    """What `run_reduction` is called with, as int64 one after the other; arrays by address."""
+
+    threads: int
+    thread_num: int
+    num_threads: int
+    layer: int
+    ids: int  # as in `Grouping`
+    top_k: int
+    num_segments: int  # of the plan
+    segments: int
+    order: int
+    delta: int  # [num_tokens * top_k, out_features] float32, contiguous
+    out_features: int
+    one: int  # a float32: 1
+    y: int
+    y_row: int
+
+
+GROUPING_FIELDS, REDUCTION_FIELDS = len(Grouping._fields), len(Reduction._fields)
+
+
+def grouping_entry() -> Any:
+    """Compile `run_grouping`; it takes the address of a `Grouping`."""
+
+    def run(address):
+        run_grouping(address)
+
+    return compiled(types.void(types.int64), run)
+
+
+def reduction_entry(kind_y: Any) -> Any:
+    """Compile `run_reduction` for y of a kind; it takes the address of a `Reduction`."""
+
+    def run(address):
+        run_reduction(kind_y, address)
+
+    return compiled(types.void(types.int64), run)
+
+
+@njit(nogil=True)
+def run_grouping(address):
+    """Sort the live pairs by slot and expert: a counting sort of the experts, slot by slot."""
+    call = unpack_grouping(carray(v.ints(address), GROUPING_FIELDS))
+    plan = carray(v.ints(call.segments), (call.num_segments, 3))
+    counts = carray(v.ints(call.counts), call.num_experts)
+    by_expert = carray(v.ints(call.by_expert), (call.num_tokens * call.top_k, 3))
+    by_slot = carray(v.ints(call.by_slot), (call.num_tokens * call.top_k, 3))
+    totals = carray(v.ints(call.totals), 3)
+    totals[:] = 0
+    if call.given != call.ids:
+        write_local_ids(call)
+    i = 0
+    while i < call.num_segments:
+        slot, start, first = plan[i, 0], plan[i, 1], totals[0]
+        while i < call.num_segments and plan[i, 0] == slot:  # a long run of a slot is cut
+            stop, i = plan[i, 2], i + 1
+        count_pairs(call, counts, start, stop)
+        end = first
+        for expert in range(call.num_experts):
+            count, counts[expert] = counts[expert], end
+            key = slot + (expert << EXPERT_BITS)
+            totals[1] = add_segments(by_expert, totals[1], key, end, end + count)
+            end += count
+        totals[2] = add_segments(by_slot, totals[2], slot, first, end)
+        place_pairs(call, counts, start, stop)
+        totals[0] = end
+
+
+@njit(nogil=True)
+def write_local_ids(call):
+    """Write the expert of each pair on this rank, -1 where it is not one of ours."""
+    ids = carray(v.ints(call.ids), call.num_tokens * call.top_k)
+    for t in range(call.num_tokens):
+        for j in range(call.top_k):
+            at = call.given + t * call.given_row + j * call.given_step
+            expert = v.read_int(at) if call.given_size == 4 else v.read_id(at)
+            if call.expert_map != 0 and expert >= 0:
+                known = expert < call.map_size
+                expert = v.read_int(call.expert_map + 4 * expert) if known else -1
+            ids[t * call.top_k + j] = expert if 0 <= expert < call.num_experts else -1
+
+
+@njit(nogil=True)
+def count_pairs(call, counts, start, stop):
+    """Count the pairs of each expert among tokens of one slot."""
+    counts[:] = 0
+    for i in range(start, stop):
+        row = call.ids + 8 * call.top_k * v.read_id(call.order + 8 * i)
+        for j in range(call.top_k):
+            expert = v.read_id(row + 8 * j)
+            if expert >= 0:
+                counts[expert] += 1
+
+
+@njit(nogil=True)
+def place_pairs(call, places, start, stop):
+    """Write the pairs of tokens of one slot where each expert's next one belongs."""
+    pairs = carray(v.ints(call.pairs), call.num_tokens * call.top_k)
+    tokens = carray(v.ints(call.tokens), call.num_tokens * call.top_k)
+    for i in range(start, stop):
+        token = v.read_id(call.order + 8 * i)
+        for j in range(call.top_k):
+            pair = token * call.top_k + j
+            expert = v.read_id(call.ids + 8 * pair)
+            if expert >= 0:
+                pairs[places[expert]] = pair
+                tokens[places[expert]] = token
+                places[expert] += 1
+
+
+@njit(nogil=True)
+def add_segments(segments, count, key, start, end):
+    """Append the segments of a run; return how many there are now."""
+    for first in range(start, end, MAX_SEGMENT):
+        segments[count, 0] = key
+        segments[count, 1] = first
+        segments[count, 2] = min(first + MAX_SEGMENT, end)
+        count += 1
+    return count
+
+
+@njit(nogil=True)
+def run_reduction(kind_y, address):
+    """Add to each token's row of y the deltas of its pairs, in order of the pairs."""
+    call = unpack_reduction(carray(v.ints(address), REDUCTION_FIELDS))
+    layer = unpack(carray(v.ints(call.layer), LAYER_FIELDS))
+    segments = carray(v.ints(call.segments), (call.num_segments, 3))
+    part, parts = 0, 1
+    if call.threads > 1:
+        part, parts = v.call(call.thread_num), v.call(call.num_threads)
+    total = segments[-1, 2]
+    low, high = total * part // parts, total * (part + 1) // parts
+    for slot, start, stop in segments:
+        for i in range(max(start, low), min(stop, high)):
+            token = v.read_id(call.order + 8 * i)
+            for s in range(layer.num_slices):
+                item = slice_of(layer, s)
+                add_pairs(kind_y, call, layer, slot, token, s, item.first, item.last)
+
+
+@njit(nogil=True)
+def add_pairs(kind_y, call, layer, slot, token, s, first, last):
+    """Add the deltas of one token's pairs to the columns of a slice; without any, keep its bits."""
+    row_bytes, ids = 4 * call.out_features, call.ids + 8 * call.top_k * token
+    deltas, y = call.delta + token * call.top_k * row_bytes, call.y + token * call.y_row
+    touched = np.empty(call.top_k, np.int64)
+    count = 0
+    for j in range(call.top_k):
+        expert = v.read_id(ids + 8 * j)
+        if expert >= 0 and rank_of(layer, slot + (expert << EXPERT_BITS), s) > 0:
+            touched[count] = deltas + j * row_bytes
+            count += 1
+    if count == 0:
+        return
+    column = first
+    while column + LANES <= last:
+        sums = v.zeros((0, 0), (0,))
+        for i in range(count):
+            delta = (v.load(v.FLOAT32, touched[i] + 4 * column),)
+            sums = v.add_columns(sums, delta, (call.one,), 0)
+        added = v.zeros((0,), (0,))
+        v.update_rows(kind_y, (y,), column, sums, (np.float32(1),), added, ())
+        column += LANES
+    for rest in range(column, last):
+        total = np.float32(0)
+        for i in range(count):
+            total += v.read(v.FLOAT32, touched[i] + 4 * rest)
+        at = y + rest * v.size(kind_y)
+        v.write(kind_y, at, v.read(kind_y, at) + total)
+
+
+@njit(nogil=True)
+def unpack_grouping(call):
+    """Return the fields of a `Grouping` by name."""
+    # fmt: off
+    return Grouping(
+        call[0], call[1], call[2], call[3], call[4], call[5], call[6], call[7], call[8], call[9],
+        call[10], call[11], call[12], call[13], call[14], call[15], call[16], call[17], call[18],
+    )
+    # fmt: on
+
+
+@njit(nogil=True)
+def unpack_reduction(call):
+    """Return the fields of a `Reduction` by name."""
+    # fmt: off
+    return Reduction(
+        call[0], call[1], call[2], call[3], call[4], call[5], call[6], call[7], call[8], call[9],
+        call[10], call[11], call[12], call[13],
+    )
+    # fmt: on

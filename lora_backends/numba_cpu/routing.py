@@ -1,0 +1,151 @@
+"""Which pairs of token and expert run, in groups of one slot and expert."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from lora_backends.experts import ExpertRouting, ExpertWeights
+from lora_backends.numba_cpu import launch
+from lora_backends.numba_cpu.kernels_experts import Grouping
+from lora_backends.numba_cpu.plan import NO_SCALES, PACK_WORK, Ints, Job, Work
+
+_PACK = struct.Struct(f"{len(Grouping._fields)}q").pack
+
+
+class Groups(NamedTuple):
+    """The live pairs of a routing, sorted by slot, then expert, then position."""
+
+    made_for: Work  # the plan's, which a refill replaces
+    buffer: Ints  # what the addresses below point into
+    num_pairs: int
+    pairs: int  # address of [num_pairs] int64: t * top_k + j
+    tokens: int  # address of [num_pairs] int64: t
+    by_expert: tuple[int, int]  # segments of one slot and expert: how many, and their address
+    by_slot: tuple[int, int]  # segments of one slot
+
+
+@dataclass(eq=False)
+class NumbaRouting(ExpertRouting):
+    """A routing and its groups, which follow the plan."""
+
+    # both of its tensors are contiguous
+
+    _groups: Groups | None = field(default=None, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_groups": None}  # addresses mean nothing to a copy
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs, dead ones included."""
+        return self.topk_ids.numel()
+
+    @classmethod
+    def of(
+        cls,
+        plan: Any,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+    ) -> Self:
+        """Return a routing with memory of its own; arguments as in `prepare_experts`."""
+        shape = topk_ids.shape
+        ids = torch.empty(shape, dtype=torch.int64, device="cpu")
+        made = cls(plan, num_experts, ids, torch.empty(shape, device="cpu"))
+        made.refill(plan, topk_ids, topk_weights, expert_map)
+        return made
+
+    def refill(
+        self,
+        plan: Any,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> None:
+        """Take another choice of as many tokens and experts; the tensors keep their addresses."""
+        self.plan = plan
+        self.topk_weights.copy_(topk_weights)
+        self._groups = _group(self, topk_ids, expert_map)
+
+    def groups(self) -> Groups:
+        """Return the groups as of the plan's present batch."""
+        groups = self._groups
+        if groups is None or groups.made_for is not self.plan.work:
+            groups = self._groups = _group(self, self.topk_ids, None)
+        return groups
+
+
+def _group(routing: NumbaRouting, given: torch.Tensor, expert_map: torch.Tensor | None) -> Groups:
+    """Write the local ids of the router's choice, and group the pairs."""
+    work, size, most = routing.plan.work, given.element_size(), routing.num_pairs
+    steps = [size * stride for stride in given.stride()]
+    mapped = (0, 0)
+    if expert_map is not None:
+        expert_map = expert_map.contiguous()
+        mapped = expert_map.data_ptr(), expert_map.numel()
+    buffer = np.empty(routing.num_experts + 8 * most + 3, np.int64)
+    counts: int = buffer.__array_interface__["data"][0]
+    pairs = counts + 8 * routing.num_experts
+    tokens = pairs + 8 * most
+    by_expert = tokens + 8 * most
+    by_slot = by_expert + 24 * most
+    launch.grouping_kernel().run(
+        _PACK(
+            given.data_ptr(),
+            size,
+            *steps,
+            *mapped,
+            routing.topk_ids.data_ptr(),
+            routing.top_k,
+            routing.num_experts,
+            routing.num_tokens,
+            work.b_count,
+            work.b_segments,
+            work.y_order,
+            counts,
+            pairs,
+            tokens,
+            by_expert,
+            by_slot,
+            by_slot + 24 * most,
+        )
+    )
+    num_pairs, num_by_expert, num_by_slot = buffer[-3:].tolist()
+    slots = (num_by_slot, by_slot)
+    return Groups(work, buffer, num_pairs, pairs, tokens, (num_by_expert, by_expert), slots)
+
+
+def job_of(
+    routing: NumbaRouting, weights: ExpertWeights, rows: str, scales: torch.Tensor | None
+) -> Job:
+    """Return what a call runs over; `scales` are the factors of the pairs, or None.
+
+    Where experts share an A, the first half shrinks each token once (or each slot's pairs
+    together), and the pairs read the token's h. Where they share B, rank and scaling, the second
+    half takes each slot's pairs together.
+    """
+    groups, plan = routing.groups(), routing.plan
+    a_shared = weights.lora_a.shape[1] == 1
+    span = weights.ranks.shape[1] if a_shared else 1
+    b_segments = groups.by_expert
+    if weights.lora_b.shape[1] == weights.ranks.shape[1] == weights.scalings.shape[1] == 1:
+        b_segments = groups.by_slot
+    x_order = to_order = h_order = groups.pairs
+    a_segments, h_rows = (groups.by_slot if a_shared else groups.by_expert), routing.num_pairs
+    if rows == "tokens":
+        x_order = groups.tokens
+    if rows == "tokens" and a_shared:
+        a_segments = plan.work.b_count, plan.work.b_segments
+        x_order = to_order = plan.work.y_order
+        h_order, h_rows = groups.tokens, routing.num_tokens
+    factors = NO_SCALES if scales is None else (scales.data_ptr(), 4)
+    orders = (x_order, to_order, h_order, groups.pairs)
+    work = Work(*a_segments, span, *b_segments, *orders, *factors, groups.pairs)
+    same = work.a_segments == work.b_segments
+    return Job(PACK_WORK(*work), same, groups.by_expert[0], groups.num_pairs, h_rows)
