@@ -45,6 +45,7 @@ from lora_backends.numba_cpu.plan import EXPERT_BITS
 
 LANES = v.LANES
 NOTHING, SHRINK, GATHER = 0, 1, 2  # what a call begins with
+PLAIN, MULTIPLIED = (), (0,)  # vectors of output_scales per 16 columns of y
 SLOT_MASK = (1 << EXPERT_BITS) - 1
 
 
@@ -371,7 +372,9 @@ def expand_part(part, parts, kinds, layer, segments, scales, h, y):
             for tile in range(first, min(last, full), EXPAND_TILES):
                 count = min(last, full, tile + EXPAND_TILES) - tile
                 place = place_of(layer, item, key, tile * LANES)
-                if stop - start < LONG_SEGMENT:
+                if stop - start < LONG_SEGMENT and layer.output_scales != 0:
+                    expand_multiplied(kinds, place, count, factors, start, stop, h_slice, y)
+                elif stop - start < LONG_SEGMENT:
                     expand_tiles(kinds, place, count, factors, start, stop, h_slice, y)
                 else:
                     expand_long(kinds, place, count, factors, scratch, start, stop, h_slice, y)
@@ -409,24 +412,40 @@ def expand_tiles(kinds, place, tiles, factors, t, end, h, y):
     fresh = True  # b is not in a cache yet
     while t + 8 <= end:
         own = (rank, v.read_scaled(eight_rows(scales, t), scaling))
-        expand_rows(kinds, place, tiles, own, fresh, eight_rows(h, t), eight_rows(y, t))
+        expand_rows(PLAIN, kinds, place, tiles, own, fresh, eight_rows(h, t), eight_rows(y, t))
         t, fresh = t + 8, False
     if t + 4 <= end:
         own4 = (rank, v.read_scaled(four_rows(scales, t), scaling))
-        expand_rows(kinds, place, tiles, own4, fresh, four_rows(h, t), four_rows(y, t))
+        expand_rows(PLAIN, kinds, place, tiles, own4, fresh, four_rows(h, t), four_rows(y, t))
         t, fresh = t + 4, False
     if t + 2 <= end:
         own2 = (rank, v.read_scaled(two_rows(scales, t), scaling))
-        expand_rows(kinds, place, tiles, own2, fresh, two_rows(h, t), two_rows(y, t))
+        expand_rows(PLAIN, kinds, place, tiles, own2, fresh, two_rows(h, t), two_rows(y, t))
         t, fresh = t + 2, False
     if t < end:
         own1 = (rank, v.read_scaled((row_at(scales, t),), scaling))
-        expand_rows(kinds, place, tiles, own1, fresh, (row_at(h, t),), (row_at(y, t),))
+        expand_rows(PLAIN, kinds, place, tiles, own1, fresh, (row_at(h, t),), (row_at(y, t),))
+
+
+@njit(nogil=True)
+def expand_multiplied(kinds, place, tiles, factors, t, end, h, y):
+    """Do what `expand_tiles` does where there are output_scales; few variants compile sooner."""
+    rank, scaling, scales = factors
+    fresh = True
+    while t + 4 <= end:
+        own4 = (rank, v.read_scaled(four_rows(scales, t), scaling))
+        expand_rows(MULTIPLIED, kinds, place, tiles, own4, fresh, four_rows(h, t), four_rows(y, t))
+        t, fresh = t + 4, False
+    while t < end:
+        own1 = (rank, v.read_scaled((row_at(scales, t),), scaling))
+        h_row, y_row = (row_at(h, t),), (row_at(y, t),)
+        expand_rows(MULTIPLIED, kinds, place, tiles, own1, fresh, h_row, y_row)
+        t, fresh = t + 1, False
 
 
 @njit(nogil=True, forceinline=True)
-def expand_rows(kinds, place, tiles, factors, fresh, h_rows, y_rows):
-    """Add to `tiles` times 16 columns of some rows of y."""
+def expand_rows(multiplied, kinds, place, tiles, factors, fresh, h_rows, y_rows):
+    """Add to `tiles` times 16 columns of some rows of y; `multiplied`: PLAIN or MULTIPLIED."""
     kind, kind_y = kinds
     b, b_row, (bias_dtype, bias, bias_size), output_scale, column = place
     rank, scalings = factors
@@ -438,12 +457,9 @@ def expand_rows(kinds, place, tiles, factors, fresh, h_rows, y_rows):
             added = (load_bias(bias_dtype, bias),)
             bias += LANES * bias_size
         sums = b_sums(kind, b, b_row, rank, h_rows)
-        if output_scale == 0:
-            v.update_rows(kind_y, y_rows, column, sums, scalings, added, ())
-        else:
-            multiplied = (v.load(v.FLOAT32, output_scale),)
-            v.update_rows(kind_y, y_rows, column, sums, scalings, added, multiplied)
-            output_scale += LANES * 4
+        output_scales = v.load_all(output_scale, multiplied)
+        v.update_rows(kind_y, y_rows, column, sums, scalings, added, output_scales)
+        output_scale += LANES * 4 * len(multiplied)
         b += LANES * b_row
         column += LANES
 
