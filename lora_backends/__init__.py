@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lora_backends.experts import ExpertRouting, ExpertWeights
     from lora_backends.registry import backend_names, unavailable_reasons
     from lora_backends.selection import get_backend
-    from lora_backends.weights import LoRAWeights
+    from lora_backends.weights import LoRAWeights, quantize_weights
 
 __all__ = [
     "NO_ADAPTER",
@@ -33,6 +33,7 @@ __all__ = [
     "UnsupportedInputError",
     "backend_names",
     "get_backend",
+    "quantize_weights",
     "unavailable_reasons",
 ]
 
@@ -49,7 +50,7 @@ _MODULES = {
     "experts": ("ExpertRouting", "ExpertWeights"),
     "registry": ("backend_names", "unavailable_reasons"),
     "selection": ("get_backend",),
-    "weights": ("LoRAWeights",),
+    "weights": ("LoRAWeights", "quantize_weights"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -216,7 +216,13 @@ def _as_scales(values: Any, slots: torch.Tensor) -> torch.Tensor:
             f"  given: shape {list(tensor.shape)}, dtype {tensor.dtype}\n"
             f"  allowed: {list(slots.shape)} numbers, one for each adapter of each token"
         )
-    scales = tensor.detach().to(torch.float32, copy=True).contiguous()
+    if tensor.requires_grad:
+        raise InvalidInputError(
+            f"token_scales requires a gradient, which no backend computes\n"
+            f"  given: {list(tensor.shape)} {tensor.dtype}\n"
+            f"  to do: pass token_scales.detach()"
+        )
+    scales = tensor.to(torch.float32, copy=True).contiguous()
     if not bool(scales.isfinite().all()):
         index = (~scales.isfinite()).nonzero()[0].tolist()
         raise InvalidInputError(

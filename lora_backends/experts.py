@@ -9,13 +9,24 @@ from typing import Any, Self
 import torch
 
 from lora_backends.dispatch.handles import Handled
+from lora_backends.eight_bit import (
+    LARGEST,
+    ScaleBlock,
+    b_row_groups,
+    checked_block,
+    groups_of,
+    is_eight_bit,
+    quantized,
+)
 from lora_backends.errors import InvalidInputError
+from lora_backends.features import EIGHT_BIT
 from lora_backends.weights import (
     DTYPES,
     _as_numbers,
     _as_widths,
     _check_ranks,
     _check_usable,
+    keep_compute_dtype,
 )
 
 
@@ -50,6 +61,12 @@ class ExpertWeights(Handled):
     output_slices: tuple[int, ...]  # one width > 0 per slice, sum == out_features
     num_experts: int  # experts of this rank of a parallel group, at least 1
     interleaved: bool = False  # column o belongs to slice o % num_slices, not to a block of columns
+    a_scales: torch.Tensor | None = None  # [num_slots, num_experts or 1, num_a, groups of max_rank,
+    # groups of in_features] float32, of an 8-bit lora_a
+    b_scales: torch.Tensor | None = None  # [num_slots, num_experts or 1, groups of rows summed over
+    # slices, groups of max_rank] float32, of an 8-bit lora_b
+    scale_block: ScaleBlock = (1, None)  # as in `LoRAWeights`; rows of B count within their slice
+    compute_dtype: torch.dtype | None = None  # as in `LoRAWeights`
 
     num_slots: int = field(init=False)  # adapters that the stack has room for
     num_slices: int = field(init=False)  # projections fused in this site
@@ -57,10 +74,20 @@ class ExpertWeights(Handled):
     max_rank: int = field(init=False)  # padded rank width of the stack
     in_features: int = field(init=False)  # width of x
     out_features: int = field(init=False)  # width of y, all slices together
+    input_dtypes: tuple[torch.dtype, ...] = field(init=False, repr=False)  # that x may have
+    needs: frozenset[str] = field(init=False, repr=False)  # features of a backend that runs it
 
     def __post_init__(self) -> None:
         _check_matrices(self)
         device = self.lora_a.device
+        object.__setattr__(self, "scale_block", checked_block(self.scale_block))
+        keep_compute_dtype(self)
+        needs = {EIGHT_BIT} if is_eight_bit(self.dtype) else set()
+        object.__setattr__(self, "needs", frozenset(needs))
+        for name in ("a_scales", "b_scales"):
+            if getattr(self, name) is not None:
+                scales = _as_numbers(getattr(self, name), name, "float32")
+                object.__setattr__(self, name, scales.to(device, torch.float32))
         ranks = _as_numbers(self.ranks, "ranks", "int32").to(device)
         scalings = _as_numbers(self.scalings, "scalings", "float32").to(device, torch.float32)
         object.__setattr__(self, "output_slices", _as_widths(self.output_slices))
@@ -96,6 +123,32 @@ class ExpertWeights(Handled):
             return slice(slice_index, None, self.num_slices)
         offsets = list(accumulate(self.output_slices, initial=0))
         return slice(offsets[slice_index], offsets[slice_index + 1])
+
+    def _quantized(self, dtype: torch.dtype, block: ScaleBlock) -> dict[str, Any]:
+        """Return the fields that `quantize_weights` replaces."""
+        ranks = self.ranks  # [L, E or 1, num_a]
+        if self.lora_a.shape[1] < ranks.shape[1]:  # experts share A: to their highest rank
+            a_ranks = ranks.amax(1, keepdim=True)
+        else:
+            a_ranks = ranks
+        counted = torch.arange(self.max_rank, device=self.device)
+        used = counted < a_ranks[..., None]
+        a, a_scales = quantized(self.lora_a, used[..., None], dtype, block)
+        b_ranks = ranks.amax(1, keepdim=True) if self.lora_b.shape[1] < ranks.shape[1] else ranks
+        stored, scales = torch.empty_like(self.lora_b, dtype=dtype), []
+        for s in range(self.num_slices):
+            own = b_ranks[:, :, s if self.num_a > 1 else 0]
+            used = (counted < own[..., None])[:, :, None]
+            part, part_scales = quantized(self.lora_b[:, :, self.columns(s)], used, dtype, block)
+            stored.view(torch.int8)[:, :, self.columns(s)] = part.view(torch.int8)
+            scales.append(part_scales)
+        return {
+            "lora_a": a,
+            "lora_b": stored,
+            "a_scales": a_scales,
+            "b_scales": torch.cat(scales, 2),
+            "scale_block": block,
+        }
 
     def __repr__(self) -> str:
         return (
@@ -173,11 +226,12 @@ def _check_matrices(weights: ExpertWeights) -> None:
     }
     for name, allowed in axes.items():
         tensor = getattr(weights, name)
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (*DTYPES, *LARGEST):
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise InvalidInputError(
                 f"{name} is not a floating-point tensor\n  given: {kind}\n"
-                f"  allowed: float16, bfloat16, float32 or float64"
+                f"  allowed: float16, bfloat16, float32 or float64, or with scales int8, "
+                f"float8_e4m3fn or float8_e5m2"
             )
         if tensor.layout != torch.strided or tensor.ndim != allowed.count(",") + 1:
             raise InvalidInputError(
@@ -223,6 +277,12 @@ def _check_shapes(weights: ExpertWeights) -> None:
         "ranks": (num_slots, num_a),
         "scalings": (num_slots, num_a),
     }
+    block, rows = weights.scale_block, sum(b_row_groups(widths, weights.scale_block))
+    if weights.a_scales is not None:
+        groups = (groups_of(max_rank, block[0]), groups_of(weights.lora_a.shape[4], block[1]))
+        expected["a_scales"] = (num_slots, num_a, *groups)
+    if weights.b_scales is not None:
+        expected["b_scales"] = (num_slots, rows, groups_of(max_rank, block[1]))
     for name, (slots, *rest) in expected.items():
         shape = list(getattr(weights, name).shape)
         if shape not in ([slots, 1, *rest], [slots, experts, *rest]):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lora_backends.dtypes import accumulator_dtype
+from lora_backends.eight_bit import LARGEST, b_row_groups, spread
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.weights import LoRAWeights
 
@@ -92,6 +93,16 @@ class _Pairs:
         lora_a = _masked(within[..., None], self._own(weights.lora_a[:, :, a]), sums)
         lora_b = self._own(weights.lora_b[:, :, weights.columns(s)])
         lora_b = _masked(within[:, :, None], lora_b, sums)
+        if weights.a_scales is not None and weights.b_scales is not None:
+            block, inputs = weights.scale_block, weights.in_features
+            a_scales = self._own(weights.a_scales[:, :, a])
+            a_scales = spread(a_scales, weights.max_rank, inputs, block)
+            groups = b_row_groups(weights.output_slices, block)
+            first = sum(groups[:s])
+            b_scales = self._own(weights.b_scales[:, :, first : first + groups[s]])
+            b_scales = spread(b_scales, weights.output_slices[s], weights.max_rank, block)
+            lora_a = lora_a * torch.where(within[..., None], a_scales, 0)
+            lora_b = lora_b * torch.where(within[:, :, None], b_scales, 0)
         h = _sum(lora_a * _masked(touched[..., None], x, sums)[:, :, None])  # [t, k, R]
         scaling = _masked(touched, self._own(weights.scalings[:, :, a]), sums)
         return scaling[..., None] * _sum(lora_b * h[:, :, None]), touched
@@ -99,12 +110,14 @@ class _Pairs:
     def _own(self, stack: torch.Tensor) -> torch.Tensor:
         """Return the part of [num_slots, num_experts or 1, ...] that is each pair's own."""
         ids = self.ids if stack.shape[1] > 1 else torch.zeros_like(self.ids)
+        if stack.dtype in LARGEST:  # torch picks bytes, not float8
+            return stack.view(torch.int8)[self.slots, ids].view(stack.dtype)
         return stack[self.slots, ids]
 
 
 def _masked(mask: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `values` where `mask` is true, else zero, whatever stands there."""
-    return torch.where(mask, values, 0).to(dtype)
+    return torch.where(mask, values.to(dtype), 0)
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:

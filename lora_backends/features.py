@@ -18,4 +18,7 @@ TOKEN_SCALES = "token_scales"
 OUTPUT_SCALES = "output_scales"
 """The sum of base_output and delta is multiplied by `LoRAWeights.output_scales`."""
 
-FEATURES = (CAPACITY, SLICE_TENSORS, TOKEN_SCALES, OUTPUT_SCALES)
+EIGHT_BIT = "eight_bit"
+"""lora_a and lora_b may be int8, float8_e4m3fn or float8_e5m2, with scales."""
+
+FEATURES = (CAPACITY, SLICE_TENSORS, TOKEN_SCALES, OUTPUT_SCALES, EIGHT_BIT)

@@ -6,3 +6,6 @@ ENV_PREFIX = "LORA_BACKENDS_"
 """What environment variables of the library begin with."""
 TILES_VARIABLE = ENV_PREFIX + "TILES"
 """The environment variable that names the user's folder of tile tables."""
+
+VLLM_VARIABLE = ENV_PREFIX + "VLLM"
+"""The environment variable that wakes the plug-in for vLLM: "auto", or the name of a backend."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -12,6 +12,17 @@ import torch
 
 from lora_backends import features
 from lora_backends.dispatch.handles import Handled
+from lora_backends.eight_bit import (
+    COMPUTE_DTYPES,
+    LARGEST,
+    ScaleBlock,
+    b_row_groups,
+    checked_block,
+    groups_of,
+    is_eight_bit,
+    quantized,
+    spread,
+)
 from lora_backends.errors import InvalidInputError, shown
 from lora_backends.tensors import unusable
 
@@ -45,6 +56,10 @@ class LoRAWeights(Handled):
     [4, 2, 2] and [4, 2, 2] for B. Either may be None where only the other half runs, in
     `run_lora_a` or `run_lora_b`.
 
+    Stacks of int8, float8_e4m3fn or float8_e5m2 have scales, see `lora_backends.eight_bit`; the
+    value of an element is its stored value times the scale of its group. x and base_output are
+    then float16, bfloat16 or float32. Scales beyond a slot's rank may be anything.
+
     Tensors are kept, not copied, so a pool may rewrite a slot in place, its rank and scaling
     included; `ranks`, `scalings` and `output_scales` are copied where their dtype or device has to
     change. Values beyond a slot's own rank may be anything, NaN included.
@@ -64,6 +79,13 @@ class LoRAWeights(Handled):
     bias: torch.Tensor | None = None  # [num_slots, out_features], added as it is
     output_scales: torch.Tensor | None = None  # [num_slots, out_features] float32: multiplies
     # base_output plus delta, not the bias (DoRA)
+    a_scales: torch.Tensor | None = None  # [num_slots, num_slices, groups of max_rank, groups of
+    # in_features] float32, of an 8-bit lora_a
+    b_scales: torch.Tensor | None = None  # [num_slots, groups of rows summed over slices, groups of
+    # max_rank] float32, of an 8-bit lora_b; a group of rows lies within a slice
+    scale_block: ScaleBlock = (1, None)  # rows and columns that share a scale; None: all
+    compute_dtype: torch.dtype | None = None  # of a result without base_output: of 8-bit stacks as
+    # given, or bfloat16; of all others their own dtype
 
     num_slots: int = field(init=False)  # adapters that the stack has room for
     num_slices: int = field(init=False)  # projections fused in this layer
@@ -76,6 +98,8 @@ class LoRAWeights(Handled):
     # every tensor by name: lora_a, or lora_a[0], lora_a[1] ... of a tuple, and so on
     extents: tuple[int, ...] = field(init=False, repr=False)
     # bytes from the first to behind the last element of each of `tensors`
+    input_dtypes: tuple[torch.dtype, ...] = field(init=False, repr=False)
+    # that x may have: the stacks' own, or for 8-bit stacks `COMPUTE_DTYPES`
     needs: frozenset[str] = field(init=False, repr=False)
     # features, see `lora_backends.features`, that a backend must have to run the layer
 
@@ -87,7 +111,9 @@ class LoRAWeights(Handled):
         object.__setattr__(self, "output_slices", _as_widths(self.output_slices))
         device = self.device
         object.__setattr__(self, "ranks", _as_numbers(self.ranks, "ranks", "int32").to(device))
-        for name in ("scalings", "output_scales"):
+        object.__setattr__(self, "scale_block", checked_block(self.scale_block))
+        keep_compute_dtype(self)
+        for name in ("scalings", "output_scales", "a_scales", "b_scales"):
             if getattr(self, name) is not None:
                 numbers = _as_numbers(getattr(self, name), name, "float32")
                 _refuse_gradient(name, numbers)
@@ -106,6 +132,8 @@ class LoRAWeights(Handled):
             needs.add(features.SLICE_TENSORS)
         if self.output_scales is not None:
             needs.add(features.OUTPUT_SCALES)
+        if is_eight_bit(self.dtype):
+            needs.add(features.EIGHT_BIT)
         sizes = {
             "num_slots": self.ranks.shape[0],
             "num_slices": len(self.output_slices),
@@ -147,6 +175,46 @@ class LoRAWeights(Handled):
         part: torch.Tensor = b[s] if isinstance(b, tuple) else b[:, first:end]
         return part
 
+    def a_values(self, slot: int, s: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return A of a slot and slice, [rank, in_features], scales applied in `dtype`."""
+        values = self.a_of(s)[slot, :rank].to(dtype)
+        if self.a_scales is None:
+            return values
+        return values * spread(self.a_scales[slot, s], rank, self.in_features, self.scale_block)
+
+    def b_values(self, slot: int, s: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return B of a slot and slice, [width of the slice, rank], scales applied in `dtype`."""
+        values = self.b_of(s)[slot, :, :rank].to(dtype)
+        if self.b_scales is None:
+            return values
+        groups = b_row_groups(self.output_slices, self.scale_block)
+        first = sum(groups[:s])
+        own = self.b_scales[slot, first : first + groups[s]]
+        return values * spread(own, values.shape[0], rank, self.scale_block)
+
+    def _quantized(self, dtype: torch.dtype, block: ScaleBlock) -> dict[str, Any]:
+        """Return the fields that `quantize_weights` replaces, each slice on its own."""
+        changes: dict[str, Any] = {"scale_block": block}
+        within = torch.arange(self.max_rank, device=self.device) < self.ranks[..., None]
+        for name, of, axis in (("lora_a", self.a_of, -1), ("lora_b", self.b_of, -2)):
+            stack = getattr(self, name)
+            if stack is None:
+                continue
+            parts = [
+                quantized(of(s), within[:, s].unsqueeze(axis), dtype, block)
+                for s in range(self.num_slices)
+            ]
+            stored, scales = zip(*parts, strict=True)
+            if isinstance(stack, tuple):
+                changes[name] = stored
+            elif name == "lora_a":
+                changes[name] = torch.stack(stored, 1)
+            else:
+                changes[name] = torch.cat([part.view(torch.int8) for part in stored], 1).view(dtype)
+            joined = torch.stack(scales, 1) if name == "lora_a" else torch.cat(scales, 1)
+            changes[f"{name[-1]}_scales"] = joined
+        return changes
+
     def __repr__(self) -> str:
         return (
             f"LoRAWeights(num_slots={self.num_slots}, max_rank={self.max_rank}, "
@@ -169,9 +237,30 @@ def _named_tensors(weights: LoRAWeights) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((f"{name}[{s}]", part) for s, part in enumerate(stack))
         elif stack is not None:
             yield name, stack
-    for name in ("ranks", "scalings", "bias", "output_scales"):
+    for name in ("ranks", "scalings", "bias", "output_scales", "a_scales", "b_scales"):
         if getattr(weights, name) is not None:
             yield name, getattr(weights, name)
+
+
+def keep_compute_dtype(weights: Any) -> None:
+    """Set compute_dtype and input_dtypes; refuse scales that are missing or superfluous."""
+    has_scales = is_eight_bit(weights.dtype)
+    for stack, scales in (("lora_a", "a_scales"), ("lora_b", "b_scales")):
+        wanted = has_scales and getattr(weights, stack) is not None
+        if wanted != (getattr(weights, scales) is not None):
+            raise InvalidInputError(
+                f"{scales} {'is missing' if wanted else 'is superfluous'}\n"
+                f"  given: {stack} of {weights.dtype}\n"
+                f"  allowed: scales with stacks of int8, float8_e4m3fn or float8_e5m2 alone"
+            )
+    dtype = (weights.compute_dtype or torch.bfloat16) if has_scales else weights.dtype
+    if has_scales and dtype not in COMPUTE_DTYPES:
+        raise InvalidInputError(
+            f"compute_dtype cannot be used with 8-bit stacks\n  given: {shown(dtype)}\n"
+            f"  allowed: float16, bfloat16 or float32"
+        )
+    object.__setattr__(weights, "compute_dtype", dtype)
+    object.__setattr__(weights, "input_dtypes", COMPUTE_DTYPES if has_scales else (dtype,))
 
 
 def _refuse_gradient(name: str, numbers: torch.Tensor) -> None:
@@ -261,11 +350,12 @@ def _check_tensors(weights: LoRAWeights) -> None:
             parts[name] = stack
     first_name, first = next(iter(parts.items()))
     for name, tensor in parts.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (*DTYPES, *LARGEST):
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise InvalidInputError(
                 f"{name} is not a floating-point tensor\n  given: {kind}\n"
-                f"  allowed: float16, bfloat16, float32 or float64"
+                f"  allowed: float16, bfloat16, float32 or float64, or with scales int8, "
+                f"float8_e4m3fn or float8_e5m2"
             )
         _check_usable(name, tensor)
         if tensor.dtype != first.dtype or tensor.device != first.device:
@@ -304,6 +394,17 @@ def _check_shapes(weights: LoRAWeights) -> int:
         "scalings": [slots, num_slices],
         "bias": [slots, out],
         "output_scales": [slots, out],
+        "a_scales": [
+            slots,
+            num_slices,
+            groups_of(rank, weights.scale_block[0]),
+            groups_of(inputs, weights.scale_block[1]),
+        ],
+        "b_scales": [
+            slots,
+            sum(b_row_groups(widths, weights.scale_block)),
+            groups_of(rank, weights.scale_block[1]),
+        ],
     }
     a, b = weights.lora_a, weights.lora_b
     for name, stack in (("lora_a", a), ("lora_b", b)):
@@ -371,3 +472,32 @@ def _described(weights: LoRAWeights) -> str:
     if isinstance(stack, tuple):
         return f"{name}[0] {list(stack[0].shape)}"
     return f"{name} {list(stack.shape)}"
+
+
+def quantize_weights(weights: Any, dtype: torch.dtype, scale_block: ScaleBlock = (1, None)) -> Any:
+    """Return a layer with 8-bit stacks in place of 16- or 32-bit ones; all else is shared.
+
+    The scale of a group is its largest magnitude over the largest value of `dtype` (127, 448 or
+    57344), and 1 for zeros; stored = value / scale, int8 rounded to nearest, half to even. Values
+    beyond a rank are not looked at and become zero.
+
+    Args:
+        weights: a `LoRAWeights` or `ExpertWeights` of float16, bfloat16 or float32.
+        dtype: int8, float8_e4m3fn or float8_e5m2. int8 with a scale per row is the most exact.
+        scale_block: (rows, columns) of a matrix that share a scale; None: all.
+
+    Returns:
+        A layer of the same class, whose compute_dtype is the dtype of `weights`.
+
+    Raises:
+        InvalidInputError: another dtype, a layer that is quantised, or one that holds NaN or
+            infinity within a rank.
+    """
+    if dtype not in LARGEST or weights.dtype not in COMPUTE_DTYPES:
+        raise InvalidInputError(
+            f"quantize_weights makes 8-bit stacks of wider ones\n"
+            f"  given: {weights.dtype} to {shown(dtype)}\n"
+            f"  allowed: float16, bfloat16 or float32 to int8, float8_e4m3fn or float8_e5m2"
+        )
+    changes = weights._quantized(dtype, checked_block(scale_block))
+    return replace(weights, **changes, compute_dtype=weights.dtype)

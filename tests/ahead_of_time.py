@@ -24,9 +24,16 @@ POINTERS = {
     "token_scales_ptr": "*fp32",
     "a_slices_ptr": "*i64",
     "b_slices_ptr": "*i64",
+    "a_scales_ptr": "*fp32",
+    "b_scales_ptr": "*fp32",
 }
 QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
 ALL = ("linear", "separate", "embedding")
+STORAGE = {  # kind, and the block of a scale
+    "linear int8": (1, (1, None)),
+    "factors e4m3": (2, (1, None)),
+    "linear blocks": (3, (4, 16)),
+}
 FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slices' tables
     "linear": ((False, False, False), (0, 0)),
     "factors": ((True, True, True), (16, 16)),
@@ -41,12 +48,16 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
         (DOWN, (2048, 8), 128, ("linear", "separate")),
         (DOWN, (8192, 8), 16, ("linear",)),  # B through TMA, where there is any
     ],
+    "i8": [
+        (QKV, (64, 8), 16, ("linear int8", "factors e4m3")),
+        (ODD, (64, 8), 16, ("linear blocks",)),
+    ],
     "fp16": [(DOWN, (8192, 8), 16, ("factors",))],
     "fp32": [(DOWN, (2048, 8), 16, ("linear",))],
 }
 
 
-def compiled_by_a_process(engine, target, cache):
+def compiled_by_a_process(*arguments, cache, module="ahead_of_time"):
     """Return the output of a process of its own: one that runs the interpreter cannot compile."""
     here = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -54,7 +65,7 @@ def compiled_by_a_process(engine, target, cache):
     paths = [str(here.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "ahead_of_time", engine, target],
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
         cwd=here,
         env=environment,
         capture_output=True,
@@ -90,7 +101,8 @@ def compile_kernel(found, dtype, target):
         elif name.endswith("_tma"):
             signature[name] = f"tensordesc<{dtype}[{constants['BLOCK_C']}, {constants['BLOCK_R']}]>"
         else:
-            default = f"*{dtype}" if name.endswith("_ptr") else "i32"
+            own = "bf16" if dtype == "i8" and name not in ("a_ptr", "b_ptr") else dtype
+            default = f"*{own}" if name.endswith("_ptr") else "i32"
             signature[name] = POINTERS.get(name, default)
             if not kernel.params[place].do_not_specialize:
                 attributes[(place,)] = [["tt.divisibility", 16]]
@@ -103,13 +115,15 @@ def compile_kernel(found, dtype, target):
 
 def kernels(engine, dtype, programmatic):
     """Yield every kernel that the engine launches for the layers and batches above."""
+    import torch
+
     from lora_backends.registry import backend_class
     from lora_backends.sgmv import launch
     from lora_backends.sgmv.tiles import rules
     from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
     from lora_backends.sgmv.tiles.source import RULES
 
-    cls = backend_class(engine)
+    cls, PLAIN = backend_class(engine), launch.PLAIN
     options = launch.Options(cls, "ieee", programmatic, False, RULES, programmatic)
     item_bytes = 4 if dtype == "fp32" else 2
     for (slices, inputs, rank), (tokens, active), segment_size, forms in CASES[dtype]:
@@ -117,14 +131,15 @@ def kernels(engine, dtype, programmatic):
         constants, tile = row_constants(engine, segment_size, rules.tile_tokens(tokens, active))
         batch = BatchShape(tokens, active, tile)
         for form in forms:
-            row, (epilogue, aligns) = constants(form == "separate"), FACTORS[form]
-            form = "linear" if form == "factors" else form
+            row, (epilogue, aligns) = constants(form == "separate"), FACTORS[form.split()[0]]
+            storage = launch.Storage(*STORAGE[form], torch.bfloat16) if form in STORAGE else PLAIN
+            form = form if form in ALL else "linear"
             yield from launch._kernels(
-                batch, layer, slices, launch.Epilogue(*epilogue), aligns, row, options, form,
-                programmatic,
+                batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, options,
+                form, programmatic and storage is PLAIN,
             )[:2]  # fmt: skip
         if "embedding" in forms:
-            yield launch.gather_kernel(cls, len(slices), rank, 0, constants(False))
+            yield launch.gather_kernel(cls, len(slices), rank, 0, PLAIN, constants(False))
 
 
 def row_constants(engine, segment_size, tile):
@@ -142,7 +157,7 @@ def main():
     engine, target = sys.argv[1], target_of(sys.argv[2])
     programmatic = target.backend == "cuda" and target.arch >= 90
     done = set()
-    for dtype in ("bf16", "fp16", "fp32"):
+    for dtype in CASES:
         for found in kernels(engine, dtype, programmatic):
             key = (dtype, found.kernel.__name__, str(found.constants), str(found.options))
             if key not in done:

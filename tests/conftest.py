@@ -20,7 +20,17 @@ if importlib.util.find_spec("hypothesis"):
 
 PEFT_MODELS = [
     f"hf/test_{name}.py"
-    for name in ("generate", "hf_rows", "model", "peft_equality", "rows", "smollm2")
+    for name in (
+        "blends",
+        "experts",
+        "generate",
+        "hf_rows",
+        "model",
+        "moe_hf_rows",
+        "peft_equality",
+        "rows",
+        "smollm2",
+    )
 ]
 NEEDS = {
     "peft": ["adapters", "fuzz", *PEFT_MODELS],

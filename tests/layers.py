@@ -36,15 +36,22 @@ def per_token(x, weights, batch, base_output):
     """Return y in float64, straight from the formula, token by token."""
     y = base_output.double().clone()
     offsets = weights.slice_offsets
-    for t, slot in enumerate(batch.token_slots.tolist()):
+    scales = (
+        torch.ones(batch.token_slots.shape) if batch.token_scales is None else batch.token_scales
+    )
+    pairs = zip(batch.token_slots.view(-1).tolist(), scales.view(-1).tolist(), strict=True)
+    for i, (slot, token_scale) in enumerate(pairs):
+        t = i // batch.adapters_per_token
         if slot == -1:
             continue
         for s in range(weights.num_slices):
             r = int(weights.ranks[slot, s])
             columns = slice(offsets[s], offsets[s + 1])
-            h = weights.lora_a[slot, s, :r].double() @ x[t].double()
-            delta = weights.lora_b[slot, columns, :r].double() @ h
-            y[t, columns] += weights.scalings[slot, s].double() * delta
+            h = weights.a_of(s)[slot, :r].double() @ x[t].double()
+            delta = weights.b_of(s)[slot, :, :r].double() @ h
+            y[t, columns] += token_scale * weights.scalings[slot, s].double() * delta
+        if weights.output_scales is not None:
+            y[t] *= weights.output_scales[slot].double()
         if weights.bias is not None:
             y[t] += weights.bias[slot].double()
     return y

@@ -1,6 +1,7 @@
 """The interface: what is checked before a backend's own code runs, and the defaults."""
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
@@ -220,6 +221,99 @@ def test_a_plan_for_other_slots_or_tokens_is_refused(job):
         backend.prepare_batch(LoRABatch([0] * 8, 5), out=plan)
     with pytest.raises(InvalidInputError, match="allowed: a LoRABatch"):
         backend.prepare_batch([0, 1])
+
+
+def _dora(weights):
+    shape = (weights.num_slots, weights.out_features)
+    return dataclasses.replace(weights, output_scales=torch.ones(shape))
+
+
+def _split(weights):
+    parts = tuple(weights.a_of(s) for s in range(weights.num_slices))
+    return dataclasses.replace(weights, lora_a=parts)
+
+
+@either_way
+@pytest.mark.parametrize(
+    ("feature", "call"),
+    [
+        ("capacity", lambda b, x, plan: b.prepare_batch(small_batch(), capacity=9)),
+        ("token_scales", lambda b, x, plan: b.prepare_batch(LoRABatch([0], 1, [1.0]))),
+        ("output_scales", lambda b, x, plan: b.run_linear(x, _dora(small_weights()), plan)),
+        ("slice_tensors", lambda b, x, plan: b.run_linear(x, _split(small_weights()), plan)),
+    ],
+)
+def test_a_feature_that_a_backend_does_not_declare_is_refused_by_name(feature, call):
+    backend = Minimal()
+    plan = backend.prepare_batch(small_batch())
+    with pytest.raises(UnsupportedInputError, match=f"{feature}, which this backend does not have"):
+        call(backend, torch.randn(7, 10), plan)
+
+
+@either_way
+@pytest.mark.parametrize(
+    ("method", "change", "told"),
+    [
+        ("run_lora_a", {"out": torch.zeros(3, 7, 2)}, r"out is .*allowed: \[3, 7, 3\] float32"),
+        ("run_lora_a", {"out": torch.zeros(3, 7, 3).double()}, "out is .* float64"),
+        ("run_lora_a", {"out": torch.zeros(3, 3, 7).mT}, "out is not contiguous"),
+        ("run_lora_a", {"out": "h"}, "out is .*allowed: a tensor"),
+        ("run_linear", {"x": torch.zeros(8, 10)}, r"x is \[8, 10\]; allowed: \[7, 10\]"),
+        (
+            "run_linear",
+            {"weights": dataclasses.replace(small_weights(), lora_b=None)},
+            "lora_b is None, which run_linear reads",
+        ),
+        (
+            "run_qkv",
+            {"weights": dataclasses.replace(small_weights(), lora_a=None)},
+            "lora_a is None, which run_qkv reads",
+        ),
+    ],
+)
+def test_wrong_outs_rows_and_halves_are_refused(job, method, change, told):
+    with pytest.raises(InvalidInputError, match=told):
+        job(method, **change)
+
+
+def test_h_of_an_out_that_overlaps_x_is_refused(job):
+    memory = torch.zeros(100)
+    with pytest.raises(InvalidInputError, match="out overlaps x in memory"):
+        job("run_lora_a", x=memory[:70].view(7, 10), out=memory[30:93].view(3, 7, 3))
+
+
+@pytest.mark.parametrize("capacity", [6, True, 7.0, "7", 2**31])
+def test_a_capacity_that_is_none_is_refused(capacity):
+    with pytest.raises(InvalidInputError, match="capacity is .*allowed"):
+        TorchRefBackend().prepare_batch(small_batch(), capacity=capacity)
+
+
+def test_a_refill_keeps_its_capacity():
+    backend = TorchRefBackend()
+    plan = backend.prepare_batch(small_batch(), capacity=9)
+    backend.prepare_batch(LoRABatch([0] * 9, 4), out=plan, capacity=9)
+    assert (plan.num_tokens, plan.capacity) == (9, 9)
+    backend.prepare_batch(LoRABatch([], 4), out=plan)
+    assert (plan.num_tokens, plan.capacity) == (0, 9)
+    with pytest.raises(InvalidInputError, match="capacity is 10, out was made for 9"):
+        backend.prepare_batch(small_batch(), out=plan, capacity=10)
+    with pytest.raises(InvalidInputError, match="room for 9 tokens.*capacity=10 or more"):
+        backend.prepare_batch(LoRABatch([0] * 10, 4), out=plan)
+
+
+@either_way
+def test_several_adapters_per_token_are_refused_where_a_token_has_one_row_of_h(job):
+    backend, base = TorchRefBackend(), torch.ones(7, 14)
+    plan = backend.prepare_batch(LoRABatch([[0, 1]] * 7, 4))
+    for method in ("run_lora_a", "run_lora_b"):
+        with pytest.raises(UnsupportedInputError, match=f"{method} cannot run with several"):
+            job(method, plan=plan, base_output=base)
+    with pytest.raises(UnsupportedInputError, match="output_scales to several adapters"):
+        job(plan=plan, weights=_dora(small_weights()), base_output=base)
+    assert (base == 1).all()
+    single = backend.prepare_batch(small_batch())
+    with pytest.raises(InvalidInputError, match="made for 1 adapters per token, the batch has 2"):
+        backend.prepare_batch(LoRABatch([[0, 1]] * 7, 4), out=single)
 
 
 def test_what_a_backend_does_not_support_is_another_error():

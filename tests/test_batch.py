@@ -138,3 +138,64 @@ def test_a_list_nested_deeply_is_refused():
 def test_a_copy_is_an_equal_batch(copied):
     batch = copied(LoRABatch([0, -1, 2], 3))
     assert batch.token_slots.tolist() == [0, -1, 2] and batch.num_slots == 3
+
+
+SCALES = [[0.7, 0.3], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_scales_are_kept_as_float32_in_the_shape_of_the_slots(kind):
+    batch = LoRABatch(kind([[0, 2], [1, -1]]), 3, token_scales=kind(SCALES))
+    assert (batch.num_tokens, batch.adapters_per_token) == (2, 2)
+    assert torch.equal(batch.token_scales, torch.tensor(SCALES))
+    assert LoRABatch([0], 1, [2]).token_scales.dtype == torch.float32
+    assert LoRABatch([0], 1).token_scales is None
+
+
+def test_the_batch_keeps_its_own_copy_of_scales():
+    scales = torch.ones(1)
+    batch = LoRABatch([0], 1, scales)
+    scales[0] = 3
+    assert batch.token_scales.tolist() == [1.0]
+
+
+def test_one_adapter_per_token_needs_no_second_axis():
+    batch = LoRABatch([[0], [-1]], 1, [[0.5], [2.0]])
+    assert batch.adapters_per_token == 1
+    assert batch.token_slots.tolist() == [0, -1] and batch.token_scales.tolist() == [0.5, 2.0]
+
+
+def test_a_batch_of_several_adapters_falls_into_batches_of_one():
+    first, second, third = LoRABatch([[0, 2], [1, -1]], 3, SCALES).per_adapter(3)
+    assert (first.token_slots.tolist(), second.token_slots.tolist()) == ([0, 1], [2, -1])
+    assert torch.equal(second.token_scales, torch.tensor([0.3, 0.0]))
+    assert third.token_slots.tolist() == [-1, -1] and third.token_scales.tolist() == [1.0, 1.0]
+    assert LoRABatch([0, 1], 2).per_adapter(2)[1].token_scales is None
+
+
+def test_sequences_repeat_their_slots_and_scales():
+    batch = LoRABatch.from_sequences([[0, 1], [2, -1]], [2, 1], 3, scales=SCALES)
+    assert batch.token_slots.tolist() == [[0, 1], [0, 1], [2, -1]]
+    assert torch.equal(batch.token_scales, torch.tensor(SCALES)[[0, 0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("scales", "told"),
+    [
+        ([1.0], r"shape \[1\]"),
+        ([[1.0, 2.0]], r"shape \[1, 2\]"),
+        ([1.0, float("nan")], "nan at index 1"),
+        ([float("-inf"), 1.0], "-inf at index 0"),
+        ([1e39, 1.0], "not finite in float32"),
+        ([True, False], "torch.bool"),
+        ([1j, 0], "complex"),
+        ("ab", "cannot be read"),
+        (torch.ones(2, device="meta"), "on a device"),
+        (torch.ones(2, requires_grad=True), "requires a gradient"),
+        (torch.ones(2).to_sparse(), "cannot be read"),
+    ],
+)
+def test_scales_that_are_none_are_refused(scales, told):
+    with pytest.raises(InvalidInputError, match=told) as raised:
+        LoRABatch([0, 1], 2, token_scales=scales)
+    assert "token_scales" in str(raised.value)

@@ -157,6 +157,86 @@ def test_the_command_line_replaces_the_prompts_of_the_file(tiny_job):
     assert [(row["prompt"], row["adapter"]) for row in rows] == [("e f", "one"), ("g", None)]
 
 
+def test_rows_may_blend_adapters_from_the_command_line_and_the_file(tiny_job, save_adapter):
+    save_adapter(name="two", std=0.5, seed=5, r=2, target_modules=["q_proj"], use_dora=True)
+    save_adapter(name="three", std=0.5, seed=6, r=2, target_modules=["q_proj"])
+    text = tiny_job.read_text().replace(
+        "one = 'one'", "one = 'one'\ntwo = 'two'\n'a:1+b' = 'three'"
+    )
+    table = "adapter = {one = 0.5, 'a:1+b' = -1}"
+    tiny_job.write_text(text.replace("adapter = 'one'", table))
+    result = run("generate", "--config", str(tiny_job), "--check", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["adapter"] for row in rows] == [None, {"one": 0.5, "a:1+b": -1.0}]
+    assert all(row["same_alone"] for row in rows)
+    uses = ["one:0.5", "two:2", "a:1+b"]
+    command = ["generate", "--config", str(tiny_job), "--check"]
+    for use in uses:
+        command += ["--prompt", "a", "--use", use]
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    assert all(use in result.stdout for use in uses)
+    assert "3 of 3 rows give the same tokens" in result.stdout
+
+
+@pytest.mark.parametrize("use", ["one:0.5", "dora"])
+def test_a_comparison_tells_who_cannot_run_the_batch(use, tiny_job, save_adapter, monkeypatch):
+    numba_cpu = pytest.importorskip("lora_backends.numba_cpu")
+    monkeypatch.setattr(numba_cpu.NumbaCPUBackend, "features", frozenset())
+    folder = save_adapter(name="dora", r=2, target_modules=["q_proj"], use_dora=True)
+    tiny_job.write_text(
+        tiny_job.read_text().replace("[adapters]", f"[adapters]\ndora = '{folder}'")
+    )
+    arguments = ["--prompt", "a", "--use", use, "--compare", "--json"]
+    if use != "dora":
+        arguments += ["--adapter", f"one={folder.parent / 'one'}"]
+    result = run("generate", "--config", str(tiny_job), *arguments)
+    assert result.exit_code == 0, result.output
+    speeds = json.loads(result.stdout)["tokens_per_second"]
+    assert speeds["PEFT, mixed batch"] is None  # it has neither strengths nor DoRA in a batch
+    assert speeds["lora_backends, numba_cpu"] is None
+    assert speeds["lora_backends, torch_ref"] > 0
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        ("one:0.7+two", "given: 'two', for prompt 1"),
+        ("one:0.7+one:1", "given: 'one:1' a second time, for prompt 1"),
+        ("one:nan", "given: 'one:nan'"),
+        ("one:", "given: 'one:'"),
+        (":1", "given: ':1'"),
+        ("one:0.7+onne:1", "no adapter named 'onne'; did you mean 'one'"),
+    ],
+)
+def test_a_blend_that_cannot_be_read_is_refused_before_the_model(use, told, tiny_job, no_model):
+    result = run("generate", "--config", str(tiny_job), "--prompt", "a", "--use", use)
+    assert isinstance(result.exception, InvalidInputError)
+    assert told in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ("{}", "a blend has an empty table"),
+        ("{one = nan}", "a blend has 'one' = nan"),
+        ("{one = '0.5'}", "a blend has 'one' = '0.5'"),
+        ("{one = true}", "a blend has 'one' = True"),
+        ("{one = 1e39}", "a blend has 'one' = 1e+39"),
+        ("{one = {a = 1}}", "a blend has 'one' = "),
+        ("3", "allowed: an adapter's name, "),
+        ("['one']", "allowed: an adapter's name, "),
+        ("{nobody = 1}", "no adapter named 'nobody'"),
+    ],
+)
+def test_a_wrong_table_of_strengths_is_refused_before_the_model(table, told, tiny_job, no_model):
+    tiny_job.write_text(tiny_job.read_text().replace("adapter = 'one'", f"adapter = {table}"))
+    result = run("generate", "--config", str(tiny_job))
+    assert isinstance(result.exception, InvalidInputError)
+    assert told in str(result.exception)
+
+
 def test_a_row_that_differs_when_run_alone_is_status_1(tiny_job, monkeypatch):
     from lora_backends.hf import generation
 

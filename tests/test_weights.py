@@ -118,3 +118,68 @@ def test_weights_on_meta_are_refused(names):
 def test_what_is_no_layer_is_refused(change, told):
     with pytest.raises(InvalidInputError, match=told):
         LoRAWeights(**GOOD | change)
+
+
+PARTS = {
+    "lora_a": tuple(torch.zeros(4, 2, 16 + 2 * s)[..., :16] for s in range(3)),
+    "lora_b": tuple(torch.zeros(4, width, 2) for width in (8, 2, 2)),
+}
+
+
+def test_a_tensor_per_slice_is_kept_as_it_lies():
+    weights = LoRAWeights(**GOOD | PARTS)
+    assert (weights.num_slots, weights.num_slices, weights.max_rank) == (4, 3, 2)
+    assert (weights.in_features, weights.out_features) == (16, 12)
+    for s in range(3):
+        assert weights.a_of(s) is PARTS["lora_a"][s] and weights.b_of(s) is PARTS["lora_b"][s]
+    assert weights.needs == {"slice_tensors"}
+    assert LoRAWeights(**GOOD | {"lora_a": list(PARTS["lora_a"])}).lora_a == PARTS["lora_a"]
+
+
+def test_the_parts_of_a_stack_are_views():
+    weights = LoRAWeights(**GOOD)
+    assert weights.a_of(1).data_ptr() == weights.lora_a[:, 1].data_ptr()
+    assert weights.b_of(2).data_ptr() == weights.lora_b[:, 10:].data_ptr()
+    assert (weights.a_of(1).shape, weights.b_of(2).shape) == ((4, 2, 16), (4, 2, 2))
+    assert weights.needs == frozenset()
+
+
+@pytest.mark.parametrize(("half", "inputs"), [("lora_a", 0), ("lora_b", 16)])
+@pytest.mark.parametrize("given", [{}, PARTS])
+def test_a_half_may_be_missing(half, inputs, given):
+    weights = LoRAWeights(**GOOD | given | {half: None})
+    assert (weights.num_slots, weights.max_rank, weights.out_features) == (4, 2, 12)
+    assert weights.in_features == inputs
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"lora_a": None, "lora_b": None}, "both None"),
+        ({"lora_a": ()}, "lora_a is an empty tuple"),
+        ({"lora_a": PARTS["lora_a"][:2]}, "3 widths .* 2 tensors in lora_a"),
+        ({"lora_b": PARTS["lora_b"][:2]}, "3 widths .* 2 tensors in lora_b"),
+        ({"lora_a": (*PARTS["lora_a"][:2], torch.zeros(4, 2, 15))}, r"lora_a\[2\] has the wrong"),
+        ({"lora_b": PARTS["lora_b"][::-1]}, r"lora_b\[0\] has the wrong shape"),
+        ({"lora_a": (*PARTS["lora_a"][:2], None)}, r"lora_a\[2\] is not a floating-point tensor"),
+        ({"lora_a": (*PARTS["lora_a"][:2], torch.zeros(4, 2, 16).half())}, "differ in dtype"),
+        ({"lora_a": (torch.zeros(4, 16, 2).mT, *PARTS["lora_a"][1:])}, "not contiguous"),
+        ({"lora_a": (torch.zeros(4, 2), *PARTS["lora_a"][1:])}, "number of axes"),
+        ({"lora_a": None, "lora_b": torch.zeros(4, 12)}, "number of axes"),
+        ({"output_scales": torch.ones(4, 11)}, "output_scales has the wrong shape"),
+        ({"output_scales": torch.ones(4, 12, requires_grad=True)}, "requires a gradient"),
+        ({"output_scales": torch.ones(4, 12, dtype=torch.bool)}, "wrong dtype"),
+        ({"output_scales": torch.ones(4, 12, device="meta")}, "is on meta"),
+        ({"output_scales": torch.ones(12, 4).T}, "last axis of output_scales"),
+    ],
+)
+def test_wrong_tensors_per_slice_halves_and_scales_are_refused(change, told):
+    with pytest.raises(InvalidInputError, match=told):
+        LoRAWeights(**GOOD | change)
+
+
+def test_output_scales_take_their_dtype_and_are_kept():
+    scales = torch.ones(4, 12)
+    assert LoRAWeights(**GOOD, output_scales=scales).output_scales is scales
+    taken = LoRAWeights(**GOOD, output_scales=scales.double())
+    assert taken.output_scales.dtype == torch.float32 and taken.needs == {"output_scales"}

@@ -2,17 +2,27 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lora_backends.adapters.dora import BaseLayer
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.pool import AdapterPool, Loaded
 from lora_backends.adapters.slots import SlotTable
-from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec
+from lora_backends.adapters.specs import (
+    Checkpoint,
+    ExpertDelta,
+    ExpertSpec,
+    ModuleDelta,
+    ModuleSpec,
+)
 
 if TYPE_CHECKING:
     from lora_backends.adapters.checkpoint import read_checkpoint
 
 __all__ = [
     "AdapterPool",
+    "BaseLayer",
     "Checkpoint",
+    "ExpertDelta",
+    "ExpertSpec",
     "LoadLimits",
     "Loaded",
     "ModuleDelta",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from lora_backends.adapters.expert_names import renamed, ruled_names, take_experts
+from lora_backends.adapters.expert_source import ExpertSource
+from lora_backends.adapters.expert_tensors import read_experts
 from lora_backends.adapters.formats import (
     CONFIG_FILE,
     LONGEST_NAME,
@@ -23,35 +26,44 @@ from lora_backends.adapters.formats import (
 )
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.messages import problem
-from lora_backends.adapters.module_rules import ModuleRule, module_rules
+from lora_backends.adapters.module_rules import ModuleRule, module_rules, targets_parameter
 from lora_backends.adapters.peft_config import ALL_LINEAR, PeftLoraConfig, read_config
 from lora_backends.adapters.pickle_file import read_pickle
 from lora_backends.adapters.safetensors_file import read_safetensors
-from lora_backends.adapters.specs import Checkpoint, Kind, ModuleDelta, ModuleSpec
+from lora_backends.adapters.specs import (
+    Checkpoint,
+    ExpertSpec,
+    Kind,
+    ModuleDelta,
+    ModuleSpec,
+)
+from lora_backends.adapters.tensor_checks import check_dtype, check_finite, described, typed
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean, shown
 from lora_backends.files import as_path, kind_of
 
 _PREFIX = "base_model.model."
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _BASE_WEIGHT = "base_layer.weight"
 _BIAS = "lora_B.bias"
+_MAGNITUDE = "lora_magnitude_vector"
 _MATRICES: dict[Kind, tuple[str, str]] = {
     "linear": ("lora_A.weight", "lora_B.weight"),
     "embedding": ("lora_embedding_A", "lora_embedding_B"),
 }
-_PARTS = (*_MATRICES["linear"], _BIAS, *_MATRICES["embedding"], _BASE_WEIGHT)
+_PARTS = (*_MATRICES["linear"], _BIAS, *_MATRICES["embedding"], _MAGNITUDE, _BASE_WEIGHT)
 
 # What only training reads: VeLoRA's projection, MonteCLoRA's sampler.
 _TRAINING_ONLY = re.compile(r"\.(lora_velora_embed|lora_monteclora_sampler\.\w+)$")
 
 # Tensors of features that change the result in other ways than a low-rank update; first hit wins.
 _REFUSED = (
-    (r"\.lora_magnitude_vector\b", "use_dora (DoRA)"),
     (r"\.lora_diag\b", "kasa_config (KaSA)"),
     (r"\.lora_arrow\b", "arrow_config (Arrow)"),
     (r"\.(token_adapter\.|trainable_tokens_)", "trainable_token_indices"),
-    (r"(^|\.)experts\.lora_|\.base_layer\.lora_", "target_parameters (stacked experts)"),
+    (
+        r"(?<!\bexperts)\.base_layer\.lora_",
+        "target_parameters (several of one module that are not gate_up_proj and down_proj)",
+    ),
     (r"\.base_layer\.bias$", 'bias = "all" or "lora_only" (biases of the base model)'),
     (r"\.lora_E$|\.ranknum$", 'peft_type = "ADALORA"'),
     (
@@ -67,9 +79,22 @@ class _Source:
 
     path: Path
     config: PeftLoraConfig
-    rules: Mapping[str, ModuleRule]  # by module path
+    names: Collection[str]  # of the modules with LoRA
+    rules: Mapping[str, ModuleRule]  # by module path, and by path of the weight
     specs: Mapping[str, ModuleSpec] | None
     max_rank: int | None
+
+    def rule(self, module: str) -> ModuleRule:
+        """Return what the configuration says about a module, or about its weight alone."""
+        rule = self.rules[module]
+        weight = f"{module}.weight"
+        if rule.targeted or not targets_parameter(self.config, weight):
+            return rule
+        return replace(self.rules[weight], targeted=True)
+
+    def base_path(self, module: str) -> str:
+        """Return the path that the base model has for a module of the file."""
+        return module if self.specs is None else renamed(module, self.specs)
 
     def error(
         self, what: str, given: str | list[str], allowed: str, to_do: str | None = None
@@ -82,6 +107,8 @@ def read_checkpoint(
     modules: Mapping[str, ModuleSpec] | None = None,
     max_rank: int | None = None,
     limits: LoadLimits | None = None,
+    experts: Mapping[str, ExpertSpec] | None = None,
+    max_expert_rank: int | None = None,
 ) -> Checkpoint:
     """Read a PEFT LoRA checkpoint: `delta(x) = scaling * B (A x) + bias` for each module in it.
 
@@ -94,9 +121,13 @@ def read_checkpoint(
         modules: what the base model has at each path; None skips the comparison with it.
         max_rank: the largest rank that the caller has room for; None sets no limit.
         limits: what the files may cost; None takes the defaults.
+        experts: what the base model has at each stacked parameter of experts; None where `modules`
+            is given says that it has none.
+        max_expert_rank: as `max_rank`, of experts; None is the same as `max_rank`.
 
     Returns:
-        One `ModuleDelta` for each module with LoRA, and the copies of base weights in the file.
+        One `ModuleDelta` for each module with LoRA, one `ExpertDelta` for each stacked parameter of
+        experts, and the copies of base weights in the file.
 
     Raises:
         InvalidInputError: a file is missing or damaged, beyond a limit, or contradicts itself or
@@ -111,14 +142,32 @@ def read_checkpoint(
     with torch.device("cpu"):  # whatever the caller's default device is
         weights, tensors = _read_tensors(path, limits)
     _refuse_features(weights, tensors)
-    parts_of = _group(weights, tensors)
-    rules = module_rules(config, list(parts_of), path / CONFIG_FILE, limits)
-    source = _Source(weights, config, rules, modules, max_rank)
-    deltas = {name: _read_delta(source, name, parts_of[name]) for name in sorted(parts_of)}
+    parts_of, taken = take_experts(_group(weights, tensors), modules, experts)
+    of_parameters = parts_of if config.target_parameters else ()
+    names = [*parts_of, *(f"{name}.weight" for name in of_parameters), *ruled_names(taken)]
+    rules = module_rules(config, names, path / CONFIG_FILE, limits)
+    source = _Source(weights, config, parts_of, rules, modules, max_rank)
+    deltas = {}
+    for name in sorted(parts_of):
+        delta = _read_delta(source, name, parts_of[name])
+        if delta.module in deltas:
+            given = [f"LoRA for {name!r}", f"LoRA for {delta.module!r}"]
+            raise source.error("two paths name one module of the base model", given, "one of them")
+        deltas[delta.module] = delta
     copies = {
-        name: parts[_BASE_WEIGHT] for name, parts in parts_of.items() if _BASE_WEIGHT in parts
+        source.base_path(name): parts[_BASE_WEIGHT]
+        for name, parts in parts_of.items()
+        if _BASE_WEIGHT in parts
     }
-    return Checkpoint(path, MappingProxyType(deltas), MappingProxyType(copies))
+    specs = experts if modules is None else experts or {}
+    room = max_rank if max_expert_rank is None else max_expert_rank
+    of_experts = ExpertSource(weights, config, rules, specs, room, limits)
+    return Checkpoint(
+        path,
+        MappingProxyType(deltas),
+        MappingProxyType(copies),
+        MappingProxyType(read_experts(of_experts, taken)),
+    )
 
 
 def _read_tensors(folder: Path, limits: LoadLimits) -> tuple[Path, dict[str, Tensor]]:
@@ -133,7 +182,7 @@ def _refuse_features(path: Path, tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in tensors.items():
         feature = _feature_of(key, tensor)
         if feature:
-            found.setdefault(feature, f"{feature}, by tensor {_described(key, tensor)}")
+            found.setdefault(feature, f"{feature}, by tensor {described(key, tensor)}")
     if found:
         what = "the weights belong to features that this library cannot reproduce exactly"
         allowed = "LoRA that computes base(x) + scaling * (B A x + b)"
@@ -149,9 +198,9 @@ def _feature_of(key: str, tensor: Tensor) -> str | None:
     for pattern, feature in _REFUSED:
         if re.search(pattern, name):
             return feature
-    if tensor.ndim > 2 and ".lora_" in name and not _TRAINING_ONLY.search(name):
-        experts = "experts" in name.split(".")
-        return "target_parameters (stacked experts)" if experts else "LoRA of a convolution"
+    in_experts = tensor.ndim == 3 and "experts" in name.split(".")
+    if tensor.ndim > 2 and ".lora_" in name and not (in_experts or _TRAINING_ONLY.search(name)):
+        return "LoRA of a convolution"
     return None
 
 
@@ -160,7 +209,7 @@ def _group(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Ten
     strange = []
     for key, tensor in tensors.items():
         module, part = _split(key)
-        if part:
+        if part and part not in parts_of.get(module, {}):
             parts_of.setdefault(module, {})[part] = tensor
         elif not _TRAINING_ONLY.search(key):
             strange.append(key)
@@ -182,10 +231,15 @@ def _group(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Ten
 
 def _split(key: str) -> tuple[str, str | None]:
     name = key.removeprefix(_PREFIX)
-    if name != key and len(key) <= LONGEST_NAME and name.isprintable():
+    if name.endswith(f".{_MAGNITUDE}.weight"):  # PEFT saves it without ".weight" and reads both
+        name = name.removesuffix(".weight")
+    if key.startswith(_PREFIX) and len(key) <= LONGEST_NAME and name.isprintable():
         for part in _PARTS:
             if name.endswith(f".{part}"):
                 return name.removesuffix(f".{part}"), part
+        module, _, part = name.rpartition(".")
+        if part in ("lora_A", "lora_B") and "experts" in module.split("."):
+            return module, f"{part}.weight"  # a tensor with an axis of experts is no module
     return key, None
 
 
@@ -193,23 +247,26 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     kind = _kind_of(source, module, parts)
     _check_targeted(source, module, kind)
     _check_lora_bias(source, module, kind, parts)
+    _check_magnitude(source, module, parts)
     spec = _spec_of(source, module, kind)
-    rank = source.rules[module].rank
+    rule = source.rule(module)
+    rank = rule.rank
     _check_room(source, module, rank)
     name_a, name_b = _MATRICES[kind]
     lora_a, lora_b = parts[name_a], parts[name_b]
     wide = _width(lora_a, 1) if spec is None else spec.in_features
     high = _width(lora_b, 0) if spec is None else spec.out_features
     shapes: dict[str, tuple[int, ...]] = {name_a: (rank, wide), name_b: (high, rank)}
-    shapes[_BIAS] = (high,)
+    shapes[_BIAS] = shapes[_MAGNITUDE] = (high,)
     shapes[_BASE_WEIGHT] = (high, wide) if kind == "linear" else (wide, high)
     for part, tensor in parts.items():
         _check_tensor(source, f"{_PREFIX}{module}.{part}", tensor, shapes[part], rank)
-    scaling = source.rules[module].scaling
+    scaling = rule.scaling
     bias = parts[_BIAS].float() * scaling if _BIAS in parts else None
     if spec is not None and kind == "embedding":
         scaling *= spec.embed_scale
-    return ModuleDelta(module, kind, rank, scaling, lora_a, lora_b, bias)
+    module, magnitude = source.base_path(module), parts.get(_MAGNITUDE)
+    return ModuleDelta(module, kind, rank, scaling, lora_a, lora_b, bias, magnitude)
 
 
 def _kind_of(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Kind:
@@ -229,9 +286,15 @@ def _kind_of(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Kind:
 
 def _check_targeted(source: _Source, module: str, kind: Kind) -> None:
     only_linear = str(source.config.target_modules).lower() == ALL_LINEAR
-    if source.rules[module].targeted and not (only_linear and kind == "embedding"):
+    if source.rule(module).targeted and not (only_linear and kind == "embedding"):
         return
-    keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+    keys = (
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+    )
     values = ((key, getattr(source.config, key)) for key in keys)
     given = [f"LoRA for {module!r}", *(f"{k} = {shown(v)}" for k, v in values if v is not None)]
     raise source.error(
@@ -254,12 +317,26 @@ def _check_lora_bias(source: _Source, module: str, kind: Kind, parts: Mapping[st
         raise source.error(what, given, "both or neither", f"correct {CONFIG_FILE}")
 
 
+def _check_magnitude(source: _Source, module: str, parts: Mapping[str, Tensor]) -> None:
+    expected = source.config.use_dora
+    if expected != (_MAGNITUDE in parts):
+        given = [f"use_dora = {str(expected).lower()} in {CONFIG_FILE}"]
+        given += [f"{'no ' if expected else ''}tensor '{_PREFIX}{module}.{_MAGNITUDE}'"]
+        what = f"use_dora (DoRA) and the tensors of module {module!r} disagree"
+        raise source.error(what, given, "both or neither", f"correct {CONFIG_FILE}")
+
+
 def _spec_of(source: _Source, module: str, kind: Kind) -> ModuleSpec | None:
     if source.specs is None:
         return None
-    spec = source.specs.get(module)
+    spec = source.specs.get(source.base_path(module))
     if spec is None:
         raise _missing_module(source, source.specs, module)
+    if spec.transposed and not source.rules[module].targeted:
+        what = "the adapter uses a feature that this library cannot reproduce exactly"
+        given = f"target_parameters with the weight of {module!r}, which is stored transposed"
+        allowed = f"target_modules for {module!r}"
+        raise UnsupportedInputError(problem(source.path, what, given, allowed))
     if spec.kind != kind:
         what = f"module {module!r} of the base model is of another kind"
         allowed = f"LoRA of kind {spec.kind!r}"
@@ -271,8 +348,8 @@ def _spec_of(source: _Source, module: str, kind: Kind) -> ModuleSpec | None:
 def _missing_module(
     source: _Source, specs: Mapping[str, ModuleSpec], module: str
 ) -> InvalidInputError:
-    missing = [name for name in source.rules if name not in specs]
-    facts = [f"LoRA for {len(source.rules)} modules, {len(missing)} of which the base model lacks"]
+    missing = [name for name in source.names if source.base_path(name) not in specs]
+    facts = [f"LoRA for {len(source.names)} modules, {len(missing)} of which the base model lacks"]
     mine, theirs = _highest_layer(missing), _highest_layer(specs)
     if mine > theirs >= 0:
         what = "the base model has fewer layers than the adapter"
@@ -297,10 +374,6 @@ def _check_room(source: _Source, module: str, rank: int) -> None:
         raise source.error(what, given, allowed, f"set max_rank to {rank} or more")
 
 
-def _described(key: str, tensor: Tensor) -> str:
-    return f"{shown(key, 1100)} {shown(list(tensor.shape))}"
-
-
 def _width(tensor: Tensor, axis: int) -> int:
     return tensor.shape[axis] if tensor.ndim == 2 else -1
 
@@ -308,25 +381,15 @@ def _width(tensor: Tensor, axis: int) -> int:
 def _check_tensor(
     source: _Source, key: str, tensor: Tensor, shape: tuple[int, ...], rank: int
 ) -> None:
-    given = f"tensor {_described(key, tensor)} {str(tensor.dtype).removeprefix('torch.')}"
-    if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or tensor.is_meta:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise source.error("a tensor is not of a floating dtype", given, f"dense, {names}")
+    check_dtype(source.error, key, tensor)
     if tuple(tensor.shape) != shape or 0 in shape:
         sizes = ", ".join("any" if size < 1 else str(size) for size in shape)
         allowed = f"[{sizes}], rank {rank} by {CONFIG_FILE}"
         if source.specs is not None:
-            spec = source.specs[_split(key)[0]]
+            spec = source.specs[source.base_path(_split(key)[0])]
             allowed += f", in_features {spec.in_features} and out_features {spec.out_features}"
             allowed += " by the base model"
         to_do = "load it on the model it was trained on, with the configuration saved beside it"
-        raise source.error("a tensor has the wrong shape", given, allowed, to_do)
-    if not key.endswith(_BASE_WEIGHT) and not all(_finite_rows(tensor)):
-        to_do = "train the adapter again: its training diverged"
-        raise source.error("a tensor holds NaN or infinity", given, "finite float32 values", to_do)
-
-
-def _finite_rows(tensor: Tensor) -> Iterator[bool]:
-    # In pieces: the mask of a vocabulary's matrix is as large as the matrix.
-    for start in range(0, len(tensor), 1024):
-        yield bool(torch.isfinite(tensor[start : start + 1024].float()).all())
+        raise source.error("a tensor has the wrong shape", typed(key, tensor), allowed, to_do)
+    if not key.endswith(_BASE_WEIGHT):
+        check_finite(source.error, key, tensor)

@@ -82,6 +82,19 @@ def module_rules(
     return found
 
 
+def targets_parameter(config: PeftLoraConfig, path: str) -> bool:
+    """Return whether PEFT puts LoRA on a parameter: `target_parameters` names the end of its path.
+
+    Neither `exclude_modules` nor `layers_to_transform` narrows these.
+
+    Args:
+        config: of the adapter.
+        path: of the parameter.
+    """
+    names = config.target_parameters or ()
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
 Matches: TypeAlias = Mapping[Expression, Mapping[str, bool | str]]
 Patterns: TypeAlias = Mapping[str, tuple[T, Mapping[str, bool | str] | None]]
 """Per pattern its value, and the modules that it matches where `re` decides that."""

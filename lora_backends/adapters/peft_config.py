@@ -32,9 +32,11 @@ class PeftLoraConfig(BaseModel):
     r: Rank = 8
     lora_alpha: Alpha = 8
     use_rslora: bool = False
+    use_dora: bool = False
     rank_pattern: dict[str, Rank] | None = None
     alpha_pattern: dict[str, Alpha] | None = None
     target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
@@ -44,6 +46,7 @@ class PeftLoraConfig(BaseModel):
     init_lora_weights: bool | str = True
     ensure_weight_tying: bool = False
     task_type: str | None = None
+    peft_version: object = None  # that saved it; anything may stand there
 
 
 ALLOWED = {
@@ -53,6 +56,7 @@ ALLOWED = {
     "rank_pattern": "an object of names or regular expressions to integers above 0, or null",
     "alpha_pattern": "an object of names or regular expressions to finite numbers, or null",
     "target_modules": f'a list of module names, a regular expression or "{ALL_LINEAR}"',
+    "target_parameters": "a list of names of parameters, or null",
     "exclude_modules": "a list of module names, a regular expression or null",
     "layers_to_transform": "an integer, a list of integers or null",
     "layers_pattern": "a regular expression, a list of them or null",
@@ -66,7 +70,7 @@ _ALLOWED_ELSE = "true or false"
 # of training alone; the configurations of initialisations act only through init_lora_weights.
 _HARMLESS = frozenset(
     """auto_mapping base_model_name_or_path corda_config eva_config inference_mode loftq_config
-    lora_dropout lora_ga_config megatron_core monteclora_config peft_version qalora_group_size
+    lora_dropout lora_ga_config megatron_core monteclora_config qalora_group_size
     revision runtime_config velora_config""".split()
 )
 
@@ -76,9 +80,7 @@ _REFUSED = {
     "layer_replication": "it repeats layers of the base model",
     "megatron_config": "its layers are split over Megatron's ranks",
     "modules_to_save": "it replaces whole modules of the base model",
-    "target_parameters": "it adapts parameters of experts, not modules",
     "trainable_token_indices": "it replaces rows of the embedding",
-    "use_dora": "the update is rescaled by norms of the base weight",
     "use_qalora": "the input is pooled into groups",
 }
 
@@ -88,6 +90,8 @@ _REFUSED_IF_SET = {
     "kasa_config": "it truncates the base weight and puts a diagonal between B and A",
     "use_bdlora": "its matrices are block-diagonal and stored packed",
 }
+
+_NOT_WITH_DORA = ("lora_bias", "monteclora_config", "target_parameters", "velora_config")
 
 # LoRA-GA changes the base weight while it trains, not when it is loaded.
 _PLAIN_INITS = frozenset({"eva", "gaussian", "lora_ga", "mica", "orthogonal"})
@@ -119,6 +123,7 @@ def read_config(path: Path, limits: LoadLimits) -> PeftLoraConfig:
             )
         )
     config = _validated(values, path)
+    _check_dora(values, config, path)
     refused = [*_refused_keys(values), *_refused_values(config), *_unknown_keys(values)]
     if refused:
         raise UnsupportedInputError(
@@ -188,8 +193,19 @@ def _unknown_keys(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} = {as_json(value)}: not known here"
 
 
+def _check_dora(values: Mapping[str, Any], config: PeftLoraConfig, path: Path) -> None:
+    """Refuse what PEFT refuses together with DoRA: nothing says what it would compute."""
+    others = [key for key in _NOT_WITH_DORA if values.get(key) not in (None, False, [])]
+    if str(config.init_lora_weights).lower() == "mica":
+        others.append("init_lora_weights")
+    if config.use_dora and others:
+        given = [f"{key} = {as_json(values[key])}" for key in ("use_dora", *others)]
+        what = f"PEFT does not combine DoRA with {others[0]}"
+        raise InvalidInputError(problem(path, what, given, "use_dora without it"))
+
+
 def _check_consistency(config: PeftLoraConfig, path: Path) -> None:
-    if config.target_modules is None:
+    if config.target_modules is None and not config.target_parameters:
         what = "target_modules is missing: PEFT would guess it from the architecture"
         missing, allowed = "target_modules = null", ALLOWED["target_modules"]
         raise InvalidInputError(problem(path, what, missing, allowed, "list the modules"))

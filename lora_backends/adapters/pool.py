@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from lora_backends.adapters.dora import BaseLayers, dora_terms
+from lora_backends.adapters.expert_stacks import ExpertStacks
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.slots import SlotTable
-from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec
-from lora_backends.adapters.stacks import Stacks
+from lora_backends.adapters.specs import (
+    Checkpoint,
+    ExpertDelta,
+    ExpertSpec,
+    ModuleDelta,
+    ModuleSpec,
+)
+from lora_backends.adapters.stacks import Stacks, StagedDelta
 from lora_backends.errors import InvalidInputError, shown
+from lora_backends.experts import ExpertWeights
 from lora_backends.weights import LoRAWeights
 
 
@@ -44,6 +53,10 @@ class AdapterPool:
         groups: paths of linear modules that share an input and a stack, in the order of its
             slices; a module is in one group at most.
         limits: what the files of a checkpoint may cost; None takes the defaults.
+        experts: what the base model has, by path of a stacked parameter of experts.
+        max_expert_rank: width of the stacks of experts; None is the same as `max_rank`.
+        base_layers: returns the weight and bias of the base model's module at a path. It is asked
+            when an adapter with DoRA is loaded; None refuses those.
 
     Raises:
         InvalidInputError: a number is less than 1, or too large.
@@ -58,29 +71,47 @@ class AdapterPool:
         device: torch.device | str = "cpu",
         groups: Iterable[Sequence[str]] = (),
         limits: LoadLimits | None = None,
+        experts: Mapping[str, ExpertSpec] | None = None,
+        max_expert_rank: int | None = None,
+        *,
+        base_layers: BaseLayers | None = None,
     ) -> None:
-        for key, number in (("max_adapters", max_adapters), ("max_rank", max_rank)):
+        expert_rank = max_rank if max_expert_rank is None else max_expert_rank
+        for key, number in (
+            ("max_adapters", max_adapters),
+            ("max_rank", max_rank),
+            ("max_expert_rank", expert_rank),
+        ):
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
                 raise InvalidInputError(
                     f"{key} is {shown(number)}; allowed: an int, 1 or more and less than 2^31"
                 )
-        self.modules = dict(modules)
+        self.modules, self.experts = dict(modules), dict(experts or {})
         self.limits = limits or LoadLimits()
         self.slots = SlotTable(max_adapters)
-        self.max_rank = max_rank
+        self.max_rank, self.max_expert_rank = max_rank, expert_rank
         self.dtype = dtype
         self.device = torch.device(device)
         self.active_weights: Mapping[str, LoRAWeights] = {}
         """The stacks of the modules that a loaded adapter touches, by path.
 
         Replaced and never changed, so a call may hold it. A stack is one object for good, unless
-        an adapter brings its first bias.
+        an adapter brings its first bias or its first output_scales (DoRA).
         """
         self.shared_weights: Mapping[str, LoRAWeights] = {}
         """The stacks of groups where two or more modules are active, by the group's first path."""
+        self.active_experts: Mapping[str, tuple[ExpertWeights, ...]] = {}
+        """The stacks of the experts that a loaded adapter touches, by path of the parameter.
+
+        Replaced and never changed, as `active_weights`. A parameter has a stack for each form that
+        adapters have; an adapter has rank 0 in all but one.
+        """
         self._stacks = Stacks(self.modules, groups, max_adapters, max_rank, dtype, self.device)
+        self._base_layers = base_layers
+        self._experts = ExpertStacks(self.experts, max_adapters, expert_rank, dtype, self.device)
         self._users: dict[str, set[int]] = {}  # module path -> slots whose adapter touches it
         self._biased: set[tuple[int, str]] = set()  # slots and modules with a bias
+        self._scaled: set[tuple[int, str]] = set()  # slots and modules with output_scales
 
     def load(
         self,
@@ -103,7 +134,8 @@ class AdapterPool:
         Raises:
             InvalidInputError: the name is taken, the files do not fit the base model, or every
                 slot is pinned.
-            UnsupportedInputError: a feature that cannot be reproduced exactly.
+            UnsupportedInputError: a feature that cannot be reproduced exactly, or DoRA and this
+                pool knows no base weights.
         """
         _check_name(name)
         if name in self.slots and not replace_existing:
@@ -113,7 +145,14 @@ class AdapterPool:
             )
         from lora_backends.adapters.checkpoint import read_checkpoint  # needs pydantic
 
-        checkpoint = read_checkpoint(folder, self.modules, self.max_rank, self.limits)
+        checkpoint = read_checkpoint(
+            folder,
+            self.modules,
+            self.max_rank,
+            self.limits,
+            self.experts,
+            self.max_expert_rank,
+        )
         if accept is not None:
             accept(checkpoint)
         return self.add(name, checkpoint)
@@ -123,6 +162,7 @@ class AdapterPool:
 
         Raises:
             InvalidInputError: it does not fit the base model, or every slot is pinned.
+            UnsupportedInputError: DoRA, as `load`.
         """
         _check_name(name)
         if not isinstance(checkpoint, Checkpoint):
@@ -132,10 +172,14 @@ class AdapterPool:
             )
         for delta in checkpoint.modules.values():
             self._check_fits(delta)
-        staged = [self._stage(delta) for delta in checkpoint.modules.values()]
+        staged: list[StagedDelta | ExpertDelta] = [
+            *(self._stage(delta) for delta in checkpoint.modules.values()),
+            *(self._experts.stage(delta) for delta in checkpoint.experts.values()),
+        ]
         with self.slots.lock:  # no call may take the slot while it is written
             slot, evicted = self.slots.candidate(name)
-            self._stacks.reserve(staged)
+            self._stacks.reserve(d for d in staged if isinstance(d, StagedDelta))
+            self._experts.reserve(d for d in staged if isinstance(d, ExpertDelta))
             self.slots.vacate(name, slot)  # before the first write: see the class
             self._clear(slot)
             self._write(slot, staged)
@@ -158,7 +202,7 @@ class AdapterPool:
         return self.active_weights.get(module)
 
     def modules_of(self, slot: int) -> list[str]:
-        """Return the paths of the modules that the adapter in `slot` touches."""
+        """Return the paths of the modules and experts that the adapter in `slot` touches."""
         with self.slots.lock:  # another thread may load
             return [module for module, users in self._users.items() if slot in users]
 
@@ -166,8 +210,29 @@ class AdapterPool:
         """Return whether the adapter in `slot` brings a bias for a module."""
         return (slot, module) in self._biased
 
+    def has_output_scales(self, slot: int, module: str) -> bool:
+        """Return whether the adapter in `slot` brings output_scales (DoRA) for a module."""
+        return (slot, module) in self._scaled
+
+    def has_dora(self, slot: int) -> bool:
+        """Return whether the adapter in `slot` brings output_scales for any module."""
+        with self.slots.lock:
+            return any(scaled == slot for scaled, _ in self._scaled)
+
+    def has_lora_bias(self, slot: int) -> bool:
+        """Return whether the adapter in `slot` brings a bias of its own, not folded in by DoRA."""
+        with self.slots.lock:
+            return any(biased == slot for biased, _ in self._biased - self._scaled)
+
+    def is_active(self, slot: int, path: str, held: tuple[ExpertWeights, ...]) -> bool:
+        """Return whether stacks that a caller holds have a slot's LoRA of experts."""
+        own = self._experts.of(slot, path)
+        return any(stack is own for stack in held)
+
     def _note_active(self) -> None:
-        self.active_weights = {path: self._stacks[path] for path, u in self._users.items() if u}
+        modules = {path for path, users in self._users.items() if users} - {*self.experts}
+        self.active_weights = {path: self._stacks[path] for path in self._users if path in modules}
+        self.active_experts = self._experts.active()
         self.shared_weights = self._stacks.shared(self.active_weights)
 
     def _check_fits(self, delta: ModuleDelta) -> None:
@@ -184,15 +249,28 @@ class AdapterPool:
                 f"the LoRA of {delta.module!r} does not fit the base model\n"
                 f"  given: lora_a, lora_b and bias of shapes {given}\n  allowed: {allowed}"
             )
+        if delta.magnitude is not None:
+            shape = tuple(delta.magnitude.shape)
+            if delta.bias is not None or shape != allowed[2]:
+                raise InvalidInputError(
+                    f"the magnitude (DoRA) of {delta.module!r} does not fit\n  given: shape {shape}"
+                    f"{', and a bias' * (delta.bias is not None)}\n"
+                    f"  allowed: {allowed[2]}, without a LoRA bias"
+                )
 
-    def _stage(self, delta: ModuleDelta) -> ModuleDelta:
+    def _stage(self, delta: ModuleDelta) -> StagedDelta:
         """Return the delta in the pool's dtype, on its device."""
-        staged = replace(
-            delta,
-            scaling=_as_scaling(delta),
+        scaling, scales, bias = _as_scaling(delta), None, delta.bias
+        if delta.magnitude is not None:
+            scales, bias = dora_terms(delta, self.modules[delta.module], self._base_layers)
+        staged = StagedDelta(
+            module=delta.module,
+            rank=delta.rank,
+            scaling=scaling,
             lora_a=delta.lora_a.to(self.device, self.dtype),
             lora_b=delta.lora_b.to(self.device, self.dtype),
-            bias=None if delta.bias is None else delta.bias.to(self.device, torch.float32),
+            bias=None if bias is None else bias.to(self.device, torch.float32),
+            output_scales=None if scales is None else scales.to(self.device, torch.float32),
         )
         for name, tensor in (("lora_A", staged.lora_a), ("lora_B", staged.lora_b)):
             if not bool(tensor.isfinite().all()):
@@ -204,19 +282,28 @@ class AdapterPool:
             raise InvalidInputError(f"the LoRA bias of {delta.module} is not finite")
         return staged
 
-    def _write(self, slot: int, deltas: Iterable[ModuleDelta]) -> None:
+    def _write(self, slot: int, deltas: Iterable[StagedDelta | ExpertDelta]) -> None:
         for delta in deltas:
             # Noted first: the next load into the slot clears what an interrupt leaves of this one.
             self._users.setdefault(delta.module, set()).add(slot)
+            if isinstance(delta, ExpertDelta):
+                self._experts.write(slot, delta)
+                continue
             if delta.bias is not None:
                 self._biased.add((slot, delta.module))
+            if delta.output_scales is not None:
+                self._scaled.add((slot, delta.module))
             self._stacks.write(slot, delta)
 
     def _clear(self, slot: int) -> None:
         for module, users in self._users.items():
             if slot in users:
-                self._stacks.clear(slot, module)
+                if module in self.experts:
+                    self._experts.clear(slot, module)
+                else:
+                    self._stacks.clear(slot, module)
                 self._biased.discard((slot, module))
+                self._scaled.discard((slot, module))
                 users.discard(slot)  # last: an interrupt before it leaves the module to clear
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -20,13 +20,33 @@ class ModuleSpec:
     in_features: int  # embedding: the size of the vocabulary
     out_features: int  # embedding: its dimension
     embed_scale: float = 1.0  # a scaled embedding (Gemma) multiplies its output by this
+    transposed: bool = False  # the weight is stored [in_features, out_features] (Conv1D)
+
+
+@dataclass(frozen=True)
+class ExpertSpec:
+    """What the base model has at one stacked parameter of its experts."""
+
+    num_experts: int
+    in_features: int
+    output_slices: tuple[int, ...]  # (I, I) for gate and up; else one width
+    interleaved: bool = False  # even output columns are the gate's, odd ones are up's (gpt-oss)
+    transposed: bool = False  # stored [num_experts, in_features, out_features]
+    refusal: str | None = None  # why LoRA of these experts cannot be added; sizes mean nothing then
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output, all slices together."""
+        return sum(self.output_slices)
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleDelta:
     """One module's LoRA in one checkpoint: `delta(x) = scaling * B (A x) + bias`.
 
-    An embedding's x is one-hot: its delta for token id i is `scaling * B A[:, i]`.
+    An embedding's x is one-hot: its delta for token id i is `scaling * B A[:, i]`. With a
+    magnitude m (DoRA), the module computes `m / ||W + scaling B A|| * (W x + delta(x))` plus its
+    own bias, where the norm is that of each output's row.
     """
 
     module: str  # path inside the base model, e.g. "model.layers.0.self_attn.q_proj"
@@ -36,6 +56,27 @@ class ModuleDelta:
     lora_a: Tensor  # [rank, in_features], floating, finite, on the CPU
     lora_b: Tensor  # [out_features, rank], floating, finite, on the CPU
     bias: Tensor | None  # [out_features] float32, scaling is folded in
+    magnitude: Tensor | None = None  # [out_features] floating, finite: DoRA; it has no bias
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertDelta:
+    """The LoRA of one stacked parameter of experts, as `ExpertWeights` without an axis of slots.
+
+    For expert e and slice s, with a = s (0 where one A feeds every slice):
+    `delta(x)[columns of s] = scalings[e, a] * lora_b[e, columns of s] (lora_a[e, a] x)`.
+    """
+
+    module: str  # path of the parameter, e.g. "model.layers.0.mlp.experts.gate_up_proj"
+    lora_a: Tensor  # [num_experts or 1, num_a, rank, in_features], floating, finite, on the CPU
+    lora_b: Tensor  # [num_experts or 1, out_features, rank], columns as the base model has them
+    ranks: Tensor  # [num_experts, num_a] int32, at most `rank`; 0: not adapted
+    scalings: Tensor  # [num_experts, num_a] float32
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of an expert."""
+        return self.lora_a.shape[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,3 +89,5 @@ class Checkpoint:
     """Module path to the full base weight `[out_features, in_features]` (embedding: `[vocab, dim]`)
     that the file holds beside the LoRA of an embedding or a head: it has to equal the base model's.
     """
+    experts: Mapping[str, ExpertDelta] = field(default_factory=dict)
+    """By path of the parameter, in sorted order."""

@@ -8,8 +8,21 @@ from typing import Any
 
 import torch
 
-from lora_backends.adapters.specs import ModuleDelta, ModuleSpec
+from lora_backends.adapters.specs import ModuleSpec
 from lora_backends.weights import LoRAWeights
+
+
+@dataclass(frozen=True, eq=False)
+class StagedDelta:
+    """One module's LoRA as a slot takes it: in the dtype of the stacks, on their device."""
+
+    module: str  # path
+    rank: int
+    scaling: float
+    lora_a: torch.Tensor  # [rank, in_features]
+    lora_b: torch.Tensor  # [out_features, rank]
+    bias: torch.Tensor | None  # [out_features] float32
+    output_scales: torch.Tensor | None  # [out_features] float32: DoRA
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,8 @@ class _Stacks:
 class Stacks:
     """Stacks of modules by path; those of a group are views of one stack with a slice a module.
 
-    Matrices and biases are there once, so both see a slot that is written in place. Ranks and
+    Matrices, biases and output_scales are there once, so both see a slot that is written in place.
+    The latter two are allocated with the first adapter that brings them, for its group. Ranks and
     scalings are there twice: engines take contiguous tables without a copy, and a column of a
     group's table is not.
 
@@ -65,43 +79,57 @@ class Stacks:
             if len(group) > 1 and len(used.intersection(group)) > 1
         }
 
-    def reserve(self, deltas: Iterable[ModuleDelta]) -> None:
+    def reserve(self, deltas: Iterable[StagedDelta]) -> None:
         """Allocate what the deltas need and is not there yet: all of it, or nothing."""
         whole, parts = dict(self._stacks.whole), dict(self._stacks.parts)
         for delta in deltas:
             group = self._groups[delta.module]
             stack = whole.get(group) or self._allocate(group)
+            shape = (self._num_slots, stack.out_features)
             if delta.bias is not None and stack.bias is None:
-                shape = (self._num_slots, stack.out_features)
                 stack = replace(stack, bias=torch.zeros(shape, device=self._device))
+            if delta.output_scales is not None and stack.output_scales is None:
+                ones = torch.ones(shape, dtype=torch.float32, device=self._device)
+                stack = replace(stack, output_scales=ones)
             whole[group] = stack
             part = parts.get(delta.module)
             if len(group) == 1:
                 part = stack
             elif part is None:
                 part = _part(stack, group.index(delta.module))
+            first, end = _columns(stack, group.index(delta.module))
             if delta.bias is not None and part.bias is None and stack.bias is not None:
-                first, end = _columns(stack, group.index(delta.module))
                 part = replace(part, bias=stack.bias[:, first:end])
+            scales = stack.output_scales
+            if (
+                delta.output_scales is not None
+                and part.output_scales is None
+                and scales is not None
+            ):
+                part = replace(part, output_scales=scales[:, first:end])
             parts[delta.module] = part
         self._stacks = _Stacks(whole, parts)
 
-    def write(self, slot: int, delta: ModuleDelta) -> None:
+    def write(self, slot: int, delta: StagedDelta) -> None:
         """Write a delta into a slot; `reserve` has allocated its stacks."""
         part = self._stacks.parts[delta.module]
         part.lora_a[slot, 0, : delta.rank] = delta.lora_a
         part.lora_b[slot, :, : delta.rank] = delta.lora_b
         if delta.bias is not None and part.bias is not None:
             part.bias[slot] = delta.bias
+        if delta.output_scales is not None and part.output_scales is not None:
+            part.output_scales[slot] = delta.output_scales
         for stack, index in self._tables(delta.module):
             stack.scalings[slot, index] = delta.scaling
             stack.ranks[slot, index] = delta.rank
 
     def clear(self, slot: int, path: str) -> None:
-        """Let a slot of a module count as rank 0."""
+        """Let a slot of a module count as rank 0, with no bias and scales of 1."""
         part = self._stacks.parts[path]
         if part.bias is not None:
             part.bias[slot] = 0
+        if part.output_scales is not None:
+            part.output_scales[slot] = 1
         for stack, index in self._tables(path):
             stack.ranks[slot, index] = 0
 

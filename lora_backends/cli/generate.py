@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +12,9 @@ import typer
 
 from lora_backends.cli.console import output, step, table
 from lora_backends.cli.generate_config import GenerateConfig
+from lora_backends.cli.generate_entries import Entry, described
 from lora_backends.cli.generate_model import encoded, load, naming_faults
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.registry import backend_names, unavailable_reasons
 
 if TYPE_CHECKING:
@@ -33,7 +36,10 @@ def generate(
     ] = None,
     use: Annotated[
         list[str] | None,
-        typer.Option(help="Adapter of each --prompt in order, or one for all; - is the base."),
+        typer.Option(
+            help="Adapter of each --prompt in order, or one for all; - is the base, "
+            "pirate:0.7+json:0.3 a blend."
+        ),
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Backend, or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... or auto.")] = None,
@@ -120,7 +126,7 @@ def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]
 
     from lora_backends.hf.generation import rows_that_differ_alone
 
-    adapters = [prompt.adapter for prompt in settings.prompts]
+    adapters = settings.entries()
     texts = [prompt.text for prompt in settings.prompts]
     prompts = encoded(model, tokenizer, settings)
     with step(f"answering {len(texts)} prompts in one batch with {model.backend.name}"):
@@ -151,7 +157,9 @@ def _compare(
     from lora_backends.hf import MultiLoRAModel
     from lora_backends.hf.generation import peft_mixed_batch, tokens_per_second
 
-    adapters = [prompt.adapter for prompt in settings.prompts]
+    adapters = settings.entries()
+    used = {name for entry in adapters for name in _names(entry)}
+    has_dora = any(model.pool.has_dora(model.pool.slots.slot(name)) for name in used)
     new_tokens = min(settings.max_new_tokens, TIMED_TOKENS)
     inputs = prompts.inputs(new_tokens, min_new_tokens=new_tokens)
     base: Any = model.detach()
@@ -166,18 +174,39 @@ def _compare(
         if unavailable_reasons(name, model.backend.device):
             continue
         update = {"backend": name, "backend_options": {}}
-        candidate = MultiLoRAModel.from_config(base, settings.model_copy(update=update))
-        timed(f"lora_backends, {name}", lambda m=candidate: m.generate(adapters=adapters, **inputs))
-        candidate.detach()
-    used = {name: settings.adapters[name] for name in dict.fromkeys(adapters) if name}
+        label = f"lora_backends, {name}"
+        try:
+            candidate = MultiLoRAModel.from_config(base, settings.model_copy(update=update))
+        except UnsupportedInputError:  # DoRA, for instance, which a backend need not have
+            speeds[label] = None
+            continue
+        try:
+            timed(label, lambda m=candidate: m.generate(adapters=adapters, **inputs))
+        except UnsupportedInputError:
+            speeds[label] = None
+        finally:
+            candidate.detach()
     if not used:
         return speeds
+    names = [entry for entry in adapters if not isinstance(entry, dict)]
+    if has_dora or len(names) < len(adapters):  # a batch that PEFT refuses
+        return {**speeds, "PEFT, mixed batch": None}
+    folders = {name: settings.adapters[name] for name in names if name}
     try:
-        with peft_mixed_batch(base, used, adapters) as (peft_model, names):
-            timed("PEFT, mixed batch", lambda: peft_model.generate(adapter_names=names, **inputs))
+        with peft_mixed_batch(base, folders, names) as (peft_model, rows):
+            timed("PEFT, mixed batch", lambda: peft_model.generate(adapter_names=rows, **inputs))
     except ImportError:
         speeds["PEFT, mixed batch"] = None
     return speeds
+
+
+def _names(entry: Entry) -> Iterable[str]:
+    return entry if isinstance(entry, dict) else [entry] if entry else []
+
+
+def _why_not(name: str) -> str:
+    is_missing = name.startswith("PEFT") and find_spec("peft") is None
+    return "not installed" if is_missing else "cannot run it"
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -189,7 +218,7 @@ def _print(report: dict[str, Any]) -> None:
         f"one batch of {len(rows)} rows, backend {report['backend']}",
         columns,
         [
-            [row["prompt"], row["adapter"] or "(base)", row["answer"]]
+            [row["prompt"], described(row["adapter"]), row["answer"]]
             + ([same[row["same_alone"]]] if checked else [])
             for row in rows
         ],
@@ -203,7 +232,7 @@ def _print(report: dict[str, Any]) -> None:
             [
                 [name, f"{speed:.0f}", f"{speed / base:.2f}"]
                 if speed is not None
-                else [name, "not installed", ""]
+                else [name, _why_not(name), ""]
                 for name, speed in speeds.items()
             ],
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt
 
+from lora_backends.cli.generate_entries import Entry, checked, entry_of
 from lora_backends.config import MOST, LoRAConfig
 from lora_backends.errors import InvalidInputError, shown
 from lora_backends.files import as_path, kind_of
@@ -57,8 +59,9 @@ class PromptConfig(BaseModel):
 
     text: str = Field(min_length=1)
     """What the user says."""
-    adapter: str | None = None
-    """The adapter that answers; the base model if left out."""
+    adapter: Annotated[Entry, BeforeValidator(checked)] = None
+    """The adapter that answers, or a blend: a table of names to strengths, or
+    "pirate:0.7+json:0.3"; the base model if left out."""
 
 
 class GenerateConfig(LoRAConfig):
@@ -72,3 +75,12 @@ class GenerateConfig(LoRAConfig):
     """How long an answer may be."""
     chat: StrictBool = True
     """Whether prompts go through the tokenizer's chat template."""
+
+    def entries(self) -> list[Entry]:
+        """Return the adapter or blend of every prompt.
+
+        Raises:
+            InvalidInputError: an unknown name, or a blend that cannot be read.
+        """
+        given = enumerate(self.prompts, 1)
+        return [entry_of(prompt.adapter, self.adapters, number) for number, prompt in given]

@@ -15,7 +15,6 @@ from lora_backends.errors import (
     BackendUnavailableError,
     InvalidInputError,
     LoRABackendError,
-    did_you_mean,
     shown,
 )
 from lora_backends.files import kind_of
@@ -31,14 +30,7 @@ if TYPE_CHECKING:
 def check_adapters(settings: GenerateConfig) -> None:
     """Refuse adapters that are missing, do not fit or cannot be read, before loading the model."""
     given = settings.adapters
-    for number, prompt in enumerate(settings.prompts, 1):
-        if prompt.adapter is not None and prompt.adapter not in given:
-            name = prompt.adapter
-            raise InvalidInputError(
-                f"no adapter named {shown(name)}{did_you_mean(name, given)}\n"
-                f"  given: prompt {number} uses it; adapters: {', '.join(given) or 'none'}\n"
-                f"  to do: give --adapter {name}=FOLDER, or write it under [adapters]"
-            )
+    settings.entries()
     if len(given) > settings.max_adapters:
         raise InvalidInputError(
             f"{len(given)} adapters for {settings.max_adapters} slots\n"

@@ -78,8 +78,9 @@ class CsgmvBackend(SgmvBackend):
         segment_size, group_size = segment_and_group(self.segment_size, tile_tokens)
         plan = out
         if plan is None:
-            segments = TILE_TOKENS if self.segment_size == "auto" else ()
-            plan = new_plan(batch, capacity, (*segments, segment_size), self.device)
+            fixed = capacity is None or self.segment_size != "auto"
+            segments = (segment_size,) if fixed else (*TILE_TOKENS, segment_size)
+            plan = new_plan(batch, capacity, segments, self.device)
         plan.fill(batch, counts, segment_size, group_size)
         return plan
 

@@ -49,6 +49,7 @@ def shrink_kernel(
     a_ptr,
     ranks_ptr,
     a_slices_ptr,
+    a_scales_ptr,
     slot_table_ptr,
     token_table_ptr,
     group_starts_ptr,
@@ -58,6 +59,9 @@ def shrink_kernel(
     a_stride_l,
     a_stride_s,
     a_stride_r,
+    a_scales_stride_l,
+    a_scales_stride_s,
+    a_scales_stride_r,
     h_rows,
     h_stride_s,
     h_stride_t,
@@ -67,6 +71,9 @@ def shrink_kernel(
     BY_TOKEN: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    GROUP_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -93,10 +100,11 @@ def shrink_kernel(
     if slot < 0:
         return
     shrink_tile(
-        x_ptr, a_ptr, ranks_ptr, a_slices_ptr, h_ptr, slot, tokens, tokens if BY_TOKEN else places,
-        program, in_features, x_stride_t, a_stride_l, a_stride_s, a_stride_r, h_rows, h_stride_s,
-        h_stride_t, NUM_SLICES, SLICE_ALIGN, RANK_PAD, BLOCK_N, BLOCK_K, WARPS_K, SPLIT_K, STEPS,
-        EVEN_K, EVEN_R, PRECISION, INTERPRETED,
+        x_ptr, a_ptr, ranks_ptr, a_slices_ptr, a_scales_ptr, h_ptr, slot, tokens,
+        tokens if BY_TOKEN else places, program, in_features, x_stride_t, a_stride_l, a_stride_s,
+        a_stride_r, a_scales_stride_l, a_scales_stride_s, a_scales_stride_r, h_rows, h_stride_s,
+        h_stride_t, NUM_SLICES, SLICE_ALIGN, STORAGE, GROUP_R, GROUP_K, RANK_PAD, BLOCK_N, BLOCK_K,
+        WARPS_K, SPLIT_K, STEPS, EVEN_K, EVEN_R, PRECISION, INTERPRETED,
     )  # fmt: skip
 
 
@@ -106,6 +114,7 @@ def gather_kernel(
     a_ptr,
     ranks_ptr,
     a_slices_ptr,
+    a_scales_ptr,
     slot_table_ptr,
     token_table_ptr,
     group_starts_ptr,
@@ -113,6 +122,9 @@ def gather_kernel(
     a_stride_l,
     a_stride_s,
     a_stride_r,
+    a_scales_stride_l,
+    a_scales_stride_s,
+    a_scales_stride_r,
     h_stride_s,
     h_stride_t,
     PROGRAMS: tl.constexpr,
@@ -121,6 +133,9 @@ def gather_kernel(
     BY_TOKEN: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """h[s, p, :r] = a[l, s, :r, token_ids[t]] for token t at place p."""
@@ -131,9 +146,10 @@ def gather_kernel(
     if slot < 0:
         return
     gather_tile(
-        token_ids_ptr, a_ptr, ranks_ptr, a_slices_ptr, h_ptr, slot, tokens,
-        tokens if BY_TOKEN else places, program, a_stride_l, a_stride_s, a_stride_r, h_stride_s,
-        h_stride_t, NUM_SLICES, SLICE_ALIGN, BLOCK_R,
+        token_ids_ptr, a_ptr, ranks_ptr, a_slices_ptr, a_scales_ptr, h_ptr, slot, tokens,
+        tokens if BY_TOKEN else places, program, a_stride_l, a_stride_s, a_stride_r,
+        a_scales_stride_l, a_scales_stride_s, a_scales_stride_r, h_stride_s, h_stride_t, NUM_SLICES,
+        SLICE_ALIGN, STORAGE, GROUP_R, GROUP_K, BLOCK_R,
     )  # fmt: skip
 
 
@@ -148,6 +164,7 @@ def expand_kernel(
     scalings_ptr,
     token_scales_ptr,
     b_slices_ptr,
+    b_scales_ptr,
     slot_table_ptr,
     token_table_ptr,
     group_starts_ptr,
@@ -160,6 +177,8 @@ def expand_kernel(
     y_stride_t,
     bias_stride_l,
     output_scales_stride_l,
+    b_scales_stride_l,
+    b_scales_stride_c,
     STARTS: tl.constexpr,
     FIRST_PROGRAMS: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -168,6 +187,11 @@ def expand_kernel(
     BY_TOKEN: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    FIRST_GROUPS: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -204,9 +228,10 @@ def expand_kernel(
         return
     expand_tile(
         h_ptr, b_ptr, y_ptr, bias_ptr, output_scales_ptr, scalings_ptr, token_scales_ptr,
-        b_slices_ptr, b_tma, slot, tokens if BY_TOKEN else places, tokens, s, first, end, rank,
-        h_rows, h_stride_s, h_stride_t, b_stride_l, b_stride_c, y_stride_t, bias_stride_l,
-        output_scales_stride_l, NUM_SLICES, SLICE_ALIGN, SPLIT_K, RANK_PAD, BLOCK_C, BLOCK_R,
-        CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, HAS_TOKEN_SCALES, EXACT_H,
-        PRECISION, INTERPRETED, PROGRAMMATIC,
+        b_slices_ptr, b_scales_ptr, b_tma, slot, tokens if BY_TOKEN else places, tokens, s, first,
+        end, rank, h_rows, h_stride_s, h_stride_t, b_stride_l, b_stride_c, y_stride_t,
+        bias_stride_l, output_scales_stride_l, b_scales_stride_l, b_scales_stride_c, STARTS,
+        NUM_SLICES, SLICE_ALIGN, STORAGE, FIRST_GROUPS, GROUP_C, GROUP_R, WIDE, SPLIT_K, RANK_PAD,
+        BLOCK_C, BLOCK_R, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES,
+        HAS_TOKEN_SCALES, EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
     )  # fmt: skip

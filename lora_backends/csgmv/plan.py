@@ -61,7 +61,7 @@ class CsgmvPlan(SgmvPlan):
 
     @override
     def _view_tables(self) -> None:
-        first, size = layout.aligned(self.capacity), self.segment_size
+        first, size = self.tables_at(), self.segment_size
         tables = layout.run_tables(self.packed, first, size, self.max_segments)
         self.slot_table, self.token_table = tables
         at = first + layout.run_tables_size(size, self.max_segments)
@@ -73,7 +73,8 @@ class CsgmvPlan(SgmvPlan):
         Raises:
             InvalidInputError: a captured graph cannot follow the batch.
         """
-        self.refuse_scales_of_captured(batch)
+        if batch.token_scales is not None:
+            self.refuse_scales_of_captured()
         if self.may_cut_anew():
             self.active_slots = layout.count_active(counts)
             if (self.segment_size, self.group_size) != (segment_size, group_size):
@@ -118,7 +119,7 @@ def new_plan(
     has_room, capacity = capacity is not None, capacity or batch.num_tokens
     tables = layout.most_run_tables(capacity, batch.num_slots, segment_sizes)
     groups = layout.max_runs(capacity, batch.num_slots, min(segment_sizes)) + 1
-    size = layout.aligned(capacity) + tables + groups
+    size = 2 * layout.aligned(capacity) + tables + groups
     packed = torch.empty(size, dtype=torch.int32, device=device)
     return CsgmvPlan(
         num_tokens=batch.num_tokens,

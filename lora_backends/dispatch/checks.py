@@ -18,6 +18,7 @@ from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.output import output_shape
 from lora_backends.dispatch.problems import Problems, describe
 from lora_backends.dtypes import accumulator_dtype, dtype_name, dtype_names
+from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import shown
 from lora_backends.operations import Input, Operation
 from lora_backends.weights import LoRAWeights, extent_of
@@ -117,6 +118,8 @@ def check_operation(
             )
         if check_tensor(problems, engine, name, first):
             _GUARDS[operation.input](problems, name, first, weights, plan)
+            if operation.input is Input.ROWS and not problems.unsupported:
+                check_input_dtype(problems, engine, name, first)
         if not problems.invalid:
             shape = output_shape(operation, first, weights, plan)
             read = tensors_of(weights) | {name: first}
@@ -203,10 +206,10 @@ def check_matrix(
             f"the last axis of {name} is not contiguous (strides {tuple(x.stride())}); "
             f"pass {name}.contiguous()"
         )
-    if x.dtype != weights.dtype:
+    if x.dtype not in weights.input_dtypes:
         problems.invalid.append(
             f"{name}.dtype is {dtype_name(x.dtype)}, the weights are {dtype_name(weights.dtype)}; "
-            f"allowed: one dtype for both"
+            f"allowed: {dtype_names(weights.input_dtypes)}"
         )
 
 
@@ -266,6 +269,14 @@ def _weights_fit(problems: Problems, engine: Engine, weights: LoRAWeights, plan:
     return True
 
 
+def check_input_dtype(problems: Problems, engine: Engine, name: str, x: torch.Tensor) -> None:
+    """Check that the engine takes x of a dtype that 8-bit weights allow."""
+    if x.is_floating_point() and x.dtype not in engine.dtypes:
+        problems.unsupported.append(
+            f"{name}.dtype is {dtype_name(x.dtype)}; supported: {dtype_names(engine.dtypes)}"
+        )
+
+
 def check_weights(problems: Problems, engine: Engine, weights: Layer, plan: Any) -> None:
     """Check the number of slots, dtype and device of a layer."""
     num_slots = planned_size(plan, "num_slots")
@@ -276,7 +287,7 @@ def check_weights(problems: Problems, engine: Engine, weights: Layer, plan: Any)
             f"the plan is for {num_slots} slots, the weights have {weights.num_slots}; "
             f"prepare the batch with num_slots={weights.num_slots}"
         )
-    if weights.dtype not in engine.dtypes:
+    if weights.dtype not in engine.dtypes and not is_eight_bit(weights.dtype):
         problems.unsupported.append(
             f"lora_a.dtype is {dtype_name(weights.dtype)}; supported: {dtype_names(engine.dtypes)}"
         )

@@ -63,6 +63,14 @@ class Layer(Protocol):
         """Dtype of A and B."""
 
     @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Dtype of a result without base_output."""
+
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes that x may have."""
+
+    @property
     def num_slots(self) -> int:
         """Adapters that there is room for."""
 

@@ -128,6 +128,7 @@ def check_experts(
             rows = routing.num_tokens * (routing.top_k if options["rows"] == "pairs" else 1)
             meaning = f"a row for each of the routing's {options['rows']}"
             checks.check_matrix(problems, operation.argument, x, weights, rows, meaning)
+            checks.check_input_dtype(problems, engine, operation.argument, x)
         if not problems.invalid:
             shape = output_shape(operation, x, weights, routing, options)
             read = checks.tensors_of(weights) | {operation.argument: x}

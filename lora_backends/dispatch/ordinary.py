@@ -45,10 +45,10 @@ def is_ordinary(
     if with_gradients and requires_gradient(weights, x):
         return False
     tokens = x.shape[0] if x.ndim == 2 else -1
-    device, dtype = engine.device, weights.dtype
+    device, dtype = engine.device, x.dtype
     try:
         if (
-            x.dtype is not dtype
+            dtype not in weights.input_dtypes
             or dtype not in engine.dtypes
             or x.device != device
             or weights.device != device

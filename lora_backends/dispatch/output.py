@@ -30,11 +30,11 @@ def output_shape(
 
 
 def added_to(base_output: torch.Tensor | None, weights: Layer, num_tokens: int) -> torch.Tensor:
-    """Return what an engine adds to: base_output, else zeros in the dtype of the weights."""
+    """Return what an engine adds to: base_output, else zeros in the dtype of results."""
     if base_output is not None:
         return base_output
     shape = (num_tokens, weights.out_features)
-    return torch.zeros(shape, dtype=weights.dtype, device=weights.device)
+    return torch.zeros(shape, dtype=weights.compute_dtype, device=weights.device)
 
 
 def new_output(
@@ -44,10 +44,6 @@ def new_output(
     plan: Any,
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> torch.Tensor:
-    """Return the zeros that a call without base_output adds to.
-
-    They have the dtype of x where there is one, else the dtype of lora_b.
-    """
+    """Return the zeros that a call without base_output adds to."""
     shape = output_shape(operation, first, weights, plan, options)
-    has_rows = operation.input in (Input.ROWS, Input.ROUTED_ROWS)
-    return first.new_zeros(shape, dtype=first.dtype if has_rows else weights.dtype)
+    return first.new_zeros(shape, dtype=weights.compute_dtype)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lora_backends.hf.entries import RowAdapters
 from lora_backends.hf.model import MultiLoRAModel
 
 
@@ -82,7 +83,7 @@ def encode(tokenizer: Any, texts: Sequence[str], chat: bool, device: torch.devic
 def rows_that_differ_alone(
     model: MultiLoRAModel,
     prompts: Prompts,
-    adapters: Sequence[str | None],
+    adapters: Sequence[RowAdapters],
     answers: Sequence[list[int]],
     max_new_tokens: int,
 ) -> list[int]:

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from lora_backends.backend import LoRABackend
+from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, check_thread, is_open
 from lora_backends.hf.sites import Site
 from lora_backends.hf.structure import Structure
+from lora_backends.weights import LoRAWeights
 
 Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
 
@@ -81,10 +83,30 @@ def lora_hook(model: str, site: Site, layout: Layout, backend: LoRABackend) -> H
         plan = call.plan(x.shape if is_embedding else x.shape[:-1], layout, paths)
         output = output.contiguous()
         x = x.flatten() if is_embedding else as_rows(x)
-        run(x, weights, plan, output.view(-1, width))
+        add_deltas(run, x, weights, plan, output.view(-1, width))
         return output
 
     return add_lora
+
+
+def add_deltas(
+    run: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    plan: Any,
+    y: torch.Tensor,
+) -> None:
+    """Add the LoRA of each row to y by an operation of the backend.
+
+    The operation refuses several adapters per token where a layer has output_scales. A model's
+    rows have a blend or DoRA, never both (`Choices`), and scales of 1 without DoRA. So one adapter
+    after another gives their sum here, too.
+    """
+    if weights.output_scales is None or not isinstance(plan, ManyAdaptersPlan):
+        run(x, weights, plan, y)
+        return
+    for part in plan.plans:
+        run(x, weights, part, y)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,8 @@ class Layout:
             return None
         steps = [form for form in self.forms if form.step and length == 1]
         for forms in (steps, [form for form in self.forms if not form.step]):
-            spreads = {s for form in forms if (s := form.spread(shape, rows, length)) is not None}
+            found = [form.spread(shape, rows, length) for form in forms]
+            spreads = {spread for spread in found if spread is not None}
             if spreads:
                 return spreads.pop() if len(spreads) == 1 else None
         return None

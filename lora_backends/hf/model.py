@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -14,12 +15,16 @@ from torch import nn
 from lora_backends.adapters import AdapterPool, Checkpoint, Loaded, LoadLimits
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.features import OUTPUT_SCALES
+from lora_backends.hf.entries import Entry, RowAdapters, adapter_names, is_per_token
+from lora_backends.hf.experts import ExpertSite, expert_specs, experts_forward, find_experts
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import commonest
 from lora_backends.hf.prepared import PreparedAdapters
-from lora_backends.hf.probe import probe
-from lora_backends.hf.request import Request, RowAdapters, adapter_names
+from lora_backends.hf.probe import UNREACHED, probe
+from lora_backends.hf.request import Request
+from lora_backends.hf.routers import find_routers, router_forward
 from lora_backends.hf.running import IDLE, open_block, running
 from lora_backends.hf.siblings import (
     ForwardOverride,
@@ -29,7 +34,7 @@ from lora_backends.hf.siblings import (
     linear_forward,
     sibling_forward,
 )
-from lora_backends.hf.sites import find_sites
+from lora_backends.hf.sites import base_layer, find_sites
 from lora_backends.hf.structure import Structure
 from lora_backends.selection import get_backend
 
@@ -70,6 +75,8 @@ class MultiLoRAModel:
             On a GPU their outputs are columns of one buffer, which a model can view by heads
             and not flatten. None: on a GPU, for on a CPU it does not pay.
         limits: what the files of an adapter may cost; None takes the defaults.
+        max_expert_rank: the largest rank of an adapter at a mixture's experts, whose stacks are
+            large: they have room for that rank times the number of experts. None: `max_rank`.
 
     Raises:
         UnsupportedInputError: `base` is an encoder-decoder, or spread over devices.
@@ -85,6 +92,7 @@ class MultiLoRAModel:
         backend_options: Mapping[str, Any] | None = None,
         fuse: bool | None = None,
         limits: LoadLimits | None = None,
+        max_expert_rank: int | None = None,
     ) -> None:
         if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
             raise UnsupportedInputError(
@@ -101,16 +109,30 @@ class MultiLoRAModel:
             )
         self.backend = backend
         self._sites = find_sites(base, dtype, device)
+        self._experts = find_experts(base, dtype, device)
+        self._routers = find_routers(base, self._experts, dtype, device)
+        self._sites |= self._routers
+        self._layouts = probe(
+            base, self._sites | {path: site.as_module for path, site in self._experts.items()}
+        )
         specs = {path: site.spec for path, site in self._sites.items()}
         self._fuse = device.type != "cpu" if fuse is None else fuse
         self._groups = find_siblings(self._sites) if self._fuse else []
         groups = [group.paths for group in self._groups]
         self.pool = AdapterPool(
-            specs, max_adapters, max_rank, dtype, backend.device, groups, limits
+            specs,
+            max_adapters,
+            max_rank,
+            dtype,
+            backend.device,
+            groups,
+            limits,
+            expert_specs(self._reached_experts()),
+            max_expert_rank,
+            base_layers=partial(base_layer, self._sites),
         )
         self._key = f"model {next(_NUMBERS)}"
         self._structure = Structure(base)
-        self._layouts = probe(base, self._sites)
         self._images = Images(getattr(base, "config", None))
         self._main_input: str = getattr(base, "main_input_name", "input_ids")
         self._hooks = self._register_hooks()
@@ -224,7 +246,7 @@ class MultiLoRAModel:
         """
         self.pool.slots.unpin(name)
 
-    def prepare(self, adapters: Sequence[str | None], *, tokens: int = 1) -> PreparedAdapters:
+    def prepare(self, adapters: Sequence[Entry], *, tokens: int = 1) -> PreparedAdapters:
         """Prepare the adapters of forward passes of one shape, to be refilled in place.
 
         A CUDA graph or a program of `torch.compile` captures a call with what this returns, and
@@ -235,8 +257,9 @@ class MultiLoRAModel:
             step.update(["json", "pirate"])
 
         Args:
-            adapters: per row a name or None. An engine may choose its tiles by them, so name as
-                many adapters as later batches will.
+            adapters: per row a name, a blend or None, as in a call. An engine may choose its tiles
+                by them, so name as many adapters as later batches will, and a blend of as many
+                adapters as later blends.
             tokens: tokens per row of every forward pass, 1 for decode steps.
 
         Returns:
@@ -244,7 +267,7 @@ class MultiLoRAModel:
 
         Raises:
             InvalidInputError: an unknown name, or not one entry per row.
-            UnsupportedInputError: a row has an entry per token.
+            UnsupportedInputError: a row has an entry per token, or a blend as in a call.
         """
         self._check_attached()
         joined = [tensor for group in self._groups for tensor in (group.weight, group.bias)]
@@ -279,18 +302,23 @@ class MultiLoRAModel:
         """Run the base model's forward pass, every row with its own adapter.
 
         Args:
-            adapters: per row an adapter's name or None. A row may also be a sequence with a name
-                or None per token of this call, for adapters that apply to a part of the row.
-                What `prepare` returned stands for the names that it holds.
+            adapters: per row an adapter's name, a blend or None. A blend is a dict of names to
+                strengths, ``{"pirate": 0.7, "json": 0.3}``: a strength multiplies the delta of
+                its adapter, and the deltas are added. A row may also be a sequence with one of
+                these per token of this call, for adapters that apply to a part of the row. What
+                `prepare` returned stands for the adapters that it holds.
             inputs: of the base model, at least input_ids or inputs_embeds.
 
         Returns:
             What the base model returns.
 
         Raises:
-            InvalidInputError: an unknown name, or not one entry per row (or token); the base model
-                is in training mode, or one of its modules was replaced.
-            UnsupportedInputError: rows differ in a module whose input's rows are not known.
+            InvalidInputError: an unknown name, a strength that is not finite, or not one entry per
+                row (or token); the base model is in training mode, or one of its modules was
+                replaced.
+            UnsupportedInputError: rows differ in a module whose input's rows are not known; a blend
+                of an adapter that uses DoRA with another; a strength of one with a LoRA bias, or
+                that the backend cannot apply.
         """
         if isinstance(adapters, PreparedAdapters):
             self._check_prepared(adapters)
@@ -355,10 +383,10 @@ class MultiLoRAModel:
                 f"  allowed: one adapter name or None per row"
             )
         for row, entry in enumerate(adapters):
-            if entry is not None and not isinstance(entry, str) and len(entry) != length:
+            if is_per_token(entry) and len(entry) != length:  # type: ignore[arg-type]
                 raise InvalidInputError(
-                    f"adapters[{row}] has {len(entry)} entries for a row of {length} tokens\n"
-                    f"  allowed: one name or None for the row, or one per token"
+                    f"adapters[{row}] has {len(entry)} entries for a row of {length} tokens\n"  # type: ignore[arg-type]
+                    f"  allowed: one entry for the row, or one per token"
                 )
         with self.pool.slots.in_use(names) as slots:
             request = Request(
@@ -398,6 +426,13 @@ class MultiLoRAModel:
                 f"{checkpoint.folder} adapts modules that cannot be reproduced row by row:"
                 + "".join(refused)
             )
+        scaled = any(delta.magnitude is not None for delta in checkpoint.modules.values())
+        if scaled and OUTPUT_SCALES not in self.backend.features:
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} uses DoRA (use_dora), which backend {self.backend.name!r} "
+                f"cannot run: it lacks {OUTPUT_SCALES}\n"
+                f"  to do: use another backend, e.g. torch_ref"
+            )
         unknown = sorted(set(checkpoint.base_weights) - set(self._sites))
         if unknown:
             raise InvalidInputError(
@@ -413,6 +448,13 @@ class MultiLoRAModel:
                     f"  allowed: a copy of it, since all rows share one base model\n"
                     f"  to do: load the base model that the adapter was trained on"
                 )
+
+    def _reached_experts(self) -> dict[str, ExpertSite]:
+        """Return the experts; those that the model passes by, as a kernel of all may, refused."""
+        return {
+            path: site.refused(UNREACHED) if self._layouts[path].reason == UNREACHED else site
+            for path, site in self._experts.items()
+        }
 
     def _loaded(self, loaded: Loaded, pin: bool) -> Loaded:
         if pin:
@@ -446,9 +488,17 @@ class MultiLoRAModel:
             forwards = [leader_forward(self._key, group, layout, self.backend, alone[0])]
             forwards += [sibling_forward(self._key, hook) for hook in alone[1:]]
             handles += map(ForwardOverride, group.modules, forwards)
+        for path, expert_site in self._experts.items():
+            if expert_site.refusal is None:
+                layout = self._layouts[path]
+                forward = experts_forward(self._key, expert_site, layout, self.backend)
+                handles.append(ForwardOverride(expert_site.module, forward))
         for path, hook in hooks.items():
             site, module = self._sites[path], self._sites[path].module
-            if self._fuse and are_plain((module,)):
+            if path in self._routers:
+                forward = router_forward(self._key, site, self._layouts[path], self.backend)
+                handles.append(ForwardOverride(module, forward))
+            elif self._fuse and are_plain((module,)):
                 layout = self._layouts[path]
                 forward = linear_forward(self._key, site, layout, self.backend, hook)
                 handles.append(ForwardOverride(cast(nn.Linear, module), forward))

@@ -12,18 +12,12 @@ import torch
 
 from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
-from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.batch import LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.entries import Choices, Entry, adapter_names, is_per_token
 from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
-from lora_backends.hf.request import (
-    adapter_names,
-    is_per_token,
-    slot_of_all,
-    spread_slots,
-    touched_modules,
-    uses_one_slot,
-)
+from lora_backends.hf.request import slot_of_all, spread_slots, uses_one_slot
 from lora_backends.hf.running import RUNNING
 
 MOST_PLANS = 16
@@ -51,7 +45,7 @@ class PreparedAdapters:
         model: whose calls it is for.
         pool: of the model.
         backend: of the model.
-        adapters: per row a name or None.
+        adapters: per row a name, a blend or None.
         tokens: tokens per row of every forward pass.
         layout: of most modules' inputs.
         joined: what a captured graph reads besides, of the base model.
@@ -62,7 +56,7 @@ class PreparedAdapters:
         model: str,
         pool: AdapterPool,
         backend: LoRABackend,
-        adapters: Sequence[str | None],
+        adapters: Sequence[Entry],
         tokens: int,
         layout: Layout,
         joined: Sequence[torch.Tensor | None] = (),
@@ -75,6 +69,7 @@ class PreparedAdapters:
         self.model = model
         # Those that a graph reads live on, whatever becomes of the model.
         self.stacks, self.shared = pool.active_weights, pool.shared_weights
+        self.experts = pool.active_experts
         self._joined = joined
         self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
@@ -85,6 +80,7 @@ class PreparedAdapters:
         self._plans: dict[_Key, Any] = {}
         self._unknown: dict[_Paths, _Input] = {}  # inputs whose rows are not known
         self._captured = False
+        self._choices: Choices | None = None  # of the rows
         self._held = ExitStack()
         self._released = False
         self.update(adapters)
@@ -93,23 +89,24 @@ class PreparedAdapters:
                 self._shape, self._plan = shape, self._find(shape, layout, ())
 
     @property
-    def adapters(self) -> list[str | None]:
-        """Per row the adapter's name, or None."""
+    def adapters(self) -> list[Entry]:
+        """Per row the adapter's name, its blend, or None."""
         return list(self._adapters)
 
-    def update(self, adapters: Sequence[str | None]) -> None:
+    def update(self, adapters: Sequence[Entry]) -> None:
         """Give every row another adapter, or none; whatever was captured follows.
 
         The plans are written on the current CUDA stream, where a replay has to follow.
 
         Args:
-            adapters: per row a name or None, for as many rows as before.
+            adapters: per row a name, a blend or None, for as many rows as before.
 
         Raises:
-            InvalidInputError: an unknown name, another number of rows, or an adapter that touches
-                a module that no adapter touched when this was prepared. Nothing has changed.
+            InvalidInputError: an unknown name, another number of rows, an adapter that touches
+                a module that no adapter touched when this was prepared, a blend of more adapters
+                than any then, or strengths where there were none. Nothing has changed.
             UnsupportedInputError: a row has an entry per token, or rows differ in a module of
-                whose input the rows are not known. Nothing has changed.
+                whose input the rows are not known, or a blend as in a call. Nothing has changed.
         """
         self._check_usable()
         names = adapter_names(adapters)
@@ -117,11 +114,17 @@ class PreparedAdapters:
         with ExitStack() as held:
             slots = held.enter_context(self._pool.slots.in_use(names, by="prepared"))
             self._check_adapted(slots)
-            row_slots = [NO_ADAPTER if name is None else slots[name] for name in adapters]
-            self._check_unknown(row_slots, self._unknown)
+            before, rows = self._choices, [[entry] for entry in adapters]
+            sizes = (1, False) if before is None else (before.width, before.scaled)
+            choices = Choices(self._pool, slots, self.backend, rows, *sizes)
+            if before is not None:
+                self._check_room(before, choices)
+            self._check_unknown(choices, self._unknown)
             RUNNING.kept = None  # it belongs to the adapters of before
-            self._refill(row_slots)
-            self._adapters, self._row_slots = list(adapters), row_slots
+            self._refill(before, choices)
+            # copies: the caller may change a blend and pass it again
+            self._adapters = [dict(e) if isinstance(e, Mapping) else e for e in adapters]
+            self._choices = choices
             self._held.close()
             self._held = held.pop_all()
 
@@ -179,24 +182,26 @@ class PreparedAdapters:
     def __repr__(self) -> str:
         return f"<PreparedAdapters of {self.rows} rows of {self.tokens} tokens: {self._adapters}>"
 
-    def _refill(self, row_slots: Sequence[int]) -> None:
+    def _refill(self, before: Choices | None, choices: Choices) -> None:
         """Write all plans, or leave all as they were."""
-        batches = {key: self._batch(row_slots, key) for key in self._plans}
+        batches = {key: _batch(choices, key) for key in self._plans}
         try:
             for key, plan in self._plans.items():
                 self.backend.prepare_batch(batches[key], out=plan)
         except BaseException:
-            for key, plan in self._plans.items():
-                self.backend.prepare_batch(self._batch(self._row_slots, key), out=plan)
+            if before is not None:
+                for key, plan in self._plans.items():
+                    self.backend.prepare_batch(_batch(before, key), out=plan)
             raise
 
     def _find(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input, made now if there is none yet."""
+        assert self._choices is not None  # __init__ has updated it
         key: _Key | None = layout.spread(shape, self.rows, self.tokens)
         if key is None:
             unknown = {tuple(paths): (shape, layout.reason)}
             if not unknown.items() <= self._unknown.items():  # else every update has checked it
-                self._check_unknown(self._row_slots, unknown)
+                self._check_unknown(self._choices, unknown)
                 self._unknown |= unknown
             key = math.prod(shape)
         if key not in self._plans:
@@ -206,7 +211,7 @@ class PreparedAdapters:
                     f"is\n  to do: warm up with model(adapters=step, ...) and the same inputs"
                 )
             self._drop_plans()
-            self._plans[key] = self.backend.prepare_batch(self._batch(self._row_slots, key))
+            self._plans[key] = self.backend.prepare_batch(_batch(self._choices, key))
         return self._plans[key]
 
     def _drop_plans(self) -> None:
@@ -215,18 +220,23 @@ class PreparedAdapters:
             if not self._captured and self._plans[key] is not self._plan:
                 del self._plans[key]
 
-    def _batch(self, row_slots: Sequence[int], key: _Key) -> LoRABatch:
-        if isinstance(key, int):
-            slots = spread_slots([slot_of_all(row_slots)], (1, key))
-        else:
-            slots = spread_slots(row_slots, key)
-        return LoRABatch(slots, self._pool.slots.num_slots)
+    def _check_room(self, before: Choices, choices: Choices) -> None:
+        """Refuse blends that plans, which a graph may have captured, have no room for."""
+        if (choices.width, choices.scaled) != (before.width, before.scaled):
+            given = f"{choices.width} adapters of a row{', strengths' * choices.scaled}"
+            allowed = "strengths" if before.scaled else "no strengths but 1"
+            raise InvalidInputError(
+                f"these adapters were prepared without room for such a blend\n  given: {given}\n"
+                f"  allowed: at most {before.width} adapters of a row, {allowed}\n"
+                f"  to do: prepare and capture again with a blend of as many adapters"
+            )
 
-    def _check_unknown(self, row_slots: Sequence[int], inputs: Mapping[_Paths, _Input]) -> None:
+    def _check_unknown(self, choices: Choices, inputs: Mapping[_Paths, _Input]) -> None:
         """Refuse rows that differ in modules of whose inputs the rows are not known."""
-        touched = touched_modules(self._pool, row_slots)
+        chosen = choices.first
+        touched = choices.touched_modules(self._pool, chosen) if inputs else {}
         for paths, (shape, reason) in inputs.items():
-            if not uses_one_slot(touched, row_slots, paths):
+            if not uses_one_slot(touched, chosen, paths):
                 raise unknown_rows(paths[0], shape, self.rows, self.tokens, reason)
 
     def _check_usable(self) -> None:
@@ -235,7 +245,7 @@ class PreparedAdapters:
                 "these prepared adapters were released\n  to do: model.prepare(...) new ones"
             )
 
-    def _check_rows(self, adapters: Sequence[str | None]) -> None:
+    def _check_rows(self, adapters: Sequence[Entry]) -> None:
         if len(adapters) != self.rows:
             raise InvalidInputError(
                 f"adapters has {len(adapters)} entries, prepared are {self.rows} rows\n"
@@ -243,7 +253,7 @@ class PreparedAdapters:
             )
         if any(is_per_token(entry) for entry in adapters):
             raise UnsupportedInputError(
-                "prepared adapters differ by token\n  allowed: one name or None per row\n"
+                "prepared adapters differ by token\n  allowed: one entry per row\n"
                 "  to do: give the list itself to a call of the model"
             )
 
@@ -253,17 +263,22 @@ class PreparedAdapters:
             missed = [path for path in self._pool.modules_of(slot) if self._misses(path, slot)]
             if missed:
                 raise InvalidInputError(
-                    f"adapter {name!r} touches modules that were not adapted, or had no bias, when "
-                    f"this was prepared: {', '.join(missed[:3])}{', ...' * (len(missed) > 3)}\n"
+                    f"adapter {name!r} touches modules that were not adapted, or had no bias or "
+                    f"no output_scales (DoRA), when this was prepared: "
+                    f"{', '.join(missed[:3])}{', ...' * (len(missed) > 3)}\n"
                     f"  to do: prepare and capture again, after loading one adapter of each kind"
                 )
 
     def _misses(self, path: str, slot: int) -> bool:
-        """Return whether a graph captured with this would leave out a module, or its bias."""
+        """Return whether a graph captured with this would leave out a part of a module's LoRA."""
+        if path in self._pool.active_experts:
+            return not self._pool.is_active(slot, path, self.experts.get(path, ()))
         mine, current = self.stacks.get(path), self._pool.active_weights[path]
         if mine is None or mine is current:
             return mine is None
-        return mine.lora_a is not current.lora_a or self._pool.has_bias(slot, path)
+        lacks_bias = mine.bias is None and self._pool.has_bias(slot, path)
+        lacks_scales = mine.output_scales is None and self._pool.has_output_scales(slot, path)
+        return mine.lora_a is not current.lora_a or lacks_bias or lacks_scales
 
     def _check_capture(self) -> None:
         if not self.backend.cuda_graphs:
@@ -271,3 +286,10 @@ class PreparedAdapters:
                 f"a CUDA graph cannot capture backend {self.backend.name!r}: it works on the host\n"
                 f"  to do: use a backend that claims cuda_graphs, e.g. triton"
             )
+
+
+def _batch(choices: Choices, key: _Key) -> LoRABatch:
+    """Return the batch of the inputs that have a plan under `key`."""
+    if isinstance(key, int):
+        return choices.batch(spread_slots([slot_of_all(choices.first)], (1, key)))
+    return choices.batch(spread_slots(choices.first, key))

@@ -32,6 +32,8 @@ PAIR, BATCH = ("a", "d"), ("a", "b", "a", "a", "ac", "b")
 EQUAL, UNEQUAL = ((0, 2), (0, 3), (1, 5)), ((0, 1), (1, 4))
 """Rows of the batch. Only an exchange of equal rows would keep all these pairs as they are."""
 
+UNREACHED = "no pass of plain text reaches it"
+
 TOLERANCE = 0.25
 """Most that equal rows may differ, relative to unequal ones: rounding makes 0.01 of 16-bit values
 and more where it sends a token to another expert; a wrong axis makes about 1."""
@@ -82,7 +84,7 @@ def _layout(seen: Sequence[_Seen], failure: str, step_failure: str) -> Layout:
     """Return the layout of a module's inputs, which may be unknown in decode steps alone."""
     unknown = [s for s in seen if not s.forms]
     if not failure and not seen:
-        failure = "no pass of plain text reaches it"
+        failure = UNREACHED
     if unknown:
         step_failure = (
             f"a trial pass of {len(BATCH)} rows gave it an input of shape {list(unknown[0].shape)} "

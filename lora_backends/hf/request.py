@@ -4,53 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
-from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.batch import NO_ADAPTER
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.entries import Choices, RowAdapters, entries_of
 from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
 from lora_backends.hf.probe import CACHES
 
-RowAdapters: TypeAlias = str | None | Sequence[str | None]
-"""One row's adapter: a name, None, or one of those per token of the row."""
-
 MOST_PLANS = 8
 """Plans that a call keeps. A pass meets a few shapes; one that grows with the cache is new in
 every step."""
-
-
-def adapter_names(adapters: Sequence[RowAdapters]) -> set[str]:
-    """Return the distinct names in `adapters`.
-
-    Raises:
-        InvalidInputError: `adapters` is not one entry per row.
-    """
-    if isinstance(adapters, str) or not isinstance(adapters, Sequence):
-        raise InvalidInputError(
-            f"adapters is {adapters!r}\n  allowed: a list with one adapter name or None per row, "
-            f"e.g. adapters=[{adapters!r}]"
-        )
-    names: set[str] = set()
-    for row, entry in enumerate(adapters):
-        for name in entry if is_per_token(entry) else [entry]:  # type: ignore[union-attr]
-            if name is not None and not isinstance(name, str):
-                raise InvalidInputError(
-                    f"adapters[{row}] holds {name!r}\n  allowed: an adapter's name or None"
-                )
-            if name is not None:
-                names.add(name)
-    return names
-
-
-def is_per_token(entry: RowAdapters) -> bool:
-    """Return whether a row's entry is one name or None per token."""
-    return isinstance(entry, Sequence) and not isinstance(entry, str)
 
 
 def spread_slots(row_slots: Sequence[int], spread: Spread) -> torch.Tensor:
@@ -60,25 +30,18 @@ def spread_slots(row_slots: Sequence[int], spread: Spread) -> torch.Tensor:
     return slots.repeat_interleave(after).repeat(before)
 
 
-def touched_modules(pool: AdapterPool, slots: Iterable[int]) -> dict[int, set[str]]:
-    """Return the paths of the modules that the adapter in each slot touches."""
-    return {slot: set(pool.modules_of(slot)) for slot in {*slots} - {NO_ADAPTER}}
-
-
 def uses_one_slot(
     touched: Mapping[int, set[str]], row_slots: Iterable[int], paths: Sequence[str]
 ) -> bool:
-    """Return whether rows have the same adapter, or none, in modules that see the same input.
+    """Return whether rows have the same adapters, or none, in modules that see the same input.
 
     Args:
-        touched: from `touched_modules`.
-        row_slots: slot of every row.
+        touched: paths of the modules that the adapters of each number touch.
+        row_slots: number in `Choices` of every row, which is a slot unless it is a blend.
         paths: of the modules.
     """
     slots = {*row_slots}
-    return len(slots) == 1 or all(
-        slot == NO_ADAPTER or touched[slot].isdisjoint(paths) for slot in slots
-    )
+    return len(slots) == 1 or all(touched[slot].isdisjoint(paths) for slot in slots)
 
 
 def slot_of_all(row_slots: Iterable[int]) -> int:
@@ -94,7 +57,7 @@ class Request:
         model: whose call it is.
         pool: of the adapters.
         images: of the base model.
-        adapters: per row a name or None, or one of those per token.
+        adapters: the entry of each row, or of each of its tokens.
         slots: name to slot.
         backend: what makes the plans.
         after_cache: entries per token start behind what the key-value cache holds when the call
@@ -102,6 +65,7 @@ class Request:
 
     Raises:
         InvalidInputError: a row has an empty list.
+        UnsupportedInputError: a blend or a strength that cannot be applied.
     """
 
     def __init__(
@@ -116,15 +80,12 @@ class Request:
     ) -> None:
         self.model = model
         self.stacks, self.shared = pool.active_weights, pool.shared_weights
+        self.experts = pool.active_experts
         self.backend = backend
         self._pool = pool
         self._images = images
-        lookup: dict[str | None, int] = {None: NO_ADAPTER}
-        lookup.update(slots)
-        self._slots = [
-            [lookup[name] for name in ([e] if e is None or isinstance(e, str) else e)]
-            for e in adapters
-        ]
+        self._choices = Choices(pool, slots, backend, map(entries_of, adapters))
+        self._slots = self._choices.rows
         if any(not row for row in self._slots):
             raise InvalidInputError("a row of adapters is empty; allowed: one entry per token")
         self._per_token = any(len(set(row)) > 1 for row in self._slots)
@@ -211,7 +172,7 @@ class Request:
         return self._plans[key]
 
     def _prepare(self, token_slots: torch.Tensor) -> Any:
-        return self.backend.prepare_batch(LoRABatch(token_slots, self._pool.slots.num_slots))
+        return self.backend.prepare_batch(self._choices.batch(token_slots))
 
     def _plan_without_spread(
         self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]
@@ -225,7 +186,7 @@ class Request:
                 return self._image_plans[shape]
             reason = "the placeholder tokens in input_ids do not show which row has which image"
         if self._touched is None:
-            self._touched = touched_modules(self._pool, self._every_slot)
+            self._touched = self._choices.touched_modules(self._pool, self._every_slot)
         if not uses_one_slot(self._touched, self._every_slot, paths):
             raise unknown_rows(paths[0], shape, self._rows, self._length, reason)
         spread = (1, math.prod(shape))

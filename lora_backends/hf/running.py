@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lora_backends.errors import InvalidInputError
+from lora_backends.experts import ExpertWeights
 from lora_backends.hf.layout import Layout
 from lora_backends.weights import LoRAWeights
 
@@ -22,6 +23,7 @@ class Call(Protocol):
     model: str  # key of the model: a string, because a compiled program always guards strings
     stacks: Mapping[str, LoRAWeights]  # path to stack of the modules that are adapted
     shared: Mapping[str, LoRAWeights]  # a leader's path to the stack of it and its siblings
+    experts: Mapping[str, tuple[ExpertWeights, ...]]  # path of a parameter of experts to stacks
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""
@@ -36,6 +38,7 @@ class _WithoutAdapters:
     model = ""
     stacks: Mapping[str, LoRAWeights] = {}
     shared: Mapping[str, LoRAWeights] = {}
+    experts: Mapping[str, tuple[ExpertWeights, ...]] = {}
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Never called: no model has the key ""."""

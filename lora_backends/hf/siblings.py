@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
 from lora_backends.backend import LoRABackend
-from lora_backends.hf.hooks import Hook, as_rows
+from lora_backends.hf.hooks import Hook, add_deltas, as_rows
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, Kept, check_thread
 from lora_backends.hf.sites import Site
@@ -176,7 +177,7 @@ def leader_forward(
         assert group.weight is not None
         rows, shape = as_rows(input), input.shape[:-1]  # torch folds the axes of a product itself,
         y = functional.linear(rows, group.weight, group.bias)  # at the cost of more views
-        run(rows, weights, call.plan(shape, layout, paths), y)
+        add_deltas(run, rows, weights, call.plan(shape, layout, paths), y)
         mine, *theirs = _columns(y.view(*shape, -1), widths)
         others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
         RUNNING.kept = Kept(group, input, input._version, others)
@@ -250,7 +251,7 @@ def linear_forward(
             return _run_alone(self, input, alone)
         rows, shape = as_rows(input), input.shape[:-1]
         y = functional.linear(rows, self.weight, self.bias)
-        run(rows, weights, call.plan(shape, layout, paths), y)
+        add_deltas(run, rows, weights, call.plan(shape, layout, paths), y)
         return y.view(*shape, -1)
 
     return forward
@@ -268,9 +269,9 @@ class ForwardOverride:
     A bound method, so that a deep copy of the model computes with its own weights.
     """
 
-    def __init__(self, module: nn.Linear, forward: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module, self._forward = module, MethodType(forward, module)
-        module.forward = self._forward  # type: ignore[method-assign]
+        module.forward = self._forward
 
     def remove(self) -> None:
         """Give the module its own `forward` back, unless somebody has put another one there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from lora_backends.adapters.dora import BaseLayer
 from lora_backends.adapters.specs import ModuleSpec
+from lora_backends.errors import UnsupportedInputError
+from lora_backends.weights import DTYPES
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,39 @@ def token_embedding_of(base: nn.Module) -> nn.Module | None:
     return embedding
 
 
+def base_layer(sites: Mapping[str, Site], path: str) -> BaseLayer:
+    """Return the weight and bias of a module, as DoRA reads them.
+
+    Raises:
+        UnsupportedInputError: the weight is quantized, or its values are not in one plain tensor,
+            or the module is none that PEFT has DoRA for.
+    """
+    module: Any = sites[path].module
+    weight = module.weight.detach()
+    if type(weight) is not torch.Tensor or weight.dtype not in DTYPES or weight.is_meta:
+        raise UnsupportedInputError(
+            f"DoRA (use_dora) cannot scale module {path}: its base weight is quantized, or not a "
+            f"plain tensor\n  given: {type(module.weight).__name__} {weight.dtype}, "
+            f"{type(module).__name__}\n"
+            f"  allowed: a weight of float16, bfloat16 or float32\n"
+            f"  to do: load the base model without quantization, or merge the adapter into it"
+        )
+    if isinstance(module, nn.Linear):
+        return BaseLayer(weight, module.bias)
+    if isinstance(module, (Conv1D, nn.Embedding)):
+        return BaseLayer(weight.T, getattr(module, "bias", None))
+    raise UnsupportedInputError(
+        f"DoRA (use_dora) cannot scale module {path}, a {type(module).__name__}\n"
+        f"  allowed: Linear, Conv1D and the token embedding"
+    )
+
+
 def _spec(module: nn.Module) -> ModuleSpec | None:
     if isinstance(module, nn.Linear):
         return ModuleSpec("linear", module.in_features, module.out_features)
     if isinstance(module, Conv1D):
-        return ModuleSpec("linear", module.weight.shape[0], module.weight.shape[1])
+        wide, high = module.weight.shape
+        return ModuleSpec("linear", wide, high, transposed=True)
     if isinstance(module, nn.Embedding):
         scale = float(getattr(module, "embed_scale", 1.0))
         return ModuleSpec("embedding", module.num_embeddings, module.embedding_dim, scale)

@@ -12,7 +12,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.output import added_to
 from lora_backends.experts import ExpertWeights
-from lora_backends.features import FEATURES
+from lora_backends.features import EIGHT_BIT, FEATURES
 from lora_backends.numba_cpu import experts, kernels, launch
 from lora_backends.numba_cpu.layer import Layers
 from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
@@ -39,7 +39,7 @@ class NumbaCPUBackend(LoRABackend):
     auto_priority = {"cpu": 20}
     plan_type = NumbaPlan
     routing_type = NumbaRouting
-    features = frozenset(FEATURES)
+    features = frozenset(FEATURES) - {EIGHT_BIT}
     deterministic = True
     batch_invariant = True
 

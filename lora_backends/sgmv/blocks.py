@@ -12,6 +12,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lora_backends.sgmv.elements import (
+    group_of,
+    in_groups,
+    load_b,
+    load_b_scales,
+    load_columns,
+    load_h,
+    load_y,
+    multiply,
+    product,
+    scaled_product,
+    slice_entry,
+    store_y,
+    widened,
+    within,
+)
+
 
 @triton.jit
 def row_and_program(PROGRAMS: tl.constexpr):
@@ -44,28 +61,12 @@ def columns_of(program, STARTS: tl.constexpr, FIRST_PROGRAMS: tl.constexpr, STRI
 
 
 @triton.jit
-def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
-    """Return what a table of separate tensors has for slice s.
-
-    That is the distance of its tensor from the first slice's, and the strides of slots and rows,
-    in elements. Each is a multiple of ALIGN, so that loads stay wide.
-    """
-    at = slices_ptr + s * 3
-    own = tl.load(at, mask=mask, other=0)
-    slot_stride = tl.load(at + 1, mask=mask, other=0)
-    row_stride = tl.load(at + 2, mask=mask, other=0)
-    own = tl.multiple_of(own, ALIGN)
-    slot_stride = tl.multiple_of(slot_stride, ALIGN)
-    row_stride = tl.multiple_of(row_stride, ALIGN)
-    return own, slot_stride, row_stride
-
-
-@triton.jit
 def shrink_tile(
     x_ptr,
     a_ptr,
     ranks_ptr,
     a_slices_ptr,
+    a_scales_ptr,
     h_ptr,
     slot,
     x_row,
@@ -76,11 +77,17 @@ def shrink_tile(
     a_stride_l,
     a_stride_s,
     a_stride_r,
+    a_scales_stride_l,
+    a_scales_stride_s,
+    a_scales_stride_r,
     h_rows,
     h_stride_s,
     h_stride_t,
     NUM_SLICES: tl.constexpr,
     SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    GROUP_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -114,10 +121,19 @@ def shrink_tile(
         a_rows = (
             a_ptr + slot * a_stride_l + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r
         )
+    used = r < rank
+    scale_rows = (
+        a_scales_ptr + slot * a_scales_stride_l + s.to(tl.int64) * a_scales_stride_s
+        + group_of(r, GROUP_R) * a_scales_stride_r
+    )  # fmt: skip
+    if STORAGE > 0 and GROUP_K == 0:  # one scale for a row of A: it multiplies the sum
+        row_scale = tl.load(scale_rows, mask=used, other=0.0)
     h = _partial_sums(
-        x_rows, a_rows, has_token, r < rank, part * (STEPS * BLOCK_K), in_features,
-        BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
+        x_rows, a_rows, scale_rows, has_token, used, part * (STEPS * BLOCK_K), in_features,
+        STORAGE, GROUP_K, BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
     )  # [T, N] # fmt: skip
+    if STORAGE > 0 and GROUP_K == 0:
+        h *= row_scale[None, :]
     plane = NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
     h_columns = h_ptr + part * plane + s.to(tl.int64) * h_stride_s + r  # [N]
     written = in_groups(r, rank, EVEN_R)  # zeros beyond the rank, up to the end of its group
@@ -129,10 +145,13 @@ def shrink_tile(
 def _partial_sums(
     x_rows,
     a_rows,
+    scale_rows,
     has_token,
     used,
     k_first,
     in_features,
+    STORAGE: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WARPS_K: tl.constexpr,
     STEPS: tl.constexpr,
@@ -148,6 +167,7 @@ def _partial_sums(
         x_k, a_k = k[None, :], k[:, None]
         x_at, a_at = x_rows[:, None] + x_k, a_rows[None, :] + a_k  # [T, K], [K, N]
         x_in, a_in = has_token[:, None], used[None, :]
+        scales_at = scale_rows[None, :]
         acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     else:
         WIDTH: tl.constexpr = BLOCK_K // WARPS_K
@@ -156,6 +176,7 @@ def _partial_sums(
         x_at = x_rows[None, :, None] + x_k  # [W, T, K]
         a_at = a_rows[None, None, :] + a_k  # [W, K, N]
         x_in, a_in = has_token[None, :, None], used[None, None, :]
+        scales_at = scale_rows[None, None, :]
         acc = tl.zeros((WARPS_K, ROWS, BLOCK_N), dtype=tl.float32)
     for step in range(STEPS):
         done = step * BLOCK_K
@@ -165,6 +186,14 @@ def _partial_sums(
         else:
             x = tl.load(x_at + done, mask=x_in & (x_k < in_features - done), other=0.0)
             a = tl.load(a_at + done, mask=a_in & (a_k < in_features - done), other=0.0)
+        if STORAGE > 0:
+            if GROUP_K > 0:  # scales change along the sum: products are float32
+                mask = a_in & (a_k < in_features - done)
+                scale = tl.load(scales_at + (a_k + done) // GROUP_K, mask=mask, other=0.0)
+                a = widened(a, tl.float32, STORAGE) * scale
+                x = x.to(tl.float32)
+            else:
+                a = widened(a, x.dtype, STORAGE)
         acc = multiply(x, a, acc, PRECISION, INTERPRETED)
     if WARPS_K > 1:
         acc = tl.sum(acc, axis=0)
@@ -177,6 +206,7 @@ def gather_tile(
     a_ptr,
     ranks_ptr,
     a_slices_ptr,
+    a_scales_ptr,
     h_ptr,
     slot,
     x_row,
@@ -185,10 +215,16 @@ def gather_tile(
     a_stride_l,
     a_stride_s,
     a_stride_r,
+    a_scales_stride_l,
+    a_scales_stride_s,
+    a_scales_stride_r,
     h_stride_s,
     h_stride_t,
     NUM_SLICES: tl.constexpr,
     SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """h[s, h_row, :r] = a[slot, s, :r, token_ids[x_row]]: the shrink of one-hot rows."""
@@ -204,8 +240,16 @@ def gather_tile(
         a_columns = a_ptr + slot * a_stride_l + s * a_stride_s + r.to(tl.int64) * a_stride_r  # [R]
     mask = has_token[:, None] & used[None, :]
     a = tl.load(a_columns[None, :] + ids[:, None], mask=mask, other=0.0)  # [T, R]
+    a = widened(a, tl.float32, STORAGE)
+    if STORAGE > 0:
+        scale_rows = (
+            a_scales_ptr + slot * a_scales_stride_l + s * a_scales_stride_s
+            + group_of(r, GROUP_R) * a_scales_stride_r
+        )  # [R] # fmt: skip
+        scales_at = scale_rows[None, :] + group_of(ids, GROUP_K)[:, None]
+        a *= tl.load(scales_at, mask=mask, other=0.0)
     h_rows = h_ptr + s * h_stride_s + h_row * h_stride_t  # [T]
-    tl.store(h_rows[:, None] + r[None, :], a.to(tl.float32), mask=mask)
+    tl.store(h_rows[:, None] + r[None, :], a, mask=mask)
 
 
 @triton.jit
@@ -218,6 +262,7 @@ def expand_tile(
     scalings_ptr,
     token_scales_ptr,
     b_slices_ptr,
+    b_scales_ptr,
     b_tma,
     slot,
     h_row,
@@ -234,8 +279,16 @@ def expand_tile(
     y_stride_t,
     bias_stride_l,
     output_scales_stride_l,
+    b_scales_stride_l,
+    b_scales_stride_c,
+    STARTS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    FIRST_GROUPS: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -276,6 +329,13 @@ def expand_tile(
         b_slot, b_stride = b_ptr + slot * b_stride_l, b_stride_c
     bias_row = bias_ptr + slot * bias_stride_l
     scales_row = output_scales_ptr + slot * output_scales_stride_l
+    group_rows = b_scales_ptr + slot * b_scales_stride_l
+    # the first group and the first column of the slice, for the groups of rows of B
+    s_group, s_start = s * 0, s * 0
+    if STORAGE > 0:
+        for i in tl.static_range(len(FIRST_GROUPS)):
+            s_group = tl.where(s == i, FIRST_GROUPS[i], s_group)
+            s_start = tl.where(s == i, STARTS[i], s_start)
     # A low rank in a small tile takes 16 lanes instead of BLOCK_R: decode waits on products.
     NARROW: tl.constexpr = y_row.shape[0] <= 32 and RANK_PAD > 16
     if STAGES > 1:
@@ -290,21 +350,24 @@ def expand_tile(
         )  # fmt: skip
     elif NARROW and rank <= 16:
         _expand_columns(
-            h_at, plane, b_slot, b_stride, y_rows, bias_row, scales_row, first, end, rank, scaling,
-            has_token, 16, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES,
+            h_at, plane, b_slot, b_stride, group_rows, b_scales_stride_c, s_group, s_start, y_rows,
+            bias_row, scales_row, first, end, rank, scaling, has_token, 16, SPLIT_K, BLOCK_C,
+            CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, GROUP_R, WIDE,
             EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     elif RANK_PAD == BLOCK_R:
         _expand_columns(
-            h_at, plane, b_slot, b_stride, y_rows, bias_row, scales_row, first, end, rank, scaling,
-            has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, HAS_BIAS,
-            HAS_OUTPUT_SCALES, EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
+            h_at, plane, b_slot, b_stride, group_rows, b_scales_stride_c, s_group, s_start, y_rows,
+            bias_row, scales_row, first, end, rank, scaling, has_token, BLOCK_R, SPLIT_K, BLOCK_C,
+            CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, GROUP_R, WIDE,
+            EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     else:
         _expand_long_ranks(
-            h_at, plane, b_slot, b_stride, y_rows, bias_row, scales_row, first, end, rank, scaling,
-            has_token, BLOCK_R, SPLIT_K, BLOCK_C, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES,
-            EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
+            h_at, plane, b_slot, b_stride, group_rows, b_scales_stride_c, s_group, s_start, y_rows,
+            bias_row, scales_row, first, end, rank, scaling, has_token, BLOCK_R, SPLIT_K, BLOCK_C,
+            EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, GROUP_R, WIDE, EXACT_H,
+            PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
 
 
@@ -314,6 +377,10 @@ def _expand_columns(
     plane,
     b_slot,
     b_stride_c,
+    group_rows,
+    group_stride,
+    s_group,
+    s_start,
     y_rows,
     bias_row,
     scales_row,
@@ -330,6 +397,10 @@ def _expand_columns(
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_OUTPUT_SCALES: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     EXACT_H: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -339,6 +410,9 @@ def _expand_columns(
     r = tl.arange(0, BLOCK_R)  # [R]
     c = first + tl.arange(0, BLOCK_C)  # [C]
     b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
+    own = load_b_scales(
+        group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C, GROUP_R
+    )
     y = load_y(y_rows, c, has_token, end, EVEN_C)
     scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
     if PROGRAMMATIC:
@@ -346,11 +420,17 @@ def _expand_columns(
         gdc_launch_dependents()
     h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
     for chunk in tl.static_range(CHUNKS):
-        delta = scaling * product(h, within(b, r, rank), EXACT_H, PRECISION, INTERPRETED)  # [T, C]
+        delta = scaling * scaled_product(
+            h, within(b, r, rank), own, STORAGE, GROUP_R, WIDE, EXACT_H, PRECISION, INTERPRETED
+        )  # [T, C]
         c_now, y_now, scales_now = c, y, scales
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
             b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
+            own = load_b_scales(
+                group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C,
+                GROUP_R,
+            )  # fmt: skip
             y = load_y(y_rows, c, has_token, end, EVEN_C)
             scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
         store_y(
@@ -365,6 +445,10 @@ def _expand_long_ranks(
     plane,
     b_slot,
     b_stride_c,
+    group_rows,
+    group_stride,
+    s_group,
+    s_start,
     y_rows,
     bias_row,
     scales_row,
@@ -380,6 +464,10 @@ def _expand_long_ranks(
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_OUTPUT_SCALES: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     EXACT_H: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -398,7 +486,12 @@ def _expand_long_ranks(
         r = done + tl.arange(0, BLOCK_R)  # [R]
         b = load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
         h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)
-        acc += product(h, within(b, r, rank), EXACT_H, PRECISION, INTERPRETED)
+        own = load_b_scales(
+            group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C, GROUP_R
+        )
+        acc += scaled_product(
+            h, within(b, r, rank), own, STORAGE, GROUP_R, WIDE, EXACT_H, PRECISION, INTERPRETED
+        )
     store_y(
         y_rows, c, y, scaling * acc, bias_row, scales, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
         EVEN_C, INTERPRETED,
@@ -490,114 +583,3 @@ def _add_tma_blocks(
             y_rows, c, y, delta, bias_row, scales, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
             EVEN_C, INTERPRETED,
         )  # fmt: skip
-
-
-@triton.jit
-def in_groups(r, rank, EVEN_R: tl.constexpr):
-    """Return r < rank, rounded up to groups of 8 where max_rank is a multiple of 8.
-
-    A mask that is constant over 8 neighbours keeps loads and stores 16 bytes wide.
-    """
-    if EVEN_R:
-        return r // 8 * 8 < rank
-    return r < rank
-
-
-@triton.jit
-def load_h(h_rows, plane, r, rank, has_token, SPLIT_K: tl.constexpr, EVEN_R: tl.constexpr):
-    """Return h, its planes summed in order, zero beyond the rank."""
-    mask = has_token[:, None] & in_groups(r, rank, EVEN_R)[None, :]
-    h = tl.load(h_rows[:, None] + r[None, :], mask=mask, other=0.0)  # [T, R]
-    for k in tl.static_range(1, SPLIT_K):
-        h += tl.load(h_rows[:, None] + k * plane + r[None, :], mask=mask, other=0.0)
-    return tl.where((r < rank)[None, :], h, 0.0)
-
-
-@triton.jit
-def load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl.constexpr):
-    """Return a block of B, transposed; values beyond the rank are arbitrary."""
-    mask = in_groups(r, rank, EVEN_R)[:, None]
-    if not EVEN_C:
-        mask = mask & (c < end)[None, :]
-    offsets = c.to(tl.int64)[None, :] * b_stride_c + r[:, None]
-    return tl.load(b_slot + offsets, mask=mask, other=0.0)  # [R, C]
-
-
-@triton.jit
-def within(b, r, rank):
-    """Return b, zero beyond the rank."""
-    return tl.where((r < rank)[:, None], b, 0.0)
-
-
-@triton.jit
-def load_y(y_rows, c, has_token, end, EVEN_C: tl.constexpr):
-    """Return a block of y."""
-    mask = has_token[:, None]
-    if not EVEN_C:
-        mask = mask & (c < end)[None, :]
-    return tl.load(y_rows[:, None] + c[None, :], mask=mask, other=0.0)  # [T, C]
-
-
-@triton.jit
-def load_columns(row, c, end, IS_GIVEN: tl.constexpr, EVEN_C: tl.constexpr):
-    """Return a value per column [C]; 0 where the layer has none."""
-    if not IS_GIVEN:
-        return 0.0
-    elif EVEN_C:
-        return tl.load(row + c)
-    else:
-        return tl.load(row + c, mask=c < end, other=0.0)
-
-
-@triton.jit
-def store_y(
-    y_rows,
-    c,
-    y,
-    delta,
-    bias_row,
-    scales,
-    has_token,
-    end,
-    HAS_BIAS: tl.constexpr,
-    HAS_OUTPUT_SCALES: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Store output_scale * (y + delta) + bias; each element is rounded once."""
-    mask = has_token[:, None]
-    if not EVEN_C:
-        mask = mask & (c < end)[None, :]
-    total = y.to(tl.float32) + delta
-    if HAS_OUTPUT_SCALES:
-        total *= scales[None, :]
-    if HAS_BIAS:
-        bias = load_columns(bias_row, c, end, HAS_BIAS, EVEN_C)
-        total += bias.to(tl.float32)[None, :]
-    tl.store(y_rows[:, None] + c[None, :], rounded(total, y.dtype, INTERPRETED), mask=mask)
-
-
-@triton.jit
-def product(h, b, EXACT_H: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return h @ b: h rounded to the dtype of b, or with EXACT_H both in float32."""
-    if EXACT_H:
-        return multiply(h, b.to(tl.float32), None, PRECISION, INTERPRETED)
-    return multiply(rounded(h, b.dtype, INTERPRETED), b, None, PRECISION, INTERPRETED)
-
-
-@triton.jit
-def multiply(left, right, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return ``left @ right + acc`` in float32; acc may be None."""
-    if INTERPRETED:  # its tl.dot multiplies the bit patterns of bfloat16
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def rounded(value, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return float32 values in `dtype`, rounded to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:  # its cast truncates
-        bits = value.to(tl.int32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        value = tl.where(value == value, nearest.to(tl.float32, bitcast=True), value)
-    return value.to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any, ClassVar
 
@@ -11,12 +12,17 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.devices import as_device
 from lora_backends.dispatch.cached import stores_calls
-from lora_backends.dispatch.output import added_to
+from lora_backends.dispatch.output import added_to, new_output
+from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
+from lora_backends.operations import BY_NAME
 from lora_backends.sgmv import launch
+from lora_backends.sgmv.experts.launch import Options as ExpertOptions
+from lora_backends.sgmv.experts.launch import add_experts
+from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
+from lora_backends.sgmv.experts.rules import PairShape
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch, is_capturing
-from lora_backends.sgmv.launching.slice_tables import slice_alignments
 from lora_backends.sgmv.launching.tma import has_tma
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.tiles.source import TileSource, tile_source
@@ -25,6 +31,9 @@ from lora_backends.weights import LoRAWeights
 EMPTY_ROW = 0 if INTERPRETED else 1
 """Rows launched for a batch without adapters. They compute nothing, but compile the kernels: a
 capture that follows with other adapters cannot compile."""
+
+INVARIANT_PAIRS = PairShape(pairs=256, keys=64, tile=16)
+"""A batch-invariant backend takes the sizes for this routing, always."""
 
 
 class SgmvBackend(LoRABackend):
@@ -40,6 +49,7 @@ class SgmvBackend(LoRABackend):
     device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     plan_type: ClassVar[type] = SgmvPlan
     features = frozenset(FEATURES)
+    routing_type: ClassVar[type] = SgmvRouting
     cuda_graphs = True
     deterministic = True
     narrow_intermediate = True
@@ -94,7 +104,7 @@ class SgmvBackend(LoRABackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
-        kernels = launch.kernels_of(weights, plan, tokens, self._options, "separate")
+        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options, "separate")
         if out is not None and kernels.split_k == 1:
             h = out[None].zero_()
         else:
@@ -117,7 +127,8 @@ class SgmvBackend(LoRABackend):
         tokens = h.shape[1]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            kernels = launch.kernels_of(weights, plan, tokens, self._options, "separate")
+            dtype = weights.compute_dtype
+            kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "separate")
             laid = launch.with_contiguous_tables(weights)
             launch.expand(h.float()[None], laid, plan, y, rows, kernels.expand)
         return y
@@ -134,7 +145,7 @@ class SgmvBackend(LoRABackend):
         tokens = x.shape[0]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            kernels = launch.kernels_of(weights, plan, tokens, self._options)
+            kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options)
             h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
             laid = launch.with_contiguous_tables(weights)
             shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
@@ -154,16 +165,65 @@ class SgmvBackend(LoRABackend):
         tokens = token_ids.shape[0]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            align, _ = slice_alignments(weights)
-            kernel = launch.gather_kernel(
-                type(self), weights.num_slices, weights.max_rank, align, plan.row_constants(False)
-            )
-            kernels = launch.kernels_of(weights, plan, tokens, self._options, "embedding")
+            kernel = launch.gather_kernel_of(weights, plan, self._options)
+            dtype = weights.compute_dtype
+            kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "embedding")
             h = self._planes(weights, 1, plan.h_rows(tokens))
             laid = launch.with_contiguous_tables(weights)
             gather = launch.gather(token_ids, laid, plan, h, rows, kernel)
             expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
             self._cache("run_embedding", plan, token_ids, weights, laid, y, gather, expand)
+        return y
+
+    @override
+    def prepare_experts(
+        self,
+        plan: Any,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None = None,
+        out: SgmvRouting | None = None,
+    ) -> SgmvRouting:
+        if out is None:
+            fixed = INVARIANT_PAIRS if self.batch_invariant else None
+            out = make_routing(plan, topk_ids, num_experts, fixed)
+        sort_pairs(out, plan, topk_ids, topk_weights, expert_map, self._options.programmatic)
+        return out
+
+    @override
+    def run_experts(
+        self,
+        x: torch.Tensor,
+        weights: ExpertWeights,
+        routing: SgmvRouting,
+        base_output: torch.Tensor | None = None,
+        *,
+        rows: str = "tokens",
+        weighted: bool = False,
+        reduce: bool = False,
+    ) -> torch.Tensor:
+        if weights.needs:  # 8-bit experts have no kernels of their own
+            return super().run_experts(
+                x, weights, routing, base_output, rows=rows, weighted=weighted, reduce=reduce
+            )
+        how = {"rows": rows, "weighted": weighted, "reduce": reduce}
+        y = base_output
+        if y is None:
+            y = new_output(BY_NAME["run_experts"], x, weights, routing, how)
+        if routing.num_pairs == 0:
+            return y
+        plan, options = routing.plan, self._options
+        if routing.refills != plan.refills:  # its tokens have other slots now
+            choice = (routing.topk_ids, routing.topk_weights)
+            sort_pairs(routing, plan, *choice, None, options.programmatic)
+        if plan.token_scales is not None:  # they multiply deltas as the router's weights do
+            scales = plan.token_scales[: routing.num_tokens, None].expand_as(routing.topk_weights)
+            factors = scales * routing.topk_weights if weighted else scales.contiguous()
+            routing, weighted = copy.copy(routing), True
+            routing.topk_weights = factors
+        fixed = ExpertOptions(options.precision, options.programmatic, options.tma)
+        add_experts(y, x, weights, routing, fixed, rows=rows, weighted=weighted, reduce=reduce)
         return y
 
     def _rows(self, plan: SgmvPlan, tokens: int) -> int:

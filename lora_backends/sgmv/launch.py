@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
+import triton.language as tl
 
+from lora_backends.eight_bit import ScaleBlock, b_row_groups
 from lora_backends.sgmv.launching.call_cache import Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
 from lora_backends.sgmv.launching.slice_tables import located_a, located_b, slice_alignments
@@ -60,10 +63,36 @@ class Epilogue(NamedTuple):
     token_scales: bool
 
 
+class Storage(NamedTuple):
+    """How the values of A and B are stored, and what they are widened to."""
+
+    kind: int = 0  # as `widened` in blocks: 0 as they are, 1 int8, 2 float8_e4m3fn, 3 float8_e5m2
+    block: ScaleBlock = (None, None)  # of scales
+    wide: torch.dtype | None = None  # of products with B
+
+
+PLAIN = Storage()
+_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+_WIDE = {
+    None: None,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+
+
 def kernels_of(
-    weights: LoRAWeights, plan: SgmvPlan, rows: int, options: Options, form: Form = "linear"
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    rows: int,
+    dtype: torch.dtype | None,
+    options: Options,
+    form: Form = "linear",
 ) -> Kernels:
-    """Return both kernels for a layer, a plan and x of `rows` rows: one cached lookup."""
+    """Return both kernels for a layer, a plan and x of `rows` rows: one cached lookup.
+
+    `dtype` is that of x, or of the result where x has none.
+    """
     # a captured graph serves every batch of so many rows, an eager call the batch as it is
     tokens = rows if plan.is_captured else plan.num_tokens
     shape = INVARIANT_BATCH if options.batch_invariant else (tokens, plan.active_slots)
@@ -72,8 +101,10 @@ def kernels_of(
         weights.max_rank,
         weights.in_features,
         weights.out_features,
-        weights.dtype.itemsize,
+        # an 8-bit stack takes the sizes of a 16-bit one, since its values are widened
+        max(weights.dtype.itemsize, 2 if dtype is None else dtype.itemsize),
     )
+    kind = _KINDS.get(weights.dtype, 0)
     return _kernels(
         BatchShape(*shape, plan.tile_tokens),
         layer,
@@ -84,11 +115,13 @@ def kernels_of(
             plan.token_scales is not None,
         ),
         slice_alignments(weights),
+        Storage(kind, weights.scale_block, dtype) if kind else PLAIN,
         plan.row_constants(form == "separate"),
         options,
         form,
         options.tma
         and weights.lora_b is not None
+        and not kind
         and allows_tma(located_b(weights), weights.max_rank, plan.grid_rows(True, rows)),
     )
 
@@ -100,6 +133,7 @@ def _kernels(
     output_slices: tuple[int, ...],
     epilogue: Epilogue,
     slice_aligns: tuple[int, int],
+    storage: Storage,
     row: tuple[tuple[str, int], ...],
     options: Options,
     form: Form,
@@ -110,7 +144,7 @@ def _kernels(
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         tma = tma and column_programs(output_slices, expand).even
     return Kernels(
-        _shrink_kernel(layer, shrink, slice_aligns[0], exact, row, options),
+        _shrink_kernel(layer, shrink, slice_aligns[0], storage, exact, row, options),
         _expand_kernel(
             layer,
             output_slices,
@@ -119,7 +153,9 @@ def _kernels(
             shrink.split_k if linear else 1,
             epilogue,
             slice_aligns[1],
-            exact,
+            storage,
+            # h is exact where callers pass it, and where it is not a value of the stack's dtype
+            exact or (form == "embedding" and storage.kind > 0),
             row,
             # only the shrink of run_linear lets the expand start early
             options._replace(programmatic=options.programmatic and linear),
@@ -143,6 +179,7 @@ def _shrink_kernel(
     layer: LayerShape,
     tiles: ShrinkTiles,
     slice_align: int,
+    storage: Storage,
     exact: bool,
     row: tuple[tuple[str, int], ...],
     options: Options,
@@ -153,6 +190,9 @@ def _shrink_kernel(
         "PROGRAMS": programs,
         "NUM_SLICES": layer.num_slices,
         "SLICE_ALIGN": slice_align,
+        "STORAGE": storage.kind,
+        "GROUP_R": storage.block[0] or 0,
+        "GROUP_K": storage.block[1] or 0,
         "RANK_PAD": padded_rank(layer.max_rank),
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
@@ -184,6 +224,7 @@ def _expand_kernel(
     planes: int,
     epilogue: Epilogue,
     slice_align: int,
+    storage: Storage,
     exact: bool,
     row: tuple[tuple[str, int], ...],
     options: Options,
@@ -197,6 +238,11 @@ def _expand_kernel(
         "PROGRAMS": columns.programs if tiles.num_stages == 1 else 0,
         "NUM_SLICES": layer.num_slices,
         "SLICE_ALIGN": slice_align,
+        "STORAGE": storage.kind,
+        "FIRST_GROUPS": tuple(accumulate(b_row_groups(output_slices, storage.block), initial=0)),
+        "GROUP_C": storage.block[0] or 0,
+        "GROUP_R": storage.block[1] or 0,
+        "WIDE": _WIDE[None if exact else storage.wide] or tl.float32,
         "SPLIT_K": planes,
         "RANK_PAD": padded_rank(layer.max_rank),
         "BLOCK_C": tiles.block_c,
@@ -222,12 +268,26 @@ def _expand_kernel(
     )
 
 
+def gather_kernel_of(weights: LoRAWeights, plan: SgmvPlan, options: Options) -> SpecializedKernel:
+    """Return the kernel that shrinks one-hot rows for a layer and a plan."""
+    kind = _KINDS.get(weights.dtype, 0)
+    return gather_kernel(
+        options.engine,
+        weights.num_slices,
+        weights.max_rank,
+        slice_alignments(weights)[0],
+        Storage(kind, weights.scale_block) if kind else PLAIN,
+        plan.row_constants(False),
+    )
+
+
 @lru_cache(maxsize=1024)
 def gather_kernel(
     engine: Any,
     num_slices: int,
     max_rank: int,
     slice_align: int,
+    storage: Storage,
     row: tuple[tuple[str, int], ...],
 ) -> SpecializedKernel:
     """Return the kernel that shrinks one-hot rows."""
@@ -237,6 +297,9 @@ def gather_kernel(
         "PROGRAMS": programs,
         "NUM_SLICES": num_slices,
         "SLICE_ALIGN": slice_align,
+        "STORAGE": storage.kind,
+        "GROUP_R": storage.block[0] or 0,
+        "GROUP_K": storage.block[1] or 0,
         "BLOCK_R": block_r,
     }
     return SpecializedKernel(engine.entry_kernels.gather_kernel, constants | dict(row), programs)
@@ -256,8 +319,10 @@ def shrink(
     rank, at most zeros up to the end of its group of 8.
     """
     a = located_a(weights)
-    tensors = (x, a.base, weights.ranks, a.table, *plan.tables(), h)
-    numbers = (weights.in_features, x.stride(0), *a.strides, *_layout_of(h))
+    scales = a.base if weights.a_scales is None else weights.a_scales
+    tensors = (x, _bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
+    scale_strides = scales.stride()[:3] if scales is weights.a_scales else (0, 0, 0)
+    numbers = (weights.in_features, x.stride(0), *a.strides, *scale_strides, *_layout_of(h))
     arguments = Arguments(tensors, (), numbers)
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
@@ -273,8 +338,10 @@ def gather(
 ) -> Launched:
     """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, max_rank] float32."""
     a = located_a(weights)
-    tensors = (token_ids, a.base, weights.ranks, a.table, *plan.tables(), h)
-    arguments = Arguments(tensors, (), (*a.strides, *h.stride()[1:3]))
+    scales = a.base if weights.a_scales is None else weights.a_scales
+    tensors = (token_ids, _bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
+    scale_strides = scales.stride()[:3] if scales is weights.a_scales else (0, 0, 0)
+    arguments = Arguments(tensors, (), (*a.strides, *scale_strides, *h.stride()[1:3]))
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
 
@@ -296,7 +363,9 @@ def expand(
     tma = None
     if sizes["STAGES"] > 1:
         tma = descriptor(located, weights.max_rank, sizes["BLOCK_C"], sizes["BLOCK_R"])
-    b = located.base  # stands, too, for what layer and plan do not have and the kernel not read
+    b = _bytes(
+        located.base
+    )  # stands, too, for what layer and plan do not have and the kernel not read
     tensors = (
         h,
         b,
@@ -307,6 +376,7 @@ def expand(
         weights.scalings,
         b if of_tokens is None else of_tokens,
         located.table,
+        b if weights.b_scales is None else weights.b_scales,
         *plan.tables(),
     )
     numbers = (
@@ -315,10 +385,16 @@ def expand(
         y.stride(0),
         0 if bias is None else bias.stride(0),
         0 if scales is None else scales.stride(0),
+        *((0, 0) if weights.b_scales is None else weights.b_scales.stride()[:2]),
     )
     arguments = Arguments(tensors, (tma,), numbers)
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
+
+
+def _bytes(stack: torch.Tensor) -> torch.Tensor:
+    """Return a float8 stack as int8, since kernels decode its bits."""
+    return stack.view(torch.int8) if stack.dtype in _KINDS else stack
 
 
 def _layout_of(h: torch.Tensor) -> tuple[int, int, int]:

@@ -34,10 +34,11 @@ class SgmvPlan(CachingPlan):
     """A plan that both kernels read from device tables; a row of the grid is one tile of tokens.
 
     The buffer has room for every composition of `capacity` tokens: first token_scales, then the
-    tables of the engine. A plan that was made with `capacity` cuts each batch into tiles of the
-    size that suits it, until a CUDA graph is captured: a graph keeps the grid, the addresses of
-    tables and the kernels. Any other plan keeps the size that it began with, so that a graph can
-    be captured after a refill: a capture must not meet a kernel that is yet to be compiled.
+    slot of every token, then the tables of the engine. A plan that was made with `capacity` cuts
+    each batch into tiles of the size that suits it, until a CUDA graph is captured: a graph keeps
+    the grid, the addresses of tables and the kernels. Any other plan keeps the size that it began
+    with, so that a graph can be captured after a refill: a capture must not meet a kernel that is
+    yet to be compiled.
     """
 
     tile_tokens: int  # tokens per row of the grid; tile sizes follow from it
@@ -46,6 +47,7 @@ class SgmvPlan(CachingPlan):
     has_room: bool = field(default=False, kw_only=True)  # whether it was made with `capacity`
     is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the plan
     cut: tuple[int, ...] = field(default=(), kw_only=True)  # what kernels were last chosen by
+    refills: int = field(default=0, kw_only=True)  # how often the tables were written
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"is_captured": False}  # a graph does not use the copy
@@ -82,16 +84,32 @@ class SgmvPlan(CachingPlan):
         """Set the tables to where they lie in the buffer for the current tile size."""
         raise NotImplementedError
 
+    def token_slots(self) -> torch.Tensor:
+        """Return the slot of every token or -1: [capacity] int32, -1 behind the batch."""
+        return self.packed[aligned(self.capacity) :][: self.capacity]
+
+    def tables_at(self) -> int:
+        """Return where the tables of the engine begin in the buffer."""
+        return 2 * aligned(self.capacity)
+
     def _scales(self) -> torch.Tensor:
         """Return where the buffer has token_scales."""
         return self.packed[: self.capacity].view(torch.float32)
 
     def _stage(self, batch: LoRABatch, size: int) -> Staged:
-        """Return host memory for token_scales, if there are any, and `size` values of tables."""
-        if batch.token_scales is None and not (self.is_captured and self.token_scales is not None):
+        """Return host memory for the slots, `size` values of tables, and token_scales if any.
+
+        Slots and scales are written.
+        """
+        room = aligned(self.capacity)
+        has_scales = batch.token_scales is not None
+        has_scales = has_scales or (self.is_captured and self.token_scales is not None)
+        staged = staging_buffer(room if has_scales else 0, room, size, self.packed.device)
+        staged.slots[: batch.num_tokens] = batch.token_slots.numpy()
+        staged.slots[batch.num_tokens :] = EMPTY
+        if not has_scales:
             self.token_scales = None
-            return staging_buffer(0, size, self.packed.device)
-        staged = staging_buffer(aligned(self.capacity), size, self.packed.device)
+            return staged
         scales = staged.scales[: self.capacity].view(np.float32)
         scales[:] = 1
         if batch.token_scales is not None:
@@ -103,6 +121,7 @@ class SgmvPlan(CachingPlan):
         """Copy staged memory to the device, asynchronously; calls stored so far fit this cut."""
         first = aligned(self.capacity) - staged.scales.size
         size = staged.tensor.shape[0]
+        self.refills += 1
         self.call_cache.key = (*self.cut, self.token_scales is not None)
         self.packed.as_strided((size,), (1,), first).copy_(staged.tensor, non_blocking=True)
 
@@ -114,13 +133,13 @@ class SgmvPlan(CachingPlan):
         """Return whether the next batch may have tiles of another size."""
         return self.tile_tokens == 0 or (self.has_room and not self.is_captured)
 
-    def refuse_scales_of_captured(self, batch: LoRABatch) -> None:
+    def refuse_scales_of_captured(self) -> None:
         """Refuse token_scales that captured kernels would not read.
 
         Raises:
             InvalidInputError: a graph captured the plan while it had no token_scales.
         """
-        if self.is_captured and self.token_scales is None and batch.token_scales is not None:
+        if self.is_captured and self.token_scales is None:
             raise InvalidInputError(
                 "a CUDA graph captured the plan without token_scales, which it would not read\n"
                 "  given: a batch with token_scales\n"
@@ -133,6 +152,7 @@ class Staged(NamedTuple):
 
     tensor: torch.Tensor  # [size] int32
     scales: npt.NDArray[np.int32]  # its part for token_scales, which may be empty
+    slots: npt.NDArray[np.int32]  # its part for the slots of tokens
     tables: npt.NDArray[np.int32]  # its part for the tables
 
 
@@ -229,6 +249,8 @@ def run_tables(
 
 def most_run_tables(capacity: int, num_slots: int, sizes: Sequence[int]) -> int:
     """Return values enough for the tables of a batch in runs of any of the sizes."""
+    if len(sizes) == 1:
+        return run_tables_size(sizes[0], max_runs(capacity, num_slots, sizes[0]))
     slots = aligned(max_runs(capacity, num_slots, min(sizes)))
     return aligned(slots + max_runs(capacity, num_slots, max(sizes)) * max(sizes))
 
@@ -243,13 +265,14 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def staging_buffer(scales: int, tables: int, device: torch.device) -> Staged:
+def staging_buffer(scales: int, slots: int, tables: int, device: torch.device) -> Staged:
     """Return host memory for a copy of int32 values to `device`.
 
     It is pinned, and new each time: torch's allocator reuses pinned memory only after the copies
     from it have ended.
     """
     pinned = device.type != "cpu"
-    staged = torch.empty(scales + tables, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    size, first = scales + slots + tables, scales + slots
+    staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
     array = staged.numpy()
-    return Staged(staged, array[:scales], array[scales:] if scales else array)
+    return Staged(staged, array[:scales], array[scales:first], array[first:])

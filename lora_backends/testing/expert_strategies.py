@@ -55,6 +55,8 @@ def expert_cases(
     slots += (0,) * (min_tokens - len(slots))
     num_experts, top_k = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     expert = st.one_of(st.integers(0, num_experts - 1), st.integers(-1, num_experts - 1))
+    if draw(st.sampled_from((False,) * 9 + (True,))):
+        expert = st.just(-1)  # all pairs are dead
     num_slices = draw(st.integers(1, 3))
     interleaved = num_slices > 1 and draw(st.booleans())
     widths = draw(st.tuples(*[layer_widths(profile)] * num_slices))

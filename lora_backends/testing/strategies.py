@@ -60,8 +60,8 @@ def _ordered(
     max_tokens: int,
 ) -> tuple[int, ...]:
     slots = [slot for slot, length in runs for _ in range(length)][:max_tokens]
-    if beside_tile is not None and len(slots) > 16:
-        slots = slots[: len(slots) // 16 * 16 + beside_tile]
+    if beside_tile is not None and len(slots) > 8:  # a shorter batch begins anew, up to a tile
+        slots = (2 * slots)[: max(16, len(slots) // 16 * 16) + beside_tile]
     if order == "sorted":
         slots.sort()
     elif order == "shuffled":

@@ -24,7 +24,7 @@ def shrink(
     ranks = weights.ranks.tolist()
     for slot, rows in segments:
         for s, rank in enumerate(ranks[slot]):
-            a = weights.a_of(s)[slot, :rank].to(h.dtype)
+            a = weights.a_values(slot, s, rank, h.dtype)
             h[s, rows, :rank] = x[rows].to(h.dtype) @ a.T
     return h
 
@@ -38,7 +38,7 @@ def shrink_one_hot(
     ranks = weights.ranks.tolist()
     for slot, rows in segments:
         for s, rank in enumerate(ranks[slot]):
-            h[s, rows, :rank] = weights.a_of(s)[slot, :rank, token_ids[rows]].to(sum_dtype).T
+            h[s, rows, :rank] = weights.a_values(slot, s, rank, sum_dtype)[:, token_ids[rows]].T
     return h
 
 
@@ -70,7 +70,7 @@ def linear(
     for slot, rows in segments:
         x_slot = x[rows].to(sum_dtype)
         for s, rank in enumerate(ranks[slot]):
-            h = x_slot @ weights.a_of(s)[slot, :rank].to(sum_dtype).T
+            h = x_slot @ weights.a_values(slot, s, rank, sum_dtype).T
             add_slice(y, rows, slot, s, h, scalings[slot][s], weights, token_scales)
     return y
 
@@ -92,7 +92,7 @@ def add_slice(
     view = y[:, columns]
     total = view[rows].to(torch.promote_types(h.dtype, y.dtype))
     if rank > 0:
-        delta = scaling * (h @ weights.b_of(s)[slot, :, :rank].to(h.dtype).T)
+        delta = scaling * (h @ weights.b_values(slot, s, rank, h.dtype).T)
         if token_scales is not None:
             delta = token_scales[rows, None] * delta
         total = total + delta

@@ -53,6 +53,7 @@ class TritonBackend(SgmvBackend):
         tile_tokens = self.tile_source.tile_tokens(*sizes)
         plan = out
         if plan is None:
-            plan = new_plan(batch, capacity, (*TILE_TOKENS, tile_tokens), self.device)
+            tile_sizes = (tile_tokens,) if capacity is None else (*TILE_TOKENS, tile_tokens)
+            plan = new_plan(batch, capacity, tile_sizes, self.device)
         plan.fill(batch, counts, tile_tokens)
         return plan

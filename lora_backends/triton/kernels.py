@@ -32,6 +32,7 @@ def shrink_kernel(
     a_ptr,
     ranks_ptr,
     a_slices_ptr,
+    a_scales_ptr,
     slot_table_ptr,
     token_table_ptr,
     h_ptr,
@@ -40,6 +41,9 @@ def shrink_kernel(
     a_stride_l,
     a_stride_s,
     a_stride_r,
+    a_scales_stride_l,
+    a_scales_stride_s,
+    a_scales_stride_r,
     h_rows,
     h_stride_s,
     h_stride_t,
@@ -47,6 +51,9 @@ def shrink_kernel(
     TILE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    GROUP_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -68,10 +75,11 @@ def shrink_kernel(
     if slot < 0:
         return
     shrink_tile(
-        x_ptr, a_ptr, ranks_ptr, a_slices_ptr, h_ptr, slot, tokens, tokens, program, in_features,
-        x_stride_t, a_stride_l, a_stride_s, a_stride_r, h_rows, h_stride_s, h_stride_t, NUM_SLICES,
-        SLICE_ALIGN, RANK_PAD, BLOCK_N, BLOCK_K, WARPS_K, SPLIT_K, STEPS, EVEN_K, EVEN_R, PRECISION,
-        INTERPRETED,
+        x_ptr, a_ptr, ranks_ptr, a_slices_ptr, a_scales_ptr, h_ptr, slot, tokens, tokens, program,
+        in_features, x_stride_t, a_stride_l, a_stride_s, a_stride_r, a_scales_stride_l,
+        a_scales_stride_s, a_scales_stride_r, h_rows, h_stride_s, h_stride_t, NUM_SLICES,
+        SLICE_ALIGN, STORAGE, GROUP_R, GROUP_K, RANK_PAD, BLOCK_N, BLOCK_K, WARPS_K, SPLIT_K, STEPS,
+        EVEN_K, EVEN_R, PRECISION, INTERPRETED,
     )  # fmt: skip
 
 
@@ -81,18 +89,25 @@ def gather_kernel(
     a_ptr,
     ranks_ptr,
     a_slices_ptr,
+    a_scales_ptr,
     slot_table_ptr,
     token_table_ptr,
     h_ptr,
     a_stride_l,
     a_stride_s,
     a_stride_r,
+    a_scales_stride_l,
+    a_scales_stride_s,
+    a_scales_stride_r,
     h_stride_s,
     h_stride_t,
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """h[s, t, :r] = a[l, s, :r, token_ids[t]]."""
@@ -101,9 +116,10 @@ def gather_kernel(
     if slot < 0:
         return
     gather_tile(
-        token_ids_ptr, a_ptr, ranks_ptr, a_slices_ptr, h_ptr, slot, tokens, tokens, program,
-        a_stride_l, a_stride_s, a_stride_r, h_stride_s, h_stride_t, NUM_SLICES, SLICE_ALIGN,
-        BLOCK_R,
+        token_ids_ptr, a_ptr, ranks_ptr, a_slices_ptr, a_scales_ptr, h_ptr, slot, tokens, tokens,
+        program, a_stride_l, a_stride_s, a_stride_r, a_scales_stride_l, a_scales_stride_s,
+        a_scales_stride_r, h_stride_s, h_stride_t, NUM_SLICES, SLICE_ALIGN, STORAGE, GROUP_R,
+        GROUP_K, BLOCK_R,
     )  # fmt: skip
 
 
@@ -118,6 +134,7 @@ def expand_kernel(
     scalings_ptr,
     token_scales_ptr,
     b_slices_ptr,
+    b_scales_ptr,
     slot_table_ptr,
     token_table_ptr,
     b_tma,
@@ -129,12 +146,19 @@ def expand_kernel(
     y_stride_t,
     bias_stride_l,
     output_scales_stride_l,
+    b_scales_stride_l,
+    b_scales_stride_c,
     STARTS: tl.constexpr,
     FIRST_PROGRAMS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     SLICE_ALIGN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    FIRST_GROUPS: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -166,9 +190,10 @@ def expand_kernel(
         return
     expand_tile(
         h_ptr, b_ptr, y_ptr, bias_ptr, output_scales_ptr, scalings_ptr, token_scales_ptr,
-        b_slices_ptr, b_tma, slot, tokens, tokens, s, first, end, rank, h_rows, h_stride_s,
-        h_stride_t, b_stride_l, b_stride_c, y_stride_t, bias_stride_l, output_scales_stride_l,
-        NUM_SLICES, SLICE_ALIGN, SPLIT_K, RANK_PAD, BLOCK_C, BLOCK_R, CHUNKS, STAGES, EVEN_C,
-        EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, HAS_TOKEN_SCALES, EXACT_H, PRECISION, INTERPRETED,
-        PROGRAMMATIC,
+        b_slices_ptr, b_scales_ptr, b_tma, slot, tokens, tokens, s, first, end, rank, h_rows,
+        h_stride_s, h_stride_t, b_stride_l, b_stride_c, y_stride_t, bias_stride_l,
+        output_scales_stride_l, b_scales_stride_l, b_scales_stride_c, STARTS, NUM_SLICES,
+        SLICE_ALIGN, STORAGE, FIRST_GROUPS, GROUP_C, GROUP_R, WIDE, SPLIT_K, RANK_PAD, BLOCK_C,
+        BLOCK_R, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, HAS_TOKEN_SCALES,
+        EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
     )  # fmt: skip

@@ -48,7 +48,7 @@ class TritonPlan(SgmvPlan):
 
     @override
     def _view_tables(self) -> None:
-        first = layout.aligned(self.capacity)
+        first = self.tables_at()
         tables = layout.run_tables(self.packed, first, self.tile_tokens, self.max_tiles)
         self.slot_table, self.token_table = tables
 
@@ -58,7 +58,8 @@ class TritonPlan(SgmvPlan):
         Raises:
             InvalidInputError: a captured graph cannot follow the batch.
         """
-        self.refuse_scales_of_captured(batch)
+        if batch.token_scales is not None:
+            self.refuse_scales_of_captured()
         if self.may_cut_anew():
             self.active_slots = layout.count_active(counts)
             if self.tile_tokens != tile_tokens:
@@ -78,7 +79,7 @@ def new_plan(
     """Return a plan with room for `capacity` tokens in tiles of any of the sizes, to be filled."""
     has_room, capacity = capacity is not None, capacity or batch.num_tokens
     tables = layout.most_run_tables(capacity, batch.num_slots, tile_sizes)
-    packed = torch.empty(layout.aligned(capacity) + tables, dtype=torch.int32, device=device)
+    packed = torch.empty(2 * layout.aligned(capacity) + tables, dtype=torch.int32, device=device)
     return TritonPlan(
         num_tokens=batch.num_tokens,
         num_slots=batch.num_slots,

@@ -302,8 +302,6 @@ def test_bin_of_the_format_before_zip_is_read(write_adapter, lora):
 # Features known by their tensors
 
 REFUSED = {
-    f"{KEY}.lora_magnitude_vector": "use_dora",
-    f"{KEY}.lora_magnitude_vector.weight": "use_dora",
     f"{KEY}.lora_diag": "kasa_config",
     f"{KEY}.base_layer.bias": "bias = ",
     f"{KEY}.lora_E": "ADALORA",
@@ -313,8 +311,7 @@ REFUSED = {
     "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": (
         "trainable_token_indices"
     ),
-    "base_model.model.model.layers.0.mlp.experts.lora_A.weight": "target_parameters",
-    "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight": "target_parameters",
+    "base_model.model.model.layers.0.mlp.gate.base_layer.lora_B.weight": "target_parameters",
 }
 
 
@@ -337,17 +334,40 @@ def test_convolution_is_refused_by_name(write_adapter, lora):
     assert "LoRA of a convolution" in rejected(UnsupportedInputError, write_adapter(tensors))
 
 
-def test_stacked_experts_are_refused_by_name(write_adapter):
-    key = "base_model.model.mlp.experts.down_proj.lora_A.weight"
-    folder = write_adapter({key: torch.ones(2, 4, 8)}, target_modules=["down_proj"])
-    assert "target_parameters" in rejected(UnsupportedInputError, folder)
-
-
-def test_dora_saved_by_peft_is_refused(save_adapter):
+def test_magnitudes_of_dora_are_read_by_both_of_their_names(save_adapter):
     folder = save_adapter(r=4, target_modules=["q_proj"], use_dora=True)
-    assert "use_dora = true" in rejected(UnsupportedInputError, folder)
+    magnitude = read_checkpoint(folder).modules[Q_PROJ].magnitude
+    tensors = load_file(folder / SAFETENSORS_FILE)
+    assert torch.equal(magnitude, tensors[f"{KEY}.lora_magnitude_vector"])
+    renamed = {
+        f"{key}.weight" if key.endswith("vector") else key: tensor.clone()
+        for key, tensor in tensors.items()
+    }
+    save_file(renamed, folder / SAFETENSORS_FILE)
+    assert torch.equal(read_checkpoint(folder).modules[Q_PROJ].magnitude, magnitude)
+    save_file({**tensors, **renamed}, folder / SAFETENSORS_FILE)
+    assert "not understood" in rejected(InvalidInputError, folder)
+
+
+def test_use_dora_and_the_tensors_of_every_module_agree(save_adapter):
+    folder = save_adapter(r=4, target_modules=["q_proj"], use_dora=True)
     edit_config(folder, use_dora=False)
-    assert "use_dora" in rejected(UnsupportedInputError, folder)
+    message = rejected(InvalidInputError, folder)
+    assert "use_dora = false" in message and f"{KEY}.lora_magnitude_vector" in message
+    edit_config(folder, use_dora=True)
+    tensors = load_file(folder / SAFETENSORS_FILE)
+    del tensors[f"{KEY}.lora_magnitude_vector"]
+    save_file(tensors, folder / SAFETENSORS_FILE)
+    assert f"no tensor '{KEY}.lora_magnitude_vector'" in rejected(InvalidInputError, folder)
+
+
+@pytest.mark.parametrize(
+    "magnitude", [torch.ones(5), torch.ones(1, 6), torch.full((6,), torch.nan)]
+)
+def test_a_wrong_magnitude_is_refused(magnitude, write_adapter, lora):
+    tensors = {**lora(), f"{KEY}.lora_magnitude_vector": magnitude}
+    message = rejected(InvalidInputError, write_adapter(tensors, use_dora=True))
+    assert f"{KEY}.lora_magnitude_vector" in message
 
 
 def test_modules_to_save_saved_by_peft_are_refused(save_adapter):

@@ -119,11 +119,9 @@ def test_ensure_weight_tying_without_an_embedding_is_accepted(read, targets):
 # What is refused by name
 
 REFUSED = {
-    "use_dora": True,
     "modules_to_save": ["lm_head"],
     "bias": "all",
     "trainable_token_indices": [1, 2],
-    "target_parameters": ["experts.down_proj"],
     "layer_replication": [[0, 2], [1, 3]],
     "alora_invocation_tokens": [5, 6],
     "use_qalora": True,
@@ -143,6 +141,22 @@ def test_feature_is_refused_by_its_name_and_value(read, key):
     assert f"{key} = {json.dumps(REFUSED[key])}" in str(caught.value)
     assert "adapter_config.json" in str(caught.value)
     assert "to do: merge the adapter" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lora_bias", True),
+        ("init_lora_weights", "mica"),
+        ("velora_config", {}),
+        ("monteclora_config", {"use_entropy": False}),
+        ("target_parameters", ["mlp.gate.weight"]),
+    ],
+)
+def test_what_peft_does_not_combine_with_dora_is_refused(read, key, value):
+    assert read(use_dora=True).use_dora
+    with pytest.raises(InvalidInputError, match=f"does not combine DoRA with {key}"):
+        read(use_dora=True, **{key: value})
 
 
 def test_bias_lora_only_is_refused(read):

@@ -208,7 +208,6 @@ def test_a_rank_over_the_maximum_is_named(loaded, save_adapter):
 @pytest.mark.parametrize(
     ("feature", "config"),
     [
-        ("use_dora", {"use_dora": True}),
         ("modules_to_save", {"modules_to_save": ["lm_head"]}),
         ("bias", {"bias": "all"}),
         ("trainable_token_indices", {"trainable_token_indices": [1, 2]}),

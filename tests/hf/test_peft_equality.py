@@ -6,7 +6,8 @@ import peft
 import pytest
 import torch
 
-from lora_backends import backend_names, unavailable_reasons
+from lora_backends import backend_names, get_backend, unavailable_reasons
+from lora_backends.features import OUTPUT_SCALES
 from lora_backends.hf import MultiLoRAModel
 
 BOUND = 2e-5  # absolute, on logits of tiny random models
@@ -34,8 +35,50 @@ KINDS = {
     "tied head": ("llama_tied", {"r": 4, "target_modules": ["lm_head"]}),
     "Conv1D": ("gpt2", {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "gpt2 embedding": ("gpt2", {"r": 4, "target_modules": ["wte"]}),
+    "DoRA": ("llama", {"r": 4, "target_modules": "all-linear", "use_dora": True}),
+    "DoRA, rslora, patterns": (
+        "llama",
+        {
+            "r": 4,
+            "target_modules": ["k_proj", "up_proj"],
+            "rank_pattern": {"layers.1.mlp.up_proj": 7},
+            "alpha_pattern": {"k_proj": 3},
+            "use_rslora": True,
+            "use_dora": True,
+        },
+    ),
+    "DoRA with base biases": (
+        "llama_bias",
+        {"r": 4, "target_modules": ["q_proj", "o_proj"], "use_dora": True},
+    ),
+    "DoRA, embedding and head": (
+        "llama",
+        {"r": 4, "target_modules": ["embed_tokens", "lm_head"], "use_dora": True},
+    ),
+    "DoRA, tied embedding": (
+        "llama_tied",
+        {"r": 4, "target_modules": ["embed_tokens"], "use_dora": True},
+    ),
+    "DoRA, tied head": ("llama_tied", {"r": 4, "target_modules": ["lm_head"], "use_dora": True}),
+    "DoRA, Conv1D": (
+        "gpt2",
+        {
+            "r": 4,
+            "target_modules": ["c_attn", "c_proj", "wte"],
+            "fan_in_fan_out": True,
+            "use_dora": True,
+        },
+    ),
+    "DoRA, scaled embedding": (
+        "gemma",
+        {"r": 4, "target_modules": ["embed_tokens", "q_proj"], "use_dora": True},
+    ),
     "scaled embedding": ("gemma", {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}),
 }
+
+
+def can_run(kind, backend):
+    return OUTPUT_SCALES in get_backend(backend).features or not KINDS[kind][1].get("use_dora")
 
 
 def peft_logits(base, folder, inputs):
@@ -57,6 +100,8 @@ def padded_inputs(rows, length=9):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_supported_kind_of_adapter(kind, backend, make_base, save_adapter):
     base_name, config = KINDS[kind]
+    if not can_run(kind, backend):
+        pytest.skip(f"{backend} lacks {OUTPUT_SCALES}")
     folders = {
         "first": save_adapter(base_name, name="first", std=0.4, seed=1, **config),
         "second": save_adapter(base_name, name="second", std=0.4, seed=2, **config),
@@ -79,8 +124,8 @@ def test_every_supported_kind_of_adapter(kind, backend, make_base, save_adapter)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kinds_mix_in_one_batch(backend, make_base, save_adapter):
-    kinds = [kind for kind, (base, _) in KINDS.items() if base == "llama"]
-    model = MultiLoRAModel(make_base("llama"), backend, max_adapters=8, max_rank=8)
+    kinds = [k for k, (base, _) in KINDS.items() if base == "llama" and can_run(k, backend)]
+    model = MultiLoRAModel(make_base("llama"), backend, max_adapters=len(kinds), max_rank=8)
     folders = {}
     for seed, kind in enumerate(kinds):
         folders[kind] = save_adapter("llama", name=kind, std=0.4, seed=seed, **KINDS[kind][1])

@@ -76,10 +76,10 @@ def test_constants_of_both_engines_agree_but_for_how_a_row_is_found(segment_size
             kernels, plans = [], []
             for engine in (triton, csgmv):
                 plan, options = engine.prepare_batch(batch), engine._options._replace(**on_hopper)
-                found = launch.kernels_of(weights, plan, plan.num_tokens, options, form)
+                found = launch.kernels_of(weights, plan, plan.num_tokens, None, options, form)
                 row = plan.row_constants(form == "separate")
                 sizes = weights.num_slices, weights.max_rank
-                gather = launch.gather_kernel(type(engine), *sizes, 0, row)
+                gather = launch.gather_kernel(type(engine), *sizes, 0, launch.PLAIN, row)
                 kernels.append((found.split_k, found.shrink, found.expand, gather))
                 plans.append(plan)
             (planes, *of_triton), (same_planes, *of_csgmv) = kernels
@@ -104,7 +104,7 @@ def test_a_copied_engine_launches_the_same_kernels(name, how):
     kernels = []
     for engine in (original, how(original)):
         plan = engine.prepare_batch(batch)
-        found = launch.kernels_of(weights, plan, plan.num_tokens, engine._options)
+        found = launch.kernels_of(weights, plan, plan.num_tokens, None, engine._options)
         kernels.append([found.split_k, *map(split, (found.shrink, found.expand))])
     assert kernels[0] == kernels[1]
 
@@ -115,10 +115,10 @@ def test_an_entry_kernel_refuses_constants_that_it_does_not_take_and_misses_thos
     weights = random_layer(generator)
     plan = engine.prepare_batch(random_batch(generator, weights.num_slots))
     found, row = (
-        launch.kernels_of(weights, plan, plan.num_tokens, engine._options),
+        launch.kernels_of(weights, plan, plan.num_tokens, None, engine._options),
         plan.row_constants(False),
     )
-    gather = launch.gather_kernel(type(engine), 1, 16, 0, row)
+    gather = launch.gather_kernel(type(engine), 1, 16, 0, launch.PLAIN, row)
     for kernel in (found.shrink, found.expand, gather):
         signature = {name for name in kernel.kernel.arg_names if name.isupper()}
         assert set(kernel.constants) == signature

@@ -6,7 +6,7 @@ import pytest
 import torch
 from engines import UNITS, VARIANTS, device_or_skip, make_engine
 
-from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, get_backend
+from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, get_backend, quantize_weights
 
 SLOTS, RANK, INPUTS, WIDTHS = 3, 8, 48, (32, 17, 40)
 OUT = sum(WIDTHS)
@@ -40,7 +40,9 @@ def per_slice(weights, *, spread):
     def own(part):
         if not spread:
             return part.clone()
-        gaps = part.new_full((part.shape[0], part.shape[1] + 1, part.shape[2] + 3), torch.nan)
+        shape = (part.shape[0], part.shape[1] + 1, part.shape[2] + 3)
+        gaps = torch.full(shape, 99 if part.dtype == torch.int8 else torch.nan, device=part.device)
+        gaps = gaps.to(part.dtype)
         return gaps[:, : part.shape[1], : part.shape[2]].copy_(part)
 
     return replace(
@@ -55,7 +57,10 @@ def rows(count, width, device, dtype=torch.float32, seed=1):
 
 
 def agree(y, expected, base, dtype=torch.float32):
-    size = (expected - base).norm() + expected.norm() + 1
+    if not expected.numel():
+        assert y.shape == expected.shape
+        return
+    size = (expected - base).norm(torch.inf) + expected.norm(torch.inf) + 1
     torch.testing.assert_close(y, expected, rtol=0, atol=float(size) * 16 * UNITS[dtype])
 
 
@@ -96,6 +101,26 @@ def test_tensors_per_slice_give_the_bits_of_one_stack(engine, device, spread):
             run(first, parts, plan, base.clone()), run(first, weights, plan, base.clone())
         )
     assert torch.equal(engine.run_lora_a(x, parts, plan), engine.run_lora_a(x, weights, plan))
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("block", [(1, None), (None, None), (3, None), (4, 16)])
+def test_8_bit_stacks_are_widened_and_scaled(engine, device, stored, block):
+    weights = quantize_weights(layer(device), stored, block)
+    weights.a_scales[1, 0] = torch.nan  # of rank 0
+    batch = LoRABatch([0, 1, -1, 2, 0, 1], SLOTS, token_scales=[1.5, -0.25, 7, 0, 2, 1])
+    plan, reference_plan = engine.prepare_batch(batch), reference(device).prepare_batch(batch)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, base = rows(6, INPUTS, device, dtype), rows(6, OUT, device, dtype, seed=2)
+        for of_layer in (weights, per_slice(weights, spread=True)):
+            expected = reference(device).run_linear(x, of_layer, reference_plan, base.clone())
+            agree(engine.run_linear(x, of_layer, plan, base.clone()), expected, base, dtype)
+    ids, base = torch.arange(6, device=device), rows(6, OUT, device, seed=2)
+    expected = reference(device).run_embedding(ids, weights, reference_plan, base.clone())
+    agree(engine.run_embedding(ids, weights, plan, base.clone()), expected, base)
+    h = engine.run_lora_a(rows(6, INPUTS, device), weights, plan)
+    expected = reference(device).run_lora_b(h, weights, reference_plan, base.clone())
+    agree(engine.run_lora_b(h, weights, plan, base.clone()), expected, base)
 
 
 def test_halves_run_alone_and_out_is_overwritten(engine, device):

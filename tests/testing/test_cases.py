@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.statistics import collector
 
 from lora_backends import InvalidInputError
+from lora_backends.features import FEATURES
 from lora_backends.testing import GuardedOutput, LoRACase, case_from
 from lora_backends.testing.inputs import same_bits
 from lora_backends.testing.kinds import KINDS
@@ -31,7 +32,9 @@ CASE = LoRACase(
 
 
 @QUICK
-@given(st.one_of([kind.strategy(values="either") for kind in KINDS.values()]))
+@given(
+    st.one_of([kind.strategy(values="either", features=FEATURES) for kind in KINDS.values()]),
+)
 def test_a_case_is_read_back_from_its_text(case):
     assert case_from(repr(case)) == case
 
@@ -90,7 +93,7 @@ def test_a_write_beside_the_view_is_noticed():
 
 
 def drawn_edges(kind, run_seed):
-    """Return how often each edge was an event of one run of 150 cases, as Hypothesis counts."""
+    """Return how often each edge was an event of one run of 240 cases, as Hypothesis counts."""
     cases = []
 
     def collect(statistics):
@@ -99,13 +102,13 @@ def drawn_edges(kind, run_seed):
 
     @seed(run_seed)
     @settings(
-        max_examples=150,
+        max_examples=240,
         database=None,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(kind.strategy())
+    @given(kind.strategy(features=FEATURES))
     def draw(case):
         pass
 

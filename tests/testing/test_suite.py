@@ -14,6 +14,7 @@ import torch
 from mutants import MUTANTS, TwoSteps
 
 from lora_backends import InvalidInputError
+from lora_backends.features import FEATURES
 from lora_backends.testing import (
     DEFAULT,
     LoRACase,
@@ -43,6 +44,7 @@ def run_cli(*arguments):
 class Counting(TwoSteps):
     """torch_ref that counts what would be launches of kernels."""
 
+    features = frozenset(FEATURES)
     launches = 0
 
     def run_lora_a(self, *args, **kwargs):

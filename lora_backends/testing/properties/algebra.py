@@ -44,7 +44,7 @@ def delta_is_linear_in_x(backend: LoRABackend, case: LoRACase) -> None:
     _assert_sum(backend, inputs, parts)
 
 
-@prop("The delta is linear in lora_b.", values="either", agreement=BOUNDED)
+@prop("The delta is linear in lora_b.", values="either", agreement=BOUNDED, examples=20)
 def delta_is_linear_in_lora_b(backend: LoRABackend, case: LoRACase) -> None:
     """lora_b is cut into two parts that add up to it without rounding."""
     inputs = case.build(backend.device).without_base_and_bias()
@@ -57,7 +57,12 @@ def delta_is_linear_in_lora_b(backend: LoRABackend, case: LoRACase) -> None:
     _assert_sum(backend, inputs, parts)
 
 
-@prop("Concatenated ranks are the sum of two adapters.", values="either", agreement=BOUNDED)
+@prop(
+    "Concatenated ranks are the sum of two adapters.",
+    values="either",
+    agreement=BOUNDED,
+    examples=20,
+)
 def concatenated_ranks_are_a_sum(backend: LoRABackend, case: LoRACase) -> None:
     """Every adapter is cut into its first ranks and its last."""
     inputs = case.build(backend.device).without_base_and_bias()
@@ -80,6 +85,7 @@ def concatenated_ranks_are_a_sum(backend: LoRABackend, case: LoRACase) -> None:
     agreement=BY_CLAIM,
     num_slices=3,
     features=SCALES_AND_TENSORS,
+    examples=20,
 )
 def stacked_slices_equal_separate_layers(backend: LoRABackend, case: LoRACase) -> None:
     """A fused qkv against q, k and v, each a layer of one slice."""

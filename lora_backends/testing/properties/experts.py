@@ -108,7 +108,7 @@ def check_experts(backend: LoRABackend, case: ExpertCase, inputs: ExpertInputs) 
     "On small integers run_experts has one right result.",
     kind=ExpertCase,
     values="integer",
-    examples=40,
+    examples=50,
 )
 def experts_are_exact_on_integers(backend: LoRABackend, case: ExpertCase) -> None:
     """All sums are exact, so the one rounding into y leaves a single value."""
@@ -116,14 +116,14 @@ def experts_are_exact_on_integers(backend: LoRABackend, case: ExpertCase) -> Non
 
 
 @prop(
-    "run_experts is within the bound of float64.", kind=ExpertCase, agreement=BOUNDED, examples=60
+    "run_experts is within the bound of float64.", kind=ExpertCase, agreement=BOUNDED, examples=80
 )
 def run_experts_is_within_the_bound(backend: LoRABackend, case: ExpertCase) -> None:
     """The differential test, over everything that a case draws."""
     check_experts(backend, case, case.build(backend.device))
 
 
-@prop("Dead pairs keep the bits of base_output.", kind=ExpertCase, base=True, examples=20)
+@prop("Dead pairs keep the bits of base_output.", kind=ExpertCase, base=True, examples=25)
 def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     """Whatever stands there, -0.0 included; on a device ids may also be too high."""
     inputs = case.build(backend.device)

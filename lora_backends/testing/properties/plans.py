@@ -62,7 +62,7 @@ def composed(inputs: LoRAInputs, slots: list[int], seed: int) -> LoRAInputs:
     "A plan refilled in place follows every new composition.",
     values="either",
     agreement=BY_CLAIM,
-    examples=20,
+    examples=13,
 )
 def a_refilled_plan_follows_the_batch(backend: LoRABackend, case: LoRACase) -> None:
     """The same plan comes back, its device tensors keep their addresses, y is right each time."""
@@ -105,7 +105,7 @@ def _collect(value: Any, path: str, found: dict[str, int]) -> None:
             _collect(item, f"{path}[{index}]", found)
 
 
-@prop("A refilled plan equals a fresh one.", values="either", agreement=BY_CLAIM, examples=20)
+@prop("A refilled plan equals a fresh one.", values="either", agreement=BY_CLAIM, examples=13)
 def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> None:
     """Nothing of the former batch is left, in a batch of any other composition."""
     inputs = case.build(backend.device)
@@ -117,7 +117,12 @@ def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> 
             assert_same_bits(y, linear(backend, inputs), inputs)
 
 
-@prop("Two plans in flight do not disturb each other.", values="either", agreement=BY_CLAIM)
+@prop(
+    "Two plans in flight do not disturb each other.",
+    values="either",
+    agreement=BY_CLAIM,
+    examples=15,
+)
 def two_plans_in_flight_are_independent(backend: LoRABackend, case: LoRACase) -> None:
     """Of the same size and of another, run in turns, one refilled in between."""
     inputs = case.build(backend.device)
@@ -146,7 +151,7 @@ def steps_of_two_plans_interleave(backend: LoRABackend, case: LoRACase) -> None:
         assert_right(y, wanted, part, case.is_integer)
 
 
-@prop("One plan serves layers of any shape.", values="either", agreement=BY_CLAIM, examples=20)
+@prop("One plan serves layers of any shape.", values="either", agreement=BY_CLAIM, examples=12)
 def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) -> None:
     """Other output widths, input width, ranks and number of slices; then the first layer again."""
     plan = backend.prepare_batch(case.build(backend.device).batch)
@@ -173,7 +178,9 @@ def _with_one_more_slice(case: LoRACase) -> LoRACase:
     )
 
 
-@prop("Layers that share an address are told apart.", values="either", agreement=BY_CLAIM)
+@prop(
+    "Layers that share an address are told apart.", values="either", agreement=BY_CLAIM, examples=15
+)
 def layers_sharing_an_address_are_told_apart(backend: LoRABackend, case: LoRACase) -> None:
     """Views of one storage: the same first byte with other shapes, then another offset."""
     inputs = case.build(backend.device)

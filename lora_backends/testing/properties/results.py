@@ -125,7 +125,11 @@ def _arguments(inputs: LoRAInputs, h: torch.Tensor) -> dict[str, torch.Tensor]:
     return named | {f"weights.{name}": t for name, t in inputs.weights.tensors.items()}
 
 
-@prop("A result is no view of an argument, of the plan or of an earlier result.", base=False)
+@prop(
+    "A result is no view of an argument, of the plan or of an earlier result.",
+    base=False,
+    examples=15,
+)
 def results_are_independent(backend: LoRABackend, case: LoRACase) -> None:
     """A second run leaves the result of the first alone."""
     inputs = case.build(backend.device)

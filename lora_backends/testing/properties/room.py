@@ -39,7 +39,7 @@ class Roomy:
         return torch.cat([tensor, tensor.new_full(shape, filler)], axis)
 
     def run(
-        self, backend: LoRABackend, operation: Operation, plan: Any, h: torch.Tensor
+        self, backend: LoRABackend, operation: Operation, plan: Any, h: torch.Tensor | None
     ) -> torch.Tensor:
         """Return y of the batch's rows, and check that those behind keep their bits."""
         inputs = self.inputs
@@ -54,7 +54,7 @@ class Roomy:
         )
         base = None if used.base is None else GuardedOutput(used.base, used.base_pad)
         view = None if base is None else base.view
-        y = run(backend, operation, used, plan, view, self.longer(h, 1))
+        y = run(backend, operation, used, plan, view, None if h is None else self.longer(h, 1))
         if base is not None:
             base.assert_untouched()
         tokens = inputs.batch.num_tokens
@@ -79,7 +79,7 @@ def _with_odd_rows(base: torch.Tensor, rows: int) -> torch.Tensor:
     "A plan with room takes batches of any size, and x of more rows, which keep their bits.",
     values="either",
     agreement=BY_CLAIM,
-    examples=15,
+    examples=12,
     requires=(declares(CAPACITY),),
     features=SCALES_AND_TENSORS,
     min_tokens=1,
@@ -89,38 +89,32 @@ def a_plan_with_room_takes_batches_of_any_size(backend: LoRABackend, case: LoRAC
     inputs, plan = case.build(backend.device), None
     tokens, operations = case.num_tokens, operations_for(inputs.weights)
     capacity = tokens + case.seed % 3 * 7
-    for turn, count in enumerate(((tokens + 1) // 2, tokens, 0, tokens - 1, 1)):
+    for turn, count in enumerate(((tokens + 1) // 2, tokens, 0, tokens - 1)):
         part = inputs.select(range(count))
         if plan is None:
             plan = backend.prepare_batch(part.batch, capacity=capacity)
         elif backend.prepare_batch(part.batch, out=plan) is not plan:
             raise AssertionError("prepare_batch(batch, out=plan) returned another plan")
         rows = (capacity, count, (count + capacity) // 2)[(turn + case.seed) % 3]
+        roomy, h = Roomy(part, rows), given_h(case, part)
         others = [op for op in operations if op.name != "run_linear"]
-        for operation in (BY_NAME["run_linear"], others[turn % len(others)]):
-            _check_roomy(backend, case, operation, Roomy(part, rows), plan, capacity)
-        _check_h(backend, case, Roomy(part, rows), plan)
+        for operation in (BY_NAME["run_linear"], others[(turn + case.seed) % len(others)]):
+            y = roomy.run(backend, operation, plan, h)
+            assert_right(y, expected_of(backend, operation, part, h), part, case.is_integer)
+            if operation.name == "run_linear" and turn % 2:
+                _compare_with_fresh(backend, roomy, y, capacity)
+        _check_h(backend, case, roomy, plan)
 
 
-def _check_roomy(
-    backend: LoRABackend,
-    case: LoRACase,
-    operation: Operation,
-    roomy: Roomy,
-    plan: Any,
-    capacity: int,
-) -> None:
-    """Check y against the oracle, and against plans that were never refilled."""
-    part = roomy.inputs
-    h = given_h(case, part)
-    y = roomy.run(backend, operation, plan, h)
-    assert_right(y, expected_of(backend, operation, part, h), part, case.is_integer)
+def _compare_with_fresh(backend: LoRABackend, roomy: Roomy, y: torch.Tensor, capacity: int) -> None:
+    """Compare y of run_linear with plans that were never refilled, as far as is claimed."""
+    part, operation = roomy.inputs, BY_NAME["run_linear"]
     if backend.deterministic:
         fresh = backend.prepare_batch(part.batch, capacity=capacity)
-        assert_same_bits(y, roomy.run(backend, operation, fresh, h), part)
+        assert_same_bits(y, roomy.run(backend, operation, fresh, None), part)
     if backend.deterministic and backend.batch_invariant:
-        own = Roomy(part, part.batch.num_tokens)
-        assert_same_bits(y, own.run(backend, operation, backend.prepare_batch(part.batch), h), part)
+        own, plan = Roomy(part, part.batch.num_tokens), backend.prepare_batch(part.batch)
+        assert_same_bits(y, own.run(backend, operation, plan, None), part)
 
 
 def _check_h(backend: LoRABackend, case: LoRACase, roomy: Roomy, plan: Any) -> None:

@@ -36,7 +36,12 @@ def caught_by(name):
 
 
 class TwoSteps(TorchRefBackend):
-    """torch_ref without its fused run_linear, so that a fault of one step shows in it."""
+    """torch_ref without its fused run_linear, so that a fault of one step shows in it.
+
+    Mutants whose fault is in a feature declare it; the others have the plain interface.
+    """
+
+    features = frozenset()
 
     def run_linear(self, x, weights, plan, base_output=None):
         return self.run_lora_b(self.run_lora_a(x, weights, plan), weights, plan, base_output)

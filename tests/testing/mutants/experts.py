@@ -60,7 +60,7 @@ class ZeroAddedToDeadPairs(TwoSteps):
         return super().run_experts(x, weights, routing, base_output, **options).add_(0.0)
 
 
-@caught_by("run_experts_is_within_the_bound")
+@caught_by("experts_are_exact_on_integers")
 class InterleavedAsBlocks(SeeingExperts):
     """Interleaved columns are taken for blocks."""
 

@@ -1,0 +1,313 @@
+"""A step of the real vLLM: LoRA off, vLLM's own operators and this library, in turns.
+
+python benchmarks/vllm_step.py [--dtypes float32] [--rounds 5] [--output FILE]
+
+Run it where vLLM is installed: `make test-vllm` makes .venv-vllm for CPUs. On a GPU the model is a
+Llama of the 8B shape with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from safetensors.torch import save_file
+
+from lora_backends.bench.results import new_result, versions, write_result
+
+ROOT = Path(__file__).parents[1]
+VARIABLE = "LORA_BACKENDS_VLLM"
+LLAMA_8B = {"hidden": 4096, "intermediate": 14336, "layers": 32, "kv": 1024}
+SMOLLM2 = {"hidden": 576, "intermediate": 1536, "layers": 30, "kv": 192}
+METHOD = (
+    "Engines of one process take turns, a prefill of every row's prompt in one step and then "
+    "decode steps each round; row i uses adapter i mod the number of adapters, random ones on all "
+    "linear layers. ms is the median over the rounds, of a round's median decode step or of its "
+    "prefill; ratio is the median of each round's ratio to the first engine. On a CPU the time is "
+    "the CPU time of the process, on one thread, and the first engine is this library's serving "
+    "requests without adapters; on a GPU it is wall time, and LoRA is off in the first engine."
+)
+
+
+def save_adapter(folder: Path, shape: dict[str, int], rank: int, seed: int, dtype: Any) -> Path:
+    """Save a random PEFT adapter on all linear layers of a Llama, and return its folder."""
+    hidden, wide, kv = shape["hidden"], shape["intermediate"], shape["kv"]
+    sites = {"self_attn.q_proj": (hidden, hidden), "self_attn.o_proj": (hidden, hidden)}
+    sites |= {f"self_attn.{name}_proj": (hidden, kv) for name in "kv"}
+    sites |= {f"mlp.{name}_proj": (hidden, wide) for name in ("gate", "up")}
+    sites |= {"mlp.down_proj": (wide, hidden)}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(shape["layers"]):
+        for site, (width, out) in sites.items():
+            key = f"base_model.model.model.layers.{layer}.{site}"
+            a = torch.randn(rank, width, generator=generator) / width**0.5
+            b = torch.randn(out, rank, generator=generator) * 0.02
+            tensors |= {f"{key}.lora_A.weight": a.to(dtype), f"{key}.lora_B.weight": b.to(dtype)}
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    names = [site.split(".")[1] for site in sites]
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank}
+    config |= {"target_modules": names, "bias": "none", "base_model_name_or_path": "model"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_llama_config(folder: Path) -> Path:
+    """Save the configuration of a Llama of the 8B shape, whose weights vLLM makes up."""
+    shape = LLAMA_8B
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape["hidden"],
+        "intermediate_size": shape["intermediate"],
+        "num_hidden_layers": shape["layers"],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def allow_a_second_engine() -> None:
+    """Keep a search of vLLM 0.32 away from llvmlite, on whose library it fails.
+
+    It looks into every module when it builds an engine, so it fails after numba was imported.
+    """
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # another version
+        return
+    register = dispatcher.register_kernels
+
+    def register_without_llvmlite(*args: Any, **kwargs: Any) -> Any:
+        names = [name for name in sys.modules if name.partition(".")[0] == "llvmlite"]
+        hidden = {name: sys.modules.pop(name) for name in names}
+        try:
+            return register(*args, **kwargs)
+        finally:
+            sys.modules.update(hidden)
+
+    dispatcher.register_kernels = register_without_llvmlite
+
+
+class Contender:
+    """An engine with one setting of LoRA, and the requests that it is timed with."""
+
+    def __init__(self, name: str, options: dict[str, Any], adapters: list[Path]) -> None:
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        backend = {"off": "", "own": ""}.get(name, name)
+        os.environ[VARIABLE] = backend
+        if backend:
+            from lora_backends.integrations.vllm import register
+
+            register()
+        if name == "off":
+            options = {key: value for key, value in options.items() if "lora" not in key}
+            adapters = []
+        self.engine: Any = LLM(**options).llm_engine
+        self.requests = [
+            LoRARequest(f"adapter{index}", index + 1, str(folder))
+            for index, folder in enumerate(adapters)
+        ]
+        self._count = 0
+
+    def draw_weights(self) -> None:
+        """Draw dummy weights anew: as vLLM makes them, all logits are equal."""
+        model = self.engine.model_executor.driver_worker.worker.model_runner.model
+        while not hasattr(model, "named_parameters"):
+            model = model.runnable
+        with torch.inference_mode():
+            for name, weight in model.named_parameters():
+                seed = zlib.crc32(name.replace(".base_layer", "").encode())
+                generator = torch.Generator(device=weight.device).manual_seed(seed)
+                if "norm" in name:
+                    weight.data.fill_(1)
+                else:
+                    weight.data.normal_(0, 0.02, generator=generator)
+
+    def round(
+        self, clock: Callable[[], float], rows: int, adapters: int, prompt: int, steps: int
+    ) -> tuple[float, float]:
+        """Return the milliseconds of a prefill and of a decode step (median)."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=steps + 1, ignore_eos=True, detokenize=False
+        )
+        for row in range(rows):
+            self._count += 1
+            ids = [(7919 * (row + 1) + 104729 * i * (row + 3)) % 40000 for i in range(prompt)]
+            request = self.requests[row % adapters] if adapters and self.requests else None
+            self.engine.add_request(
+                str(self._count), {"prompt_token_ids": ids}, sampling, lora_request=request
+            )
+        times = [clock()]
+        gc.disable()
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+            times.append(clock())
+        gc.enable()
+        spans = [1e3 * (after - before) for before, after in zip(times, times[1:], strict=False)]
+        return spans[0], statistics.median(spans[3:-2])
+
+
+def measure(arguments: argparse.Namespace, dtype: str, folder: Path) -> list[dict[str, Any]]:
+    """Build the engines, let them take turns, and return one row each."""
+    on_gpu = torch.cuda.is_available()
+    shape = LLAMA_8B if on_gpu else SMOLLM2
+    adapters = [
+        save_adapter(
+            folder / f"adapter{index}", shape, arguments.rank, index, getattr(torch, dtype)
+        )
+        for index in range(arguments.adapters)
+    ]
+    options = engine_options(arguments, dtype, folder, on_gpu)
+    contenders = {}
+    for name in arguments.engines:
+        print(f"building the engine {name!r} ...", flush=True)
+        contenders[name] = Contender(name, options, adapters)
+        if on_gpu:
+            contenders[name].draw_weights()
+    entries = {name: (engine, arguments.adapters) for name, engine in contenders.items()}
+    if not on_gpu:  # the engine of this library, whose LoRA layers then add nothing
+        entries = {"adding nothing": (contenders[arguments.engines[-1]], 0), **entries}
+    clock = time.perf_counter if on_gpu else time.process_time
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in entries}
+    size = arguments.rows, arguments.prompt, arguments.steps
+    for turn in range(arguments.rounds + 1):  # the first compiles and warms up
+        order = list(entries) if turn % 2 else list(entries)[::-1]
+        for name in order:
+            engine, active = entries[name]
+            found = engine.round(clock, size[0], active, *size[1:])
+            if turn:
+                times[name].append(found)
+        print(f"round {turn} of {arguments.rounds}", flush=True)
+    return rows_of(times, dtype, arguments)
+
+
+def engine_options(
+    arguments: argparse.Namespace, dtype: str, folder: Path, on_gpu: bool
+) -> dict[str, Any]:
+    """Return vLLM's options, the same for every engine but for LoRA."""
+    tokens = arguments.rows * arguments.prompt
+    options = dict(
+        dtype=dtype,
+        max_model_len=1024,
+        max_num_seqs=max(16, arguments.rows),
+        max_num_batched_tokens=max(tokens, 1024),
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        skip_tokenizer_init=True,
+        seed=0,
+        generation_config="vllm",
+        enable_lora=True,
+        max_loras=arguments.adapters,
+        max_lora_rank=max(8, arguments.rank),
+        max_cpu_loras=arguments.adapters,
+    )
+    if not on_gpu:
+        model = os.environ.get("SMOLLM2", str(ROOT / ".venv-vllm" / "smollm2"))
+        return options | {"model": model, "enforce_eager": True}
+    kv_bytes = 2 * 2**30
+    options |= {"model": str(save_llama_config(folder / "model")), "load_format": "dummy"}
+    options |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": kv_bytes}
+    if arguments.mode == "eager":
+        options["enforce_eager"] = True
+    elif arguments.mode == "graph":
+        sizes = {"cudagraph_capture_sizes": [8, 64]}
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} | sizes
+    return options
+
+
+def rows_of(
+    times: dict[str, list[tuple[float, float]]], dtype: str, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return the rows of the result, each contender's ratio to the first one included."""
+    base, *_ = times.values()
+    rows = []
+    for index, step in enumerate(("prefill", "decode")):
+        for name, series in times.items():
+            ms = [each[index] for each in series]
+            ratios = [own / first[index] for own, first in zip(ms, base, strict=True)]
+            cell = {"step": step, "contender": name, "dtype": dtype}
+            cell |= {"rows": arguments.rows, "adapters": arguments.adapters}
+            cell |= {"rank": arguments.rank, "prompt": arguments.prompt}
+            cell |= {"ms": round(statistics.median(ms), 3), "ms_min": round(min(ms), 3)}
+            cell |= {"ms_max": round(max(ms), 3)}
+            rows.append(cell | {"ratio": round(statistics.median(ratios), 3)})
+    return rows
+
+
+def main() -> None:
+    """Measure, print the rows and write the result file."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engines", nargs="+", default=["off", "own", "auto"])
+    dtypes = ["bfloat16"] if on_gpu else ["float32", "bfloat16"]
+    parser.add_argument("--dtypes", nargs="+", default=dtypes)
+    parser.add_argument("--rows", type=int, default=64 if on_gpu else 32)
+    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=16 if on_gpu else 8)
+    parser.add_argument("--prompt", type=int, default=128 if on_gpu else 32)
+    parser.add_argument("--steps", type=int, default=40 if on_gpu else 10)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mode", choices=["compile", "graph", "eager"], default="compile")
+    name = "vllm_step_gpu.json" if on_gpu else "vllm_step_cpu.json"
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / name)
+    arguments = parser.parse_args()
+    import vllm
+
+    allow_a_second_engine()
+    rows = []
+    for dtype in arguments.dtypes:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure(arguments, dtype, Path(folder))
+        gc.collect()  # the engines of a dtype end before those of the next are built
+    for row in rows:
+        ratio = f"{row['ratio']:6.2f} times"
+        name = f"{row['dtype']} {row['step']} {row['contender']}"
+        print(f"{name:36} {row['ms']:10.2f} ms {ratio}")
+    load = round(os.getloadavg()[0], 1)  # other processes share caches and memory
+    result = new_result(METHOD, "cuda" if on_gpu else "cpu", mode=arguments.mode, load=load)
+    result["versions"] |= {"vllm": vllm.__version__, **versions("lora-backends")}
+    result["rows"] = rows
+    result["summary"] = {
+        f"{row['dtype']} {row['step']} {row['contender']}": row["ratio"] for row in rows
+    }
+    write_result(arguments.output, result)
+    print(f"written to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The stacked weights of experts, which come in several forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from lora_backends.adapters.specs import ExpertDelta, ExpertSpec
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.experts import ExpertWeights
+
+
+class Form(NamedTuple):
+    """How the matrices of an adapter lie; adapters of one form share a stack."""
+
+    num_a: int  # 1: one A feeds gate and up
+    one_a: bool  # all experts share A
+    one_b: bool  # all experts share B
+
+
+class ExpertStacks:
+    """Stacks of stacked parameters, by path and form; a slot of a parameter has one form.
+
+    An adapter whose experts share A, or where gate and up have an A each, is kept as it is: to
+    convert it to another form would take more memory, or round. A stack is allocated when the
+    first adapter of its form is loaded, and keeps its address from then on.
+
+    Args:
+        specs: what the base model has, by path of the parameter.
+        num_slots: slots of every stack.
+        max_rank: width of every stack.
+        dtype: dtype of the stacks.
+        device: where they live.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, ExpertSpec],
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.specs = dict(specs)
+        self._num_slots, self._max_rank = num_slots, max_rank
+        self._dtype, self._device = dtype, device
+        self._stacks: Mapping[tuple[str, Form], ExpertWeights] = {}
+        self._forms: dict[tuple[int, str], Form] = {}  # of slots in use, by slot and path
+
+    def active(self) -> dict[str, tuple[ExpertWeights, ...]]:
+        """Return the stacks that slots in use have, by path."""
+        used = dict.fromkeys((path, form) for (_, path), form in self._forms.items())
+        found: dict[str, tuple[ExpertWeights, ...]] = {}
+        for path, form in used:
+            found[path] = (*found.get(path, ()), self._stacks[path, form])
+        return found
+
+    def of(self, slot: int, path: str) -> ExpertWeights:
+        """Return the stack that holds a slot's LoRA of a parameter."""
+        return self._stacks[path, self._forms[slot, path]]
+
+    def stage(self, delta: ExpertDelta) -> ExpertDelta:
+        """Return a delta in the dtype of the stacks, on their device.
+
+        Raises:
+            InvalidInputError: it does not fit the base model or the stacks, or overflows.
+        """
+        self._check_fits(delta)
+        staged = replace(
+            delta,
+            lora_a=delta.lora_a.to(self._device, self._dtype),
+            lora_b=delta.lora_b.to(self._device, self._dtype),
+            ranks=delta.ranks.to(self._device, torch.int32),
+            scalings=delta.scalings.to(self._device, torch.float32),
+        )
+        values = {
+            "lora_A": staged.lora_a,
+            "lora_B": staged.lora_b,
+            "a scaling": staged.scalings,
+        }
+        for name, tensor in values.items():
+            if not bool(tensor.isfinite().all()):
+                raise InvalidInputError(
+                    f"{name} of {delta.module} does not fit {tensor.dtype}: a value overflows\n"
+                    f"  to do: load the base model in bfloat16 or float32"
+                )
+        return staged
+
+    def reserve(self, deltas: Iterable[ExpertDelta]) -> None:
+        """Allocate what the deltas need and is not there yet: all of it, or nothing."""
+        stacks = dict(self._stacks)
+        for delta in deltas:
+            key = (delta.module, self._form(delta))
+            if key not in stacks:
+                stacks[key] = self._allocate(*key)
+        self._stacks = stacks
+
+    def write(self, slot: int, delta: ExpertDelta) -> None:
+        """Write a delta into a slot; `reserve` has allocated its stack."""
+        form = self._form(delta)
+        self._forms[slot, delta.module] = form  # first: `clear` finds what an interrupt leaves
+        stack = self._stacks[delta.module, form]
+        stack.lora_a[slot, :, :, : delta.rank] = delta.lora_a
+        stack.lora_b[slot, :, :, : delta.rank] = delta.lora_b
+        stack.scalings[slot] = delta.scalings
+        stack.ranks[slot] = delta.ranks
+
+    def clear(self, slot: int, path: str) -> None:
+        """Let a slot of a parameter count as rank 0."""
+        form = self._forms.get((slot, path))
+        if form is not None:
+            self._stacks[path, form].ranks[slot] = 0
+            del self._forms[slot, path]
+
+    def _form(self, delta: ExpertDelta) -> Form:
+        several = self.specs[delta.module].num_experts > 1
+        sizes = (delta.lora_a.shape[0], delta.lora_b.shape[0])
+        return Form(delta.lora_a.shape[1], *(several and size == 1 for size in sizes))
+
+    def _allocate(self, path: str, form: Form) -> ExpertWeights:
+        spec, slots = self.specs[path], self._num_slots
+        experts_a, experts_b = (
+            1 if shared else spec.num_experts for shared in (form.one_a, form.one_b)
+        )
+        table = (slots, spec.num_experts, form.num_a)
+        return ExpertWeights(
+            lora_a=self._zeros(slots, experts_a, form.num_a, self._max_rank, spec.in_features),
+            lora_b=self._zeros(slots, experts_b, spec.out_features, self._max_rank),
+            ranks=torch.zeros(table, dtype=torch.int32, device=self._device),
+            scalings=torch.zeros(table, dtype=torch.float32, device=self._device),
+            output_slices=spec.output_slices,
+            num_experts=spec.num_experts,
+            interleaved=spec.interleaved,
+        )
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+    def _check_fits(self, delta: ExpertDelta) -> None:
+        spec = self.specs.get(delta.module)
+        if spec is not None and spec.refusal is not None:
+            raise UnsupportedInputError(
+                f"LoRA of experts that cannot be reproduced exactly\n"
+                f"  given: {delta.module}: {spec.refusal}\n  allowed: adapters without it"
+            )
+        given = [tuple(t.shape) for t in (delta.lora_a, delta.lora_b, delta.ranks, delta.scalings)]
+        if spec is None or len(given[0]) != 4 or not 1 <= given[0][2] <= self._max_rank:
+            raise InvalidInputError(
+                f"the pool has no room for experts {delta.module!r} with lora_a {list(given[0])}\n"
+                f"  the base model has there: {spec}\n  max_expert_rank: {self._max_rank}"
+            )
+        experts, (_, num_a, rank, _) = spec.num_experts, given[0]
+        counts = {1, experts}
+        fits = (
+            given[0][0] in counts
+            and num_a in {1, len(spec.output_slices)}
+            and given[0][3] == spec.in_features
+            and given[1] in [(count, spec.out_features, rank) for count in counts]
+            and given[2] == given[3] == (experts, num_a)
+        )
+        if not fits:
+            raise InvalidInputError(
+                f"the LoRA of {delta.module!r} does not fit the base model\n"
+                f"  given: lora_a, lora_b, ranks and scalings of shapes {given}\n"
+                f"  allowed: [{experts} or 1, {num_a}, {rank}, {spec.in_features}], "
+                f"[{experts} or 1, {spec.out_features}, {rank}], and twice [{experts}, {num_a}]"
+            )
+        if not bool(((delta.ranks >= 0) & (delta.ranks <= rank)).all()):
+            raise InvalidInputError(
+                f"the ranks of {delta.module!r} are not in 0..{rank}, the rank of its lora_a"
+            )

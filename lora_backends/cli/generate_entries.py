@@ -1,0 +1,86 @@
+"""What a prompt asks for: an adapter, a blend such as pirate:0.7+json:0.3, or the base model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
+
+from lora_backends.errors import InvalidInputError, did_you_mean, shown
+
+Entry: TypeAlias = str | dict[str, float] | None
+"""An adapter's name, or names with strengths, or None for the base model."""
+
+ALLOWED = 'an adapter\'s name, "NAME:STRENGTH+NAME:STRENGTH", or a table of names to finite numbers'
+
+
+def checked(value: Any) -> Any:
+    """Return what a configuration has as a prompt's adapter.
+
+    Raises:
+        ValueError: it is no name and no table of names to strengths.
+    """
+    if isinstance(value, Mapping):
+        wrong = [name for name, strength in value.items() if not _is_strength(strength)]
+        if wrong or not value:
+            given = f"{shown(wrong[0])} = {shown(value[wrong[0]])}" if wrong else "an empty table"
+            raise ValueError(f"a blend has {given}; allowed: {ALLOWED}")
+        return {name: float(strength) for name, strength in value.items()}
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"allowed: {ALLOWED}")
+    return value
+
+
+def entry_of(given: Entry, adapters: Collection[str], prompt: int) -> Entry:
+    """Return the adapter or blend that a prompt names.
+
+    Args:
+        given: as configured. A string that is the name of an adapter is never read as a blend.
+        adapters: their names.
+        prompt: its number, for messages.
+
+    Raises:
+        InvalidInputError: an unknown name, or a blend that cannot be read.
+    """
+    entry = given
+    if isinstance(given, str) and given not in adapters and ":" in given:
+        entry = _read_blend(given, prompt)
+    for name in entry if isinstance(entry, Mapping) else [entry]:
+        if name is not None and name not in adapters:
+            raise InvalidInputError(
+                f"no adapter named {shown(name)}{did_you_mean(name, adapters)}\n"
+                f"  given: prompt {prompt} uses it; adapters: {', '.join(adapters) or 'none'}\n"
+                f"  to do: give --adapter {name}=FOLDER, or write it under [adapters]"
+            )
+    return entry
+
+
+def described(entry: Entry) -> str:
+    """Return an entry as the command line takes it; the base model is "(base)"."""
+    if isinstance(entry, Mapping):
+        return "+".join(f"{name}:{strength:g}" for name, strength in entry.items())
+    return entry or "(base)"
+
+
+def _read_blend(text: str, prompt: int) -> dict[str, float]:
+    blend: dict[str, float] = {}
+    for term in text.split("+"):
+        name, _, number = term.rpartition(":")
+        try:
+            strength = float(number)
+        except ValueError:
+            strength = math.nan
+        if not name or name in blend or not _is_strength(strength):
+            raise InvalidInputError(
+                f"cannot read the blend {shown(text)}\n"
+                f"  given: {shown(term)}{' a second time' * (name in blend)}, for prompt {prompt}\n"
+                f"  allowed: NAME:STRENGTH+NAME:STRENGTH with finite numbers, e.g. "
+                f"pirate:0.7+json:0.3"
+            )
+        blend[name] = strength
+    return blend
+
+
+def _is_strength(value: Any) -> bool:
+    """Return whether a value is a number within float32."""
+    return type(value) in (int, float) and abs(value) < 3.4e38

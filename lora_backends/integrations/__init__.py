@@ -1,0 +1,1 @@
+"""Serving engines that this library runs inside of, unmodified."""

@@ -1,0 +1,150 @@
+"""vLLM's LoRA layers as weights of this library: views of its stacks, and the adapters' true ranks.
+
+vLLM keeps a tensor per slice, A [max_loras, 1, rank, in] and B [max_loras, 1, out, rank], padded
+with zeros and with the scaling folded into B. Nothing is copied; vLLM goes on writing them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
+
+import torch
+
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.weights import LoRAWeights
+
+Ranks: TypeAlias = Callable[[Any, int], list[int]]
+"""From vLLM's lora_a of an adapter and the number of slices to the rank of each slice."""
+
+
+@dataclass(eq=False)
+class Layer:
+    """One LoRA layer of vLLM. Where A is sharded by rank, its half has other ranks than B's."""
+
+    a: LoRAWeights | None  # the half that shrinks, or both; None where vLLM shrinks by itself
+    b: LoRAWeights | None  # the half that expands, or both; None where there is no B
+    wrapper: Any  # the `BackendWrapper` whose batch the layer runs on
+    first_rank: int = 0  # of the adapter's ranks, the first that the A of this process holds
+
+    def set_ranks(self, slot: int, ranks: Sequence[int]) -> None:
+        """Write the true ranks of a slot in place, where captured graphs read them."""
+        if self.b is not None:
+            _write(self.b, slot, ranks)
+        if self.a is not None and self.a is not self.b:
+            _write(self.a, slot, [rank - self.first_rank for rank in ranks])
+
+
+_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
+"""By the address of a first stack; a layer's views keep its stacks, so live addresses differ."""
+
+
+def find(stack: torch.Tensor) -> Layer:
+    """Return the layer whose first A or B a stack is.
+
+    Raises:
+        InvalidInputError: it is neither.
+    """
+    layer = _LAYERS.get(stack.data_ptr())
+    if layer is None:
+        raise InvalidInputError(
+            f"vLLM calls LoRA with stacks of no layer that it announced by set_mapping\n"
+            f"  given: {list(stack.shape)} {stack.dtype} on {stack.device}"
+        )
+    return layer
+
+
+def adopt(module: Any, wrapper: Any) -> None:
+    """Make a layer of a LoRA module of vLLM, and follow the ranks that vLLM writes into it.
+
+    Raises:
+        UnsupportedInputError: its stacks are laid out in another way.
+    """
+    a, b = _stacks(module, "lora_a_stacked"), _stacks(module, "lora_b_stacked")
+    if not b:
+        raise UnsupportedInputError(
+            f"the LoRA layer {type(module).__name__} keeps no lora_b_stacked that can be read"
+        )
+    if a and a[0].shape[2] == b[0].shape[3]:
+        both = _weights(a, b)
+        layer = Layer(both, both, wrapper)
+    else:
+        layer = Layer(_weights(a, ()) if a else None, _weights((), b), wrapper)
+        if a:  # fully sharded: this process holds some ranks of A, and all of B
+            layer.first_rank = module.tp_rank * a[0].shape[2]
+    module.lora_backends_layers = [layer]
+    for stacks in (a, b):
+        if stacks:
+            _LAYERS[stacks[0].data_ptr()] = layer
+    full = _stacks(module, "full_weight_stacked")
+    if full:  # a classification head that an adapter replaces; shrunk by, like an A
+        head = Layer(_weights(full, ()), None, wrapper)
+        assert head.a is not None
+        head.a.ranks.fill_(head.a.max_rank)
+        module.lora_backends_layers.append(head)
+        _LAYERS[full[0].data_ptr()] = head
+    num_slices = len(b)
+    follow(module, lambda slot, given: layer.set_ranks(slot, true_ranks(given, num_slices)))
+
+
+def follow(module: Any, set_ranks: Callable[[int, Any], None]) -> None:
+    """Call ``set_ranks(slot, lora_a)`` after vLLM has written a slot; lora_a is () for a reset.
+
+    vLLM does not tell the ranks in any other way. The two methods are replaced on the instance,
+    so any subclass is followed; `set_lora` of vLLM calls `reset_lora` first.
+    """
+    set_lora, reset_lora = module.set_lora, module.reset_lora
+
+    def set_lora_and_ranks(index: int, lora_a: Any, lora_b: Any) -> None:
+        set_lora(index, lora_a, lora_b)
+        set_ranks(index, lora_a)
+
+    def reset_lora_and_ranks(index: int) -> None:
+        set_ranks(index, ())
+        reset_lora(index)
+
+    module.set_lora, module.reset_lora = set_lora_and_ranks, reset_lora_and_ranks
+
+
+def true_ranks(lora_a: torch.Tensor | Sequence[torch.Tensor | None], num_slices: int) -> list[int]:
+    """Return the rank of each slice, 0 where the adapter has no A.
+
+    One A, or several that are not one per slice, may feed any slice: then the highest rank counts
+    for all. That is right because vLLM pads with zeros.
+    """
+    given = [lora_a] if isinstance(lora_a, torch.Tensor) else list(lora_a)
+    ranks = [0 if each is None else each.shape[-2] for each in given]
+    return ranks if len(ranks) == num_slices else [max(ranks, default=0)] * num_slices
+
+
+def _stacks(module: Any, name: str) -> tuple[torch.Tensor, ...]:
+    """Return the stacks of a module by slice, or () where there are none of this layout."""
+    found = getattr(module, name, None)
+    stacks = (found,) if isinstance(found, torch.Tensor) else tuple(found or ())
+    fits = all(stack.ndim == 4 and stack.shape[1] == 1 for stack in stacks)
+    return stacks if fits else ()  # an embedding's A is a table of rows, gathered by vLLM
+
+
+def _weights(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> LoRAWeights:
+    """Return views of stacks, () for a half that is missing, as weights of rank 0 in every slot."""
+    lora_a: Any = tuple(stack[:, 0] for stack in a) or None
+    lora_b: Any = tuple(stack[:, 0] for stack in b) or None
+    widest: tuple[torch.Tensor, ...] = lora_b or lora_a
+    shape, device = (widest[0].shape[0], len(widest)), widest[0].device
+    if len(widest) == 1:  # one tensor, which every backend takes
+        lora_a, lora_b = a[0] if a else None, lora_b[0] if b else None
+    return LoRAWeights(
+        lora_a=lora_a,
+        lora_b=lora_b,
+        ranks=torch.zeros(shape, dtype=torch.int32, device=device),
+        scalings=torch.ones(shape, dtype=torch.float32, device=device),
+        output_slices=tuple(stack.shape[1] for stack in widest),
+    )
+
+
+def _write(weights: LoRAWeights, slot: int, ranks: Sequence[int]) -> None:
+    for s, rank in enumerate(ranks):
+        # a fill, not a copy from the host, which would wait for the device
+        weights.ranks[slot, s].fill_(min(max(rank, 0), weights.max_rank))

@@ -1,0 +1,104 @@
+"""The plans of one kind of rows: a batch's tokens, or the rows that it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lora_backends.backend import LoRABackend
+from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+
+SMALLEST = 8
+"""Rows that the smallest plan on a GPU has room for."""
+
+
+class _Room:
+    """A plan for up to `capacity` rows, and whether it holds the batch of now."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.plan: Any = None  # made when it is first needed
+        self.is_current = False
+        self.is_captured = False  # a CUDA graph replays it, so Python cannot refill it in time
+
+
+class Plans:
+    """Plans with room, one for each power of two of rows on a GPU, a single one on a CPU.
+
+    vLLM pads x to the size of a captured graph without telling, so a plan is chosen by the rows
+    of x. Backends choose tile sizes when a plan is made: a plan per power of two fits them to the
+    rows. A new batch refills the captured plans at once, before a graph can be replayed, and each
+    other plan when it is next used. Nothing waits for the device.
+
+    Args:
+        backend: that makes the plans.
+        num_slots: of every layer.
+        capacity: rows at most.
+    """
+
+    def __init__(self, backend: LoRABackend, num_slots: int, capacity: int) -> None:
+        self.backend = backend
+        self.num_slots = num_slots
+        self._rooms = [_Room(size) for size in _sizes(backend.device.type, capacity)]
+        self.set_slots([])
+
+    def set_slots(self, slots: Sequence[int]) -> None:
+        """Take the batch that the next calls run on: one slot, or `NO_ADAPTER`, per row."""
+        self._batch = LoRABatch(slots, self.num_slots)
+        self.num_rows = self._batch.num_tokens
+        self.is_idle = all(slot == NO_ADAPTER for slot in slots)  # nothing is added to any row
+        for room in self._rooms:
+            room.is_current = False
+            if room.is_captured and room.capacity >= self.num_rows:
+                self._refill(room)
+
+    def of(self, rows: int) -> Any:
+        """Return the plan for x of `rows` rows; rows behind the batch have no adapter.
+
+        Raises:
+            InvalidInputError: x has fewer rows than the batch, or more than there is room for.
+            UnsupportedInputError: a CUDA graph captures what cannot be captured.
+        """
+        room = next((room for room in self._rooms if room.capacity >= rows), None)
+        if room is None or rows < self.num_rows:
+            raise InvalidInputError(
+                f"x does not fit the batch that vLLM has announced\n  given: {rows} rows\n"
+                f"  allowed: {self.num_rows} to {self._rooms[-1].capacity} rows"
+            )
+        if self.backend.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+            self._capture(room)
+        if not room.is_current:
+            self._refill(room)
+        return room.plan
+
+    def _capture(self, room: _Room) -> None:
+        if not self.backend.cuda_graphs:
+            raise UnsupportedInputError(
+                f"a CUDA graph cannot capture backend {self.backend.name!r}\n"
+                f"  to do: choose another backend, or pass enforce_eager=True to vLLM"
+            )
+        if not room.is_current:  # a copy from the host would be replayed with old values
+            raise UnsupportedInputError(
+                f"a CUDA graph captures {room.capacity} rows before they have run outside of one\n"
+                f"  to do: let vLLM warm up before it captures: cudagraph_num_of_warmups >= 1"
+            )
+        room.is_captured = True
+
+    def _refill(self, room: _Room) -> None:
+        if room.plan is None:
+            # a typical batch: tile sizes follow the tokens per slot
+            typical = [row % self.num_slots for row in range(room.capacity)]
+            batch = LoRABatch(typical, self.num_slots)
+            room.plan = self.backend.prepare_batch(batch, capacity=room.capacity)
+        self.backend.prepare_batch(self._batch, out=room.plan)
+        room.is_current = True
+
+
+def _sizes(device_type: str, capacity: int) -> list[int]:
+    if device_type == "cpu":
+        return [capacity]
+    powers = [1 << bits for bits in range(capacity.bit_length())]
+    return [size for size in powers if SMALLEST <= size < capacity] + [capacity]

@@ -1,0 +1,104 @@
+"""Waking up: which versions of vLLM are supported, and where this library steps in."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+from lora_backends.errors import BackendUnavailableError
+from lora_backends.names import AUTO, VLLM_VARIABLE
+from lora_backends.registry import backend_class, backend_names
+
+OLDEST = (0, 26)
+"""The first version of vLLM whose interface for LoRA the wrapper implements."""
+
+WRAPPER = "lora_backends.integrations.vllm.wrapper.BackendWrapper"
+"""What vLLM imports and instantiates in place of its own wrapper."""
+
+
+def activate() -> None:
+    """Replace the wrapper that vLLM's platform names; a second call changes nothing.
+
+    Raises:
+        BackendUnavailableError: the environment variable names no backend, or this vLLM is too old.
+    """
+    import vllm
+
+    name = backend_asked_for()
+    check_version(vllm.__version__)
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    if getattr(platform.get_punica_wrapper, "replaced", None) is not None:
+        return
+    platform.get_punica_wrapper = classmethod(_replacement(platform.get_punica_wrapper))
+    # Compiled programs are cached on disk under a hash of vLLM's variables. With this one among
+    # them, a program that calls vLLM's operators is never loaded for a run that calls ours.
+    envs.environment_variables[VLLM_VARIABLE] = _hashed_setting
+    logger().info(
+        "lora_backends %s takes over LoRA of vLLM %s: %s=%s",
+        version("lora-backends"),
+        vllm.__version__,
+        VLLM_VARIABLE,
+        name,
+    )
+
+
+def backend_asked_for() -> str:
+    """Return the name that the environment variable holds.
+
+    Raises:
+        BackendUnavailableError: no backend of that name is registered.
+    """
+    name = os.environ.get(VLLM_VARIABLE, "")
+    if name != AUTO and name not in backend_names():
+        backend_class(name)  # raises what names all that are registered
+    return name
+
+
+def check_version(given: str) -> None:
+    """Refuse a vLLM whose interface is another one.
+
+    Raises:
+        BackendUnavailableError: it is too old, or its version cannot be read.
+    """
+    found = re.match(r"(\d+)\.(\d+)", given)
+    if found is None or (int(found[1]), int(found[2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise BackendUnavailableError(
+            f"this version of vLLM is not supported\n  given: vLLM {given}\n"
+            f"  allowed: {oldest} or newer\n"
+            f"  to do: install vllm>={oldest}, or unset {VLLM_VARIABLE}"
+        )
+
+
+def own_wrapper_name() -> str:
+    """Return the dotted name of the wrapper that vLLM uses on this platform by itself."""
+    from vllm.platforms import current_platform
+
+    name: str = type(current_platform).get_punica_wrapper.replaced()
+    return name
+
+
+def logger() -> Any:
+    """Return a logger below vLLM's own, whose handlers show what it logs."""
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.lora_backends")
+
+
+def _replacement(replaced: Callable[[], str]) -> Callable[[Any], str]:
+    def get_punica_wrapper(cls: Any) -> str:
+        # asked again each time: a process may build engines with and without the variable
+        return WRAPPER if os.environ.get(VLLM_VARIABLE) else replaced()
+
+    get_punica_wrapper.replaced = replaced  # type: ignore[attr-defined]
+    return get_punica_wrapper
+
+
+def _hashed_setting() -> str:
+    return f"{os.environ.get(VLLM_VARIABLE, '')} {version('lora-backends')}"

@@ -1,0 +1,313 @@
+"""`BackendWrapper`: vLLM's interface for LoRA, on a backend of this library."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
+
+from lora_backends import features
+from lora_backends.batch import NO_ADAPTER
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.integrations.vllm import experts, layers, operation, plugin
+from lora_backends.integrations.vllm.operation import run
+from lora_backends.integrations.vllm.plans import Plans
+from lora_backends.selection import get_backend
+
+NEEDED = frozenset({features.CAPACITY, features.SLICE_TENSORS})
+"""What a backend must have: vLLM pads x without telling, and keeps a tensor per slice."""
+
+
+class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dependency
+    """Holds the batch of now, and runs vLLM's LoRA layers on it.
+
+    vLLM makes one for a model, announces each batch to it by `update_metadata`, and calls it from
+    each layer. What it does not take over runs on vLLM's own wrapper, which it makes when the
+    first layer needs it.
+
+    Args:
+        max_num_batched_tokens: tokens of a batch at most.
+        max_batches: sequences of a batch at most.
+        device: of the model.
+        kwargs: `lora_config`, vLLM's.
+
+    Raises:
+        BackendUnavailableError: the backend asked for does not run on the device.
+        UnsupportedInputError: it lacks a feature that vLLM's layers need.
+    """
+
+    def __init__(
+        self,
+        max_num_batched_tokens: int,
+        max_batches: int,
+        device: torch.device | str,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
+        self._arguments = (max_num_batched_tokens, max_batches, device), kwargs
+        self._own: Any = None  # vLLM's own wrapper, for what is not taken over
+        self._announced: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        num_slots = kwargs["lora_config"].max_loras
+        backend = get_backend(plugin.backend_asked_for(), device=device)
+        missing = NEEDED - backend.features
+        if missing:
+            raise UnsupportedInputError(
+                f"backend {backend.name!r} cannot run inside vLLM\n"
+                f"  it lacks: {', '.join(sorted(missing))}\n  to do: choose another backend"
+            )
+        self.tokens = Plans(backend, num_slots, max_num_batched_tokens)
+        self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
+        plugin.logger().info(
+            "LoRA of linear layers, embeddings and heads runs on backend %r on %s",
+            backend.name,
+            backend.device,
+        )
+
+    def update_metadata(
+        self,
+        mapping: Any,
+        lora_index_to_id: list[int | None],
+        max_loras: int,
+        vocab_size: int,
+        **kwargs: Any,
+    ) -> None:
+        """Take the next batch: an adapter id per token and per sampled row, on the host."""
+        # index tensors that layers of vLLM read by themselves
+        self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
+        self.is_prefill = mapping.is_prefill
+        slot_of = {id_: slot for slot, id_ in enumerate(lora_index_to_id) if id_ is not None}
+        for plans, ids in (
+            (self.tokens, mapping.index_mapping),
+            (self.sampled, mapping.prompt_mapping),
+        ):
+            plans.set_slots([slot_of[id_] if id_ > 0 else NO_ADAPTER for id_ in ids])
+        self._announced = (mapping, lora_index_to_id, max_loras, vocab_size), kwargs
+        if self._own is not None:
+            self._own.update_metadata(*self._announced[0], **kwargs)
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Add the LoRA of a linear layer to y.
+
+        With ``add_inputs=False`` y is zero, as vLLM's second stream passes it: vLLM's own kernel
+        leaves rows without adapter as they are.
+        """
+        _check_plain(scale, buffer)
+        run(y, x, lora_a_stacked[0], operation.LINEAR)
+        return y
+
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        *,
+        buffer: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Add the LoRA of a head to the logits y of the sampled rows."""
+        _check_plain(scale, buffer)
+        run(_rows(y), _rows(x), lora_a_stacked, operation.LOGITS)
+        return y
+
+    def add_shrink(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Write h of x into y, [num_slices, tokens, ranks of this process] float32."""
+        _check_plain(scale)
+        run(y, _rows(x), lora_a_stacked[0], operation.SHRINK)
+        return y
+
+    def add_expand(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        output_slices: tuple[int, ...],
+        offset_start: int = 0,
+        add_inputs: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Add what h, which is x, expands to, to the columns of y from `offset_start` on."""
+        add = add_inputs and kwargs.get("add_input", True)  # callers write the second name
+        if not add:
+            y.narrow(-1, offset_start, sum(output_slices)).zero_()
+        run(_rows(y), x, lora_b_stacked[0], operation.EXPAND, offset_start)
+        return y
+
+    def add_lora_embedding(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        add_inputs: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Add the LoRA of an embedding to y; x holds the rows of A that vLLM has gathered."""
+        h = x.unsqueeze(0).to(torch.float32)
+        return self.add_expand(y, h, (lora_b_stacked,), (y.shape[-1],), 0, add_inputs, **kwargs)
+
+    def apply_lora_full_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        weight_stacked: torch.Tensor,
+        bias_stacked: torch.Tensor,
+        module_enabled: torch.Tensor,
+    ) -> torch.Tensor:
+        """Replace the rows of y whose adapter brings a whole classification head of its own."""
+        slots = self.sampler_indices
+        if slots.shape[0] != y.shape[0]:
+            raise InvalidInputError(
+                f"a classification head does not fit the batch that vLLM has announced\n"
+                f"  given: {y.shape[0]} rows\n  allowed: {slots.shape[0]}"
+            )
+        h = y.new_empty((1, y.shape[0], weight_stacked.shape[-2]), dtype=torch.float32)
+        run(h, x, weight_stacked, operation.FULL)
+        known = slots.clamp(min=0)
+        is_full = (slots >= 0) & module_enabled[known]
+        full = h[0].to(y.dtype) + bias_stacked[known].to(y.dtype)
+        return y.copy_(torch.where(is_full[:, None], full, y))
+
+    def add_lora_w13(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Add the LoRA of the experts' first product, gate and up, to y [tokens * k, columns].
+
+        Returns:
+            What vLLM hands on to `add_lora_w2`: here the experts of each token.
+        """
+        site = experts.find(lora_a_stacked[0])
+        if site is None:
+            given = y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights
+            own: tuple[torch.Tensor | None, ...] = self.own().add_lora_w13(*given, *args, **kwargs)
+            return own
+        experts.add_first(self.tokens, y, x, lora_a_stacked, topk_ids, topk_weights)
+        return topk_ids, None, None, None
+
+    def add_lora_w2(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        topk_weights: torch.Tensor,
+        sorted_token_ids_lora: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Add the LoRA of the experts' second product, weighted by the router, to y."""
+        if experts.find(lora_a_stacked[0]) is None:
+            given = y, x, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids_lora
+            self.own().add_lora_w2(*given, *args, **kwargs)
+        else:
+            topk_ids = sorted_token_ids_lora  # as `add_lora_w13` has returned them
+            assert topk_ids is not None
+            experts.add_second(self.tokens, y, x, lora_a_stacked, topk_ids, topk_weights)
+
+    def moe_lora_align_block_size(self, *args: Any, **kwargs: Any) -> Any:
+        """Sort the pairs of token and expert, for vLLM's own kernels."""
+        return self.own().moe_lora_align_block_size(*args, **kwargs)
+
+    def add_lora_fused_moe(self, *args: Any, **kwargs: Any) -> Any:
+        """Run vLLM's own kernel for experts on pairs that vLLM has sorted."""
+        return self.own().add_lora_fused_moe(*args, **kwargs)
+
+    def own(self, reason: str = "") -> Any:
+        """Return vLLM's own wrapper, which follows the batch from now on.
+
+        Args:
+            reason: what is not taken over, for the log.
+        """
+        if self._own is None:
+            module, _, name = plugin.own_wrapper_name().rpartition(".")
+            args, kwargs = self._arguments
+            self._own = getattr(import_module(module), name)(*args, **kwargs)
+            if self._announced is not None:
+                self._own.update_metadata(*self._announced[0], **self._announced[1])
+        if reason:
+            plugin.logger().warning_once("LoRA not taken over: %s; vLLM's own runs it", reason)
+        return self._own
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what vLLM looks for in its own wrapper beside its experts."""
+        own = self.__dict__.get("_own")
+        if own is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(own, name)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1, tensor.shape[-1])
+
+
+def _check_plain(scale: float, buffer: Any = None) -> None:
+    """Refuse what no caller in vLLM passes: a scaling beside B, or memory for h."""
+    if scale != 1.0 or buffer is not None:
+        raise UnsupportedInputError(
+            f"LoRA with a scale or a buffer of the caller's is not supported\n"
+            f"  given: scale {scale}, buffer {'None' if buffer is None else 'a tensor'}\n"
+            f"  allowed: scale 1.0 and no buffer; vLLM folds scalings into B"
+        )
+
+
+def _run_own(name: str) -> Callable[..., Any]:
+    def method(self: BackendWrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.own(f"{name} of this version of vLLM"), name)(*args, **kwargs)
+
+    return method
+
+
+# A later vLLM may ask for more than the versions known here; its own wrapper has it.
+for _name in BackendWrapper.__abstractmethods__:
+    setattr(BackendWrapper, _name, _run_own(_name))
+abc.update_abstractmethods(BackendWrapper)
+
+
+def _follow_mapping() -> None:
+    """Let each LoRA layer of vLLM that is given a `BackendWrapper` become a layer of it.
+
+    vLLM has no hook between making a layer's stacks and profiling, tracing and capturing it.
+    """
+    set_mapping = BaseLayerWithLoRA.set_mapping
+
+    def set_mapping_and_adopt(self: Any, punica_wrapper: Any) -> None:
+        set_mapping(self, punica_wrapper)
+        if isinstance(punica_wrapper, BackendWrapper):
+            adopt = experts.adopt if experts.is_experts(self) else layers.adopt
+            adopt(self, punica_wrapper)
+
+    BaseLayerWithLoRA.set_mapping = set_mapping_and_adopt
+
+
+_follow_mapping()

@@ -1,0 +1,215 @@
+# mypy: ignore-errors
+"""Device functions on blocks of values: loads, stores, widening and products.
+
+`blocks` makes tiles of them. Axes are named as there: T (rows of the tile), R (rank), C (columns of
+y). Offsets that a stride multiplies are int64.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
+    """Return what a table of separate tensors has for slice s.
+
+    That is the distance of its tensor from the first slice's, and the strides of slots and rows,
+    in elements. Each is a multiple of ALIGN, so that loads stay wide.
+    """
+    at = slices_ptr + s * 3
+    own = tl.load(at, mask=mask, other=0)
+    slot_stride = tl.load(at + 1, mask=mask, other=0)
+    row_stride = tl.load(at + 2, mask=mask, other=0)
+    own = tl.multiple_of(own, ALIGN)
+    slot_stride = tl.multiple_of(slot_stride, ALIGN)
+    row_stride = tl.multiple_of(row_stride, ALIGN)
+    return own, slot_stride, row_stride
+
+
+@triton.jit
+def in_groups(r, rank, EVEN_R: tl.constexpr):
+    """Return r < rank, rounded up to groups of 8 where max_rank is a multiple of 8.
+
+    A mask that is constant over 8 neighbours keeps loads and stores 16 bytes wide.
+    """
+    if EVEN_R:
+        return r // 8 * 8 < rank
+    return r < rank
+
+
+@triton.jit
+def load_h(h_rows, plane, r, rank, has_token, SPLIT_K: tl.constexpr, EVEN_R: tl.constexpr):
+    """Return h, its planes summed in order, zero beyond the rank."""
+    mask = has_token[:, None] & in_groups(r, rank, EVEN_R)[None, :]
+    h = tl.load(h_rows[:, None] + r[None, :], mask=mask, other=0.0)  # [T, R]
+    for k in tl.static_range(1, SPLIT_K):
+        h += tl.load(h_rows[:, None] + k * plane + r[None, :], mask=mask, other=0.0)
+    return tl.where((r < rank)[None, :], h, 0.0)
+
+
+@triton.jit
+def load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl.constexpr):
+    """Return a block of B, transposed; values beyond the rank are arbitrary."""
+    mask = in_groups(r, rank, EVEN_R)[:, None]
+    if not EVEN_C:
+        mask = mask & (c < end)[None, :]
+    offsets = c.to(tl.int64)[None, :] * b_stride_c + r[:, None]
+    return tl.load(b_slot + offsets, mask=mask, other=0.0)  # [R, C]
+
+
+@triton.jit
+def load_b_scales(
+    group_rows,
+    group_stride,
+    s_group,
+    s_start,
+    c,
+    r,
+    end,
+    rank,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+):
+    """Return the scales of a block of B: per column [C], or [R, C] where they change with r."""
+    if STORAGE == 0:
+        return 0.0
+    else:
+        rows = group_rows + (s_group + group_of(c - s_start, GROUP_C)) * group_stride  # [C]
+        if GROUP_R == 0:
+            return tl.load(rows, mask=c < end, other=0.0)
+        else:
+            mask = (r < rank)[:, None] & (c < end)[None, :]
+            return tl.load(rows[None, :] + (r // GROUP_R)[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def scaled_product(
+    h,
+    b,
+    own,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
+    EXACT_H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Return h @ b as `product` does, with the scales of an 8-bit b; it is widened to WIDE."""
+    if STORAGE == 0:
+        return product(h, b, EXACT_H, PRECISION, INTERPRETED)
+    elif GROUP_R == 0:
+        wide = widened(b, WIDE, STORAGE)
+        return product(h, wide, EXACT_H, PRECISION, INTERPRETED) * own[None, :]
+    else:  # scales change along the sum: products are float32
+        return product(h, widened(b, tl.float32, STORAGE) * own, True, PRECISION, INTERPRETED)
+
+
+@triton.jit
+def group_of(index, SIZE: tl.constexpr):
+    """Return the group that an index belongs to, int64; a SIZE of 0 makes one group of all."""
+    if SIZE == 0:
+        return index.to(tl.int64) * 0
+    else:
+        return index.to(tl.int64) // SIZE
+
+
+@triton.jit
+def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr):
+    """Return stored values in a wider dtype, exactly.
+
+    STORAGE is 0 for values stored as they are, 1 for int8, 2 for float8_e4m3fn, 3 for float8_e5m2.
+    float8 comes as int8 and is decoded by its bits, since not every device converts it: e5m2 is
+    the upper half of a float16, e4m3fn one with three bits of mantissa and an exponent 8 too low.
+    """
+    if STORAGE == 0:
+        return raw.to(dtype)
+    elif STORAGE == 1:
+        return raw.to(tl.float32).to(dtype)  # the interpreter converts integers to no bfloat16
+    bits = raw.to(tl.int16)
+    if STORAGE == 3:
+        return (bits << 8).to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
+    else:
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+
+
+@triton.jit
+def within(b, r, rank):
+    """Return b, zero beyond the rank."""
+    return tl.where((r < rank)[:, None], b, 0.0)
+
+
+@triton.jit
+def load_y(y_rows, c, has_token, end, EVEN_C: tl.constexpr):
+    """Return a block of y."""
+    mask = has_token[:, None]
+    if not EVEN_C:
+        mask = mask & (c < end)[None, :]
+    return tl.load(y_rows[:, None] + c[None, :], mask=mask, other=0.0)  # [T, C]
+
+
+@triton.jit
+def load_columns(row, c, end, IS_GIVEN: tl.constexpr, EVEN_C: tl.constexpr):
+    """Return a value per column [C]; 0 where the layer has none."""
+    if not IS_GIVEN:
+        return 0.0
+    elif EVEN_C:
+        return tl.load(row + c)
+    else:
+        return tl.load(row + c, mask=c < end, other=0.0)
+
+
+@triton.jit
+def store_y(
+    y_rows,
+    c,
+    y,
+    delta,
+    bias_row,
+    scales,
+    has_token,
+    end,
+    HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Store output_scale * (y + delta) + bias; each element is rounded once."""
+    mask = has_token[:, None]
+    if not EVEN_C:
+        mask = mask & (c < end)[None, :]
+    total = y.to(tl.float32) + delta
+    if HAS_OUTPUT_SCALES:
+        total *= scales[None, :]
+    if HAS_BIAS:
+        bias = load_columns(bias_row, c, end, HAS_BIAS, EVEN_C)
+        total += bias.to(tl.float32)[None, :]
+    tl.store(y_rows[:, None] + c[None, :], rounded(total, y.dtype, INTERPRETED), mask=mask)
+
+
+@triton.jit
+def product(h, b, EXACT_H: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return h @ b: h rounded to the dtype of b, or with EXACT_H both in float32."""
+    if EXACT_H:
+        return multiply(h, b.to(tl.float32), None, PRECISION, INTERPRETED)
+    return multiply(rounded(h, b.dtype, INTERPRETED), b, None, PRECISION, INTERPRETED)
+
+
+@triton.jit
+def multiply(left, right, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return ``left @ right + acc`` in float32; acc may be None."""
+    if INTERPRETED:  # its tl.dot multiplies the bit patterns of bfloat16
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(value, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return float32 values in `dtype`, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:  # its cast truncates
+        bits = value.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        value = tl.where(value == value, nearest.to(tl.float32, bitcast=True), value)
+    return value.to(dtype)

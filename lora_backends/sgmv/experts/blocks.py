@@ -1,0 +1,401 @@
+# mypy: ignore-errors
+"""The arithmetic of one tile of experts: device functions that the kernels call.
+
+Axes: T (pairs of a tile), N (rows of A, all its matrices stacked), K (inputs), R (rank), C (columns
+of y), W (groups of warps that share out a step of K).
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lora_backends.sgmv.elements import in_groups, multiply, product, rounded, within
+from lora_backends.sgmv.experts.routing_kernels import RECORD
+
+
+@triton.jit
+def tile_of(row, tiles_ptr, order_ptr, count_ptr, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """Return the slot, expert, first place and number of pairs of a row, and its pairs [T].
+
+    A tile has PARTS rows of the grid, of at most ROWS pairs each. A row that has none has 0 pairs.
+    The first pair stands in the record, so that a tile of one pair needs no second load.
+    """
+    part = row % PARTS
+    at = tiles_ptr + row // PARTS * RECORD
+    slot, expert = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
+    place, count, only = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    used = row // PARTS < tl.load(count_ptr)
+    count = tl.where(used, tl.minimum(count - part * ROWS, ROWS), 0)
+    place += part * ROWS
+    t = tl.arange(0, ROWS)  # [T]
+    in_order = t < count
+    if PARTS == 1:
+        in_order = in_order & (t > 0)
+    pair = tl.load(order_ptr + place + t, mask=in_order, other=0)  # [T]
+    if PARTS == 1:
+        pair = tl.where(t == 0, only, pair)
+    return slot, expert, place, count, pair
+
+
+@triton.jit
+def partial_sums(
+    x_rows,
+    a_rows,
+    has_pair,
+    used,
+    k_first,
+    in_features,
+    BLOCK_K: tl.constexpr,
+    WARPS_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Return x @ A.T over STEPS blocks of inputs; each of WARPS_K groups sums part of a block."""
+    ROWS: tl.constexpr = x_rows.shape[0]
+    BLOCK_N: tl.constexpr = a_rows.shape[0]
+    if WARPS_K == 1:
+        k = k_first + tl.arange(0, BLOCK_K)  # [K]
+        x_k, a_k = k[None, :], k[:, None]
+        x_at, a_at = x_rows[:, None] + x_k, a_rows[None, :] + a_k  # [T, K], [K, N]
+        x_in, a_in = has_pair[:, None], used[None, :]
+        acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+    else:
+        WIDTH: tl.constexpr = BLOCK_K // WARPS_K
+        k = k_first + tl.arange(0, WARPS_K)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        x_k, a_k = k[:, None, :], k[:, :, None]
+        x_at = x_rows[None, :, None] + x_k  # [W, T, K]
+        a_at = a_rows[None, None, :] + a_k  # [W, K, N]
+        x_in, a_in = has_pair[None, :, None], used[None, None, :]
+        acc = tl.zeros((WARPS_K, ROWS, BLOCK_N), dtype=tl.float32)
+    for step in range(STEPS):
+        done = step * BLOCK_K
+        if EVEN_K:
+            x = tl.load(x_at + done, mask=x_in, other=0.0)
+            a = tl.load(a_at + done, mask=a_in, other=0.0)
+        else:
+            x = tl.load(x_at + done, mask=x_in & (x_k < in_features - done), other=0.0)
+            a = tl.load(a_at + done, mask=a_in & (a_k < in_features - done), other=0.0)
+        acc = multiply(x, a, acc, PRECISION, INTERPRETED)
+    if WARPS_K > 1:
+        acc = tl.sum(acc, axis=0)
+    return acc
+
+
+@triton.jit
+def expand_single(
+    h_at,
+    plane,
+    b_key,
+    b_stride_c,
+    y_row,
+    factor,
+    ranks_at,
+    scalings_at,
+    first,
+    end,
+    read,
+    rank,
+    NUM_A: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FRESH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Add CHUNKS blocks of columns for one pair.
+
+    B goes from memory straight to the registers that multiply it, so more of it is in flight than
+    where it passes through shared memory for a product of 16 rows.
+    """
+    SLICES: tl.constexpr = NUM_A if INTERLEAVED else 1
+    r = tl.arange(0, RANK_PAD)  # [R]
+    c = first + tl.arange(0, BLOCK_C)  # [C]
+    end = tl.where(rank > 0, end, 0)
+    b = _load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+    y = _load_y_row(y_row, c, end, FRESH)
+    if PROGRAMMATIC:
+        gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
+        gdc_launch_dependents()
+    for chunk in tl.static_range(CHUNKS):
+        c_now, y_now, b_now = c, y, b
+        if chunk + 1 < CHUNKS:
+            c = c + BLOCK_C
+            b = _load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+            y = _load_y_row(y_row, c, end, FRESH)
+        delta = tl.zeros((BLOCK_C,), dtype=tl.float32)
+        touched = c_now < end  # [C]
+        for s in tl.static_range(SLICES):
+            used, scaling = rank, 1.0
+            if INTERLEAVED:
+                used, scaling = tl.load(ranks_at + s), tl.load(scalings_at + s)
+            h = _load_h_row(h_at + s * RANK_PAD, plane, r, used, SPLIT_K)  # [R]
+            h = rounded(h, b.dtype, INTERPRETED).to(tl.float32)
+            products = tl.where((r < used)[None, :], b_now.to(tl.float32), 0.0) * h[None, :]
+            sums = scaling * tl.sum(products, axis=1)  # [C]
+            if INTERLEAVED:
+                mine = c_now % NUM_A == s
+                delta = tl.where(mine, sums, delta)
+                touched = touched & (tl.where(mine, used, 1) > 0)
+            else:
+                delta = sums
+        total = y_now.to(tl.float32) + factor * delta
+        tl.store(y_row + c_now, rounded(total, y_now.dtype, INTERPRETED), mask=touched)
+
+
+@triton.jit
+def _load_h_row(h_at, plane, r, rank, SPLIT_K: tl.constexpr):
+    """Return h of one pair, its planes summed, zero beyond the rank.
+
+    One load takes all planes: code for each of up to 32 would not stay in the caches.
+    """
+    PLANES: tl.constexpr = triton.next_power_of_2(SPLIT_K)
+    k = tl.arange(0, PLANES)  # [planes]
+    mask = (k < SPLIT_K)[:, None] & (r < rank)[None, :]
+    h = tl.load(h_at + k[:, None] * plane + r[None, :], mask=mask, other=0.0)
+    return tl.sum(h.to(tl.float32), axis=0)
+
+
+@triton.jit
+def _load_y_row(y_row, c, end, FRESH: tl.constexpr):
+    """Return a block of a row of y, or zeros where y is fresh."""
+    if FRESH:
+        return tl.zeros((c.shape[0],), dtype=y_row.dtype.element_ty)
+    return tl.load(y_row + c, mask=c < end, other=0.0)
+
+
+@triton.jit
+def expand_columns(
+    h_at,
+    plane,
+    b_key,
+    b_stride_c,
+    y_rows,
+    factor,
+    first,
+    end,
+    read,
+    rank,
+    has_pair,
+    has_y,
+    BLOCK_R: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_R: tl.constexpr,
+    FRESH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Add CHUNKS blocks of columns, all ranks in one product; loads run one block ahead."""
+    r = tl.arange(0, BLOCK_R)  # [R]
+    c = first + tl.arange(0, BLOCK_C)  # [C]
+    b = _load_b(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+    y = _load_y(y_rows, c, has_y, end, EVEN_C, FRESH)
+    if PROGRAMMATIC:
+        gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
+        gdc_launch_dependents()
+    h = _load_h(h_at, plane, r, rank, has_pair, SPLIT_K)  # [T, R]
+    for chunk in tl.static_range(CHUNKS):
+        delta = product(h, within(b, r, rank), False, PRECISION, INTERPRETED)  # [T, C]
+        c_now, y_now = c, y
+        if chunk + 1 < CHUNKS:
+            c = c + BLOCK_C
+            b = _load_b(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+            y = _load_y(y_rows, c, has_y, end, EVEN_C, FRESH)
+        _store_y(y_rows, c_now, y_now, factor[:, None] * delta, has_pair, end, EVEN_C, INTERPRETED)
+
+
+@triton.jit
+def expand_general(
+    h_at,
+    plane,
+    b_key,
+    b_stride_c,
+    y_rows,
+    factor,
+    ranks_at,
+    scalings_at,
+    first,
+    end,
+    highest,
+    has_pair,
+    NUM_A: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FRESH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Add one block of columns, BLOCK_R ranks at a time, each column with h of its own slice."""
+    c = first + tl.arange(0, BLOCK_C)  # [C]
+    y = _load_y(y_rows, c, has_pair, end, EVEN_C, FRESH)
+    if PROGRAMMATIC:
+        gdc_wait()
+        gdc_launch_dependents()
+    SLICES: tl.constexpr = NUM_A if INTERLEAVED else 1
+    delta = tl.zeros((y_rows.shape[0], BLOCK_C), dtype=tl.float32)
+    ranks = tl.zeros((BLOCK_C,), dtype=tl.int32) + highest  # [C]
+    for s in tl.static_range(SLICES):
+        rank = highest
+        scaling = 1.0
+        if INTERLEAVED:
+            rank = tl.load(ranks_at + s)
+            scaling = tl.load(scalings_at + s)
+        acc = tl.zeros((y_rows.shape[0], BLOCK_C), dtype=tl.float32)
+        # one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose left operand is in
+        # registers
+        for done in tl.range(0, rank, BLOCK_R, num_stages=1):
+            r = done + tl.arange(0, BLOCK_R)  # [R]
+            b = _load_b(b_key, b_stride_c, c, r, end, highest, EVEN_C, EVEN_R)
+            h = _load_h(h_at + s * RANK_PAD, plane, r, rank, has_pair, SPLIT_K)
+            acc += product(h, within(b, r, rank), False, PRECISION, INTERPRETED)
+        if INTERLEAVED:
+            mine = c % NUM_A == s
+            ranks = tl.where(mine, rank, ranks)
+            delta = tl.where(mine[None, :], scaling * acc, delta)
+        else:
+            delta = acc
+    delta = factor[:, None] * delta
+    mask = has_pair[:, None] & ((c < end) & (ranks > 0))[None, :]
+    total = y.to(tl.float32) + delta
+    tl.store(y_rows[:, None] + c[None, :], rounded(total, y.dtype, INTERPRETED), mask=mask)
+
+
+@triton.jit
+def expand_tma(
+    b_tma,
+    b_row,
+    h_at,
+    plane,
+    y_rows,
+    factor,
+    first,
+    end,
+    rank,
+    has_pair,
+    BLOCK_R: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    FRESH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Add CHUNKS blocks of columns with STAGES loads of B through TMA in flight."""
+    if PROGRAMMATIC:
+        gdc_wait()
+        gdc_launch_dependents()
+    h = _load_h(h_at, plane, tl.arange(0, BLOCK_R), rank, has_pair, SPLIT_K)
+    if rank < BLOCK_R:
+        _add_tma_blocks(
+            b_tma, b_row, h, y_rows, factor, first, end, rank, has_pair, BLOCK_R, BLOCK_C, CHUNKS,
+            STAGES, EVEN_C, FRESH, True, PRECISION, INTERPRETED,
+        )  # fmt: skip
+    else:  # a block of full rank needs no mask, so it is multiplied straight from shared memory
+        _add_tma_blocks(
+            b_tma, b_row, h, y_rows, factor, first, end, rank, has_pair, BLOCK_R, BLOCK_C, CHUNKS,
+            STAGES, EVEN_C, FRESH, False, PRECISION, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_tma_blocks(
+    b_tma,
+    b_row,
+    h,
+    y_rows,
+    factor,
+    first,
+    end,
+    rank,
+    has_pair,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    FRESH: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Add the blocks. MASKED: the rank ends inside a block, beyond it B may hold anything."""
+    for chunk in tl.range(0, CHUNKS, num_stages=STAGES):
+        c_first = first + chunk * BLOCK_C
+        c = c_first + tl.arange(0, BLOCK_C)  # [C]
+        y = _load_y(y_rows, c, has_pair, end, EVEN_C, FRESH)
+        b = b_tma.load([b_row + c_first, 0]).T  # [R, C]; beyond the end, columns of another slice
+        if MASKED:
+            b = within(b, tl.arange(0, BLOCK_R), rank)
+        delta = factor[:, None] * product(h, b, False, PRECISION, INTERPRETED)  # [T, C]
+        _store_y(y_rows, c, y, delta, has_pair, end, EVEN_C, INTERPRETED)
+
+
+@triton.jit
+def _load_h(h_at, plane, r, rank, has_pair, SPLIT_K: tl.constexpr):
+    """Return h, its planes summed in order, zero beyond the rank."""
+    # a mask that is constant over 8 neighbours keeps the loads wide
+    mask = has_pair[:, None] & in_groups(r, rank, True)[None, :]
+    h = tl.load(h_at[:, None] + r[None, :], mask=mask, other=0.0).to(tl.float32)  # [T, R]
+    for k in tl.static_range(1, SPLIT_K):
+        h += tl.load(h_at[:, None] + k * plane + r[None, :], mask=mask, other=0.0)
+    return tl.where((r < rank)[None, :], h, 0.0)
+
+
+@triton.jit
+def _load_b(b_key, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl.constexpr):
+    """Return a block of B, transposed; values beyond the rank are arbitrary."""
+    mask = in_groups(r, rank, EVEN_R)[:, None]
+    if not EVEN_C:
+        mask = mask & (c < end)[None, :]
+    offsets = c.to(tl.int64)[None, :] * b_stride_c + r[:, None]
+    return tl.load(b_key + offsets, mask=mask, other=0.0)  # [R, C]
+
+
+@triton.jit
+def _load_b_rows(b_key, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl.constexpr):
+    """Return a block of B as it lies in memory; values beyond the rank are arbitrary."""
+    mask = in_groups(r, rank, EVEN_R)[None, :]
+    if not EVEN_C:
+        mask = mask & (c < end)[:, None]
+    offsets = c.to(tl.int64)[:, None] * b_stride_c + r[None, :]
+    return tl.load(b_key + offsets, mask=mask, other=0.0)  # [C, R]
+
+
+@triton.jit
+def _load_y(y_rows, c, has_pair, end, EVEN_C: tl.constexpr, FRESH: tl.constexpr):
+    """Return a block of y, or zeros where y is fresh."""
+    if FRESH:
+        return tl.zeros((y_rows.shape[0], c.shape[0]), dtype=y_rows.dtype.element_ty)
+    mask = has_pair[:, None]
+    if not EVEN_C:
+        mask = mask & (c < end)[None, :]
+    return tl.load(y_rows[:, None] + c[None, :], mask=mask, other=0.0)  # [T, C]
+
+
+@triton.jit
+def _store_y(y_rows, c, y, delta, has_pair, end, EVEN_C: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Store y + delta; each element is rounded once."""
+    mask = has_pair[:, None]
+    if not EVEN_C:
+        mask = mask & (c < end)[None, :]
+    total = y.to(tl.float32) + delta
+    tl.store(y_rows[:, None] + c[None, :], rounded(total, y.dtype, INTERPRETED), mask=mask)

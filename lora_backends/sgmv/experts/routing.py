@@ -1,0 +1,228 @@
+"""The routing of a layer: pairs sorted by key on the device, in memory that keeps its addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.experts import ExpertRouting
+from lora_backends.sgmv.experts import routing_kernels
+from lora_backends.sgmv.experts.rules import PairShape, expected_keys, tile_pairs
+from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel
+from lora_backends.sgmv.layout import max_runs
+from lora_backends.sgmv.tiles.sizes import power_of_two
+
+MOST_COMPARED = 512
+"""Pairs up to which each pair is compared with all others; more are counted by key."""
+
+_OWN = 128  # pairs of a program that counts
+_MOST_KEYS = 2**31 - 1
+_MOST_PAIRS = 2**31 - _OWN
+_MOST_SCANNED = 8192  # counts that a program sums at once
+
+
+@dataclass(eq=False)
+class SgmvRouting(ExpertRouting):
+    """A routing and its pairs, sorted by slot and expert and cut into tiles of one of each.
+
+    Slots [1, 0, 1] and experts [[0, 2], [0, -1], [0, 2]] in tiles of 16 pairs:
+
+        order   [2, 0, 4, 1, 5]                          the last place is not written
+        tiles   [[0, 0, 0, 1, 2], [1, 0, 1, 2, 0], [1, 2, 3, 2, 1]]
+        count   [3]
+
+    A tile's values are slot, expert, first place, pairs and first pair. Tiles may stand in any
+    order, and the pairs of an expert too where there are many.
+    """
+
+    num_slots: int  # that keys are made of
+    shape: PairShape  # that tile sizes follow from
+    order: torch.Tensor  # [num_tokens * top_k] int32, the pair at every place
+    tiles: torch.Tensor  # [max_tiles, 8] int32; three values are unused
+    count: torch.Tensor  # [1] int32, tiles in use
+    scratch: tuple[torch.Tensor, ...]  # what sorting keeps between launches
+    tokens: SgmvRouting | None  # the tokens sorted by slot, for an A that all experts share
+    refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs, dead ones included."""
+        return self.order.shape[0]
+
+    @property
+    def max_tiles(self) -> int:
+        """Tiles that any choice of as many pairs can need."""
+        return self.tiles.shape[0]
+
+
+def make_routing(
+    plan: Any, topk_ids: torch.Tensor, num_experts: int, fixed: PairShape | None
+) -> SgmvRouting:
+    """Return a routing with room for a choice; nothing is sorted yet.
+
+    Args:
+        plan: of the tokens.
+        topk_ids: the choice, for its shape and device.
+        num_experts: of this rank.
+        fixed: what sizes follow from, whatever the batch; None: what a uniform router would do.
+    """
+    tokens, top_k = topk_ids.shape
+    if fixed is None:
+        keys = expected_keys(tokens, top_k, num_experts, plan.active_slots)
+        shape = PairShape(tokens * top_k, keys, tile_pairs(tokens * top_k, keys))
+        by_slot = PairShape(tokens, plan.active_slots, tile_pairs(tokens, plan.active_slots))
+    else:
+        shape = by_slot = fixed
+    alone = None
+    if top_k > 1 and num_experts > 1:
+        alone = _new_routing(plan, topk_ids[:, :1], 1, by_slot, None)
+        alone.topk_ids.zero_()
+    return _new_routing(plan, topk_ids, num_experts, shape, alone)
+
+
+def _new_routing(
+    plan: Any,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    shape: PairShape,
+    by_slot: SgmvRouting | None,
+) -> SgmvRouting:
+    (tokens, top_k), device = topk_ids.shape, topk_ids.device
+    pairs, num_keys = tokens * top_k, plan.num_slots * num_experts
+    if num_keys >= _MOST_KEYS or pairs > _MOST_PAIRS:
+        raise UnsupportedInputError(
+            f"too many experts for one routing\n  given: {plan.num_slots} slots of {num_experts} "
+            f"experts, {pairs} pairs\n  allowed: below 2**31 of slots times experts, and of pairs"
+        )
+
+    def ints(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=torch.int32, device=device)
+
+    if pairs <= MOST_COMPARED:
+        scratch: tuple[torch.Tensor, ...] = (torch.zeros(1, dtype=torch.int64, device=device),)
+    else:
+        scratch = (ints(pairs), ints(pairs), ints(2, num_keys).zero_(), ints(2).zero_())
+    return SgmvRouting(
+        plan=plan,
+        num_experts=num_experts,
+        topk_ids=torch.empty(tokens, top_k, dtype=torch.int64, device=device),
+        topk_weights=torch.empty(tokens, top_k, dtype=torch.float32, device=device),
+        num_slots=plan.num_slots,
+        shape=shape,
+        order=ints(pairs),
+        tiles=ints(max_runs(pairs, num_keys, shape.tile), 8),
+        count=ints(1),
+        scratch=scratch,
+        tokens=by_slot,
+    )
+
+
+def sort_pairs(
+    routing: SgmvRouting,
+    plan: Any,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    programmatic: bool,
+) -> None:
+    """Fill a routing with a choice, in one launch or in two."""
+    if plan.num_slots != routing.num_slots:
+        raise InvalidInputError(
+            f"out was made for a plan of another size\n"
+            f"  given: a plan of {plan.num_slots} slots, a routing for {routing.num_slots}\n"
+            f"  to do: make a new routing"
+        )
+    routing.plan, routing.refills = plan, plan.refills
+    pairs = routing.num_pairs
+    if pairs == 0:
+        return
+    mapped = topk_ids if expert_map is None else expert_map  # not read without a map
+    inputs = (topk_ids, topk_weights, mapped, plan.token_slots())
+    kept = (routing.topk_ids, routing.topk_weights)
+    found = (routing.order, routing.tiles, routing.count)
+    strides = (*topk_ids.stride(), *topk_weights.stride(), mapped.shape[0])
+    shape = (routing.top_k, routing.num_experts, expert_map is not None)
+    if pairs <= MOST_COMPARED:
+        kernel = _compare(pairs, *shape, routing.shape.tile, programmatic)
+        arguments = Arguments((*inputs, *kept, *found, *routing.scratch), (), (pairs, *strides))
+        kernel.launch(-(-pairs // kernel.constants["OWN"]), arguments)
+        return
+    keys, nths, counts, turn = routing.scratch
+    num_keys, programs = counts.shape[1], -(-pairs // _OWN)
+    count = _count(*shape, programmatic)
+    numbers = (pairs, num_keys, *strides)
+    count.launch(programs, Arguments((*inputs, *kept, *routing.scratch), (), numbers))
+    scatter = _scatter(routing.num_experts, routing.shape.tile, num_keys, pairs, programmatic)
+    arguments = Arguments((keys, nths, counts, turn, *found), (), (pairs, num_keys))
+    scatter.launch(programs, arguments)
+
+
+def sort_tokens(routing: SgmvRouting, programmatic: bool) -> SgmvRouting:
+    """Sort the tokens of a routing by slot; return what they are sorted into.
+
+    It depends on the plan alone, but is done anew for every call: a captured graph then follows a
+    plan that is refilled.
+    """
+    tokens = routing.tokens
+    assert tokens is not None
+    choice = tokens.topk_ids, tokens.topk_weights
+    sort_pairs(tokens, routing.plan, *choice, None, programmatic)
+    return tokens
+
+
+@lru_cache(maxsize=1024)
+def _compare(
+    pairs: int, top_k: int, num_experts: int, has_map: bool, tile: int, programmatic: bool
+) -> SpecializedKernel:
+    width = max(16, power_of_two(pairs))
+    own = 8
+    constants = {
+        "PROGRAMS": 1,
+        "TOP_K": top_k,
+        "NUM_EXPERTS": num_experts,
+        "HAS_MAP": has_map,
+        "TILE": tile,
+        "OWN": own,
+        "BLOCK_Q": width,
+        "ALONE": pairs <= own,
+        "PROGRAMMATIC": programmatic,
+    }
+    warps = 1 if width <= 32 else 4 if width <= 128 else 8
+    kernel = routing_kernels.compare_kernel
+    return SpecializedKernel(kernel, constants, 1, warps, programmatic=programmatic)
+
+
+@lru_cache(maxsize=1024)
+def _count(top_k: int, num_experts: int, has_map: bool, programmatic: bool) -> SpecializedKernel:
+    constants = {
+        "PROGRAMS": 1,
+        "TOP_K": top_k,
+        "NUM_EXPERTS": num_experts,
+        "HAS_MAP": has_map,
+        "OWN": _OWN,
+        "PROGRAMMATIC": programmatic,
+    }
+    return SpecializedKernel(routing_kernels.count_kernel, constants, 1, programmatic=programmatic)
+
+
+@lru_cache(maxsize=1024)
+def _scatter(
+    num_experts: int, tile: int, num_keys: int, pairs: int, programmatic: bool
+) -> SpecializedKernel:
+    constants = {
+        "PROGRAMS": 1,
+        "NUM_EXPERTS": num_experts,
+        "TILE": tile,
+        "OWN": _OWN,
+        "BLOCK_K": max(_OWN, min(_MOST_SCANNED, power_of_two(num_keys))),
+        "HALF": 16 if pairs < 2**16 else 32,
+        "PROGRAMMATIC": programmatic,
+    }
+    warps = 4 if num_keys <= 512 else 8
+    return SpecializedKernel(
+        routing_kernels.scatter_kernel, constants, 1, warps, programmatic=programmatic
+    )

@@ -1,0 +1,199 @@
+"""Sizes for experts: pure functions of shapes, fitted to one H200 in bfloat16.
+
+Any result is correct on any shape.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lora_backends.sgmv.tiles.sizes import (
+    MAX_BLOCK_R,
+    MIN_DOT,
+    ExpandTiles,
+    ShrinkTiles,
+    padded_rank,
+    power_of_two,
+)
+
+_MULTIPROCESSORS = 132  # of an H200
+_STAGE_BYTES = 32 * 1024  # of one step of the shrink: fits on every device
+_SHARED_BYTES = 96 * 1024  # for the loads of a shrink in flight
+_FEW_TILES = 16  # so few that programs wait for loads that follow each other, not for bytes
+_MANY_TILES = 200  # so many that the shrink of each needs no split
+_SOME_PAIRS = 100  # below, reading a key for each of its pairs costs more than it saves
+_ALONE = 1.13  # pairs per key up to which nearly every pair has its key for itself
+_LONG_INPUT = 8192  # in_features from which groups of warps share out a step
+_WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
+_MOST_SINGLE_RANKS = 128  # up to which a pair alone is expanded without a matrix product
+_SINGLE_VALUES = 4096  # of B per program there
+
+
+@dataclass(frozen=True)
+class PairShape:
+    """The sizes of a routing that tile sizes depend on."""
+
+    pairs: int  # of a token and an expert, dead ones included
+    keys: int  # pairs of a slot and an expert that are expected to be in use
+    tile: int  # most pairs per tile
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that are expected."""
+        if 2 * self.pairs <= self.tile * self.keys:
+            return max(1, self.keys)
+        return max(1, min(self.pairs, self.pairs // self.tile + self.keys // 2))
+
+
+@dataclass(frozen=True)
+class SiteTiles:
+    """The sizes of both kernels of a site."""
+
+    shrink: ShrinkTiles
+    expand: ExpandTiles
+    shrink_rows: int  # pairs per program of the shrink: MIN_DOT at least
+    expand_rows: int  # pairs per program of the expand: 1, without a matrix product, or MIN_DOT up
+    eager_a: bool = False  # read A before the rank is known
+    eager_b: bool = False  # read B before the rank is known
+
+
+@dataclass(frozen=True)
+class SiteShape:
+    """The sizes of a site that tile sizes depend on."""
+
+    num_a: int  # matrices A: one per slice, or 1
+    max_rank: int
+    in_features: int
+    out_features: int
+    widest: int  # columns of the widest slice that the expand tells apart
+    item_bytes: int  # bytes of one weight: 2, or 4 for float32
+    general: bool  # interleaved columns, or ranks beyond one product
+
+    @property
+    def stacked(self) -> int:
+        """Rows of A, each matrix padded to a power of two."""
+        return self.num_a * padded_rank(self.max_rank)
+
+
+def expected_keys(tokens: int, top_k: int, num_experts: int, active_slots: int) -> int:
+    """Return how many (slot, expert) pairs a uniform router would use.
+
+    >>> expected_keys(16, 8, 128, 1), expected_keys(4096, 2, 8, 8)
+    (81, 64)
+    """
+    slots = max(1, min(active_slots, tokens))
+    missed = math.pow(1 - min(1.0, top_k / num_experts), tokens / slots)
+    return max(1, round(slots * num_experts * (1 - missed)))
+
+
+def tile_pairs(pairs: int, keys: int) -> int:
+    """Return the most pairs per tile: 1, 16, 32, 64 or 128.
+
+    Where nearly every pair has its key for itself, tiles of one are expanded without a matrix
+    product.
+    """
+    each = pairs / max(1, keys)
+    if each < _ALONE and not _FEW_TILES < pairs < _SOME_PAIRS:
+        return 1
+    for tile, most in ((16, 12), (32, 24), (64, 96)):
+        if each < most:
+            return tile
+    return 128
+
+
+@lru_cache(maxsize=4096)
+def choose_tiles(pairs: PairShape, site: SiteShape) -> SiteTiles:
+    """Return the sizes for one site and routing."""
+    rank_pad, few = padded_rank(site.max_rank), pairs.tiles <= _FEW_TILES
+    shrink_rows = max(MIN_DOT, min(64, pairs.tile))
+    expand_rows = max(MIN_DOT, min(32 if rank_pad <= 32 else 64, pairs.tile))
+    if pairs.tile == 1 and rank_pad <= _MOST_SINGLE_RANKS:
+        expand_rows = 1
+    return SiteTiles(
+        _shrink(pairs, site, shrink_rows),
+        _expand(pairs, site, expand_rows),
+        shrink_rows,
+        expand_rows,
+        eager_a=few,
+        eager_b=few or rank_pad == MIN_DOT,  # a row of B is then one sector of memory
+    )
+
+
+def _shrink(pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
+    """Split the inputs until every multiprocessor has work; the expand reads every plane back."""
+    tiles, stacked = pairs.tiles, power_of_two(site.stacked)
+    if site.item_bytes == 4:
+        block_n = min(32, stacked)
+        blocks = -(-site.stacked // block_n) * tiles
+        return ShrinkTiles(block_n, 32, parts(site.in_features, 32, 256 // blocks), num_stages=2)
+    if tiles <= 4:
+        wide = site.out_features >= _WIDE_OUTPUT
+        block_n, programs, planes = 16, 128, 16 if wide else 32
+    elif tiles <= _FEW_TILES:
+        block_n, programs, planes = 16 if stacked <= 32 else 32, 256, 16
+    else:
+        block_n, programs, planes = min(64, stacked), 512, 8
+    parts_of_tile = max(1, pairs.tile // rows)
+    blocks = -(-site.stacked // block_n) * tiles * parts_of_tile
+    many = blocks >= (2 * _MULTIPROCESSORS if block_n <= 32 else _MANY_TILES)
+    most = 1 if many else min(planes, programs // blocks)
+    shared_out = tiles >= _MANY_TILES or site.in_features >= _LONG_INPUT
+    if block_n == 16 and rows == MIN_DOT and tiles > _FEW_TILES and shared_out:
+        return ShrinkTiles(16, 256, parts(site.in_features, 256, most), warps_k=4, num_stages=4)
+    split_k = parts(site.in_features, 128, most)
+    block_k = 128 if rows < 64 or block_n < 64 else 64
+    while block_k * (block_n + rows) * site.item_bytes > _STAGE_BYTES:
+        block_k //= 2
+    stage = block_k * (block_n + rows) * site.item_bytes
+    most_stages = 3 if block_n == 32 and blocks > 4 * _MULTIPROCESSORS else 4
+    stages = max(2, min(most_stages, _SHARED_BYTES // stage))
+    return ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
+
+
+def _expand(pairs: PairShape, site: SiteShape, rows: int) -> ExpandTiles:
+    rank_pad = padded_rank(site.max_rank)
+    block_r, narrow = min(rank_pad, MAX_BLOCK_R), rank_pad == MIN_DOT
+    many = pairs.tiles * site.out_features >= 400_000  # elements of y, about
+    if rows == 1:
+        block_c = _SINGLE_VALUES // rank_pad
+        if pairs.tiles * site.out_features > 4 * _MULTIPROCESSORS * block_c:
+            block_c *= 2
+        return ExpandTiles(min(block_c, power_of_two(site.widest)), rank_pad)
+    if site.item_bytes == 4:  # float32 products take more registers and shared memory
+        return ExpandTiles(64, min(block_r, 32))
+    if site.general or block_r < rank_pad:
+        return ExpandTiles(128, block_r)
+    even = 64 if site.widest % 128 and site.widest % 64 == 0 else 128
+    if rows >= 32:
+        return ExpandTiles(even, block_r, chunks_of(site.widest, even, 8), 4, 3)
+    if not many:
+        return ExpandTiles(256 if narrow else even, block_r)
+    if narrow and even < 128:
+        return ExpandTiles(256, block_r, 2)
+    block_c = 128 if narrow else 64
+    return ExpandTiles(block_c, block_r, chunks_of(site.widest, block_c, 4))
+
+
+def parts(in_features: int, block_k: int, most: int) -> int:
+    """Return the most parts of the inputs, up to `most`, that waste under an eighth of the steps.
+
+    >>> parts(2048, 128, 16), parts(2880, 128, 6), parts(77, 128, 4)
+    (16, 4, 1)
+    """
+    steps = -(-in_features // block_k)
+    for split in range(min(most, steps), 1, -1):
+        if -(-steps // split) * split * 8 <= steps * 9:
+            return split
+    return 1
+
+
+def chunks_of(width: int, block_c: int, most: int) -> int:
+    """Return the chunks per program, up to `most`, that cover `width` with the least waste.
+
+    >>> chunks_of(768, 128, 8), chunks_of(2880, 128, 8), chunks_of(64, 128, 8)
+    (6, 8, 1)
+    """
+    blocks = -(-width // block_c)
+    return min(range(min(most, blocks), 0, -1), key=lambda n: -(-blocks // n) * n)

@@ -1,0 +1,83 @@
+"""Compiles the experts' kernels without a device: ``python -m experts_ahead_of_time cuda:90``.
+
+The kernels, their constants and options are those that `sgmv.experts` launches.
+"""
+
+import sys
+
+import ahead_of_time
+
+TABLES = {
+    "ids_ptr": "*i64",
+    "weights_ptr": "*fp32",
+    "map_ptr": "*i32",
+    "slots_ptr": "*i32",
+    "experts_ptr": "*i64",
+    "factors_ptr": "*fp32",
+    "order_ptr": "*i32",
+    "tiles_ptr": "*i32",
+    "count_ptr": "*i32",
+    "state_ptr": "*i64",
+    "keys_ptr": "*i32",
+    "nths_ptr": "*i32",
+    "counts_ptr": "*i32",
+    "turn_ptr": "*i32",
+    "deltas_ptr": "*fp32",
+}
+CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
+    "bf16": [
+        ((8, 8, 1), (2, 16, 2048, (768, 768), False), 8, False),
+        ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False),
+        ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False),
+        ((1024, 128, 16), (2, 16, 2880, (2880, 2880), True), 4, False),
+        ((37, 9, 128), (3, 130, 77, (33, 7, 1), False), 1, True),
+    ],
+    "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False)],
+}
+
+
+def routing_kernels(programmatic):
+    from lora_backends.sgmv.experts import routing
+
+    yield routing._compare(8, 8, 128, False, 16, programmatic)
+    yield routing._compare(512, 8, 128, True, 16, programmatic)
+    yield routing._count(8, 128, True, programmatic)
+    yield routing._scatter(128, 64, 8192, 32768, programmatic)
+
+
+def site_kernels(dtype, programmatic):
+    from lora_backends.sgmv.experts import launch
+    from lora_backends.sgmv.experts.rules import PairShape, SiteShape
+
+    options = launch.Options("ieee", programmatic, programmatic)
+    for pairs, (num_a, rank, inputs, slices, interleaved), top_k, fresh in CASES[dtype]:
+        widths = (sum(slices),) if interleaved or num_a == 1 else slices
+        item_bytes = 4 if dtype == "fp32" else 2
+        shape = SiteShape(num_a, rank, inputs, sum(slices), max(widths), item_bytes, interleaved)
+        by_token = interleaved  # one case of each
+        site = launch.Site(shape, widths, num_a, interleaved, top_k, num_a == 1, by_token, fresh)
+        sizes = PairShape(*pairs)
+        found = launch.kernels_of(sizes, sizes, site, fresh, options)
+        h = "*fp32" if found.split_k > 1 else f"*{dtype}"
+        yield found.shrink, {"h_ptr": h}
+        yield found.expand, {"h_ptr": h} | ({"y_ptr": "*fp32"} if fresh else {})
+        if fresh:
+            yield launch._sum_kernel(site, programmatic), {}
+
+
+def main():
+    target = ahead_of_time.target_of(sys.argv[1])
+    programmatic = target.backend == "cuda" and target.arch >= 90
+    common = dict(ahead_of_time.POINTERS)
+    for dtype in CASES:
+        found = list(site_kernels(dtype, programmatic))
+        if dtype == "bf16":
+            found += [(kernel, {}) for kernel in routing_kernels(programmatic)]
+        for kernel, pointers in found:
+            ahead_of_time.POINTERS = common | TABLES | pointers
+            compiled = ahead_of_time.compile_kernel(kernel, dtype, target)
+            print("compiled", dtype, kernel.kernel.__name__, compiled.metadata.shared, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Pairs are sorted by slot and expert on the device, and cut into tiles of one of each."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from engines import ON_GPU, make_engine
+
+from lora_backends import InvalidInputError, LoRABatch
+from lora_backends.sgmv.experts import routing as routing_of_pairs
+from lora_backends.sgmv.experts.rules import expected_keys, tile_pairs
+
+SLOTS, EXPERTS = 5, 7
+
+
+@pytest.fixture(params=["triton", "csgmv-16"])
+def make(device, request):
+    """Return a function to an engine of either kind of plan."""
+    return partial(make_engine, request.param, device)
+
+
+@pytest.fixture(params=["compared", "counted"])
+def way(request, monkeypatch):
+    """Sort in one launch, or in two."""
+    if request.param == "counted":
+        monkeypatch.setattr(routing_of_pairs, "MOST_COMPARED", 0)
+    return request.param
+
+
+def choice(tokens, top_k, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randint(-1, SLOTS, (tokens,), generator=generator)
+    ids = torch.randint(-1, EXPERTS + 2 * (device.type != "cpu"), (tokens, top_k))
+    weights = torch.rand(tokens, top_k, generator=generator)
+    return LoRABatch(slots, SLOTS), ids.int().to(device), weights.to(device)
+
+
+def tiles_of(routing):
+    """Return {(slot, expert): pairs in the order of places}, and check every tile on the way."""
+    found, places = {}, {}
+    for slot, expert, first, count, pair, *_ in routing.tiles[: int(routing.count)].tolist():
+        assert pair == routing.order[first]
+        assert 1 <= count <= routing.shape.tile
+        places.setdefault((slot, expert), []).append((first, count))
+    for key, runs in places.items():
+        runs.sort()
+        for (first, count), (later, _) in zip(runs, runs[1:], strict=False):
+            assert first + count == later and count == routing.shape.tile
+        start, end = runs[0][0], sum(runs[-1])
+        found[key] = routing.order[start:end].tolist()
+    return found
+
+
+def pairs_of(batch, ids):
+    """Return what `tiles_of` must be."""
+    wanted = {}
+    for p, expert in enumerate(ids.cpu().flatten().tolist()):
+        slot = int(batch.token_slots[p // ids.shape[1]])
+        if slot >= 0 and 0 <= expert < EXPERTS:
+            wanted.setdefault((slot, expert), []).append(p)
+    return wanted
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 4), (17, 2), (70, 8)])
+def test_every_live_pair_stands_in_one_tile_of_its_slot_and_expert(make, device, way, shape):
+    backend = make()
+    batch, ids, weights = choice(*shape, device)
+    routing = backend.prepare_experts(backend.prepare_batch(batch), ids, weights, EXPERTS)
+    found = tiles_of(routing)
+    if way == "compared":
+        assert found == pairs_of(batch, ids)
+    else:
+        assert {k: sorted(v) for k, v in found.items()} == pairs_of(batch, ids)
+    assert int(routing.count) <= routing.max_tiles
+
+
+def test_a_routing_is_refilled_over_and_over(make, device, way):
+    backend, routing = make(), None
+    for seed in range(5):
+        batch, ids, weights = choice(33, 3, device, seed)
+        plan = backend.prepare_batch(batch)
+        routing = backend.prepare_experts(plan, ids, weights, EXPERTS, out=routing)
+        found = {key: sorted(pairs) for key, pairs in tiles_of(routing).items()}
+        assert found == pairs_of(batch, ids)
+
+
+def test_a_map_and_strided_choices_are_read(make, device, way):
+    backend = make()
+    batch, ids, weights = choice(20, 3, device)
+    mapping = torch.tensor([-1, 3, 0, EXPERTS + 5, 6, -1, 2], dtype=torch.int32, device=device)
+    if device.type == "cpu":
+        mapping[3] = 1
+    wide = torch.stack([ids, ids], 2).long()[..., 0].clamp(max=6)
+    factors = torch.stack([weights, weights], 2)[..., 1]
+    plan = backend.prepare_batch(batch)
+    routing = backend.prepare_experts(plan, wide, factors, EXPERTS, mapping)
+    mapped = torch.where(wide >= 0, mapping[wide.clamp(min=0)].long(), -1)
+    mapped = torch.where(mapped < EXPERTS, mapped, -1)
+    found = {key: sorted(pairs) for key, pairs in tiles_of(routing).items()}
+    assert found == pairs_of(batch, mapped)
+    assert torch.equal(routing.topk_ids, mapped)
+    assert torch.equal(routing.topk_weights, weights)
+
+
+def test_keys_beyond_one_block_of_counts_are_placed(device, make, monkeypatch):
+    monkeypatch.setattr(routing_of_pairs, "MOST_COMPARED", 0)
+    backend = make()
+    slots, experts = 3, 2000  # the counts of 6000 keys take two blocks
+    ids = torch.randint(0, experts, (40, 2), device=device)
+    batch = LoRABatch([t % slots for t in range(40)], slots)
+    plan = backend.prepare_batch(batch)
+    for _ in range(3):
+        ids = (ids + 777) % experts
+        routing = backend.prepare_experts(plan, ids, torch.ones(40, 2, device=device), experts)
+        found = tiles_of(routing)
+        assert sorted(p for pairs in found.values() for p in pairs) == list(range(80))
+        for (slot, expert), pairs in found.items():
+            assert {(p // 2 % slots, int(ids[p // 2, p % 2])) for p in pairs} == {(slot, expert)}
+
+
+def test_a_routing_follows_a_plan_that_is_refilled_after_it(make, device):
+    backend = make()
+    batch, ids, weights = choice(9, 2, device)
+    other = LoRABatch(batch.token_slots.flip(0), SLOTS)
+    layer = experts_layer(device)
+    x = torch.randn(9, 8, device=device)
+    plan = backend.prepare_batch(batch)
+    routing = backend.prepare_experts(plan, ids, weights, EXPERTS)
+    backend.prepare_batch(other, out=plan)
+    y = backend.run_experts(x, layer, routing)
+    plan = backend.prepare_batch(other)
+    fresh = backend.prepare_experts(plan, ids, weights, EXPERTS)
+    assert torch.equal(y, backend.run_experts(x, layer, fresh))
+
+
+def test_a_copied_routing_outlives_the_original(make, device):
+    backend, layer = make(), experts_layer(device)
+    batch, ids, weights = choice(9, 2, device)
+    x = torch.randn(9, 8, device=device)
+    routing = backend.prepare_experts(backend.prepare_batch(batch), ids, weights, EXPERTS)
+    y = backend.run_experts(x, layer, routing)
+    copied = copy.deepcopy(routing)
+    backend.prepare_experts(routing.plan, ids.flip(0), weights, EXPERTS, out=routing)
+    assert torch.equal(backend.run_experts(x, layer, copied), y)
+
+
+def test_a_routing_of_other_slots_is_not_refilled(make, device):
+    backend = make()
+    batch, ids, weights = choice(4, 2, device)
+    routing = backend.prepare_experts(backend.prepare_batch(batch), ids, weights, EXPERTS)
+    wider = backend.prepare_batch(LoRABatch([0, 1, 2, 3], SLOTS + 1))
+    with pytest.raises(InvalidInputError, match="6 slots"):
+        backend.prepare_experts(wider, ids, weights, EXPERTS, out=routing)
+
+
+def experts_layer(device):
+    from lora_backends import ExpertWeights
+
+    return ExpertWeights(
+        lora_a=torch.randn(SLOTS, EXPERTS, 1, 3, 8, device=device),
+        lora_b=torch.randn(SLOTS, EXPERTS, 10, 3, device=device),
+        ranks=torch.full((SLOTS, EXPERTS, 1), 3, dtype=torch.int32, device=device),
+        scalings=torch.ones(SLOTS, EXPERTS, 1, device=device),
+        output_slices=(10,),
+        num_experts=EXPERTS,
+    )
+
+
+def test_expected_keys_are_those_of_a_uniform_router():
+    torch.manual_seed(0)
+    for tokens, top_k, experts, slots in [(16, 8, 128, 8), (256, 2, 8, 64), (64, 4, 32, 1)]:
+        seen = 0
+        for _ in range(20):
+            ids = torch.rand(tokens, experts).topk(top_k).indices
+            keys = ids + experts * (torch.arange(tokens) % slots)[:, None]
+            seen += keys.unique().numel() / 20
+        assert abs(expected_keys(tokens, top_k, experts, slots) - seen) <= 0.05 * seen
+    assert expected_keys(0, 2, 8, 0) >= 1
+
+
+def test_tiles_grow_with_the_pairs_of_a_key():
+    sizes = [tile_pairs(pairs, 100) for pairs in (0, 100, 1000, 2000, 5000, 50000)]
+    assert sizes == sorted(sizes) and sizes[0] == 1 and sizes[-1] == 128
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(256, 8), (4096, 8)])
+def test_large_routings_are_sorted(make, device, shape):
+    backend = make()
+    batch, ids, weights = choice(*shape, device)
+    routing = backend.prepare_experts(backend.prepare_batch(batch), ids, weights, EXPERTS)
+    found = {key: sorted(pairs) for key, pairs in tiles_of(routing).items()}
+    assert found == pairs_of(batch, ids)

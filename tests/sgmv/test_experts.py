@@ -1,0 +1,182 @@
+"""Experts on the Triton engines: every way through the kernels, and the faults of others."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from engines import ENGINES, ON_GPU
+
+from lora_backends import ExpertWeights, LoRABatch
+from lora_backends.sgmv.experts import launch, routing, rules
+from lora_backends.sgmv.experts.rules import PairShape, SiteShape
+from lora_backends.testing import ExpertCase
+
+kit = importlib.import_module("lora_backends.testing.properties.experts")
+
+SLOTS, EXPERTS, TOP_K = 3, 4, 2
+QWEN = SiteShape(2, 16, 2048, 1536, 768, 2, False)
+WIDE = SiteShape(1, 64, 14336, 4096, 4096, 2, False)
+ODD = SiteShape(3, 130, 77, 41, 33, 4, True)
+
+
+@pytest.fixture
+def make(device):
+    """Return a function to one engine: the kernels of experts do not know of which."""
+    return lambda **options: ENGINES["triton"](device, **options)
+
+
+def case(tokens=14, rank=5, **options):
+    """Return a case in which some experts have many pairs, some one and some none."""
+    num_a = options.pop("num_a", 2)
+    ranks = [[[(s + e + a) % (rank + 1) for a in range(num_a)] for e in range(4)] for s in range(3)]
+    ids = [(t % 4 if t > 2 else 3, (t // 3) % 3 if t % 5 else -1) for t in range(tokens)]
+    fields = {
+        "slots": tuple((-1, 0, 0, 0, 1, 2)[t % 6] for t in range(tokens)),
+        "ids": tuple(ids),
+        "num_experts": EXPERTS,
+        "ranks": tuple(tuple(map(tuple, expert)) for expert in ranks),
+        "max_rank": rank,
+        "in_features": 40,
+        "output_slices": (24, 24),
+        "scalings": tuple(tuple((0.5,) * num_a for _ in range(4)) for _ in range(3)),
+        "values": "integer",
+        "base": torch.float32,
+        "seed": 3,
+    }
+    return ExpertCase(**(fields | options))
+
+
+CASES = {
+    "plain": case(),
+    "down": case(rows="pairs", weighted=True, num_a=1),
+    "interleaved": case(interleaved=True),
+    "summed": case(weighted=True, reduce=True),
+    "summed, interleaved": case(interleaved=True, reduce=True),
+    "long ranks": case(rank=60, base=torch.bfloat16),
+    "one A for all experts": case(shared_a=True, num_a=1),
+    "one A and B": case(shared_a=True, shared_b=True, weighted=True),
+    "float16": case(dtype=torch.float16, base=torch.float16, max_rank=8),
+}
+
+
+@pytest.mark.parametrize("tile", [1, 16, 128])
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_of_every_size_give_the_one_right_result(backend, monkeypatch, name, tile):
+    monkeypatch.setattr(routing, "tile_pairs", lambda *_: tile)
+    chosen = CASES[name]
+    kit.check_experts(backend, chosen, chosen.build(backend.device))
+
+
+@pytest.mark.parametrize("name", ["plain", "long ranks", "one A and B"])
+def test_pairs_counted_by_key_give_the_one_right_result(backend, monkeypatch, name):
+    monkeypatch.setattr(routing, "MOST_COMPARED", 0)
+    chosen = CASES[name]
+    kit.check_experts(backend, chosen, chosen.build(backend.device))
+
+
+@pytest.mark.parametrize("split_k", [1, 3])
+@pytest.mark.parametrize("tma", [False, True])
+def test_split_inputs_and_tma_give_the_one_right_result(make, monkeypatch, split_k, tma):
+    monkeypatch.setattr(routing, "tile_pairs", lambda *_: 128)
+    original = rules.choose_tiles
+
+    def choose(pairs, site):
+        tiles = original(pairs, site)
+        shrink = dataclasses.replace(tiles.shrink, block_k=16, split_k=split_k)
+        expand = dataclasses.replace(tiles.expand, num_stages=3 if tma else 1)
+        return dataclasses.replace(tiles, shrink=shrink, expand=expand)
+
+    monkeypatch.setattr(rules, "choose_tiles", choose)
+    launch.kernels_of.cache_clear()
+    chosen = case(tokens=30, rank=8, dtype=torch.float16, base=torch.float16)
+    backend = make()
+    try:
+        kit.check_experts(backend, chosen, chosen.build(backend.device))
+    finally:
+        launch.kernels_of.cache_clear()
+
+
+def test_ranks_and_scalings_changed_in_place_are_seen(backend):
+    weights = layer(backend.device, rank=24)
+    plan = backend.prepare_batch(LoRABatch([0, 1, 2, -1], SLOTS))
+    ids = torch.tensor([[0, 3], [1, 1], [2, -1], [0, 1]], device=backend.device)
+    made = backend.prepare_experts(plan, ids, torch.ones(4, 2, device=backend.device), EXPERTS)
+    x = torch.randn(4, 16, device=backend.device)
+    backend.run_experts(x, weights, made)
+    weights.ranks.sub_(7)
+    weights.scalings.mul_(3)
+    y = backend.run_experts(x, weights, made)
+    fresh = dataclasses.replace(weights, ranks=weights.ranks.clone())
+    assert torch.equal(y, backend.run_experts(x, fresh, made))
+    assert y[0].abs().sum() > 0 and not y[3].any()
+
+
+def layer(device, rank, num_a=1, dtype=torch.float32):
+    return ExpertWeights(
+        lora_a=torch.randn(SLOTS, EXPERTS, num_a, rank, 16, device=device, dtype=dtype),
+        lora_b=torch.randn(SLOTS, EXPERTS, 48, rank, device=device, dtype=dtype),
+        ranks=torch.full((SLOTS, EXPERTS, num_a), rank, dtype=torch.int32, device=device),
+        scalings=torch.ones(SLOTS, EXPERTS, num_a, device=device),
+        output_slices=(24, 24),
+        num_experts=EXPERTS,
+    )
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs 9 GiB of a GPU")
+def test_offsets_of_a_large_stack_do_not_wrap(make):
+    """Slot times stride exceeds int32; the memory between the experts is never touched."""
+    backend, reach = make(), 2**31 + 2**20
+    sizes = {"a": (2, 1, 1, 16, 16), "b": (2, 1, 16, 16)}
+    views = {}
+    for name, shape in sizes.items():
+        flat = torch.zeros(reach, dtype=torch.float16, device=backend.device)
+        rows = torch.ones(shape[-2:]).cumsum(0).flatten().to(flat)
+        flat[: rows.numel()], flat[reach - rows.numel() :] = rows, -rows
+        step = reach - rows.numel()
+        strides = (step, step, *([16 * 16] if name == "a" else []), 16, 1)
+        views[name] = flat.as_strided(shape, strides)
+    weights = ExpertWeights(
+        lora_a=views["a"],
+        lora_b=views["b"],
+        ranks=torch.full((2, 1, 1), 16, dtype=torch.int32, device=backend.device),
+        scalings=torch.ones(2, 1, 1, device=backend.device),
+        output_slices=(16,),
+        num_experts=1,
+    )
+    plan = backend.prepare_batch(LoRABatch([0, 1], 2))
+    ids = torch.zeros(2, 1, dtype=torch.int64, device=backend.device)
+    made = backend.prepare_experts(plan, ids, torch.ones(2, 1, device=backend.device), 1)
+    x = torch.ones(2, 16, dtype=torch.float16, device=backend.device) / 64
+    y = backend.run_experts(x, weights, made)
+    assert torch.equal(y[0], y[1]) and bool((y[0] != 0).all())
+
+
+def test_sizes_are_fixed_for_a_batch_invariant_engine(make):
+    backend, shapes = make(batch_invariant=True), set()
+    for tokens in (1, 40):
+        plan = backend.prepare_batch(LoRABatch([0] * tokens, 1))
+        ids = torch.zeros(tokens, 3, dtype=torch.int64, device=backend.device)
+        weights = torch.ones(tokens, 3, device=backend.device)
+        made = backend.prepare_experts(plan, ids, weights, 9)
+        shapes |= {made.shape, made.tokens.shape}
+    assert shapes == {PairShape(256, 64, 16)}
+
+
+@pytest.mark.parametrize("site", [QWEN, WIDE, ODD])
+@pytest.mark.parametrize("tile", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("keys", [1, 8, 120, 4000])
+def test_sizes_fit_the_devices_and_the_kernels(site, tile, keys):
+    tiles = rules.choose_tiles(PairShape(keys * max(1, tile // 2), keys, tile), site)
+    shrink, expand = tiles.shrink, tiles.expand
+    for size in (shrink.block_n, shrink.block_k, expand.block_c, expand.block_r):
+        assert size >= 16 and size & (size - 1) == 0
+    assert tiles.shrink_rows >= 16 and tile % tiles.expand_rows * (tile > 16) == 0
+    assert shrink.block_k >= 16 * shrink.warps_k
+    stage = shrink.block_k * (shrink.block_n + tiles.shrink_rows) * site.item_bytes
+    assert stage * shrink.num_stages <= 160 * 1024 and 2 * stage <= 64 * 1024
+    assert 1 <= shrink.split_k <= 32
+    if tiles.expand_rows == 1:
+        assert expand.block_r >= site.max_rank
+    elif expand.block_r < site.max_rank or site.general:
+        assert expand.chunks == 1

@@ -1,0 +1,132 @@
+"""The plug-in for vLLM, as far as it goes without vLLM: `make test-vllm` tests it inside."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lora_backends import BackendUnavailableError, InvalidInputError, UnsupportedInputError
+from lora_backends.integrations.vllm.layers import true_ranks
+from lora_backends.integrations.vllm.plans import Plans
+from lora_backends.integrations.vllm.plugin import backend_asked_for, check_version
+from lora_backends.names import VLLM_VARIABLE
+
+
+def test_the_plugin_sleeps_until_it_is_asked_for(monkeypatch):
+    monkeypatch.delenv(VLLM_VARIABLE, raising=False)
+    (entry,) = entry_points(group="vllm.general_plugins", name="lora_backends")
+    module, _, function = entry.value.partition(":")
+    code = f"import sys; from {module} import {function} as f; f(); f()\n"
+    code += "print(sorted({'torch', 'numpy', 'vllm', 'numba'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.26.0rc1", "0.33.0+cpu", "0.100", "1.0.0"])
+def test_versions_from_the_oldest_on_are_taken(version):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.9.2", "0.1.dev1+g1234", "dev"])
+def test_older_versions_are_refused_by_their_number(version):
+    with pytest.raises(BackendUnavailableError) as error:
+        check_version(version)
+    assert f"given: vLLM {version}" in str(error.value)
+
+
+def test_a_name_that_is_not_registered_is_refused_with_those_that_are(monkeypatch):
+    monkeypatch.setenv(VLLM_VARIABLE, "torch-ref")
+    with pytest.raises(BackendUnavailableError, match="did you mean 'torch_ref'.*registered: "):
+        backend_asked_for()
+    for name in ("auto", "torch_ref"):
+        monkeypatch.setenv(VLLM_VARIABLE, name)
+        assert backend_asked_for() == name
+
+
+def test_ranks_that_are_not_one_per_slice_count_for_every_slice():
+    two, five = torch.ones(2, 7), torch.ones(5, 7)
+    assert true_ranks([two, None, five], 3) == [2, 0, 5]
+    assert true_ranks(five, 1) == [5]
+    assert true_ranks(five, 3) == [5, 5, 5]
+    assert true_ranks([two, five], 4) == [5] * 4
+    assert true_ranks((), 2) == [0, 0]
+
+
+class Recorder:
+    """A backend for a GPU that records what its plans are filled with."""
+
+    name, cuda_graphs, device = "recorder", True, torch.device("cuda")
+
+    def prepare_batch(self, batch, out=None, capacity=None):
+        plan = out or SimpleNamespace(capacity=capacity, refills=[])
+        plan.refills.append(batch.token_slots.tolist())
+        return plan
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    state = SimpleNamespace(now=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.now)
+    return state
+
+
+def test_a_plan_has_room_for_the_rows_of_x(capturing):
+    plans = Plans(Recorder(), num_slots=2, capacity=100)
+    plans.set_slots([1, -1, 0])
+    assert [plans.of(rows).capacity for rows in (3, 8, 9, 16, 33, 64, 65, 100)] == [
+        *(8, 8, 16, 16, 64, 64, 100, 100)
+    ]
+    for rows in (2, 101):
+        with pytest.raises(InvalidInputError, match=f"{rows} rows(.|\n)*3 to 100 rows"):
+            plans.of(rows)
+
+
+def test_captured_plans_are_refilled_at_once_and_others_when_used(capturing):
+    plans = Plans(Recorder(), num_slots=2, capacity=64)
+    plans.set_slots([1] * 5)
+    small, large = plans.of(8), plans.of(40)
+    capturing.now = True
+    assert plans.of(5) is small
+    capturing.now = False
+    plans.set_slots([0])
+    assert small.refills[-1] == [0]
+    assert large.refills[-1] == [1] * 5
+    assert plans.of(33) is large and large.refills[-1] == [0]
+    plans.set_slots([1] * 9)  # more rows than the captured plan takes: no graph of it is replayed
+    assert small.refills[-1] == [0]
+    seen = len(large.refills)
+    assert plans.of(40) is plans.of(64) is large
+    assert len(large.refills) == seen + 1, "one refill for all layers"
+
+
+def test_a_graph_captures_no_plan_that_the_host_would_have_to_refill(capturing):
+    plans = Plans(Recorder(), num_slots=2, capacity=64)
+    plans.set_slots([1])
+    capturing.now = True
+    with pytest.raises(UnsupportedInputError, match="before they have run"):
+        plans.of(1)
+
+
+def test_a_graph_captures_no_backend_that_cannot_be_captured(capturing):
+    backend = Recorder()
+    backend.cuda_graphs = False
+    plans = Plans(backend, num_slots=2, capacity=64)
+    plans.set_slots([1])
+    plans.of(1)
+    capturing.now = True
+    with pytest.raises(UnsupportedInputError, match="cannot capture backend 'recorder'"):
+        plans.of(1)
+
+
+def test_a_batch_without_adapters_is_idle():
+    backend = Recorder()
+    backend.device = torch.device("cpu")
+    plans = Plans(backend, num_slots=2, capacity=64)
+    assert plans.is_idle
+    plans.set_slots([-1, -1])
+    assert plans.is_idle
+    plans.set_slots([-1, 0])
+    assert not plans.is_idle

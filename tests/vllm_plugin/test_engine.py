@@ -1,0 +1,107 @@
+"""A real engine of vLLM answers each row as PEFT does with that row's adapter alone."""
+
+import logging
+
+import pytest
+from vllm_engines import PROMPTS
+
+ROWS = [None, "all", "small", "some", "all", None, "some", "small"]
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine):
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def expect(peft_tokens):
+    def check(engine, prompts, names, length=6):
+        found = engine.tokens(prompts, names, length)
+        wanted = [peft_tokens(p, n, length) for p, n in zip(prompts, names, strict=True)]
+        assert found == wanted
+        return found
+
+    return check
+
+
+def test_the_wrapper_is_ours_and_runs_on_the_best_backend_for_cpus(engine):
+    assert type(engine.wrapper).__name__ == "BackendWrapper"
+    assert engine.wrapper.tokens.backend.name == "numba_cpu"
+
+
+def test_rows_of_a_mixed_batch_are_pefts_and_base_rows_stay(engine, expect):
+    # three adapters fill all slots, and two rows have none
+    found = expect(engine, PROMPTS, ROWS)
+    same = expect(engine, [PROMPTS[0]] * 4, [None, "all", "small", "some"])
+    assert len({tuple(tokens) for tokens in same}) == 4, "the adapters do nothing"
+    assert found[0] != found[1]
+
+
+def test_more_adapters_than_slots_take_turns(engine, expect):
+    names = ["all", "small", "some", "uneven", "rs", "ends"]
+    expect(engine, [PROMPTS[1]] * 6 + PROMPTS[:2], [*names, None, "all"])
+    expect(engine, PROMPTS[:6], names[::-1])
+    assert len(engine.manager.lora_index_to_id) == 3
+
+
+def test_ranks_per_slice_and_layer_are_the_adapters_own(engine, expect):
+    expect(engine, PROMPTS[:3], ["uneven", "some", "rs"])
+    slot = engine.manager.lora_index_to_id.index(engine.request("uneven").lora_int_id)
+    by_end = {}
+    for name, module in engine.manager.modules.items():
+        layer = module.lora_backends_layers[0]
+        by_end[name.rsplit(".", 1)[-1]] = layer.b.ranks[slot].tolist()
+    assert by_end["qkv_proj"] == [0, 2, 0]
+    assert by_end["o_proj"] == [2]
+    assert by_end["gate_up_proj"] == [0, 0]
+    assert by_end["down_proj"] == [4]
+    assert by_end["embed_tokens"] == [0]
+
+
+def test_embeddings_and_heads_have_adapters(engine, expect):
+    expect(engine, PROMPTS[:4], ["ends", None, "all", "ends"])
+
+
+def test_cached_prefixes_belong_to_one_adapter(engine, expect):
+    before = engine.metric("vllm:prefix_cache_hits")
+    for name in ("all", None, "small", "all", None):
+        expect(engine, [PROMPTS[3] * 4], [name])  # longer than a block of the cache
+    assert engine.metric("vllm:prefix_cache_hits") > before
+
+
+def test_prompts_in_chunks_among_decoding_rows(make_engine, expect):
+    engine = make_engine(max_num_batched_tokens=32, max_model_len=128)
+    expect(engine, [prompt * 2 for prompt in PROMPTS], ROWS, length=4)
+
+
+def test_preempted_rows_go_on_with_their_adapter(make_engine, expect):
+    # each of 5 rows grows from one block of 128 tokens to two, and there are 7 blocks
+    engine = make_engine(num_gpu_blocks_override=7, max_model_len=192, block_size=128)
+    expect(engine, [prompt * 3 for prompt in PROMPTS[:5]], ROWS[:5], length=16)
+    assert engine.metric("vllm:num_preemptions") > 0
+
+
+@pytest.mark.parametrize("backend", ["torch_ref", "numba_cpu"])
+def test_a_backend_is_chosen_by_name(make_engine, expect, backend):
+    engine = make_engine(backend)
+    assert engine.wrapper.tokens.backend.name == backend
+    expect(engine, PROMPTS[:4], ["ends", None, "uneven", "rs"])
+
+
+def test_tokens_are_vllms_own_where_it_is_right(make_engine, engine):
+    # on CPUs vLLM's operators take slot -1 for the last slot, so every row has an adapter here
+    names = ["all", "small", "some", "all"]
+    own = make_engine(None)
+    assert type(own.wrapper).__name__ == "PunicaWrapperCPU"
+    assert own.tokens(PROMPTS[:4], names) == engine.tokens(PROMPTS[:4], names)
+
+
+def test_the_log_names_the_backend(make_engine, caplog):
+    logger = logging.getLogger("vllm")
+    logger.propagate, before = True, logger.propagate
+    try:
+        with caplog.at_level(logging.INFO, "vllm.lora_backends"):
+            make_engine("torch_ref")
+    finally:
+        logger.propagate = before
+    assert "runs on backend 'torch_ref' on cpu" in caplog.text

@@ -1,0 +1,39 @@
+"""Tensor parallelism over two processes on the CPU: plain, and with fully sharded adapters."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm_engines import PROMPTS
+
+NAMES = [None, "all", "small", "some", "uneven", "ends"]
+
+
+@pytest.fixture(scope="module")
+def output(tiny, adapters):
+    # in a process of its own, which forks vLLM's workers before it has run anything
+    env = {
+        **os.environ,
+        "LORA_BACKENDS_VLLM": "auto",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    }
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
+    command = [sys.executable, str(Path(__file__).with_name("parallel_engine.py"))]
+    command += [str(tiny), str(next(iter(adapters.values())).parent)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_two_processes_answer_as_peft_does(output, peft_tokens, kind):
+    found = [line for line in output.splitlines() if line.startswith(kind)]
+    wanted = [peft_tokens(PROMPTS[row], name, 6) for row, name in enumerate(NAMES)]
+    assert found == [f"{kind} {tokens}" for tokens in wanted]
+
+
+def test_every_process_runs_on_the_backend(output):
+    assert output.count("runs on backend 'numba_cpu'") == 4

@@ -1,0 +1,415 @@
+"""The methods that vLLM calls, on stacks laid out as vLLM does, against plain products."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+SLOTS, RANK, WIDTH = 3, 4, 16
+SLICES = (8, 6, 10)
+IDS = [0, 7, 9, 7, 5, 0, 5]  # adapters by token; slots: 5 -> 1, 7 -> 0, 9 -> 2
+INDEX_TO_ID = [7, 5, 9]
+RANKS = {7: [4, 2, 0], 5: [1, 3, 4], 9: [0, 0, 2]}
+
+
+def mapping(tokens, prompts=None, prefill=True):
+    from vllm.lora.layers import LoRAMapping
+
+    return LoRAMapping(tuple(tokens), tuple(tokens if prompts is None else prompts), prefill)
+
+
+@pytest.fixture
+def wrapper(monkeypatch):
+    monkeypatch.setenv("LORA_BACKENDS_VLLM", "torch_ref")
+    from lora_backends.integrations.vllm.wrapper import BackendWrapper
+
+    made = BackendWrapper(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+    made.update_metadata(mapping(IDS), INDEX_TO_ID, SLOTS + 1, 100)
+    return made
+
+
+def test_a_backend_without_the_features_that_vllm_needs_is_refused(wrapper, monkeypatch):
+    from lora_backends import UnsupportedInputError
+
+    backend = type(wrapper.tokens.backend)
+    monkeypatch.setattr(backend, "features", backend.features - {"slice_tensors"})
+    with pytest.raises(UnsupportedInputError, match="'torch_ref'(.|\n)*lacks: slice_tensors"):
+        type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+
+
+def make_module(wrapper, slices=SLICES, rank=RANK, shards=1, shard=0, **more):
+    """Return a module with random stacks and the methods that the plug-in follows."""
+    from lora_backends.integrations.vllm import layers
+
+    generator = torch.Generator().manual_seed(1)
+    a = tuple(torch.zeros(SLOTS, 1, rank // shards, WIDTH) for _ in slices)
+    b = tuple(torch.zeros(SLOTS, 1, width, rank) for width in slices)
+
+    def reset_lora(index):
+        for stack in (*a, *b):
+            stack[index] = 0
+
+    def set_lora(index, lora_a, lora_b):
+        module.reset_lora(index)
+        for i, (each_a, each_b) in enumerate(zip(lora_a, lora_b, strict=True)):
+            if each_a is not None:
+                part = each_a[shard * rank // shards : (shard + 1) * rank // shards]
+                a[i][index, 0, : part.shape[0]] = part
+                b[i][index, 0, :, : each_b.shape[1]] = each_b
+
+    module = SimpleNamespace(
+        lora_a_stacked=a, lora_b_stacked=b, set_lora=set_lora, reset_lora=reset_lora, tp_rank=shard
+    )
+    vars(module).update(more)
+    layers.adopt(module, wrapper)
+    for slot, id_ in enumerate(INDEX_TO_ID):
+        ranks = RANKS[id_][: len(slices)]
+        lora_a = [torch.randn(r, WIDTH, generator=generator) if r else None for r in ranks]
+        lora_b = [
+            torch.randn(width, r, generator=generator) if r else None
+            for width, r in zip(slices, ranks, strict=True)
+        ]
+        module.set_lora(slot, lora_a, lora_b)
+    return module
+
+
+def delta(module, x, ids):
+    """Return the LoRA of each row by plain products over the whole padded rank."""
+    rows = []
+    for row, id_ in zip(x, ids, strict=True):
+        slot = INDEX_TO_ID.index(id_) if id_ else None
+        parts = [
+            torch.zeros(b.shape[2]) if slot is None else b[slot, 0] @ (a[slot, 0] @ row)
+            for a, b in zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
+        ]
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(len(IDS), WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+def test_a_linear_layer_of_several_slices_is_added_to_y(wrapper, x):
+    module = make_module(wrapper)
+    y = torch.ones(len(IDS), sum(SLICES))
+    args = module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES
+    wrapper.add_lora_linear(y, x, *args)
+    torch.testing.assert_close(y, 1 + delta(module, x, IDS))
+    assert torch.equal(y[0], torch.ones(sum(SLICES)))
+    alone = torch.zeros_like(y)
+    wrapper.add_lora_linear(alone, x, *args, add_inputs=False)
+    torch.testing.assert_close(alone, delta(module, x, IDS))
+
+
+def test_rows_that_pad_a_captured_graph_have_no_adapter(wrapper, x):
+    module = make_module(wrapper)
+    padded = torch.cat([x, x[1:4]])
+    y = torch.ones(len(padded), sum(SLICES))
+    wrapper.add_lora_linear(y, padded, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES)
+    torch.testing.assert_close(y[: len(x)], 1 + delta(module, x, IDS))
+    assert torch.equal(y[len(x) :], torch.ones(3, sum(SLICES)))
+
+
+def test_a_batch_of_other_rows_than_announced_is_refused(wrapper, x):
+    from lora_backends import InvalidInputError
+
+    module = make_module(wrapper)
+    args = module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES
+    for rows in (x[:3], x.repeat(10, 1)):
+        y = torch.ones(len(rows), sum(SLICES))
+        with pytest.raises(InvalidInputError, match="7 to 64 rows"):
+            wrapper.add_lora_linear(y, rows, *args)
+        assert torch.equal(y, torch.ones_like(y))
+
+
+def test_each_batch_replaces_the_last_one(wrapper, x):
+    module = make_module(wrapper)
+    for ids in (IDS[::-1], [0] * len(IDS), [9] * len(IDS), IDS):
+        wrapper.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
+        y = torch.zeros(len(ids), sum(SLICES))
+        wrapper.add_lora_linear(y, x, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES)
+        torch.testing.assert_close(y, delta(module, x, ids))
+
+
+def test_a_slot_that_is_rewritten_or_reset_is_followed(wrapper, x):
+    module = make_module(wrapper)
+    layer = module.lora_backends_layers[0]
+    assert layer.b.ranks.tolist() == [RANKS[id_] for id_ in INDEX_TO_ID]
+    module.reset_lora(0)
+    assert layer.b.ranks[0].tolist() == [0, 0, 0]
+    y = torch.zeros(len(IDS), sum(SLICES))
+    wrapper.add_lora_linear(y, x, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES)
+    torch.testing.assert_close(y, delta(module, x, IDS))
+    assert not y[1].any() and y[2].any()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_fully_sharded_columns_shrink_a_part_and_expand_all(wrapper, x, shards):
+    parts, whole = [], make_module(wrapper)
+    for shard in range(shards):
+        module = make_module(wrapper, shards=shards, shard=shard)
+        buffer = torch.zeros(len(SLICES), len(x), RANK // shards)
+        wrapper.add_shrink(buffer, x, module.lora_a_stacked, 1.0)
+        parts.append(buffer)
+    gathered = torch.cat(parts, -1)
+    y = torch.ones(len(x), sum(SLICES) + 5)
+    wrapper.add_expand(y, gathered, module.lora_b_stacked, SLICES, offset_start=3, add_input=True)
+    torch.testing.assert_close(y[:, 3:-2], 1 + delta(whole, x, IDS))
+    assert y[:, :3].eq(1).all() and y[:, -2:].eq(1).all()
+    wrapper.add_expand(y, gathered, module.lora_b_stacked, SLICES, 3, False)
+    torch.testing.assert_close(y[:, 3:-2], delta(whole, x, IDS))
+
+
+def test_a_shrink_of_rows_without_adapter_is_zero(wrapper, x):
+    module = make_module(wrapper)
+    wrapper.update_metadata(mapping([0] * len(x)), INDEX_TO_ID, SLOTS + 1, 100)
+    buffer = torch.ones(len(SLICES), len(x), RANK)
+    wrapper.add_shrink(buffer, x, module.lora_a_stacked, 1.0)
+    assert not buffer.any()
+
+
+def test_an_embedding_expands_what_vllm_has_gathered(wrapper):
+    table = torch.randn(SLOTS, 50, RANK, generator=torch.Generator().manual_seed(3))
+    module = make_module(wrapper, slices=(12,))
+    module.lora_a_stacked = table
+    from lora_backends.integrations.vllm import layers
+
+    layers.adopt(module, wrapper)
+    for slot in range(SLOTS):
+        module.lora_b_stacked[0][slot] = torch.randn(1, 12, RANK)
+        module.lora_backends_layers[0].set_ranks(slot, [RANK])
+    gathered = torch.randn(len(IDS), RANK)
+    y = torch.ones(len(IDS), 12)
+    wrapper.add_lora_embedding(y, gathered, module.lora_b_stacked[0], add_input=True)
+    for row, id_ in enumerate(IDS):
+        b = module.lora_b_stacked[0][INDEX_TO_ID.index(id_), 0] if id_ else torch.zeros(12, RANK)
+        torch.testing.assert_close(y[row], 1 + b @ gathered[row])
+
+
+def test_logits_use_the_sampled_rows_and_leave_padding(wrapper, x):
+    module = make_module(wrapper, slices=(20,))
+    stacks = module.lora_a_stacked[0], module.lora_b_stacked[0]
+    prompts = [9, 0, 5]
+    wrapper.update_metadata(mapping(IDS, prompts), INDEX_TO_ID, SLOTS + 1, 100)
+    y = torch.ones(3, 24)  # the table of logits is wider than the vocabulary
+    wrapper.add_lora_logits(y, x[:3], *stacks, 1.0)
+    torch.testing.assert_close(y[:, :20], 1 + delta(module, x[:3], prompts))
+    assert y[:, 20:].eq(1).all()
+
+
+def test_a_classification_head_of_an_adapters_own_replaces_its_rows(wrapper, x):
+    weight = torch.randn(SLOTS, 1, 5, WIDTH, generator=torch.Generator().manual_seed(4))
+    bias, enabled = torch.randn(SLOTS, 5), torch.tensor([True, False, True])
+    make_module(wrapper, slices=(5,), full_weight_stacked=weight)
+    y = torch.ones(len(IDS), 5)
+    wrapper.apply_lora_full_linear(y, x, weight, bias, enabled)
+    for row, id_ in enumerate(IDS):
+        slot = INDEX_TO_ID.index(id_) if id_ else None
+        own = slot is not None and enabled[slot]
+        wanted = weight[slot, 0] @ x[row] + bias[slot] if own else torch.ones(5)
+        torch.testing.assert_close(y[row], wanted)
+
+
+def test_scales_and_buffers_of_a_caller_are_refused(wrapper, x):
+    from lora_backends import UnsupportedInputError
+
+    module = make_module(wrapper)
+    y = torch.zeros(len(IDS), sum(SLICES))
+    args = module.lora_a_stacked, module.lora_b_stacked
+    with pytest.raises(UnsupportedInputError, match=r"scale 0\.5"):
+        wrapper.add_lora_linear(y, x, *args, 0.5, SLICES)
+    with pytest.raises(UnsupportedInputError, match="buffer a tensor"):
+        wrapper.add_lora_linear(y, x, *args, 1.0, SLICES, buffer=y)
+
+
+def test_stacks_that_no_layer_has_announced_are_refused(wrapper, x):
+    from lora_backends import InvalidInputError
+
+    stray = (torch.zeros(SLOTS, 1, RANK, WIDTH),)
+    with pytest.raises(InvalidInputError, match="no layer that it announced"):
+        wrapper.add_shrink(torch.zeros(1, len(x), RANK), x, stray, 1.0)
+
+
+def test_layers_end_with_their_module(wrapper):
+    from lora_backends.integrations.vllm import layers
+
+    gc.collect()
+    before = len(layers._LAYERS)
+    module = make_module(wrapper)
+    assert len(layers._LAYERS) == before + 2
+    del module
+    gc.collect()
+    assert len(layers._LAYERS) == before
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_programs_have_one_operation_a_layer(wrapper, x, dynamic):
+    modules = [make_module(wrapper), make_module(wrapper)]
+    graphs = []
+
+    def keep_graph(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def forward(x):
+        y = x.new_zeros(x.shape[0], sum(SLICES))
+        for module in modules:
+            wrapper.add_lora_linear(y, x, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES)
+        return y
+
+    compiled = torch.compile(forward, backend=keep_graph, fullgraph=True, dynamic=dynamic)
+    for ids in (IDS, IDS[::-1], [0] * len(IDS)):  # the batch is no part of the program
+        wrapper.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
+        wanted = sum(delta(module, x, ids) for module in modules)
+        torch.testing.assert_close(compiled(x), wanted)
+    (graph,) = graphs
+    called = [node for node in graph.graph.nodes if "lora" in str(node.target)]
+    operations = [node for node in called if node.op == "call_function"]
+    assert len(operations) == 2
+    assert all("lora_backends_vllm.run" in str(node.target) for node in operations)
+    # its inputs are x and a stack of each layer, not the layers' state
+    assert len([node for node in called if node.op == "placeholder"]) == 2
+
+
+def test_inductor_runs_the_operation_in_place(wrapper, x):
+    module = make_module(wrapper)
+
+    def forward(x):
+        y = x @ x.new_ones(WIDTH, sum(SLICES))
+        wrapper.add_lora_linear(y, x, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES)
+        return y * 2
+
+    with torch.inference_mode():
+        torch.testing.assert_close(torch.compile(forward, fullgraph=True)(x), forward(x))
+
+
+def test_methods_of_a_later_vllm_run_on_its_own_wrapper():
+    import vllm.lora.punica_wrapper.punica_base as base
+
+    from lora_backends.integrations.vllm import wrapper as module
+
+    assert not module.BackendWrapper.__abstractmethods__
+    known = {name for name in vars(base.PunicaWrapperBase) if name.startswith(("add_", "apply_"))}
+    assert known <= set(vars(module.BackendWrapper))
+
+
+EXPERTS, TOP_K, INNER, HIDDEN = 4, 2, 6, WIDTH
+TOPK_IDS = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 1], [0, 1], [1, 3], [2, 3]])
+
+
+def make_experts(wrapper, shared=False, **more):
+    """Return a mixture's module with random stacks, gate and up apart, as vLLM keeps them."""
+    from lora_backends.integrations.vllm import experts
+
+    generator = torch.Generator().manual_seed(5)
+
+    def stack(num_experts, *shape):
+        return torch.randn(SLOTS, num_experts, *shape, generator=generator)
+
+    one = 1 if shared else EXPERTS
+    module = SimpleNamespace(
+        w13_lora_a_stacked=tuple(stack(one, RANK, HIDDEN) for _ in range(2)),
+        w13_lora_b_stacked=tuple(stack(EXPERTS, INNER, RANK) for _ in range(2)),
+        w2_lora_a_stacked=(stack(EXPERTS, RANK, INNER),),
+        w2_lora_b_stacked=(stack(one, HIDDEN, RANK),),
+        local_num_experts=EXPERTS,
+        use_ep=False,
+        fully_sharded=False,
+        tp_size=1,
+        set_lora=lambda index, lora_a, lora_b: None,
+        reset_lora=lambda index: None,
+    )
+    vars(module).update(more)
+    assert experts.is_experts(module)
+    experts.adopt(module, wrapper)
+    return module
+
+
+def expected_pairs(x, a, b, weights=None):
+    """Return the delta of every pair of token and expert by plain products."""
+    out = torch.zeros(len(IDS), TOP_K, b.shape[2])
+    for token, id_ in enumerate(IDS):
+        for j, expert in enumerate(TOPK_IDS[token] if id_ else ()):
+            slot, row = INDEX_TO_ID.index(id_), x[token, j]
+            own_a = a[slot, min(int(expert), a.shape[1] - 1)]
+            own_b = b[slot, min(int(expert), b.shape[1] - 1)]
+            out[token, j] = own_b @ (own_a @ row) * (1 if weights is None else weights[token, j])
+    return out
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_add_gate_and_up_and_the_weighted_second_product(wrapper, x, shared):
+    module = make_experts(wrapper, shared)
+    for slot in range(SLOTS):  # after set_lora, at full rank
+        module.set_lora(slot, [torch.ones(1, RANK, 1), None, torch.ones(1, RANK, 1)], [])
+    weights = torch.rand(len(IDS), TOP_K)
+    # vLLM passes what is shared as views of no stride
+    a13 = tuple(a.expand(-1, EXPERTS, -1, -1) for a in module.w13_lora_a_stacked)
+    b2 = tuple(b.expand(-1, EXPERTS, -1, -1) for b in module.w2_lora_b_stacked)
+    y = torch.ones(len(IDS), TOP_K, 2 * INNER)
+    more = [None, None, None, len(IDS), TOP_K, SLOTS, None, EXPERTS, TOP_K, 2, False, False]
+    handed_on = wrapper.add_lora_w13(y, x, a13, module.w13_lora_b_stacked, TOPK_IDS, weights, *more)
+    pairs = x[:, None].expand(-1, TOP_K, -1)
+    wanted = [
+        expected_pairs(pairs, a, b)
+        for a, b in zip(module.w13_lora_a_stacked, module.w13_lora_b_stacked, strict=True)
+    ]
+    torch.testing.assert_close(y, 1 + torch.cat(wanted, -1))
+    inner = torch.randn(len(IDS) * TOP_K, INNER)
+    y = torch.ones(len(IDS), TOP_K, HIDDEN)
+    more = [len(IDS), None, None, TOP_K, SLOTS, None, TOP_K, False, 0, False]
+    wrapper.add_lora_w2(y, inner, module.w2_lora_a_stacked, b2, weights, *handed_on, *more)
+    wanted = expected_pairs(
+        inner.view(len(IDS), TOP_K, INNER),
+        module.w2_lora_a_stacked[0],
+        module.w2_lora_b_stacked[0],
+        weights,
+    )
+    torch.testing.assert_close(y, 1 + wanted)
+
+
+def test_experts_without_an_adapter_add_nothing(wrapper, x):
+    module = make_experts(wrapper)  # no set_lora: rank 0, whatever the stacks hold
+    y = torch.ones(len(IDS), TOP_K, 2 * INNER)
+    stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
+    wrapper.add_lora_w13(y, x, *stacks, TOPK_IDS, torch.ones(len(IDS), TOP_K))
+    assert y.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"use_ep": True}, "enable_expert_parallel"),
+        ({"fully_sharded": True, "tp_size": 2}, "fully_sharded_loras"),
+    ],
+)
+def test_experts_that_are_not_taken_over_stay_with_vllms_wrapper(
+    wrapper, x, monkeypatch, more, reason
+):
+    own = SimpleNamespace(update_metadata=lambda *args, **kwargs: seen.append(args))
+    own.add_lora_w13 = lambda *args, **kwargs: ("own", len(args))
+    own.token_mapping_meta = "vLLM's own"
+    seen, logged = [], []
+    monkeypatch.setattr(
+        "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU", lambda *args, **kwargs: own
+    )
+    monkeypatch.setattr(
+        "lora_backends.integrations.vllm.plugin.own_wrapper_name",
+        lambda: "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU",
+    )
+    monkeypatch.setattr(
+        "lora_backends.integrations.vllm.plugin.logger",
+        lambda: SimpleNamespace(warning_once=lambda text, *args: logged.append(text % args)),
+    )
+    module = make_experts(wrapper, **more)
+    assert reason in logged[0] and len(logged) == 1
+    assert seen[0][1] == INDEX_TO_ID, "it takes the batch of now"
+    stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
+    y = torch.ones(len(IDS), TOP_K, 2 * INNER)
+    assert wrapper.add_lora_w13(y, x, *stacks, TOPK_IDS, y, 1, 2) == ("own", 8)
+    wrapper.update_metadata(mapping(IDS[::-1]), INDEX_TO_ID, SLOTS + 1, 100)
+    assert len(seen) == 2, "and each batch after it"
+    assert wrapper.token_mapping_meta == "vLLM's own"
