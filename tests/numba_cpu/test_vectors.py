@@ -21,7 +21,18 @@ SMALL_KINDS = pytest.mark.parametrize(("kind", "dtype"), SMALL)
 def copy(kind, kind_to, source, size, target, count):
     for i in range(count // 16):
         vector = v.load(kind, source + 16 * i * size)
-        v.update_rows(kind_to, (target,), 16 * i, (vector, vector), np.float32(0.5), (vector,))
+        half = (np.float32(0.5),)
+        v.update_rows(kind_to, (target,), 16 * i, (vector, vector), half, (vector,), ())
+
+
+@njit
+def scale(kind, y, source, scales, factors):
+    vector = v.load(v.FLOAT32, source)
+    own = v.read_scaled((factors, factors + 4), np.float32(2))
+    sums = (vector, vector, vector, vector)
+    v.update_rows(
+        kind, (y, y + 16 * v.size(kind)), 0, sums, own, (vector,), (v.load(v.FLOAT32, scales),)
+    )
 
 
 @njit
@@ -71,6 +82,18 @@ def test_sums_round_once_to_the_nearest_even(kind, dtype):
     y = torch.zeros(values.numel(), dtype=dtype)
     copy(v.FLOAT32, kind, values.data_ptr(), 4, y.data_ptr(), values.numel())
     assert torch.equal(y, (values + values).to(dtype))
+
+
+@KINDS
+def test_scales_multiply_what_was_there_and_the_sum_but_not_what_is_added(kind, dtype):
+    """Small integers: every operation is exact."""
+    y, source = torch.arange(32.0).view(2, 16), torch.arange(16.0) - 3
+    scales, factors = torch.arange(16.0) % 3, torch.tensor([0.5, 3.0])
+    expected = scales * (y + 2 * source * (2 * factors[:, None])) + source
+    result = y.to(dtype)
+    pointers = [tensor.data_ptr() for tensor in (result, source, scales, factors)]
+    scale(kind, *pointers)
+    assert torch.equal(result, expected.to(dtype))
 
 
 @KINDS
