@@ -143,7 +143,7 @@ BAD = [
     ("run_linear", {"x": torch.zeros(6, 10)}, r"x is \[6, 10\]; allowed: \[7, 10\]"),
     ("run_linear", {"x": torch.zeros(7, 9)}, r"x is \[7, 9\]"),
     ("run_linear", {"x": torch.zeros(7)}, "two axes"),
-    ("run_linear", {"x": torch.zeros(7, 10).half()}, "one dtype for both"),
+    ("run_linear", {"x": torch.zeros(7, 10).half()}, "weights are float32; allowed: float32"),
     ("run_linear", {"x": STRIDED[:, :10]}, "last axis of x"),
     ("run_linear", {"x": torch.zeros(7, 10, device="meta")}, "x is on meta"),
     ("run_linear", {"base_output": torch.zeros(7, 13)}, r"allowed: \[7, 14\]"),

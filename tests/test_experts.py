@@ -118,7 +118,7 @@ BAD_CALLS = [
     ({"x": torch.zeros(7, 4)}, r"x is \[7, 4\]; allowed: \[7, 5\]"),
     ({"x": torch.zeros(14, 5)}, r"x is \[14, 5\]; allowed: \[7, 5\]"),
     ({"x": torch.zeros(7, 5), "rows": "pairs"}, r"allowed: \[14, 5\]"),
-    ({"x": torch.zeros(7, 5).half()}, "one dtype for both"),
+    ({"x": torch.zeros(7, 5).half()}, "weights are float32; allowed: float32"),
     ({"x": torch.zeros(5, 7).T}, "last axis of x"),
     ({"x": "rows"}, r"x is \(str\); allowed: a tensor"),
     ({"x": torch.zeros(7, 5).to_sparse()}, "allowed: a dense tensor"),
