@@ -13,7 +13,6 @@ import torch
 
 from lora_backends.dispatch.engine import Engine
 from lora_backends.experts import ExpertRouting, ExpertWeights
-from lora_backends.operations import Operation
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights, extent_of
 
@@ -85,7 +84,6 @@ def is_ordinary(
 
 def is_ordinary_routed(
     engine: Engine,
-    operation: Operation,
     x: torch.Tensor,
     weights: ExpertWeights,
     routing: Any,
@@ -107,7 +105,9 @@ def is_ordinary_routed(
     device, dtype = engine.device, weights.dtype
     tensors = (weights.lora_a, weights.lora_b, weights.ranks, weights.scalings)
     if (
-        any(options[option.name] not in option.values for option in operation.options)
+        options["rows"] not in ("tokens", "pairs")
+        or type(options["weighted"]) is not bool
+        or type(options["reduce"]) is not bool
         or routing.plan.num_slots != weights.num_slots
         or routing.plan.num_tokens > tokens
         or routing.num_experts != weights.num_experts

@@ -132,7 +132,7 @@ def _wrap_routed(operation: Operation, method: Method) -> Method:
                 y = call(self, x, weights, part, y, **given)
             assert y is not None  # a token has an adapter or more
             return y
-        if not is_ordinary_routed(self, operation, x, weights, routing, base_output, given):
+        if not is_ordinary_routed(self, x, weights, routing, base_output, given):
             check_experts(self, operation, x, weights, routing, base_output, given)
         return method(self, x, weights, routing, base_output, **given)
 
