@@ -166,6 +166,7 @@ BAD_ROUTINGS = [
     ({"topk_weights": FACTORS[:, :1]}, "one weight per id"),
     ({"topk_weights": FACTORS.double()}, "float32, one weight per id"),
     ({"num_experts": 0}, "num_experts is 0"),
+    ({"num_experts": 10**30}, "allowed: 1 to 2147483647"),
     ({"expert_map": torch.zeros(2, dtype=torch.int32)}, "topk_ids holds 2; allowed: 0..1"),
     ({"expert_map": torch.full((3,), 3, dtype=torch.int32)}, "expert_map holds 3"),
     ({"expert_map": torch.zeros(3)}, r"\[global experts\] int32"),
