@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-floors test-blas test-vllm lint docs setup benchmark clean
+.PHONY: help demo test test-floors test-blas test-surroundings test-vllm lint docs setup benchmark clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -88,6 +88,10 @@ BLAS_TESTS := tests/adapters tests/hf tests/test_backend.py tests/test_compiled.
 
 test-blas: $(STAMP)  ## tests that multiply, with products that sum in another order
 	@for order in 1 2; do ORDER=$$order $(PYTEST) -p any_order_blas -q -m "not slow" $(BLAS_TESTS) || exit 1; done
+
+# Tests may depend neither on their order nor on torch's default device.
+test-surroundings: $(STAMP)  ## the quick tests in a random order, under another default device
+	@ORDER=$${ORDER:-1} DEVICE=$${DEVICE:-meta} $(PYTEST) -p any_surroundings -q -m "not slow"
 
 # The real vLLM, built for CPUs, in an environment of its own (3.5 GB): it pins torch and Transformers.
 # An older version lies beside it, so that two are tested; it has the same requirements.

@@ -35,6 +35,8 @@ from lora_backends.registry import backend_names
 MOST = 2**31 - 1
 """The largest number in a configuration."""
 
+_MOST_PROBLEMS = 10  # that one error lists: a screen of them
+
 
 @dataclass(frozen=True)
 class _File:
@@ -129,7 +131,7 @@ class LoRAConfig(BaseSettings):
     limits: LoadLimits = Field(default_factory=LoadLimits)
     """What a checkpoint may cost before it is refused: a table of `LoadLimits`."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         self._check_environment()
         try:
             super().__init__(**values)
@@ -233,15 +235,17 @@ class LoRAConfig(BaseSettings):
         for variable in os.environ:
             if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in allowed:
                 raise InvalidInputError(
-                    f"unknown environment variable {variable}{did_you_mean(variable, allowed)}\n"
+                    f"unknown environment variable {_name(variable)}"
+                    f"{did_you_mean(variable, allowed)}\n"
                     f"  allowed: {', '.join(allowed)}"
                 )
 
     @classmethod
     def _explain(cls, error: ValidationError, arguments: Mapping[str, Any]) -> str:
         lines = []
-        for detail in error.errors():
-            key = ".".join(str(part) for part in detail["loc"])
+        details = error.errors()
+        for detail in details[:_MOST_PROBLEMS]:
+            key = ".".join(_name(part) for part in detail["loc"])
             top = str(detail["loc"][0]) if detail["loc"] else ""
             if detail["type"] == "extra_forbidden":
                 fields = _fields_beside(cls, detail["loc"])
@@ -250,6 +254,8 @@ class LoRAConfig(BaseSettings):
             else:
                 problem = f"{detail['msg']} (given: {shown(detail['input'])})"
             lines.append(f"  - {key} in {cls._where(top, arguments)}: {problem}")
+        if len(details) > _MOST_PROBLEMS:
+            lines.append(f"  - and {len(details) - _MOST_PROBLEMS} more")
         return "\n".join(["the configuration is wrong:", *lines])
 
     @classmethod
@@ -262,6 +268,11 @@ class LoRAConfig(BaseSettings):
             return f"the environment variable {variable}"
         file = _FILE.get()
         return str(file.path) if file else "the defaults"
+
+
+def _name(part: str | int) -> str:
+    text = str(part)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _fields_beside(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:

@@ -11,6 +11,16 @@ _LONGEST, _MOST_WORDS = 200, 10_000  # characters and words that are compared fo
 class LoRABackendError(Exception):
     """The base of every error that this library raises on purpose."""
 
+    def __str__(self) -> str:
+        # A message quotes names from strangers' files. Their control characters would act on the
+        # terminal, and a lone surrogate cannot be printed at all.
+        return "".join(
+            character
+            if character.isprintable() or character in "\n\t"
+            else character.encode("unicode_escape").decode()
+            for character in super().__str__()
+        )
+
 
 class InvalidInputError(LoRABackendError, ValueError):
     """The arguments contradict each other, the plan, the weights or the interface."""

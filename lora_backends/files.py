@@ -69,6 +69,22 @@ def kind_of(path: Path) -> str | None:
     return _kind(mode)
 
 
+def new_file(given: object, meaning: str) -> Path:
+    """Return the path of a file to be written; it may exist.
+
+    Raises:
+        InvalidInputError: no path, or one that leads to something else: opening a FIFO waits for a
+            reader, and a device would be replaced by a file.
+    """
+    path = as_path(given, meaning)
+    kind = kind_of(path)
+    if kind not in (None, "a file"):
+        raise InvalidInputError(
+            f"{meaning}: {_text(path)} is {kind}\n  allowed: a file, or none yet"
+        )
+    return path
+
+
 TooLarge: TypeAlias = Callable[[Path, int], InvalidInputError]
 """Makes the error for a file of so many bytes."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -143,7 +144,7 @@ BAD = [
     ("run_linear", {"x": torch.zeros(6, 10)}, r"x is \[6, 10\]; allowed: \[7, 10\]"),
     ("run_linear", {"x": torch.zeros(7, 9)}, r"x is \[7, 9\]"),
     ("run_linear", {"x": torch.zeros(7)}, "two axes"),
-    ("run_linear", {"x": torch.zeros(7, 10).half()}, "one dtype for both"),
+    ("run_linear", {"x": torch.zeros(7, 10).half()}, "weights are float32; allowed: float32"),
     ("run_linear", {"x": STRIDED[:, :10]}, "last axis of x"),
     ("run_linear", {"x": torch.zeros(7, 10, device="meta")}, "x is on meta"),
     ("run_linear", {"base_output": torch.zeros(7, 13)}, r"allowed: \[7, 14\]"),
@@ -161,6 +162,11 @@ BAD = [
     ("run_lora_b", {"h": torch.zeros(3, 7, 3).numpy()}, r"h is \(ndarray\); allowed: a tensor"),
     ("run_lora_b", {"h": torch.zeros(3, 7, 3).to_sparse()}, "allowed: a dense tensor"),
     ("run_linear", {"weights": None}, "NoneType; allowed: LoRAWeights"),
+    (
+        "run_linear",
+        {"weights": SimpleNamespace(lora_a=torch.zeros(2), output_slices=(2,))},
+        "SimpleNamespace; allowed: LoRAWeights",
+    ),
     ("run_linear", {"plan": 3}, "TorchRefPlan"),
     ("run_lora_a", {"x": torch.zeros(6, 10)}, r"x is \[6, 10\]"),
     ("run_lora_b", {"h": torch.zeros(3, 7, 2)}, r"allowed: \[3, 7, 3\]"),

@@ -1,15 +1,18 @@
 """The command: what it prints, its exit status, and plain output when piped."""
 
+import copy
 import importlib
 import json
 import os
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from lora_backends.bench.job import Job
 from lora_backends.cli import COMMANDS, app
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, LoRABackendError
 from lora_backends.operations import DENSE
@@ -388,6 +391,26 @@ def test_what_is_no_path_is_refused_wherever_one_is_taken(option, path, tmp_path
     assert isinstance(result.exception, LoRABackendError), result.exception
 
 
+@pytest.mark.parametrize("command", ["explain --slots 0 --svg", "bench --output"])
+def test_nothing_is_written_into_a_fifo(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(Job, "run", lambda *_: pytest.fail("measured"))
+    os.mkfifo(tmp_path / "fifo")
+    result = run(*command.split(), str(tmp_path / "fifo"))
+    assert isinstance(result.exception, InvalidInputError)
+    assert "is a FIFO" in str(result.exception)
+
+
+def test_output_needs_no_encoding_that_has_every_character(tmp_path):
+    """A name from the command line may be no text, and a terminal may know ASCII alone."""
+    result = subprocess.run(
+        [sys.executable, "-c", "from lora_backends.cli import main; main()",
+         "explain", "--slots", "0", "--svg", os.fsencode(tmp_path) + b"/\xc3\xa9\xff.svg"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "\\xe9\\udcff.svg" in result.stdout
+
+
 @pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])
 def test_a_drawing_needs_a_path(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -445,6 +468,50 @@ def test_bench_prints_a_table_and_keeps_results_and_plots(small_copies, tmp_path
     assert again.stdout.splitlines()[:6] == result.stdout.splitlines()[:6]
     assert (tmp_path / "later" / "efficiency.png").exists()
     assert json.loads(run("bench", "--from-json", str(file), "--json").stdout) == found
+
+
+CELLS = json.loads(
+    (Path(__file__).parents[1] / "benchmarks/results/bench_smollm2_cpu.json").read_text()
+)
+
+
+def _edited(value, *path):
+    """Return a function that changes one value of a result, or leaves it out if it is None."""
+
+    def edit(result):
+        for key in path[:-1]:
+            result = result[key]
+        result[path[-1]] = value
+        if value is None:
+            del result[path[-1]]
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (_edited(None, "contenders"), "contenders: Field required"),
+        (_edited({"torch_ref": {}}, "contenders"), "contenders.torch_ref.timing"),
+        (_edited([3], "rows"), "rows.0: Input should be"),
+        (_edited(None, "rows", 0, "limit_us"), "rows.0.limit_us: Field required"),
+        (_edited("16", "rows", 0, "tokens"), "rows.0.tokens: Input should be a valid integer"),
+        (
+            _edited({"a": {"us": 0, "efficiency": 1}}, "rows", 0, "results"),
+            "a.us: Input should be greater",
+        ),
+        (_edited({"a": {"us": 1, "efficiency": -1}}, "rows", 0, "results"), "greater than 0"),
+        (_edited(float("nan"), "limits", "copy_gb_per_s"), "limits.copy_gb_per_s"),
+        (_edited(["x"] * 3 + [3] * 9, "notes"), "and 4 more"),
+    ],
+)
+def test_a_damaged_file_of_results_is_refused_by_what_is_wrong(edit, told, tmp_path):
+    result = copy.deepcopy(CELLS)
+    edit(result)
+    (tmp_path / "cells.json").write_text(json.dumps(result))
+    refused = run("bench", "--from-json", str(tmp_path / "cells.json"))
+    assert isinstance(refused.exception, InvalidInputError), refused.exception
+    assert told in str(refused.exception) and "cells.json" in str(refused.exception)
 
 
 def test_bench_times_every_operation_on_request(small_copies):

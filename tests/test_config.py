@@ -263,3 +263,15 @@ def test_a_wrong_limit_is_named_with_its_file(limits, told, file):
     with pytest.raises(InvalidInputError) as raised:
         LoRAConfig.from_file(path)
     assert told in str(raised.value) and f"limits in {path}" in str(raised.value)
+
+
+def test_an_error_of_many_problems_fits_on_a_screen(file):
+    text = "".join(f"{'k' * 500}{number} = 1\n" for number in range(300))
+    with pytest.raises(InvalidInputError, match="and 290 more") as raised:
+        LoRAConfig.from_file(file(text))
+    assert len(str(raised.value)) < 4000
+
+
+def test_a_key_called_self_is_unknown_as_any_other():
+    with pytest.raises(InvalidInputError, match="self in the arguments: unknown key"):
+        LoRAConfig(**{"self": 3})

@@ -231,6 +231,10 @@ def test_a_batch_that_is_too_large_to_be_drawn_is_refused_at_once(
         ({"ranks": "64", "max_rank": 16}, "0 to 16"),
         ({"ranks": "-1"}, "ranks do not fit"),
         ({"dtype": "int8"}, "allowed: float16"),
+        ({"max_rank": 10**6}, "given: 1000000 rank\n  allowed: at most 2048"),
+        ({"in_features": 10**9, "output_slices": "1"}, "given: 1000000000 width"),
+        ({"in_features": 1, "output_slices": "1,1000000000"}, "given: 1000000000 width"),
+        ({"in_features": 1, "output_slices": ",".join(["1"] * 9999)}, "given: 9999 slices"),
     ],
 )
 def test_a_layer_that_is_none_is_refused(given, told):

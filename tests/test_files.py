@@ -12,7 +12,7 @@ import pytest
 import lora_backends
 from lora_backends import InvalidInputError
 from lora_backends.errors import did_you_mean, shown
-from lora_backends.files import TEXT_BYTES, as_path, kind_of, read_bytes, read_text
+from lora_backends.files import TEXT_BYTES, as_path, kind_of, new_file, read_bytes, read_text
 
 
 def too_large(path, size):
@@ -168,3 +168,12 @@ def test_no_word_is_sought_for_a_very_long_one_or_among_very_many():
     assert did_you_mean("torch_re", ["torch_ref"])
     assert did_you_mean("torch_ref" * 10**5, ["torch_ref" * 10**5 + "f"]) == ""
     assert did_you_mean("torch_re", ["torch_ref"] * 10**6) == ""
+
+
+def test_a_new_file_takes_no_place_of_something_else(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    kinds = {tmp_path / "fifo": "a FIFO", tmp_path: "a folder", "/dev/null": "a device"}
+    for path, kind in kinds.items():
+        with pytest.raises(InvalidInputError, match=f"--svg: .* is {kind}"):
+            new_file(path, "--svg")
+    assert new_file(tmp_path / "new", "--svg") == tmp_path / "new"

@@ -1,6 +1,7 @@
 """Backends by name, with distributions made for the test in a temporary folder."""
 
 import json
+import platform
 import subprocess
 import sys
 import textwrap
@@ -309,3 +310,17 @@ def test_arguments_override_the_environment(monkeypatch, install):
 def test_something_else_than_a_name_is_refused():
     with pytest.raises(InvalidInputError, match="a name or a LoRAConfig|its name or a LoRAConfig"):
         get_backend(3, device="cpu")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="F16C is a feature of x86")
+@pytest.mark.parametrize("features", ["", "+sse2,+avx2,-f16c"])
+def test_a_cpu_for_which_llvm_would_end_the_process_is_refused(features, monkeypatch):
+    from numba.core import config
+
+    from lora_backends.numba_cpu import NumbaCPUBackend
+
+    monkeypatch.setattr(config, "CPU_FEATURES", features)  # of NUMBA_CPU_FEATURES
+    assert "F16C" in unavailable_reasons("numba_cpu", "cpu")[0]
+    assert get_backend("auto", device="cpu").name != "numba_cpu"
+    with pytest.raises(BackendUnavailableError, match="F16C"):
+        NumbaCPUBackend()

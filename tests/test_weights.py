@@ -54,7 +54,7 @@ def test_ranks_and_scalings_take_their_dtype():
         ({"ranks": None}, "ranks cannot be read"),
         ({"scalings": "x"}, "scalings cannot be read"),
         ({"scalings": torch.ones(4, 3, dtype=torch.complex64)}, "scalings has the wrong dtype"),
-        ({"lora_a": torch.zeros(4, 3, 2, 16).to(torch.float8_e4m3fn)}, "not a floating-point"),
+        ({"lora_a": torch.zeros(4, 3, 2, 16).to(torch.float8_e4m3fn)}, "differ in dtype"),
         ({"bias": torch.zeros(4, 11)}, "bias has the wrong shape"),
         ({"bias": torch.zeros(4, 12, device="meta")}, "bias is on meta"),
         ({"lora_a": torch.zeros(4, 3, 16, 2).transpose(2, 3)}, "not contiguous"),

@@ -195,7 +195,10 @@ class SlotTable:
                 f"adapter {name!r} {reason}\n  {loaded}"
                 f"\n  to do: load it again, pin what must stay, or raise max_adapters"
             )
+        to_do = f"load_adapter({name!r}, folder)"
+        if name == "__base__":  # PEFT's word
+            to_do = "name None: it stands for the base model"
         return (
             f"no adapter named {name!r}{did_you_mean(str(name), self._slots)}\n  {loaded}\n"
-            f"  to do: load_adapter({name!r}, folder)"
+            f"  to do: {to_do}"
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError
-from lora_backends.files import as_path, kind_of, read_text
+from lora_backends.files import as_path, new_file, read_text
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "peft")
 FORMAT = "lora-backends results 2"
@@ -73,9 +73,7 @@ def result_text(result: Mapping[str, Any]) -> str:
 
 def writable_file(path: Path, option: str) -> Path:
     """Return where a result goes, after its folder has been made and tried."""
-    file = as_path(path, option)
-    if kind_of(file) == "a folder":
-        raise InvalidInputError(f"{option}: {file} is a folder\n  allowed: a file")
+    file = new_file(path, option)
     check_writable(file.absolute().parent, option)
     return file
 

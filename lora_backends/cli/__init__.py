@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -84,6 +85,8 @@ def _options(
 
 def main() -> None:
     """Run the command; an error of the library is printed without a traceback, status 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names and answers need not fit its encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except LoRABackendError as error:

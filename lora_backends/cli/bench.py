@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lora_backends.bench import Cell, read_result, summarize
 from lora_backends.bench.job import Job, make_job
 from lora_backends.bench.results import check_writable, layer_name, result_text, writable_file
+from lora_backends.bench.schema import check_cells
 from lora_backends.cli.console import INTERRUPTED, note, output, table
 from lora_backends.cli.options import (
     ConfigJson,
@@ -87,8 +88,7 @@ def bench(
     file, plot = _writable(file, plot)
     if from_json is not None:
         result, interrupted = read_result(from_json), False
-        if "contenders" not in result:
-            raise InvalidInputError(f"{from_json} holds no cells of lora-backends bench")
+        check_cells(result, from_json)
     else:
         result, interrupted = _run(make_job(**asked, options=option or []), file)
     if as_json:

@@ -12,7 +12,7 @@ from lora_backends.errors import InvalidInputError
 from lora_backends.explain import Explanation, Launch
 from lora_backends.explain import explain as explain_batch
 from lora_backends.explain.job import make_batch, make_layer, ranges
-from lora_backends.files import as_path
+from lora_backends.files import new_file
 from lora_backends.model_shapes import PRESETS
 from lora_backends.operations import DENSE
 
@@ -67,11 +67,12 @@ def explain(
         max_rank=max_rank,
         dtype=dtype,
     )
+    if svg is not None:
+        svg = new_file(svg, "--svg")
     found = explain_batch(backend, made, layer, operation)
     if svg is not None:
         from lora_backends.explain.svg import draw
 
-        svg = as_path(svg, "--svg")
         try:
             svg.write_text(draw(found), encoding="utf-8")
         except OSError as error:

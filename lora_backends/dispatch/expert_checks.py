@@ -11,8 +11,10 @@ from lora_backends.dispatch import checks
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.output import output_shape
 from lora_backends.dispatch.problems import Problems, describe
+from lora_backends.errors import shown
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.operations import Operation
+from lora_backends.weights import MOST
 
 
 def check_prepare_experts(
@@ -27,8 +29,9 @@ def check_prepare_experts(
     """Guard `prepare_experts`; the signature is the method's."""
     problems = Problems()
     problems.check_type("plan", plan, engine.plan_type, "a plan of this backend")
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
-        problems.invalid.append(f"num_experts is {num_experts!r}; allowed: an int >= 1")
+    whole = isinstance(num_experts, int) and not isinstance(num_experts, bool)
+    if not whole or not 1 <= num_experts <= MOST:
+        problems.invalid.append(f"num_experts is {shown(num_experts)}; allowed: 1 to {MOST}")
     _check_pairs(problems, engine, plan, topk_ids, topk_weights)
     if expert_map is not None and checks.check_tensor(problems, engine, "expert_map", expert_map):
         if expert_map.dtype != torch.int32 or expert_map.ndim != 1 or not expert_map.numel():

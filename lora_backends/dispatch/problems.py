@@ -52,7 +52,8 @@ def describe(value: Any) -> str:
         shape = "nested" if value.is_nested else list(value.shape)
         layout = "" if value.layout == torch.strided else f" {value.layout}"
         return f"{shape} {dtype_name(value.dtype)} {value.device}{layout}"
-    if isinstance(getattr(value, "output_slices", None), tuple):
+    is_layer = hasattr(value, "lora_a") and hasattr(value, "lora_b")  # explain has others
+    if is_layer and isinstance(getattr(value, "output_slices", None), tuple):
         return f"{_describe_stacks(value)}, output_slices {value.output_slices}"
     if isinstance(getattr(value, "num_tokens", None), int):
         return f"of {value.num_tokens} tokens, {getattr(value, 'num_slots', '?')} slots"

@@ -17,8 +17,8 @@ from lora_backends.model_shapes import preset
 KEYS = ("slots", "sequences", "num_slots", "ranks")
 """Keys of a file: slots or sequences, the number of slots, and ranks per slot."""
 
-MOST = {"slots": 1024, "tokens": 65_536}
-"""How large a batch may be: nobody looks at a drawing of more, which would take minutes."""
+MOST = {"slots": 1024, "tokens": 65_536, "slices": 16, "width": 2**20, "rank": 2048}
+"""How large a batch and a layer may be: a drawing of more takes minutes, and nobody looks at it."""
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -77,9 +77,12 @@ def make_layer(
         widths = projections[projection]
     if dtype not in ITEM_BYTES:
         raise InvalidInputError(f"--dtype {dtype!r}\n  allowed: {', '.join(ITEM_BYTES)}")
+    _check_most("slices", len(widths[1]))
+    _check_most("width", max(widths[0], *widths[1]))
     table = _ranks(ranks, num_slots, len(widths[1]))
     highest = max((rank for row in table for rank in row), default=1)
     width = max(1, highest) if max_rank is None else max_rank
+    _check_most("rank", width)
     return Layer(*widths, table, width, ITEM_BYTES[dtype])
 
 
@@ -114,18 +117,20 @@ def _batch(found: dict[str, Any]) -> LoRABatch:
     if found.get("num_slots") is None:
         plain = isinstance(slots, list) and all(isinstance(slot, int) for slot in slots)
         found["num_slots"] = max([0, *slots]) + 1 if plain else 1
-    for what, count in (
-        ("slots", found["num_slots"]),
-        ("tokens", len(slots) if lengths is None else sum(lengths)),
-    ):
-        if isinstance(count, int) and count > MOST[what]:
-            raise InvalidInputError(
-                f"the batch is too large to be drawn\n  given: {shown(count)} {what}\n"
-                f"  allowed: at most {MOST[what]}"
-            )
+    _check_most("slots", found["num_slots"])
+    _check_most("tokens", len(slots) if lengths is None else sum(lengths))
     if lengths is None:
         return LoRABatch(slots, found["num_slots"])
     return LoRABatch.from_sequences(slots, lengths, found["num_slots"])
+
+
+def _check_most(what: str, count: Any) -> None:
+    """Refuse what takes too long to draw; values of other types are refused where they are used."""
+    if isinstance(count, int) and count > MOST[what]:
+        raise InvalidInputError(
+            f"the batch or the layer is too large to be drawn\n  given: {shown(count)} {what}\n"
+            f"  allowed: at most {MOST[what]}"
+        )
 
 
 def _is_pair(pair: Any) -> bool:

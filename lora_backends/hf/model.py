@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from lora_backends.adapters import AdapterPool, Checkpoint, Loaded, LoadLimits
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
+from lora_backends.hf.base import check_base
 from lora_backends.hf.entries import Entry, RowAdapters, adapter_names, is_per_token
 from lora_backends.hf.experts import ExpertSite, expert_specs, experts_forward, find_experts
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
@@ -79,7 +80,9 @@ class MultiLoRAModel:
             large: they have room for that rank times the number of experts. None: `max_rank`.
 
     Raises:
-        UnsupportedInputError: `base` is an encoder-decoder, or spread over devices.
+        InvalidInputError: `base` is no model, or sizes are out of range.
+        UnsupportedInputError: `base` is an encoder-decoder, compiled, a `PeftModel` or spread over
+            devices.
         BackendUnavailableError: the backend does not run on the model's device.
     """
 
@@ -94,10 +97,7 @@ class MultiLoRAModel:
         limits: LoadLimits | None = None,
         max_expert_rank: int | None = None,
     ) -> None:
-        if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
-            raise UnsupportedInputError(
-                f"{type(base).__name__} is an encoder-decoder\n  allowed: causal language models"
-            )
+        check_base(base)
         self.base = base
         dtype, device = _dtype_and_device(base)
         if not isinstance(backend, LoRABackend):
@@ -136,6 +136,13 @@ class MultiLoRAModel:
         self._images = Images(getattr(base, "config", None))
         self._main_input: str = getattr(base, "main_input_name", "input_ids")
         self._hooks = self._register_hooks()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copy and pickle: hooks on the base model and locks belong to this object alone."""
+        raise UnsupportedInputError(
+            "a wrapped model cannot be copied or pickled\n"
+            "  to do: copy the base model, and wrap the copy"
+        )
 
     @classmethod
     def from_config(cls, base: nn.Module, config: LoRAConfig) -> Self:

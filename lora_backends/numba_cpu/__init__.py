@@ -11,9 +11,11 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.output import added_to
+from lora_backends.errors import BackendUnavailableError
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import EIGHT_BIT, FEATURES
 from lora_backends.numba_cpu import experts, kernels, launch
+from lora_backends.numba_cpu.cpu import missing_features
 from lora_backends.numba_cpu.layer import Layers
 from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
 from lora_backends.numba_cpu.routing import NumbaRouting
@@ -45,8 +47,15 @@ class NumbaCPUBackend(LoRABackend):
 
     def __init__(self, device: torch.device | str = "cpu", *, batch_invariant: bool = True) -> None:
         super().__init__(device)
+        if missing := missing_features():  # compiling would end the process
+            raise BackendUnavailableError(" ".join(missing))
         self.batch_invariant = batch_invariant
         self._layers = Layers()
+
+    @classmethod
+    @override
+    def unavailable_reasons(cls, device: torch.device | str) -> list[str]:
+        return super().unavailable_reasons(device) + missing_features()
 
     def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
         """Compile, or load from the cache on disk, what layers of these dtypes (None: all) run.

@@ -88,13 +88,13 @@ def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> L
     rank_pad, step = padded_rank(layer.max_rank), tiles.block_k * tiles.split_k
     blocks = -(-len(layer.output_slices) * rank_pad // tiles.block_n)
     computed_inputs = -(-layer.in_features // step) * step
+    used_by_ranks: dict[tuple[int, ...], list[int]] = {}  # counted once, not for each piece
     work = []
     for piece in pieces:
-        for block in range(blocks):
-            lanes = range(block * tiles.block_n, (block + 1) * tiles.block_n)
-            used = sum(_is_used(lane, rank_pad, layer.ranks[piece.slot]) for lane in lanes)
-            if used:
-                work.append((piece, used, tiles.block_n))
+        ranks = layer.ranks[piece.slot]
+        if ranks not in used_by_ranks:
+            used_by_ranks[ranks] = _used_lanes(ranks, rank_pad, tiles.block_n, blocks)
+        work += [(piece, used, tiles.block_n) for used in used_by_ranks[ranks] if used]
     return _launch(
         "shrink",
         len(pieces) * blocks * tiles.split_k,
@@ -122,6 +122,14 @@ def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> L
                     work.append((piece, rank, lanes))
                     columns.append(Share(min(width, outputs - first), width))
     return _launch("expand", programs, 1, work, columns)
+
+
+def _used_lanes(ranks: Sequence[int], rank_pad: int, block_n: int, blocks: int) -> list[int]:
+    """Return how many lanes of each block of stacked ranks lie within the ranks."""
+    return [
+        sum(_is_used(block * block_n + lane, rank_pad, ranks) for lane in range(block_n))
+        for block in range(blocks)
+    ]
 
 
 def _is_used(lane: int, rank_pad: int, ranks: Sequence[int]) -> bool:

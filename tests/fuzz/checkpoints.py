@@ -1,24 +1,19 @@
 """Reads random checkpoint folders: the right result or a typed error, soon, and nothing else.
 
-    python -m tests.fuzz.checkpoints --cases 20000 --seed 0 --result fuzz.json
+    python -m tests.fuzz.checkpoints --cases 20000 --seed 0 --result results.json
 
 The same command goes on where the last one ended. A case is made anew from its number alone:
-`--only NUMBER` repeats one, with its traceback.
+`--only NUMBER` repeats one.
 """
 
-import argparse
 import json
 import math
 import resource
-import signal
 import sys
 import tempfile
-import time
-import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,39 +36,17 @@ from .folders import (
     rank_of,
 )
 from .interrupts import faults
+from .running import Ran, RunCase, ending_hangs, fault_of_message, main, untyped
 
-SLOW_SECONDS, HANG_SECONDS = 5.0, 60.0
 GROWTH_BYTES = 2**30  # of the process, while one case is read
-MOST_BYTES = 2**34  # address space of the process
-BETWEEN_WRITES = 200
 
 
-class HangError(BaseException):
-    """A case took so long that it was ended."""
-
-
-def read_all(
-    cases: int, seed: int, result: dict[str, Any], tell: Callable[[dict[str, Any]], None]
-) -> None:
-    """Read the cases that a result does not have yet; `tell` is called now and then."""
-    counts = Counter(result["outcomes"])
+@contextmanager
+def opened(seed: int) -> Iterator[RunCase]:
+    """Yield a function that reads one case, into a pool too."""
     with tempfile.TemporaryDirectory() as root:
         pool, kept = _pool(Path(root))
-        for number in range(result["done"], cases):
-            case = Case(Path(root) / "case", seed, number)
-            start = time.perf_counter()
-            outcome, fault = _read(case, pool, kept)
-            seconds = time.perf_counter() - start
-            counts[outcome] += 1
-            if seconds > SLOW_SECONDS:
-                fault = f"took {seconds:.1f} s; {fault}"
-            if fault:
-                result["faults"].append({"case": number, "steps": case.steps, "fault": fault})
-            slowest = max((seconds, number), tuple(result["slowest"]))
-            result |= {"done": number + 1, "outcomes": dict(counts), "slowest": list(slowest)}
-            if (number + 1) % BETWEEN_WRITES == 0:
-                tell(result)
-    tell(result)
+        yield lambda number: _read(Case(Path(root) / "case", seed, number), pool, kept)
 
 
 def _pool(root: Path) -> tuple[AdapterPool, Checkpoint]:
@@ -86,22 +59,18 @@ def _pool(root: Path) -> tuple[AdapterPool, Checkpoint]:
     return pool, kept
 
 
-def _read(case: Case, pool: AdapterPool, kept: Checkpoint) -> tuple[str, str | None]:
-    """Read one case, into a pool too; return what happened and what is wrong with it."""
+def _read(case: Case, pool: AdapterPool, kept: Checkpoint) -> Ran:
+    """Read one case; return what happened and what is wrong with it."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     try:
-        with _ending_hangs(), warnings.catch_warnings():
+        with ending_hangs(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             checkpoint = read_checkpoint(case.folder, SPECS, MAX_RANK, case.limits)
             loaded = pool.add("case", checkpoint)
     except LoRABackendError as error:
         outcome, fault = f"refused: {type(error).__name__}", _fault_of_refusal(case, error)
-    except HangError:
-        return "hang", f"no answer within {HANG_SECONDS:.0f} s"
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return "untyped", f"{type(error).__name__}: {str(error)[:300]}\n{traceback.format_exc()}"
+        return untyped(error, case.steps)
     else:
         outcome, fault = _compare(case, checkpoint)
         fault = fault or next(faults(pool, {"case": checkpoint, "kept": kept}), None)
@@ -111,32 +80,16 @@ def _read(case: Case, pool: AdapterPool, kept: Checkpoint) -> tuple[str, str | N
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if after - before > GROWTH_BYTES:
         fault = f"took {after - before} bytes; {fault}"
-    return outcome, fault
-
-
-@contextmanager
-def _ending_hangs() -> Iterator[None]:
-    def end(*_: Any) -> None:
-        raise HangError
-
-    previous = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+    return Ran(outcome, fault, case.steps)
 
 
 def _fault_of_refusal(case: Case, error: LoRABackendError) -> str | None:
     message = str(error)
     if case.is_valid:
         return f"a valid folder is refused: {message}"
-    if not 20 < len(message) < 10_000:
-        return f"a message of {len(message)} characters"
     if str(case.folder) not in message:
         return f"a message that does not name the folder: {message[:300]}"
-    return None
+    return fault_of_message(message)
 
 
 def _compare(case: Case, checkpoint: Checkpoint) -> tuple[str, str | None]:
@@ -191,47 +144,5 @@ def _fault_of_delta(config: dict[str, Any], tensors: Any, module: str, delta: An
     return None
 
 
-def new_result(seed: int) -> dict[str, Any]:
-    """Return the result before the first case."""
-    return {"seed": seed, "done": 0, "outcomes": {}, "slowest": [0.0, -1], "faults": []}
-
-
-def main() -> int:
-    """Read cases until there are as many as asked for; return 1 if anything is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--result", type=Path)
-    parser.add_argument("--only", type=int, help="the number of one case to repeat")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    with suppress(ValueError, OSError):  # what takes all memory shall end here, not the machine
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    if given.only is not None:
-        return repeat(given.seed, given.only)
-    result = new_result(given.seed)
-    if given.result is not None and given.result.exists():
-        result = json.loads(given.result.read_text())
-        if result["seed"] != given.seed:
-            parser.error(f"{given.result} is of seed {result['seed']}")
-
-    def tell(found: dict[str, Any]) -> None:
-        if given.result is not None:
-            given.result.write_text(json.dumps(found, indent=1))
-        print(found["done"], found["outcomes"], f"{len(found['faults'])} faults", flush=True)
-
-    read_all(given.cases, given.seed, result, tell)
-    return bool(result["faults"])
-
-
-def repeat(seed: int, number: int) -> int:
-    """Read one case again, with the traceback of what it raises."""
-    with tempfile.TemporaryDirectory() as root:
-        case = Case(Path(root) / "case", seed, number)
-        print(case.steps, case.limits, case.config, sep="\n")
-        print(read_checkpoint(case.folder, SPECS, MAX_RANK, case.limits))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("checkpoints", __doc__, opened))

@@ -1,6 +1,6 @@
 """Loads that a signal interrupts at a random moment, and what has to hold after each.
 
-python -m tests.fuzz.interrupts --loads 10000
+python -m tests.fuzz.interrupts --loads 10000 --result results.json
 """
 
 import argparse
@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 from lora_backends.adapters import AdapterPool, Checkpoint, ModuleSpec, read_checkpoint
+
+from .running import keep
 
 SPECS = {
     "q": ModuleSpec("linear", 6, 4),
@@ -93,8 +95,8 @@ def _holds(weights, index, slot, delta):
     return (
         rank == delta.rank
         and float(weights.scalings[slot, index]) == float(torch.tensor(delta.scaling))
-        and torch.equal(weights.lora_a[slot, index, :rank], delta.lora_a)
-        and torch.equal(weights.lora_b[slot, columns, :rank], delta.lora_b)
+        and torch.equal(weights.lora_a[slot, index, :rank], delta.lora_a.to(weights.dtype))
+        and torch.equal(weights.lora_b[slot, columns, :rank], delta.lora_b.to(weights.dtype))
         and (delta.bias is not None or bias is None or not bias.any())
         and (biases[1] is not None and torch.equal(biases[0], biases[1]))
     )
@@ -148,9 +150,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--loads", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--result", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         interrupted, wrong = interrupt_loads(Path(root), given.loads, given.seed)
+    if given.result is not None:
+        outcomes = {"interrupted": interrupted, "finished": given.loads - interrupted}
+        keep(
+            given.result,
+            "interrupts",
+            {"seed": given.seed, "done": given.loads, "outcomes": outcomes, "faults": wrong},
+        )
     print(
         f"{given.loads} loads, {interrupted} interrupted, {len(wrong)} faults",
         *wrong[:20],

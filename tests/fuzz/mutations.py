@@ -138,7 +138,7 @@ def change_a_tensor(case):
         return
     if edit == 0:
         value = value.T if value.ndim == 2 else value[:0]
-    elif edit == 1:
+    elif edit == 1 and value.is_floating_point():
         value = value.clone(memory_format=torch.contiguous_format)
         value.view(-1)[case.draw.randrange(value.numel())] = case.draw.choice([math.nan, math.inf])
     elif edit == 2:

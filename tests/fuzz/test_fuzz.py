@@ -7,17 +7,23 @@ import pytest
 pytest.importorskip("peft", reason="the cases are made with PEFT's functions")
 
 from fuzz.checkpoint_cases import Case
-from fuzz.checkpoints import new_result, read_all
+from fuzz.checkpoints import opened
 from fuzz.folders import is_targeted
+from fuzz.running import new_result, run_cases
 
 CASES = 300
 
 
 @pytest.fixture(scope="module")
 def result():
-    found = new_result(seed=0)
-    read_all(CASES, 0, found, lambda _: None)
-    return found
+    with opened(0) as run:
+        return ran(run, CASES)
+
+
+def ran(run, cases, result=None):
+    result = result or new_result(seed=0)
+    run_cases(run, cases, result, lambda _: None)
+    return result
 
 
 def test_every_case_is_read_right_or_refused_with_a_typed_error(result):
@@ -33,14 +39,11 @@ def test_cases_are_read_and_refused_for_many_reasons(result):
 
 
 def test_a_run_goes_on_where_it_ended(result):
-    halves = new_result(seed=0)
-    read_all(30, 0, halves, lambda _: None)
-    halves = json.loads(json.dumps(halves))
-    assert halves["done"] == 30
-    read_all(60, 0, halves, lambda _: None)
-    whole = new_result(seed=0)
-    read_all(60, 0, whole, lambda _: None)
-    assert halves["outcomes"] == whole["outcomes"]
+    with opened(0) as run:
+        halves = json.loads(json.dumps(ran(run, 30)))
+        assert halves["done"] == 30
+        ran(run, 60, halves)
+        assert halves["outcomes"] == ran(run, 60)["outcomes"]
 
 
 def test_a_case_follows_from_its_number(tmp_path):

@@ -1,6 +1,8 @@
 """Loading, evicting, detaching and refusing, on tiny models."""
 
+import copy
 import json
+import pickle
 import threading
 
 import pytest
@@ -296,3 +298,34 @@ def test_options_do_not_go_with_a_backend_that_is_made_already(make_base):
 def test_input_ids_are_rows_of_tokens(model, ids):
     with pytest.raises(InvalidInputError, match="no tokens to run on"):
         model(adapters=[None], input_ids=ids)
+
+
+@pytest.mark.parametrize("base", [None, 3, "gpt2", {}], ids=repr)
+def test_what_is_no_model_is_refused(base):
+    with pytest.raises(InvalidInputError, match="base is no model"):
+        MultiLoRAModel(base, "torch_ref")
+
+
+def test_a_model_inside_another_module_is_refused_by_what_is_around_it(make_base):
+    peft = pytest.importorskip("peft")
+    inside = {
+        "was compiled\n.*\n.*\n.*compile model.base": torch.compile,
+        "is wrapped for parallel training\n.*\n.*\n.*base.module": torch.nn.DataParallel,
+        "holds adapters of PEFT already\n.*\n.*\n.*base.unload": lambda base: peft.get_peft_model(
+            base, peft.LoraConfig(target_modules=["q_proj"])
+        ),
+    }
+    for told, wrap in inside.items():
+        with pytest.raises(UnsupportedInputError, match=told):
+            MultiLoRAModel(wrap(make_base("llama")), "torch_ref")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_wrapped_model_is_not_copied(model, copied):
+    with pytest.raises(UnsupportedInputError, match="cannot be copied or pickled"):
+        copied(model)
+
+
+def test_the_word_of_peft_for_no_adapter_is_answered_with_ours(model):
+    with pytest.raises(InvalidInputError, match="name None: it stands for the base model"):
+        logits(model, "__base__")

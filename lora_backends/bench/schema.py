@@ -1,0 +1,98 @@
+"""What a file of timed cells must hold before it is shown: it may come from anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from lora_backends.errors import InvalidInputError, shown
+
+_MOST_PROBLEMS = 5
+
+Size = Annotated[int, Field(strict=True, ge=1, le=2**53)]
+Time = Annotated[FiniteFloat, Field(strict=True, gt=1e-6, lt=1e15)]  # microseconds
+Rate = Annotated[FiniteFloat, Field(strict=True, gt=0, lt=1e15)]
+Text = Annotated[str, Field(strict=True, max_length=1000)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Timed(_Part):
+    """A contender in a cell: a time with its efficiency."""
+
+    us: Time
+    us_q1: Time = 1.0  # may be missing, as all defaults here; null is no number
+    us_q3: Time = 1.0
+    efficiency: Rate
+
+
+class _Failed(_Part):
+    """A contender in a cell: why there is no time."""
+
+    error: Text
+
+
+class _Cell(_Part):
+    projection: Text
+    operation: Text
+    in_features: Size
+    output_slices: list[Size] = Field(min_length=1)
+    tokens: Size
+    active_adapters: Size
+    rank: Size
+    mix: Text
+    limit_us: Time
+    bytes: Size
+    flop: Size
+    results: dict[Text, _Timed | _Failed]
+
+
+class _Contender(_Part):
+    timing: Text
+
+
+class _Limits(_Part):
+    copy_gb_per_s: Rate
+    launch_us: Annotated[FiniteFloat, Field(strict=True, ge=0, lt=1e15)]
+    gemm_gflop_per_s: Rate = 1.0
+
+
+class _Result(_Part):
+    device: Text
+    dtype: Text
+    date: Text
+    contenders: dict[Text, _Contender]
+    limits: _Limits
+    notes: list[Text]
+    left_out: dict[Text, Text]
+    rows: list[_Cell]
+
+
+def check_cells(result: dict[str, Any], path: Path) -> None:
+    """Check that a result holds cells of `lora-backends bench`, whole ones.
+
+    Raises:
+        InvalidInputError: it does not; the error names what lacks or is wrong.
+    """
+    try:
+        TypeAdapter(_Result).validate_python(result)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        lines = [
+            f"  - {_place(detail['loc'])}: {detail['msg']} (given: {shown(detail['input'], 80)})"
+            for detail in details[:_MOST_PROBLEMS]
+        ]
+        if len(details) > _MOST_PROBLEMS:
+            lines.append(f"  - and {len(details) - _MOST_PROBLEMS} more")
+        raise InvalidInputError(
+            "\n".join([f"{path} holds no cells of lora-backends bench:", *lines])
+        ) from error
+
+
+def _place(location: tuple[str | int, ...]) -> str:
+    """Return where a value stands, without pydantic's names of alternatives, which are classes."""
+    return ".".join(str(part) for part in location if not str(part).startswith("_"))[:80]
