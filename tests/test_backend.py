@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -139,6 +140,8 @@ def _assert_within_bound(y, x, base):
     assert ((y.double() - expected.value).abs() <= expected.bound).all()
 
 
+with warnings.catch_warnings(action="ignore"):  # torch says that they are new
+    NESTED = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
 STRIDED = torch.zeros(20, 7).T
 BAD = [
     ("run_linear", {"x": torch.zeros(6, 10)}, r"x is \[6, 10\]; allowed: \[7, 10\]"),
@@ -156,6 +159,7 @@ BAD = [
     ("run_linear", {"base_output": STRIDED[:, :14]}, "last axis of base_output"),
     ("run_linear", {"base_output": [1]}, r"base_output is \(list\)"),
     ("run_linear", {"x": torch.zeros(7, 10).to_sparse()}, "torch.sparse_coo; allowed: a dense"),
+    ("run_linear", {"x": NESTED}, "x is nested float32 cpu; allowed: a dense tensor"),
     ("run_lora_a", {"x": torch.zeros(7, 10).numpy()}, r"x is \(ndarray\); allowed: a tensor"),
     ("run_lora_a", {"x": "rows"}, r"x is \(str\); allowed: a tensor"),
     ("run_lora_a", {"x": torch.zeros(7, 10, device="meta")}, "x is on meta"),

@@ -44,9 +44,9 @@ def is_ordinary(
     with_gradients = torch.is_grad_enabled()
     if with_gradients and requires_gradient(weights, x):
         return False
-    tokens = x.shape[0] if x.ndim == 2 else -1
     device, dtype = engine.device, x.dtype
     try:
+        tokens = x.shape[0] if x.ndim == 2 else -1
         if (
             dtype not in weights.input_dtypes
             or dtype not in engine.dtypes
@@ -76,7 +76,7 @@ def is_ordinary(
         first, x_first = y.data_ptr(), x.data_ptr()
         end = first + ((tokens - 1) * y_row + out_features) * y.itemsize
         x_end = x_first + ((tokens - 1) * x_row + weights.in_features) * x.itemsize
-    except RuntimeError:  # a sparse tensor has no strides
+    except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
         return False
     apart = x_first >= end or first >= x_end
     return apart and not lies_on(addresses_of(weights), weights.extents, first, end)
