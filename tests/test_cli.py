@@ -583,7 +583,8 @@ def test_bench_keeps_what_it_has_when_it_is_interrupted(small_copies, monkeypatc
     ],
 )
 def test_bench_refuses_what_it_cannot_do_before_it_measures(arguments, told, monkeypatch):
-    import importlib
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
 
     measuring = importlib.import_module("lora_backends.bench.measure")
     monkeypatch.setattr(measuring, "measure_limits", lambda *_: pytest.fail("measured"))
