@@ -8,8 +8,10 @@ import torch
 import triton
 from triton.backends.nvidia import driver
 
+from lora_backends import LoRAWeights
 from lora_backends.sgmv.launching import kernel as launching
 from lora_backends.sgmv.launching.kernel import Arguments, BoundKernel, SpecializedKernel
+from lora_backends.sgmv.launching.slice_tables import Located, located_b
 from lora_backends.sgmv.launching.tma import allows_tma, descriptor, without_tensor
 
 NAMES = ["x_ptr", "h_ptr", "width", "PROGRAMS", "SIZE", "WIDE"]
@@ -234,7 +236,7 @@ def installed(monkeypatch):
 def test_a_descriptor_without_its_tensor_is_launched_as_the_one_with_it(installed):
     """Triton's launcher makes the map that the device reads from a descriptor at every launch."""
     lora_b = torch.zeros(2, 256, 64, dtype=torch.bfloat16)
-    whole = descriptor(lora_b, 128, 64)
+    whole = descriptor(Located(lora_b, lora_b.stride()[:2], lora_b), 64, 128, 64)
     signature = {0: "*fp32", 1: "*bf16", 2: "*bf16", 3: "tensordesc<bf16[128, 64]>", 4: "i32"}
     noted = []
     compiled = Compiled(installed(lambda *given: noted.append(given), signature))
@@ -279,5 +281,34 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("lora_b, allowed", LAYOUTS.values(), ids=LAYOUTS)
 def test_b_is_loaded_through_tma_where_its_slots_form_one_matrix(lora_b, allowed):
-    assert allows_tma(lora_b, max_rows=65535) is allowed
-    assert not allows_tma(lora_b, max_rows=65536)
+    located, max_rank = Located(lora_b, lora_b.stride()[:2], lora_b), lora_b.shape[2]
+    assert allows_tma(located, max_rank, max_rows=65535) is allowed
+    assert not allows_tma(located, max_rank, max_rows=65536)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+@pytest.mark.parametrize("apart, allowed", [(0, True), (32, True), (8, False)])
+def test_slices_of_b_are_one_matrix_where_whole_rows_lie_between_them(order, apart, allowed):
+    widths, slots, rank = (64, 16, 16), 4, 32
+    memory = torch.zeros(
+        sum(slots * width * rank + apart for width in widths), dtype=torch.bfloat16
+    )
+    parts, at = {}, 0
+    for s in order:
+        size = slots * widths[s] * rank
+        parts[s] = memory[at : at + size].view(slots, widths[s], rank)
+        at += size + apart
+    weights = LoRAWeights(
+        None,
+        tuple(parts[s] for s in range(3)),
+        torch.full((slots, 3), rank),
+        torch.ones(slots, 3),
+        output_slices=widths,
+    )
+    located = located_b(weights)
+    assert located.base is parts[order[0]]
+    assert allows_tma(located, rank, max_rows=1) is allowed
+    for s, first in enumerate((0, 64, 80)):
+        distance, slot_stride, row_stride = located.table[s].tolist()
+        start = located.base.data_ptr() + 2 * (distance + first * row_stride + 3 * slot_stride)
+        assert start == parts[s][3].data_ptr()
