@@ -240,7 +240,7 @@ def test_a_scaling_five_percent_off_is_outside_the_bound(backend):
 def test_a_refill_of_another_size_is_refused(backend):
     """Instead of reading past what the plan holds."""
     plan = backend.prepare_batch(LoRABatch([0, 1], num_slots=2))
-    with pytest.raises(InvalidInputError, match="out was made for num_tokens=2"):
+    with pytest.raises(InvalidInputError, match="room for 2 tokens"):
         backend.prepare_batch(LoRABatch([0, 1, 1], num_slots=2), out=plan)
     with pytest.raises(InvalidInputError, match="num_slots=2, the batch has 3; make a new plan"):
         backend.prepare_batch(LoRABatch([0, 1], num_slots=3), out=plan)
