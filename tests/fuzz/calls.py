@@ -167,17 +167,24 @@ def _make_batch(draw: random.Random) -> Ran:
         with ending_hangs():
             if lengths is None:
                 batch = LoRABatch(slots, count)
-                wanted = torch.as_tensor(_plain(slots)).tolist()
+                wanted = _plain(slots)
             else:
                 batch = LoRABatch.from_sequences(slots, lengths, count)
                 pairs = zip(_plain(slots), _plain(lengths), strict=True)
-                wanted = [int(slot) for slot, length in pairs for _ in range(int(length))]
+                wanted = [slot for slot, length in pairs for _ in range(int(length))]
     except LoRABackendError as error:
         return Ran(f"batch: {type(error).__name__}", fault_of_message(str(error)), steps)
     except BaseException as error:
         return untyped(error, steps)
-    same = batch.token_slots.tolist() == [int(slot) for slot in wanted]
+    same = batch.token_slots.tolist() == _whole(wanted)
     return Ran("batch: made", None if same else f"{batch} of {wanted}", steps)
+
+
+def _whole(values: Any) -> Any:
+    """Return slots, one or several per token, as the ints that they are."""
+    if not isinstance(values, list):
+        return int(values)
+    return [_whole(v[0] if isinstance(v, list) and len(v) == 1 else v) for v in values]
 
 
 def _plain(values: Any) -> Any:
