@@ -580,6 +580,9 @@ def test_bench_keeps_what_it_has_when_it_is_interrupted(small_copies, monkeypatc
         (["--from-json", "nowhere.json"], "cannot read nowhere.json"),
         (["--from-json", "some.json", "--tokens", "3"], "--from-json measures nothing"),
         (["--mixes", "skew"], "did you mean 'skewed'"),
+        (["--adapters", "9" * 5000], "adapters is not a list of sizes"),
+        (["--tokens", "1,2147483648"], "allowed: 1 to 2147483647 each"),
+        (["--in-features", "9" * 4000, "--output-slices", "8"], "sizes from 1 to 2147483647"),
     ],
 )
 def test_bench_refuses_what_it_cannot_do_before_it_measures(arguments, told, monkeypatch):

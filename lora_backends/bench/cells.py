@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.errors import InvalidInputError, did_you_mean, shown
 from lora_backends.model_shapes import EMBEDDING, LAYER, Projections
 from lora_backends.operations import DENSE, Input, find_operation
 
 MIXES = ("identical", "distinct", "uniform", "skewed")
 """How tokens are assigned to adapters, after Punica (arXiv 2310.18547)."""
 ZIPF = 1.5
+MOST = 2**31 - 1  # of any size
 H_BYTES, ID_BYTES = 4, 8  # of one value of h, and of one token id
 MIN_SLOTS = 8  # a stack usually has more slots than a small batch uses
 
@@ -80,8 +81,10 @@ class Cell:
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_slices", tuple(self.output_slices))
         sizes = (self.in_features, *self.output_slices, self.tokens, self.adapters, self.rank)
-        if not self.output_slices or min(sizes) < 1:
-            raise InvalidInputError(f"not a cell\n  given: {self}\n  allowed: sizes >= 1")
+        if not self.output_slices or min(sizes) < 1 or max(sizes) > MOST:
+            raise InvalidInputError(
+                f"not a cell\n  given: {shown(self)}\n  allowed: sizes from 1 to {MOST}"
+            )
         if self.mix not in MIXES:
             raise InvalidInputError(
                 f"no mix of adapters named {self.mix!r}{did_you_mean(self.mix, MIXES)}\n"

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from lora_backends.bench.cells import Cell, make_cells
+from lora_backends.bench.cells import MOST, Cell, make_cells
 from lora_backends.bench.contenders import Contender, choose
 from lora_backends.bench.measure import Progress, check_device, check_memory, measure
 from lora_backends.devices import as_device
 from lora_backends.dtypes import dtype_name
-from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.errors import InvalidInputError, did_you_mean, shown
 from lora_backends.model_shapes import LAYER, Projections, preset, read_config
 from lora_backends.names import AUTO
 from lora_backends.operations import DENSE
@@ -138,12 +138,21 @@ def _words(text: str | None) -> list[str]:
 
 
 def _ints(text: str | None, what: str) -> list[int]:
-    words = _words(text)
-    if text is not None and not (words and all(w.isdecimal() and int(w) > 0 for w in words)):
+    if text is None:
+        return []
+    sizes = [_size(word) for word in _words(text)]
+    if not sizes or min(sizes) < 1:
         raise InvalidInputError(
-            f"{what} is not a list of sizes\n  given: {text!r}\n  allowed: e.g. 1,16,256"
+            f"{what} is not a list of sizes\n  given: {shown(text)}\n"
+            f"  allowed: 1 to {MOST} each, e.g. 1,16,256"
         )
-    return [int(word) for word in words]
+    return sizes
+
+
+def _size(word: str) -> int:
+    """Return a size, or 0 for what is none; Python converts no more than 4300 digits."""
+    size = int(word) if word.isdecimal() and len(word) < 20 else 0
+    return size if size <= MOST else 0
 
 
 def _operations(text: str | None) -> list[str]:

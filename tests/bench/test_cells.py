@@ -96,7 +96,7 @@ def test_unknown_names_are_refused_with_a_guess():
         preset("llama3-8bb")
     with pytest.raises(InvalidInputError, match="did you mean 'skewed'"):
         cell(mix="skew")
-    with pytest.raises(InvalidInputError, match="sizes >= 1"):
+    with pytest.raises(InvalidInputError, match="sizes from 1 to"):
         cell(tokens=0)
 
 

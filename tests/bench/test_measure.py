@@ -264,7 +264,7 @@ def test_one_that_does_not_take_the_dtype_has_that_as_its_reason():
             "takes none of the layers",
         ),
         ({"in_features": 8}, InvalidInputError, "belong together"),
-        ({"in_features": 0, "output_slices": "8"}, InvalidInputError, "sizes >= 1"),
+        ({"in_features": 0, "output_slices": "8"}, InvalidInputError, "sizes from 1 to"),
         ({"preset_name": "smollm2", "in_features": 8}, InvalidInputError, "one of the three"),
         (
             {"adapters": "100000000", "tokens": "1"},
