@@ -114,7 +114,7 @@ class LoRAWeights(Handled):
         object.__setattr__(self, "scale_block", checked_block(self.scale_block))
         keep_compute_dtype(self)
         for name in ("scalings", "output_scales", "a_scales", "b_scales"):
-            if getattr(self, name) is not None:
+            if name == "scalings" or getattr(self, name) is not None:
                 numbers = _as_numbers(getattr(self, name), name, "float32")
                 _refuse_gradient(name, numbers)
                 object.__setattr__(self, name, numbers.to(device, torch.float32))

@@ -53,6 +53,7 @@ def test_ranks_and_scalings_take_their_dtype():
         ({"ranks": torch.tensor([[2**32 + 1, 0, 2]] * 4)}, "4294967297"),
         ({"ranks": None}, "ranks cannot be read"),
         ({"scalings": "x"}, "scalings cannot be read"),
+        ({"scalings": None}, "scalings cannot be read"),
         ({"scalings": torch.ones(4, 3, dtype=torch.complex64)}, "scalings has the wrong dtype"),
         ({"lora_a": torch.zeros(4, 3, 2, 16).to(torch.float8_e4m3fn)}, "differ in dtype"),
         ({"bias": torch.zeros(4, 11)}, "bias has the wrong shape"),
