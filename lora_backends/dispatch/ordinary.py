@@ -116,6 +116,7 @@ def is_ordinary_routed(
         or x.device != device
         or weights.device != device
         or x.layout is not torch.strided
+        or x.is_nested
         or x.is_neg()
         or x.shape != (rows, weights.in_features)
         or not x.is_contiguous()
@@ -133,6 +134,7 @@ def is_ordinary_routed(
         or y.dtype not in engine.dtypes
         or y.device != device
         or y.layout is not torch.strided
+        or y.is_nested
         or y.is_neg()
         or y.shape != (*pairs, weights.out_features)
         or not y.is_contiguous()

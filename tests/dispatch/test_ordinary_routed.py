@@ -1,5 +1,6 @@
 """The quick check of experts: True only where the guard finds no problem."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -55,11 +56,18 @@ def test_ordinary_calls_are_recognised(call, change, with_base):
     assert ordinary(call)
 
 
+def nested():
+    with warnings.catch_warnings(action="ignore"):  # torch says that they are new
+        return torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(1, 6)])
+
+
 SPOILED = {
     "x of another dtype": lambda call: setattr(call, "x", call.x.double()),
     "x too wide": lambda call: setattr(call, "x", torch.randn(3, 7)),
     "x for pairs": lambda call: setattr(call, "x", torch.randn(6, 6)),
     "x negated": lambda call: setattr(call, "x", torch._neg_view(call.x)),
+    "x nested": lambda call: setattr(call, "x", nested()),
+    "y nested": lambda call: setattr(call, "y", nested()),
     "y of another shape": lambda call: setattr(call, "y", torch.zeros(3, 8)),
     "y an integer": lambda call: setattr(call, "y", call.y.long()),
     "y on x": lambda call: setattr(call, "x", call.y.flatten()[:18].view(3, 6)),
