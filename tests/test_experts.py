@@ -169,6 +169,7 @@ BAD_ROUTINGS = [
     ({"num_experts": 10**30}, "allowed: 1 to 2147483647"),
     ({"expert_map": torch.zeros(2, dtype=torch.int32)}, "topk_ids holds 2; allowed: 0..1"),
     ({"expert_map": torch.full((3,), 3, dtype=torch.int32)}, "expert_map holds 3"),
+    ({"expert_map": torch.zeros(1, dtype=torch.int32).expand(3)}, "expert_map is not contiguous"),
     ({"expert_map": torch.zeros(3)}, r"\[global experts\] int32"),
     ({"out": "routing"}, "out is a str; allowed: a routing"),
 ]

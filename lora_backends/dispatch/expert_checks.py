@@ -38,6 +38,8 @@ def check_prepare_experts(
             problems.invalid.append(
                 f"expert_map is {describe(expert_map)}; allowed: [global experts] int32"
             )
+        elif not expert_map.is_contiguous():  # kernels read it by address
+            problems.invalid.append("expert_map is not contiguous; pass expert_map.contiguous()")
     if not problems.invalid:
         _check_ids(problems, topk_ids, num_experts, expert_map)
         checks.check_gradients(problems, engine, [topk_weights], None)
