@@ -52,6 +52,8 @@ import json, re, sys, warnings
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    # it ends by itself where the parent was killed and cannot end it
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
 except (ImportError, OSError, ValueError):
     pass
 warnings.simplefilter("ignore")
@@ -68,6 +70,11 @@ for index, (kind, text) in enumerate(expressions):
     result.append([m["idx"] if m and kind == "layer" else m is not None for m in found])
 json.dump(result, sys.stdout)
 """
+
+
+def _program(seconds: float) -> str:
+    """Return the child's program; the parent ends it first, since CPU time is no more than time."""
+    return _PROGRAM.replace("MEMORY", str(_MEMORY)).replace("SECONDS", str(int(seconds) + 1))
 
 
 def match_all(
@@ -93,7 +100,7 @@ def match_all(
     if not sys.executable or getattr(sys, "frozen", False):  # it may start this program again
         raise MatchingFailedError("this program has no Python of its own")
     request = json.dumps([[[e.kind, e.text] for e in expressions], list(names)])
-    program = _PROGRAM.replace("MEMORY", str(_MEMORY))
+    program = _program(seconds)
     try:
         child = subprocess.run(
             # -I and -S: nothing of the environment, the working folder or site-packages.

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -416,6 +418,13 @@ def test_rslora_divides_by_the_square_root_of_the_rank_of_the_module():
     config = make(lora_alpha=8, use_rslora=True, rank_pattern={"q_proj": 16})
     assert module_scaling(config, "q_proj") == 2
     assert module_scaling(config, "v_proj") == 4
+
+
+def test_a_child_whose_parent_was_killed_ends_by_itself():
+    request = json.dumps([[["whole", "(a+)+!"]], ["a" * 60]])
+    arguments = [sys.executable, "-I", "-S", "-c", child._program(0.1)]
+    ended = subprocess.run(arguments, input=request.encode(), capture_output=True, timeout=60)
+    assert ended.returncode < 0  # by the limit of its CPU time
 
 
 components = st.sampled_from(["model", "layers", "h", "0", "1", "12", "q_proj", "experts", "q(1)"])
