@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, get_backend
+from lora_backends import (
+    InvalidInputError,
+    LoRABatch,
+    LoRAWeights,
+    get_backend,
+)
+from lora_backends.features import (
+    CAPACITY,
+    OUTPUT_SCALES,
+    SLICE_TENSORS,
+    TOKEN_SCALES,
+)
 from lora_backends.operations import DENSE, Input
 from lora_backends.testing import LoRACase
 from lora_backends.testing.oracles import rank_mask
@@ -18,8 +29,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.float64, torch.int32, torch.bool, torch.complex64, torch.uint8)
 
 
-def draw_case(draw: random.Random, dtypes: tuple[torch.dtype, ...], small: bool) -> LoRACase:
+def draw_case(draw: random.Random, backend: Any, small: bool) -> LoRACase:
     """Draw the structure of a call; `small` for engines that run in an interpreter."""
+    dtypes = backend.dtypes
     most_tokens, most_width, most_rank = (9, 20, 5) if small else (70, 140, 20)
     dtype, slots, slices = draw.choice(dtypes), draw.randint(1, 4), draw.choice([1, 1, 2, 3])
     tokens = draw.choice([0, 1, 2, draw.randint(1, most_tokens), draw.randint(1, most_tokens)])
@@ -46,8 +58,15 @@ def draw_case(draw: random.Random, dtypes: tuple[torch.dtype, ...], small: bool)
         x_pad=draw.choice([0, 1, 3, 8]),
         base_pad=draw.choice([0, 1, 3, 8]),
         weights_pad=draw.choice([0, 0, 1, 8]),
+        token_scales=TOKEN_SCALES in backend.features and draw.random() < 0.2,
+        output_scales=OUTPUT_SCALES in backend.features and draw.random() < 0.2,
+        split=draw.choice(["", "", "", "a", "b", "ab"]) if _splits(backend) else "",
         seed=draw.randrange(10**6),
     )
+
+
+def _splits(backend: Any) -> bool:
+    return SLICE_TENSORS in backend.features
 
 
 def _slots(draw: random.Random, num_slots: int, tokens: int) -> tuple[int, ...]:
@@ -63,8 +82,18 @@ class Call:
 
     def __init__(self, backend: Any, draw: random.Random, small: bool) -> None:
         self.backend, self.draw, self.steps = backend, draw, []
-        self.case = draw_case(draw, backend.dtypes, small)
+        self.case = draw_case(draw, backend, small)
+        self.planned: LoRABatch | None = None  # where x has rows behind the batch
+        self.capacity: Any = None
+        behind = draw.randint(0, 4) if CAPACITY in backend.features else 0
+        if behind and draw.random() < 0.2:
+            self.case = replace(self.case, slots=(*self.case.slots, *[-1] * behind))
+            self.capacity = len(self.case.slots) + draw.randint(0, 3)
         self.inputs = inputs = self.case.build("cpu")
+        if self.capacity is not None:
+            whole, kept = inputs.batch, slice(len(self.case.slots) - behind)
+            scales = None if whole.token_scales is None else whole.token_scales[kept]
+            self.planned = LoRABatch(whole.token_slots[kept], whole.num_slots, scales)
         names = [
             name
             for name, operation in DENSE.items()
@@ -84,7 +113,7 @@ class Call:
             self.steps.append(step.__name__)
             try:
                 step(self)
-            except RuntimeError:  # torch cannot do it to what an earlier step has made
+            except (RuntimeError, TypeError):  # torch cannot do it to what an earlier step has made
                 self.steps.append("not possible")
 
     def _first(self) -> Any:
@@ -101,8 +130,9 @@ class Call:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor that the call can reach, with memory of its own or not."""
-        names = ("lora_a", "lora_b", "ranks", "scalings", "bias")
-        found = [self.first, self.base, *(getattr(self.weights, name, None) for name in names)]
+        found = [self.first, self.base]
+        if isinstance(self.weights, LoRAWeights):
+            found += self.weights.tensors.values()
         found += [] if self.guard is None else [self.guard._buffer]
         return [value for value in found if isinstance(value, torch.Tensor)]
 
@@ -288,7 +318,7 @@ def replace_weights(call: Call) -> None:
 def change_the_plan(call: Call) -> None:
     """Make the plan for another batch, by another backend, by a refill, or of something else."""
     slots, num_slots = call.inputs.slots, call.inputs.batch.num_slots
-    edit = call.draw.randrange(8)
+    edit, call.planned = call.draw.randrange(8), None
     if edit == 0:
         call.batch = LoRABatch([*slots, 0], num_slots)
     elif edit == 1:

@@ -75,7 +75,8 @@ def run_dense(call: Call) -> Ran:
         with ending_hangs(), torch.set_grad_enabled(call.grad):
             plan = call.plan
             if plan is None:
-                plan = call.backend.prepare_batch(call.batch, out=call.out)
+                batch = call.batch if call.planned is None else call.planned
+                plan = call.backend.prepare_batch(batch, out=call.out, capacity=call.capacity)
             run = getattr(call.backend, call.operation.name)
             base = () if call.operation.result == "h" else (call.base,)
             y = run(call.first, call.weights, plan, *base)
@@ -131,7 +132,8 @@ def _is_dense(value: Any) -> bool:
 
 def _check(call: Call, y: torch.Tensor, memory: Memory) -> None:
     """Compare a result with float64; raise AssertionError."""
-    weights, batch, base = call.weights, call.batch, call.base
+    weights, base = call.weights, call.base
+    batch = _with_rows_behind(call.batch, y.shape[-2])
     first = memory.before(call.first)
     narrow = call.backend.narrow_intermediate
     middle = weights.dtype if narrow else torch.float32
@@ -146,7 +148,7 @@ def _check(call: Call, y: torch.Tensor, memory: Memory) -> None:
     if call.operation.input is Input.H:
         zero = torch.zeros(first.shape, dtype=torch.float64)
         h = oracles.Expected(first.double(), zero)
-        dtype = weights.lora_b.dtype if base is None else base.dtype
+        dtype = weights.dtype if base is None else base.dtype
         expected = oracles.expected_expand(h, weights, batch, before, dtype)
         if first.dtype != weights.dtype == torch.float64:  # an h of float32 is summed in float32
             expected.bound.add_(1e-6 * (1 + expected.value.abs()) * (expected.bound > 0))
@@ -158,6 +160,17 @@ def _check(call: Call, y: torch.Tensor, memory: Memory) -> None:
     if before is not None:  # rows without an adapter keep their bits, -0.0 among them
         kept = batch.token_slots == -1
         assert torch.equal(bits(y[kept]), bits(before[kept])), "a row without adapter changed"
+
+
+def _with_rows_behind(batch: LoRABatch, rows: int) -> LoRABatch:
+    """Return a batch whose last tokens, up to so many rows, have no adapter."""
+    behind = rows - batch.num_tokens
+    if behind <= 0:
+        return batch
+    scales = batch.token_scales
+    if scales is not None:
+        scales = torch.cat([scales, torch.ones(behind)])
+    return LoRABatch([*batch.token_slots.tolist(), *[-1] * behind], batch.num_slots, scales)
 
 
 def _make_batch(draw: random.Random) -> Ran:
