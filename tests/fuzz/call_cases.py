@@ -179,7 +179,7 @@ def reshaped(draw: random.Random, value: Any) -> Any:
         lambda v: v.mT.contiguous().mT,
         lambda v: v[:1].expand(v.shape),
         lambda v: v.new_zeros(()).expand(v.shape),
-        lambda v: torch._neg_view(v),
+        lambda v: v if v.dtype == torch.bool else torch._neg_view(v),  # torch negates no bool
         lambda v: v.repeat_interleave(2, -1)[..., ::2],
         lambda v: v.repeat_interleave(3, 0)[::3],
         lambda v: v.flip(0),

@@ -133,7 +133,7 @@ def _is_dense(value: Any) -> bool:
 def _check(call: Call, y: torch.Tensor, memory: Memory) -> None:
     """Compare a result with float64; raise AssertionError."""
     weights, base = call.weights, call.base
-    batch = _with_rows_behind(call.batch, y.shape[-2])
+    batch = _with_rows_behind(call.planned or call.batch, y.shape[-2])
     first = memory.before(call.first)
     narrow = call.backend.narrow_intermediate
     middle = weights.dtype if narrow else torch.float32
