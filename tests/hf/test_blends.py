@@ -27,7 +27,7 @@ BOUND = 2e-5  # absolute, on logits of tiny random models
 BACKENDS = [
     name
     for name in backend_names()
-    if not unavailable_reasons(name, "cpu") and TOKEN_SCALES in get_backend(name).features
+    if not unavailable_reasons(name, "cpu") and TOKEN_SCALES in get_backend(name, "cpu").features
 ]
 KINDS = {
     "llama": [

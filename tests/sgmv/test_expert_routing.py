@@ -68,9 +68,9 @@ def test_every_live_pair_stands_in_one_tile_of_its_slot_and_expert(make, device,
     batch, ids, weights = choice(*shape, device)
     routing = backend.prepare_experts(backend.prepare_batch(batch), ids, weights, EXPERTS)
     found = tiles_of(routing)
-    if way == "compared":
+    if way == "compared" and ids.numel() <= routing_of_pairs.MOST_COMPARED:
         assert found == pairs_of(batch, ids)
-    else:
+    else:  # atomics number the pairs of a key
         assert {k: sorted(v) for k, v in found.items()} == pairs_of(batch, ids)
     assert int(routing.count) <= routing.max_tiles
 
