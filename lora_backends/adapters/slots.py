@@ -14,7 +14,7 @@ from lora_backends.errors import InvalidInputError, did_you_mean
 REMEMBERED = 1024
 """Names of adapters without a slot that are remembered, to say what took it."""
 
-Holder: TypeAlias = Literal["call", "prepared"]
+Holder: TypeAlias = Literal["call", "prepared", "request"]
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,9 @@ class SlotTable:
         elif holder == "prepared":
             reason = "in use by prepared adapters"
             to_do = "give them other adapters with update(), or release() them"
+        elif holder == "request":
+            reason = "in use by a request of continuous batching"
+            to_do = "wait until the request has ended, or cancel it"
         else:
             return
         raise InvalidInputError(

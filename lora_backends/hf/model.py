@@ -22,6 +22,7 @@ from lora_backends.hf.experts import ExpertSite, expert_specs, experts_forward, 
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import commonest
+from lora_backends.hf.packed import Wrapped
 from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.probe import UNREACHED, probe
 from lora_backends.hf.request import Request
@@ -41,6 +42,7 @@ from lora_backends.selection import get_backend
 
 if TYPE_CHECKING:
     from lora_backends.config import LoRAConfig
+    from lora_backends.hf.continuous import RequestManager
 
 
 _NUMBERS = count()
@@ -362,6 +364,69 @@ class MultiLoRAModel:
         prompts.setdefault("disable_compile", True)
         with self._active(adapters, prompts, after_cache=False):
             return cast(Any, self.base).generate(**prompts)
+
+    def continuous_batching(
+        self, generation_config: Any | None = None, continuous_batching_config: Any | None = None
+    ) -> RequestManager:
+        """Return a manager of requests that join and leave the batch, each with its own adapter.
+
+            with model.continuous_batching() as requests:
+                name = requests.add_request(ids, adapter="pirate", max_new_tokens=20)
+
+        Args:
+            generation_config: of all requests; None takes the base model's.
+            continuous_batching_config: Transformers' `ContinuousBatchingConfig`. On a CPU it has 64
+                blocks and batches of 256 tokens unless it says otherwise.
+
+        Returns:
+            The manager; a block of `with` starts and stops its thread.
+
+        Raises:
+            InvalidInputError: the model was detached or changed, or is in training mode.
+            UnsupportedInputError: the model has no continuous batching, or a configuration with
+                CUDA graphs, compilation or two batches at a time.
+        """
+        from lora_backends.hf.continuous import RequestManager  # not every Transformers has it
+
+        def check() -> None:
+            self._check_attached()
+            self._structure.check_mode()
+
+        sites = {path: site.module for path, site in self._sites.items()}
+        experts = {path: site.module for path, site in self._experts.items()}
+        wrapped = Wrapped(
+            self._key, self.base, self.pool, self.backend, sites | experts, self._layouts, check
+        )
+        return RequestManager(wrapped, generation_config, continuous_batching_config)
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        *,
+        adapters: Sequence[Entry],
+        generation_config: Any | None = None,
+        continuous_batching_config: Any | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Run Transformers' `generate_batch`, every prompt with its own adapter.
+
+        Args:
+            inputs: token ids of the prompts, of any lengths and without padding.
+            adapters: per prompt an adapter's name, a blend or None.
+            generation_config: as `continuous_batching`.
+            continuous_batching_config: as `continuous_batching`.
+            options: of each request, e.g. max_new_tokens.
+
+        Returns:
+            Request id to `GenerationOutput`, in the order of the prompts.
+
+        Raises:
+            InvalidInputError: as `RequestManager.add_requests`.
+            UnsupportedInputError: as `continuous_batching`, and as `RequestManager.add_request`.
+            RuntimeError: a request failed.
+        """
+        with self.continuous_batching(generation_config, continuous_batching_config) as requests:
+            return requests.collect(requests.add_requests(inputs, adapters=adapters, **options))
 
     def detach(self) -> nn.Module:
         """Take every hook off, drop the adapters and return the base model as it was."""

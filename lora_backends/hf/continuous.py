@@ -1,0 +1,343 @@
+"""Requests that join and leave a running batch, each with its own adapter.
+
+Transformers' continuous batching packs the tokens of all requests into one row, [1, tokens], and
+runs the model in a thread of its own. `RequestManager` is its manager, which also knows the adapter
+of every request. `RequestsCall` tells the hooks, at every forward pass, which adapter each of those
+tokens uses: one plan with room for the largest batch, refilled in place.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any, Self
+
+import torch
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
+from lora_backends.hf.entries import ALLOWED, Entry, adapter_names, is_per_token
+from lora_backends.hf.packed import RequestsCall, Wrapped, find_packed
+from lora_backends.hf.running import running
+
+CPU_BLOCKS, CPU_BATCH_TOKENS = 64, 256
+"""Of the cache on a CPU unless the caller says otherwise: Transformers would take 0.6 of the free
+memory for it."""
+
+
+@dataclass
+class _Held:
+    """One request, until it has ended."""
+
+    entry: Entry
+    slots: Mapping[str, int]  # name to slot of its adapters, which keep them
+    hold: ExitStack
+    remaining: int  # sequences that have not ended
+
+
+class _Forward:
+    """Stands for the base model in the manager: its forward passes belong to the requests."""
+
+    def __init__(self, wrapped: Wrapped, call: RequestsCall) -> None:
+        self._wrapped, self._call = wrapped, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped.base, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        self._wrapped.check()
+        with running(self._call):
+            return self._wrapped.base(**inputs)
+
+
+class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no types
+    """Transformers' `ContinuousBatchingManager` with an adapter per request.
+
+    Made by `MultiLoRAModel.continuous_batching`. What is not written here is as in Transformers:
+    `get_result`, `request_id_iter`, `register_result_handler`, `pause` and the rest.
+
+        with model.continuous_batching() as requests:
+            name = requests.add_request(ids, adapter="pirate", max_new_tokens=20, streaming=True)
+            for output in requests.request_id_iter(name):
+                print(output.generated_tokens)
+
+    The adapters of a request are neither evicted nor replaced before it has ended; a request that
+    is cancelled frees them with the next forward pass. Requests share no blocks of the cache,
+    whatever the configuration says: equal prompts have other keys and values with another adapter.
+    """
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        generation_config: Any | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+    ) -> None:
+        base: Any = wrapped.base
+        if not hasattr(base, "init_continuous_batching"):
+            raise UnsupportedInputError(
+                f"{type(base).__name__} has no continuous batching\n"
+                f"  allowed: a model that generates text, e.g. of AutoModelForCausalLM"
+            )
+        wrapped.check()
+        generation_config = copy.deepcopy(generation_config or base.generation_config)
+        if generation_config.eos_token_id is None:
+            generation_config.eos_token_id = -1  # Transformers' word for none
+        config = _checked(continuous_batching_config, base.device)
+        self._wrapped, self._packed = wrapped, find_packed(wrapped)
+        self._held: dict[str, _Held] = {}
+        self._held_lock = threading.Lock()
+        self._cancelled: set[str] = set()
+        self._numbers = count()
+        self._vocabulary = len(base.get_input_embeddings().weight)
+        super().__init__(
+            model=base, generation_config=generation_config, continuous_batching_config=config
+        )
+        _check_resolved(self.continuous_batching_config)
+        call = RequestsCall(wrapped, self._packed, self._entries_of_batch)
+        self.model = _Forward(wrapped, call)
+        self.output_router.deliver = self._noting(self.output_router.deliver)
+        deliver_batch = self.output_router.deliver_batch
+        self.output_router.deliver_batch = self._noting_batch(deliver_batch)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # After an error nobody waits for the answers.
+        self.stop(block=True, hard_stop=error[0] is not None)
+        self.destroy()
+
+    def add_request(  # noqa: D417  # the rest is Transformers'
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *,
+        adapter: Entry = None,
+        **options: Any,
+    ) -> str:
+        """Add a request to the batch, at its next step.
+
+        Args:
+            input_ids: of the prompt, at least one.
+            request_id: None makes one.
+            max_new_tokens: None takes that of the generation configuration.
+            adapter: an adapter's name, a blend of several, or None.
+            options: streaming and others of Transformers' `add_request`.
+
+        Returns:
+            The id of the request.
+
+        Raises:
+            InvalidInputError: an unknown adapter, a wrong token or id, more tokens than the cache
+                holds, or the manager has stopped.
+            UnsupportedInputError: entries per token, an adapter of a module that does not see the
+                tokens in their order, or a blend as in a call.
+        """
+        ids = self._check_tokens(input_ids, max_new_tokens)
+        if is_per_token(adapter):
+            raise UnsupportedInputError(
+                f"a request has an entry per token\n  given: {shown(adapter)}\n  allowed: {ALLOWED}"
+            )
+        request_id = f"lora_{next(self._numbers)}" if request_id is None else request_id
+        with ExitStack() as hold:
+            slots = hold.enter_context(
+                self._wrapped.pool.slots.in_use(adapter_names([adapter]), by="request")
+            )
+            self._packed.check_adapters(self._wrapped.pool, slots)
+            # A blend that cannot run is refused here, and not in the thread that runs all requests.
+            self._packed.choices(self._wrapped, [adapter], slots)
+            with self._held_lock:
+                if request_id in self._held:
+                    raise InvalidInputError(
+                        f"a request {request_id!r} is running\n  to do: give each its own id"
+                    )
+                entry = dict(adapter) if isinstance(adapter, Mapping) else adapter
+                self._held[request_id] = _Held(
+                    entry, slots, hold.pop_all(), self.num_return_sequences
+                )
+        try:
+            added = super().add_request(ids, request_id, max_new_tokens, **options)
+        except BaseException:
+            self._release([request_id])
+            raise
+        if added is None:
+            self._release([request_id])
+            raise InvalidInputError(
+                f"request {request_id!r} comes too late: the manager has stopped"
+                f"{self._reason()}\n  to do: start another one"
+            )
+        return request_id
+
+    def add_requests(  # noqa: D417
+        self, inputs: Sequence[Sequence[int]], *, adapters: Sequence[Entry], **options: Any
+    ) -> list[str]:
+        """Add several requests with the same options.
+
+        Args:
+            inputs: token ids of each prompt.
+            adapters: as many entries.
+            options: of `add_request`.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            InvalidInputError: as `add_request`, or not one entry per prompt. Requests before the
+                one at fault have been added.
+        """
+        if isinstance(adapters, str) or len(adapters) != len(inputs):
+            raise InvalidInputError(
+                f"adapters is {shown(adapters)} for {len(inputs)} prompts\n"
+                f"  allowed: one adapter's name or None per prompt"
+            )
+        pairs = zip(inputs, adapters, strict=True)
+        return [self.add_request(ids, adapter=adapter, **options) for ids, adapter in pairs]
+
+    def cancel_request(self, request_id: str) -> None:
+        """Take a request out of the batch; what it has generated is not delivered."""
+        self._cancelled.add(request_id)
+        super().cancel_request(request_id)
+
+    def stop(self, *args: Any, **options: Any) -> None:
+        """Stop the thread, after the requests that are running or, with hard_stop, at once."""
+        super().stop(*args, **options)
+        if not self.is_running():
+            self._release(list(self._held))
+
+    def collect(self, names: Iterable[str]) -> dict[str, Any]:
+        """Wait for requests and return their outputs by id, in the order of `names`.
+
+        Raises:
+            RuntimeError: a request failed, or the thread that runs them ended.
+        """
+        children = range(self.num_return_sequences - 1)
+        wanted = [[*(f"{name}__child#{i}" for i in children), name] for name in names]
+        ids = list(chain.from_iterable(wanted))
+        found: dict[str, Any] = {}
+        while len(found) < len(ids):
+            output = self.get_result(timeout=1)
+            if output is None and not self.is_running():
+                raise RuntimeError(f"the thread of the requests has ended{self._reason()}")
+            if output is not None and output.error is not None:
+                raise RuntimeError(f"request {output.request_id!r} failed: {output.error}")
+            if output is not None and output.is_finished() and output.request_id in ids:
+                found[output.request_id] = output
+        return {name: found[name] for name in ids}
+
+    def _entries_of_batch(self) -> list[tuple[Entry, Mapping[str, int], int]]:
+        """Return the entry, the slots and the tokens of every request in the batch, in order."""
+        processor = self.batch_processor
+        if self._cancelled:
+            waiting = {state.request_id for state in list(self.input_queue.queue)}
+            known = {**processor.scheduler.active_requests, **processor.scheduler.waiting_requests}
+            gone = self._cancelled - waiting - set(known)
+            self._cancelled -= gone
+            self._release(gone, whole=True)
+        batch = processor.inputs_and_outputs.requests_in_batch
+        held = [self._find(future.state.request_id) for future in batch]
+        lengths = [future.query_length for future in batch]
+        return [(h.entry, h.slots, n) for h, n in zip(held, lengths, strict=True)]
+
+    def _find(self, request_id: str) -> _Held:
+        held = self._held.get(request_id) or self._held.get(_parent(request_id))
+        if held is None:
+            raise InvalidInputError(f"request {request_id!r} was not added by add_request")
+        return held
+
+    def _release(self, ids: Iterable[str], whole: bool = True) -> None:
+        for request_id in ids:
+            with self._held_lock:
+                name = request_id if request_id in self._held else _parent(request_id)
+                held = self._held.get(name)
+                if held is None:
+                    continue
+                held.remaining -= 1
+                if whole or not held.remaining:
+                    del self._held[name]
+                    held.hold.close()
+
+    def _noting(self, deliver: Any) -> Any:
+        def noting(output: Any) -> None:
+            if output.is_finished():
+                self._release([output.request_id], whole=False)
+            deliver(output)
+
+        return noting
+
+    def _noting_batch(self, deliver: Any) -> Any:
+        def noting(outputs: list[Any]) -> None:
+            ended = [output.request_id for output in outputs if output.is_finished()]
+            self._release(ended, whole=False)
+            deliver(outputs)
+
+        return noting
+
+    def _reason(self) -> str:
+        error = self.background_thread_status.fatal_error
+        return "" if error is None else f": {type(error).__name__}: {error}"
+
+    def _check_tokens(self, input_ids: Any, max_new_tokens: Any) -> list[int]:
+        """Return a prompt as a list; a wrong token would end all requests."""
+        ids = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else list(input_ids)
+        if not ids or not all(type(i) is int and 0 <= i < self._vocabulary for i in ids):
+            raise InvalidInputError(
+                f"input_ids is {shown(input_ids)}\n  allowed: one or more ints, 0 or more and "
+                f"less than {self._vocabulary}; each prompt on its own, without padding"
+            )
+        new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if new is not None and (type(new) is not int or new < 1):
+            raise InvalidInputError(f"max_new_tokens is {shown(new)}\n  allowed: an int, 1 or more")
+        blocks = self.continuous_batching_config.num_blocks
+        room = None if blocks is None else blocks * self.continuous_batching_config.page_size
+        if room is not None and len(ids) + (new or 0) > room:
+            raise InvalidInputError(
+                f"the request needs {len(ids) + (new or 0)} tokens, the cache holds {room}\n"
+                f"  to do: ask for fewer, or raise num_blocks of the ContinuousBatchingConfig"
+            )
+        return ids
+
+
+def _parent(request_id: str) -> str:
+    """Return the request of which Transformers made this one, for num_return_sequences."""
+    return request_id.rpartition("__child#")[0]
+
+
+def _checked(
+    config: ContinuousBatchingConfig | None, device: torch.device
+) -> ContinuousBatchingConfig:
+    """Return a configuration whose forward passes the hooks can follow."""
+    config = ContinuousBatchingConfig() if config is None else copy.deepcopy(config)
+    if not isinstance(config, ContinuousBatchingConfig):
+        raise InvalidInputError(
+            f"continuous_batching_config is {shown(config)}\n  allowed: a ContinuousBatchingConfig"
+        )
+    graphs = config.use_cuda_graph
+    if any(graphs) if isinstance(graphs, (tuple, list)) else graphs:
+        raise _not_followed("use_cuda_graph", "a graph replays without the hooks")
+    if config.use_async_batching:
+        raise _not_followed("use_async_batching", "two batches would share one plan")
+    config.use_cuda_graph = config.use_async_batching = False
+    config.allow_block_sharing = False
+    if device.type == "cpu":
+        config.num_blocks = config.num_blocks or CPU_BLOCKS
+        config.max_batch_tokens = config.max_batch_tokens or CPU_BATCH_TOKENS
+    return config
+
+
+def _check_resolved(config: ContinuousBatchingConfig) -> None:
+    if config.varlen_compile_config is not None or config.decode_compile_config is not None:
+        raise _not_followed("a compile configuration", "the plans change with every batch")
+
+
+def _not_followed(option: str, reason: str) -> UnsupportedInputError:
+    return UnsupportedInputError(
+        f"continuous batching with adapters cannot use {option}: {reason}\n"
+        f"  allowed: a ContinuousBatchingConfig without it"
+    )

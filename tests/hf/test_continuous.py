@@ -1,0 +1,182 @@
+"""Requests that join and leave a batch: every one is answered as when it runs alone."""
+
+import threading
+
+import pytest
+import torch
+import transformers
+from deltas import random_checkpoint
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from lora_backends import InvalidInputError, LoRABatch, UnsupportedInputError
+from lora_backends.hf import MultiLoRAModel
+from lora_backends.hf.packed import RequestsCall
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head")
+NEW = 6
+
+
+def settings(**changes):
+    """Return a small cache, so that a test neither waits nor needs memory."""
+    sizes = {"page_size": 8, "num_blocks": 24, "max_batch_tokens": 7, **changes}
+    return ContinuousBatchingConfig(auto_switch_to_flash=False, **sizes)
+
+
+@pytest.fixture
+def model(request, make_base):
+    base = make_base("llama")
+    base.generation_config = transformers.GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    model = MultiLoRAModel(
+        base, "torch_ref", max_adapters=3, max_rank=4, fuse=getattr(request, "param", False)
+    )
+    for seed, name in enumerate("ab"):
+        model.add_adapter(name, random_checkpoint(base, TARGETS, seed=seed))
+    return model
+
+
+def prompts(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 12, (count,), generator=generator).tolist()
+    return [torch.randint(1, 40, (n,), generator=generator).tolist() for n in lengths]
+
+
+def alone(model, ids, adapter, new=NEW):
+    ids = torch.tensor([ids])
+    tokens = model.generate(adapters=[adapter], input_ids=ids, max_new_tokens=new)
+    return tokens[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("model", [False, True], ids=["hooks", "fused"], indirect=True)
+def test_every_request_is_answered_as_when_it_runs_alone(model):
+    # 7 tokens a batch: prompts are split, and decode steps of some lie beside prompts of others
+    entries = [None, "a", "b", {"a": 0.7, "b": 0.3}, "a", "b", None, "a", {"b": 0.5}]
+    inputs = prompts(len(entries))
+    outputs = model.generate_batch(inputs, adapters=entries, continuous_batching_config=settings())
+    answers = [output.generated_tokens for output in outputs.values()]
+    assert answers == [alone(model, *pair) for pair in zip(inputs, entries, strict=True)]
+    assert answers[1] != alone(model, inputs[1], None)
+
+
+def test_equal_prompts_with_other_adapters_share_no_cache(model):
+    ids = list(range(1, 20))  # two full pages
+    config = settings(allow_block_sharing=True, max_batch_tokens=32)
+    with model.continuous_batching(continuous_batching_config=config) as requests:
+        answers = []
+        for adapter in ("a", "b", None):  # one after the other: the cache of the first is complete
+            name = requests.add_request(ids, adapter=adapter)
+            answers.append(requests.collect([name])[name].generated_tokens)
+    assert answers == [alone(model, ids, adapter) for adapter in ("a", "b", None)]
+    assert answers[0] != answers[1]
+
+
+def test_a_request_may_join_while_another_runs_and_streams(model):
+    first, second = prompts(2, seed=3)
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        name = requests.add_request(first, adapter="a", max_new_tokens=12, streaming=True)
+        steps, joined = [], None
+        for output in requests.request_id_iter(name):
+            steps.append(list(output.generated_tokens))
+            if joined is None:
+                joined = requests.add_request(second, adapter="b", request_id="mine")
+        late = requests.collect([joined])[joined]
+    assert steps[-1] == alone(model, first, "a", 12)
+    assert [len(tokens) for tokens in steps] == list(range(1, 13))
+    assert late.generated_tokens == alone(model, second, "b")
+
+
+def test_a_request_holds_its_adapter_until_it_has_ended(model, make_base):
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        with requests.pause():
+            name = requests.add_request([1, 2], adapter="a")
+            with pytest.raises(InvalidInputError, match="in use by a request"):
+                model.unload_adapter("a")
+        requests.collect([name])
+        model.unload_adapter("a")
+        cancelled = requests.add_request([1, 2], adapter="b", max_new_tokens=150)
+        requests.cancel_request(cancelled)
+    model.unload_adapter("b")
+
+
+def test_several_sequences_of_a_prompt_use_its_adapter(model):
+    config = transformers.GenerationConfig(  # as good as greedy, which has one sequence alone
+        max_new_tokens=4, do_sample=True, temperature=1e-5, eos_token_id=-1, num_return_sequences=2
+    )
+    outputs = model.generate_batch(
+        [[3, 4, 5], [6]],
+        adapters=["a", "b"],
+        generation_config=config,
+        continuous_batching_config=settings(),
+    )
+    answers = [output.generated_tokens for output in outputs.values()]
+    expected = [alone(model, [3, 4, 5], "a", 4), alone(model, [6], "b", 4)]
+    assert answers == [expected[0], expected[0], expected[1], expected[1]]
+    model.unload_adapter("a")  # nothing holds it any more
+
+
+def test_a_token_whose_logits_nobody_wants_gives_its_place_to_no_other(model):
+    # In a batch of as many tokens as requests, the rows of the head may be others than the tokens.
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        wrapped, packed = requests._wrapped, requests._packed
+    assert packed.of_logits == {"lm_head"}
+    slots = {name: model.pool.slots.slot(name) for name in "ab"}
+    batch = [("a", slots, 1), ("b", slots, 1)]  # the prompt of "a" goes on in the next batch
+    call = RequestsCall(wrapped, packed, lambda: batch)
+    call.begin_forward({"logits_to_keep": torch.tensor([1, 0])}, 1, 2)
+    layout, x = wrapped.layouts["lm_head"], torch.randn(2, 16)
+    for path, order in (("lm_head", "ba"), ("model.layers.0.self_attn.q_proj", "ab")):
+        plan = call.plan((1, 2), layout, [path])
+        expected = model.backend.prepare_batch(LoRABatch([slots[name] for name in order], 3))
+        weights = model.pool.weights(path)
+        results = [model.backend.run_linear(x, weights, each) for each in (plan, expected)]
+        assert torch.equal(*results)
+
+
+def test_another_thread_may_call_the_model_meanwhile(model):
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model(adapters=["b"], input_ids=ids).logits
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        names = requests.add_requests(prompts(6), adapters=["a"] * 6)
+        results = []
+        thread = threading.Thread(
+            target=lambda: results.append(model(adapters=["b"], input_ids=ids).logits)
+        )
+        thread.start()
+        thread.join()
+        requests.collect(names)
+    assert torch.equal(results[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_cuda_graph": True}, "use_cuda_graph"),
+        ({"use_async_batching": True}, "use_async_batching"),
+        ({"default_compile_level": 1}, "compile"),
+    ],
+)
+def test_what_the_hooks_cannot_follow_is_refused_by_name(model, changes, message):
+    with pytest.raises(UnsupportedInputError, match=message):
+        model.continuous_batching(continuous_batching_config=settings(**changes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": []}, "input_ids is"),
+        ({"input_ids": [40]}, "less than 40"),
+        ({"input_ids": [1], "adapter": "c"}, "no adapter named 'c'"),
+        ({"input_ids": [1], "max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"input_ids": [1], "max_new_tokens": 1000}, "the cache holds 192"),
+        ({"input_ids": [1], "adapter": ["a"]}, "an entry per token"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_hurts_no_other(model, arguments, message):
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        name = requests.add_request([1, 2, 3], adapter="a")
+        with pytest.raises((InvalidInputError, UnsupportedInputError), match=message):
+            requests.add_request(**arguments)
+        assert requests.collect([name])[name].generated_tokens == alone(model, [1, 2, 3], "a")
+    with pytest.raises(InvalidInputError, match="has stopped"):
+        requests.add_request([1])
