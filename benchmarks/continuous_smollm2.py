@@ -94,7 +94,7 @@ def in_fixed_batches(model: MultiLoRAModel, requests: list[Request]) -> Answers:
             attention_mask=torch.tensor(
                 [[0] * pad + [1] * len(request.ids) for request, pad in pairs]
             ),
-            generation_config=greedy(max(request.new for request in batch)),
+            max_new_tokens=max(request.new for request in batch),
         )
         new = tokens[:, longest:].tolist()
         answers += [row[: request.new] for row, request in zip(new, batch, strict=True)]
@@ -106,7 +106,7 @@ def continuously(model: MultiLoRAModel, requests: list[Request], at_once: int) -
     config = ContinuousBatchingConfig(
         page_size=64, num_blocks=128, max_batch_tokens=128, max_requests_per_batch=at_once
     )
-    with model.continuous_batching(greedy(None), config) as running:
+    with model.continuous_batching(continuous_batching_config=config) as running:
         names = [
             running.add_request(r.ids, max_new_tokens=r.new, adapter=r.adapter) for r in requests
         ]
@@ -118,16 +118,10 @@ def alone(model: MultiLoRAModel, requests: list[Request]) -> Answers:
     answers = []
     for request in requests:
         ids = torch.tensor([request.ids])
-        tokens = model.generate(
-            adapters=[request.adapter], input_ids=ids, generation_config=greedy(request.new)
-        )
+        options = {"input_ids": ids, "max_new_tokens": request.new}
+        tokens = model.generate(adapters=[request.adapter], **options)
         answers.append(tokens[0, ids.shape[1] :].tolist())
     return answers
-
-
-def greedy(new: int | None) -> GenerationConfig:
-    """Return the settings of an answer that only its length ends."""
-    return GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
 
 def measure(
@@ -169,6 +163,8 @@ def main() -> None:
     console, sizes = Console(stderr=True), TINY if arguments.tiny else REAL
     with tempfile.TemporaryDirectory() as folder:
         base = tiny_base() if arguments.tiny else load_base()
+        # greedy, and only the length ends an answer
+        base.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
         folders = save_random_adapters(base, Path(folder))
         model = MultiLoRAModel(base, arguments.backend, ADAPTERS, RANK)
         for name, each in folders.items():
@@ -199,13 +195,14 @@ def main() -> None:
 def method(sizes: Sizes) -> str:
     """Return how it was measured."""
     return (
-        f"{sizes.requests} requests that are all there from the start, prompts of {sizes.prompt[0]} "
-        f"to {sizes.prompt[1]} random tokens and {sizes.new[0]} to {sizes.new[1]} new tokens, both "
-        f"uniform; request i uses adapter i mod {ADAPTERS}, random adapters of rank {RANK} on all "
-        f"linear layers. Fixed batches take {ROWS} requests in their order, padded on the left, and "
-        f"end with the longest. Continuous batching runs at most {sizes.at_once} requests at a "
-        f"time. Greedy, only the length ends an answer. The two take turns; tokens that were asked "
-        f"for by the median of the seconds, and the median of each round's ratio."
+        f"{sizes.requests} requests that are all there from the start, prompts of "
+        f"{sizes.prompt[0]} to {sizes.prompt[1]} random tokens and {sizes.new[0]} to "
+        f"{sizes.new[1]} new tokens, both uniform; request i uses adapter i mod {ADAPTERS}, random "
+        f"adapters of rank {RANK} on all linear layers. Fixed batches take {ROWS} requests in "
+        f"their order, padded on the left, and end with the longest. Continuous batching runs at most "
+        f"{sizes.at_once} requests at a time. Greedy, only the length ends an answer. The two take "
+        f"turns; tokens that were asked for by the median of the seconds, and the median of each "
+        f"round's ratio."
     )
 
 
