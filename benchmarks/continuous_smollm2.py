@@ -197,12 +197,12 @@ def method(sizes: Sizes) -> str:
     return (
         f"{sizes.requests} requests that are all there from the start, prompts of "
         f"{sizes.prompt[0]} to {sizes.prompt[1]} random tokens and {sizes.new[0]} to "
-        f"{sizes.new[1]} new tokens, both uniform; request i uses adapter i mod {ADAPTERS}, random "
-        f"adapters of rank {RANK} on all linear layers. Fixed batches take {ROWS} requests in "
-        f"their order, padded on the left, and end with the longest. Continuous batching runs at most "
-        f"{sizes.at_once} requests at a time. Greedy, only the length ends an answer. The two take "
-        f"turns; tokens that were asked for by the median of the seconds, and the median of each "
-        f"round's ratio."
+        f"{sizes.new[1]} new tokens, both uniform; request i uses adapter i mod {ADAPTERS}, "
+        f"random adapters of rank {RANK} on all linear layers. Fixed batches take {ROWS} requests "
+        f"in their order, padded on the left, and end with the longest. Continuous batching runs "
+        f"at most {sizes.at_once} requests at a time. Greedy, only the length ends an answer. The "
+        f"two take turns; tokens that were asked for by the median of the seconds, and the median "
+        f"of each round's ratio."
     )
 
 

@@ -141,6 +141,35 @@ def read_checkpoint(
     config = read_config(path / CONFIG_FILE, limits)
     with torch.device("cpu"):  # whatever the caller's default device is
         weights, tensors = _read_tensors(path, limits)
+    return checked_checkpoint(
+        path, weights, config, tensors, modules, max_rank, limits, experts, max_expert_rank
+    )
+
+
+def checked_checkpoint(
+    path: Path,
+    weights: Path,
+    config: PeftLoraConfig,
+    tensors: Mapping[str, Tensor],
+    modules: Mapping[str, ModuleSpec] | None,
+    max_rank: int | None,
+    limits: LoadLimits,
+    experts: Mapping[str, ExpertSpec] | None,
+    max_expert_rank: int | None,
+) -> Checkpoint:
+    """Return a checkpoint of a configuration and tensors, as `read_checkpoint` does.
+
+    Args:
+        path: where they come from.
+        weights: where the tensors come from, for the errors.
+        config: of the adapter.
+        tensors: by their names in a file of PEFT's.
+        modules: as `read_checkpoint`, as what follows.
+        max_rank: as there.
+        limits: as there.
+        experts: as there.
+        max_expert_rank: as there.
+    """
     _refuse_features(weights, tensors)
     parts_of, taken = take_experts(_group(weights, tensors), modules, experts)
     of_parameters = parts_of if config.target_parameters else ()

@@ -89,6 +89,10 @@ class ExpertStacks:
                 )
         return staged
 
+    def has_form(self, slot: int, delta: ExpertDelta) -> bool:
+        """Return whether a delta has the form of the LoRA that a slot has now."""
+        return self._forms.get((slot, delta.module)) == self._form(delta)
+
     def reserve(self, deltas: Iterable[ExpertDelta]) -> None:
         """Allocate what the deltas need and is not there yet: all of it, or nothing."""
         stacks = dict(self._stacks)

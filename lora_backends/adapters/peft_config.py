@@ -111,7 +111,20 @@ def read_config(path: Path, limits: LoadLimits) -> PeftLoraConfig:
         InvalidInputError: no file, no JSON object, a wrong type or fields that contradict.
         UnsupportedInputError: features beyond plain LoRA; the message names every one.
     """
-    values = _read_json_object(path, limits)
+    return checked_config(_read_json_object(path, limits), path)
+
+
+def checked_config(values: dict[str, Any], path: Path) -> PeftLoraConfig:
+    """Return what a JSON object says, or why its adapter cannot be reproduced exactly.
+
+    Args:
+        values: the contents of `adapter_config.json`.
+        path: of the file, for the errors.
+
+    Raises:
+        InvalidInputError: a wrong type, or fields that contradict.
+        UnsupportedInputError: features beyond plain LoRA; the message names every one.
+    """
     if values.get("peft_type", "LORA") != "LORA":
         raise UnsupportedInputError(
             problem(

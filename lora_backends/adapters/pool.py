@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -21,9 +23,13 @@ from lora_backends.adapters.specs import (
     ModuleSpec,
 )
 from lora_backends.adapters.stacks import Stacks, StagedDelta
+from lora_backends.adapters.whole import run_whole
 from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertWeights
 from lora_backends.weights import LoRAWeights
+
+Staged: TypeAlias = list[StagedDelta | ExpertDelta]
+"""An adapter as the stacks take it: on their device, in their dtype."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,15 @@ class AdapterPool:
             InvalidInputError: it does not fit the base model, or every slot is pinned.
             UnsupportedInputError: DoRA, as `load`.
         """
+        return self.put(name, self.stage(name, checkpoint))
+
+    def stage(self, name: str, checkpoint: Checkpoint) -> Staged:
+        """Check a checkpoint and bring it to the device, in the dtype of the stacks.
+
+        Raises:
+            InvalidInputError: it does not fit the base model.
+            UnsupportedInputError: DoRA, as `load`.
+        """
         _check_name(name)
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidInputError(
@@ -172,10 +187,13 @@ class AdapterPool:
             )
         for delta in checkpoint.modules.values():
             self._check_fits(delta)
-        staged: list[StagedDelta | ExpertDelta] = [
+        return [
             *(self._stage(delta) for delta in checkpoint.modules.values()),
             *(self._experts.stage(delta) for delta in checkpoint.experts.values()),
         ]
+
+    def put(self, name: str, staged: Staged) -> Loaded:
+        """Write what `stage` returned into a slot, as `add`."""
         with self.slots.lock:  # no call may take the slot while it is written
             slot, evicted = self.slots.candidate(name)
             self._stacks.reserve(d for d in staged if isinstance(d, StagedDelta))
@@ -186,6 +204,68 @@ class AdapterPool:
             self._note_active()
             self.slots.assign(name, slot)
         return Loaded(name, slot, evicted)
+
+    def update(self, name: str, checkpoint: Checkpoint, timeout_s: float = 0.0) -> int:
+        """Overwrite the weights of a loaded adapter where they are, with newer ones of its own.
+
+        Its slot, its pins and the prepared adapters and graphs that use it stay. An interrupt
+        comes after the last write.
+
+        Args:
+            name: of a loaded adapter.
+            checkpoint: of the same modules, with a bias and DoRA where it has them; ranks may
+                differ.
+            timeout_s: how long to wait for calls and requests that use it, in seconds.
+
+        Returns:
+            The slot.
+
+        Raises:
+            InvalidInputError: it is not loaded, other modules, or still in use. Nothing has
+                changed.
+            UnsupportedInputError: DoRA, as `load`.
+        """
+        staged, deadline = self.stage(name, checkpoint), time.monotonic() + timeout_s
+        while True:
+            with self.slots.lock:
+                try:
+                    slot = self.slots.updatable(name)
+                except InvalidInputError:
+                    if name not in self.slots or time.monotonic() >= deadline:
+                        raise
+                else:
+                    self._overwrite(name, slot, staged)
+                    return slot
+            time.sleep(0.001)
+
+    def _overwrite(self, name: str, slot: int, staged: Staged) -> None:
+        now = {
+            (path, self.has_bias(slot, path), self.has_output_scales(slot, path))
+            for path in self.modules_of(slot)
+        }
+        new = {
+            (
+                d.module,
+                getattr(d, "bias", None) is not None,
+                getattr(d, "output_scales", None) is not None,
+            )
+            for d in staged
+        }
+        experts = [d for d in staged if isinstance(d, ExpertDelta)]
+        if now != new or not all(self._experts.has_form(slot, d) for d in experts):
+            paths = sorted(path for path, *_ in now ^ new) or [d.module for d in experts]
+            raise InvalidInputError(
+                f"adapter {name!r} cannot be updated in place: another layout at "
+                f"{', '.join(paths[:3])}{', ...' * (len(paths) > 3)}\n"
+                f"  allowed: the same modules, with a bias and DoRA where it has them\n"
+                f"  to do: add_adapter({name!r}, ...), which replaces it"
+            )
+        failure, interrupt = run_whole(lambda: self._write(slot, staged), self.device)
+        if failure is not None:
+            self.slots.vacate(name, slot)  # nobody asks for what is torn
+            raise failure
+        if interrupt is not None:
+            raise interrupt
 
     def unload(self, name: str) -> None:
         """Free the slot of `name`; its rows of every stack count as rank 0 from now on.
@@ -282,7 +362,7 @@ class AdapterPool:
             raise InvalidInputError(f"the LoRA bias of {delta.module} is not finite")
         return staged
 
-    def _write(self, slot: int, deltas: Iterable[StagedDelta | ExpertDelta]) -> None:
+    def _write(self, slot: int, deltas: Staged) -> None:
         for delta in deltas:
             # Noted first: the next load into the slot clears what an interrupt leaves of this one.
             self._users.setdefault(delta.module, set()).add(slot)

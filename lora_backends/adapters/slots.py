@@ -118,6 +118,20 @@ class SlotTable:
             self._forget(name)
             return slot
 
+    def updatable(self, name: str) -> int:
+        """Return the slot of `name`, whose weights may be overwritten by newer ones of its own.
+
+        Pins and prepared adapters keep the slot, which this leaves to them.
+
+        Raises:
+            InvalidInputError: `name` is not loaded, or a running call or request uses it.
+        """
+        with self.lock:
+            slot = self.slot(name)
+            if self._holder(name, ("call", "request")) is not None:
+                self._check_free(name, "updated")
+            return slot
+
     def pin(self, name: str) -> None:
         """Keep `name` from being evicted, replaced or unloaded until `unpin`; pins count.
 
@@ -160,14 +174,17 @@ class SlotTable:
         finally:
             self._holds.pop(token, None)  # one step: an interrupt cannot leave a part of it
 
-    def _holder(self, name: str) -> Holder | None:
-        """Return what holds `name` now."""
+    def _holder(
+        self, name: str, kinds: tuple[Holder, ...] = ("call", "request", "prepared")
+    ) -> Holder | None:
+        """Return what holds `name` now, the first of `kinds` that does."""
         # A copy, since other threads end their calls without the lock.
-        return next((hold.by for hold in list(self._holds.values()) if name in hold.names), None)
+        holders = {hold.by for hold in list(self._holds.values()) if name in hold.names}
+        return next((kind for kind in kinds if kind in holders), None)
 
     def _check_free(self, name: str, what: str) -> None:
         holder = self._holder(name)
-        if self._pins[name]:
+        if self._pins[name] and what != "updated":
             reason, to_do = "pinned", "unpin it first"
         elif holder == "call":
             reason, to_do = "in use by a running call", "wait until that call has ended"

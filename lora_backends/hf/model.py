@@ -211,12 +211,23 @@ class MultiLoRAModel:
         loaded = self.pool.load(name, folder, self._accept, replace_existing)
         return self._loaded(loaded, pin)
 
-    def add_adapter(self, name: str, checkpoint: Checkpoint, *, pin: bool = False) -> Loaded:
+    def add_adapter(
+        self,
+        name: str,
+        adapter: Checkpoint | Mapping[str, torch.Tensor] | nn.Module,
+        config: Any | None = None,
+        *,
+        adapter_name: str | None = None,
+        pin: bool = False,
+    ) -> Loaded:
         """Put an adapter that is in memory into a slot, replacing one of the same name.
 
         Args:
             name: what rows ask for.
-            checkpoint: from `lora_backends.adapters.read_checkpoint`, or made by hand.
+            adapter: a `PeftModel`; tensors as `peft.get_peft_model_state_dict` returns them; or a
+                `Checkpoint`. Its tensors are copied.
+            config: of tensors: a `peft.LoraConfig`, or what adapter_config.json holds.
+            adapter_name: of a `PeftModel` with several; None takes the active one.
             pin: keep it from being evicted.
 
         Returns:
@@ -228,8 +239,49 @@ class MultiLoRAModel:
             UnsupportedInputError: as `load_adapter`.
         """
         self._check_attached()
-        self._accept(checkpoint)
+        checkpoint = self._from_memory(adapter, config, adapter_name)
         return self._loaded(self.pool.add(name, checkpoint), pin)
+
+    def update_adapter(
+        self,
+        name: str,
+        adapter: Checkpoint | Mapping[str, torch.Tensor] | nn.Module,
+        config: Any | None = None,
+        *,
+        adapter_name: str | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        """Give a loaded adapter newer weights where it lies, e.g. after each step of its training.
+
+        Its slot and pins stay, and so do prepared adapters and graphs with it, which follow. Do not
+        replay a graph with it meanwhile.
+
+            model.update_adapter("live", peft_model)
+
+        Args:
+            name: of a loaded adapter.
+            adapter: as `add_adapter`, of the same modules.
+            config: as `add_adapter`.
+            adapter_name: as `add_adapter`.
+            timeout_s: how long to wait, in seconds, for calls and requests that use it.
+
+        Raises:
+            InvalidInputError: it is not loaded, has other modules, or is still in use. Nothing has
+                changed.
+            UnsupportedInputError: as `load_adapter`.
+        """
+        self._check_attached()
+        self.pool.update(name, self._from_memory(adapter, config, adapter_name), timeout_s)
+
+    def _from_memory(self, adapter: Any, config: Any, adapter_name: str | None) -> Checkpoint:
+        if isinstance(adapter, Checkpoint) and config is None and adapter_name is None:
+            checkpoint = adapter
+        else:
+            from lora_backends.adapters.memory import checkpoint_from_memory  # needs pydantic
+
+            checkpoint = checkpoint_from_memory(self.pool, adapter, config, adapter_name)
+        self._accept(checkpoint)
+        return checkpoint
 
     def unload_adapter(self, name: str) -> None:
         """Free the slot of an adapter.
