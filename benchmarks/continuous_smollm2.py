@@ -45,7 +45,7 @@ class Sizes:
     at_once: int  # requests in a batch of continuous batching, at most
 
 
-REAL = Sizes(64, (8, 64), (8, 96), 16)
+REAL = Sizes(64, (8, 48), (4, 64), 16)
 TINY = Sizes(12, (2, 6), (2, 8), 4)
 
 

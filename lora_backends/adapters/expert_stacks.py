@@ -89,6 +89,10 @@ class ExpertStacks:
                 )
         return staged
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of every stack, without tables of ranks."""
+        return [t for stack in self._stacks.values() for t in (stack.lora_a, stack.lora_b)]
+
     def has_form(self, slot: int, delta: ExpertDelta) -> bool:
         """Return whether a delta has the form of the LoRA that a slot has now."""
         return self._forms.get((slot, delta.module)) == self._form(delta)

@@ -143,15 +143,30 @@ class AdapterPool:
             UnsupportedInputError: a feature that cannot be reproduced exactly, or DoRA and this
                 pool knows no base weights.
         """
+        self.check_new(name, replace_existing)
+        checkpoint = self.read(folder)
+        if accept is not None:
+            accept(checkpoint)
+        return self.add(name, checkpoint)
+
+    def check_new(self, name: str, replace_existing: bool) -> None:
+        """Refuse a name that cannot be loaded.
+
+        Raises:
+            InvalidInputError: it is no name, or taken and not to be replaced.
+        """
         _check_name(name)
         if name in self.slots and not replace_existing:
             raise InvalidInputError(
                 f"an adapter named {name!r} is loaded already\n"
                 f"  to do: unload it first, or pass replace_existing=True"
             )
+
+    def read(self, folder: str | Path) -> Checkpoint:
+        """Read a PEFT checkpoint that fits the base model and the stacks, as `load`."""
         from lora_backends.adapters.checkpoint import read_checkpoint  # needs pydantic
 
-        checkpoint = read_checkpoint(
+        return read_checkpoint(
             folder,
             self.modules,
             self.max_rank,
@@ -159,9 +174,6 @@ class AdapterPool:
             self.experts,
             self.max_expert_rank,
         )
-        if accept is not None:
-            accept(checkpoint)
-        return self.add(name, checkpoint)
 
     def add(self, name: str, checkpoint: Checkpoint) -> Loaded:
         """Put a checkpoint that is in memory into a slot, replacing one of the same name.
@@ -280,6 +292,10 @@ class AdapterPool:
     def weights(self, module: str) -> LoRAWeights | None:
         """Return the stack of a module, or None where no loaded adapter touches it."""
         return self.active_weights.get(module)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return every tensor that the stacks hold, those of unused slots included."""
+        return [*self._stacks.tensors(), *self._experts.tensors()]
 
     def modules_of(self, slot: int) -> list[str]:
         """Return the paths of the modules and experts that the adapter in `slot` touches."""

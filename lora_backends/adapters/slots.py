@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
@@ -15,6 +15,9 @@ REMEMBERED = 1024
 """Names of adapters without a slot that are remembered, to say what took it."""
 
 Holder: TypeAlias = Literal["call", "prepared", "request"]
+
+Commit: TypeAlias = Callable[[Callable[[], None]], None]
+"""Puts names into slots, with what holds them there; called while the slots are locked."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class SlotTable:
         self._pins: Counter[str] = Counter()  # by pin()
         self._holds: dict[object, _Hold] = {}  # by calls in flight and prepared adapters
         self._lost: OrderedDict[str, str] = OrderedDict()  # name -> what was loaded into its slot
+        self.provider: Callable[[Sequence[str]], Commit] | None = None
+        """Gets names ready that are about to be used, e.g. those without a slot."""
         self.lock = RLock()
         """Held while slots change; a pool holds it from `candidate` to `assign`."""
 
@@ -118,6 +123,15 @@ class SlotTable:
             self._forget(name)
             return slot
 
+    def place(self, name: str) -> int:
+        """Return the slot of a loaded name, which is no use of it."""
+        return self._slots[name]
+
+    def is_free(self, name: str) -> bool:
+        """Return whether nothing pins or uses `name`, so that it may be replaced."""
+        with self.lock:
+            return not self._pins[name] and self._holder(name) is None
+
     def updatable(self, name: str) -> int:
         """Return the slot of `name`, whose weights may be overwritten by newer ones of its own.
 
@@ -165,11 +179,18 @@ class SlotTable:
         Raises:
             InvalidInputError: a name is not loaded.
         """
-        token = object()
+        token, names = object(), list(names)
+        commit = None if self.provider is None or not names else self.provider(names)
+
+        def hold() -> None:
+            self._holds[token] = _Hold(by, frozenset(names))
+
         try:
             with self.lock:
+                if commit is not None:
+                    commit(hold)
                 slots = {name: self.slot(name) for name in names}
-                self._holds[token] = _Hold(by, frozenset(slots))
+                hold()
             yield slots
         finally:
             self._holds.pop(token, None)  # one step: an interrupt cannot leave a part of it

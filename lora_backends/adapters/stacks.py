@@ -79,6 +79,12 @@ class Stacks:
             if len(group) > 1 and len(used.intersection(group)) > 1
         }
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of every stack, without tables of ranks."""
+        stacks = self._stacks.whole.values()
+        found = [t for s in stacks for t in (s.lora_a, s.lora_b, s.bias, s.output_scales)]
+        return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
     def reserve(self, deltas: Iterable[StagedDelta]) -> None:
         """Allocate what the deltas need and is not there yet: all of it, or nothing."""
         whole, parts = dict(self._stacks.whole), dict(self._stacks.parts)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lora_backends.adapters import AdapterPool, Checkpoint, Loaded, LoadLimits
+from lora_backends.adapters.describe import AdaptersReport, report
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
@@ -41,6 +42,7 @@ from lora_backends.hf.structure import Structure
 from lora_backends.selection import get_backend
 
 if TYPE_CHECKING:
+    from lora_backends.adapters.store import AdapterStore
     from lora_backends.config import LoRAConfig
     from lora_backends.hf.continuous import RequestManager
 
@@ -133,6 +135,8 @@ class MultiLoRAModel:
             max_expert_rank,
             base_layers=partial(base_layer, self._sites),
         )
+        self.store: AdapterStore | None = None
+        """Adapters without a slot, after `keep_adapters`."""
         self._key = f"model {next(_NUMBERS)}"
         self._structure = Structure(base)
         self._images = Images(getattr(base, "config", None))
@@ -208,6 +212,8 @@ class MultiLoRAModel:
                 Nothing has changed.
         """
         self._check_attached()
+        if self.store is not None:
+            return self._loaded(self.store.load(name, folder, replace_existing), pin)
         loaded = self.pool.load(name, folder, self._accept, replace_existing)
         return self._loaded(loaded, pin)
 
@@ -240,7 +246,7 @@ class MultiLoRAModel:
         """
         self._check_attached()
         checkpoint = self._from_memory(adapter, config, adapter_name)
-        return self._loaded(self.pool.add(name, checkpoint), pin)
+        return self._loaded((self.store or self.pool).add(name, checkpoint), pin)
 
     def update_adapter(
         self,
@@ -271,7 +277,8 @@ class MultiLoRAModel:
             UnsupportedInputError: as `load_adapter`.
         """
         self._check_attached()
-        self.pool.update(name, self._from_memory(adapter, config, adapter_name), timeout_s)
+        checkpoint = self._from_memory(adapter, config, adapter_name)
+        (self.store or self.pool).update(name, checkpoint, timeout_s)
 
     def _from_memory(self, adapter: Any, config: Any, adapter_name: str | None) -> Checkpoint:
         if isinstance(adapter, Checkpoint) and config is None and adapter_name is None:
@@ -290,6 +297,46 @@ class MultiLoRAModel:
             InvalidInputError: it is not loaded, pinned, or in use by a running call.
         """
         self.pool.unload(name)
+        if self.store is not None:
+            self.store.forget(name)
+
+    def keep_adapters(
+        self,
+        cpu_bytes: int = 2**30,
+        folder: str | Path | None = None,
+        watch_s: float | None = 1.0,
+    ) -> AdapterStore:
+        """Let adapters without a slot come back by themselves, from memory or from a folder.
+
+        Args:
+            cpu_bytes: of the adapters that stay in memory, those in slots included.
+            folder: with a folder for each adapter, by its name; rows may ask for any of them.
+            watch_s: seconds between two looks at the files of an adapter; None: never look.
+
+        Returns:
+            The store, whose `prefetch` brings adapters to the device while batches run.
+
+        Raises:
+            InvalidInputError: adapters are loaded already, a store exists, or `folder` is none.
+        """
+        from lora_backends.adapters.store import AdapterStore
+
+        self._check_attached()
+        if self.store is not None or self.adapters:
+            raise InvalidInputError(
+                "keep_adapters is called too late\n  given: "
+                f"{'a model with a store' if self.store else f'adapters {self.adapters}'}\n"
+                f"  to do: call it once, before any adapter is loaded"
+            )
+        self.store = AdapterStore(self.pool, cpu_bytes, folder, watch_s, self._accept)
+        return self.store
+
+    def adapters_report(self) -> AdaptersReport:
+        """Return every adapter's rank, targets, dtype, bytes and place, and the memory they take.
+
+        Files of adapters that are neither in a slot nor in memory are read.
+        """
+        return report(self.pool, self.store)
 
     def pin_adapter(self, name: str) -> None:
         """Keep an adapter from being evicted, replaced or unloaded until `unpin_adapter`.
@@ -484,6 +531,8 @@ class MultiLoRAModel:
         """Take every hook off, drop the adapters and return the base model as it was."""
         if self._hooks:
             self._remove(self._hooks)
+            if self.store is not None:
+                self.store.close()
             self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
         return self.base
 

@@ -168,7 +168,7 @@ def test_an_update_that_is_disturbed_leaves_no_torn_weights(model, make_base, mo
         ({"a": 1}, {"config": {"target_modules": ["q_proj"]}}, "something else than tensors"),
         ({}, {}, "config is None"),
         ({}, {"config": {"r": {1: object()}}}, "is not JSON"),
-        ({}, {"config": {"target_modules": ["q_proj"]}}, "no LoRA tensors"),
+        ({}, {"config": {"peft_type": "LORA", "target_modules": ["q_proj"]}}, "no LoRA tensors"),
     ],
 )
 def test_what_is_no_adapter_is_refused(model, adapter, options, message):

@@ -1,0 +1,365 @@
+"""Adapters that wait outside the slots: in memory up to a budget, and in a folder.
+
+A name that a batch asks for comes into a slot by itself: from memory, where every adapter that was
+read stays until the budget is spent, else from its folder. Loading ahead (`prefetch`) reads and
+brings to the device while batches run, on a stream of its own.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+from lora_backends.adapters.describe import tensors_of
+from lora_backends.adapters.folders import Stamp, adapter_folders, newest, stamp_of
+from lora_backends.adapters.pool import AdapterPool, Loaded, Staged
+from lora_backends.adapters.slots import Commit
+from lora_backends.adapters.specs import Checkpoint
+from lora_backends.errors import InvalidInputError, LoRABackendError, shown
+from lora_backends.files import as_path
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """An adapter in memory."""
+
+    checkpoint: Checkpoint
+    bytes: int  # of its tensors
+    stamp: Stamp | None  # of the files it was read from; None: it came from memory
+
+
+@dataclass(frozen=True, eq=False)
+class _Ahead:
+    """An adapter that was brought to the device before a batch asked for it."""
+
+    kept: Kept
+    staged: Staged
+    event: torch.cuda.Event | None  # after the last copy; None on a CPU
+
+
+class AdapterStore:
+    """Adapters of a pool that are not in its slots, and where they come from.
+
+    Made by `MultiLoRAModel.keep_adapters`, for a pool that has none yet.
+
+    Args:
+        pool: whose slots it fills.
+        cpu_bytes: of the tensors of adapters that stay in memory, those in slots included. The
+            least recently used are dropped first. One that came from memory is lost then.
+        folder: with a folder for each adapter, by its name; new ones are seen when a row asks for
+            them.
+        watch_s: seconds between two looks at the files of an adapter that is asked for; changed
+            files are loaded between batches. None: never look.
+        accept: looks at what was read and raises to refuse it.
+
+    Raises:
+        InvalidInputError: a number that is negative, or the folder is none.
+    """
+
+    def __init__(
+        self,
+        pool: AdapterPool,
+        cpu_bytes: int = 2**30,
+        folder: str | Path | None = None,
+        watch_s: float | None = 1.0,
+        accept: Callable[[Checkpoint], None] | None = None,
+    ) -> None:
+        if isinstance(cpu_bytes, bool) or not isinstance(cpu_bytes, int) or cpu_bytes < 0:
+            raise InvalidInputError(
+                f"cpu_bytes is {shown(cpu_bytes)}\n  allowed: an int, 0 or more"
+            )
+        if watch_s is not None and not (isinstance(watch_s, (int, float)) and watch_s >= 0):
+            raise InvalidInputError(
+                f"watch_s is {shown(watch_s)}\n  allowed: a number of seconds, 0 or more; None"
+            )
+        self.cpu_bytes = cpu_bytes
+        self.folder = None if folder is None else as_path(folder, "the folder of adapters")
+        self.swaps = 0
+        """Adapters that came into a slot because a batch asked for them."""
+        self.disk_reads = 0
+        """Checkpoints that were read from a folder."""
+        self._pool, self._watch_s, self._accept = pool, watch_s, accept
+        self._folders: dict[str, Path] = {} if self.folder is None else adapter_folders(self.folder)
+        self._lock = Lock()  # of what follows; taken inside the lock of the slots, never around it
+        self._only_in_memory: set[str] = set()  # names that no folder may stand for
+        self._kept: OrderedDict[str, Kept] = OrderedDict()  # the least recently used first
+        self._in_slots: dict[str, Stamp | None] = {}  # what was written to the slot of a name
+        self._ahead: dict[str, Future[_Ahead]] = {}
+        self._looked: dict[str, float] = {}  # name to the time of the last look at its files
+        self._warned: dict[str, Stamp | None] = {}  # name to the files that a warning was about
+        self._worker = ThreadPoolExecutor(1, "adapter prefetch")
+        self._stream: Any = None
+        pool.slots.provider = self.provide
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of all adapters in memory."""
+        with self._lock:
+            return sum(kept.bytes for kept in self._kept.values())
+
+    def names(self) -> list[str]:
+        """Return every name that a row may ask for, sorted."""
+        self._look_for_folders()
+        with self._lock:
+            return sorted({*self._folders, *self._kept, *self._pool.slots.names})
+
+    def kept(self) -> dict[str, Kept]:
+        """Return the adapters in memory by name, the least recently used first."""
+        with self._lock:
+            return dict(self._kept)
+
+    def folders(self) -> dict[str, Path]:
+        """Return the folder of every adapter that has one, by name."""
+        with self._lock:
+            return dict(self._folders)
+
+    def load(self, name: str, folder: str | Path, replace_existing: bool = False) -> Loaded:
+        """Load a checkpoint into a slot, as `AdapterPool.load`, and remember where it came from."""
+        path = as_path(folder, "the folder of a checkpoint")
+        self._pool.check_new(name, replace_existing)
+        ready = self._staged(name, self._read(path))
+        with self._pool.slots.lock:
+            self._pool.check_new(name, replace_existing)
+            loaded = self._put(name, ready)
+            with self._lock:
+                self._folders[name] = path
+                self._only_in_memory.discard(name)
+        return loaded
+
+    def add(self, name: str, checkpoint: Checkpoint) -> Loaded:
+        """Put an adapter that is in memory into a slot, as `AdapterPool.add`."""
+        staged = self._pool.stage(name, checkpoint)
+        with self._pool.slots.lock:
+            loaded = self._pool.put(name, staged)
+            self._came_from_memory(name, checkpoint)
+        return loaded
+
+    def update(self, name: str, checkpoint: Checkpoint, timeout_s: float) -> None:
+        """Overwrite a loaded adapter in place, as `AdapterPool.update`."""
+        self._pool.update(name, checkpoint, timeout_s)
+        self._came_from_memory(name, checkpoint)
+
+    def forget(self, name: str) -> None:
+        """Drop an adapter from memory; with a folder of adapters it may come back from there."""
+        with self._lock:
+            for table in (self._kept, self._in_slots, self._ahead, self._looked):
+                table.pop(name, None)
+            self._only_in_memory.discard(name)
+            if self.folder is None or self._folders.get(name) != self.folder / name:
+                self._folders.pop(name, None)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Bring adapters to the device while batches run, so that the next one finds them there.
+
+        Returns at once. Each takes memory of the device until a batch asks for it. What fails is
+        told to the batch that asks for the name.
+        """
+        if isinstance(names, str):
+            raise InvalidInputError(f"names is {names!r}\n  to do: prefetch([{names!r}])")
+        for name in names:
+            with self._lock:
+                if name not in self._ahead and name not in self._pool.slots:
+                    self._ahead[name] = self._worker.submit(self._bring_ahead, name)
+
+    def provide(self, names: Sequence[str]) -> Commit:
+        """Get ready what a batch asks for, and return what puts it into slots.
+
+        What may take long, reading and bringing to the device, is done here. The result is called
+        while the slots are locked, with what holds the names in their slots.
+        """
+        changed = {name: ready for name in names if (ready := self._changed(name)) is not None}
+        missing = {
+            name: ready
+            for name in names
+            if name not in self._pool.slots and (ready := self._get(name)) is not None
+        }
+        return partial(self._commit, names, changed, missing)
+
+    def close(self) -> None:
+        """Stop loading ahead, and leave the pool as it is without a store."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._pool.slots.provider = None
+
+    def _commit(
+        self,
+        names: Sequence[str],
+        changed: Mapping[str, _Ahead],
+        missing: Mapping[str, _Ahead],
+        hold: Callable[[], None],
+    ) -> None:
+        for name, ready in changed.items():
+            if name in self._pool.slots and self._pool.slots.is_free(name):
+                self._put(name, ready)
+        hold()  # from here on, none of the names is evicted for another
+        for name in names:
+            if name not in self._pool.slots:
+                # Another thread may have evicted it since; from memory it comes without a read.
+                ready_now = missing.get(name) or self._get(name)
+                if ready_now is not None:
+                    self._put(name, ready_now)
+                    self.swaps += 1
+        with self._lock:
+            for name in names:
+                if name in self._kept:
+                    self._kept.move_to_end(name)
+
+    def _put(self, name: str, ready: _Ahead) -> Loaded:
+        with self._pool.slots.lock:
+            _wait_for(ready)
+            loaded = self._pool.put(name, ready.staged)
+            self._note(name, ready.kept)
+        return loaded
+
+    def _get(self, name: str) -> _Ahead | None:
+        """Return an adapter on the device, or None for a name that is not known."""
+        with self._lock:
+            future = self._ahead.pop(name, None)
+        ahead = None if future is None else future.result()
+        with self._lock:
+            kept = self._kept.get(name)
+        if ahead is not None and (kept is None or kept is ahead.kept):
+            return ahead
+        kept = kept or self._from_folder(name)
+        return None if kept is None else self._staged(name, kept)
+
+    def _staged(self, name: str, kept: Kept) -> _Ahead:
+        return _Ahead(kept, self._pool.stage(name, kept.checkpoint), None)
+
+    def _bring_ahead(self, name: str) -> _Ahead:
+        with self._lock:
+            kept = self._kept.get(name)
+        kept = kept or self._from_folder(name)
+        if kept is None:
+            raise InvalidInputError(f"no adapter named {name!r} to prefetch")
+        device = self._pool.device
+        if device.type != "cuda":
+            return self._staged(name, kept)
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            staged = self._pool.stage(name, kept.checkpoint)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return _Ahead(kept, staged, event)
+
+    def _from_folder(self, name: str) -> Kept | None:
+        with self._lock:
+            folder = self._folders.get(name)
+        if folder is None:
+            self._look_for_folders()
+            with self._lock:
+                folder = self._folders.get(name)
+        return None if folder is None else self._read(folder)
+
+    def _read(self, folder: Path) -> Kept:
+        """Read a checkpoint whose files do not change meanwhile."""
+        before = stamp_of(folder)
+        checkpoint = self._pool.read(folder)
+        self.disk_reads += 1
+        if stamp_of(folder) != before:
+            raise InvalidInputError(
+                f"the files of {folder} changed while they were read\n"
+                f"  to do: load it when they are complete"
+            )
+        if self._accept is not None:
+            self._accept(checkpoint)
+        return Kept(*_counted(checkpoint, self._pool.device), before)
+
+    def _changed(self, name: str) -> _Ahead | None:
+        """Return newer files of a loaded adapter, once nobody writes them any more."""
+        with self._lock:
+            folder, stamp = self._folders.get(name), self._in_slots.get(name)
+            looked = self._looked.get(name, 0.0)
+            due = self._watch_s is not None and time.monotonic() - looked >= self._watch_s
+            if folder is None or stamp is None or not due:
+                return None
+            self._looked[name] = time.monotonic()
+        now: Stamp | None = None
+        try:
+            now = stamp_of(folder)
+            if now is None or now == stamp:  # taken away, or as it was
+                return None
+            if 0 <= time.time() - newest(now) < (self._watch_s or 0):
+                return None  # a writer may not have finished
+            return self._staged(name, self._read(folder))
+        except LoRABackendError as error:
+            if self._warned.get(name, ()) != now:
+                self._warned[name] = now
+                warnings.warn(
+                    f"the files of adapter {name!r} changed and cannot be loaded, so it stays as "
+                    f"it was: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return None
+
+    def _look_for_folders(self) -> None:
+        if self.folder is not None:
+            found = adapter_folders(self.folder)
+            with self._lock:
+                own = {name: found[name] for name in found.keys() - self._only_in_memory}
+                self._folders = own | self._folders
+
+    def _came_from_memory(self, name: str, checkpoint: Checkpoint) -> None:
+        with self._lock:
+            self._folders.pop(name, None)  # its files are those of another adapter
+            self._only_in_memory.add(name)
+        self._note(name, Kept(*_counted(checkpoint, self._pool.device), None))
+
+    def _note(self, name: str, kept: Kept) -> None:
+        """Remember what lies in the slot of a name, and keep it in memory within the budget."""
+        with self._lock:
+            self._ahead.pop(name, None)  # of before
+            self._in_slots[name] = kept.stamp
+            self._looked[name] = time.monotonic()
+            self._kept[name] = kept
+            self._kept.move_to_end(name)
+            total = sum(each.bytes for each in self._kept.values())
+            while total > self.cpu_bytes:
+                oldest, dropped = self._kept.popitem(last=False)
+                total -= dropped.bytes
+            loaded = {*self._pool.slots.names, name}
+            for table in (self._in_slots, self._looked, self._warned):
+                for old in [each for each in table if each not in loaded]:
+                    del table[old]
+
+
+def _counted(checkpoint: Checkpoint, device: torch.device) -> tuple[Checkpoint, int]:
+    """Return a checkpoint and its bytes; in pinned memory where there is a GPU to copy to."""
+    if device.type == "cuda":
+        checkpoint = pinned(checkpoint)
+    return checkpoint, sum(t.numel() * t.element_size() for t in tensors_of(checkpoint))
+
+
+def pinned(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the matrices in pinned memory, from which a GPU copies by itself."""
+    modules = {
+        path: replace(delta, lora_a=delta.lora_a.pin_memory(), lora_b=delta.lora_b.pin_memory())
+        for path, delta in checkpoint.modules.items()
+    }
+    experts = {
+        path: replace(delta, lora_a=delta.lora_a.pin_memory(), lora_b=delta.lora_b.pin_memory())
+        for path, delta in checkpoint.experts.items()
+    }
+    return replace(checkpoint, modules=modules, experts=experts)
+
+
+def _wait_for(ahead: _Ahead) -> None:
+    """Let the current stream wait for what another one brings, and own it from then on."""
+    if ahead.event is None:
+        return
+    stream = torch.cuda.current_stream()
+    stream.wait_event(ahead.event)
+    for delta in ahead.staged:
+        for value in vars(delta).values():
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                value.record_stream(stream)

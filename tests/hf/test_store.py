@@ -1,0 +1,276 @@
+"""Adapters that wait in memory and in a folder come into slots by themselves."""
+
+import gc
+import os
+import threading
+import time
+
+import pytest
+import torch
+from deltas import random_checkpoint
+
+from lora_backends import InvalidInputError
+from lora_backends.adapters.folders import adapter_folders
+from lora_backends.hf import MultiLoRAModel
+
+IDS = torch.arange(8)[None] + 1
+PLAIN = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+TARGETS = ["q_proj", "v_proj"]
+
+
+@pytest.fixture
+def model(make_base):
+    model = MultiLoRAModel(make_base("llama"), "torch_ref", max_adapters=2, max_rank=4)
+    yield model
+    model.detach()
+
+
+def logits(model, *names):
+    return model(adapters=list(names), input_ids=IDS.expand(len(names), -1)).logits
+
+
+def alone(make_base, checkpoint):
+    """Return the logits of one adapter in a model of its own."""
+    model = MultiLoRAModel(make_base("llama"), "torch_ref", max_adapters=1, max_rank=4)
+    model.add_adapter("a", checkpoint)
+    return logits(model, "a")
+
+
+def close(result, expected):
+    return bool((result - expected).abs().max() <= 2e-5 * expected.abs().max())
+
+
+@pytest.fixture
+def checkpoints(make_base):
+    base = make_base("llama")
+    return {f"a{i}": random_checkpoint(base, TARGETS, rank=1 + i % 4, seed=i) for i in range(6)}
+
+
+@pytest.fixture
+def folder(save_adapter):
+    """Return a folder of three adapters."""
+    for seed, name in enumerate("abc"):
+        path = save_adapter(name=f"adapters/{name}", seed=seed, **PLAIN)
+    return path.parent
+
+
+def age(folder, seconds=100.0):
+    """Let the files of an adapter have been written a while ago."""
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - seconds,) * 2)
+
+
+def test_an_evicted_adapter_comes_back_from_memory(model, make_base, checkpoints):
+    store = model.keep_adapters()
+    for name, checkpoint in checkpoints.items():
+        model.add_adapter(name, checkpoint)
+    expected = {name: alone(make_base, each) for name, each in checkpoints.items()}
+    assert len(model.adapters) == 2
+    for name in [*checkpoints, *reversed(checkpoints)]:
+        assert close(logits(model, name), expected[name])
+    assert store.swaps == 10 and store.disk_reads == 0  # a5 and a4 lay in slots on the way back
+
+
+def test_a_batch_never_evicts_its_own_adapters(model, make_base, checkpoints):
+    model.keep_adapters()
+    for name, checkpoint in checkpoints.items():
+        model.add_adapter(name, checkpoint)
+    result = logits(model, "a4", "a0")  # a4 is the least recently used of those in slots
+    assert close(result[0], alone(make_base, checkpoints["a4"])[0])
+    assert close(result[1], alone(make_base, checkpoints["a0"])[0])
+    with pytest.raises(InvalidInputError, match="all 2 are pinned or in use"):
+        logits(model, "a0", "a1", "a2")
+    assert close(logits(model, "a1")[0], alone(make_base, checkpoints["a1"])[0])
+
+
+def test_the_budget_holds_and_what_is_dropped_is_told(model, checkpoints):
+    size = sum(
+        t.numel() * 4 for d in checkpoints["a3"].modules.values() for t in (d.lora_a, d.lora_b)
+    )
+    store = model.keep_adapters(cpu_bytes=size)
+    for name, checkpoint in checkpoints.items():
+        model.add_adapter(name, checkpoint)
+        assert store.kept_bytes <= size
+    with pytest.raises(InvalidInputError, match="adapter 'a0' was evicted"):
+        logits(model, "a0")
+
+
+def test_rows_may_ask_for_any_adapter_of_a_folder(model, folder, save_adapter):
+    store = model.keep_adapters(folder=folder)
+    assert store.names() == ["a", "b", "c"] and model.adapters == []
+    first = logits(model, "a")
+    logits(model, "b", "c")
+    assert store.disk_reads == 3
+    assert torch.equal(logits(model, "a"), first) and store.disk_reads == 3
+    save_adapter(name="adapters/late", seed=9, **PLAIN)
+    assert not torch.equal(logits(model, "late"), first)
+    with pytest.raises(InvalidInputError, match="no adapter named 'nobody'"):
+        logits(model, "nobody")
+
+
+def test_changed_files_are_loaded_between_batches(model, folder, save_adapter):
+    store = model.keep_adapters(folder=folder, watch_s=0.0)
+    before = logits(model, "a")
+    assert torch.equal(logits(model, "a"), before) and store.disk_reads == 1
+    save_adapter(name="adapters/a", seed=77, **PLAIN)
+    with model.prepare(["a"], tokens=8) as step:  # read by this, but a batch must not change
+        after = model(adapters=step, input_ids=IDS).logits
+        save_adapter(name="adapters/a", seed=78, **PLAIN)
+        logits(model, "a")
+        assert torch.equal(model(adapters=step, input_ids=IDS).logits, after)
+    assert not torch.equal(after, before)
+    assert not torch.equal(logits(model, "a"), after)
+
+
+def test_files_that_are_being_written_are_not_loaded(model, folder, save_adapter):
+    store = model.keep_adapters(folder=folder, watch_s=60.0)
+    age(folder / "a")
+    before = logits(model, "a")
+    save_adapter(name="adapters/a", seed=77, **PLAIN)
+    store._looked.clear()  # as after a minute
+    assert torch.equal(logits(model, "a"), before)
+    age(folder / "a")
+    store._looked.clear()
+    assert not torch.equal(logits(model, "a"), before)
+
+
+def test_changed_files_that_are_damaged_leave_the_adapter_and_warn_once(model, folder):
+    model.keep_adapters(folder=folder, watch_s=0.0)
+    before = logits(model, "a")
+    (folder / "a" / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.warns(RuntimeWarning, match="'a' changed and cannot be loaded") as warned:
+        assert torch.equal(logits(model, "a"), before)
+        assert torch.equal(logits(model, "a"), before)
+    assert len(warned) == 1
+
+
+def test_a_prefetched_adapter_needs_neither_a_read_nor_a_copy(model, folder, monkeypatch):
+    store = model.keep_adapters(folder=folder)
+    expected = logits(model, "a")
+    model.unload_adapter("a")
+    store.prefetch(["a", "b"])
+    store._worker.submit(int).result()
+    staged, stage = [], model.pool.stage
+    monkeypatch.setattr(model.pool, "stage", lambda *given: staged.append(given) or stage(*given))
+    reads = store.disk_reads
+    assert torch.equal(logits(model, "a"), expected)
+    assert not staged and store.disk_reads == reads
+
+
+def test_what_fails_in_a_prefetch_is_told_to_the_batch_that_asks(model, folder):
+    store = model.keep_adapters(folder=folder)
+    (folder / "b" / "adapter_model.safetensors").write_bytes(b"damaged")
+    store.prefetch(["b"])
+    with pytest.raises(InvalidInputError, match="damaged"):
+        logits(model, "b")
+    assert logits(model, "a") is not None
+
+
+def test_an_adapter_from_memory_takes_the_place_of_files_of_its_name(
+    model, make_base, folder, checkpoints
+):
+    store = model.keep_adapters(folder=folder, watch_s=0.0)
+    files = logits(model, "a")
+    store.prefetch(["b"])
+    model.add_adapter("a", checkpoints["a1"])
+    model.add_adapter("b", checkpoints["a2"])
+    for _ in range(2):
+        logits(model, "c")  # evicts one of them
+        assert close(logits(model, "a"), alone(make_base, checkpoints["a1"]))
+        assert close(logits(model, "b"), alone(make_base, checkpoints["a2"]))
+    model.update_adapter("b", checkpoints["a2"])
+    model.unload_adapter("a")
+    assert torch.equal(logits(model, "a"), files)
+
+
+def test_an_updated_adapter_comes_back_with_its_last_weights(model, make_base, checkpoints):
+    model.keep_adapters()
+    base = make_base("llama")
+    old, new = (random_checkpoint(base, TARGETS, seed=seed) for seed in (40, 41))
+    model.add_adapter("live", old)
+    model.update_adapter("live", new)
+    for name in ("a1", "a2"):
+        model.add_adapter(name, checkpoints[name])
+    assert "live" not in model.adapters
+    assert close(logits(model, "live"), alone(make_base, new))
+
+
+def test_the_report_tells_rank_targets_dtype_bytes_and_place(model, folder, checkpoints):
+    (folder / "c" / "adapter_model.safetensors").write_bytes(b"damaged")
+    model.keep_adapters(folder=folder)
+    for name in ("a3", "a1", "a0"):
+        model.add_adapter(name, checkpoints[name])
+    report = model.adapters_report()
+    found = {info.name: info for info in report.adapters}
+    assert [(n, i.place) for n, i in found.items()] == [
+        ("a1", "slot 1"), ("a0", "slot 0"), ("a3", "memory"), ("a", "disk"), ("b", "disk"),
+        ("c", "disk"),
+    ]  # fmt: skip
+    assert [found[name].rank for name in ("a1", "a0", "a3", "a", "c")] == [2, 1, 4, 4, 0]
+    assert found["a1"].targets == found["a3"].targets == ("q_proj", "v_proj")
+    assert found["a1"].dtype == found["a3"].dtype == "float32" and found["a1"].modules == 6
+    # 3 layers, q 16 by 16 and v 8 by 16, rank 2
+    assert found["a1"].bytes == 3 * 4 * 2 * (16 + 16 + 16 + 8)
+    assert found["a3"].bytes == 2 * found["a1"].bytes
+    assert "damaged" in found["c"].problem
+    assert report.stack_bytes == 2 * found["a3"].bytes  # two slots of rank 4
+    assert 0 < report.cpu_bytes <= report.cpu_budget
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cpu_bytes": -1}, "cpu_bytes is -1"),
+        ({"watch_s": "often"}, "watch_s is 'often'"),
+        ({"folder": "/nowhere"}, "no folder of adapters"),
+    ],
+)
+def test_wrong_settings_of_a_store_are_refused(model, options, message):
+    with pytest.raises(InvalidInputError, match=message):
+        model.keep_adapters(**options)
+    assert model.store is None
+
+
+def test_a_store_is_made_once_and_before_any_adapter(model, checkpoints):
+    model.add_adapter("a0", checkpoints["a0"])
+    with pytest.raises(InvalidInputError, match="called too late"):
+        model.keep_adapters()
+    model.unload_adapter("a0")
+    model.keep_adapters()
+    with pytest.raises(InvalidInputError, match="a model with a store"):
+        model.keep_adapters()
+
+
+def test_a_folder_of_adapters_is_listed_by_name(folder):
+    (folder / "empty").mkdir()
+    (folder / ".hidden").mkdir()
+    (folder / "file").touch()
+    assert list(adapter_folders(folder)) == ["a", "b", "c"]
+
+
+def test_swaps_under_load_serve_no_wrong_row_and_keep_no_memory(model, make_base, checkpoints):
+    """The short form of benchmarks/adapter_swaps.py."""
+    store = model.keep_adapters()
+    for name, checkpoint in checkpoints.items():
+        model.add_adapter(name, checkpoint)
+    expected = {name: alone(make_base, each)[0] for name, each in checkpoints.items()}
+    names, wrong, turn = list(checkpoints), [], iter(range(120))
+
+    def serve():
+        for i in turn:
+            name = names[i * 5 % 6]
+            store.prefetch([names[(i + 1) * 5 % 6]])
+            if not close(logits(model, name)[0], expected[name]):
+                wrong.append(name)
+
+    threads = [threading.Thread(target=serve) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and store.swaps > 60
+    store._worker.submit(int).result()
+    gc.collect()
+    tables = (store._in_slots, store._looked, store._warned, store._ahead)
+    assert all(len(table) <= len(names) for table in tables)
+    assert model.pool.slots._holds == {}
