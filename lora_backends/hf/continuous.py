@@ -141,11 +141,27 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 tokens in their order, or a blend as in a call.
         """
         ids = self._check_tokens(input_ids, max_new_tokens)
+        request_id = f"lora_{next(self._numbers)}" if request_id is None else request_id
+        self._hold(request_id, adapter)
+        try:
+            added = super().add_request(ids, request_id, max_new_tokens, **options)
+        except BaseException:
+            self._release([request_id])
+            raise
+        if added is None:
+            self._release([request_id])
+            raise InvalidInputError(
+                f"request {request_id!r} comes too late: the manager has stopped"
+                f"{self._reason()}\n  to do: start another one"
+            )
+        return request_id
+
+    def _hold(self, request_id: str, adapter: Entry) -> None:
+        """Keep the adapters of a request in their slots, or refuse it."""
         if is_per_token(adapter):
             raise UnsupportedInputError(
                 f"a request has an entry per token\n  given: {shown(adapter)}\n  allowed: {ALLOWED}"
             )
-        request_id = f"lora_{next(self._numbers)}" if request_id is None else request_id
         with ExitStack() as hold:
             slots = hold.enter_context(
                 self._wrapped.pool.slots.in_use(adapter_names([adapter]), by="request")
@@ -162,18 +178,6 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 self._held[request_id] = _Held(
                     entry, slots, hold.pop_all(), self.num_return_sequences
                 )
-        try:
-            added = super().add_request(ids, request_id, max_new_tokens, **options)
-        except BaseException:
-            self._release([request_id])
-            raise
-        if added is None:
-            self._release([request_id])
-            raise InvalidInputError(
-                f"request {request_id!r} comes too late: the manager has stopped"
-                f"{self._reason()}\n  to do: start another one"
-            )
-        return request_id
 
     def add_requests(  # noqa: D417
         self, inputs: Sequence[Sequence[int]], *, adapters: Sequence[Entry], **options: Any
