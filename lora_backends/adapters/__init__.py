@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lora_backends.adapters.describe import AdapterInfo, AdaptersReport
 from lora_backends.adapters.dora import BaseLayer
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.pool import AdapterPool, Loaded
@@ -13,12 +14,16 @@ from lora_backends.adapters.specs import (
     ModuleDelta,
     ModuleSpec,
 )
+from lora_backends.adapters.store import AdapterStore
 
 if TYPE_CHECKING:
     from lora_backends.adapters.checkpoint import read_checkpoint
 
 __all__ = [
+    "AdapterInfo",
     "AdapterPool",
+    "AdapterStore",
+    "AdaptersReport",
     "BaseLayer",
     "Checkpoint",
     "ExpertDelta",
