@@ -38,6 +38,7 @@ class _Held:
     slots: Mapping[str, int]  # name to slot of its adapters, which keep them
     hold: ExitStack
     remaining: int  # sequences that have not ended
+    written: Any  # event after the last write to its slots; None: on a CPU, or waited for
 
 
 class _Forward:
@@ -176,7 +177,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                     )
                 entry = dict(adapter) if isinstance(adapter, Mapping) else adapter
                 self._held[request_id] = _Held(
-                    entry, slots, hold.pop_all(), self.num_return_sequences
+                    entry, slots, hold.pop_all(), self.num_return_sequences, self._written()
                 )
 
     def add_requests(  # noqa: D417
@@ -246,8 +247,23 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             self._release(gone, whole=True)
         batch = processor.inputs_and_outputs.requests_in_batch
         held = [self._find(future.state.request_id) for future in batch]
+        for each in held:
+            if each.written is not None:
+                torch.cuda.current_stream(self._wrapped.backend.device).wait_event(each.written)
+                each.written = None
         lengths = [future.query_length for future in batch]
         return [(h.entry, h.slots, n) for h, n in zip(held, lengths, strict=True)]
+
+    def _written(self) -> Any:
+        """Return an event of the caller's stream, where its adapters may just have been loaded.
+
+        The manager runs the model on a stream of its own.
+        """
+        if self._wrapped.backend.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _find(self, request_id: str) -> _Held:
         held = self._held.get(request_id) or self._held.get(_parent(request_id))

@@ -180,3 +180,22 @@ def test_a_wrong_request_is_refused_and_hurts_no_other(model, arguments, message
         assert requests.collect([name])[name].generated_tokens == alone(model, [1, 2, 3], "a")
     with pytest.raises(InvalidInputError, match="has stopped"):
         requests.add_request([1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_requests_on_a_gpu_use_adapters_that_were_just_loaded(make_base):
+    base = make_base("llama").cuda()
+    base.generation_config = transformers.GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    model = MultiLoRAModel(base, max_adapters=1, max_rank=4)
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        for seed in range(8):
+            checkpoint = random_checkpoint(make_base("llama"), TARGETS, seed=seed)
+            model.add_adapter("a", checkpoint)  # on another stream than the manager's
+            name = requests.add_request([3, 4, 5], adapter="a")
+            answer = requests.collect([name])[name].generated_tokens
+            ids = torch.tensor([[3, 4, 5]]).cuda()
+            tokens = model.generate(adapters=["a"], input_ids=ids, max_new_tokens=NEW)
+            assert answer == tokens[0, 3:].tolist()
