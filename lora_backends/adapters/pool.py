@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
@@ -28,8 +27,12 @@ from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertWeights
 from lora_backends.weights import LoRAWeights
 
-Staged: TypeAlias = list[StagedDelta | ExpertDelta]
-"""An adapter as the stacks take it: on their device, in their dtype."""
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """An adapter as the slots take it: on their device, in their dtype."""
+
+    deltas: Sequence[StagedDelta | ExpertDelta]
 
 
 @dataclass(frozen=True)
@@ -199,20 +202,22 @@ class AdapterPool:
             )
         for delta in checkpoint.modules.values():
             self._check_fits(delta)
-        return [
-            *(self._stage(delta) for delta in checkpoint.modules.values()),
-            *(self._experts.stage(delta) for delta in checkpoint.experts.values()),
-        ]
+        return Staged(
+            [
+                *(self._stage(delta) for delta in checkpoint.modules.values()),
+                *(self._experts.stage(delta) for delta in checkpoint.experts.values()),
+            ]
+        )
 
     def put(self, name: str, staged: Staged) -> Loaded:
         """Write what `stage` returned into a slot, as `add`."""
         with self.slots.lock:  # no call may take the slot while it is written
             slot, evicted = self.slots.candidate(name)
-            self._stacks.reserve(d for d in staged if isinstance(d, StagedDelta))
-            self._experts.reserve(d for d in staged if isinstance(d, ExpertDelta))
+            self._stacks.reserve(d for d in staged.deltas if isinstance(d, StagedDelta))
+            self._experts.reserve(d for d in staged.deltas if isinstance(d, ExpertDelta))
             self.slots.vacate(name, slot)  # before the first write: see the class
             self._clear(slot)
-            self._write(slot, staged)
+            self._write(slot, staged.deltas)
             self._note_active()
             self.slots.assign(name, slot)
         return Loaded(name, slot, evicted)
@@ -261,9 +266,9 @@ class AdapterPool:
                 getattr(d, "bias", None) is not None,
                 getattr(d, "output_scales", None) is not None,
             )
-            for d in staged
+            for d in staged.deltas
         }
-        experts = [d for d in staged if isinstance(d, ExpertDelta)]
+        experts = [d for d in staged.deltas if isinstance(d, ExpertDelta)]
         if now != new or not all(self._experts.has_form(slot, d) for d in experts):
             paths = sorted(path for path, *_ in now ^ new) or [d.module for d in experts]
             raise InvalidInputError(
@@ -272,7 +277,7 @@ class AdapterPool:
                 f"  allowed: the same modules, with a bias and DoRA where it has them\n"
                 f"  to do: add_adapter({name!r}, ...), which replaces it"
             )
-        failure, interrupt = run_whole(lambda: self._write(slot, staged), self.device)
+        failure, interrupt = run_whole(lambda: self._write(slot, staged.deltas), self.device)
         if failure is not None:
             self.slots.vacate(name, slot)  # nobody asks for what is torn
             raise failure
@@ -378,7 +383,7 @@ class AdapterPool:
             raise InvalidInputError(f"the LoRA bias of {delta.module} is not finite")
         return staged
 
-    def _write(self, slot: int, deltas: Staged) -> None:
+    def _write(self, slot: int, deltas: Iterable[StagedDelta | ExpertDelta]) -> None:
         for delta in deltas:
             # Noted first: the next load into the slot clears what an interrupt leaves of this one.
             self._users.setdefault(delta.module, set()).add(slot)

@@ -359,7 +359,7 @@ def _wait_for(ahead: _Ahead) -> None:
         return
     stream = torch.cuda.current_stream()
     stream.wait_event(ahead.event)
-    for delta in ahead.staged:
+    for delta in ahead.staged.deltas:
         for value in vars(delta).values():
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 value.record_stream(stream)

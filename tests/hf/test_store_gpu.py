@@ -60,4 +60,4 @@ def test_a_prefetch_copies_on_a_stream_of_its_own(model):
     model.store._worker.submit(int).result()
     ahead = model.store._ahead["a0"].result()
     assert model.store._stream is not None and model.store._stream != default
-    assert ahead.event is not None and all(d.lora_a.is_cuda for d in ahead.staged)
+    assert ahead.event is not None and all(d.lora_a.is_cuda for d in ahead.staged.deltas)
