@@ -299,46 +299,48 @@ def shrink_part(part, parts, kind, layer, segments, span, x, h):
                 rows = (a + j * item.a_row, item.a_row, layer.in_features)
                 to_columns = (to[0] + 4 * j, to[1], to[2])
                 count = min(rank - j, SHRINK_RANKS)
-                shrink_block(kind, rows, count, start, stop, x, to_columns)
+                shrink_block((kind, kind), rows, count, start, stop, x, to_columns)
 
 
 @njit(nogil=True)
-def shrink_block(kind, rows, count, t, end, x, h):
+def shrink_block(kinds, rows, count, t, end, x, h):
     """Write up to 4 columns of h for the tokens of a segment; the last row of a fills up to 4."""
     a, a_row, n = rows
     last = count - 1
     a_rows = (a, a + min(1, last) * a_row, a + min(2, last) * a_row, a + last * a_row)
     fresh = True  # a is not in a cache yet
     while t + 4 <= end:
-        sums = dot_rows(kind, a_rows, four_rows(x, t), n, fresh)
+        sums = dot_rows(kinds, a_rows, four_rows(x, t), n, fresh)
         v.write_totals(four_rows(h, t), count, sums)
         t, fresh = t + 4, False
     if t + 2 <= end:
-        sums2 = dot_rows(kind, a_rows, two_rows(x, t), n, fresh)
+        sums2 = dot_rows(kinds, a_rows, two_rows(x, t), n, fresh)
         v.write_totals(two_rows(h, t), count, sums2)
         t, fresh = t + 2, False
     if t < end:
-        sums1 = dot_rows(kind, a_rows, (row_at(x, t),), n, fresh)
+        sums1 = dot_rows(kinds, a_rows, (row_at(x, t),), n, fresh)
         v.write_totals((row_at(h, t),), count, sums1)
 
 
 @njit(nogil=True, forceinline=True)
-def dot_rows(kind, a_rows, x_rows, n, fresh):
+def dot_rows(kinds, a_rows, x_rows, n, fresh):
     """Return a vector of partial sums of ``a @ x`` per pair of rows."""
+    kind, kind_x = kinds
     sums = v.zeros(a_rows, x_rows)
     k = 0
     while k + 2 * LANES <= n:
         if fresh:
             v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD)
-            v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD + 64)
+            if v.size(kind) > 1:  # 32 elements are more than one line
+                v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD + 64)
         a = v.load_rows(kind, a_rows, k)  # 32 of every row
-        x = v.load_rows(kind, x_rows, k)
+        x = v.load_rows(kind_x, x_rows, k)
         sums = v.add_products(sums, a, x)
         k += 2 * LANES
     while k < n:
         count = min(n - k, LANES)
         a_tail = v.load_some(kind, a_rows, k, count)
-        x_tail = v.load_some(kind, x_rows, k, count)
+        x_tail = v.load_some(kind_x, x_rows, k, count)
         sums = v.add_products(sums, a_tail, x_tail)
         k += LANES
     return sums

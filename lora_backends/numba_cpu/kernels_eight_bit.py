@@ -24,7 +24,9 @@ from lora_backends.numba_cpu.config import (
     LONG_CHUNK,
     LONG_PANEL,
     LONG_RANKS,
+    LONG_SEGMENT,
     MAX_SEGMENT,
+    SHRINK_RANKS,
 )
 from lora_backends.numba_cpu.kernels import (
     CALL_FIELDS,
@@ -40,6 +42,7 @@ from lora_backends.numba_cpu.kernels import (
     rank_of,
     run_to_first,
     scaling_of,
+    shrink_block,
     slice_of,
     unpack,
     unpack_call,
@@ -183,21 +186,71 @@ def shrink_part(part, parts, layer, segments, span, x_dtype, x, h):
             total += blocks * (FETCH_COST + stop - start)
     groups = (longest + TOKENS - 1) // TOKENS
     sums = LONG_PANEL // LONG_RANKS * SUMS_BYTES
-    scratch = np.empty((groups * (X_BYTES + sums) + A_BYTES + LINE) // 4, np.float32)
+    whole_x = min(longest, LONG_SEGMENT) * (4 * layer.in_features + LINE)
+    long = groups * (X_BYTES + sums) + A_BYTES
+    scratch = np.empty((max(long, whole_x + ORDER_BYTES) + LINE) // 4, np.float32)
     before = 0
     for key, start, stop in segments:
-        own_x = (x[0], x[1], x[2] + 8 * start)
+        own_x, copied = (x[0], x[1], x[2] + 8 * start), False
         for s in range(layer.num_slices):
             rank, cost = highest_rank(layer, key, span, s), FETCH_COST + stop - start
             blocks = (rank + LONG_RANKS - 1) // LONG_RANKS
             first, last = own_units(part, parts, total, before, blocks, cost)
             before += blocks * cost
             rows, scales = a_of(layer, slice_of(layer, s), key)
-            end = min(last * LONG_RANKS, rank)
-            for j in range(first * LONG_RANKS, end, LONG_PANEL):
-                own = (layer.stored, rows, scales, j, min(end - j, LONG_PANEL))
-                to = (h[0] + s * h[1] + 4 * j, h[2], h[3] + 8 * start)
-                shrink_panel(own, aligned(scratch), stop - start, x_dtype, own_x, to)
+            columns, tokens = (first * LONG_RANKS, min(last * LONG_RANKS, rank)), stop - start
+            to = (h[0] + s * h[1], h[2], h[3] + 8 * start)
+            if columns[0] >= columns[1]:
+                continue
+            if layer.stored == INT8 and layer.block_columns == 0 and tokens < LONG_SEGMENT:
+                if not copied:
+                    copy_x(x_dtype, own_x, tokens, layer.in_features, aligned(scratch))
+                    copied = True
+                shrink_short(rows, columns, aligned(scratch), tokens, to)
+            else:
+                for j in range(columns[0], columns[1], LONG_PANEL):
+                    own = (layer.stored, rows, scales, j, min(columns[1] - j, LONG_PANEL))
+                    to_panel = (to[0] + 4 * j, to[1], to[2])
+                    shrink_panel(own, aligned(scratch), tokens, x_dtype, own_x, to_panel)
+                copied = False
+            if layer.block_columns == 0:
+                scale_h(scales, columns, tokens, to)
+
+
+@njit(nogil=True)
+def copy_x(x_dtype, x, tokens, width, to):
+    """Store rows of x as float32, behind their order: the numbers from 0."""
+    for t in range(tokens):
+        carray(v.ints(to), MAX_SEGMENT)[t] = t
+        row = to + ORDER_BYTES + t * row_bytes(width)
+        pack_x(x_dtype, row_at(x, t), (0, width), row, LINE)
+
+
+@njit(nogil=True, forceinline=True)
+def row_bytes(width):
+    """Return the bytes of a row of float32, whole cache lines."""
+    return (4 * width + LINE - 1) // LINE * LINE
+
+
+@njit(nogil=True)
+def shrink_short(rows, columns, x, tokens, h):
+    """Write some columns of h for few tokens: int8 is widened in registers, the fastest way."""
+    a, a_row, n = rows
+    copy = (x + ORDER_BYTES, row_bytes(n), x)
+    for j in range(columns[0], columns[1], SHRINK_RANKS):
+        block, count = (a + j * a_row, a_row, n), min(columns[1] - j, SHRINK_RANKS)
+        to = (h[0] + 4 * j, h[1], h[2])
+        shrink_block((v.INT8, v.FLOAT32), block, count, 0, tokens, copy, to)
+
+
+@njit(nogil=True)
+def scale_h(scales, columns, tokens, h):
+    """Multiply columns of h by the scales of their rows of a."""
+    for j in range(columns[0], columns[1]):
+        factor = scale_of(scales, j, 0)
+        for t in range(tokens):
+            at = row_at(h, t) + 4 * j
+            v.write(v.FLOAT32, at, v.read(v.FLOAT32, at) * factor)
 
 
 @njit(nogil=True)
@@ -215,7 +268,7 @@ def shrink_panel(panel, packed_x, tokens, x_dtype, x, h):
         columns = (k, min(n - k, LONG_CHUNK))
         for i in range(groups * TOKENS):
             to = packed_x + i // TOKENS * X_BYTES + i % TOKENS * LINE
-            pack_x(x_dtype, row_at(x, min(i, tokens - 1)), columns, to)
+            pack_x(x_dtype, row_at(x, min(i, tokens - 1)), columns, to, TOKENS * LINE)
         sums = all_sums  # [blocks, groups, TOKENS, LONG_RANKS, 16] float32
         for j in range(0, count, LONG_RANKS):
             ahead = LONG_RANKS * a_row
@@ -233,14 +286,14 @@ def shrink_panel(panel, packed_x, tokens, x_dtype, x, h):
 
 
 @njit(nogil=True)
-def pack_x(x_dtype, row, columns, to):
-    """Store a chunk of a row of x as vectors of float32."""
+def pack_x(x_dtype, row, columns, to, step):
+    """Store some columns of a row of x as vectors of float32, `step` bytes apart."""
     if x_dtype == BIAS_FLOAT32:
-        pack(v.FLOAT32, row, columns, np.float32(1), to, TOKENS * LINE, 0)
+        pack(v.FLOAT32, row, columns, np.float32(1), to, step, 0)
     elif x_dtype == BIAS_BFLOAT16:
-        pack(v.BFLOAT16, row, columns, np.float32(1), to, TOKENS * LINE, 0)
+        pack(v.BFLOAT16, row, columns, np.float32(1), to, step, 0)
     else:
-        pack(v.FLOAT16, row, columns, np.float32(1), to, TOKENS * LINE, 0)
+        pack(v.FLOAT16, row, columns, np.float32(1), to, step, 0)
 
 
 @njit(nogil=True)
@@ -248,9 +301,8 @@ def pack_a(stored, row, columns, scales, to, ahead):
     """Store a chunk of a row of a, times its scales, as vectors of float32."""
     at, step, size = scales
     first, width = columns
-    if size == 0 or (size % LANES == 0 and first % size + width <= size):
-        factor = v.read(v.FLOAT32, at + (first // size * step if size != 0 else 0))
-        pack_scaled(stored, row, columns, factor, to, ahead)
+    if size == 0:  # `scale_h` multiplies the sums
+        pack_scaled(stored, row, columns, np.float32(1), to, ahead)
     elif size % LANES == 0:  # whole vectors have one scale
         k = first
         while k < first + width:
