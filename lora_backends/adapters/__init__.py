@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from lora_backends.adapters.dora import BaseLayer
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.pool import AdapterPool, Loaded
+from lora_backends.adapters.quantized import AdapterReport
 from lora_backends.adapters.slots import SlotTable
 from lora_backends.adapters.specs import (
     Checkpoint,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdapterPool",
+    "AdapterReport",
     "BaseLayer",
     "Checkpoint",
     "ExpertDelta",

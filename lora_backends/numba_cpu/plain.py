@@ -194,7 +194,8 @@ def _memory(address: int, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
 
 def _elements(kind: Marker, address: int, count: int) -> Vector:
     if type(kind) in _FLOAT8:
-        return _FLOAT8[type(kind)][_memory(address, np.dtype(np.uint8), count)]
+        wide: Vector = _FLOAT8[type(kind)][_memory(address, np.dtype(np.uint8), count)]
+        return wide
     raw = _memory(address, kind.dtype, count)
     if kind.dtype == np.uint16:  # bfloat16
         return (raw.astype(np.uint32) << 16).view(np.float32)
