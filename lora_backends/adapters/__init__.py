@@ -6,6 +6,7 @@ from lora_backends.adapters.describe import AdapterInfo, AdaptersReport
 from lora_backends.adapters.dora import BaseLayer
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.pool import AdapterPool, Loaded
+from lora_backends.adapters.quantized import AdapterReport
 from lora_backends.adapters.slots import SlotTable
 from lora_backends.adapters.specs import (
     Checkpoint,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdapterInfo",
     "AdapterPool",
+    "AdapterReport",
     "AdapterStore",
     "AdaptersReport",
     "BaseLayer",

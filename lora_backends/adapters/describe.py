@@ -103,7 +103,7 @@ def report(pool: AdapterPool, store: AdapterStore | None) -> AdaptersReport:
 
 def _in_slot(pool: AdapterPool, name: str) -> AdapterInfo:
     slot = pool.slots.place(name)
-    paths, rank, size = pool.modules_of(slot), 0, 0
+    paths, rank, size, dtypes = pool.modules_of(slot), 0, 0, set()
     for path in paths:
         stacks: Iterable[Any] = pool.active_experts.get(path) or (pool.active_weights[path],)
         for stack in stacks:
@@ -113,7 +113,8 @@ def _in_slot(pool: AdapterPool, name: str) -> AdapterInfo:
                 stack.lora_a.shape[-2], 1
             )
             size += own * per_rank * stack.lora_a.element_size()
-    dtype = dtype_name(pool.dtype)
+            dtypes.add(dtype_name(stack.lora_a.dtype))
+    dtype = ", ".join(sorted(dtypes))
     return AdapterInfo(name, f"slot {slot}", rank, _targets(paths), len(paths), dtype, size)
 
 

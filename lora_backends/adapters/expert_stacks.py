@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from lora_backends.adapters.quantized import StagedExperts, bytes_of, quantized_experts
 from lora_backends.adapters.specs import ExpertDelta, ExpertSpec
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertWeights
@@ -32,8 +32,9 @@ class ExpertStacks:
         specs: what the base model has, by path of the parameter.
         num_slots: slots of every stack.
         max_rank: width of every stack.
-        dtype: dtype of the stacks.
+        dtype: dtype of the model, and of the stacks unless they have 8 bits.
         device: where they live.
+        stored: an 8-bit dtype of the stacks, or None.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class ExpertStacks:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.specs = dict(specs)
         self._num_slots, self._max_rank = num_slots, max_rank
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._stored = dtype, device, stored
         self._stacks: Mapping[tuple[str, Form], ExpertWeights] = {}
         self._forms: dict[tuple[int, str], Form] = {}  # of slots in use, by slot and path
 
@@ -62,25 +64,34 @@ class ExpertStacks:
         """Return the stack that holds a slot's LoRA of a parameter."""
         return self._stacks[path, self._forms[slot, path]]
 
-    def stage(self, delta: ExpertDelta) -> ExpertDelta:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices and scales, whatever slots are in use."""
+        return sum(
+            bytes_of(stack.lora_a, stack.lora_b, stack.a_scales, stack.b_scales)
+            for stack in self._stacks.values()
+        )
+
+    def stage(self, delta: ExpertDelta) -> StagedExperts:
         """Return a delta in the dtype of the stacks, on their device.
 
         Raises:
             InvalidInputError: it does not fit the base model or the stacks, or overflows.
         """
         self._check_fits(delta)
-        staged = replace(
-            delta,
-            lora_a=delta.lora_a.to(self._device, self._dtype),
-            lora_b=delta.lora_b.to(self._device, self._dtype),
-            ranks=delta.ranks.to(self._device, torch.int32),
-            scalings=delta.scalings.to(self._device, torch.float32),
-        )
-        values = {
-            "lora_A": staged.lora_a,
-            "lora_B": staged.lora_b,
-            "a scaling": staged.scalings,
-        }
+        if self._stored is None:
+            staged = StagedExperts(
+                delta.module,
+                delta.lora_a.to(self._device, self._dtype),
+                delta.lora_b.to(self._device, self._dtype),
+                delta.ranks.to(self._device, torch.int32),
+                delta.scalings.to(self._device, torch.float32),
+            )
+            values = {"lora_A": staged.lora_a, "lora_B": staged.lora_b}
+        else:
+            spec = self.specs[delta.module]
+            staged, values = quantized_experts(delta, spec, self._stored, self._device), {}
+        values["a scaling"] = staged.scalings
         for name, tensor in values.items():
             if not bool(tensor.isfinite().all()):
                 raise InvalidInputError(
@@ -91,13 +102,15 @@ class ExpertStacks:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of every stack, without tables of ranks."""
-        return [t for stack in self._stacks.values() for t in (stack.lora_a, stack.lora_b)]
+        parts = ("lora_a", "lora_b", "a_scales", "b_scales")
+        found = [getattr(stack, part) for stack in self._stacks.values() for part in parts]
+        return [tensor for tensor in found if tensor is not None]
 
     def has_form(self, slot: int, delta: ExpertDelta) -> bool:
         """Return whether a delta has the form of the LoRA that a slot has now."""
         return self._forms.get((slot, delta.module)) == self._form(delta)
 
-    def reserve(self, deltas: Iterable[ExpertDelta]) -> None:
+    def reserve(self, deltas: Iterable[StagedExperts]) -> None:
         """Allocate what the deltas need and is not there yet: all of it, or nothing."""
         stacks = dict(self._stacks)
         for delta in deltas:
@@ -106,13 +119,16 @@ class ExpertStacks:
                 stacks[key] = self._allocate(*key)
         self._stacks = stacks
 
-    def write(self, slot: int, delta: ExpertDelta) -> None:
+    def write(self, slot: int, delta: StagedExperts) -> None:
         """Write a delta into a slot; `reserve` has allocated its stack."""
         form = self._form(delta)
         self._forms[slot, delta.module] = form  # first: `clear` finds what an interrupt leaves
         stack = self._stacks[delta.module, form]
         stack.lora_a[slot, :, :, : delta.rank] = delta.lora_a
         stack.lora_b[slot, :, :, : delta.rank] = delta.lora_b
+        if stack.a_scales is not None and stack.b_scales is not None:
+            stack.a_scales[slot, :, :, : delta.rank] = delta.a_scales
+            stack.b_scales[slot] = delta.b_scales
         stack.scalings[slot] = delta.scalings
         stack.ranks[slot] = delta.ranks
 
@@ -134,6 +150,13 @@ class ExpertStacks:
             1 if shared else spec.num_experts for shared in (form.one_a, form.one_b)
         )
         table = (slots, spec.num_experts, form.num_a)
+        scales: dict[str, Any] = {}
+        if self._stored is not None:  # one for each row
+            like: dict[str, Any] = {"dtype": torch.float32, "device": self._device}
+            shape = (slots, experts_a, form.num_a, self._max_rank, 1)
+            scales["a_scales"] = torch.ones(shape, **like)
+            scales["b_scales"] = torch.ones((slots, experts_b, spec.out_features, 1), **like)
+            scales["compute_dtype"] = self._dtype
         return ExpertWeights(
             lora_a=self._zeros(slots, experts_a, form.num_a, self._max_rank, spec.in_features),
             lora_b=self._zeros(slots, experts_b, spec.out_features, self._max_rank),
@@ -142,10 +165,11 @@ class ExpertStacks:
             output_slices=spec.output_slices,
             num_experts=spec.num_experts,
             interleaved=spec.interleaved,
+            **scales,
         )
 
     def _zeros(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return torch.zeros(shape, dtype=self._stored or self._dtype, device=self._device)
 
     def _check_fits(self, delta: ExpertDelta) -> None:
         spec = self.specs.get(delta.module)

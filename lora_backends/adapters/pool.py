@@ -13,10 +13,16 @@ import torch
 from lora_backends.adapters.dora import BaseLayers, dora_terms
 from lora_backends.adapters.expert_stacks import ExpertStacks
 from lora_backends.adapters.limits import LoadLimits
+from lora_backends.adapters.quantized import (
+    AdapterReport,
+    Kept,
+    StagedExperts,
+    as_adapter_dtype,
+    quantized_pair,
+)
 from lora_backends.adapters.slots import SlotTable
 from lora_backends.adapters.specs import (
     Checkpoint,
-    ExpertDelta,
     ExpertSpec,
     ModuleDelta,
     ModuleSpec,
@@ -32,7 +38,7 @@ from lora_backends.weights import LoRAWeights
 class Staged:
     """An adapter as the slots take it: on their device, in their dtype."""
 
-    deltas: Sequence[StagedDelta | ExpertDelta]
+    deltas: Sequence[StagedDelta | StagedExperts]
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,12 @@ class AdapterPool:
         max_expert_rank: width of the stacks of experts; None is the same as `max_rank`.
         base_layers: returns the weight and bias of the base model's module at a path. It is asked
             when an adapter with DoRA is loaded; None refuses those.
+        adapter_dtype: int8, float8_e4m3fn or float8_e5m2, or the name of one: adapters are
+            quantised to it when they are loaded, with a scale per row. None keeps `dtype`.
 
     Raises:
-        InvalidInputError: a number is less than 1, or too large.
+        InvalidInputError: a number is less than 1, or too large; `adapter_dtype` is another dtype,
+            or does not go with `dtype`.
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class AdapterPool:
         max_expert_rank: int | None = None,
         *,
         base_layers: BaseLayers | None = None,
+        adapter_dtype: torch.dtype | str | None = None,
     ) -> None:
         expert_rank = max_rank if max_expert_rank is None else max_expert_rank
         for key, number in (
@@ -100,6 +110,7 @@ class AdapterPool:
         self.slots = SlotTable(max_adapters)
         self.max_rank, self.max_expert_rank = max_rank, expert_rank
         self.dtype = dtype
+        self._stored = as_adapter_dtype(adapter_dtype, dtype)
         self.device = torch.device(device)
         self.active_weights: Mapping[str, LoRAWeights] = {}
         """The stacks of the modules that a loaded adapter touches, by path.
@@ -115,10 +126,12 @@ class AdapterPool:
         Replaced and never changed, as `active_weights`. A parameter has a stack for each form that
         adapters have; an adapter has rank 0 in all but one.
         """
-        self._stacks = Stacks(self.modules, groups, max_adapters, max_rank, dtype, self.device)
+        form = (dtype, self.device, self._stored)
+        self._stacks = Stacks(self.modules, groups, max_adapters, max_rank, *form)
         self._base_layers = base_layers
-        self._experts = ExpertStacks(self.experts, max_adapters, expert_rank, dtype, self.device)
+        self._experts = ExpertStacks(self.experts, max_adapters, expert_rank, *form)
         self._users: dict[str, set[int]] = {}  # module path -> slots whose adapter touches it
+        self._kept: dict[tuple[int, str], Kept] = {}  # by slot and module
         self._biased: set[tuple[int, str]] = set()  # slots and modules with a bias
         self._scaled: set[tuple[int, str]] = set()  # slots and modules with output_scales
 
@@ -214,7 +227,7 @@ class AdapterPool:
         with self.slots.lock:  # no call may take the slot while it is written
             slot, evicted = self.slots.candidate(name)
             self._stacks.reserve(d for d in staged.deltas if isinstance(d, StagedDelta))
-            self._experts.reserve(d for d in staged.deltas if isinstance(d, ExpertDelta))
+            self._experts.reserve(d for d in staged.deltas if isinstance(d, StagedExperts))
             self.slots.vacate(name, slot)  # before the first write: see the class
             self._clear(slot)
             self._write(slot, staged.deltas)
@@ -268,7 +281,7 @@ class AdapterPool:
             )
             for d in staged.deltas
         }
-        experts = [d for d in staged.deltas if isinstance(d, ExpertDelta)]
+        experts = [d for d in staged.deltas if isinstance(d, StagedExperts)]
         if now != new or not all(self._experts.has_form(slot, d) for d in experts):
             paths = sorted(path for path, *_ in now ^ new) or [d.module for d in experts]
             raise InvalidInputError(
@@ -301,6 +314,25 @@ class AdapterPool:
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor that the stacks hold, those of unused slots included."""
         return [*self._stacks.tensors(), *self._experts.tensors()]
+
+    def report(self, name: str) -> AdapterReport:
+        """Return how an adapter is kept: its bytes, and the error of 8-bit values.
+
+        Raises:
+            InvalidInputError: it is not loaded.
+        """
+        with self.slots.lock:
+            slot = self.slots.slot(name)
+            kept = {path: kept for (own, path), kept in self._kept.items() if own == slot}
+        errors = {path: one.error for path, one in sorted(kept.items()) if one.error is not None}
+        return AdapterReport(
+            name,
+            slot,
+            self._stored or self.dtype,
+            sum(one.nbytes for one in kept.values()),
+            self._stacks.nbytes + self._experts.nbytes,
+            errors,
+        )
 
     def modules_of(self, slot: int) -> list[str]:
         """Return the paths of the modules and experts that the adapter in `slot` touches."""
@@ -364,17 +396,23 @@ class AdapterPool:
         scaling, scales, bias = _as_scaling(delta), None, delta.bias
         if delta.magnitude is not None:
             scales, bias = dora_terms(delta, self.modules[delta.module], self._base_layers)
+        a, b, a_scales, b_scales, error = delta.lora_a, delta.lora_b, None, None, None
+        if self._stored is not None:
+            a, a_scales, b, b_scales, error = quantized_pair(a, b, self._stored)
         staged = StagedDelta(
             module=delta.module,
             rank=delta.rank,
             scaling=scaling,
-            lora_a=delta.lora_a.to(self.device, self.dtype),
-            lora_b=delta.lora_b.to(self.device, self.dtype),
+            lora_a=a.to(self.device, self._stored or self.dtype),
+            lora_b=b.to(self.device, self._stored or self.dtype),
             bias=None if bias is None else bias.to(self.device, torch.float32),
             output_scales=None if scales is None else scales.to(self.device, torch.float32),
+            a_scales=None if a_scales is None else a_scales.to(self.device),
+            b_scales=None if b_scales is None else b_scales.to(self.device),
+            error=error,
         )
         for name, tensor in (("lora_A", staged.lora_a), ("lora_B", staged.lora_b)):
-            if not bool(tensor.isfinite().all()):
+            if self._stored is None and not bool(tensor.isfinite().all()):
                 raise InvalidInputError(
                     f"{name} of {delta.module} does not fit {self.dtype}: a value overflows\n"
                     f"  to do: load the base model in bfloat16 or float32"
@@ -383,11 +421,12 @@ class AdapterPool:
             raise InvalidInputError(f"the LoRA bias of {delta.module} is not finite")
         return staged
 
-    def _write(self, slot: int, deltas: Iterable[StagedDelta | ExpertDelta]) -> None:
+    def _write(self, slot: int, deltas: Iterable[StagedDelta | StagedExperts]) -> None:
         for delta in deltas:
             # Noted first: the next load into the slot clears what an interrupt leaves of this one.
             self._users.setdefault(delta.module, set()).add(slot)
-            if isinstance(delta, ExpertDelta):
+            self._kept[slot, delta.module] = Kept(delta.nbytes, delta.error)
+            if isinstance(delta, StagedExperts):
                 self._experts.write(slot, delta)
                 continue
             if delta.bias is not None:
@@ -403,6 +442,7 @@ class AdapterPool:
                     self._experts.clear(slot, module)
                 else:
                     self._stacks.clear(slot, module)
+                self._kept.pop((slot, module), None)
                 self._biased.discard((slot, module))
                 self._scaled.discard((slot, module))
                 users.discard(slot)  # last: an interrupt before it leaves the module to clear

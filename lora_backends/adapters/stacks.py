@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lora_backends.adapters.quantized import bytes_of
 from lora_backends.adapters.specs import ModuleSpec
 from lora_backends.weights import LoRAWeights
 
@@ -23,6 +24,14 @@ class StagedDelta:
     lora_b: torch.Tensor  # [out_features, rank]
     bias: torch.Tensor | None  # [out_features] float32
     output_scales: torch.Tensor | None  # [out_features] float32: DoRA
+    a_scales: torch.Tensor | None = None  # [rank, 1] float32, of 8 bits
+    b_scales: torch.Tensor | None = None  # [out_features, 1] float32, of 8 bits
+    error: float | None = None  # relative, of B A; None where it is not quantised
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices and their scales."""
+        return bytes_of(self.lora_a, self.lora_b, self.a_scales, self.b_scales)
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,9 @@ class Stacks:
         groups: paths of modules with the same input.
         num_slots: slots of every stack.
         max_rank: width of every stack.
-        dtype: dtype of the stacks.
+        dtype: dtype of the model, and of the stacks unless they have 8 bits.
         device: where they live.
+        stored: an 8-bit dtype of the stacks, or None.
     """
 
     def __init__(
@@ -58,13 +68,14 @@ class Stacks:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: torch.dtype | None = None,
     ) -> None:
         self._modules = modules
         self._groups: dict[str, tuple[str, ...]] = {path: (path,) for path in modules}
         for group in groups:
             self._groups |= dict.fromkeys(group, tuple(group))
         self._num_slots, self._max_rank = num_slots, max_rank
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._stored = dtype, device, stored
         self._stacks = _Stacks({}, {})
 
     def __getitem__(self, path: str) -> LoRAWeights:
@@ -82,8 +93,17 @@ class Stacks:
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of every stack, without tables of ranks."""
         stacks = self._stacks.whole.values()
-        found = [t for s in stacks for t in (s.lora_a, s.lora_b, s.bias, s.output_scales)]
+        parts = ("lora_a", "lora_b", "a_scales", "b_scales", "bias", "output_scales")
+        found = [getattr(stack, part) for stack in stacks for part in parts]
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices and scales, whatever slots are in use."""
+        return sum(
+            bytes_of(stack.lora_a, stack.lora_b, stack.a_scales, stack.b_scales)
+            for stack in self._stacks.whole.values()
+        )
 
     def reserve(self, deltas: Iterable[StagedDelta]) -> None:
         """Allocate what the deltas need and is not there yet: all of it, or nothing."""
@@ -121,6 +141,10 @@ class Stacks:
         part = self._stacks.parts[delta.module]
         part.lora_a[slot, 0, : delta.rank] = delta.lora_a
         part.lora_b[slot, :, : delta.rank] = delta.lora_b
+        if part.a_scales is not None and delta.a_scales is not None:
+            part.a_scales[slot, 0, : delta.rank] = delta.a_scales
+        if part.b_scales is not None and delta.b_scales is not None:
+            part.b_scales[slot] = delta.b_scales
         if delta.bias is not None and part.bias is not None:
             part.bias[slot] = delta.bias
         if delta.output_scales is not None and part.output_scales is not None:
@@ -149,14 +173,21 @@ class Stacks:
     def _allocate(self, group: tuple[str, ...]) -> LoRAWeights:
         specs = [self._modules[path] for path in group]
         widths = tuple(spec.out_features for spec in specs)
-        size: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
+        size: dict[str, Any] = {"dtype": self._stored or self._dtype, "device": self._device}
         table = (self._num_slots, len(group))
+        scales: dict[str, Any] = {}
+        if self._stored is not None:  # one for each row
+            like: dict[str, Any] = {"dtype": torch.float32, "device": self._device}
+            scales["a_scales"] = torch.ones((*table, self._max_rank, 1), **like)
+            scales["b_scales"] = torch.ones((self._num_slots, sum(widths), 1), **like)
+            scales["compute_dtype"] = self._dtype
         return LoRAWeights(
             lora_a=torch.zeros((*table, self._max_rank, specs[0].in_features), **size),
             lora_b=torch.zeros((self._num_slots, sum(widths), self._max_rank), **size),
             ranks=torch.zeros(table, dtype=torch.int32, device=self._device),
             scalings=torch.zeros(table, device=self._device),
             output_slices=widths,
+            **scales,
         )
 
 
@@ -169,6 +200,9 @@ def _part(stack: LoRAWeights, index: int) -> LoRAWeights:
         ranks=stack.ranks[:, index : index + 1].clone(memory_format=torch.contiguous_format),
         scalings=stack.scalings[:, index : index + 1].clone(memory_format=torch.contiguous_format),
         output_slices=(end - first,),
+        a_scales=None if stack.a_scales is None else stack.a_scales[:, index : index + 1],
+        b_scales=None if stack.b_scales is None else stack.b_scales[:, first:end],
+        compute_dtype=stack.compute_dtype,
     )
 
 

@@ -43,6 +43,9 @@ def generate(
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Backend, or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... or auto.")] = None,
+    adapter_dtype: Annotated[
+        str | None, typer.Option(help="int8, float8_e4m3fn, float8_e5m2, or auto: the model's.")
+    ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Length of an answer.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Run each row alone, too; status 1 if it differs.")
@@ -60,6 +63,7 @@ def generate(
         model=None if model is None else {"path": model},
         backend=backend,
         device=device,
+        adapter_dtype=adapter_dtype,
         max_new_tokens=max_new_tokens,
     )
     report = _run(settings, check, compare)
@@ -138,6 +142,12 @@ def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]
         for text, adapter, answer in zip(texts, adapters, answers, strict=True)
     ]
     report: dict[str, Any] = {"backend": model.backend.name, "rows": rows}
+    if settings.adapter_dtype != "auto":
+        reports = map(model.adapter_report, sorted(settings.adapters))
+        report["adapters"] = {
+            kept.name: {"dtype": settings.adapter_dtype, "bytes": kept.nbytes, "error": kept.error}
+            for kept in reports
+        }
     if check:
         with step("running every row alone"):
             different = rows_that_differ_alone(
@@ -223,6 +233,15 @@ def _print(report: dict[str, Any]) -> None:
             for row in rows
         ],
     )
+    if "adapters" in report:
+        table(
+            "adapters",
+            ["adapter", "dtype", ">MB", ">largest error"],
+            [
+                [name, kept["dtype"], f"{kept['bytes'] / 1e6:.2f}", f"{kept['error']:.4f}"]
+                for name, kept in report["adapters"].items()
+            ],
+        )
     speeds = report.get("tokens_per_second")
     if speeds:
         base = next(iter(speeds.values()))

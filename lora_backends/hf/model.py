@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 import torch
 from torch import nn
 
-from lora_backends.adapters import AdapterPool, Checkpoint, Loaded, LoadLimits
+from lora_backends.adapters import (
+    AdapterPool,
+    AdapterReport,
+    Checkpoint,
+    Loaded,
+    LoadLimits,
+)
 from lora_backends.adapters.describe import AdaptersReport, report
+from lora_backends.adapters.quantized import as_adapter_dtype
 from lora_backends.backend import LoRABackend
-from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.features import OUTPUT_SCALES
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
+from lora_backends.features import EIGHT_BIT, OUTPUT_SCALES
 from lora_backends.hf.base import check_base
 from lora_backends.hf.entries import Entry, RowAdapters, adapter_names, is_per_token
 from lora_backends.hf.experts import ExpertSite, expert_specs, experts_forward, find_experts
@@ -82,11 +89,15 @@ class MultiLoRAModel:
         limits: what the files of an adapter may cost; None takes the defaults.
         max_expert_rank: the largest rank of an adapter at a mixture's experts, whose stacks are
             large: they have room for that rank times the number of experts. None: `max_rank`.
+        adapter_dtype: "int8", "float8_e4m3fn" or "float8_e5m2": adapters are quantised to it when
+            they are loaded, with a scale per row, and take half the bytes of 16 bits. None keeps
+            the model's dtype.
 
     Raises:
-        InvalidInputError: `base` is no model, or sizes are out of range.
+        InvalidInputError: `base` is no model, sizes are out of range, or `adapter_dtype` is
+            another dtype or does not go with the model's.
         UnsupportedInputError: `base` is an encoder-decoder, compiled, a `PeftModel` or spread over
-            devices.
+            devices; or 8 bits are asked of a backend without them.
         BackendUnavailableError: the backend does not run on the model's device.
     """
 
@@ -100,6 +111,7 @@ class MultiLoRAModel:
         fuse: bool | None = None,
         limits: LoadLimits | None = None,
         max_expert_rank: int | None = None,
+        adapter_dtype: torch.dtype | str | None = None,
     ) -> None:
         check_base(base)
         self.base = base
@@ -112,6 +124,7 @@ class MultiLoRAModel:
                 f"  to do: give its name with the options, or the backend without"
             )
         self.backend = backend
+        _check_adapter_dtype(backend, adapter_dtype, dtype)
         self._sites = find_sites(base, dtype, device)
         self._experts = find_experts(base, dtype, device)
         self._routers = find_routers(base, self._experts, dtype, device)
@@ -134,6 +147,7 @@ class MultiLoRAModel:
             expert_specs(self._reached_experts()),
             max_expert_rank,
             base_layers=partial(base_layer, self._sites),
+            adapter_dtype=adapter_dtype,
         )
         self.store: AdapterStore | None = None
         """Adapters without a slot, after `keep_adapters`."""
@@ -177,6 +191,7 @@ class MultiLoRAModel:
             max_rank=config.max_rank,
             backend_options=config.backend_options,
             limits=config.limits,
+            adapter_dtype=config.adapter_dtype,
         )
         try:
             for name, folder in config.adapters.items():
@@ -337,6 +352,14 @@ class MultiLoRAModel:
         Files of adapters that are neither in a slot nor in memory are read.
         """
         return report(self.pool, self.store)
+
+    def adapter_report(self, name: str) -> AdapterReport:
+        """Return how a loaded adapter is kept: its bytes, and the error that 8 bits make.
+
+        Raises:
+            InvalidInputError: it is not loaded.
+        """
+        return self.pool.report(name)
 
     def pin_adapter(self, name: str) -> None:
         """Keep an adapter from being evicted, replaced or unloaded until `unpin_adapter`.
@@ -684,6 +707,16 @@ class MultiLoRAModel:
         handles.clear()
         for group in self._groups:
             group.part()
+
+
+def _check_adapter_dtype(backend: LoRABackend, given: Any, dtype: torch.dtype) -> None:
+    """Refuse 8-bit adapters that the backend cannot run, before the model is touched."""
+    if as_adapter_dtype(given, dtype) is not None and EIGHT_BIT not in backend.features:
+        raise UnsupportedInputError(
+            f"backend {backend.name!r} cannot run adapters of 8 bits\n"
+            f"  given: adapter_dtype {shown(given)}; it lacks {EIGHT_BIT}\n"
+            f"  to do: use another backend, e.g. torch_ref, or adapter_dtype=None"
+        )
 
 
 def _dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:

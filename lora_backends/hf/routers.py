@@ -71,7 +71,7 @@ class _Adding(_AtProduct):
 
     def at_product(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         """Add to y; the model may have widened x to float32."""
-        x = as_rows(x).to(self._weights.dtype)
+        x = as_rows(x).to(self._weights.compute_dtype)  # the model's dtype
         y = y.view(-1, y.shape[-1])
         add_deltas(self._backend.run_linear, x, self._weights, self._plan, y)
 

@@ -11,9 +11,10 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.output import added_to
+from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import BackendUnavailableError
 from lora_backends.experts import ExpertWeights
-from lora_backends.features import EIGHT_BIT, FEATURES
+from lora_backends.features import FEATURES
 from lora_backends.numba_cpu import experts, kernels, launch
 from lora_backends.numba_cpu.cpu import missing_features
 from lora_backends.numba_cpu.layer import Layers
@@ -41,7 +42,7 @@ class NumbaCPUBackend(LoRABackend):
     auto_priority = {"cpu": 20}
     plan_type = NumbaPlan
     routing_type = NumbaRouting
-    features = frozenset(FEATURES) - {EIGHT_BIT}
+    features = frozenset(FEATURES)
     deterministic = True
     batch_invariant = True
 
@@ -58,13 +59,17 @@ class NumbaCPUBackend(LoRABackend):
         return super().unavailable_reasons(device) + missing_features()
 
     def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
-        """Compile, or load from the cache on disk, what layers of these dtypes (None: all) run.
+        """Compile, or load from the cache on disk, what layers of these dtypes run.
 
-        Experts whose pairs are summed (`reduce`) compile more at their first call.
+        None stands for all dtypes but those of 8 bits, which may be named. Experts whose pairs
+        are summed (`reduce`) compile more at their first call.
         """
         launch.grouping_kernel()
         for dtype in self.dtypes if dtypes is None else dtypes:
-            launch.kernel_for(dtype, dtype)
+            if is_eight_bit(dtype):
+                launch.eight_bit_kernel()  # one for all
+            else:
+                launch.kernel_for(dtype, dtype)
 
     @override
     def prepare_batch(

@@ -6,7 +6,7 @@ import torch
 
 from lora_backends.experts import ExpertWeights
 from lora_backends.numba_cpu import kernels, launch
-from lora_backends.numba_cpu.layer import Layers
+from lora_backends.numba_cpu.layer import Layers, slices_apart
 from lora_backends.numba_cpu.routing import NumbaRouting, job_of
 
 
@@ -29,7 +29,7 @@ def run(
     job = job_of(routing, weights, rows, scales)
     if not job.num_segments:
         return y
-    in_blocks = weights.interleaved and weights.num_a > 1
+    in_blocks = weights.interleaved and slices_apart(weights)
     target = _row_by_row(y, weights.num_slices if in_blocks else 1)
     if reduce:
         delta = torch.zeros(routing.num_pairs, weights.out_features, device="cpu")

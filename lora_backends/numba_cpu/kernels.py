@@ -80,6 +80,8 @@ class Call(NamedTuple):
     h_row: int
     y: int
     y_row: int
+    x_dtype: int  # BIAS_FLOAT32, ...; kernels of 8-bit stacks ask for it
+    y_dtype: int
 
 
 CALL_FIELDS, LAYER_FIELDS, SLICE_FIELDS = (len(kind._fields) for kind in (Call, Layer, Slice))
@@ -120,6 +122,17 @@ def run_call(kind, kind_y, address):
     Where `whole` is set that is both halves of a share of the segments; else it is a share of
     every segment, and all threads end the first half before one begins the second.
     """
+    call, layer, segments, part, parts = run_to_first(address)
+    if call.expand:
+        h = (call.h, call.h_slice, call.h_row, call.h_order)
+        y = (call.y, call.y_row, call.y_order)
+        scales = (call.scales, call.scales_row, call.scales_order)
+        expand_part(part, parts, (kind, kind_y), layer, segments, scales, h, y)
+
+
+@njit(nogil=True)
+def run_to_first(address):
+    """Do one thread's part of the first half; return what the second half needs."""
     call = unpack_call(carray(v.ints(address), CALL_FIELDS))
     layer = unpack(carray(v.ints(call.layer), LAYER_FIELDS))
     segments = carray(v.ints(call.b_segments), (call.b_count, 3))
@@ -136,11 +149,7 @@ def run_call(kind, kind_y, address):
         v.call_first(call.first_half, address, part, parts, low, high)
         if between != 0:
             v.call(between)
-    if call.expand:
-        h = (call.h, call.h_slice, call.h_row, call.h_order)
-        y = (call.y, call.y_row, call.y_order)
-        scales = (call.scales, call.scales_row, call.scales_order)
-        expand_part(part, parts, (kind, kind_y), layer, segments, scales, h, y)
+    return call, layer, segments, part, parts
 
 
 @njit(nogil=True)
@@ -165,6 +174,7 @@ def unpack_call(call):
         call[0], call[1], call[2], call[3], call[4], call[5], call[6], call[7], call[8], call[9],
         call[10], call[11], call[12], call[13], call[14], call[15], call[16], call[17], call[18],
         call[19], call[20], call[21], call[22], call[23], call[24], call[25], call[26], call[27],
+        call[28], call[29],
     )
     # fmt: on
 
@@ -176,7 +186,7 @@ def unpack(layer):
     return Layer(
         layer[0], layer[1], layer[2], layer[3], layer[4], layer[5], layer[6], layer[7], layer[8],
         layer[9], layer[10], layer[11], layer[12], layer[13], layer[14], layer[15], layer[16],
-        layer[17],
+        layer[17], layer[18], layer[19], layer[20],
     )
     # fmt: on
 
@@ -185,9 +195,13 @@ def unpack(layer):
 def slice_of(layer, s):
     """Return the fields of a `Slice` by name."""
     item = carray(v.ints(layer.slices + 8 * SLICE_FIELDS * s), SLICE_FIELDS)
+    # fmt: off
     return Slice(
-        item[0], item[1], item[2], item[3], item[4], item[5], item[6], item[7], item[8], item[9]
+        item[0], item[1], item[2], item[3], item[4], item[5], item[6], item[7], item[8], item[9],
+        item[10], item[11], item[12], item[13], item[14], item[15], item[16], item[17], item[18],
+        item[19],
     )
+    # fmt: on
 
 
 @njit(nogil=True)
@@ -285,46 +299,48 @@ def shrink_part(part, parts, kind, layer, segments, span, x, h):
                 rows = (a + j * item.a_row, item.a_row, layer.in_features)
                 to_columns = (to[0] + 4 * j, to[1], to[2])
                 count = min(rank - j, SHRINK_RANKS)
-                shrink_block(kind, rows, count, start, stop, x, to_columns)
+                shrink_block((kind, kind), rows, count, start, stop, x, to_columns)
 
 
 @njit(nogil=True)
-def shrink_block(kind, rows, count, t, end, x, h):
+def shrink_block(kinds, rows, count, t, end, x, h):
     """Write up to 4 columns of h for the tokens of a segment; the last row of a fills up to 4."""
     a, a_row, n = rows
     last = count - 1
     a_rows = (a, a + min(1, last) * a_row, a + min(2, last) * a_row, a + last * a_row)
     fresh = True  # a is not in a cache yet
     while t + 4 <= end:
-        sums = dot_rows(kind, a_rows, four_rows(x, t), n, fresh)
+        sums = dot_rows(kinds, a_rows, four_rows(x, t), n, fresh)
         v.write_totals(four_rows(h, t), count, sums)
         t, fresh = t + 4, False
     if t + 2 <= end:
-        sums2 = dot_rows(kind, a_rows, two_rows(x, t), n, fresh)
+        sums2 = dot_rows(kinds, a_rows, two_rows(x, t), n, fresh)
         v.write_totals(two_rows(h, t), count, sums2)
         t, fresh = t + 2, False
     if t < end:
-        sums1 = dot_rows(kind, a_rows, (row_at(x, t),), n, fresh)
+        sums1 = dot_rows(kinds, a_rows, (row_at(x, t),), n, fresh)
         v.write_totals((row_at(h, t),), count, sums1)
 
 
 @njit(nogil=True, forceinline=True)
-def dot_rows(kind, a_rows, x_rows, n, fresh):
+def dot_rows(kinds, a_rows, x_rows, n, fresh):
     """Return a vector of partial sums of ``a @ x`` per pair of rows."""
+    kind, kind_x = kinds
     sums = v.zeros(a_rows, x_rows)
     k = 0
     while k + 2 * LANES <= n:
         if fresh:
             v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD)
-            v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD + 64)
+            if v.size(kind) > 1:  # 32 elements are more than one line
+                v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD + 64)
         a = v.load_rows(kind, a_rows, k)  # 32 of every row
-        x = v.load_rows(kind, x_rows, k)
+        x = v.load_rows(kind_x, x_rows, k)
         sums = v.add_products(sums, a, x)
         k += 2 * LANES
     while k < n:
         count = min(n - k, LANES)
         a_tail = v.load_some(kind, a_rows, k, count)
-        x_tail = v.load_some(kind, x_rows, k, count)
+        x_tail = v.load_some(kind_x, x_rows, k, count)
         sums = v.add_products(sums, a_tail, x_tail)
         k += LANES
     return sums

@@ -217,11 +217,21 @@ def expand_long(kinds, place, tiles, factors, scratch, t, end, h, y):
 def expand_columns(tiles, kinds, place, factors, columns, tokens, h, y):
     """Add to 16 columns of y per item of `tiles`; return the place of the next ones."""
     kind, kind_y = kinds
+    b, b_row, rank = place[0], place[1], factors[0]
+    for i in range(len(tiles)):
+        row, to = b + i * LANES * b_row, columns + i * LINE
+        store_columns(kind, row, b_row, rank, to, LINE * len(tiles))
+    paired = rank - rank % (16 // v.size(kind))
+    width = rank * v.size(kind)  # bytes of a row of b
+    return add_stored_columns(tiles, kind_y, place, factors, paired, width, columns, tokens, h, y)
+
+
+@njit(nogil=True)
+def add_stored_columns(tiles, kind_y, place, factors, paired, width, columns, tokens, h, y):
+    """Do what `expand_columns` does with columns of b that are stored; fetch the next rows of b."""
     b, b_row, (bias_dtype, bias, bias_size), output_scale, column = place
     rank, scaling, scales = factors
     (t, end), step, b_rows = tokens, LINE * len(tiles), LANES * len(tiles)
-    for i in range(len(tiles)):
-        store_columns(kind, b + i * LANES * b_row, b_row, rank, columns + i * LINE, step)
     b += b_rows * b_row
     at = columns + step * rank
     added = v.zeros((0,), tiles)
@@ -230,12 +240,11 @@ def expand_columns(tiles, kinds, place, factors, columns, tokens, h, y):
             v.store_all(at + i * LINE, LINE, (load_bias(bias_dtype, bias),))
             bias += LANES * bias_size
         added = v.load_all(at, tiles)
-    paired = rank - rank % (16 // v.size(kind))
     share = (b_rows * TOKENS + end - t - 1) // (end - t)
     fetched, first = 0, t
     while t + TOKENS <= end:
         for i in range(fetched, min(fetched + share, b_rows)):
-            for line in range(0, rank * v.size(kind), LINE):
+            for line in range(0, width, LINE):
                 v.prefetch((b,), i * b_row + line)
         fetched += share
         fetch_ahead(y, (first, end), t, column * v.size(kind_y), b_rows * v.size(kind_y))

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from numba import config
 
+from lora_backends.eight_bit import is_eight_bit
 from lora_backends.experts import ExpertWeights
-from lora_backends.numba_cpu import kernels, kernels_experts
+from lora_backends.numba_cpu import kernels, kernels_eight_bit, kernels_experts
 from lora_backends.numba_cpu.config import SEGMENTS_PER_THREAD, SERIAL_BYTES
-from lora_backends.numba_cpu.layer import Layers, Located
+from lora_backends.numba_cpu.layer import BIAS_DTYPES, Layers, Located
 from lora_backends.numba_cpu.openmp import OpenMP, torch_openmp
 from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan
 from lora_backends.numba_cpu.vectors import BFLOAT16, FLOAT16, FLOAT32
@@ -26,7 +27,7 @@ MARKERS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOA
 NO_FUNCTIONS = (0, 0, 0)
 _FIRST_HALF = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
 _PACK_START = struct.Struct("9q").pack  # the fields of a `kernels.Call` before those of a `Work`
-_PACK_TENSORS = struct.Struct("7q").pack  # and behind them
+_PACK_TENSORS = struct.Struct("9q").pack  # and behind them
 _PACK_REDUCTION = struct.Struct(f"{len(kernels_experts.Reduction._fields)}q").pack
 
 
@@ -55,6 +56,12 @@ def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype) -> Kernel:
 
 
 @cache
+def eight_bit_kernel() -> Kernel:
+    """Compile the kernel for 8-bit stacks and any y, or load it."""
+    return _kernel(kernels_eight_bit.entry(), first_half_for(torch.int8)[0])
+
+
+@cache
 def reduction_kernel(dtype_y: torch.dtype) -> Kernel:
     """Compile the kernel that sums over pairs, or load it."""
     return _kernel(kernels_experts.reduction_entry(MARKERS[dtype_y]))
@@ -69,7 +76,10 @@ def grouping_kernel() -> Kernel:
 @cache
 def first_half_for(dtype: torch.dtype) -> tuple[int, Any]:
     """Compile the first half for weights of a dtype, or load it; return its address and itself."""
-    compiled = kernels.first_entry(MARKERS[dtype])
+    if is_eight_bit(dtype):
+        compiled = kernels_eight_bit.first_entry()
+    else:
+        compiled = kernels.first_entry(MARKERS[dtype])
     if config.DISABLE_JIT:
         compiled = _FIRST_HALF(compiled)
         return ctypes.cast(compiled, ctypes.c_void_p).value or 0, compiled
@@ -99,7 +109,10 @@ def run(
     located = layers.locate(weights)
     threads = num_threads(located, job)
     dtype = located.dtype
-    kernel = kernel_for(dtype, dtype if y is None else y.dtype)
+    if is_eight_bit(dtype):
+        kernel = eight_bit_kernel()
+    else:
+        kernel = kernel_for(dtype, dtype if y is None else y.dtype)
     if h is None:
         h_row = 4 * weights.max_rank
         h_slice = h_row * job.h_rows
@@ -125,6 +138,7 @@ def run(
             h_slice,
             h_row,
             *_address_and_row(y),
+            *[0 if rows is None else BIAS_DTYPES.get(rows.dtype, 0) for rows in (x, y)],
         )
     )
     _start(kernel, call, threads, openmp)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from lora_backends.dispatch.ordinary import addresses_of
+from lora_backends.eight_bit import b_row_groups
 from lora_backends.experts import ExpertWeights
 from lora_backends.weights import LoRAWeights
 
@@ -24,6 +25,8 @@ BIAS_DTYPES = {
     torch.float16: BIAS_FLOAT16,
     torch.float64: BIAS_FLOAT64,
 }
+INT8, E4M3, E5M2 = 1, 2, 3
+STORED = {torch.int8: INT8, torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
 class Slice(NamedTuple):
@@ -37,6 +40,16 @@ class Slice(NamedTuple):
     b_slot: int
     b_expert: int
     b_row: int
+    a_scales: int  # of 8-bit stacks: [num_slots, groups of max_rank, groups of in_features]
+    a_scales_slot: int
+    a_scales_expert: int
+    a_scales_row: int
+    a_scales_column: int
+    b_scales: int  # [num_slots, groups of rows of the slice, groups of max_rank]
+    b_scales_slot: int
+    b_scales_expert: int
+    b_scales_row: int
+    b_scales_column: int
     first: int  # output columns from here
     last: int  # to here, not included
 
@@ -44,7 +57,7 @@ class Slice(NamedTuple):
 class Layer(NamedTuple):
     """Where the tensors of a layer lie, for kernels: addresses, and strides in bytes."""
 
-    slices: int  # the fields of a `Slice`, [num_slices, 10] int64
+    slices: int  # the fields of a `Slice`, [num_slices, 20] int64
     ranks: int  # [num_slots, num_slices] int32
     ranks_slot: int
     ranks_expert: int
@@ -62,6 +75,9 @@ class Layer(NamedTuple):
     in_features: int
     num_slices: int
     max_rank: int
+    stored: int  # INT8, E4M3 or E5M2 of 8-bit stacks, 0 of others
+    block_rows: int  # that share a scale; 0: all
+    block_columns: int
 
 
 @dataclass(eq=False)
@@ -137,6 +153,9 @@ def _located(
     table = np.array(slices, dtype=np.int64)
     in_features, max_rank = weights.in_features, weights.max_rank
     sizes = {"in_features": in_features, "num_slices": len(slices), "max_rank": max_rank}
+    rows, columns = weights.scale_block
+    sizes |= {"block_rows": rows or 0, "block_columns": columns or 0}
+    sizes["stored"] = STORED.get(weights.dtype, 0)
     layer = np.array(Layer(slices=table.ctypes.data, **fields, **sizes), dtype=np.int64)
     bytes_read = (len(slices) * in_features + weights.out_features) * max_rank
     bytes_read *= weights.dtype.itemsize
@@ -145,7 +164,8 @@ def _located(
 
 
 def _expert_addresses(weights: ExpertWeights) -> tuple[int, ...]:
-    tensors = (weights.lora_a, weights.lora_b, weights.ranks, weights.scalings)
+    tensors = [weights.lora_a, weights.lora_b, weights.ranks, weights.scalings]
+    tensors += [t for t in (weights.a_scales, weights.b_scales) if t is not None]
     return tuple([tensor.data_ptr() for tensor in tensors])
 
 
@@ -154,19 +174,25 @@ def _locate_experts(weights: ExpertWeights, addresses: tuple[int, ...]) -> Locat
     fields = dict.fromkeys(("bias", "bias_slot", "bias_size", "bias_dtype"), 0)
     fields |= dict.fromkeys(("output_scales", "output_scales_slot"), 0)
     for name in ("ranks", "scalings"):
-        fields |= _table(name, getattr(weights, name), _expert_strides(getattr(weights, name)))
+        slot, expert, column = _expert_strides(getattr(weights, name))
+        column = column if weights.num_a > 1 else 0
+        fields |= _table(name, getattr(weights, name), (slot, expert, column))
     ends = (0, *accumulate(weights.output_slices))
-    if weights.num_a == 1:  # one A, rank and scaling for all columns
+    split = slices_apart(weights)
+    if not split:  # one A, rank and scaling for all columns
         ends = (0, weights.out_features)
     slices = []
-    for s in range(weights.num_a):
-        a, columns = weights.lora_a[:, :, s], weights.columns(s)
-        b = weights.lora_b[:, :, columns] if weights.num_a > 1 else weights.lora_b
+    for s in range(weights.num_slices if split else 1):
+        nth = s if weights.num_a > 1 else 0
+        a = weights.lora_a[:, :, nth]
+        b = weights.lora_b[:, :, weights.columns(s)] if split else weights.lora_b
         places = [
             (part.data_ptr(), *(part.element_size() * n for n in _expert_strides(part)))
             for part in (a, b)
         ]
-        slices.append(Slice(*places[0], *places[1], *ends[s : s + 2]))
+        a_scales = None if weights.a_scales is None else weights.a_scales[:, :, nth]
+        scales = (*_scale_places(a_scales, 1), *_scale_places(_own_groups(weights, s, 2), 1))
+        slices.append(Slice(*places[0], *places[1], *scales, *ends[s : s + 2]))
     return _located(weights, addresses, slices, fields)
 
 
@@ -187,4 +213,34 @@ def _slice_of(weights: LoRAWeights, s: int) -> Slice:
         else:
             slot, row, _ = (part.element_size() * stride for stride in part.stride())
             places += (part.data_ptr(), slot, 0, row)
+    a_scales = None if weights.a_scales is None else weights.a_scales[:, s]
+    places += (*_scale_places(a_scales, 0), *_scale_places(_own_groups(weights, s, 1), 0))
     return Slice(*places, *weights.slice_offsets[s : s + 2])
+
+
+def _own_groups(weights: Weights, s: int, axis: int) -> torch.Tensor | None:
+    """Return the part of b_scales that is of a slice; `axis` has the groups of rows."""
+    if weights.b_scales is None:
+        return None
+    groups = b_row_groups(weights.output_slices, weights.scale_block)
+    return weights.b_scales.narrow(axis, sum(groups[:s]), groups[s])
+
+
+def _scale_places(scales: torch.Tensor | None, experts: int) -> tuple[int, ...]:
+    """Return the address of scales and the strides of slots, experts, groups of rows, groups.
+
+    `experts` says how many axes of experts there are: 1 or, in a dense layer, 0.
+    """
+    if scales is None:
+        return (0,) * 5
+    slot, *rest, row, column = (4 * stride for stride in scales.stride())
+    expert = rest[0] if experts and scales.shape[1] > 1 else 0
+    return scales.data_ptr(), slot, expert, row, column
+
+
+def slices_apart(weights: ExpertWeights) -> bool:
+    """Return whether kernels see a slice of columns at a time, not all columns as one slice.
+
+    Groups of scales never cross slices, so slices of 8 bits stay apart even if one A feeds all.
+    """
+    return weights.num_a > 1 or weights.b_scales is not None

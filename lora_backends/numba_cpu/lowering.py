@@ -15,6 +15,7 @@ F32, I8, I16 = ir.FloatType(), ir.IntType(8), ir.IntType(16)
 I32, I64 = ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(F32, LANES)
 ZEROS = ir.Constant(VECTOR, None)
+EIGHT_BIT = (types.int8, types.uint8, types.boolean)  # int8, float8_e4m3fn, float8_e5m2
 
 
 def integer(value: int) -> Any:
@@ -34,12 +35,14 @@ def undefined(shape: Any) -> Any:
 
 def size_of(kind: Any) -> int:
     """Return the bytes of an element."""
-    sizes: dict[Any, int] = {types.float64: 8, types.float32: 4}
+    sizes: dict[Any, int] = {types.float64: 8, types.float32: 4} | dict.fromkeys(EIGHT_BIT, 1)
     return sizes.get(kind, 2)
 
 
 def raw_type(kind: Any) -> Any:
     """Return the type of an element as it lies in memory."""
+    if kind in EIGHT_BIT:
+        return I8
     return {types.float64: ir.DoubleType(), types.float32: F32}.get(kind, I16)
 
 
@@ -63,7 +66,7 @@ def with_element(shape: Any, element: Any) -> Any:
     return ir.VectorType(element, shape.count) if isinstance(shape, ir.VectorType) else element
 
 
-def constant(shape: Any, value: int) -> Any:
+def constant(shape: Any, value: float) -> Any:
     """Return a constant of the type of `shape`, the same in every lane."""
     if isinstance(shape, ir.VectorType):
         return ir.Constant(shape, [value] * shape.count)
@@ -76,6 +79,10 @@ def widen(builder: Any, kind: Any, raw: Any) -> Any:
         return raw
     if kind == types.float64:
         return builder.fptrunc(raw, with_element(raw.type, F32))
+    if kind == types.int8:
+        return builder.sitofp(raw, with_element(raw.type, F32))
+    if kind in (types.uint8, types.boolean):
+        return widen_float8(builder, kind, raw)
     if kind == types.int16:  # float16
         return builder.fpext(
             builder.bitcast(raw, with_element(raw.type, ir.HalfType())), with_element(raw.type, F32)
@@ -83,6 +90,21 @@ def widen(builder: Any, kind: Any, raw: Any) -> Any:
     words = builder.zext(raw, with_element(raw.type, I32))
     words = builder.shl(words, constant(words.type, 16))
     return builder.bitcast(words, with_element(raw.type, F32))
+
+
+def widen_float8(builder: Any, kind: Any, raw: Any) -> Any:
+    """Return bytes of float8 as float32, by way of float16, which has no slow denormal values."""
+    bits = builder.sext(raw, with_element(raw.type, I16))
+    half, single = with_element(raw.type, ir.HalfType()), with_element(raw.type, F32)
+    if kind == types.boolean:  # float8_e5m2: the upper byte of a float16
+        bits = builder.shl(bits, constant(bits.type, 8))
+        return builder.fpext(builder.bitcast(bits, half), single)
+    # sign 15, exponent 13 to 10, mantissa 9 to 7: 2**-8 of the value
+    bits = builder.and_(builder.shl(bits, constant(bits.type, 7)), constant(bits.type, 0xBFFF))
+    carry = builder.add(bits, constant(bits.type, 0x80))  # reaches bit 14 for NaN alone
+    bits = builder.or_(bits, builder.and_(carry, constant(bits.type, 0x4000)))
+    wide = builder.fpext(builder.bitcast(bits, half), single)
+    return builder.fmul(wide, constant(wide.type, 256.0))
 
 
 def narrow(builder: Any, kind: Any, vector: Any) -> Any:
@@ -132,6 +154,15 @@ def split_words(builder: Any, kind: Any, columns: list[Any]) -> list[Any]:
     for words in columns:
         if kind == types.uint16:
             split += split_bfloat16(builder, words)
+        elif kind == types.int8:
+            for shift in (24, 16, 8, 0):
+                high = builder.shl(words, constant(words.type, shift))
+                item = builder.ashr(high, constant(words.type, 24))
+                split.append(builder.sitofp(item, VECTOR))
+        elif kind in EIGHT_BIT:
+            for shift in (0, 8, 16, 24):
+                low = builder.lshr(words, constant(words.type, shift))
+                split.append(widen(builder, kind, builder.trunc(low, raw_vector(kind))))
         else:
             halves = (words, builder.lshr(words, constant(words.type, 16)))
             raw = [builder.trunc(half, with_element(words.type, I16)) for half in halves]

@@ -13,11 +13,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Vector: TypeAlias = npt.NDArray[np.float32]  # [16]
-Marker: TypeAlias = np.float32 | np.uint16 | np.int16 | np.float64
+Marker: TypeAlias = np.float32 | np.uint16 | np.int16 | np.float64 | np.int8 | np.uint8 | np.bool_
 
 _LANES = 16
+
+
+def _table(dtype: torch.dtype) -> Vector:
+    table: Vector = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    return table
+
+
+_FLOAT8 = {np.uint8: _table(torch.float8_e4m3fn), np.bool_: _table(torch.float8_e5m2)}
 
 
 def zeros(a: tuple[Any, ...], x: tuple[Any, ...]) -> tuple[Vector, ...]:
@@ -47,6 +56,19 @@ def load_columns(kind: Marker, address: int, stride: int) -> tuple[Vector, ...]:
     count = 16 // kind.itemsize
     rows = [_elements(kind, address + lane * stride, count) for lane in range(_LANES)]
     return tuple(np.stack(rows, axis=1))
+
+
+def load_four(kind: Marker, address: int, stride: int) -> tuple[Vector, ...]:
+    rows = [_elements(kind, address + lane * stride, 4) for lane in range(_LANES)]
+    return tuple(np.stack(rows, axis=1))
+
+
+def splat(value: np.float32) -> Vector:
+    return np.full(_LANES, value, np.float32)
+
+
+def multiply(vectors: tuple[Vector, ...], factor: Vector) -> tuple[Vector, ...]:
+    return tuple(vector * factor for vector in vectors)
 
 
 def add_products(
@@ -108,6 +130,10 @@ def store_all(address: int, step: int, vectors: tuple[Vector, ...]) -> None:
         _memory(address + step * i, np.dtype(np.float32), _LANES)[:] = vector
 
 
+def store(kind: Marker, address: int, vector: Vector) -> None:
+    _memory(address, kind.dtype, _LANES)[:] = _narrow(kind, vector)
+
+
 def load_all(address: int, like: tuple[Any, ...]) -> tuple[Vector, ...]:
     return tuple(load(np.float32(0), address + 4 * _LANES * i) for i in range(len(like)))
 
@@ -167,6 +193,9 @@ def _memory(address: int, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
 
 
 def _elements(kind: Marker, address: int, count: int) -> Vector:
+    if type(kind) in _FLOAT8:
+        wide: Vector = _FLOAT8[type(kind)][_memory(address, np.dtype(np.uint8), count)]
+        return wide
     raw = _memory(address, kind.dtype, count)
     if kind.dtype == np.uint16:  # bfloat16
         return (raw.astype(np.uint32) << 16).view(np.float32)

@@ -131,10 +131,11 @@ def job_of(
     half takes each slot's pairs together.
     """
     groups, plan = routing.groups(), routing.plan
-    a_shared = weights.lora_a.shape[1] == 1
+    a_shared = weights.lora_a.shape[1] == 1 == _experts(weights.a_scales)
     span = weights.ranks.shape[1] if a_shared else 1
     b_segments = groups.by_expert
-    if weights.lora_b.shape[1] == weights.ranks.shape[1] == weights.scalings.shape[1] == 1:
+    tables = (weights.lora_b, weights.ranks, weights.scalings)
+    if all(table.shape[1] == 1 for table in tables) and _experts(weights.b_scales) == 1:
         b_segments = groups.by_slot
     x_order = to_order = h_order = groups.pairs
     a_segments, h_rows = (groups.by_slot if a_shared else groups.by_expert), routing.num_pairs
@@ -149,3 +150,8 @@ def job_of(
     work = Work(*a_segments, span, *b_segments, *orders, *factors, groups.pairs)
     same = work.a_segments == work.b_segments
     return Job(PACK_WORK(*work), same, groups.by_expert[0], groups.num_pairs, h_rows)
+
+
+def _experts(scales: torch.Tensor | None) -> int:
+    """Return the experts that scales differ for."""
+    return 1 if scales is None else scales.shape[1]

@@ -3,7 +3,7 @@
 LLVM sees whole vectors, so nothing depends on what a loop vectoriser decides, and no flag allows
 it to reorder sums: a result is the same however many rows a kernel handles at once. Memory is
 named by its address, an int. What lies there is told by a marker, an (otherwise unused) value
-whose type says how 16 bits are read: `FLOAT32`, `BFLOAT16` or `FLOAT16`.
+whose type says how the bits are read: `FLOAT32`, `BFLOAT16`, `FLOAT16`, `INT8` and so on.
 
 Every operation stands beside its plain twin, which runs where NUMBA_DISABLE_JIT is set.
 """
@@ -28,6 +28,7 @@ from lora_backends.numba_cpu import lowering, plain
 LANES = lowering.LANES
 FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
 FLOAT64 = np.float64(0)  # may be loaded, rounded to float32; not stored
+INT8, E4M3, E5M2 = np.int8(0), np.uint8(0), np.bool_(False)  # may be loaded; not stored
 
 
 class Float32x16(types.Type):
@@ -132,7 +133,7 @@ def load_column(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
 def load_columns(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
     """load_columns(kind, address, stride): the columns of 16 rows, `stride` bytes apart.
 
-    16 bytes of every row: 4 columns of float32, 8 of a 16-bit type. Lanes are rows.
+    16 bytes of every row: 4 columns of float32, 8 of a 16-bit type, 16 of 8 bits. Lanes are rows.
     """
     count = 16 // lowering.size_of(kind)
     result = types.UniTuple(VECTOR, count)
@@ -143,6 +144,45 @@ def load_columns(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
         return context.make_tuple(builder, result, lowering.split_words(builder, kind, columns))
 
     return result(kind, types.int64, types.int64), codegen
+
+
+@_operation(plain.load_four)
+def load_four(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
+    """load_four(kind, address, stride): `load_columns` for 4 columns of an 8-bit type."""
+    result = types.UniTuple(VECTOR, 4)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, at, step = args
+        words = lowering.undefined(ir.VectorType(lowering.I32, LANES))
+        for lane in range(LANES):
+            word = lowering.load_value(builder, at, lowering.I32, 1)
+            words = builder.insert_element(words, word, lowering.lane(lane))
+            at = builder.add(at, step)
+        return context.make_tuple(builder, result, lowering.split_words(builder, kind, [words]))
+
+    return result(kind, types.int64, types.int64), codegen
+
+
+@_operation(plain.splat)
+def splat(typing: Any, value: Any) -> Any:
+    """splat(value): 16 times a float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return lowering.splat(builder, args[0])
+
+    return VECTOR(types.float32), codegen
+
+
+@_operation(plain.multiply)
+def multiply(typing: Any, vectors: Any, factor: Any) -> Any:
+    """multiply(vectors, factor): every vector times one vector."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        items = cgutils.unpack_tuple(builder, args[0])
+        products = [builder.fmul(item, args[1]) for item in items]
+        return context.make_tuple(builder, vectors, products)
+
+    return vectors(vectors, factor), codegen
 
 
 @_operation(plain.add_products)
@@ -299,6 +339,18 @@ def store_all(typing: Any, address: Any, step: Any, vectors: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, vectors), codegen
+
+
+@_operation(plain.store)
+def store(typing: Any, kind: Any, address: Any, vector: Any) -> Any:
+    """store(kind, address, vector): 16 neighbours, rounded."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rounded = lowering.narrow(builder, kind, args[2])
+        lowering.store_value(builder, args[1], rounded, lowering.size_of(kind))
+        return context.get_dummy_value()
+
+    return types.void(kind, types.int64, vector), codegen
 
 
 @_operation(plain.load_all)

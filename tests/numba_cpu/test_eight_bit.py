@@ -1,0 +1,178 @@
+"""8-bit stacks on `numba_cpu`, against `torch_ref` on the same stored values."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from numba import njit
+
+from lora_backends import ExpertWeights, LoRABatch, LoRAWeights, quantize_weights
+from lora_backends.eight_bit import LARGEST
+from lora_backends.numba_cpu import NumbaCPUBackend, launch, plain
+from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu.config import LONG_SEGMENT, MAX_SEGMENT
+from lora_backends.torch_ref import TorchRefBackend
+
+STORED = pytest.mark.parametrize("stored", list(LARGEST), ids=str)
+BLOCKS = pytest.mark.parametrize("block", [(1, None), (None, None), (3, 5), (4, 16), (1, 32)])
+MARKERS = {torch.int8: v.INT8, torch.float8_e4m3fn: v.E4M3, torch.float8_e5m2: v.E5M2}
+SLOTS, RANK, INPUTS, WIDTHS = 3, 21, 75, (83, 35, 16)
+
+
+@njit
+def widen(kind, source, target):
+    for i in range(16):
+        v.store_all(target + 64 * i, 64, (v.load(kind, source + 16 * i),))
+
+
+@njit
+def columns_of(kind, source, target):
+    v.store_all(target, 64, v.load_columns(kind, source, 16))
+
+
+def eight_bit(stored, block, extras=False, spread=False):
+    """Return a layer of 8 bits; NaN in the scales of rows of A beyond the ranks."""
+    make = torch.Generator().manual_seed(3)
+    out = sum(WIDTHS)
+    wide = LoRAWeights(
+        torch.randn(SLOTS, 3, RANK, INPUTS, generator=make),
+        torch.randn(SLOTS, out, RANK, generator=make),
+        torch.tensor([[RANK, 3, 5], [0, 20, 1], [16, 8, RANK]]),
+        torch.rand(SLOTS, 3, generator=make) + 0.5,
+        WIDTHS,
+        torch.randn(SLOTS, out, generator=make) if extras else None,
+        torch.rand(SLOTS, out, generator=make) + 0.5 if extras else None,
+    )
+    weights = quantize_weights(wide, stored, block)
+    if block == (1, None):
+        weights.a_scales[torch.arange(RANK) >= weights.ranks[..., None]] = torch.nan
+    if spread:
+        a = tuple(with_gaps(weights.a_of(s)) for s in range(len(WIDTHS)))
+        b = tuple(with_gaps(weights.b_of(s)) for s in range(len(WIDTHS)))
+        weights = replace(weights, lora_a=a, lora_b=b)
+    return weights
+
+
+def with_gaps(part):
+    """Return the values in other memory, 0x7f around them: NaN of either float8."""
+    shape = (part.shape[0], part.shape[1] + 1, part.shape[2] + 3)
+    room = torch.full(shape, 0x7F, dtype=torch.uint8).view(part.dtype)
+    return room[:, :-1, :-3].copy_(part)
+
+
+def batch_of(tokens, scaled):
+    make = torch.Generator().manual_seed(tokens)
+    slots = torch.randint(-1, SLOTS, (tokens,), generator=make)
+    slots[tokens // 3 : tokens // 3 + tokens // 2] = SLOTS - 1  # a long segment in a long batch
+    return LoRABatch(slots, SLOTS, torch.randn(tokens, generator=make) if scaled else None)
+
+
+def agree(actual, expected):
+    unit = torch.finfo(actual.dtype).eps if actual.dtype != torch.float32 else 2.0**-19
+    bound = unit * expected.abs() + 1e-5 * expected.abs().max()
+    assert ((actual.double() - expected).abs() <= bound).all()
+
+
+@STORED
+@BLOCKS
+def test_stored_values_times_scales_are_what_is_multiplied(stored, block):
+    backend, reference = NumbaCPUBackend(), TorchRefBackend()
+    make = torch.Generator().manual_seed(4)
+    for step, tokens in enumerate([1, 9, 5 * LONG_SEGMENT, MAX_SEGMENT + 30]):
+        weights = eight_bit(stored, block, extras=step % 2, spread=step > 1)
+        batch = batch_of(tokens, scaled=step > 1)
+        plan, other = backend.prepare_batch(batch), reference.prepare_batch(batch)
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[step % 3]
+        x = torch.randn(tokens, INPUTS, generator=make).to(dtype)
+        base = torch.randn(tokens, sum(WIDTHS), generator=make).to(dtype)
+        expected = reference.run_linear(
+            x.float(), weights, other, base.to(torch.float32, copy=True)
+        )
+        agree(backend.run_linear(x, weights, plan, base.clone()), expected.double())
+        ids = torch.randint(0, INPUTS, (tokens,), generator=make)
+        expected = reference.run_embedding(ids, weights, other, base.to(torch.float32, copy=True))
+        agree(backend.run_embedding(ids, weights, plan, base.clone()), expected.double())
+
+
+@STORED
+def test_rows_are_the_same_alone_and_in_a_long_segment(stored):
+    for block in ((1, None), (4, 16)):
+        weights, backend = eight_bit(stored, block), NumbaCPUBackend()
+        tokens = LONG_SEGMENT + 5
+        x, base = torch.randn(tokens, INPUTS).bfloat16(), torch.zeros(tokens, sum(WIDTHS)).half()
+
+        def run(rows, weights=weights, backend=backend, x=x, base=base):
+            plan = backend.prepare_batch(LoRABatch([1] * len(x[rows]), SLOTS))
+            return backend.run_linear(x[rows], weights, plan, base[rows].clone())
+
+        alone = torch.cat([run(slice(t, t + 1)) for t in range(tokens)])
+        assert torch.equal(run(slice(None)), alone)
+        few = torch.cat([run(slice(0, 7)), run(slice(7, 9)), run(slice(9, None))])
+        assert torch.equal(few, alone)
+
+
+def test_one_kernel_serves_every_8_bit_dtype_and_block():
+    launch.eight_bit_kernel()
+    before = launch.kernel_for.cache_info().misses
+    for stored in LARGEST:
+        weights = eight_bit(stored, (3, 5))
+        backend = NumbaCPUBackend()
+        plan = backend.prepare_batch(LoRABatch([0, 1], SLOTS))
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            backend.run_linear(torch.randn(2, INPUTS).to(dtype), weights, plan)
+    assert launch.kernel_for.cache_info().misses == before
+    assert launch.eight_bit_kernel.cache_info().misses == 1
+
+
+@STORED
+def test_every_8_bit_pattern_widens_exactly(stored):
+    values = torch.arange(256, dtype=torch.uint8).view(stored)
+    wide, expected = torch.empty(256), values.float()
+    widen(MARKERS[stored], values.data_ptr(), wide.data_ptr())
+    torch.testing.assert_close(wide, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(wide.signbit()[~wide.isnan()], expected.signbit()[~wide.isnan()])
+    columns = torch.empty(16, 16)
+    columns_of(MARKERS[stored], values.data_ptr(), columns.data_ptr())
+    wanted = expected.view(16, 16).T
+    torch.testing.assert_close(columns, wanted, rtol=0, atol=0, equal_nan=True)
+    twins = torch.stack(
+        [torch.from_numpy(c) for c in plain.load_columns(MARKERS[stored], values.data_ptr(), 16)]
+    )
+    torch.testing.assert_close(twins, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@STORED
+@pytest.mark.parametrize("block", [(1, None), (3, 5)])
+@pytest.mark.parametrize("shared", ["", "a", "b"])
+@pytest.mark.parametrize("num_a", [1, 2])
+def test_experts_of_8_bits_agree_with_the_reference(stored, block, shared, num_a):
+    make, experts, widths = torch.Generator().manual_seed(6), 4, (20, 20)
+    a_experts, b_experts = (1 if name in shared else experts for name in "ab")
+    ranks = torch.randint(0, 9, (2, experts, num_a), generator=make)
+    for interleaved in (False, True):
+        weights = ExpertWeights(
+            torch.randn(2, a_experts, num_a, 8, 40, generator=make),
+            torch.randn(2, b_experts, sum(widths), 8, generator=make),
+            ranks,
+            torch.rand(2, experts, num_a, generator=make),
+            output_slices=widths,
+            num_experts=experts,
+            interleaved=interleaved,
+        )
+        weights = quantize_weights(weights, stored, block)
+        if a_experts == 1 and not interleaved:  # one A, but scales of its own for every expert
+            factors = torch.rand(2, experts, *weights.a_scales.shape[2:], generator=make)
+            weights = replace(weights, a_scales=weights.a_scales * factors)
+        results = []
+        x = torch.randn(9, 40, generator=make)
+        ids = torch.randint(-1, experts, (9, 2), generator=make)
+        factors = torch.rand(9, 2, generator=make)
+        for backend in (NumbaCPUBackend(), TorchRefBackend()):
+            plan = backend.prepare_batch(LoRABatch([0, 1, -1, 1, 1, 0, 0, 1, 0], 2))
+            routing = backend.prepare_experts(plan, ids, factors, experts)
+            for reduce in (False, True):
+                results.append(
+                    backend.run_experts(x, weights, routing, weighted=True, reduce=reduce)
+                )
+        for actual, expected in zip(results[:2], results[2:], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
