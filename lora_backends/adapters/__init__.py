@@ -12,6 +12,9 @@ from lora_backends.adapters.specs import (
     ExpertSpec,
     ModuleDelta,
     ModuleSpec,
+    OwnModules,
+    OwnParameter,
+    TokenRows,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +30,10 @@ __all__ = [
     "Loaded",
     "ModuleDelta",
     "ModuleSpec",
+    "OwnModules",
+    "OwnParameter",
     "SlotTable",
+    "TokenRows",
     "read_checkpoint",
 ]
 

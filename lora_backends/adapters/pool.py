@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from lora_backends.adapters.specs import (
     ModuleSpec,
 )
 from lora_backends.adapters.stacks import Stacks, StagedDelta
-from lora_backends.errors import InvalidInputError, shown
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.experts import ExpertWeights
 from lora_backends.weights import LoRAWeights
 
@@ -57,6 +58,8 @@ class AdapterPool:
         max_expert_rank: width of the stacks of experts; None is the same as `max_rank`.
         base_layers: returns the weight and bias of the base model's module at a path. It is asked
             when an adapter with DoRA is loaded; None refuses those.
+        own_modules: returns what takes the place of modules of the base model, by path, for an
+            adapter that brings more than LoRA; None refuses those.
 
     Raises:
         InvalidInputError: a number is less than 1, or too large.
@@ -75,6 +78,7 @@ class AdapterPool:
         max_expert_rank: int | None = None,
         *,
         base_layers: BaseLayers | None = None,
+        own_modules: Callable[[Checkpoint], Mapping[str, Any]] | None = None,
     ) -> None:
         expert_rank = max_rank if max_expert_rank is None else max_expert_rank
         for key, number in (
@@ -108,6 +112,8 @@ class AdapterPool:
         """
         self._stacks = Stacks(self.modules, groups, max_adapters, max_rank, dtype, self.device)
         self._base_layers = base_layers
+        self._own_modules = own_modules
+        self._own: dict[int, Mapping[str, Any]] = {}  # slot -> by path, what `own_modules` returned
         self._experts = ExpertStacks(self.experts, max_adapters, expert_rank, dtype, self.device)
         self._users: dict[str, set[int]] = {}  # module path -> slots whose adapter touches it
         self._biased: set[tuple[int, str]] = set()  # slots and modules with a bias
@@ -152,6 +158,7 @@ class AdapterPool:
             self.limits,
             self.experts,
             self.max_expert_rank,
+            self._own_modules is not None,
         )
         if accept is not None:
             accept(checkpoint)
@@ -162,7 +169,7 @@ class AdapterPool:
 
         Raises:
             InvalidInputError: it does not fit the base model, or every slot is pinned.
-            UnsupportedInputError: DoRA, as `load`.
+            UnsupportedInputError: DoRA, or modules of its own, as `load`.
         """
         _check_name(name)
         if not isinstance(checkpoint, Checkpoint):
@@ -176,6 +183,7 @@ class AdapterPool:
             *(self._stage(delta) for delta in checkpoint.modules.values()),
             *(self._experts.stage(delta) for delta in checkpoint.experts.values()),
         ]
+        own = self._stage_own(checkpoint)
         with self.slots.lock:  # no call may take the slot while it is written
             slot, evicted = self.slots.candidate(name)
             self._stacks.reserve(d for d in staged if isinstance(d, StagedDelta))
@@ -183,6 +191,7 @@ class AdapterPool:
             self.slots.vacate(name, slot)  # before the first write: see the class
             self._clear(slot)
             self._write(slot, staged)
+            self._own[slot] = own
             self._note_active()
             self.slots.assign(name, slot)
         return Loaded(name, slot, evicted)
@@ -204,7 +213,12 @@ class AdapterPool:
     def modules_of(self, slot: int) -> list[str]:
         """Return the paths of the modules and experts that the adapter in `slot` touches."""
         with self.slots.lock:  # another thread may load
-            return [module for module, users in self._users.items() if slot in users]
+            touched = [module for module, users in self._users.items() if slot in users]
+            return touched + [path for path in self._own.get(slot, ()) if path not in touched]
+
+    def own_modules(self, slot: int) -> Mapping[str, Any]:
+        """Return what the adapter in `slot` has in the place of modules, by path."""
+        return self._own.get(slot, {})
 
     def has_bias(self, slot: int, module: str) -> bool:
         """Return whether the adapter in `slot` brings a bias for a module."""
@@ -282,6 +296,17 @@ class AdapterPool:
             raise InvalidInputError(f"the LoRA bias of {delta.module} is not finite")
         return staged
 
+    def _stage_own(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """Return what takes the place of modules of the base model."""
+        if self._own_modules is not None:
+            return self._own_modules(checkpoint)
+        if checkpoint.own:
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} brings modules of its own besides LoRA, which this pool "
+                f"cannot run\n  to do: use lora_backends.hf.MultiLoRAModel, or merge the adapter"
+            )
+        return {}
+
     def _write(self, slot: int, deltas: Iterable[StagedDelta | ExpertDelta]) -> None:
         for delta in deltas:
             # Noted first: the next load into the slot clears what an interrupt leaves of this one.
@@ -296,6 +321,7 @@ class AdapterPool:
             self._stacks.write(slot, delta)
 
     def _clear(self, slot: int) -> None:
+        self._own.pop(slot, None)
         for module, users in self._users.items():
             if slot in users:
                 if module in self.experts:

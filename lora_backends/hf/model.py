@@ -22,6 +22,7 @@ from lora_backends.hf.experts import ExpertSite, expert_specs, experts_forward, 
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import commonest
+from lora_backends.hf.own_modules import OwnModules
 from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.probe import UNREACHED, probe
 from lora_backends.hf.request import Request
@@ -115,10 +116,15 @@ class MultiLoRAModel:
         self._layouts = probe(
             base, self._sites | {path: site.as_module for path, site in self._experts.items()}
         )
+        self._key = f"model {next(_NUMBERS)}"
+        self._hooks: list[Any] = []
         specs = {path: site.spec for path, site in self._sites.items()}
         self._fuse = device.type != "cpu" if fuse is None else fuse
         self._groups = find_siblings(self._sites) if self._fuse else []
         groups = [group.paths for group in self._groups]
+        self._own = OwnModules(
+            self._key, base, self._sites, self._layouts, self._hooks, self._fuse
+        )
         self.pool = AdapterPool(
             specs,
             max_adapters,
@@ -130,12 +136,12 @@ class MultiLoRAModel:
             expert_specs(self._reached_experts()),
             max_expert_rank,
             base_layers=partial(base_layer, self._sites),
+            own_modules=self._own,
         )
-        self._key = f"model {next(_NUMBERS)}"
         self._structure = Structure(base)
         self._images = Images(getattr(base, "config", None))
         self._main_input: str = getattr(base, "main_input_name", "input_ids")
-        self._hooks = self._register_hooks()
+        self._register_hooks()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copy and pickle: hooks on the base model and locks belong to this object alone."""
@@ -446,15 +452,6 @@ class MultiLoRAModel:
                 f"{checkpoint.folder} holds base weights of modules that the base model lacks: "
                 f"{', '.join(unknown[:3])}"
             )
-        for path, saved in checkpoint.base_weights.items():
-            weight = self._sites[path].module.get_parameter("weight").detach()
-            if weight.shape != saved.shape or not weight.equal(saved.to(weight)):
-                raise UnsupportedInputError(
-                    f"{checkpoint.folder} replaces a base weight: {path}.base_layer.weight differs "
-                    f"from the base model's\n"
-                    f"  allowed: a copy of it, since all rows share one base model\n"
-                    f"  to do: load the base model that the adapter was trained on"
-                )
 
     def _reached_experts(self) -> dict[str, ExpertSite]:
         """Return the experts; those that the model passes by, as a kernel of all may, refused."""
@@ -468,19 +465,18 @@ class MultiLoRAModel:
             self.pool.slots.pin(loaded.name)
         return loaded
 
-    def _register_hooks(self) -> list[Any]:
+    def _register_hooks(self) -> None:
         """Hook every module that an adapter may touch, and the start of a forward pass.
 
         All of them from the start: a compiled program would not notice hooks that come later.
         """
         begin = begin_hook(self._key, self._structure, self._main_input)
-        handles: list[Any] = [self.base.register_forward_pre_hook(begin, with_kwargs=True)]
+        self._hooks.append(self.base.register_forward_pre_hook(begin, with_kwargs=True))
         try:
-            self._add_hooks(handles)
+            self._add_hooks(self._hooks)
         except BaseException:  # no memory to join weights, for instance
-            self._remove(handles)
+            self._remove(self._hooks)
             raise
-        return handles
 
     def _add_hooks(self, handles: list[Any]) -> None:
         hooks = {
