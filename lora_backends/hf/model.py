@@ -19,10 +19,13 @@ from lora_backends.features import OUTPUT_SCALES
 from lora_backends.hf.base import check_base
 from lora_backends.hf.entries import Entry, RowAdapters, adapter_names, is_per_token
 from lora_backends.hf.experts import ExpertSite, expert_specs, experts_forward, find_experts
+from lora_backends.hf.generates import check_generate
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
 from lora_backends.hf.images import Images
+from lora_backends.hf.invocation import invoked
 from lora_backends.hf.layout import commonest
 from lora_backends.hf.own_modules import OwnModules
+from lora_backends.hf.own_rows import check_compiled, check_labels, label_counts, with_labels
 from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.probe import UNREACHED, probe
 from lora_backends.hf.request import Request
@@ -38,6 +41,7 @@ from lora_backends.hf.siblings import (
 )
 from lora_backends.hf.sites import base_layer, find_sites
 from lora_backends.hf.structure import Structure
+from lora_backends.hf.words import ModelWords, OneAdapter, chosen_adapters
 from lora_backends.selection import get_backend
 
 if TYPE_CHECKING:
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
 _NUMBERS = count()
 
 
-class MultiLoRAModel:
+class MultiLoRAModel(ModelWords):
     """Every row of a batch uses its own LoRA adapter, or none.
 
     The base model is changed in place by forward hooks on the modules that an adapter may
@@ -66,7 +70,7 @@ class MultiLoRAModel:
     never are.
 
     Args:
-        base: a Transformers model that is no encoder-decoder, on one device.
+        base: a Transformers model, on one device.
         backend: a backend's name, "auto", a `LoRABackend`, or None for the environment's choice.
         max_adapters: slots; loading more evicts the least recently used that is not pinned.
         max_rank: the largest rank of an adapter.
@@ -82,8 +86,7 @@ class MultiLoRAModel:
 
     Raises:
         InvalidInputError: `base` is no model, or sizes are out of range.
-        UnsupportedInputError: `base` is an encoder-decoder, compiled, a `PeftModel` or spread over
-            devices.
+        UnsupportedInputError: `base` is compiled, a `PeftModel` or spread over devices.
         BackendUnavailableError: the backend does not run on the model's device.
     """
 
@@ -311,15 +314,26 @@ class MultiLoRAModel:
             yield
 
     @torch.no_grad()
-    def __call__(self, *, adapters: Sequence[RowAdapters] | PreparedAdapters, **inputs: Any) -> Any:
+    def __call__(
+        self,
+        *args: Any,
+        adapters: Sequence[RowAdapters] | PreparedAdapters | None = None,
+        adapter_names: Sequence[RowAdapters] | None = None,
+        logits_as_list: bool = False,
+        **inputs: Any,
+    ) -> Any:
         """Run the base model's forward pass, every row with its own adapter.
 
         Args:
+            args: at most one, the base model's first argument: input_ids for most.
             adapters: per row an adapter's name, a blend or None. A blend is a dict of names to
                 strengths, ``{"pirate": 0.7, "json": 0.3}``: a strength multiplies the delta of
                 its adapter, and the deltas are added. A row may also be a sequence with one of
                 these per token of this call, for adapters that apply to a part of the row. What
                 `prepare` returned stands for the adapters that it holds.
+            adapter_names: the same under PEFT's name; "__base__" stands for None in both.
+            logits_as_list: return the logits as a list with a tensor per row, for adapters whose
+                heads have different numbers of labels.
             inputs: of the base model, at least input_ids or inputs_embeds.
 
         Returns:
@@ -333,19 +347,28 @@ class MultiLoRAModel:
                 of an adapter that uses DoRA with another; a strength of one with a LoRA bias, or
                 that the backend cannot apply.
         """
+        if len(args) > 1:
+            raise InvalidInputError(
+                f"{len(args)} arguments by position\n  allowed: one, {self._main_input}"
+            )
+        inputs |= {self._main_input: argument for argument in args}
         if isinstance(adapters, PreparedAdapters):
             self._check_prepared(adapters)
             with running(adapters):
                 return self.base(**inputs)
-        with self._active(adapters, inputs, after_cache=True):
-            return self.base(**inputs)
+        chosen = chosen_adapters(adapters, adapter_names)
+        with self._active(chosen, inputs, after_cache=True) as request:
+            counts = label_counts(request.own, self.pool, request.rows)
+            check_labels(counts, logits_as_list, inputs)
+            return with_labels(self.base(**inputs), counts, logits_as_list)
 
     @torch.no_grad()
     def generate(
         self,
         inputs: torch.Tensor | None = None,
         *,
-        adapters: Sequence[RowAdapters],
+        adapters: Sequence[RowAdapters] | None = None,
+        adapter_names: Sequence[RowAdapters] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the base model's `generate`, every prompt with its own adapter.
@@ -354,6 +377,7 @@ class MultiLoRAModel:
             inputs: token ids of the prompts, unless input_ids is given by name.
             adapters: as in a call, entries per token from the start of the prompt, what a given
                 cache holds included; tokens after the prompt use the last entry of their row.
+            adapter_names: the same under PEFT's name.
             kwargs: of the base model's `generate`. It does not compile the model by itself, since
                 every call has plans of its own.
 
@@ -364,10 +388,21 @@ class MultiLoRAModel:
             InvalidInputError: as a call.
             UnsupportedInputError: as a call.
         """
-        prompts = kwargs if inputs is None else {**kwargs, "input_ids": inputs}
+        prompts = kwargs if inputs is None else {**kwargs, self._main_input: inputs}
         prompts.setdefault("disable_compile", True)
-        with self._active(adapters, prompts, after_cache=False):
+        chosen = chosen_adapters(adapters, adapter_names)
+        with self._active(chosen, prompts, after_cache=False):
             return cast(Any, self.base).generate(**prompts)
+
+    def as_adapter(self, name: str | None) -> OneAdapter:
+        """Return this model with one adapter in every row, for code that names none.
+
+            pipe = transformers.pipeline("text-generation", model=model.as_adapter("pirate"), ...)
+
+        Args:
+            name: of an adapter, loaded now or when it is used; None for the base model.
+        """
+        return OneAdapter(self, name)
 
     def detach(self) -> nn.Module:
         """Take every hook off, drop the adapters and return the base model as it was."""
@@ -385,7 +420,7 @@ class MultiLoRAModel:
         adapters: Sequence[RowAdapters],
         inputs: Mapping[str, Any],
         after_cache: bool,
-    ) -> Iterator[None]:
+    ) -> Iterator[Request]:
         self._check_attached()
         self._structure.check_mode()
         names = adapter_names(adapters)
@@ -402,13 +437,17 @@ class MultiLoRAModel:
                     f"  allowed: one entry for the row, or one per token"
                 )
         with self.pool.slots.in_use(names) as slots:
+            adapters = invoked(adapters, slots, self.pool, inputs)
             request = Request(
                 self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
             )
             if not after_cache:  # generate encodes images before its first forward pass
                 request.begin_forward(inputs, rows, length)
+            check_generate(self.base, request, inputs, generates=not after_cache)
+            if request.own:
+                check_compiled(self.base)
             with running(IDLE if request.idle else request):
-                yield
+                yield request
 
     def _check_prepared(self, step: PreparedAdapters) -> None:
         self._check_attached()

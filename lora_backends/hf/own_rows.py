@@ -11,7 +11,7 @@ from torch import nn
 
 from lora_backends.adapters import AdapterPool
 from lora_backends.batch import NO_ADAPTER
-from lora_backends.errors import UnsupportedInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
 if TYPE_CHECKING:
     from lora_backends.hf.entries import Choices
@@ -160,3 +160,61 @@ def check_heads(logits: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
     return rows
 
 
+
+
+def check_labels(counts: list[int] | None, as_list: bool, inputs: Mapping[str, Any]) -> None:
+    """Refuse rows with different numbers of labels, unless a list is asked for.
+
+    Raises:
+        InvalidInputError: they differ, or labels are given for heads of another size.
+    """
+    if counts is None:
+        return
+    if inputs.get("labels") is not None:
+        raise InvalidInputError(
+            "labels are given, and an adapter has a head with other labels than the base model\n"
+            "  to do: compute the loss from the logits"
+        )
+    if len({*counts}) > 1 and not as_list:
+        raise InvalidInputError(
+            f"the heads of the rows have different numbers of labels\n  given: {counts}\n"
+            f"  to do: pass logits_as_list=True, or split the batch"
+        )
+
+
+def with_labels(output: Any, counts: list[int] | None, as_list: bool) -> Any:
+    """Return a model's output with the logits of each row's own labels.
+
+    Args:
+        output: of the model.
+        counts: labels of each row; None where all have the base's.
+        as_list: whether to return a tensor for each row.
+
+    Raises:
+        UnsupportedInputError: the output has no logits, or the model mixes labels.
+    """
+    if counts is None and not as_list:
+        return output
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, torch.Tensor):
+        raise UnsupportedInputError(
+            f"an adapter has a head with other labels, and {type(output).__name__} has no logits\n"
+            f"  to do: return_dict=True, on a model with logits"
+        )
+    rows = [*logits] if counts is None else check_heads(logits, counts)
+    if as_list:
+        output["logits"] = rows
+    return output
+
+
+def check_compiled(base: nn.Module) -> None:
+    """Refuse to hook modules that run as a compiled program: it would not notice.
+
+    Raises:
+        UnsupportedInputError: the model, or a part of it, was compiled in place.
+    """
+    if any(vars(module).get("_compiled_call_impl") is not None for module in base.modules()):
+        raise UnsupportedInputError(
+            "an adapter has modules of its own, and the base model was compiled in place\n"
+            "  to do: use a model without compile() for these adapters"
+        )

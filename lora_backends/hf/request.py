@@ -18,7 +18,7 @@ from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
 from lora_backends.hf.own_rows import own_rows
-from lora_backends.hf.probe import CACHES
+from lora_backends.hf.trial import CACHES
 
 MOST_PLANS = 8
 """Plans that a call keeps. A pass meets a few shapes; one that grows with the cache is new in
@@ -101,6 +101,8 @@ class Request:
         self._differ = len(self._every_slot) > 1
         self.idle = self._every_slot <= {NO_ADAPTER}
         self.own = own_rows(pool, slots, self._choices)
+        self.rows = self._slots  # numbers in `Choices`, of each row
+        self.per_token, self.differ = self._per_token, self._differ
         self._touched: dict[int, set[str]] | None = None  # by the adapters of this call
         self._first: int | None = None if after_cache else 0  # position of the first entry
         self._plans: dict[Any, Any] = {}
