@@ -32,6 +32,7 @@ from lora_backends.adapters.old_names import renamed, without_adapter_name
 from lora_backends.adapters.own import take_own
 from lora_backends.adapters.peft_config import ALL_LINEAR, PeftLoraConfig, read_config
 from lora_backends.adapters.pickle_file import read_pickle
+from lora_backends.adapters.residual import RESIDUAL_INITS
 from lora_backends.adapters.safetensors_file import read_safetensors
 from lora_backends.adapters.shards import read_shards, shards_of
 from lora_backends.adapters.specs import (
@@ -285,7 +286,20 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     if spec is not None and kind == "embedding":
         scaling *= spec.embed_scale
     module, magnitude = source.base_path(module), parts.get(_MAGNITUDE)
-    return ModuleDelta(module, kind, rank, scaling, lora_a, lora_b, bias, magnitude)
+    init = _residual_init(source, spec) if kind == "linear" else None
+    return ModuleDelta(module, kind, rank, scaling, lora_a, lora_b, bias, magnitude, init)
+
+
+def _residual_init(source: _Source, spec: ModuleSpec | None) -> str | None:
+    """Return the initialisation that took a part off the base weight, or None."""
+    init = source.config.init_lora_weights
+    if not isinstance(init, str) or init not in RESIDUAL_INITS:
+        return None
+    if spec is not None and spec.transposed and init == "olora":
+        what = "the adapter uses a feature that this library cannot reproduce exactly"
+        given = "init_lora_weights = \"olora\" with a weight that is stored transposed (Conv1D)"
+        raise UnsupportedInputError(problem(source.path, what, given, "linear layers"))
+    return init
 
 
 def _kind_of(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Kind:

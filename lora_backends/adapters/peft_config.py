@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lora_backends.adapters.formats import CONFIG_FILE
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.messages import as_json, problem
+from lora_backends.adapters.residual import RESIDUAL_INITS
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.files import read_bytes
 
@@ -193,7 +194,8 @@ def _refused_keys(values: Mapping[str, Any], own_modules: bool) -> Iterator[str]
 
 def _refused_values(config: PeftLoraConfig, own_modules: bool) -> Iterator[str]:
     init = config.init_lora_weights
-    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
+    taken = own_modules and init in RESIDUAL_INITS and not config.use_dora
+    if isinstance(init, str) and init.lower() not in _PLAIN_INITS and not taken:
         reason = "loading it changes the base weights, or it is not known"
         yield f"init_lora_weights = {as_json(init)}: {reason}"
     if config.bias != "none" and not own_modules:

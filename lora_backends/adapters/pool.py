@@ -13,6 +13,7 @@ import torch
 from lora_backends.adapters.dora import BaseLayers, dora_terms
 from lora_backends.adapters.expert_stacks import ExpertStacks
 from lora_backends.adapters.limits import LoadLimits
+from lora_backends.adapters.residual import with_residual
 from lora_backends.adapters.slots import SlotTable
 from lora_backends.adapters.specs import (
     Checkpoint,
@@ -274,6 +275,8 @@ class AdapterPool:
 
     def _stage(self, delta: ModuleDelta) -> StagedDelta:
         """Return the delta in the pool's dtype, on its device."""
+        if delta.init is not None:
+            delta = with_residual(delta, self._base_layers, self.max_rank)
         scaling, scales, bias = _as_scaling(delta), None, delta.bias
         if delta.magnitude is not None:
             scales, bias = dora_terms(delta, self.modules[delta.module], self._base_layers)

@@ -57,6 +57,7 @@ class ModuleDelta:
     lora_b: Tensor  # [out_features, rank], floating, finite, on the CPU
     bias: Tensor | None  # [out_features] float32, scaling is folded in
     magnitude: Tensor | None = None  # [out_features] floating, finite: DoRA; it has no bias
+    init: str | None = None  # "pissa" or "olora": what it started from is off the base's weight
 
 
 @dataclass(frozen=True, eq=False)

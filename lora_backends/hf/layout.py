@@ -100,5 +100,6 @@ def unknown_rows(
         f"pass of {rows} rows of {length} tokens, and it is not known which row each position "
         f"belongs to: {reason or 'the shape is none of those it was seen with'}\n"
         f"  allowed: one adapter for all rows, or adapters without this module\n"
-        f"  to do: split the batch by adapter, or leave the module out of target_modules"
+        f"  to do: split the batch by adapter (split=True in a call), or leave the module out of "
+        f"target_modules"
     )

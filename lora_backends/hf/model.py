@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lora_backends.adapters import AdapterPool, Checkpoint, Loaded, LoadLimits
+from lora_backends.adapters.hub import local_folder
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
@@ -40,6 +41,7 @@ from lora_backends.hf.siblings import (
     sibling_forward,
 )
 from lora_backends.hf.sites import base_layer, find_sites
+from lora_backends.hf.split import run_split
 from lora_backends.hf.structure import Structure
 from lora_backends.hf.words import ModelWords, OneAdapter, chosen_adapters
 from lora_backends.selection import get_backend
@@ -201,7 +203,8 @@ class MultiLoRAModel(ModelWords):
 
         Args:
             name: what rows ask for.
-            folder: a PEFT checkpoint (adapter_config.json, adapter_model.safetensors or .bin).
+            folder: a PEFT checkpoint (adapter_config.json, adapter_model.safetensors or .bin), or
+                the id of one on the Hugging Face hub, which is looked up in the local cache first.
             pin: keep it from being evicted.
             replace_existing: overwrite a loaded adapter of this name.
 
@@ -215,7 +218,7 @@ class MultiLoRAModel(ModelWords):
                 Nothing has changed.
         """
         self._check_attached()
-        loaded = self.pool.load(name, folder, self._accept, replace_existing)
+        loaded = self.pool.load(name, local_folder(folder), self._accept, replace_existing)
         return self._loaded(loaded, pin)
 
     def add_adapter(self, name: str, checkpoint: Checkpoint, *, pin: bool = False) -> Loaded:
@@ -320,6 +323,7 @@ class MultiLoRAModel(ModelWords):
         adapters: Sequence[RowAdapters] | PreparedAdapters | None = None,
         adapter_names: Sequence[RowAdapters] | None = None,
         logits_as_list: bool = False,
+        split: bool = False,
         **inputs: Any,
     ) -> Any:
         """Run the base model's forward pass, every row with its own adapter.
@@ -334,6 +338,8 @@ class MultiLoRAModel(ModelWords):
             adapter_names: the same under PEFT's name; "__base__" stands for None in both.
             logits_as_list: return the logits as a list with a tensor per row, for adapters whose
                 heads have different numbers of labels.
+            split: run a pass for each adapter, with its rows alone, for models in which a module
+                does not show which row an input belongs to (DeBERTa).
             inputs: of the base model, at least input_ids or inputs_embeds.
 
         Returns:
@@ -357,6 +363,8 @@ class MultiLoRAModel(ModelWords):
             with running(adapters):
                 return self.base(**inputs)
         chosen = chosen_adapters(adapters, adapter_names)
+        if split and not logits_as_list:
+            return run_split(self, chosen, inputs)
         with self._active(chosen, inputs, after_cache=True) as request:
             counts = label_counts(request.own, self.pool, request.rows)
             check_labels(counts, logits_as_list, inputs)

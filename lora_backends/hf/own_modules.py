@@ -67,6 +67,7 @@ class OwnModules:
             InvalidInputError: it does not fit the base model.
             UnsupportedInputError: a module of a kind that cannot be replaced row by row.
         """
+        self._check_residuals(checkpoint)
         values = self._values(checkpoint)
         tokens = self._tokens(checkpoint)
         own: dict[str, Any] = {}
@@ -77,6 +78,17 @@ class OwnModules:
         if checkpoint.own.invocation:
             own[""] = Invocation(checkpoint.own.invocation)
         return own
+
+    def _check_residuals(self, checkpoint: Checkpoint) -> None:
+        """Refuse PiSSA and OLoRA of a weight that other modules share: PEFT changes those, too."""
+        for path, delta in checkpoint.modules.items():
+            weight = self._modules[path]._parameters.get("weight") if delta.init else None
+            if weight is not None and len(self._holders[id(weight)]) > 1:
+                raise UnsupportedInputError(
+                    f"{checkpoint.folder} has init_lora_weights = {delta.init!r} for {path}, whose "
+                    f"weight other modules share\n  to do: save the adapter with "
+                    f"path_initial_model_for_weight_conversion"
+                )
 
     def _values(self, checkpoint: Checkpoint) -> dict[str, dict[str, torch.Tensor]]:
         """Return the parameters that differ from the base model's, by path of their module."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from lora_backends.hf.sites import token_embedding_of
 
@@ -59,7 +60,8 @@ class Trial:
                 if key.startswith("next "):
                     step[key.removeprefix("next ")] = torch.stack([values[row] for row in rows])
             if "encoder_outputs" in self.parameters:
-                step["encoder_outputs"] = (output.encoder_last_hidden_state,)
+                state = output.encoder_last_hidden_state
+                step["encoder_outputs"] = BaseModelOutput(last_hidden_state=state)
             steps.append(step)
         return steps
 
