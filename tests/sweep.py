@@ -61,7 +61,7 @@ SOUND = {
     "num_conv_pos_embedding_groups": 2,
     "vocab_size": 20,
     "num_labels": 3,
-    "pad_token_id": 0,
+    **dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"], 0),
 }
 
 CAUSAL = {
@@ -111,7 +111,7 @@ ENCODERS = {
     "BigBird": {"block_size": 2, "num_random_blocks": 1},
 }
 SEQ2SEQS = """T5 MT5 UMT5 Bart MBart Pegasus Blenderbot BlenderbotSmall Marian M2M100 PLBart LED
-BigBirdPegasus SwitchTransformers LongT5 ProphetNet""".split()
+BigBirdPegasus SwitchTransformers LongT5""".split()
 IMAGES = {
     **dict.fromkeys("ViT DeiT Beit Dinov2 Data2VecVision ViTMSN IJepa".split(), {}),
     **dict.fromkeys(
@@ -155,17 +155,6 @@ for _name in ("Bert", "Roberta", "ModernBert", "DistilBert", "Electra"):
 for _name in SEQ2SEQS:
     CASES[_name] = (_name, f"{_name}ForConditionalGeneration", SEQ2SEQ, "seq2seq")
 CASES["Marian"] = ("Marian", "MarianMTModel", SEQ2SEQ, "seq2seq")
-CASES["ProphetNet"] = (
-    "ProphetNet",
-    "ProphetNetForConditionalGeneration",
-    {
-        **SEQ2SEQ,
-        "num_hidden_layers": ...,
-        **dict.fromkeys(["num_encoder_layers", "num_decoder_layers"], 2),
-        **dict.fromkeys(["num_encoder_attention_heads", "num_decoder_attention_heads"], 2),
-    },
-    "seq2seq",
-)
 CASES["Bart (classes)"] = ("Bart", "BartForSequenceClassification", SEQ2SEQ, "classes")
 CASES["T5 (encoder)"] = ("T5", "T5EncoderModel", SEQ2SEQ, "text")
 CASES["Whisper"] = (
@@ -303,12 +292,13 @@ def compare(base, given, first, second, generate=False, rows=ROWS, split=False):
             model.load_adapter(name, folders[name])
     results = {name: result(peft(**given)) for name, peft in expected.items()}
     mixed = result(model(adapters=rows, **given, **({"split": True} if split else {})))
-    worst = 0.0
+    worst, effects = 0.0, dict.fromkeys("ab", 0.0)
     for row, name in enumerate(rows):
         worst = max(worst, (mixed[row] - results[name][row]).abs().max().item())
         if name is not None:
             effect = (results[name][row] - results[None][row]).abs().max().item()
-            assert effect > 20 * BOUND, f"adapter {name} changes nothing: {effect}"
+            effects[name] = max(effects[name], effect)
+    assert min(effects.values()) > 20 * BOUND, f"an adapter changes nothing: {effects}"
     if generate and worst <= BOUND:
         settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         prompts = {name: x for name, x in given.items() if name != "decoder_input_ids"}

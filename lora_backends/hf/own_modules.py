@@ -17,7 +17,8 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_y
 from lora_backends.hf.hooks import as_rows
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.own_rows import Hook, OwnModule, replace_rows
-from lora_backends.hf.probe import probe
+from lora_backends.hf.own_trial import reason_against
+from lora_backends.hf.probe import UNREACHED, probe
 from lora_backends.hf.running import RUNNING
 from lora_backends.hf.sites import Site, token_embedding_of
 
@@ -72,8 +73,10 @@ class OwnModules:
         tokens = self._tokens(checkpoint)
         own: dict[str, Any] = {}
         for path in dict.fromkeys([*values, *tokens]):
-            made = self._own(checkpoint, path, values.get(path, {}), tokens.get(path))
-            own[path] = made
+            own[path] = self._own(checkpoint, path, values.get(path, {}), tokens.get(path))
+        if own:
+            self._probe([path for path in own if path not in self._layouts])
+            self._try(checkpoint, values, tokens, own)
         self._hook(own)
         if checkpoint.own.invocation:
             own[""] = Invocation(checkpoint.own.invocation)
@@ -249,10 +252,35 @@ class OwnModules:
             and not any(part.isdigit() for part in path.split("."))
         ]
 
+    def _try(
+        self,
+        checkpoint: Checkpoint,
+        values: Mapping[str, Mapping[str, torch.Tensor]],
+        tokens: Mapping[str, TokenRows],
+        own: Mapping[str, OwnModule],
+    ) -> None:
+        """Refuse modules that the model does not call, or whose parameters it reads itself."""
+        unreached = [path for path in own if self._layouts[path].reason == UNREACHED]
+        reason = f"the model does not call {unreached[0]} on text" if unreached else None
+        if reason is None:
+            parameters = {path: dict(found) for path, found in values.items()}
+            for path, rows in tokens.items():
+                parameters.setdefault(path, {})
+                weight = parameters[path].get("weight", self._modules[path].weight)
+                ids = torch.tensor(rows.ids, device=weight.device)
+                whole = weight.detach().clone()
+                whole[ids] = rows.values.to(whole)
+                parameters[path]["weight"] = whole
+            reason = reason_against(self._base, parameters, own)
+        if reason is not None:
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} has modules of its own that cannot be replaced row by row: "
+                f"{reason}\n  given: {', '.join([*own][:3])}{', ...' * (len(own) > 3)}\n"
+                f"  to do: merge the adapter into a base model of its own"
+            )
+
     def _hook(self, own: Mapping[str, OwnModule]) -> None:
-        new = [path for path in own if path not in self._hooked]
-        self._probe([path for path in new if path not in self._layouts])
-        for path in new:
+        for path in [path for path in own if path not in self._hooked]:
             module, layout = self._modules[path], self._layouts[path]
             embeds = isinstance(module, nn.Embedding)
             for late in (False, True):

@@ -213,8 +213,15 @@ def check_compiled(base: nn.Module) -> None:
     Raises:
         UnsupportedInputError: the model, or a part of it, was compiled in place.
     """
-    if any(vars(module).get("_compiled_call_impl") is not None for module in base.modules()):
+    if any(map(_is_compiled, base.modules())):
         raise UnsupportedInputError(
             "an adapter has modules of its own, and the base model was compiled in place\n"
             "  to do: use a model without compile() for these adapters"
         )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    own = vars(module)
+    # the only marks that torch.compile leaves on a module and on a function
+    marked = hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+    return marked or own.get("_compiled_call_impl") is not None
