@@ -26,7 +26,11 @@ BASES = {
     "bert": ("Bert", "ForSequenceClassification", {}),
     "roberta": ("Roberta", "ForSequenceClassification", {}),
     "modernbert": ("ModernBert", "ForSequenceClassification", {}),
-    "deberta": ("DebertaV2", "ForSequenceClassification", {}),
+    "deberta": (
+        "DebertaV2",
+        "ForSequenceClassification",
+        {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    ),
     "bert for tokens": ("Bert", "ForTokenClassification", {}),
     "t5": ("T5", "ForConditionalGeneration", {"decoder_start_token_id": 0}),
 }
@@ -151,9 +155,7 @@ def run(name):
 
             config = {**config, "kasa_config": peft.KasaConfig()}
         generates = any(part in BASES[base][1] for part in ("LM", "Conditional"))
-        return compare(
-            build(base), inputs(base), config, config, rows=rows, generate=generates
-        )
+        return compare(build(base), inputs(base), config, config, rows=rows, generate=generates)
     except LoRABackendError as error:
         lines = str(error).splitlines()
         facts = [line.strip().removeprefix("given: ") for line in lines if "given: " in line]

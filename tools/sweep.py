@@ -12,6 +12,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,16 @@ def main() -> None:
         "variants": {},
         "files": {},
     }
-    for kind, names, run in (
+    cases: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
         ("architectures", sweep.NAMES, sweep.run),
         ("variants", sweep_variants.VARIANTS, sweep_variants.run),
         ("files", sweep_variants.FILES, sweep_variants.run_file),
-    ):
+    )
+    for kind, names, run in cases:
         for name in names:
-            one = (lambda name=name, **k: run(name, **k))  # type: ignore[misc]
-            can_split = kind == "architectures" and name not in sweep.WITH_IMAGES
-            split = (lambda one=one: one(split=True)) if can_split else None
-            found[kind][name] = outcome(one, split)
+            splits = kind == "architectures" and name not in sweep.WITH_IMAGES
+            again = partial(run, name, split=True) if splits else None
+            found[kind][name] = outcome(partial(run, name), again)
             print(kind, name, found[kind][name], flush=True)
     RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     wrong = [

@@ -297,7 +297,7 @@ def _residual_init(source: _Source, spec: ModuleSpec | None) -> str | None:
         return None
     if spec is not None and spec.transposed and init == "olora":
         what = "the adapter uses a feature that this library cannot reproduce exactly"
-        given = "init_lora_weights = \"olora\" with a weight that is stored transposed (Conv1D)"
+        given = 'init_lora_weights = "olora" with a weight that is stored transposed (Conv1D)'
         raise UnsupportedInputError(problem(source.path, what, given, "linear layers"))
     return init
 

@@ -48,6 +48,7 @@ _PATH = re.compile(
     r"\.(?P<list>gate_up_projs|down_projs)\.(?P<item>\d{1,9}))"
 )
 
+
 @dataclass(frozen=True)
 class ExpertGroup:
     """The LoRA tensors under one path below an experts' module."""

@@ -47,7 +47,7 @@ def take_own(
     parameters: dict[str, OwnParameter] = {}
     tokens: dict[str, TokenRows] = {}
 
-    def error(what: str, given: str | list[str], allowed: str, to_do: str | None = None) -> Exception:
+    def error(what: str, given: str, allowed: str, to_do: str) -> InvalidInputError:
         return InvalidInputError(problem(path, what, given, allowed, to_do))
 
     for key, tensor in tensors.items():

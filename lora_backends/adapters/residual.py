@@ -27,9 +27,7 @@ SMALLEST_GAP = 1e-3
 part that PiSSA takes off is not determined where they are equal."""
 
 
-def with_residual(
-    delta: ModuleDelta, base_layers: BaseLayers | None, max_rank: int
-) -> ModuleDelta:
+def with_residual(delta: ModuleDelta, base_layers: BaseLayers | None, max_rank: int) -> ModuleDelta:
     """Return the LoRA of twice the rank that an initialised adapter amounts to.
 
     Args:

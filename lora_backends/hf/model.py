@@ -127,9 +127,7 @@ class MultiLoRAModel(ModelWords):
         self._fuse = device.type != "cpu" if fuse is None else fuse
         self._groups = find_siblings(self._sites) if self._fuse else []
         groups = [group.paths for group in self._groups]
-        self._own = OwnModules(
-            self._key, base, self._sites, self._layouts, self._hooks, self._fuse
-        )
+        self._own = OwnModules(self._key, base, self._sites, self._layouts, self._hooks, self._fuse)
         self.pool = AdapterPool(
             specs,
             max_adapters,
@@ -357,7 +355,8 @@ class MultiLoRAModel(ModelWords):
             raise InvalidInputError(
                 f"{len(args)} arguments by position\n  allowed: one, {self._main_input}"
             )
-        inputs |= {self._main_input: argument for argument in args}
+        if args:
+            inputs[self._main_input] = args[0]
         if isinstance(adapters, PreparedAdapters):
             self._check_prepared(adapters)
             with running(adapters):

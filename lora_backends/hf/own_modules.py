@@ -294,7 +294,7 @@ class OwnModules:
             return
         spec = ModuleSpec("linear", 1, 1)
         sites = {path: Site(path, self._modules[path], spec, None) for path in paths}
-        self._layouts |= probe(self._base, sites)
+        self._layouts.update(probe(self._base, sites))
 
 
 def _copy(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:

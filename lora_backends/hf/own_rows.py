@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lora_backends.adapters import AdapterPool
-from lora_backends.batch import NO_ADAPTER
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
 if TYPE_CHECKING:
@@ -158,8 +157,6 @@ def check_heads(logits: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
             f"{list(logits.shape)}\n  to do: split the batch by the number of labels"
         )
     return rows
-
-
 
 
 def check_labels(counts: list[int] | None, as_list: bool, inputs: Mapping[str, Any]) -> None:

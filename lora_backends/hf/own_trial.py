@@ -62,9 +62,9 @@ def reason_against(
         if ours.shape != expected.shape:
             return f"its {name} would have shape {list(ours.shape)}, not {list(expected.shape)}"
         effect = expected.norm() if before.shape != expected.shape else (expected - before).norm()
-        error = (ours - expected).norm()
+        wrong = (ours - expected).norm()
         most, rounding = (MOST, 1e-5) if exact else (MOST_ROUNDED, MOST_ROUNDED / 10)
-        if not bool(error <= most * effect + rounding * expected.norm()):
+        if not bool(wrong <= most * effect + rounding * expected.norm()):
             return f"the model reads a parameter in another way than through its module ({name})"
     return None
 
@@ -94,8 +94,6 @@ def _hook(module: nn.Module, own: OwnModule) -> None:
     def replace(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         x = args[0].flatten() if embeds else as_rows(args[0])
         numbers = torch.zeros(x.shape[0], dtype=torch.int64, device="cpu")
-        return replace_rows(
-            rows, x, replace_rows(rows, x, output, numbers, False), numbers, True
-        )
+        return replace_rows(rows, x, replace_rows(rows, x, output, numbers, False), numbers, True)
 
     module.register_forward_hook(replace)

@@ -20,7 +20,7 @@ from torch import nn
 from lora_backends.hf.layout import Form, Layout, Order, Spread
 from lora_backends.hf.running import IDLE, running
 from lora_backends.hf.sites import Site
-from lora_backends.hf.trial import CACHES, LENGTH, SHARED, Trial, trial_of
+from lora_backends.hf.trial import LENGTH, SHARED, Trial, trial_of
 from lora_backends.hf.twin import twin_of
 
 PAIR, BATCH = ("a", "d"), ("a", "b", "a", "a", "ac", "b")

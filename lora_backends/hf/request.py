@@ -17,7 +17,7 @@ from lora_backends.hf.entries import Choices, RowAdapters, entries_of
 from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
-from lora_backends.hf.own_rows import own_rows
+from lora_backends.hf.own_rows import OwnRows, own_rows
 from lora_backends.hf.trial import CACHES
 
 MOST_PLANS = 8
@@ -100,12 +100,12 @@ class Request:
         self._every_slot = {slot for row in self._slots for slot in row}
         self._differ = len(self._every_slot) > 1
         self.idle = self._every_slot <= {NO_ADAPTER}
-        self.own = own_rows(pool, slots, self._choices)
+        self.own: Mapping[str, OwnRows] = own_rows(pool, slots, self._choices)
         self.rows = self._slots  # numbers in `Choices`, of each row
         self.per_token, self.differ = self._per_token, self._differ
         self._touched: dict[int, set[str]] | None = None  # by the adapters of this call
         self._first: int | None = None if after_cache else 0  # position of the first entry
-        self._plans: dict[Any, Any] = {}
+        self._plans: dict[Any, _Planned] = {}
         self._rows = self._length = self._past = 0
         self._row_slots: list[int] = []
         self._inputs: Mapping[str, Any] = {}

@@ -73,7 +73,9 @@ def trial_of(base: nn.Module) -> Trial:
         TypeError: it takes neither text nor images nor sound that is known here.
     """
     parameters = list(inspect.signature(base.forward).parameters)
-    flags = {name: True for name in ("use_cache", "return_dict") if name in parameters}
+    flags: dict[str, Any] = {
+        name: True for name in ("use_cache", "return_dict") if name in parameters
+    }
     main = getattr(base, "main_input_name", "input_ids")
     config: Any = getattr(base, "config", None)
     decodes = "decoder_input_ids" in parameters
