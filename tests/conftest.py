@@ -25,11 +25,15 @@ PEFT_MODELS = [
         "experts",
         "generate",
         "hf_rows",
+        "kinds",
         "model",
         "moe_hf_rows",
+        "own_modules",
         "peft_equality",
         "rows",
         "smollm2",
+        "sweep",
+        "words",
     )
 ]
 NEEDS = {

@@ -14,6 +14,9 @@ from lora_backends.adapters.specs import (
     ExpertSpec,
     ModuleDelta,
     ModuleSpec,
+    OwnModules,
+    OwnParameter,
+    TokenRows,
 )
 from lora_backends.adapters.store import AdapterStore
 
@@ -34,7 +37,10 @@ __all__ = [
     "Loaded",
     "ModuleDelta",
     "ModuleSpec",
+    "OwnModules",
+    "OwnParameter",
     "SlotTable",
+    "TokenRows",
     "read_checkpoint",
 ]
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lora_backends.adapters.expert_names import renamed, ruled_names, take_experts
+from lora_backends.adapters.expert_names import ruled_names, take_experts
 from lora_backends.adapters.expert_source import ExpertSource
 from lora_backends.adapters.expert_tensors import read_experts
 from lora_backends.adapters.formats import (
@@ -21,21 +21,27 @@ from lora_backends.adapters.formats import (
     SAFETENSORS_FILE,
     check_folder,
     format_of,
+    names_in,
     no_config,
     no_weights,
 )
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.messages import problem
 from lora_backends.adapters.module_rules import ModuleRule, module_rules, targets_parameter
+from lora_backends.adapters.old_names import renamed, without_adapter_name
+from lora_backends.adapters.own import take_own
 from lora_backends.adapters.peft_config import ALL_LINEAR, PeftLoraConfig, read_config
 from lora_backends.adapters.pickle_file import read_pickle
+from lora_backends.adapters.residual import RESIDUAL_INITS
 from lora_backends.adapters.safetensors_file import read_safetensors
+from lora_backends.adapters.shards import read_shards, shards_of
 from lora_backends.adapters.specs import (
     Checkpoint,
     ExpertSpec,
     Kind,
     ModuleDelta,
     ModuleSpec,
+    OwnModules,
 )
 from lora_backends.adapters.tensor_checks import check_dtype, check_finite, described, typed
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean, shown
@@ -109,6 +115,7 @@ def read_checkpoint(
     limits: LoadLimits | None = None,
     experts: Mapping[str, ExpertSpec] | None = None,
     max_expert_rank: int | None = None,
+    own_modules: bool = False,
 ) -> Checkpoint:
     """Read a PEFT LoRA checkpoint: `delta(x) = scaling * B (A x) + bias` for each module in it.
 
@@ -124,6 +131,8 @@ def read_checkpoint(
         experts: what the base model has at each stacked parameter of experts; None where `modules`
             is given says that it has none.
         max_expert_rank: as `max_rank`, of experts; None is the same as `max_rank`.
+        own_modules: whether the caller runs what an adapter brings besides LoRA: saved modules,
+            biases, rows of tokens, an invocation. Else they are refused.
 
     Returns:
         One `ModuleDelta` for each module with LoRA, one `ExpertDelta` for each stacked parameter of
@@ -138,11 +147,20 @@ def read_checkpoint(
     check_folder(path)
     if kind_of(path / CONFIG_FILE) is None:
         raise no_config(path)
-    config = read_config(path / CONFIG_FILE, limits)
+    config = read_config(path / CONFIG_FILE, limits, own_modules)
     with torch.device("cpu"):  # whatever the caller's default device is
         weights, tensors = _read_tensors(path, limits)
     return checked_checkpoint(
-        path, weights, config, tensors, modules, max_rank, limits, experts, max_expert_rank
+        path,
+        weights,
+        config,
+        tensors,
+        modules,
+        max_rank,
+        limits,
+        experts,
+        max_expert_rank,
+        own_modules,
     )
 
 
@@ -156,6 +174,7 @@ def checked_checkpoint(
     limits: LoadLimits,
     experts: Mapping[str, ExpertSpec] | None,
     max_expert_rank: int | None,
+    own_modules: bool,
 ) -> Checkpoint:
     """Return a checkpoint of a configuration and tensors, as `read_checkpoint` does.
 
@@ -169,9 +188,15 @@ def checked_checkpoint(
         limits: as there.
         experts: as there.
         max_expert_rank: as there.
+        own_modules: as there.
     """
+    own = OwnModules()
+    tensors = without_adapter_name(weights, tensors)
+    if own_modules:
+        own, tensors = take_own(weights, tensors, config)
     _refuse_features(weights, tensors)
-    parts_of, taken = take_experts(_group(weights, tensors), modules, experts)
+    groups = _group(weights, tensors, may_be_empty=bool(own))
+    parts_of, taken = take_experts(groups, modules, experts)
     of_parameters = parts_of if config.target_parameters else ()
     names = [*parts_of, *(f"{name}.weight" for name in of_parameters), *ruled_names(taken)]
     rules = module_rules(config, names, path / CONFIG_FILE, limits)
@@ -196,6 +221,7 @@ def checked_checkpoint(
         MappingProxyType(deltas),
         MappingProxyType(copies),
         MappingProxyType(read_experts(of_experts, taken)),
+        own,
     )
 
 
@@ -203,6 +229,9 @@ def _read_tensors(folder: Path, limits: LoadLimits) -> tuple[Path, dict[str, Ten
     for name, read in ((SAFETENSORS_FILE, read_safetensors), (PICKLE_FILE, read_pickle)):
         if kind_of(folder / name) is not None:
             return folder / name, read(folder / name, limits)
+    shards = shards_of(names_in(folder))
+    if shards:
+        return folder / shards[0], read_shards(folder, shards, limits)
     raise no_weights(folder)
 
 
@@ -233,7 +262,9 @@ def _feature_of(key: str, tensor: Tensor) -> str | None:
     return None
 
 
-def _group(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def _group(
+    path: Path, tensors: Mapping[str, Tensor], may_be_empty: bool = False
+) -> dict[str, dict[str, Tensor]]:
     parts_of: dict[str, dict[str, Tensor]] = {}
     strange = []
     for key, tensor in tensors.items():
@@ -251,7 +282,7 @@ def _group(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Ten
         allowed = f"{_PREFIX}<module path>.<one of {', '.join(_PARTS)}>"
         to_do = "save the adapter with PEFT's save_pretrained, or convert it to PEFT's format"
         raise InvalidInputError(problem(path, what, facts, allowed, to_do))
-    if not parts_of:
+    if not parts_of and not may_be_empty:
         given = f"{len(tensors)} tensors"
         allowed = "at least one module with LoRA"
         raise InvalidInputError(problem(path, "there are no LoRA tensors", given, allowed))
@@ -295,7 +326,20 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     if spec is not None and kind == "embedding":
         scaling *= spec.embed_scale
     module, magnitude = source.base_path(module), parts.get(_MAGNITUDE)
-    return ModuleDelta(module, kind, rank, scaling, lora_a, lora_b, bias, magnitude)
+    init = _residual_init(source, spec) if kind == "linear" else None
+    return ModuleDelta(module, kind, rank, scaling, lora_a, lora_b, bias, magnitude, init)
+
+
+def _residual_init(source: _Source, spec: ModuleSpec | None) -> str | None:
+    """Return the initialisation that took a part off the base weight, or None."""
+    init = source.config.init_lora_weights
+    if not isinstance(init, str) or init not in RESIDUAL_INITS:
+        return None
+    if spec is not None and spec.transposed and init == "olora":
+        what = "the adapter uses a feature that this library cannot reproduce exactly"
+        given = 'init_lora_weights = "olora" with a weight that is stored transposed (Conv1D)'
+        raise UnsupportedInputError(problem(source.path, what, given, "linear layers"))
+    return init
 
 
 def _kind_of(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Kind:

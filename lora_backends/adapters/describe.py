@@ -43,11 +43,13 @@ class AdaptersReport:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in a checkpoint."""
+    """Yield every tensor in a checkpoint, or in what became of it."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
+    elif isinstance(value, torch.nn.Module):
+        yield from (*value.parameters(), *value.buffers())
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_of(each)
     elif is_dataclass(value):
         for field in fields(value):

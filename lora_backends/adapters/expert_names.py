@@ -10,12 +10,13 @@ numbered  3.gate_proj.lora_A.weight, gate_up_projs.3.lora_A.weight   a module pe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from torch import Tensor
 
+from lora_backends.adapters.old_names import renamed
 from lora_backends.adapters.specs import ExpertSpec, ModuleSpec
 
 Parts: TypeAlias = Mapping[str, Tensor]  # by the end of a tensor's name, e.g. "lora_A.weight"
@@ -46,9 +47,6 @@ _PATH = re.compile(
     rf"\.(?P<number>\d{{1,9}})\.(?P<of_number>{_PROJECTION})|"
     r"\.(?P<list>gate_up_projs|down_projs)\.(?P<item>\d{1,9}))"
 )
-
-_RENAMED = ((".block_sparse_moe.", ".mlp."),)
-"""Parts of paths that Transformers 5 has named anew."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +87,6 @@ def take_experts(
         group = _group(match, path, renamed(match["experts"], known), parts)
         taken.setdefault(group.experts, []).append(group)
     return others, taken
-
-
-def renamed(path: str, known: Iterable[str]) -> str:
-    """Return the path that the base model has for one of an older Transformers."""
-    known = known if isinstance(known, (set, Mapping)) else set(known)
-    for old, new in _RENAMED:
-        if path not in known and path.replace(old, new) in known:
-            return path.replace(old, new)
-    return path
 
 
 def _group(match: re.Match[str], path: str, experts: str, parts: Parts) -> ExpertGroup:

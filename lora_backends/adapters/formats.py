@@ -29,7 +29,6 @@ _FORMATS = (
         "diffusers",
     ),
     (r"\.lora_[ab]$", "MLX"),
-    (r"\.lora_[AB]\.[^.]+\.weight$", "a PeftModel's state_dict, not of save_pretrained"),
     (
         r"^(?!base_model\.model\.).*\.lora_[AB]\.weight$",
         "PEFT without the prefix base_model.model.",
@@ -97,11 +96,16 @@ def no_weights(folder: Path) -> InvalidInputError:
         if re.match(r"adapter_model(-\d+-of-\d+\.|\.\w+\.index\.json$)", name)
     ]
     given, to_do = f"{CONFIG_FILE} alone", "copy the weights into the folder"
-    if shards:
+    if shards:  # safetensors that are numbered are read, and not these
         given = f"shards: {', '.join(shards[:4])}{', ...' * (len(shards) > 4)}"
-        to_do = "join the shards into one file and name it adapter_model.safetensors"
+        to_do = "copy the shards too, as safetensors, or save the adapter as one file"
     allowed = f"{SAFETENSORS_FILE} or {PICKLE_FILE} beside {CONFIG_FILE}"
     return InvalidInputError(problem(folder, "there are no weights", given, allowed, to_do))
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, some of many."""
+    return [entry.name for entry in _entries(folder)]
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

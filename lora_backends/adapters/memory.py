@@ -66,13 +66,14 @@ def checkpoint_from_memory(
     return checked_checkpoint(
         source,
         source,
-        checked_config(values, source),
+        checked_config(values, source, pool.runs_own_modules),
         copies,
         pool.modules,
         pool.max_rank,
         pool.limits or LoadLimits(),
         pool.experts,
         pool.max_expert_rank,
+        pool.runs_own_modules,
     )
 
 

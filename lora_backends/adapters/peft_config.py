@@ -15,11 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lora_backends.adapters.formats import CONFIG_FILE
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.messages import as_json, problem
+from lora_backends.adapters.residual import RESIDUAL_INITS
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.files import read_bytes
 
 ALL_LINEAR = "all-linear"
 Rank = Annotated[int, Field(gt=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Alpha = Annotated[float, Field(gt=-3e38, lt=3e38)]  # within float32
 
 
@@ -45,6 +47,9 @@ class PeftLoraConfig(BaseModel):
     bias: Literal["none", "all", "lora_only"] = "none"
     init_lora_weights: bool | str = True
     ensure_weight_tying: bool = False
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[TokenId] | dict[str, list[TokenId]] | None = None
+    alora_invocation_tokens: list[TokenId] | None = None
     task_type: str | None = None
     peft_version: object = None  # that saved it; anything may stand there
 
@@ -60,9 +65,12 @@ ALLOWED = {
     "exclude_modules": "a list of module names, a regular expression or null",
     "layers_to_transform": "an integer, a list of integers or null",
     "layers_pattern": "a regular expression, a list of them or null",
+    "alora_invocation_tokens": "a list of token ids, or null",
     "bias": '"none"',
     "init_lora_weights": "true, false or a name",
+    "modules_to_save": "a list of module names, or null",
     "task_type": "a string or null",
+    "trainable_token_indices": "a list of token ids, an object of names to such lists, or null",
 }
 _ALLOWED_ELSE = "true or false"
 
@@ -84,6 +92,9 @@ _REFUSED = {
     "use_qalora": "the input is pooled into groups",
 }
 
+# What an adapter brings besides LoRA: refused where nothing runs it, see `read_checkpoint`.
+_OWN = frozenset({"alora_invocation_tokens", "modules_to_save", "trainable_token_indices"})
+
 # Refused where the value is an object, an empty one too: its defaults already switch them on.
 _REFUSED_IF_SET = {
     "arrow_config": "a router mixes several adapters",
@@ -97,12 +108,13 @@ _NOT_WITH_DORA = ("lora_bias", "monteclora_config", "target_parameters", "velora
 _PLAIN_INITS = frozenset({"eva", "gaussian", "lora_ga", "mica", "orthogonal"})
 
 
-def read_config(path: Path, limits: LoadLimits) -> PeftLoraConfig:
+def read_config(path: Path, limits: LoadLimits, own_modules: bool = False) -> PeftLoraConfig:
     """Read `adapter_config.json`, or say why its adapter cannot be reproduced exactly.
 
     Args:
         path: the file.
         limits: what it may cost.
+        own_modules: whether what it brings besides LoRA is taken.
 
     Returns:
         The fields that decide what the adapter computes.
@@ -111,15 +123,16 @@ def read_config(path: Path, limits: LoadLimits) -> PeftLoraConfig:
         InvalidInputError: no file, no JSON object, a wrong type or fields that contradict.
         UnsupportedInputError: features beyond plain LoRA; the message names every one.
     """
-    return checked_config(_read_json_object(path, limits), path)
+    return checked_config(_read_json_object(path, limits), path, own_modules)
 
 
-def checked_config(values: dict[str, Any], path: Path) -> PeftLoraConfig:
+def checked_config(values: dict[str, Any], path: Path, own_modules: bool = False) -> PeftLoraConfig:
     """Return what a JSON object says, or why its adapter cannot be reproduced exactly.
 
     Args:
         values: the contents of `adapter_config.json`.
         path: of the file, for the errors.
+        own_modules: as `read_config`.
 
     Raises:
         InvalidInputError: a wrong type, or fields that contradict.
@@ -137,7 +150,11 @@ def checked_config(values: dict[str, Any], path: Path) -> PeftLoraConfig:
         )
     config = _validated(values, path)
     _check_dora(values, config, path)
-    refused = [*_refused_keys(values), *_refused_values(config), *_unknown_keys(values)]
+    refused = [
+        *_refused_keys(values, own_modules),
+        *_refused_values(config, own_modules),
+        *_unknown_keys(values),
+    ]
     if refused:
         raise UnsupportedInputError(
             problem(
@@ -180,21 +197,22 @@ def _validated(values: dict[str, Any], path: Path) -> PeftLoraConfig:
     )
 
 
-def _refused_keys(values: Mapping[str, Any]) -> Iterator[str]:
+def _refused_keys(values: Mapping[str, Any], own_modules: bool) -> Iterator[str]:
     for key, reason in _REFUSED.items():
-        if values.get(key):
+        if values.get(key) and not (own_modules and key in _OWN):
             yield f"{key} = {as_json(values[key])}: {reason}"
     for key, reason in _REFUSED_IF_SET.items():
         if values.get(key) not in (None, False):
             yield f"{key} = {as_json(values[key])}: {reason}"
 
 
-def _refused_values(config: PeftLoraConfig) -> Iterator[str]:
+def _refused_values(config: PeftLoraConfig, own_modules: bool) -> Iterator[str]:
     init = config.init_lora_weights
-    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
+    taken = own_modules and init in RESIDUAL_INITS and not config.use_dora
+    if isinstance(init, str) and init.lower() not in _PLAIN_INITS and not taken:
         reason = "loading it changes the base weights, or it is not known"
         yield f"init_lora_weights = {as_json(init)}: {reason}"
-    if config.bias != "none":
+    if config.bias != "none" and not own_modules:
         yield f"bias = {as_json(config.bias)}: it replaces biases of the base model"
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from lora_backends.adapters.quantized import (
     as_adapter_dtype,
     quantized_pair,
 )
+from lora_backends.adapters.residual import with_residual
 from lora_backends.adapters.slots import SlotTable
 from lora_backends.adapters.specs import (
     Checkpoint,
@@ -29,7 +31,7 @@ from lora_backends.adapters.specs import (
 )
 from lora_backends.adapters.stacks import Stacks, StagedDelta
 from lora_backends.adapters.whole import run_whole
-from lora_backends.errors import InvalidInputError, shown
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.experts import ExpertWeights
 from lora_backends.weights import LoRAWeights
 
@@ -39,6 +41,7 @@ class Staged:
     """An adapter as the slots take it: on their device, in their dtype."""
 
     deltas: Sequence[StagedDelta | StagedExperts]
+    own: Mapping[str, Any]  # by path, what takes the place of modules of the base model
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class AdapterPool:
             when an adapter with DoRA is loaded; None refuses those.
         adapter_dtype: int8, float8_e4m3fn or float8_e5m2, or the name of one: adapters are
             quantised to it when they are loaded, with a scale per row. None keeps `dtype`.
+        own_modules: returns what takes the place of modules of the base model, by path, for an
+            adapter that brings more than LoRA; None refuses those.
 
     Raises:
         InvalidInputError: a number is less than 1, or too large; `adapter_dtype` is another dtype,
@@ -94,6 +99,7 @@ class AdapterPool:
         *,
         base_layers: BaseLayers | None = None,
         adapter_dtype: torch.dtype | str | None = None,
+        own_modules: Callable[[Checkpoint], Mapping[str, Any]] | None = None,
     ) -> None:
         expert_rank = max_rank if max_expert_rank is None else max_expert_rank
         for key, number in (
@@ -129,6 +135,8 @@ class AdapterPool:
         form = (dtype, self.device, self._stored)
         self._stacks = Stacks(self.modules, groups, max_adapters, max_rank, *form)
         self._base_layers = base_layers
+        self._own_modules = own_modules
+        self._own: dict[int, Mapping[str, Any]] = {}  # slot -> by path, what `own_modules` returned
         self._experts = ExpertStacks(self.experts, max_adapters, expert_rank, *form)
         self._users: dict[str, set[int]] = {}  # module path -> slots whose adapter touches it
         self._kept: dict[tuple[int, str], Kept] = {}  # by slot and module
@@ -189,6 +197,7 @@ class AdapterPool:
             self.limits,
             self.experts,
             self.max_expert_rank,
+            self._own_modules is not None,
         )
 
     def add(self, name: str, checkpoint: Checkpoint) -> Loaded:
@@ -196,7 +205,7 @@ class AdapterPool:
 
         Raises:
             InvalidInputError: it does not fit the base model, or every slot is pinned.
-            UnsupportedInputError: DoRA, as `load`.
+            UnsupportedInputError: DoRA, or modules of its own, as `load`.
         """
         return self.put(name, self.stage(name, checkpoint))
 
@@ -219,7 +228,8 @@ class AdapterPool:
             [
                 *(self._stage(delta) for delta in checkpoint.modules.values()),
                 *(self._experts.stage(delta) for delta in checkpoint.experts.values()),
-            ]
+            ],
+            self._stage_own(checkpoint),
         )
 
     def put(self, name: str, staged: Staged) -> Loaded:
@@ -231,6 +241,7 @@ class AdapterPool:
             self.slots.vacate(name, slot)  # before the first write: see the class
             self._clear(slot)
             self._write(slot, staged.deltas)
+            self._own[slot] = staged.own
             self._note_active()
             self.slots.assign(name, slot)
         return Loaded(name, slot, evicted)
@@ -269,6 +280,11 @@ class AdapterPool:
             time.sleep(0.001)
 
     def _overwrite(self, name: str, slot: int, staged: Staged) -> None:
+        if staged.own or self._own.get(slot):
+            raise InvalidInputError(
+                f"adapter {name!r} cannot be updated in place: it has modules of its own\n"
+                f"  to do: add_adapter({name!r}, ...), which replaces it"
+            )
         now = {
             (path, self.has_bias(slot, path), self.has_output_scales(slot, path))
             for path in self.modules_of(slot)
@@ -337,7 +353,17 @@ class AdapterPool:
     def modules_of(self, slot: int) -> list[str]:
         """Return the paths of the modules and experts that the adapter in `slot` touches."""
         with self.slots.lock:  # another thread may load
-            return [module for module, users in self._users.items() if slot in users]
+            touched = [module for module, users in self._users.items() if slot in users]
+            return touched + [path for path in self._own.get(slot, ()) if path not in touched]
+
+    @property
+    def runs_own_modules(self) -> bool:
+        """Whether adapters may bring more than LoRA."""
+        return self._own_modules is not None
+
+    def own_modules(self, slot: int) -> Mapping[str, Any]:
+        """Return what the adapter in `slot` has in the place of modules, by path."""
+        return self._own.get(slot, {})
 
     def has_bias(self, slot: int, module: str) -> bool:
         """Return whether the adapter in `slot` brings a bias for a module."""
@@ -393,6 +419,8 @@ class AdapterPool:
 
     def _stage(self, delta: ModuleDelta) -> StagedDelta:
         """Return the delta in the pool's dtype, on its device."""
+        if delta.init is not None:
+            delta = with_residual(delta, self._base_layers, self.max_rank)
         scaling, scales, bias = _as_scaling(delta), None, delta.bias
         if delta.magnitude is not None:
             scales, bias = dora_terms(delta, self.modules[delta.module], self._base_layers)
@@ -421,6 +449,17 @@ class AdapterPool:
             raise InvalidInputError(f"the LoRA bias of {delta.module} is not finite")
         return staged
 
+    def _stage_own(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """Return what takes the place of modules of the base model."""
+        if self._own_modules is not None:
+            return self._own_modules(checkpoint)
+        if checkpoint.own:
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} brings modules of its own besides LoRA, which this pool "
+                f"cannot run\n  to do: use lora_backends.hf.MultiLoRAModel, or merge the adapter"
+            )
+        return {}
+
     def _write(self, slot: int, deltas: Iterable[StagedDelta | StagedExperts]) -> None:
         for delta in deltas:
             # Noted first: the next load into the slot clears what an interrupt leaves of this one.
@@ -436,6 +475,7 @@ class AdapterPool:
             self._stacks.write(slot, delta)
 
     def _clear(self, slot: int) -> None:
+        self._own.pop(slot, None)
         for module, users in self._users.items():
             if slot in users:
                 if module in self.experts:

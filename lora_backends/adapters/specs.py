@@ -57,6 +57,7 @@ class ModuleDelta:
     lora_b: Tensor  # [out_features, rank], floating, finite, on the CPU
     bias: Tensor | None  # [out_features] float32, scaling is folded in
     magnitude: Tensor | None = None  # [out_features] floating, finite: DoRA; it has no bias
+    init: str | None = None  # "pissa" or "olora": what it started from is off the base's weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,34 @@ class ExpertDelta:
 
 
 @dataclass(frozen=True, eq=False)
+class OwnParameter:
+    """A parameter of the base model that an adapter has a value of its own for."""
+
+    value: Tensor  # floating, on the CPU; of a head, its rows may be more or fewer than the base's
+    alone: bool  # of this module alone (modules_to_save); else wherever the base model shares it
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Rows of an embedding that an adapter replaces: `trainable_token_indices`."""
+
+    ids: tuple[int, ...]  # [n] distinct rows
+    values: Tensor  # [n, dim] floating, finite, on the CPU
+
+
+@dataclass(frozen=True, eq=False)
+class OwnModules:
+    """What an adapter brings besides LoRA."""
+
+    parameters: Mapping[str, OwnParameter] = field(default_factory=dict)  # by path of the parameter
+    tokens: Mapping[str, TokenRows] = field(default_factory=dict)  # by path of the embedding
+    invocation: tuple[int, ...] = ()  # aLoRA: it acts from their last place in the prompt on
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters or self.tokens or self.invocation)
+
+
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """One PEFT LoRA checkpoint, read and checked."""
 
@@ -91,3 +120,5 @@ class Checkpoint:
     """
     experts: Mapping[str, ExpertDelta] = field(default_factory=dict)
     """By path of the parameter, in sorted order."""
+    own: OwnModules = field(default_factory=OwnModules)
+    """What it brings besides LoRA; `read_checkpoint` refuses it unless `own_modules` is True."""

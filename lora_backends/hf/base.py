@@ -12,8 +12,8 @@ def check_base(base: object) -> None:
 
     Raises:
         InvalidInputError: it is no torch module.
-        UnsupportedInputError: an encoder-decoder, or a model inside another module: that of
-            torch.compile, of PEFT or of a parallel wrapper.
+        UnsupportedInputError: a model inside another module: that of torch.compile, of PEFT or
+            of a parallel wrapper.
     """
     name = type(base).__name__
     if not isinstance(base, nn.Module):
@@ -34,8 +34,4 @@ def check_base(base: object) -> None:
         raise UnsupportedInputError(
             f"the base model {around}\n  given: {name}\n  allowed: a Transformers model itself\n"
             f"  to do: {to_do}"
-        )
-    if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
-        raise UnsupportedInputError(
-            f"{name} is an encoder-decoder\n  allowed: causal language models"
         )

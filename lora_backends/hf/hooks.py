@@ -125,7 +125,13 @@ def rows_and_length(inputs: Mapping[str, Any], main_input: str) -> tuple[int, in
     Raises:
         InvalidInputError: there are none.
     """
-    for key in ("input_ids", "inputs_embeds", main_input):
+    for key in (
+        "decoder_input_ids",
+        "decoder_inputs_embeds",
+        "input_ids",
+        "inputs_embeds",
+        main_input,
+    ):
         tokens = inputs.get(key)
         if isinstance(tokens, torch.Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
             return tokens.shape[0], tokens.shape[1]

@@ -9,8 +9,9 @@ from typing import Literal
 
 from lora_backends.errors import UnsupportedInputError
 
-Order = Literal["rows", "rows of tokens", "tokens of rows"]
-"""What one axis counts: rows, or rows * length tokens, row after row or token after token."""
+Order = Literal["rows", "rows of tokens", "tokens of rows", "rows of parts"]
+"""What one axis counts: rows, or rows * length tokens, row after row or token after token, or as
+many parts of every row, row after row: windows of images for instance."""
 
 Spread = tuple[int, int]
 """(before, after): position p of a flat input belongs to row (p // after) % rows.
@@ -32,6 +33,8 @@ class Form:
     def spread(self, shape: Sequence[int], rows: int, length: int) -> Spread | None:
         """Return how rows lie in an input of `shape`, or None if it does not have this form."""
         size = rows if self.order == "rows" else rows * length
+        if self.order == "rows of parts" and len(shape) == self.ndim:
+            size = shape[self.axis] // rows * rows
         if len(shape) != self.ndim or shape[self.axis] != size:
             return None
         before = after = 1
@@ -43,6 +46,8 @@ class Form:
             return before, length * after
         if self.order == "tokens of rows":
             return before * length, after
+        if self.order == "rows of parts":
+            return before, shape[self.axis] // rows * after
         return before, after
 
 
@@ -95,5 +100,6 @@ def unknown_rows(
         f"pass of {rows} rows of {length} tokens, and it is not known which row each position "
         f"belongs to: {reason or 'the shape is none of those it was seen with'}\n"
         f"  allowed: one adapter for all rows, or adapters without this module\n"
-        f"  to do: split the batch by adapter, or leave the module out of target_modules"
+        f"  to do: split the batch by adapter (split=True in a call), or leave the module out of "
+        f"target_modules"
     )

@@ -20,6 +20,7 @@ from lora_backends.adapters import (
     LoadLimits,
 )
 from lora_backends.adapters.describe import AdaptersReport, report
+from lora_backends.adapters.hub import local_folder
 from lora_backends.adapters.quantized import as_adapter_dtype
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
@@ -27,9 +28,13 @@ from lora_backends.features import EIGHT_BIT, OUTPUT_SCALES
 from lora_backends.hf.base import check_base
 from lora_backends.hf.entries import Entry, RowAdapters, adapter_names, is_per_token
 from lora_backends.hf.experts import ExpertSite, expert_specs, experts_forward, find_experts
+from lora_backends.hf.generates import check_generate
 from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
 from lora_backends.hf.images import Images
+from lora_backends.hf.invocation import invoked
 from lora_backends.hf.layout import commonest
+from lora_backends.hf.own_modules import OwnModules
+from lora_backends.hf.own_rows import check_compiled, check_labels, label_counts, with_labels
 from lora_backends.hf.packed import Wrapped
 from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.probe import UNREACHED, probe
@@ -45,7 +50,9 @@ from lora_backends.hf.siblings import (
     sibling_forward,
 )
 from lora_backends.hf.sites import base_layer, find_sites
+from lora_backends.hf.split import run_split
 from lora_backends.hf.structure import Structure
+from lora_backends.hf.words import ModelWords, OneAdapter, chosen_adapters
 from lora_backends.selection import get_backend
 
 if TYPE_CHECKING:
@@ -57,7 +64,7 @@ if TYPE_CHECKING:
 _NUMBERS = count()
 
 
-class MultiLoRAModel:
+class MultiLoRAModel(ModelWords):
     """Every row of a batch uses its own LoRA adapter, or none.
 
     The base model is changed in place by forward hooks on the modules that an adapter may
@@ -76,7 +83,7 @@ class MultiLoRAModel:
     never are.
 
     Args:
-        base: a Transformers model that is no encoder-decoder, on one device.
+        base: a Transformers model, on one device.
         backend: a backend's name, "auto", a `LoRABackend`, or None for the environment's choice.
         max_adapters: slots; loading more evicts the least recently used that is not pinned.
         max_rank: the largest rank of an adapter.
@@ -96,8 +103,8 @@ class MultiLoRAModel:
     Raises:
         InvalidInputError: `base` is no model, sizes are out of range, or `adapter_dtype` is
             another dtype or does not go with the model's.
-        UnsupportedInputError: `base` is an encoder-decoder, compiled, a `PeftModel` or spread over
-            devices; or 8 bits are asked of a backend without them.
+        UnsupportedInputError: `base` is compiled, a `PeftModel` or spread over devices; or
+            8 bits are asked of a backend without them.
         BackendUnavailableError: the backend does not run on the model's device.
     """
 
@@ -132,10 +139,13 @@ class MultiLoRAModel:
         self._layouts = probe(
             base, self._sites | {path: site.as_module for path, site in self._experts.items()}
         )
+        self._key = f"model {next(_NUMBERS)}"
+        self._hooks: list[Any] = []
         specs = {path: site.spec for path, site in self._sites.items()}
         self._fuse = device.type != "cpu" if fuse is None else fuse
         self._groups = find_siblings(self._sites) if self._fuse else []
         groups = [group.paths for group in self._groups]
+        self._own = OwnModules(self._key, base, self._sites, self._layouts, self._hooks, self._fuse)
         self.pool = AdapterPool(
             specs,
             max_adapters,
@@ -148,14 +158,14 @@ class MultiLoRAModel:
             max_expert_rank,
             base_layers=partial(base_layer, self._sites),
             adapter_dtype=adapter_dtype,
+            own_modules=self._own,
         )
         self.store: AdapterStore | None = None
         """Adapters without a slot, after `keep_adapters`."""
-        self._key = f"model {next(_NUMBERS)}"
         self._structure = Structure(base)
         self._images = Images(getattr(base, "config", None))
         self._main_input: str = getattr(base, "main_input_name", "input_ids")
-        self._hooks = self._register_hooks()
+        self._register_hooks()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copy and pickle: hooks on the base model and locks belong to this object alone."""
@@ -213,7 +223,8 @@ class MultiLoRAModel:
 
         Args:
             name: what rows ask for.
-            folder: a PEFT checkpoint (adapter_config.json, adapter_model.safetensors or .bin).
+            folder: a PEFT checkpoint (adapter_config.json, adapter_model.safetensors or .bin), or
+                the id of one on the Hugging Face hub, which is looked up in the local cache first.
             pin: keep it from being evicted.
             replace_existing: overwrite a loaded adapter of this name.
 
@@ -228,8 +239,8 @@ class MultiLoRAModel:
         """
         self._check_attached()
         if self.store is not None:
-            return self._loaded(self.store.load(name, folder, replace_existing), pin)
-        loaded = self.pool.load(name, folder, self._accept, replace_existing)
+            return self._loaded(self.store.load(name, local_folder(folder), replace_existing), pin)
+        loaded = self.pool.load(name, local_folder(folder), self._accept, replace_existing)
         return self._loaded(loaded, pin)
 
     def add_adapter(
@@ -429,15 +440,29 @@ class MultiLoRAModel:
             yield
 
     @torch.no_grad()
-    def __call__(self, *, adapters: Sequence[RowAdapters] | PreparedAdapters, **inputs: Any) -> Any:
+    def __call__(
+        self,
+        *args: Any,
+        adapters: Sequence[RowAdapters] | PreparedAdapters | None = None,
+        adapter_names: Sequence[RowAdapters] | None = None,
+        logits_as_list: bool = False,
+        split: bool = False,
+        **inputs: Any,
+    ) -> Any:
         """Run the base model's forward pass, every row with its own adapter.
 
         Args:
+            args: at most one, the base model's first argument: input_ids for most.
             adapters: per row an adapter's name, a blend or None. A blend is a dict of names to
                 strengths, ``{"pirate": 0.7, "json": 0.3}``: a strength multiplies the delta of
                 its adapter, and the deltas are added. A row may also be a sequence with one of
                 these per token of this call, for adapters that apply to a part of the row. What
                 `prepare` returned stands for the adapters that it holds.
+            adapter_names: the same under PEFT's name; "__base__" stands for None in both.
+            logits_as_list: return the logits as a list with a tensor per row, for adapters whose
+                heads have different numbers of labels.
+            split: run a pass for each adapter, with its rows alone, for models in which a module
+                does not show which row an input belongs to (DeBERTa).
             inputs: of the base model, at least input_ids or inputs_embeds.
 
         Returns:
@@ -451,19 +476,31 @@ class MultiLoRAModel:
                 of an adapter that uses DoRA with another; a strength of one with a LoRA bias, or
                 that the backend cannot apply.
         """
+        if len(args) > 1:
+            raise InvalidInputError(
+                f"{len(args)} arguments by position\n  allowed: one, {self._main_input}"
+            )
+        if args:
+            inputs[self._main_input] = args[0]
         if isinstance(adapters, PreparedAdapters):
             self._check_prepared(adapters)
             with running(adapters):
                 return self.base(**inputs)
-        with self._active(adapters, inputs, after_cache=True):
-            return self.base(**inputs)
+        chosen = chosen_adapters(adapters, adapter_names)
+        if split and not logits_as_list:
+            return run_split(self, chosen, inputs)
+        with self._active(chosen, inputs, after_cache=True) as request:
+            counts = label_counts(request.own, self.pool, request.rows)
+            check_labels(counts, logits_as_list, inputs)
+            return with_labels(self.base(**inputs), counts, logits_as_list)
 
     @torch.no_grad()
     def generate(
         self,
         inputs: torch.Tensor | None = None,
         *,
-        adapters: Sequence[RowAdapters],
+        adapters: Sequence[RowAdapters] | None = None,
+        adapter_names: Sequence[RowAdapters] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the base model's `generate`, every prompt with its own adapter.
@@ -472,6 +509,7 @@ class MultiLoRAModel:
             inputs: token ids of the prompts, unless input_ids is given by name.
             adapters: as in a call, entries per token from the start of the prompt, what a given
                 cache holds included; tokens after the prompt use the last entry of their row.
+            adapter_names: the same under PEFT's name.
             kwargs: of the base model's `generate`. It does not compile the model by itself, since
                 every call has plans of its own.
 
@@ -482,9 +520,10 @@ class MultiLoRAModel:
             InvalidInputError: as a call.
             UnsupportedInputError: as a call.
         """
-        prompts = kwargs if inputs is None else {**kwargs, "input_ids": inputs}
+        prompts = kwargs if inputs is None else {**kwargs, self._main_input: inputs}
         prompts.setdefault("disable_compile", True)
-        with self._active(adapters, prompts, after_cache=False):
+        chosen = chosen_adapters(adapters, adapter_names)
+        with self._active(chosen, prompts, after_cache=False):
             return cast(Any, self.base).generate(**prompts)
 
     def continuous_batching(
@@ -550,6 +589,16 @@ class MultiLoRAModel:
         with self.continuous_batching(generation_config, continuous_batching_config) as requests:
             return requests.collect(requests.add_requests(inputs, adapters=adapters, **options))
 
+    def as_adapter(self, name: str | None) -> OneAdapter:
+        """Return this model with one adapter in every row, for code that names none.
+
+            pipe = transformers.pipeline("text-generation", model=model.as_adapter("pirate"), ...)
+
+        Args:
+            name: of an adapter, loaded now or when it is used; None for the base model.
+        """
+        return OneAdapter(self, name)
+
     def detach(self) -> nn.Module:
         """Take every hook off, drop the adapters and return the base model as it was."""
         if self._hooks:
@@ -568,7 +617,7 @@ class MultiLoRAModel:
         adapters: Sequence[RowAdapters],
         inputs: Mapping[str, Any],
         after_cache: bool,
-    ) -> Iterator[None]:
+    ) -> Iterator[Request]:
         self._check_attached()
         self._structure.check_mode()
         names = adapter_names(adapters)
@@ -585,13 +634,17 @@ class MultiLoRAModel:
                     f"  allowed: one entry for the row, or one per token"
                 )
         with self.pool.slots.in_use(names) as slots:
+            adapters = invoked(adapters, slots, self.pool, inputs)
             request = Request(
                 self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
             )
             if not after_cache:  # generate encodes images before its first forward pass
                 request.begin_forward(inputs, rows, length)
+            check_generate(self.base, request, inputs, generates=not after_cache)
+            if request.own:
+                check_compiled(self.base)
             with running(IDLE if request.idle else request):
-                yield
+                yield request
 
     def _check_prepared(self, step: PreparedAdapters) -> None:
         self._check_attached()
@@ -635,15 +688,6 @@ class MultiLoRAModel:
                 f"{checkpoint.folder} holds base weights of modules that the base model lacks: "
                 f"{', '.join(unknown[:3])}"
             )
-        for path, saved in checkpoint.base_weights.items():
-            weight = self._sites[path].module.get_parameter("weight").detach()
-            if weight.shape != saved.shape or not weight.equal(saved.to(weight)):
-                raise UnsupportedInputError(
-                    f"{checkpoint.folder} replaces a base weight: {path}.base_layer.weight differs "
-                    f"from the base model's\n"
-                    f"  allowed: a copy of it, since all rows share one base model\n"
-                    f"  to do: load the base model that the adapter was trained on"
-                )
 
     def _reached_experts(self) -> dict[str, ExpertSite]:
         """Return the experts; those that the model passes by, as a kernel of all may, refused."""
@@ -657,19 +701,18 @@ class MultiLoRAModel:
             self.pool.slots.pin(loaded.name)
         return loaded
 
-    def _register_hooks(self) -> list[Any]:
+    def _register_hooks(self) -> None:
         """Hook every module that an adapter may touch, and the start of a forward pass.
 
         All of them from the start: a compiled program would not notice hooks that come later.
         """
         begin = begin_hook(self._key, self._structure, self._main_input)
-        handles: list[Any] = [self.base.register_forward_pre_hook(begin, with_kwargs=True)]
+        self._hooks.append(self.base.register_forward_pre_hook(begin, with_kwargs=True))
         try:
-            self._add_hooks(handles)
+            self._add_hooks(self._hooks)
         except BaseException:  # no memory to join weights, for instance
-            self._remove(handles)
+            self._remove(self._hooks)
             raise
-        return handles
 
     def _add_hooks(self, handles: list[Any]) -> None:
         hooks = {

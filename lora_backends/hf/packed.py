@@ -51,6 +51,11 @@ class PackedModules:
             UnsupportedInputError: there are some.
         """
         for name, slot in slots.items():
+            if pool.own_modules(slot):
+                raise UnsupportedInputError(
+                    f"adapter {name!r} has modules of its own, which no request can use\n"
+                    f"  allowed: adapters of LoRA alone\n  to do: call generate() for these rows"
+                )
             others = sorted({*pool.modules_of(slot)} - self.of_tokens - self.of_logits)
             if others:
                 raise UnsupportedInputError(
@@ -132,6 +137,7 @@ class RequestsCall:
         self._choices: Choices | None = None
         self._slots = torch.empty(0, dtype=torch.int64, device="cpu")  # number of each token
         self._kept: torch.Tensor | None = None  # positions whose logits are asked for
+        self.own: Mapping[str, Any] = {}  # `check_adapters` refuses them
         self._note_stacks()
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
@@ -174,6 +180,10 @@ class RequestsCall:
             )
         assert self._choices is not None  # begin_forward has set it
         return (self._tokens if kept is None else self._logits).of(self._choices, slots)
+
+    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
+        """Never called: no request has modules of its own."""
+        raise AssertionError("no request has modules of its own")
 
     def _note_stacks(self) -> None:
         pool = self._wrapped.pool

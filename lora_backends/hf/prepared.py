@@ -17,6 +17,7 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.entries import Choices, Entry, adapter_names, is_per_token
 from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
+from lora_backends.hf.own_rows import OwnRows
 from lora_backends.hf.request import slot_of_all, spread_slots, uses_one_slot
 from lora_backends.hf.running import RUNNING
 
@@ -70,6 +71,7 @@ class PreparedAdapters:
         # Those that a graph reads live on, whatever becomes of the model.
         self.stacks, self.shared = pool.active_weights, pool.shared_weights
         self.experts = pool.active_experts
+        self.own: Mapping[str, OwnRows] = {}  # `_check_adapted` refuses those
         self._joined = joined
         self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
@@ -168,6 +170,10 @@ class PreparedAdapters:
             return self._plan
         return self._find(shape, layout, paths)
 
+    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
+        """Never called: no module is replaced."""
+        raise AssertionError("prepared adapters have no modules of their own")
+
     def __enter__(self) -> Self:
         return self
 
@@ -260,6 +266,12 @@ class PreparedAdapters:
     def _check_adapted(self, slots: Mapping[str, int]) -> None:
         """Refuse adapters that a graph captured with this would apply only in part."""
         for name, slot in slots.items():
+            if self._pool.own_modules(slot):
+                raise UnsupportedInputError(
+                    f"adapter {name!r} has modules of its own (modules_to_save, biases, tokens or "
+                    f"an invocation), which cannot be prepared\n"
+                    f"  to do: give its name to a call of the model"
+                )
             missed = [path for path in self._pool.modules_of(slot) if self._misses(path, slot)]
             if missed:
                 raise InvalidInputError(

@@ -9,7 +9,6 @@ whether a row also depends on the others.
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,12 @@ from torch import nn
 
 from lora_backends.hf.layout import Form, Layout, Order, Spread
 from lora_backends.hf.running import IDLE, running
-from lora_backends.hf.sites import Site, token_embedding_of
+from lora_backends.hf.sites import Site
+from lora_backends.hf.trial import LENGTH, SHARED, Trial, trial_of
 from lora_backends.hf.twin import twin_of
 
-LENGTH, SHARED = 5, 3
-"""Tokens per row, and those at the beginning of a row that the row "ac" has in common with "a"."""
-
 PAIR, BATCH = ("a", "d"), ("a", "b", "a", "a", "ac", "b")
-"""The rows of the two passes, by their tokens. Letters have no token in common at any place."""
+"""The rows of the two passes, see `hf/trial.py`."""
 
 EQUAL, UNEQUAL = ((0, 2), (0, 3), (1, 5)), ((0, 1), (1, 4))
 """Rows of the batch. Only an exchange of equal rows would keep all these pairs as they are."""
@@ -38,8 +35,8 @@ TOLERANCE = 0.25
 """Most that equal rows may differ, relative to unequal ones: rounding makes 0.01 of 16-bit values
 and more where it sends a token to another expert; a wrong axis makes about 1."""
 
-CACHES = ("past_key_values", "cache_params", "state", "mems")
-"""Names under which models return what the next pass takes."""
+FEATURES = 32
+"""Features of an input of images or sound that are looked at: it has thousands of positions."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,8 @@ def probe(base: nn.Module, sites: Mapping[str, Site]) -> dict[str, Layout]:
     try:
         passes.run(base, sites)
     except Exception as error:  # whatever a model of any author raises
-        failure = _failure("plain text", error)
+        text = getattr(base, "main_input_name", "input_ids") == "input_ids"
+        failure = _failure("plain text" if text else "a trial input", error)
     kinds: dict[tuple[Any, ...], Layout] = {}
     layouts = {}
     for path in sites:
@@ -104,57 +102,55 @@ class _Passes:
         self.seen: dict[str, list[_Seen]] = defaultdict(list)  # path to inputs in the batch
         self.step_failure = ""  # why there is no decode step
         self._pairs: dict[str, list[torch.Tensor]] = defaultdict(list)  # and inputs in the pair
-        self._length = LENGTH
+        self._trial: Trial | None = None
+        self._length: int | None = None  # tokens per row of the pass that runs
+        self._is_step = False
 
     @torch.no_grad()
     def run(self, base: nn.Module, sites: Mapping[str, Site]) -> None:
         """Run a model without its hooks, and in eval mode."""
+        trial = self._trial = trial_of(base)
         twin, twins = twin_of(base)
-        tokens = _tokens(base)
-        devices = [next(iter(tokens.values())).device]
+        device = next(iter(next(iter(trial.values.values())).values())).device
+        devices = [device] if device.type == "cuda" else []
         # some models draw random numbers in eval mode, and wrapping must not change what comes next
-        with running(IDLE), torch.random.fork_rng([d for d in devices if d.type == "cuda"]):
+        with running(IDLE), torch.random.fork_rng(devices):
             for rows, note in ((PAIR, self._note_pair), (BATCH, self._note_batch)):
                 handles = [
                     twins[site.module].register_forward_pre_hook(_noting(path, site, note))
                     for path, site in sites.items()
                 ]
-                self._run(twin, inspect.signature(base.forward).parameters, tokens, rows)
+                self._run(twin, trial, rows)
                 for handle in handles:
                     handle.remove()
 
-    def _run(
-        self,
-        twin: nn.Module,
-        parameters: Mapping[str, Any],
-        tokens: Mapping[str, torch.Tensor],
-        rows: Sequence[str],
-    ) -> None:
-        ids = torch.stack([tokens[row] for row in rows])
-        flags = {name: True for name in ("use_cache", "return_dict") if name in parameters}
-        self._length = LENGTH
-        output = twin(input_ids=ids[:, :LENGTH], **flags)
-        for name in parameters:
-            is_cache = name in CACHES or name.startswith("past")
-            cache = getattr(output, name, None) if is_cache else None
-            if cache is None:
-                continue
-            self._length = 1
+    def _run(self, twin: nn.Module, trial: Trial, rows: Sequence[str]) -> None:
+        self._length, self._is_step = trial.length, False
+        output = twin(**trial.prompt(rows))
+        self._length, self._is_step = None if trial.length is None else 1, True
+        for step in trial.steps(rows, output):
             try:
-                twin(input_ids=ids[:, LENGTH:], **{name: cache}, **flags)
+                twin(**step)
             except Exception as error:
                 self.step_failure = _failure("a step after plain text", error)
 
+    def _seen_part(self, x: torch.Tensor | None) -> torch.Tensor:
+        """Return what is looked at of an input."""
+        if x is None or self._trial is None:
+            return torch.empty(0)
+        return x if self._trial.length is not None else x[..., :FEATURES]
+
     def _note_pair(self, path: str, x: torch.Tensor | None) -> None:
-        self._pairs[path].append(torch.empty(0) if x is None else x.clone())
+        self._pairs[path].append(self._seen_part(x).clone())
 
     def _note_batch(self, path: str, x: torch.Tensor | None) -> None:
         count = len(self.seen[path])
         if x is None or count >= len(self._pairs[path]):
             shape = () if x is None else tuple(x.shape[:-1])
-            seen = _Seen(shape, (), False, self._length == 1)
+            seen = _Seen(shape, (), False, self._is_step)
         else:
-            seen = _see(x, self._pairs[path][count], self._length)
+            part = self._seen_part(x)
+            seen = _see(part, self._pairs[path][count], self._length, self._is_step)
         self.seen[path].append(seen)
 
 
@@ -169,34 +165,38 @@ def _noting(path: str, site: Site, note: Any) -> Any:
     return hook
 
 
-def _see(x: torch.Tensor, pair: torch.Tensor, length: int) -> _Seen:
+def _see(x: torch.Tensor, pair: torch.Tensor, length: int | None, step: bool) -> _Seen:
     """Return the forms that the values of an input agree with.
 
     Args:
         x: input in the batch.
         pair: input in the pair.
-        length: tokens per row.
+        length: tokens per row, or None for images, sound and encoder-decoders.
+        step: whether the pass follows another one.
     """
     shape = tuple(x.shape[:-1])
-    forms, in_order = [], True
-    for form in _candidates(shape, length):
-        rows = _rows(x, form, len(BATCH), length)
-        few = _rows(pair, form, len(PAIR), length)
+    forms, in_order = [], length is not None
+    for form in _candidates(shape, length, step):
+        rows = _rows(x, form, len(BATCH), length or 0)
+        few = _rows(pair, form, len(PAIR), length or 0)
         if rows is not None and few is not None and _shows_pattern(rows, few[0]):
             forms.append(form)
             in_order &= length == 1 or _is_in_order(rows)
-    return _Seen(shape, tuple(forms), in_order, length == 1)
+    return _Seen(shape, tuple(forms), in_order, step)
 
 
-def _candidates(shape: tuple[int, ...], length: int) -> Iterator[Form]:
+def _candidates(shape: tuple[int, ...], length: int | None, step: bool) -> Iterator[Form]:
     """Yield the forms that an input of `shape` might have."""
     flat: tuple[Order, ...] = ("rows of tokens", "tokens of rows")
     for axis, size in enumerate(shape):
         if size == len(BATCH):
-            yield Form(len(shape), axis, "rows", length == 1)
+            yield Form(len(shape), axis, "rows", step)
+        elif length is None:
+            if size and not size % len(BATCH):
+                yield Form(len(shape), axis, "rows of parts", step)
         elif size == len(BATCH) * length:
             for order in flat:
-                yield Form(len(shape), axis, order, length == 1)
+                yield Form(len(shape), axis, order, step)
 
 
 def _rows(x: torch.Tensor, form: Form, rows: int, length: int) -> torch.Tensor | None:
@@ -232,31 +232,3 @@ def _is_in_order(rows: torch.Tensor) -> bool:
     distances: list[float] = torch.linalg.vector_norm(rows[0] - rows[4], dim=-1).tolist()
     prefix, suffix = max(distances[:SHARED]), min(distances[SHARED:])
     return prefix <= TOLERANCE * suffix and suffix > 0
-
-
-def _tokens(base: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tokens of every kind of row, one more than `LENGTH`."""
-    embedding = token_embedding_of(base)
-    if not isinstance(embedding, nn.Embedding):
-        raise TypeError(f"{type(base).__name__} has no token embedding")
-    special = _special_tokens(getattr(base, "config", None))
-    ordinary = [token for token in range(embedding.weight.shape[0]) if token not in special]
-    generator = torch.Generator("cpu").manual_seed(0)
-    places = [  # at every place, another token for every letter
-        torch.randperm(len(ordinary), generator=generator, device="cpu")[:4].tolist()
-        for _ in range(LENGTH + 1)
-    ]
-    a, b, c, d = ([ordinary[place[letter]] for place in places] for letter in range(4))
-    rows = {"a": a, "b": b, "ac": a[:SHARED] + c[SHARED:], "d": d}
-    return {name: torch.tensor(row, device=embedding.weight.device) for name, row in rows.items()}
-
-
-def _special_tokens(config: Any) -> set[int]:
-    """Return ids that a model may treat unlike others, from its configuration and those inside."""
-    special: set[int] = set()
-    for key, value in (vars(config) if config is not None else {}).items():
-        if hasattr(value, "model_type"):
-            special |= _special_tokens(value)
-        elif key.endswith(("token_id", "token_index")):
-            special.update(value if isinstance(value, list) else [value])
-    return special

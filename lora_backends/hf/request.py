@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from lora_backends.hf.entries import Choices, RowAdapters, entries_of
 from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
-from lora_backends.hf.probe import CACHES
+from lora_backends.hf.own_rows import OwnRows, own_rows
+from lora_backends.hf.trial import CACHES
 
 MOST_PLANS = 8
 """Plans that a call keeps. A pass meets a few shapes; one that grows with the cache is new in
@@ -48,6 +50,12 @@ def slot_of_all(row_slots: Iterable[int]) -> int:
     """Return the slot that all rows use, or `NO_ADAPTER` where they differ."""
     slots = {*row_slots}
     return slots.pop() if len(slots) == 1 else NO_ADAPTER
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    numbers: Any  # [positions] int64 on the CPU: numbers in `Choices`
+    plan: Any  # the backend's
 
 
 class Request:
@@ -92,9 +100,12 @@ class Request:
         self._every_slot = {slot for row in self._slots for slot in row}
         self._differ = len(self._every_slot) > 1
         self.idle = self._every_slot <= {NO_ADAPTER}
+        self.own: Mapping[str, OwnRows] = own_rows(pool, slots, self._choices)
+        self.rows = self._slots  # numbers in `Choices`, of each row
+        self.per_token, self.differ = self._per_token, self._differ
         self._touched: dict[int, set[str]] | None = None  # by the adapters of this call
         self._first: int | None = None if after_cache else 0  # position of the first entry
-        self._plans: dict[Any, Any] = {}
+        self._plans: dict[Any, _Planned] = {}
         self._rows = self._length = self._past = 0
         self._row_slots: list[int] = []
         self._inputs: Mapping[str, Any] = {}
@@ -139,17 +150,22 @@ class Request:
             UnsupportedInputError: the row of some position is not known, and rows differ.
         """
         if layout is self._layout and shape == self._shape:
-            return self._plan
-        return self._find(shape, layout, paths)
+            return self._last.plan
+        return self._find(shape, layout, paths).plan
+
+    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
+        """Return the slot of each position of such an input; arguments and errors as `plan`."""
+        numbers: torch.Tensor = self._find(shape, layout, paths).numbers
+        return numbers
 
     def _forget(self) -> None:
         """Forget the forward pass of before."""
-        self._image_plans: dict[tuple[int, ...], Any] = {}  # None: rows are not known
+        self._image_plans: dict[tuple[int, ...], _Planned | None] = {}  # None: rows not known
         self._layout: Layout | None = None  # of the last plan
         self._shape: tuple[int, ...] = ()
-        self._plan: Any = None
+        self._last: _Planned = _Planned(None, None)
 
-    def _find(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+    def _find(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> _Planned:
         spread: Spread | None = (1, math.prod(shape))
         if self._differ:
             spread = layout.spread(shape, self._rows, self._length)
@@ -160,10 +176,10 @@ class Request:
         else:
             slots = self._row_slots if self._differ else self._row_slots[:1]
             plan = self._keep((len(slots), spread), lambda: spread_slots(slots, spread))
-        self._layout, self._shape, self._plan = layout, shape, plan
+        self._layout, self._shape, self._last = layout, shape, plan
         return plan
 
-    def _keep(self, key: Any, token_slots: Callable[[], torch.Tensor]) -> Any:
+    def _keep(self, key: Any, token_slots: Callable[[], torch.Tensor]) -> _Planned:
         """Return the plan of a batch, an earlier one if there is one under `key`."""
         if key not in self._plans:
             while len(self._plans) >= MOST_PLANS:
@@ -171,19 +187,21 @@ class Request:
             self._plans[key] = self._prepare(token_slots())
         return self._plans[key]
 
-    def _prepare(self, token_slots: torch.Tensor) -> Any:
-        return self.backend.prepare_batch(self._choices.batch(token_slots))
+    def _prepare(self, token_slots: torch.Tensor) -> _Planned:
+        plan = self.backend.prepare_batch(self._choices.batch(token_slots))
+        return _Planned(token_slots, plan)
 
     def _plan_without_spread(
         self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]
-    ) -> Any:
+    ) -> _Planned:
         """Return the plan for an input of images, or of modules that no adapter here touches."""
         reason = layout.reason
         if self._images.hold(paths[0]) and shape and not self._per_token:
             if shape not in self._image_plans:
                 self._image_plans[shape] = self._plan_of_images(shape)
-            if self._image_plans[shape] is not None:
-                return self._image_plans[shape]
+            planned = self._image_plans[shape]
+            if planned is not None:
+                return planned
             reason = "the placeholder tokens in input_ids do not show which row has which image"
         if self._touched is None:
             self._touched = self._choices.touched_modules(self._pool, self._every_slot)
@@ -192,7 +210,7 @@ class Request:
         spread = (1, math.prod(shape))
         return self._keep(("none", spread), lambda: spread_slots([NO_ADAPTER], spread))
 
-    def _plan_of_images(self, shape: tuple[int, ...]) -> Any:
+    def _plan_of_images(self, shape: tuple[int, ...]) -> _Planned | None:
         """Return the plan for an input with images on its first axis, or None."""
         elements = self._images.elements(self._inputs, shape[0])
         if elements is None:
@@ -203,7 +221,7 @@ class Request:
 
     def _plan_by_token(
         self, shape: tuple[int, ...], layout: Layout, spread: Spread, paths: Sequence[str]
-    ) -> Any:
+    ) -> _Planned:
         """Return the plan where the slots of a row differ by token."""
         rows, tokens = self._rows, math.prod(shape) // self._rows
         start = self._first_token(tokens)

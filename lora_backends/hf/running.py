@@ -14,6 +14,7 @@ from torch import nn
 from lora_backends.errors import InvalidInputError
 from lora_backends.experts import ExpertWeights
 from lora_backends.hf.layout import Layout
+from lora_backends.hf.own_rows import OwnRows
 from lora_backends.weights import LoRAWeights
 
 
@@ -24,12 +25,16 @@ class Call(Protocol):
     stacks: Mapping[str, LoRAWeights]  # path to stack of the modules that are adapted
     shared: Mapping[str, LoRAWeights]  # a leader's path to the stack of it and its siblings
     experts: Mapping[str, tuple[ExpertWeights, ...]]  # path of a parameter of experts to stacks
+    own: Mapping[str, OwnRows]  # path to what rows have in the place of a module
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape` (without its last axis), of modules."""
+
+    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
+        """Return the slot of each position of such an input, on the CPU."""
 
 
 class _WithoutAdapters:
@@ -39,12 +44,17 @@ class _WithoutAdapters:
     stacks: Mapping[str, LoRAWeights] = {}
     shared: Mapping[str, LoRAWeights] = {}
     experts: Mapping[str, tuple[ExpertWeights, ...]] = {}
+    own: Mapping[str, OwnRows] = {}
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Never called: no model has the key ""."""
         raise AssertionError("this call has no model")
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+        """Never called."""
+        raise AssertionError("this call has no model")
+
+    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
         """Never called."""
         raise AssertionError("this call has no model")
 

@@ -42,9 +42,16 @@ def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dic
     for path, module in base.named_modules():
         spec = _spec(module)
         if spec is not None:
-            refusal = _refusal(path, module, module is token_embedding, dtype, device)
+            embeds = module is token_embedding or _shares_weight(module, token_embedding)
+            refusal = _refusal(path, module, embeds, dtype, device)
             sites[path] = Site(path, module, spec, refusal)
     return sites
+
+
+def _shares_weight(module: nn.Module, other: nn.Module | None) -> bool:
+    """Return whether two embeddings are one: an encoder's and a decoder's for instance."""
+    weight = getattr(module, "weight", None)
+    return isinstance(other, nn.Embedding) and other.weight is weight
 
 
 def token_embedding_of(base: nn.Module) -> nn.Module | None:

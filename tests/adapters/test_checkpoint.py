@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from lora_backends import InvalidInputError, UnsupportedInputError
-from lora_backends.adapters import Checkpoint, ModuleSpec, read_checkpoint
+from lora_backends.adapters import Checkpoint, LoadLimits, ModuleSpec, read_checkpoint
 from lora_backends.adapters.checkpoint import PICKLE_FILE, SAFETENSORS_FILE
 from lora_backends.testing.oracles import gamma
 
@@ -707,16 +707,80 @@ def test_checkpoints_of_a_training_run_below_the_folder_are_named(write_adapter)
     assert f"pass one of them, e.g. {folder.parent / 'checkpoint-100'}" in message
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_shards_are_named(kind, write_adapter):
+def test_shards_of_another_kind_are_named(write_adapter):
     folder = write_adapter()
     (folder / SAFETENSORS_FILE).unlink()
     for shard in (1, 2):
-        (folder / f"adapter_model-0000{shard}-of-00002.{kind}").touch()
-    (folder / f"adapter_model.{kind}.index.json").touch()
+        (folder / f"adapter_model-0000{shard}-of-00002.bin").touch()
+    (folder / "adapter_model.bin.index.json").touch()
     message = rejected(InvalidInputError, folder)
-    assert f"shards: adapter_model-00001-of-00002.{kind}, " in message
-    assert "to do: join the shards" in message
+    assert "shards: adapter_model-00001-of-00002.bin, " in message
+    assert "to do: copy the shards too, as safetensors" in message
+
+
+def write_shards(folder, shards):
+    (folder / SAFETENSORS_FILE).unlink(missing_ok=True)
+    for number, tensors in shards.items():
+        save_file(tensors, folder / f"adapter_model-0000{number}-of-00002.safetensors")
+    return folder
+
+
+def test_shards_are_read_as_one_file(write_adapter, lora):
+    tensors = lora()
+    (a, first), (b, second) = tensors.items()
+    folder = write_shards(write_adapter(), {1: {a: first}, 2: {b: second}})
+    assert [*read_checkpoint(folder).modules] == [Q_PROJ]
+
+
+def test_missing_and_overlapping_shards_are_refused(write_adapter, lora):
+    tensors = lora()
+    folder = write_shards(write_adapter(), {2: tensors})
+    assert "without adapter_model-00001-of-00002" in rejected(InvalidInputError, folder)
+    write_shards(folder, {1: tensors})
+    assert "shards overlap" in rejected(InvalidInputError, folder)
+
+
+def test_all_shards_together_are_within_the_limits(write_adapter, lora):
+    (a, first), (b, second) = lora().items()
+    folder = write_shards(write_adapter(), {1: {a: first}, 2: {b: second}})
+    with pytest.raises(InvalidInputError, match="beyond the limit tensors"):
+        read_checkpoint(folder, limits=LoadLimits(tensors=1))
+    with pytest.raises(InvalidInputError, match="beyond the limit unpacked_bytes"):
+        read_checkpoint(folder, limits=LoadLimits(unpacked_bytes=first.nbytes + 100))
+
+
+def test_the_name_of_an_adapter_in_memory_is_left_out(write_adapter, lora):
+    named = {key.replace(".weight", ".pirate.weight"): t for key, t in lora().items()}
+    assert [*read_checkpoint(write_adapter(named)).modules] == [Q_PROJ]
+
+
+def test_a_file_with_several_adapters_is_refused(write_adapter, lora):
+    named = {
+        key.replace(".weight", f".{name}.weight"): t
+        for key, t in lora().items()
+        for name in ("pirate", "json")
+    }
+    message = rejected(InvalidInputError, write_adapter(named))
+    assert "the file holds several adapters" in message
+    assert "an adapter named 'json'" in message
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("language_model.model.layers.0.q_proj", "model.language_model.layers.0.q_proj"),
+        ("model.layers.0.q_proj", "model.language_model.layers.0.q_proj"),
+        ("language_model.lm_head", "lm_head"),
+        ("visual.blocks.0.qkv", "model.visual.blocks.0.qkv"),
+        ("multi_modal_projector.linear_1", "model.multi_modal_projector.linear_1"),
+    ],
+)
+def test_names_of_transformers_4_find_their_modules(old, new, write_adapter, lora):
+    folder = write_adapter(lora(old), target_modules=[old.rpartition(".")[2]])
+    specs = {new: ModuleSpec("linear", 8, 6), "model.other": ModuleSpec("linear", 8, 6)}
+    assert [*read_checkpoint(folder, specs).modules] == [new]
+    specs[old] = specs[new]
+    assert [*read_checkpoint(folder, specs).modules] == [old]
 
 
 @pytest.mark.parametrize(
@@ -727,7 +791,6 @@ def test_shards_are_named(kind, write_adapter):
         ("unet.down_blocks.0.attentions.0.proj_in.lora_A.weight", "diffusers"),
         ("transformer.blocks.0.attn.to_q.lora.down.weight", "diffusers"),
         ("model.layers.0.self_attn.q_proj.lora_a", "MLX"),
-        (f"{KEY}.lora_A.default.weight", "a PeftModel's state_dict, not of save_pretrained"),
         (f"{Q_PROJ}.lora_A.weight", "PEFT without the prefix base_model.model."),
     ],
 )

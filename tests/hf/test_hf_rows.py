@@ -14,10 +14,10 @@ BOUND = 2e-5
 """Most that a logit may differ, relative to the largest of its row where that is over 1: batches of
 other shapes sum float32 in another order. Another row's adapter changes 0.1 and more."""
 
-NOT_ALWAYS = [n for n in KNOWN if n in ("clip", "wav2vec2", "rwkv", "deberta", "vipllava")]
+NOT_ALWAYS = [n for n in KNOWN if n in ("clip", "rwkv", "deberta", "vipllava")]
 """Architectures with a module whose rows cannot be known."""
 
-ROW_BY_ROW = [name for name in KNOWN if name not in ("t5", *NOT_ALWAYS)]
+ROW_BY_ROW = [name for name in KNOWN if name not in NOT_ALWAYS]
 """Architectures of which nothing may be refused."""
 
 GENERATES = {"llama", "gpt2", "opt", "mixtral", "xlnet", "rwkv", "deepseek_v3", *TOKENS_PER_IMAGE}

@@ -1,0 +1,81 @@
+"""Names that checkpoints had at other times: of Transformers 4, and of PEFT's models in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from lora_backends.adapters.formats import LONGEST_NAME
+from lora_backends.adapters.messages import problem
+from lora_backends.errors import InvalidInputError, shown
+
+_RENAMED = (
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.lm_head$", "lm_head"),
+    (r"^model\.(?=(layers|embed_tokens|norm)\b)", "model.language_model."),
+    (r"^", "model."),  # vision towers and connectors
+)
+"""Parts of paths that Transformers 5 has named anew: taken where only the new path exists."""
+
+_ADAPTER_NAMES = (
+    r"\.lora_(?:A|B)\.(?P<name>[^.]+)\.(?:weight|bias)$",
+    r"\.lora_embedding_(?:A|B)\.(?P<name>[^.]+)$",
+    r"\.lora_magnitude_vector\.(?P<name>[^.]+)\.weight$",
+    r"\.modules_to_save\.(?P<name>[^.]+)\.[^.].*$",
+    r"\.trainable_tokens_delta\.(?P<name>[^.]+)$",
+)
+_NAMED = [re.compile(pattern) for pattern in _ADAPTER_NAMES]
+
+
+def renamed(path: str, known: Iterable[str]) -> str:
+    """Return the path that the base model has for one of an older Transformers."""
+    known = known if isinstance(known, (set, Mapping)) else set(known)
+    if path in known:
+        return path
+    for old, new in _RENAMED:
+        found = re.sub(old, new, path, count=1)
+        if found != path and found in known:
+            return found
+    return path
+
+
+def without_adapter_name(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as `save_pretrained` names them, where a state_dict has an adapter's name.
+
+    Args:
+        path: of the file, for errors.
+        tensors: by their names, e.g. "...q_proj.lora_A.default.weight".
+
+    Raises:
+        InvalidInputError: they are of several adapters.
+    """
+    found = {key: name for key in tensors if (name := _adapter_name(key)) is not None}
+    names = sorted({*found.values()})
+    if len(names) > 1:
+        given = [f"an adapter named {shown(name)}" for name in names]
+        what = "the file holds several adapters"
+        to_do = "save each with PEFT's save_pretrained, in a folder of its own"
+        raise InvalidInputError(problem(path, what, given, "one adapter", to_do))
+    short = {key: _cut(key, name) for key, name in found.items()}
+    # A name that is taken stays as it is: nothing says which of the two tensors counts.
+    return {
+        key if short.get(key, key) in tensors else short[key]: tensor
+        for key, tensor in tensors.items()
+    }
+
+
+def _adapter_name(key: str) -> str | None:
+    if len(key) > LONGEST_NAME:
+        return None
+    matches = (pattern.search(key) for pattern in _NAMED)
+    name = next((match["name"] for match in matches if match), None)
+    return None if name in ("weight", "bias") else name
+
+
+def _cut(key: str, name: str) -> str:
+    match = next(match for pattern in _NAMED if (match := pattern.search(key)))
+    return key[: match.start("name") - 1] + key[match.end("name") :]

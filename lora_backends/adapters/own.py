@@ -1,0 +1,107 @@
+"""What a checkpoint holds besides LoRA: whole modules, biases of the base model, rows of tokens.
+
+modules_to_save           <mod>.weight, <mod>.bias        of that module alone
+bias all, lora_only       <mod>.bias, <mod>.base_layer.bias
+resized embedding         <mod>.weight                    wherever the base model shares it
+trainable_token_indices   <mod>.token_adapter.trainable_tokens_delta
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from lora_backends.adapters.formats import CONFIG_FILE, LONGEST_NAME
+from lora_backends.adapters.messages import problem
+from lora_backends.adapters.peft_config import PeftLoraConfig
+from lora_backends.adapters.specs import OwnModules, OwnParameter, TokenRows
+from lora_backends.adapters.tensor_checks import check_dtype, check_finite, typed
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+
+_PREFIX = "base_model.model."
+_TOKEN_DELTA = ".token_adapter.trainable_tokens_delta"
+_UNUSED = (".original_module.", ".token_adapter.base_layer.")
+"""Copies of the base model's tensors, which PEFT writes beside an adapter's own."""
+
+
+def take_own(
+    path: Path, tensors: Mapping[str, Tensor], config: PeftLoraConfig
+) -> tuple[OwnModules, dict[str, Tensor]]:
+    """Tell what a checkpoint holds besides LoRA from its LoRA.
+
+    Args:
+        path: of the file, for errors.
+        tensors: by their names in the file.
+        config: of the adapter.
+
+    Returns:
+        What it brings, with paths as the file has them, and the tensors that are left.
+
+    Raises:
+        InvalidInputError: a tensor has a wrong type or shape, or is not finite.
+        UnsupportedInputError: weights that PEFT ties again after it has read them.
+    """
+    rest: dict[str, Tensor] = {}
+    parameters: dict[str, OwnParameter] = {}
+    tokens: dict[str, TokenRows] = {}
+
+    def error(what: str, given: str, allowed: str, to_do: str) -> InvalidInputError:
+        return InvalidInputError(problem(path, what, given, allowed, to_do))
+
+    for key, tensor in tensors.items():
+        name = _own_name(key, config)
+        if name is None:
+            rest[key] = tensor
+            continue
+        if not name:
+            continue
+        check_dtype(error, key, tensor)
+        check_finite(error, key, tensor.flatten())
+        if name.endswith(_TOKEN_DELTA):
+            module = name.removesuffix(_TOKEN_DELTA)
+            tokens[module] = _token_rows(path, key, module, tensor, config)
+        else:
+            parameters.setdefault(name, OwnParameter(tensor, _is_saved(name, config)))
+    if config.ensure_weight_tying and (parameters or tokens):
+        given = f"ensure_weight_tying = true, tensor '{next(iter(parameters or tokens))}'"
+        what = "the adapter ties modules of its own"
+        raise UnsupportedInputError(problem(path, what, given, "ensure_weight_tying = false"))
+    return OwnModules(parameters, tokens, tuple(config.alora_invocation_tokens or ())), rest
+
+
+def _own_name(key: str, config: PeftLoraConfig) -> str | None:
+    """Return the name of an own tensor in the base model, "" of an unused one, None of LoRA's."""
+    name = key.removeprefix(_PREFIX)
+    if not key.startswith(_PREFIX) or len(key) > LONGEST_NAME or not name.isprintable():
+        return None
+    if ".lora_" in name or name.endswith(".base_layer.weight"):
+        return "" if any(mark in name for mark in _UNUSED) else None
+    if any(mark in name for mark in _UNUSED):
+        return ""
+    name = name.replace(".modules_to_save.", ".")
+    if name.endswith(".base_layer.bias"):
+        return name.removesuffix(".base_layer.bias") + ".bias"
+    is_own = name.endswith((".weight", ".bias", _TOKEN_DELTA)) or _is_saved(name, config)
+    return name if is_own else None
+
+
+def _is_saved(name: str, config: PeftLoraConfig) -> bool:
+    """Return whether a tensor belongs to a module of modules_to_save: ends of paths, as in PEFT."""
+    parts = name.split(".")[:-1]
+    paths = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return any(path.endswith(saved) for saved in config.modules_to_save or () for path in paths)
+
+
+def _token_rows(
+    path: Path, key: str, module: str, values: Tensor, config: PeftLoraConfig
+) -> TokenRows:
+    ids = config.trainable_token_indices
+    if isinstance(ids, dict):
+        ids = next((v for k, v in ids.items() if f".{module}".endswith(f".{k}")), None)
+    if not ids or values.ndim != 2 or values.shape[0] != len(ids) or len(set(ids)) != len(ids):
+        what = f"the rows of {module!r} and trainable_token_indices disagree"
+        given = [typed(key, values), f"{0 if ids is None else len(ids)} ids in {CONFIG_FILE}"]
+        raise InvalidInputError(problem(path, what, given, "one row for each distinct id"))
+    return TokenRows(tuple(ids), values)

@@ -1,0 +1,63 @@
+"""aLoRA: adapters that act on a row from their invocation tokens on.
+
+Source: Greenewald et al., "Activated LoRA", arXiv:2504.12397, as PEFT computes it: the last place
+of the tokens counts, and a row without them is the base model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lora_backends.adapters import AdapterPool
+from lora_backends.errors import UnsupportedInputError
+from lora_backends.hf.entries import RowAdapters
+from lora_backends.hf.own_modules import Invocation
+
+
+def invoked(
+    adapters: Sequence[RowAdapters],
+    slots: Mapping[str, int],
+    pool: AdapterPool,
+    inputs: Mapping[str, Any],
+) -> Sequence[RowAdapters]:
+    """Return the entries of rows, one per token where an adapter has to be invoked.
+
+    A row that gives an entry for each of its tokens says itself where the adapter acts. On a GPU
+    this waits for the device.
+
+    Args:
+        adapters: per row.
+        slots: name to slot.
+        pool: of the adapters.
+        inputs: of the forward pass, or of `generate`.
+
+    Raises:
+        UnsupportedInputError: there are no token ids to find the invocation in.
+    """
+    wanted = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
+    if not any(isinstance(found, Invocation) for found in wanted.values()):
+        return adapters
+    rows: list[RowAdapters] = []
+    for row, entry in enumerate(adapters):
+        found = wanted.get(entry) if isinstance(entry, str) else None
+        if not isinstance(found, Invocation) or not isinstance(entry, str):
+            rows.append(entry)
+            continue
+        ids = inputs.get("input_ids")
+        if not isinstance(ids, torch.Tensor):
+            raise UnsupportedInputError(
+                f"adapter {entry!r} acts behind its invocation tokens (aLoRA), and there are no "
+                f"input_ids to find them in\n  to do: pass input_ids, or one entry per token"
+            )
+        rows.append(_from_invocation(entry, ids[row].tolist(), list(found.tokens)))
+    return rows
+
+
+def _from_invocation(name: str, ids: list[int], tokens: list[int]) -> RowAdapters:
+    for start in range(len(ids) - len(tokens), -1, -1):
+        if ids[start : start + len(tokens)] == tokens:
+            return [None] * start + [name] * (len(ids) - start) if start else name
+    return None

@@ -1,0 +1,224 @@
+"""Rows whose adapters have modules of their own: what takes the place of a module's output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lora_backends.adapters import AdapterPool
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+
+if TYPE_CHECKING:
+    from lora_backends.hf.entries import Choices
+
+
+@dataclass(frozen=True, eq=False)
+class OwnModule:
+    """What one adapter has in the place of one module that works on each position alone."""
+
+    module: nn.Module | None = None  # computes the output: the base's kind, with own parameters
+    bias: torch.Tensor | None = None  # [out_features], own minus base: added to the base's output
+    tokens: torch.Tensor | None = None  # [n] ids whose rows are replaced
+    token_module: nn.Module | None = None  # computes what these rows give: an embedding of n rows,
+    # or a head with n outputs
+    width: int | None = None  # out_features, where they differ from the base's
+
+
+@dataclass(frozen=True, eq=False)
+class OwnRows:
+    """What the rows of one call have in the place of one module."""
+
+    by_number: Mapping[int, OwnModule]  # the slot of an adapter to its module
+    width: int | None  # widest output of the rows of the call, where one differs from the base's
+
+
+def own_rows(pool: AdapterPool, slots: Mapping[str, int], choices: Choices) -> dict[str, OwnRows]:
+    """Return what the rows of a call have in the place of modules, by path.
+
+    Args:
+        pool: of the adapters.
+        slots: name to slot, of all adapters in the call.
+        choices: the numbers of its rows.
+
+    Raises:
+        UnsupportedInputError: a blend or a strength of an adapter with modules of its own.
+    """
+    numbers = {number for row in choices.rows for number in row}
+    found: dict[str, dict[int, OwnModule]] = {}
+    for name, slot in slots.items():
+        own = pool.own_modules(slot)
+        if own and any(n != slot and slot in choices.slots_of(n) for n in numbers):
+            raise UnsupportedInputError(
+                f"adapter {name!r} has modules of its own (modules_to_save, biases, tokens or an "
+                f"invocation), which no strength scales and no other adapter shares\n"
+                f"  allowed: its name alone, without a strength"
+            )
+        for path, module in own.items():
+            if isinstance(module, OwnModule):
+                found.setdefault(path, {})[slot] = module
+    return {path: OwnRows(by, _widest(path, by, numbers, pool)) for path, by in found.items()}
+
+
+def _widest(
+    path: str, own: Mapping[int, OwnModule], numbers: set[int], pool: AdapterPool
+) -> int | None:
+    widths = {n: module.width for n, module in own.items() if module.width is not None}
+    if not widths:
+        return None
+    base = [pool.modules[path].out_features] * bool(numbers - {*widths})
+    return max([*widths.values(), *base])
+
+
+def label_counts(
+    own: Mapping[str, OwnRows], pool: AdapterPool, rows: list[list[int]]
+) -> list[int] | None:
+    """Return the labels that each row's head gives, or None where all have the base's.
+
+    Args:
+        own: of the call.
+        pool: of the adapters.
+        rows: the numbers of each row.
+    """
+    counts = None
+    for path, modules in own.items():
+        if modules.width is not None:
+            base, by = pool.modules[path].out_features, modules.by_number
+            counts = [(by[row[0]].width if row[0] in by else None) or base for row in rows]
+    return counts
+
+
+Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
+
+
+def replace_rows(
+    own: OwnRows, x: torch.Tensor, output: torch.Tensor, numbers: torch.Tensor, late: bool
+) -> torch.Tensor:
+    """Return a module's output with the rows of adapters that have a module of their own.
+
+    Args:
+        own: of the module.
+        x: [positions] token ids, or [positions, in_features].
+        output: [..., out_features] of the base's module.
+        numbers: [positions] on the CPU.
+        late: whether to add biases; else to replace outputs. A bias comes behind LoRA, because
+            DoRA scales what is there before it.
+    """
+    shape = output.shape
+    y = output.contiguous().view(-1, shape[-1])
+    if own.width not in (None, shape[-1]) and not late:
+        wide = y.new_full((y.shape[0], max(own.width or 0, shape[-1])), torch.nan)
+        wide[:, : shape[-1]] = y
+        y = wide
+    for number, module in own.by_number.items():
+        at = (numbers == number).nonzero().flatten().to(y.device)
+        if not len(at):
+            continue
+        if late and module.bias is not None:
+            y[at] += module.bias
+        elif not late:
+            _replace(module, x, y, at)
+    if own.width is not None and not late:
+        y = y[:, : own.width]
+    return y.reshape(*shape[:-1], y.shape[-1])
+
+
+def _replace(own: OwnModule, x: torch.Tensor, y: torch.Tensor, at: torch.Tensor) -> None:
+    if own.module is not None:
+        values = own.module(x[at])
+        y[at, : values.shape[1]] = values
+        y[at, values.shape[1] :] = torch.nan
+    if own.tokens is None or own.token_module is None:
+        return
+    if isinstance(own.token_module, nn.Embedding):
+        hits = (x[at, None] == own.tokens).nonzero()  # [hits, 2]: place in at, place in tokens
+        y[at[hits[:, 0]]] = own.token_module(hits[:, 1])
+    else:
+        y[at[:, None], own.tokens] = own.token_module(x[at])
+
+
+def check_heads(logits: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+    """Return the logits of each row, without those that other rows' heads have and its own lacks.
+
+    Columns that a row's head lacks are NaN where the head gives them. What the model does behind
+    its head must have kept them apart from the others.
+
+    Raises:
+        UnsupportedInputError: it did not.
+    """
+    rows = [logits[row, ..., :count] for row, count in enumerate(counts)]
+    if logits.shape[-1] != max(counts) or any(bool(row.isnan().any()) for row in rows):
+        raise UnsupportedInputError(
+            f"heads with different numbers of labels share a batch, and the model mixes labels "
+            f"behind its head, or a logit is NaN\n  given: {counts} labels, logits of shape "
+            f"{list(logits.shape)}\n  to do: split the batch by the number of labels"
+        )
+    return rows
+
+
+def check_labels(counts: list[int] | None, as_list: bool, inputs: Mapping[str, Any]) -> None:
+    """Refuse rows with different numbers of labels, unless a list is asked for.
+
+    Raises:
+        InvalidInputError: they differ, or labels are given for heads of another size.
+    """
+    if counts is None:
+        return
+    if inputs.get("labels") is not None:
+        raise InvalidInputError(
+            "labels are given, and an adapter has a head with other labels than the base model\n"
+            "  to do: compute the loss from the logits"
+        )
+    if len({*counts}) > 1 and not as_list:
+        raise InvalidInputError(
+            f"the heads of the rows have different numbers of labels\n  given: {counts}\n"
+            f"  to do: pass logits_as_list=True, or split the batch"
+        )
+
+
+def with_labels(output: Any, counts: list[int] | None, as_list: bool) -> Any:
+    """Return a model's output with the logits of each row's own labels.
+
+    Args:
+        output: of the model.
+        counts: labels of each row; None where all have the base's.
+        as_list: whether to return a tensor for each row.
+
+    Raises:
+        UnsupportedInputError: the output has no logits, or the model mixes labels.
+    """
+    if counts is None and not as_list:
+        return output
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, torch.Tensor):
+        raise UnsupportedInputError(
+            f"an adapter has a head with other labels, and {type(output).__name__} has no logits\n"
+            f"  to do: return_dict=True, on a model with logits"
+        )
+    rows = [*logits] if counts is None else check_heads(logits, counts)
+    if as_list:
+        output["logits"] = rows
+    return output
+
+
+def check_compiled(base: nn.Module) -> None:
+    """Refuse to hook modules that run as a compiled program: it would not notice.
+
+    Raises:
+        UnsupportedInputError: the model, or a part of it, was compiled in place.
+    """
+    if any(map(_is_compiled, base.modules())):
+        raise UnsupportedInputError(
+            "an adapter has modules of its own, and the base model was compiled in place\n"
+            "  to do: use a model without compile() for these adapters"
+        )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    own = vars(module)
+    # the only marks that torch.compile leaves on a module and on a function
+    marked = hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+    return marked or own.get("_compiled_call_impl") is not None

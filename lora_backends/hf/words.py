@@ -1,0 +1,135 @@
+"""What people and libraries call on a model: PEFT's words, and those that `pipeline` needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import nn
+
+from lora_backends.errors import InvalidInputError
+from lora_backends.hf.entries import RowAdapters, is_per_token
+from lora_backends.hf.hooks import rows_and_length
+
+if TYPE_CHECKING:
+    from lora_backends.hf.model import MultiLoRAModel
+
+PEFT_BASE = "__base__"
+"""PEFT's name for a row without an adapter."""
+
+
+class ModelWords:
+    """The attributes of a Transformers model that other code reads."""
+
+    base: nn.Module
+
+    @property
+    def config(self) -> Any:
+        """The base model's configuration."""
+        return cast(Any, self.base).config
+
+    @property
+    def generation_config(self) -> Any:
+        """The base model's settings of `generate`."""
+        return cast(Any, self.base).generation_config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the base model lies."""
+        return next(self.base.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The base model's dtype."""
+        return cast(Any, self.base).dtype  # type: ignore[no-any-return]
+
+    @property
+    def main_input_name(self) -> str:
+        """The name of the base model's first argument."""
+        return getattr(self.base, "main_input_name", "input_ids")
+
+    @property
+    def training(self) -> bool:
+        """Whether the base model is in training mode, in which no call runs."""
+        return self.base.training
+
+    def eval(self) -> Self:
+        """Put the base model into eval mode."""
+        self.base.eval()
+        return self
+
+    def can_generate(self) -> bool:
+        """Return whether the base model has a `generate`."""
+        return bool(cast(Any, self.base).can_generate())
+
+    def to(self, device: Any) -> Self:
+        """Refuse another device; a pipeline asks for the model's own.
+
+        Raises:
+            InvalidInputError: another device than the model's.
+        """
+        wanted = torch.device("cpu" if device is None else device)
+        if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
+            raise InvalidInputError(
+                f"the model and its adapters are on {self.device}, and cannot be moved to {wanted}"
+                f"\n  to do: move the base model, then wrap it"
+            )
+        return self
+
+
+class OneAdapter(ModelWords):
+    """A model whose rows all use one adapter, for code that calls it without `adapters`.
+
+    Made by `MultiLoRAModel.as_adapter`, e.g. for `transformers.pipeline(model=...)`.
+
+    Args:
+        model: with the adapter.
+        name: of the adapter; None for the base model.
+    """
+
+    def __init__(self, model: MultiLoRAModel, name: str | None) -> None:
+        self.model, self.base, self.name = model, model.base, name
+        # A pipeline looks for its task in the name of the class, and warns of others.
+        self.__class__ = type(type(self.base).__name__, (OneAdapter,), {})
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Run the base model's forward pass with the adapter in every row."""
+        return self.model(*args, adapters=self._adapters(args, inputs), **inputs)
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        """As a call: code looks here for the names of the inputs."""
+        return self(*args, **inputs)
+
+    def generate(self, *args: Any, **inputs: Any) -> Any:
+        """Run the base model's `generate` with the adapter in every row."""
+        return self.model.generate(*args, adapters=self._adapters(args, inputs), **inputs)
+
+    def _adapters(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> list[str | None]:
+        named = {self.main_input_name: args[0], **inputs} if args else inputs
+        return [self.name] * rows_and_length(named, self.main_input_name)[0]
+
+
+def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:
+    """Return what rows ask for, in this library's words or in PEFT's.
+
+    Raises:
+        InvalidInputError: neither is given, or both are.
+    """
+    if (adapters is None) is (adapter_names is None):
+        raise InvalidInputError(
+            f"{'no adapters are' if adapters is None else 'adapters and adapter_names are both'} "
+            f"given\n  allowed: adapters=[...] with one name or None per row\n"
+            f"  to do: for code that calls a model without them, e.g. a pipeline, pass "
+            f"model.as_adapter(name)"
+        )
+    chosen = adapters if adapter_names is None else adapter_names
+    if isinstance(chosen, str) or not isinstance(chosen, Sequence):
+        return chosen  # refused with the entries
+    return [_without_base(entry) for entry in chosen]
+
+
+def _without_base(entry: RowAdapters) -> RowAdapters:
+    if is_per_token(entry):
+        return [None if own == PEFT_BASE else own for own in entry]  # type: ignore[union-attr]
+    return None if isinstance(entry, str) and entry == PEFT_BASE else entry

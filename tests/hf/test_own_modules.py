@@ -1,0 +1,233 @@
+"""Rows of adapters that bring more than LoRA: heads, saved modules, tokens, invocations."""
+
+import copy
+
+import pytest
+import sweep_variants
+import torch
+from sweep import BOUND, adapt, in_peft
+from sweep_variants import Q_V, build, inputs
+
+from lora_backends import InvalidInputError, UnsupportedInputError
+from lora_backends.adapters import AdapterPool, Checkpoint, OwnModules
+from lora_backends.hf import MultiLoRAModel
+
+HEAD = {**Q_V, "modules_to_save": ["lm_head"]}
+
+
+def saved(tmp_path, base, name, **config):
+    folder = str(tmp_path / name)
+    adapt(base, folder, len(name), **config)
+    return folder
+
+
+def with_head(labels):
+    base = build("bert")
+    base.classifier = torch.nn.Linear(16, labels)
+    torch.nn.init.normal_(base.classifier.weight)
+    return base.eval()
+
+
+@pytest.fixture
+def heads(tmp_path):
+    """A model of 3 labels, adapters with heads of 2 and 5, and what PEFT gives for them."""
+    base = build("bert")
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3)
+    expected = {None: base}
+    for name, labels in (("two", 2), ("five", 5)):
+        own = with_head(labels)
+        folder = saved(tmp_path, own, name, target_modules=["query"], task_type="SEQ_CLS")
+        model.load_adapter(name, folder)
+        expected[name] = in_peft(own, folder)
+    return model, expected
+
+
+ROWS = ["two", None, "five", "two"]
+
+
+def test_rows_have_as_many_labels_as_their_head(heads):
+    model, expected = heads
+    logits = model(adapters=ROWS, logits_as_list=True, **inputs("bert")).logits
+    assert [len(row) for row in logits] == [2, 3, 5, 2]
+    for row, name in enumerate(ROWS):
+        with torch.no_grad():
+            alone = expected[name](**inputs("bert")).logits[row]
+        torch.testing.assert_close(logits[row], alone, rtol=0, atol=BOUND)
+
+
+def test_rows_with_one_number_of_labels_need_no_list(heads):
+    model, expected = heads
+    logits = model(adapters=["two"] * 4, **inputs("bert")).logits
+    with torch.no_grad():
+        torch.testing.assert_close(
+            logits, expected["two"](**inputs("bert")).logits, rtol=0, atol=BOUND
+        )
+
+
+def test_different_numbers_of_labels_are_refused_without_a_list(heads):
+    model, _ = heads
+    with pytest.raises(InvalidInputError, match=r"given: \[2, 3, 5, 2\]\n.*logits_as_list=True"):
+        model(adapters=ROWS, **inputs("bert"))
+    with pytest.raises(InvalidInputError, match="labels are given"):
+        model(adapters=["two"] * 4, labels=torch.zeros(4).long(), **inputs("bert"))
+
+
+def test_a_model_that_mixes_labels_behind_its_head_is_refused(heads):
+    model, _ = heads
+    model.base.classifier.register_forward_hook(lambda m, args, output: output.softmax(-1))
+    with pytest.raises(UnsupportedInputError, match="mixes labels behind its head"):
+        model(adapters=ROWS, logits_as_list=True, **inputs("bert"))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_saved_modules_go_with_lora_of_other_rows_in_fused_layers(fuse, tmp_path):
+    base = build("llama")
+    folders = {
+        None: None,
+        "own": saved(tmp_path, base, "own", **Q_V, modules_to_save=["up_proj", "k_proj"]),
+        "lora": saved(tmp_path, base, "lora", target_modules="all-linear"),
+    }
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3, fuse=fuse)
+    for name in ("own", "lora"):
+        model.load_adapter(name, folders[name])
+    rows = ["own", "lora", None, "own"]
+    logits = model(adapters=rows, **inputs("llama")).logits
+    for row, name in enumerate(rows):
+        with torch.no_grad():
+            alone = in_peft(base, folders[name])(**inputs("llama")).logits[row]
+        torch.testing.assert_close(logits[row], alone, rtol=0, atol=BOUND)
+
+
+def test_an_evicted_adapter_leaves_no_module(tmp_path):
+    base = build("llama")
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_adapters=1, max_rank=3)
+    plain = saved(tmp_path, base, "plain", **Q_V)
+    model.load_adapter("own", saved(tmp_path, base, "own", **HEAD))
+    model.load_adapter("plain", plain)
+    logits = model(adapters=["plain"] * 4, **inputs("llama")).logits
+    with torch.no_grad():
+        expected = in_peft(base, plain)(**inputs("llama")).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=BOUND)
+
+
+def test_the_base_model_is_as_it_was_after_detach(tmp_path):
+    base = build("llama")
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    model.load_adapter("own", saved(tmp_path, build("llama"), "own", **HEAD))
+    model(adapters=["own"] * 4, **inputs("llama"))
+    model.detach()
+    assert not any(module._forward_hooks for module in base.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+
+
+def test_what_cannot_follow_modules_of_its_own_is_refused(tmp_path):
+    model = MultiLoRAModel(build("llama"), "torch_ref", max_rank=3)
+    model.load_adapter("own", saved(tmp_path, build("llama"), "own", **HEAD))
+    with pytest.raises(UnsupportedInputError, match="'own' has modules of its own.*prepared"):
+        model.prepare(["own", None])
+    for blend in ({"own": 0.5}, {"own": 1.0, "other": 1.0}):
+        model.load_adapter(
+            "other", saved(tmp_path, build("llama"), "other", **Q_V), replace_existing=True
+        )
+        with pytest.raises(UnsupportedInputError, match="'own' has modules of its own.*strength"):
+            model(adapters=[blend] * 4, **inputs("llama"))
+    model.base.compile()
+    with pytest.raises(UnsupportedInputError, match="was compiled in place"):
+        model(adapters=["own"] * 4, **inputs("llama"))
+
+
+def test_a_pool_that_runs_no_modules_refuses_them(tmp_path, monkeypatch):
+    folder = saved(tmp_path, build("llama"), "own", **HEAD)
+    pool = AdapterPool(MultiLoRAModel(build("llama"), "torch_ref").pool.modules)
+    with pytest.raises(UnsupportedInputError, match="modules_to_save"):
+        pool.load("own", folder)
+    checkpoint = Checkpoint(tmp_path, {}, {}, own=OwnModules(invocation=(1,)))
+    with pytest.raises(UnsupportedInputError, match="modules of its own"):
+        pool.add("own", checkpoint)
+
+
+def test_a_module_that_the_model_does_not_call_is_refused(tmp_path):
+    """DeBERTa reads the weight of its relative embeddings itself."""
+    model = MultiLoRAModel(build("deberta"), "torch_ref", max_rank=3)
+    base = build("deberta")
+    folder = saved(
+        tmp_path, base, "own", target_modules=["value_proj"], modules_to_save=["rel_embeddings"]
+    )
+    with pytest.raises(UnsupportedInputError, match="does not call deberta.encoder.rel_embeddings"):
+        model.load_adapter("own", folder)
+    assert model.adapters == []
+
+
+def test_a_parameter_that_the_model_also_reads_itself_is_refused(tmp_path):
+    class Reading(type(build("llama"))):
+        def forward(self, **given):
+            output = super().forward(**given)
+            output["logits"] = output.logits + self.lm_head.weight.mean()
+            return output
+
+    base = build("llama")
+    folder = saved(tmp_path, base, "own", **HEAD)
+    base.__class__ = Reading
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    with pytest.raises(UnsupportedInputError, match="reads a parameter in another way"):
+        model.load_adapter("own", folder)
+    assert model.adapters == []
+
+
+def test_modules_that_may_mix_positions_are_refused_by_name(tmp_path):
+    base = build("llama")
+    base.model.norm.__class__ = type("Mixing", (type(base.model.norm),), {})
+    folder = saved(tmp_path, build("llama"), "own", **Q_V, modules_to_save=["norm"])
+    with pytest.raises(UnsupportedInputError, match="has a Mixing of its own for model.norm"):
+        MultiLoRAModel(base, "torch_ref", max_rank=3).load_adapter("own", folder)
+
+
+def test_a_resized_embedding_tells_how_to_resize_the_base(tmp_path):
+    base = build("llama")
+    base.resize_token_embeddings(70, mean_resizing=False)
+    base.eval()
+    config = {**Q_V, "modules_to_save": ["embed_tokens", "lm_head"]}
+    folder = saved(tmp_path, base, "own", **config)
+    model = MultiLoRAModel(build("llama"), "torch_ref", max_rank=3)
+    with pytest.raises(InvalidInputError, match=r"base.resize_token_embeddings\(70\)"):
+        model.load_adapter("own", folder)
+    resized = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3)
+    resized.load_adapter("own", folder)
+    logits = resized(adapters=["own", None] * 2, **inputs("llama")).logits
+    with torch.no_grad():
+        alone = in_peft(base, folder)(**inputs("llama")).logits
+    torch.testing.assert_close(logits[0], alone[0], rtol=0, atol=BOUND)
+
+
+def test_an_adapter_acts_from_its_invocation_on_and_not_without_it(tmp_path):
+    base, config = build("llama"), sweep_variants.VARIANTS["aLoRA"][1]
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3)
+    model.load_adapter("own", saved(tmp_path, base, "own", **config))
+    given = inputs("llama")
+    logits = model(adapters=["own"] * 4, **given).logits
+    with torch.no_grad():
+        plain = base(**given).logits
+    assert torch.equal(logits[:, :3], plain[:, :3])
+    assert (logits[:3, 3:] - plain[:3, 3:]).abs().max() > 20 * BOUND
+    assert torch.equal(logits[3], plain[3])
+    embeds = base.get_input_embeddings()(given["input_ids"])
+    with pytest.raises(UnsupportedInputError, match="no input_ids to find them in"):
+        model(adapters=["own"] * 4, inputs_embeds=embeds)
+
+
+def test_pissa_takes_twice_its_rank(tmp_path):
+    folder = saved(tmp_path, build("llama"), "own", **Q_V, init_lora_weights="pissa")
+    model = MultiLoRAModel(build("llama"), "torch_ref", max_rank=5)
+    with pytest.raises(InvalidInputError, match="set max_rank to 6 or more"):
+        model.load_adapter("own", folder)
+    tied = saved(
+        tmp_path,
+        build("tied llama"),
+        "tied",
+        target_modules=["lm_head"],
+        init_lora_weights="pissa",
+    )
+    model = MultiLoRAModel(build("tied llama"), "torch_ref", max_rank=8)
+    with pytest.raises(UnsupportedInputError, match="whose weight other modules share"):
+        model.load_adapter("own", tied)
