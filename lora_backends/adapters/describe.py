@@ -43,11 +43,13 @@ class AdaptersReport:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in a checkpoint."""
+    """Yield every tensor in a checkpoint, or in what became of it."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
+    elif isinstance(value, torch.nn.Module):
+        yield from (*value.parameters(), *value.buffers())
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_of(each)
     elif is_dataclass(value):
         for field in fields(value):
@@ -103,7 +105,7 @@ def report(pool: AdapterPool, store: AdapterStore | None) -> AdaptersReport:
 
 def _in_slot(pool: AdapterPool, name: str) -> AdapterInfo:
     slot = pool.slots.place(name)
-    paths, rank, size = pool.modules_of(slot), 0, 0
+    paths, rank, size, dtypes = pool.modules_of(slot), 0, 0, set()
     for path in paths:
         stacks: Iterable[Any] = pool.active_experts.get(path) or (pool.active_weights[path],)
         for stack in stacks:
@@ -113,7 +115,8 @@ def _in_slot(pool: AdapterPool, name: str) -> AdapterInfo:
                 stack.lora_a.shape[-2], 1
             )
             size += own * per_rank * stack.lora_a.element_size()
-    dtype = dtype_name(pool.dtype)
+            dtypes.add(dtype_name(stack.lora_a.dtype))
+    dtype = ", ".join(sorted(dtypes))
     return AdapterInfo(name, f"slot {slot}", rank, _targets(paths), len(paths), dtype, size)
 
 

@@ -359,7 +359,6 @@ def _wait_for(ahead: _Ahead) -> None:
         return
     stream = torch.cuda.current_stream()
     stream.wait_event(ahead.event)
-    for delta in ahead.staged.deltas:
-        for value in vars(delta).values():
-            if isinstance(value, torch.Tensor) and value.is_cuda:
-                value.record_stream(stream)
+    for tensor in tensors_of(ahead.staged):
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
