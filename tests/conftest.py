@@ -25,11 +25,14 @@ PEFT_MODELS = [
         "experts",
         "generate",
         "hf_rows",
+        "memory",
         "model",
         "moe_hf_rows",
         "peft_equality",
         "rows",
+        "serving_benchmarks",
         "smollm2",
+        "store",
     )
 ]
 NEEDS = {
