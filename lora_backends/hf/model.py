@@ -547,7 +547,13 @@ class MultiLoRAModel(ModelWords):
             UnsupportedInputError: the model has no continuous batching, or a configuration with
                 CUDA graphs, compilation or two batches at a time.
         """
-        from lora_backends.hf.continuous import RequestManager  # not every Transformers has it
+        try:
+            from lora_backends.hf.continuous import RequestManager
+        except ImportError as error:
+            raise UnsupportedInputError(
+                f"this version of Transformers has no continuous batching that takes adapters: "
+                f"{error}\n  to do: pip install 'transformers>=5.23'"
+            ) from error
 
         def check() -> None:
             self._check_attached()

@@ -1,5 +1,6 @@
 """Requests that join and leave a batch: every one is answered as when it runs alone."""
 
+import sys
 import threading
 
 import pytest
@@ -159,6 +160,12 @@ def test_another_thread_may_call_the_model_meanwhile(model):
 def test_what_the_hooks_cannot_follow_is_refused_by_name(model, changes, message):
     with pytest.raises(UnsupportedInputError, match=message):
         model.continuous_batching(continuous_batching_config=settings(**changes))
+
+
+def test_a_transformers_without_continuous_batching_is_named(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lora_backends.hf.continuous", None)
+    with pytest.raises(UnsupportedInputError, match="this version of Transformers"):
+        model.continuous_batching()
 
 
 @pytest.mark.parametrize(
