@@ -14,7 +14,7 @@ from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs, guarded
 from lora_backends.testing.oracles import Expected
-from lora_backends.testing.properties.core import BOUNDED, BY_CLAIM, SCALES_AND_TENSORS, prop
+from lora_backends.testing.properties.core import ANY_LAYER, BOUNDED, BY_CLAIM, prop
 from lora_backends.testing.properties.runs import assert_agree, columns, expected, linear
 from lora_backends.weights import LoRAWeights
 
@@ -84,7 +84,7 @@ def concatenated_ranks_are_a_sum(backend: LoRABackend, case: LoRACase) -> None:
     values="either",
     agreement=BY_CLAIM,
     num_slices=3,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     examples=20,
 )
 def stacked_slices_equal_separate_layers(backend: LoRABackend, case: LoRACase) -> None:
@@ -125,7 +125,7 @@ def _of_columns(per_column: torch.Tensor | None, cols: slice) -> torch.Tensor | 
     base=True,
     values="either",
     output_scales=False,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def merged_weights_equal_unmerged(backend: LoRABackend, case: LoRACase) -> None:
     """Row by row x (W + s B A)^T, for every adapter's own merged matrix, in float64."""
