@@ -52,9 +52,9 @@ def stack_of_a(weights: LoRAWeights) -> torch.Tensor:
     """
     parts = [weights.a_of(s).detach().cpu() for s in range(weights.num_slices)]
     if weights.a_scales is not None:
-        scales, sizes = weights.a_scales.cpu().double(), (weights.max_rank, weights.in_features)
+        scales, block = weights.a_scales.cpu().double(), weights.scale_block
         parts = [
-            part.double() * spread(scales[:, s], *sizes, weights.scale_block)
+            part.double() * spread(scales[:, s], weights.max_rank, weights.in_features, block)
             for s, part in enumerate(parts)
         ]
     return torch.stack(parts, 1)
@@ -67,7 +67,7 @@ def stack_of_b(weights: LoRAWeights) -> torch.Tensor:
         groups = b_row_groups(weights.output_slices, weights.scale_block)
         own = torch.split_with_sizes(weights.b_scales.cpu().double(), groups, 1)
         parts = [
-            part.double() * spread(scales, *part.shape[1:], weights.scale_block)
+            part.double() * spread(scales, part.shape[1], part.shape[2], weights.scale_block)
             for part, scales in zip(parts, own, strict=True)
         ]
     return torch.cat(parts, 1)
