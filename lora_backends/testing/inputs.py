@@ -19,7 +19,7 @@ from lora_backends.weights import LoRAWeights
 SENTINEL = 77.0
 """What stands around a y; adding anything to it shows, at every dtype."""
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

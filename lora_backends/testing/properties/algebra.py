@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
+from lora_backends.eight_bit import b_row_groups
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases import LoRACase
@@ -104,6 +106,12 @@ def stacked_slices_equal_separate_layers(backend: LoRABackend, case: LoRACase) -
 def slice_of_layer(weights: LoRAWeights, slice_index: int) -> LoRAWeights:
     """Return one slice of a fused layer as a layer of its own; its tensors are views."""
     cols, only = columns(weights, slice_index), slice(slice_index, slice_index + 1)
+    scales: dict[str, Any] = {}
+    if weights.a_scales is not None and weights.b_scales is not None:
+        groups = b_row_groups(weights.output_slices, weights.scale_block)
+        scales["a_scales"] = weights.a_scales[:, only]
+        scales["b_scales"] = torch.split_with_sizes(weights.b_scales, groups, 1)[slice_index]
+        scales |= {"scale_block": weights.scale_block, "compute_dtype": weights.compute_dtype}
     return LoRAWeights(
         lora_a=weights.a_of(slice_index)[:, None],
         lora_b=weights.b_of(slice_index),
@@ -112,6 +120,7 @@ def slice_of_layer(weights: LoRAWeights, slice_index: int) -> LoRAWeights:
         output_slices=(weights.output_slices[slice_index],),
         bias=_of_columns(weights.bias, cols),
         output_scales=_of_columns(weights.output_scales, cols),
+        **scales,
     )
 
 
@@ -157,8 +166,8 @@ def delta_of(weights: LoRAWeights, slot: int) -> torch.Tensor:
     )
     for s in range(weights.num_slices):
         rank, cols = int(weights.ranks[slot, s]), columns(weights, s)
-        a = weights.a_of(s)[slot, :rank].cpu().double()
-        b = weights.b_of(s)[slot, :, :rank].cpu().double()
+        a = weights.a_values(slot, s, rank, torch.float64).cpu()
+        b = weights.b_values(slot, s, rank, torch.float64).cpu()
         if rank:
             delta[cols] = float(weights.scalings[slot, s]) * b @ a
     return delta

@@ -90,8 +90,8 @@ def halves_of_a_layer_run_alone(backend: LoRABackend, case: LoRACase) -> None:
     """Whatever reads the other half is refused before anything is written."""
     inputs = case.build(backend.device)
     plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
-    only_a = replace(inputs.weights, lora_b=None)
-    only_b = replace(inputs.weights, lora_a=None)
+    only_a = replace(inputs.weights, lora_b=None, b_scales=None)
+    only_b = replace(inputs.weights, lora_a=None, a_scales=None)
     shrunk = backend.run_lora_a(inputs.x, only_a, plan)
     wanted = oracles.expected_shrink(inputs.x, inputs.weights, inputs.batch)
     assert_right(shrunk, wanted, inputs, case.is_integer)
