@@ -42,6 +42,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "host-time": summaries.host_time,
     "wide-stacks": summaries.wide_stacks,
     "numba-cpu": summaries.numba_cpu,
+    "eight-bit-quality": summaries.eight_bit_quality,
 }
 
 

@@ -114,5 +114,25 @@ def numba_cpu() -> str:
     return table(["", *(f">{dtype}" for dtype in dtypes)], rows)
 
 
+def eight_bit_quality() -> str:
+    """Return what 8-bit adapters cost in quality, by dtype."""
+    found = figures.result("eight_bit_quality")
+    rows = []
+    for dtype in ("int8", "float8_e4m3fn", "float8_e5m2"):
+        adapters = [row for row in found["adapters"] if row["dtype"] == dtype]
+        (error,) = (
+            row["error"]
+            for row in found["layers"]
+            if row["dtype"] == dtype and row["scale_per"] == "row"
+        )
+        worst = max(row["error"] for row in adapters)
+        distance = max(row["distance"] for row in adapters)
+        rows.append([f"`{dtype}`", f"{error:.3f}", f"{worst:.3f}", f"{distance:.4f}"])
+    return table(
+        ["", ">normal weights", ">the example's adapters", ">their logits"],
+        rows,
+    )
+
+
 def _efficiencies(contender: str | None) -> list[str]:
     return [f"{figures.mean_efficiency(phase, contender):.2f}" for phase in figures.PHASES]

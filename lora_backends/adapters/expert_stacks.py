@@ -126,8 +126,9 @@ class ExpertStacks:
         stack = self._stacks[delta.module, form]
         stack.lora_a[slot, :, :, : delta.rank] = delta.lora_a
         stack.lora_b[slot, :, :, : delta.rank] = delta.lora_b
-        if stack.a_scales is not None and stack.b_scales is not None:
+        if stack.a_scales is not None and delta.a_scales is not None:
             stack.a_scales[slot, :, :, : delta.rank] = delta.a_scales
+        if stack.b_scales is not None and delta.b_scales is not None:
             stack.b_scales[slot] = delta.b_scales
         stack.scalings[slot] = delta.scalings
         stack.ranks[slot] = delta.ranks

@@ -161,7 +161,7 @@ def _experts_error(wide: ExpertWeights, stored: ExpertWeights) -> float:
 
 
 def _wide(stored: Tensor, scales: Tensor) -> Tensor:
-    return stored.float() * spread(scales, *stored.shape, PER_ROW)
+    return stored.float() * spread(scales, stored.shape[0], stored.shape[1], PER_ROW)
 
 
 def _squares(a: Tensor, b: Tensor, stored_a: Tensor, stored_b: Tensor) -> tuple[float, float]:

@@ -10,6 +10,8 @@ import torch
 
 from lora_backends import features
 from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.eight_bit import ScaleBlock
+from lora_backends.testing.eight_bit_cases import ANY_BYTE, StoredLayer
 from lora_backends.testing.inputs import LoRAInputs, guarded
 from lora_backends.weights import LoRAWeights
 
@@ -95,6 +97,8 @@ class LoRACase(ReproducibleCase):
     token_scales: bool = False  # the batch has a scale for each token
     output_scales: bool = False  # the layer has a scale for each slot and column
     split: Literal["", "a", "b", "ab"] = ""  # which stacks are tuples of one tensor per slice
+    stored: torch.dtype | None = None  # 8-bit dtype of lora_a and lora_b, which have scales then
+    scale_block: ScaleBlock = (1, None)  # rows and columns that share a scale
     values: Literal["real", "integer"] = "real"  # normal, or small integers whose sums are exact
     seed: int = 0
 
@@ -108,6 +112,7 @@ class LoRACase(ReproducibleCase):
         x[[slot == NO_ADAPTER for slot in self.slots]] = float("nan")
         a = draw(a_shape, generator)
         largest = 3 if self.token_scales or self.output_scales else 15  # sums stay exact
+        largest = largest if self.stored is None else 3  # and so do values of 8 bits
         b = draw((self.num_slots, out_features, self.max_rank), generator, largest)
         bias = draw((self.num_slots, out_features), generator)
         base = base_values((self.num_tokens, out_features), generator, self.is_integer)
@@ -117,7 +122,14 @@ class LoRACase(ReproducibleCase):
         ranks = torch.tensor(self.ranks, dtype=torch.int32, device="cpu").reshape(
             self.num_slots, num_slices
         )
-        _poison_beyond_ranks(a, b, ranks, self.output_slices)
+        eight: dict[str, Any] = {}
+        if self.stored is not None:
+            stored = StoredLayer(self, a, b, ranks)
+            a, b, eight = stored.a, stored.b, stored.fields(device, self.weights_pad)
+            if self.is_integer:  # sums of products with scales up to 2 stay exact
+                x[:, LARGEST_EXACT // 2 :] = 0
+        else:
+            _poison_beyond_ranks(a, b, ranks, self.output_slices)
 
         scalings = torch.tensor(self.scalings, device="cpu").reshape(ranks.shape)
         scalings = scalings.masked_fill(ranks == 0, float("nan"))
@@ -128,15 +140,20 @@ class LoRACase(ReproducibleCase):
 
         def per_slice(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             """Return tensors of different row strides, so that a slice needs its own."""
-            return tuple(placed(part, self.weights_pad + s) for s, part in enumerate(parts))
+            return tuple(stack(part, self.weights_pad + s) for s, part in enumerate(parts))
+
+        def stack(values: torch.Tensor, pad: int) -> torch.Tensor:
+            if self.stored is None:
+                return placed(values, pad)
+            return guarded(values.to(device), pad, ANY_BYTE).view(self.stored)
 
         scales = column_factors((self.num_slots, out_features), self.seed, self.is_integer)
         weights = LoRAWeights(
-            lora_a=per_slice(a.unbind(1)) if "a" in self.split else placed(a, self.weights_pad),
+            lora_a=per_slice(a.unbind(1)) if "a" in self.split else stack(a, self.weights_pad),
             lora_b=(
                 per_slice(torch.split(b, list(self.output_slices), 1))
                 if "b" in self.split
-                else placed(b, self.weights_pad)
+                else stack(b, self.weights_pad)
             ),
             ranks=ranks.to(device),
             scalings=scalings.to(device),
@@ -145,6 +162,7 @@ class LoRACase(ReproducibleCase):
             output_scales=(
                 placed(scales, self.weights_pad, torch.float32) if self.output_scales else None
             ),
+            **eight,
         )
         return LoRAInputs(
             x=placed(x, self.x_pad),
@@ -162,6 +180,7 @@ class LoRACase(ReproducibleCase):
             features.TOKEN_SCALES: self.token_scales,
             features.OUTPUT_SCALES: self.output_scales,
             features.SLICE_TENSORS: bool(self.split),
+            features.EIGHT_BIT: self.stored is not None,
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
@@ -215,6 +234,9 @@ EDGES: Mapping[str, Callable[[LoRACase], bool]] = {
     "scale per column": lambda case: case.output_scales and bool(_active(case)),
     "one lora_a per slice": lambda case: "a" in case.split and len(case.output_slices) > 1,
     "one lora_b per slice": lambda case: "b" in case.split and len(case.output_slices) > 1,
+    "stacks of int8": lambda case: case.stored == torch.int8 and bool(_active(case)),
+    "stacks of float8": lambda case: case.stored not in (None, torch.int8) and bool(_active(case)),
+    "scale per block": lambda case: case.stored is not None and case.scale_block != (1, None),
 }
 """Name of every edge to the predicate on a case; the report of `verify` counts them."""
 

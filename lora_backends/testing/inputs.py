@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.eight_bit import b_row_groups, spread
 from lora_backends.weights import LoRAWeights
 
 SENTINEL = 77.0
 """What stands around a y; adding anything to it shows, at every dtype."""
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,13 +46,31 @@ def guarded(values: torch.Tensor, pad: int, fill: float) -> torch.Tensor:
 
 
 def stack_of_a(weights: LoRAWeights) -> torch.Tensor:
-    """Return A of all slices on the CPU, [num_slots, num_slices, max_rank, in_features]."""
-    return torch.stack([weights.a_of(s).detach().cpu() for s in range(weights.num_slices)], 1)
+    """Return A of all slices on the CPU, [num_slots, num_slices, max_rank, in_features].
+
+    Values of 8 bits times their scales are float64, which holds the products exactly.
+    """
+    parts = [weights.a_of(s).detach().cpu() for s in range(weights.num_slices)]
+    if weights.a_scales is not None:
+        scales, block = weights.a_scales.cpu().double(), weights.scale_block
+        parts = [
+            part.double() * spread(scales[:, s], weights.max_rank, weights.in_features, block)
+            for s, part in enumerate(parts)
+        ]
+    return torch.stack(parts, 1)
 
 
 def stack_of_b(weights: LoRAWeights) -> torch.Tensor:
-    """Return B of all slices on the CPU, [num_slots, out_features, max_rank]."""
-    return torch.cat([weights.b_of(s).detach().cpu() for s in range(weights.num_slices)], 1)
+    """Return B of all slices on the CPU, [num_slots, out_features, max_rank], as `stack_of_a`."""
+    parts = [weights.b_of(s).detach().cpu() for s in range(weights.num_slices)]
+    if weights.b_scales is not None:
+        groups = b_row_groups(weights.output_slices, weights.scale_block)
+        own = torch.split_with_sizes(weights.b_scales.cpu().double(), groups, 1)
+        parts = [
+            part.double() * spread(scales, part.shape[1], part.shape[2], weights.scale_block)
+            for part, scales in zip(parts, own, strict=True)
+        ]
+    return torch.cat(parts, 1)
 
 
 def on_each(stack: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -46,7 +46,7 @@ def gamma(operations: int, unit: float) -> float:
     return operations * unit / (1 - operations * unit)
 
 
-def sum_unit(dtype: torch.dtype) -> float:
+def sum_unit(dtype: torch.dtype | None) -> float:
     """Return the relative error of one addition: float32 that may truncate, or float64."""
     return 2.0**-52 if dtype == torch.float64 else 2.0**-23
 
@@ -73,7 +73,7 @@ def expected_shrink(
         x_rows = _masked(x_all[rows], (batch.token_slots[rows] != NO_ADAPTER)[:, None])
         value[:, rows] = torch.einsum("ti,tsri->str", x_rows, a)
         magnitude[:, rows] = torch.einsum("ti,tsri->str", x_rows.abs(), a.abs())
-    bound = _sum_bound(magnitude, weights.in_features, weights.dtype)
+    bound = _sum_bound(magnitude, weights.in_features + _scaled(weights), weights.compute_dtype)
     if intermediate in (torch.float16, torch.bfloat16):
         bound += rounding_bound(value, bound, intermediate)
     within = rank_mask(weights, batch.token_slots).permute(1, 0, 2)
@@ -112,7 +112,7 @@ def _add(
     base, value, bound = start.value, start.value.clone(), start.bound.clone()
     b_all = stack_of_b(weights)
     scalings = _masked(weights.scalings.detach().cpu(), weights.ranks.detach().cpu() > 0)
-    terms = weights.max_rank + (2 if batch.token_scales is None else 3)
+    terms = weights.max_rank + (2 if batch.token_scales is None else 3) + _scaled(weights)
     for rows in _chunks(tokens, max(1, out_features * weights.max_rank)):
         slots = batch.token_slots[rows]
         safe, mask = slots.clamp(min=0), rank_mask(weights, slots)  # [T], [T, S, R]
@@ -126,7 +126,7 @@ def _add(
             delta = scaling * torch.einsum("tr,tnr->tn", h_rows, b)
             from_h = torch.einsum("tr,tnr->tn", h_error, b.abs())
             magnitude = torch.einsum("tr,tnr->tn", h_rows.abs() + h_error, b.abs())
-            sums = _sum_bound(magnitude, terms, weights.dtype)
+            sums = _sum_bound(magnitude, terms, weights.compute_dtype)
             value[rows, first:end] += delta
             bound[rows, first:end] += scaling.abs() * (from_h + sums)
     value, bound = _finish(value, bound, weights, batch, base)
@@ -144,7 +144,7 @@ def _finish(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``output_scales * value + bias`` and its bound; value is base plus delta."""
     slots, has_adapter = batch.token_slots.clamp(min=0), (batch.token_slots != NO_ADAPTER)[:, None]
-    magnitude, unit = base.abs() + (value - base).abs() + bound, sum_unit(weights.dtype)
+    magnitude, unit = base.abs() + (value - base).abs() + bound, sum_unit(weights.compute_dtype)
     bias, operations, lost = torch.zeros_like(value), 4, 0.0
     if weights.output_scales is not None:
         scales = _masked(weights.output_scales.detach().cpu()[slots], has_adapter)
@@ -193,7 +193,7 @@ def expected_embedding(
     """Return `expected_linear` for ``x = one_hot(token_ids)``."""
     one_hot = torch.nn.functional.one_hot(token_ids.cpu().long(), weights.in_features)
     return expected_linear(
-        one_hot.to(weights.dtype), weights, batch, base_output, intermediate=intermediate
+        one_hot.to(weights.compute_dtype), weights, batch, base_output, intermediate=intermediate
     )
 
 
@@ -221,7 +221,12 @@ def touched(weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
     return adapted.repeat_interleave(torch.tensor(weights.output_slices, device="cpu"), dim=1)
 
 
-def _sum_bound(magnitude: torch.Tensor, terms: int, dtype: torch.dtype) -> torch.Tensor:
+def _scaled(weights: LoRAWeights) -> int:
+    """Return the operations that scales of 8-bit stacks add to a sum of products."""
+    return 0 if weights.a_scales is None and weights.b_scales is None else 1
+
+
+def _sum_bound(magnitude: torch.Tensor, terms: int, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the error of a sum of products whose absolute values sum to `magnitude`."""
     lost = 2 * terms * _SMALLEST[torch.float64 if dtype == torch.float64 else torch.float32]
     return gamma(2 * terms, sum_unit(dtype)) * magnitude + lost

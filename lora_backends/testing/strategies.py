@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from lora_backends.batch import NO_ADAPTER
-from lora_backends.features import OUTPUT_SCALES, SLICE_TENSORS, TOKEN_SCALES
+from lora_backends.eight_bit import COMPUTE_DTYPES, LARGEST, ScaleBlock
+from lora_backends.features import EIGHT_BIT, OUTPUT_SCALES, SLICE_TENSORS, TOKEN_SCALES
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.profiles import DEFAULT, Profile
 
@@ -27,6 +28,8 @@ SPLITS: tuple[Split, ...] = ("", "ab", "a", "b")
 REAL_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.3, -1.7, 5.656854249492381)
 EXACT_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.25, -2.0)
 PADS = (0, 1, 3, 8)
+STORED = (*[None] * 6, *LARGEST)
+BLOCKS: tuple[ScaleBlock, ...] = ((1, None), (None, None), (4, 16), (3, 5), (1, 32), (16, None))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -118,6 +121,7 @@ def lora_cases(
     token_scales: bool | None = None,
     output_scales: bool | None = None,
     split: str | None = None,
+    stored: torch.dtype | None = None,
     min_tokens: int = 0,
     features: Collection[str] = (),
 ) -> LoRACase:
@@ -134,6 +138,7 @@ def lora_cases(
         token_scales: fixes whether tokens have scales.
         output_scales: fixes whether the layer has output_scales.
         split: fixes which stacks are tuples of one tensor per slice: "", "a", "b" or "ab".
+        stored: fixes an 8-bit dtype of the stacks.
         min_tokens: pads the batch with tokens of slot 0.
         features: names of `lora_backends.features` that cases may need where nothing is fixed.
 
@@ -152,6 +157,12 @@ def lora_cases(
     with_base = draw(st.booleans()) if base is None else base
     other_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
     with_bias = draw(st.booleans()) if bias is None else bias
+    if stored is None and EIGHT_BIT in features:
+        stored = draw(st.sampled_from(STORED))
+    if stored is not None:  # float64 goes with wider stacks
+        ordered = [dtype for dtype in ordered if dtype in COMPUTE_DTYPES]
+        dtype = dtype if dtype in ordered else ordered[0]
+        other_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
     case = LoRACase(
         slots=slots,
         ranks=draw(rank_tables(num_slots, slices, max_rank)),
@@ -169,6 +180,8 @@ def lora_cases(
         values="integer" if integer else "real",
         token_scales=drawn_if(draw, TOKEN_SCALES in features, token_scales),
         output_scales=drawn_if(draw, OUTPUT_SCALES in features, output_scales),
+        stored=stored,
+        scale_block=(1, None) if stored is None else draw(st.sampled_from(BLOCKS)),
         split=drawn_split(draw, SLICE_TENSORS in features, split),
         seed=draw(st.integers(0, 999)),
     )

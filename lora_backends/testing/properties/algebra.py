@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
+from lora_backends.eight_bit import b_row_groups
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs, guarded
 from lora_backends.testing.oracles import Expected
-from lora_backends.testing.properties.core import BOUNDED, BY_CLAIM, SCALES_AND_TENSORS, prop
+from lora_backends.testing.properties.core import ANY_LAYER, BOUNDED, BY_CLAIM, prop
 from lora_backends.testing.properties.runs import assert_agree, columns, expected, linear
 from lora_backends.weights import LoRAWeights
 
@@ -84,7 +86,7 @@ def concatenated_ranks_are_a_sum(backend: LoRABackend, case: LoRACase) -> None:
     values="either",
     agreement=BY_CLAIM,
     num_slices=3,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     examples=20,
 )
 def stacked_slices_equal_separate_layers(backend: LoRABackend, case: LoRACase) -> None:
@@ -104,6 +106,12 @@ def stacked_slices_equal_separate_layers(backend: LoRABackend, case: LoRACase) -
 def slice_of_layer(weights: LoRAWeights, slice_index: int) -> LoRAWeights:
     """Return one slice of a fused layer as a layer of its own; its tensors are views."""
     cols, only = columns(weights, slice_index), slice(slice_index, slice_index + 1)
+    scales: dict[str, Any] = {}
+    if weights.a_scales is not None and weights.b_scales is not None:
+        groups = b_row_groups(weights.output_slices, weights.scale_block)
+        scales["a_scales"] = weights.a_scales[:, only]
+        scales["b_scales"] = torch.split_with_sizes(weights.b_scales, groups, 1)[slice_index]
+        scales |= {"scale_block": weights.scale_block, "compute_dtype": weights.compute_dtype}
     return LoRAWeights(
         lora_a=weights.a_of(slice_index)[:, None],
         lora_b=weights.b_of(slice_index),
@@ -112,6 +120,7 @@ def slice_of_layer(weights: LoRAWeights, slice_index: int) -> LoRAWeights:
         output_slices=(weights.output_slices[slice_index],),
         bias=_of_columns(weights.bias, cols),
         output_scales=_of_columns(weights.output_scales, cols),
+        **scales,
     )
 
 
@@ -125,7 +134,7 @@ def _of_columns(per_column: torch.Tensor | None, cols: slice) -> torch.Tensor | 
     base=True,
     values="either",
     output_scales=False,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def merged_weights_equal_unmerged(backend: LoRABackend, case: LoRACase) -> None:
     """Row by row x (W + s B A)^T, for every adapter's own merged matrix, in float64."""
@@ -157,8 +166,8 @@ def delta_of(weights: LoRAWeights, slot: int) -> torch.Tensor:
     )
     for s in range(weights.num_slices):
         rank, cols = int(weights.ranks[slot, s]), columns(weights, s)
-        a = weights.a_of(s)[slot, :rank].cpu().double()
-        b = weights.b_of(s)[slot, :, :rank].cpu().double()
+        a = weights.a_values(slot, s, rank, torch.float64).cpu()
+        b = weights.b_values(slot, s, rank, torch.float64).cpu()
         if rank:
             delta[cols] = float(weights.scalings[slot, s]) * b @ a
     return delta

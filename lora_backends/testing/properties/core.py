@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lora_backends.backend import LoRABackend
-from lora_backends.features import OUTPUT_SCALES, SLICE_TENSORS, TOKEN_SCALES
+from lora_backends.features import EIGHT_BIT, OUTPUT_SCALES, SLICE_TENSORS, TOKEN_SCALES
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.kinds import Case
 
@@ -22,7 +22,7 @@ BY_CLAIM = "bit for bit on integers and where claimed, else within the bound"
 NONE: frozenset[str] = frozenset()
 SCALES = frozenset({TOKEN_SCALES, OUTPUT_SCALES})
 """What cases of most properties may need."""
-SCALES_AND_TENSORS = SCALES | {SLICE_TENSORS}
+ANY_LAYER = SCALES | {SLICE_TENSORS, EIGHT_BIT}
 """The same for properties that do not look into lora_a and lora_b."""
 
 

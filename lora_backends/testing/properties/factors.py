@@ -17,9 +17,9 @@ from lora_backends.testing.inputs import LoRAInputs
 from lora_backends.testing.oracles import Expected
 from lora_backends.testing.properties.algebra import delta_of
 from lora_backends.testing.properties.core import (
+    ANY_LAYER,
     BOUNDED,
     BY_CLAIM,
-    SCALES_AND_TENSORS,
     declares,
     prop,
 )
@@ -59,7 +59,7 @@ def doubling_a_token_scale_doubles_the_delta(backend: LoRABackend, case: LoRACas
     agreement=BY_CLAIM,
     examples=15,
     requires=(declares(TOKEN_SCALES),),
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     base=True,
     output_scales=False,
 )
@@ -82,7 +82,7 @@ def a_token_scale_of_zero_keeps_the_row(backend: LoRABackend, case: LoRACase) ->
     agreement=BY_CLAIM,
     examples=15,
     requires=(declares(TOKEN_SCALES),),
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     token_scales=False,
 )
 def token_scales_of_one_change_nothing(backend: LoRABackend, case: LoRACase) -> None:
@@ -99,7 +99,7 @@ def token_scales_of_one_change_nothing(backend: LoRABackend, case: LoRACase) -> 
     agreement=BY_CLAIM,
     examples=15,
     requires=(declares(OUTPUT_SCALES),),
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     output_scales=False,
 )
 def output_scales_of_one_change_nothing(backend: LoRABackend, case: LoRACase) -> None:
@@ -117,7 +117,7 @@ def output_scales_of_one_change_nothing(backend: LoRABackend, case: LoRACase) ->
     "DoRA equals the merged weight m (W + s B A) / ||W + s B A||, in float64.",
     agreement=BOUNDED,
     requires=(declares(OUTPUT_SCALES),),
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     base=True,
     token_scales=False,
     output_scales=False,
@@ -174,7 +174,7 @@ def several(case: LoRACase, inputs: LoRAInputs, count: int) -> LoRAInputs:
     agreement=BY_CLAIM,
     examples=15,
     output_scales=False,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def several_adapters_are_the_sum_of_single_runs(backend: LoRABackend, case: LoRACase) -> None:
     """Two or three adapters, of which a token may lack some; run_linear and another operation."""
@@ -206,7 +206,7 @@ def several_adapters_are_the_sum_of_single_runs(backend: LoRABackend, case: LoRA
     agreement=BY_CLAIM,
     examples=12,
     requires=(declares(TOKEN_SCALES),),
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     token_scales=True,
 )
 def a_refill_may_bring_and_drop_scales(backend: LoRABackend, case: LoRACase) -> None:

@@ -15,7 +15,7 @@ from lora_backends.operations import BY_NAME, Input
 from lora_backends.testing import oracles
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import guarded, same_bits
-from lora_backends.testing.properties.core import BY_CLAIM, SCALES_AND_TENSORS, declares, prop
+from lora_backends.testing.properties.core import ANY_LAYER, BY_CLAIM, declares, prop
 from lora_backends.testing.properties.runs import (
     assert_agree,
     assert_right,
@@ -84,14 +84,14 @@ def _spread(weights: LoRAWeights, which: str) -> LoRAWeights:
     values="either",
     agreement=BY_CLAIM,
     examples=15,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def halves_of_a_layer_run_alone(backend: LoRABackend, case: LoRACase) -> None:
     """Whatever reads the other half is refused before anything is written."""
     inputs = case.build(backend.device)
     plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
-    only_a = replace(inputs.weights, lora_b=None)
-    only_b = replace(inputs.weights, lora_a=None)
+    only_a = replace(inputs.weights, lora_b=None, b_scales=None)
+    only_b = replace(inputs.weights, lora_a=None, a_scales=None)
     shrunk = backend.run_lora_a(inputs.x, only_a, plan)
     wanted = oracles.expected_shrink(inputs.x, inputs.weights, inputs.batch)
     assert_right(shrunk, wanted, inputs, case.is_integer)
@@ -116,7 +116,7 @@ def halves_of_a_layer_run_alone(backend: LoRABackend, case: LoRACase) -> None:
     values="either",
     agreement=BY_CLAIM,
     examples=20,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def out_is_written_whole_and_returned(backend: LoRABackend, case: LoRACase) -> None:
     """It is NaN before, and holds afterwards what a call without it returns."""

@@ -16,8 +16,8 @@ from lora_backends.testing.assertions import assert_same_bits
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs
 from lora_backends.testing.properties.core import (
+    ANY_LAYER,
     BY_CLAIM,
-    SCALES_AND_TENSORS,
     no_interpreter,
     prop,
 )
@@ -216,7 +216,7 @@ def _views(weights: LoRAWeights) -> list[LoRAWeights]:
     "Weights rewritten in place are followed.",
     values="either",
     agreement=BY_CLAIM,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def weights_rewritten_in_place_are_followed(backend: LoRABackend, case: LoRACase) -> None:
     """A pool loads another adapter into a slot: A, B, ranks, scalings, bias and output_scales."""

@@ -9,7 +9,7 @@ from lora_backends.batch import NO_ADAPTER
 from lora_backends.testing import oracles
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import GuardedOutput, LoRAInputs, bits, same_bits
-from lora_backends.testing.properties.core import SCALES_AND_TENSORS, prop
+from lora_backends.testing.properties.core import ANY_LAYER, prop
 from lora_backends.testing.properties.runs import every_result, given_h, linear, operations_for, run
 
 
@@ -49,7 +49,7 @@ def only_the_view_is_written(backend: LoRABackend, case: LoRACase) -> None:
     "Rows without an adapter, and slices of rank 0 to which nothing is added, keep their bits.",
     base=True,
     examples=35,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def untouched_elements_keep_their_bits(backend: LoRABackend, case: LoRACase) -> None:
     """Whatever stands there: NaN, infinities, -0.0 and denormals."""
@@ -97,7 +97,7 @@ def rows_start_from_zero(backend: LoRABackend, case: LoRACase) -> None:
 @prop(
     "x, the weights, token_ids, h and the batch are not modified.",
     examples=20,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
     """Every argument but base_output keeps its bits."""

@@ -14,7 +14,7 @@ from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_same_bits
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import GuardedOutput, LoRAInputs, guarded, same_bits
-from lora_backends.testing.properties.core import BY_CLAIM, SCALES_AND_TENSORS, declares, prop
+from lora_backends.testing.properties.core import ANY_LAYER, BY_CLAIM, declares, prop
 from lora_backends.testing.properties.runs import (
     assert_right,
     expected_of,
@@ -81,7 +81,7 @@ def _with_odd_rows(base: torch.Tensor, rows: int) -> torch.Tensor:
     agreement=BY_CLAIM,
     examples=12,
     requires=(declares(CAPACITY),),
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     min_tokens=1,
 )
 def a_plan_with_room_takes_batches_of_any_size(backend: LoRABackend, case: LoRACase) -> None:

@@ -46,7 +46,8 @@ def run(
 
 def intermediate(backend: LoRABackend, inputs: LoRAInputs) -> torch.dtype:
     """Return the dtype that `backend` keeps h in within run_linear."""
-    return inputs.weights.dtype if backend.narrow_intermediate else torch.float32
+    narrow = inputs.weights.compute_dtype if backend.narrow_intermediate else None
+    return narrow or torch.float32
 
 
 def linear(
@@ -149,7 +150,7 @@ def given_h(case: LoRACase, inputs: LoRAInputs) -> torch.Tensor:
         h = torch.randn(shape, generator=generator, device="cpu")
     within = oracles.rank_mask(weights, inputs.batch.token_slots).permute(1, 0, 2)
     h[~within] = float("nan")
-    sums = accumulator_dtype(weights.dtype)
+    sums = accumulator_dtype(inputs.x.dtype)
     return guarded(h.to(weights.device, sums), inputs.x_pad, float("nan"))
 
 

@@ -13,7 +13,7 @@ from lora_backends.operations import BY_NAME, OPERATIONS, Operation
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.properties.core import BOUNDED, BY_CLAIM, SCALES_AND_TENSORS, prop
+from lora_backends.testing.properties.core import ANY_LAYER, BOUNDED, BY_CLAIM, prop
 from lora_backends.testing.properties.runs import (
     assert_right,
     check_linear,
@@ -29,7 +29,7 @@ from lora_backends.testing.properties.runs import (
     "On small integers run_linear has one right result.",
     examples=70,
     values="integer",
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def integers_are_exact(backend: LoRABackend, case: LoRACase) -> None:
     """All sums are exact, so the one rounding into y leaves a single value."""
@@ -40,7 +40,7 @@ def integers_are_exact(backend: LoRABackend, case: LoRACase) -> None:
     "run_linear is within the bound of float64.",
     agreement=BOUNDED,
     examples=120,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def run_linear_is_within_the_bound(backend: LoRABackend, case: LoRACase) -> None:
     """The differential test, over everything that a case draws."""
@@ -53,7 +53,7 @@ def run_linear_is_within_the_bound(backend: LoRABackend, case: LoRACase) -> None
     values="either",
     min_tokens=65,
     agreement=BY_CLAIM,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def many_tokens_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """A batch that fills more than one tile of any size."""
@@ -64,7 +64,7 @@ def many_tokens_are_right(backend: LoRABackend, case: LoRACase) -> None:
     "run_lora_a returns float32 h, zero beyond a rank and without adapter.",
     values="either",
     agreement=BY_CLAIM,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     examples=60,
 )
 def shrink_is_right(backend: LoRABackend, case: LoRACase) -> None:
@@ -87,7 +87,7 @@ def shrink_is_right(backend: LoRABackend, case: LoRACase) -> None:
     "run_lora_b never reads h or lora_b beyond a rank.",
     values="either",
     agreement=BY_CLAIM,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     examples=60,
 )
 def expand_is_right(backend: LoRABackend, case: LoRACase) -> None:
@@ -104,7 +104,7 @@ def expand_is_right(backend: LoRABackend, case: LoRACase) -> None:
     "run_lora_b of run_lora_a is run_linear.",
     values="either",
     agreement=BY_CLAIM,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
 )
 def two_steps_equal_run_linear(backend: LoRABackend, case: LoRACase) -> None:
     """Fused or not, it is the same arithmetic."""
@@ -135,7 +135,7 @@ def _register_case_of(operation: Operation) -> None:
         values="either",
         num_slices=operation.num_slices,
         agreement=BY_CLAIM,
-        features=SCALES_AND_TENSORS,
+        features=ANY_LAYER,
     )
     register(check)
 
@@ -149,7 +149,7 @@ for _operation in OPERATIONS:
     "run_embedding is run_linear of one-hot rows, for int32 and int64 ids.",
     values="either",
     agreement=BY_CLAIM,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     examples=40,
 )
 def run_embedding_is_right(backend: LoRABackend, case: LoRACase) -> None:
@@ -189,7 +189,7 @@ _EMPTY = (
     "What torch.empty returns is written before it is read.",
     values="either",
     agreement=BY_CLAIM,
-    features=SCALES_AND_TENSORS,
+    features=ANY_LAYER,
     examples=30,
 )
 def memory_is_written_before_it_is_read(backend: LoRABackend, case: LoRACase) -> None:

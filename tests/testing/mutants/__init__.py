@@ -3,7 +3,17 @@
 Each is `torch_ref` with one fault of a kind that kernels have.
 """
 
-from mutants import arithmetic, experts, features, outputs, state
+from mutants import arithmetic, eight_bit, experts, features, outputs, state
 from mutants.base import MUTANTS, Mutant, TwoSteps
 
-__all__ = ["MUTANTS", "Mutant", "TwoSteps", "arithmetic", "experts", "features", "outputs", "state"]
+__all__ = [
+    "MUTANTS",
+    "Mutant",
+    "TwoSteps",
+    "arithmetic",
+    "eight_bit",
+    "experts",
+    "features",
+    "outputs",
+    "state",
+]

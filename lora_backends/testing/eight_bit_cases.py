@@ -1,0 +1,76 @@
+"""Stacks of 8 bits for cases: stored values and scales, and what stands where none is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lora_backends.eight_bit import ScaleBlock, b_row_groups, groups_of
+from lora_backends.testing.inputs import guarded
+
+ANY_BYTE = 0x7F
+"""What stands beyond ranks and around stacks: NaN of both float8, the largest of int8."""
+
+_UNITS = {torch.int8: 40.0, torch.float8_e4m3fn: 16.0, torch.float8_e5m2: 16.0}
+
+
+class StoredLayer:
+    """Stored values as bytes, and their scales, in place of drawn A and B.
+
+    Scales differ from group to group, so that another group's shows: powers of two for integers,
+    whose products are exact. A group that lies beyond its rank has the scale NaN.
+
+    Args:
+        case: a `LoRACase` with `stored`.
+        a: [num_slots, num_slices, max_rank, in_features], drawn.
+        b: [num_slots, out_features, max_rank], drawn.
+        ranks: [num_slots, num_slices].
+    """
+
+    def __init__(self, case: Any, a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor) -> None:
+        self._case, block = case, case.scale_block
+        widths, self._generator = case.output_slices, torch.Generator().manual_seed(case.seed + 3)
+        within = torch.arange(case.max_rank, device="cpu") < ranks[..., None]  # [L, S, R]
+        per_column = within.repeat_interleave(torch.tensor(widths, device="cpu"), 1)
+        self.a = self._bytes(a, within[..., None])
+        self.b = self._bytes(b, per_column)
+        row_groups = b_row_groups(widths, block)
+        used_a = within[..., _firsts(case.max_rank, block[0])]
+        used_b = within[..., _firsts(case.max_rank, block[1])]
+        used_b = used_b.repeat_interleave(torch.tensor(row_groups, device="cpu"), 1)
+        columns = groups_of(case.in_features, block[1])
+        self._a_scales = self._scales(used_a[..., None].expand(-1, -1, -1, columns))
+        self._b_scales = self._scales(used_b)
+
+    def fields(self, device: torch.device | str, pad: int) -> dict[str, Any]:
+        """Return the other fields of the layer, NaN around the scales."""
+        block: ScaleBlock = self._case.scale_block
+        return {
+            "a_scales": guarded(self._a_scales.to(device), pad, float("nan")),
+            "b_scales": guarded(self._b_scales.to(device), pad, float("nan")),
+            "scale_block": block,
+            "compute_dtype": self._case.dtype,
+        }
+
+    def _bytes(self, values: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
+        dtype = self._case.stored
+        if not self._case.is_integer:
+            values = values * _UNITS[dtype]
+            if dtype == torch.int8:
+                values = values.round().clamp(-127, 127)
+        stored = values.to(dtype).view(torch.uint8)
+        return torch.where(within, stored, ANY_BYTE)
+
+    def _scales(self, used: torch.Tensor) -> torch.Tensor:
+        draw = torch.rand(used.shape, generator=self._generator, device="cpu")
+        if self._case.is_integer:
+            scales = torch.where(draw < 0.5, 1.0, 2.0)
+        else:
+            scales = (0.5 + draw) / _UNITS[self._case.stored]
+        return torch.where(used, scales, float("nan"))
+
+
+def _firsts(max_rank: int, size: int | None) -> torch.Tensor:
+    """Return the first rank of every group."""
+    return torch.arange(groups_of(max_rank, size), device="cpu") * (size or max_rank)
