@@ -18,6 +18,7 @@ import figures
 import reference_blocks
 import suite_blocks
 import summaries
+import sweep_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
@@ -42,6 +43,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "host-time": summaries.host_time,
     "wide-stacks": summaries.wide_stacks,
     "numba-cpu": summaries.numba_cpu,
+    "peft-architectures": sweep_blocks.architectures,
+    "peft-variants": sweep_blocks.variants,
 }
 
 
