@@ -30,11 +30,11 @@ def _result() -> dict[str, Any]:
 def _listed(cases: Mapping[str, Mapping[str, Any]]) -> str:
     equal = [name for name, case in cases.items() if "worst" in case and not case.get("split")]
     split = [name for name, case in cases.items() if case.get("split")]
-    lines = [f"**Equal to PEFT, row by row ({len(equal)}):** {', '.join(equal)}."]
+    lines = [f"**Equal to PEFT, row by row ({len(equal)}):** {'; '.join(equal)}."]
     if split:
-        lines.append(f"**Equal with `split=True` ({len(split)}):** {', '.join(split)}.")
+        lines.append(f"**Equal with `split=True` ({len(split)}):** {'; '.join(split)}.")
     refused = [name for name, case in cases.items() if "refused" in case]
-    lines.append(f"**Refused by name ({len(refused)}):** {', '.join(refused)}.")
+    lines.append(f"**Refused by name ({len(refused)}):** {'; '.join(refused)}.")
     return "\n\n".join(lines)
 
 
@@ -42,6 +42,6 @@ def _versions(found: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     worst = max(case.get("worst", 0.0) for case in found["architectures"].values())
     return (
-        f"The worst difference of a logit is {worst:.0e}, where {found['bound']:.0e} is allowed "
-        f"({versions})."
+        f"The worst difference of a value is {worst:.1e}, where {found['bound']:.0e} is allowed; it is "
+        f"relative to the largest value of its row where that is over 1 ({versions})."
     )
