@@ -42,6 +42,6 @@ def _versions(found: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     worst = max(case.get("worst", 0.0) for case in found["architectures"].values())
     return (
-        f"The worst difference of a value is {worst:.1e}, where {found['bound']:.0e} is allowed; it "
-        f"is relative to the largest value of its row where that is over 1 ({versions})."
+        f"The worst difference of a value is {worst:.1e}, where {found['bound']:.0e} is allowed; "
+        f"it is relative to the largest value of its row where that is over 1 ({versions})."
     )
