@@ -271,6 +271,8 @@ def result(output):
 def compare(base, given, first, second, generate=False, rows=ROWS, split=False):
     """Compare a mixed batch of two adapters with PEFT; return the worst difference of a row.
 
+    It is relative to the largest value of the row where that is over 1.
+
     Args:
         base: the model.
         given: inputs of its forward pass.
@@ -295,7 +297,8 @@ def compare(base, given, first, second, generate=False, rows=ROWS, split=False):
     mixed = result(model(adapters=rows, **given, **({"split": True} if split else {})))
     worst, effects = 0.0, dict.fromkeys("ab", 0.0)
     for row, name in enumerate(rows):
-        worst = max(worst, (mixed[row] - results[name][row]).abs().max().item())
+        largest = max(1.0, results[name][row].abs().max().item())
+        worst = max(worst, (mixed[row] - results[name][row]).abs().max().item() / largest)
         if name is not None:
             effect = (results[name][row] - results[None][row]).abs().max().item()
             effects[name] = max(effects[name], effect)

@@ -47,12 +47,28 @@ def model_and_adapters(tmp_path, make_base, save_adapter):
         tmp_path / "my-model"
     )
     make_base("llama").save_pretrained(tmp_path / "my-model")
+    _save_classifiers(tmp_path, make_base("llama").config)
     attention = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
     everything = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     save_adapter(name="adapters/pirate", **attention)
     save_adapter(name="adapters/json", **everything)
     save_adapter(name="adapters/careful", use_dora=True, **attention)
     return tmp_path
+
+
+def _save_classifiers(folder, config):
+    """Save a model of 3 labels, and adapters that bring heads of 5 and 2."""
+    import peft
+    from transformers import LlamaForSequenceClassification
+
+    for name, labels in (("adapters/topic", 5), ("adapters/mood", 2), (None, 3)):
+        config.num_labels, config.pad_token_id = labels, 0
+        base = LlamaForSequenceClassification(config)
+        if name is None:
+            base.save_pretrained(folder / "my-classifier")
+        else:
+            lora = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")
+            peft.get_peft_model(base, lora).save_pretrained(folder / name)
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=name_of)

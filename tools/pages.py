@@ -18,6 +18,7 @@ import figures
 import reference_blocks
 import suite_blocks
 import summaries
+import sweep_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
@@ -43,6 +44,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "wide-stacks": summaries.wide_stacks,
     "numba-cpu": summaries.numba_cpu,
     "eight-bit-quality": summaries.eight_bit_quality,
+    "peft-architectures": sweep_blocks.architectures,
+    "peft-variants": sweep_blocks.variants,
 }
 
 

@@ -2,5 +2,6 @@
 
 from lora_backends.hf.model import MultiLoRAModel
 from lora_backends.hf.prepared import PreparedAdapters
+from lora_backends.hf.words import OneAdapter
 
-__all__ = ["MultiLoRAModel", "PreparedAdapters"]
+__all__ = ["MultiLoRAModel", "OneAdapter", "PreparedAdapters"]

@@ -482,12 +482,22 @@ class MultiLoRAModel(ModelWords):
             )
         if args:
             inputs[self._main_input] = args[0]
+        if (
+            split
+            and logits_as_list
+            or isinstance(adapters, PreparedAdapters)
+            and (split or logits_as_list)
+        ):
+            raise InvalidInputError(
+                "split=True and logits_as_list=True go with adapters by name, and not together\n"
+                "  to do: split the batch by the number of labels"
+            )
         if isinstance(adapters, PreparedAdapters):
             self._check_prepared(adapters)
             with running(adapters):
                 return self.base(**inputs)
         chosen = chosen_adapters(adapters, adapter_names)
-        if split and not logits_as_list:
+        if split:
             return run_split(self, chosen, inputs)
         with self._active(chosen, inputs, after_cache=True) as request:
             counts = label_counts(request.own, self.pool, request.rows)

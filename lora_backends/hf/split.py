@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lora_backends.errors import UnsupportedInputError
-from lora_backends.hf.entries import RowAdapters
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.entries import RowAdapters, adapter_names
 
 ROW_INPUTS = frozenset(
     """input_ids attention_mask token_type_ids position_ids inputs_embeds bbox pixel_values
@@ -28,8 +28,12 @@ def run_split(
         inputs: of all rows.
 
     Raises:
+        InvalidInputError: `adapters` is not one entry per row.
         UnsupportedInputError: an input or an output has no row in each element of its first axis.
     """
+    adapter_names(adapters)
+    if not adapters:
+        raise InvalidInputError("adapters is empty\n  allowed: one name or None per row")
     count, groups = len(adapters), _groups(adapters)
     for name, value in inputs.items():
         rows = value.shape[:1] if isinstance(value, torch.Tensor) else None

@@ -80,6 +80,8 @@ def trial_of(base: nn.Module) -> Trial:
     config: Any = getattr(base, "config", None)
     decodes = "decoder_input_ids" in parameters
     values: dict[str, Mapping[str, torch.Tensor]] = {}
+    if "input_ids" in parameters and not decodes:
+        main = "input_ids"
     if main == "input_ids":
         tokens = _tokens(base)
         values[main] = {row: ids[:LENGTH] for row, ids in tokens.items()}

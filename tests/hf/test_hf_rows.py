@@ -17,7 +17,7 @@ other shapes sum float32 in another order. Another row's adapter changes 0.1 and
 NOT_ALWAYS = [n for n in KNOWN if n in ("clip", "rwkv", "deberta", "vipllava")]
 """Architectures with a module whose rows cannot be known."""
 
-ROW_BY_ROW = [name for name in KNOWN if name not in NOT_ALWAYS]
+ROW_BY_ROW = [name for name in KNOWN if name not in ("t5", *NOT_ALWAYS)]
 """Architectures of which nothing may be refused."""
 
 GENERATES = {"llama", "gpt2", "opt", "mixtral", "xlnet", "rwkv", "deepseek_v3", *TOKENS_PER_IMAGE}

@@ -151,6 +151,15 @@ def test_what_has_no_rows_is_not_divided(llama):
         model(adapters=["a", "b"] * 2, split=True, position_ids=torch.arange(6)[None], **given)
     with pytest.raises(UnsupportedInputError, match="cannot join the outputs past_key_values"):
         model(adapters=["a", "b"] * 2, split=True, use_cache=True, **given)
+    with pytest.raises(InvalidInputError, match="and not together"):
+        model(adapters=["a", "b"] * 2, split=True, logits_as_list=True, **given)
+    for wrong in ([], "a"):
+        with pytest.raises(InvalidInputError, match="adapters is"):
+            model(adapters=wrong, split=True, **given)
+    step = model.prepare(["a", "b"] * 2, tokens=given["input_ids"].shape[1])
+    for word in ("split", "logits_as_list"):
+        with pytest.raises(InvalidInputError, match="go with adapters by name"):
+            model(adapters=step, **{word: True}, **given)
 
 
 @pytest.fixture
