@@ -200,6 +200,28 @@ def test_logits_use_the_sampled_rows_and_leave_padding(wrapper, x):
     assert y[:, 20:].eq(1).all()
 
 
+def test_logits_of_a_prompts_tokens_have_those_tokens_adapters(wrapper, x):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm import prompts
+
+    module = make_module(wrapper, slices=(20,))
+    wrapper.update_metadata(mapping(IDS, [9, 0, 5]), INDEX_TO_ID, SLOTS + 1, 100)
+
+    def compute_logits(hidden):
+        y = torch.ones(len(hidden), 20)
+        stacks = module.lora_a_stacked[0], module.lora_b_stacked[0]
+        return wrapper.add_lora_logits(y, hidden * 1, *stacks, 1.0)  # a model may scale them
+
+    compute = prompts.by_token(compute_logits, x)
+    for first, end in ((1, 5), (4, 7), (0, 3)):
+        wanted = 1 + delta(module, x[first:end], IDS[first:end])
+        torch.testing.assert_close(compute(x[first:end]), wanted)
+    torch.testing.assert_close(compute_logits(x[:3]), 1 + delta(module, x[:3], [9, 0, 5]))
+    with pytest.raises(UnsupportedInputError, match="no slice of the batch's hidden states"):
+        compute(x[1:3].clone())
+    assert prompts.first_token() is None
+
+
 def test_a_classification_head_of_an_adapters_own_replaces_its_rows(wrapper, x):
     weight = torch.randn(SLOTS, 1, 5, WIDTH, generator=torch.Generator().manual_seed(4))
     bias, enabled = torch.randn(SLOTS, 5), torch.tensor([True, False, True])

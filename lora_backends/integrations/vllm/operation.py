@@ -19,6 +19,7 @@ NAMESPACE = "lora_backends_vllm"
 
 LINEAR = "linear"  # y += LoRA of x, for the batch's tokens
 LOGITS = "logits"  # the same for the rows that are sampled
+PROMPT = "prompt"  # the same for tokens of a prompt whose logprobs are asked for
 SHRINK = "shrink"  # y = h of x
 EXPAND = "expand"  # y[:, offset:] += LoRA of h, which is x
 FULL = "full"  # y = x times a whole matrix of the adapter, for the rows that are sampled
@@ -48,6 +49,7 @@ def _run(
     layer = find(stack)
     wrapper = layer.wrapper
     plans = wrapper.sampled if operation in (LOGITS, FULL) else wrapper.tokens
+    plans = wrapper.prompt if operation == PROMPT else plans
     if operation in (SHRINK, FULL):
         _shrink(layer, y, x, plans)
     elif not plans.is_idle:
@@ -72,7 +74,7 @@ def _add(
     backend = plans.backend
     if operation == EXPAND:
         backend.run_lora_b(x, layer.b, plans.of(x.shape[1]), part)
-    elif operation == LOGITS:
+    elif operation in (LOGITS, PROMPT):
         backend.run_logits(x, layer.b, plans.of(x.shape[0]), part)
     else:
         backend.run_linear(x, layer.b, plans.of(x.shape[0]), part)

@@ -47,6 +47,7 @@ class Plans:
 
     def set_slots(self, slots: Sequence[int]) -> None:
         """Take the batch that the next calls run on: one slot, or `NO_ADAPTER`, per row."""
+        self.slots = tuple(slots)
         self._batch = LoRABatch(slots, self.num_slots)
         self.num_rows = self._batch.num_tokens
         self.is_idle = all(slot == NO_ADAPTER for slot in slots)  # nothing is added to any row

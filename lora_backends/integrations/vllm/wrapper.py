@@ -14,7 +14,7 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from lora_backends import features
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.integrations.vllm import experts, layers, operation, plugin
+from lora_backends.integrations.vllm import experts, layers, operation, plugin, prompts
 from lora_backends.integrations.vllm.operation import run
 from lora_backends.integrations.vllm.plans import Plans
 from lora_backends.selection import get_backend
@@ -62,6 +62,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
             )
         self.tokens = Plans(backend, num_slots, max_num_batched_tokens)
         self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
+        self.prompt = Plans(backend, num_slots, max_num_batched_tokens)
         plugin.logger().info(
             "LoRA of linear layers, embeddings and heads runs on backend %r on %s",
             backend.name,
@@ -122,9 +123,13 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         buffer: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Add the LoRA of a head to the logits y of the sampled rows."""
+        """Add the LoRA of a head to the logits y of the sampled rows, or of a prompt's tokens."""
         _check_plain(scale, buffer)
-        run(_rows(y), _rows(x), lora_a_stacked, operation.LOGITS)
+        first, x = prompts.first_token(), _rows(x)
+        if first is not None:
+            self.prompt.set_slots(self.tokens.slots[first : first + x.shape[0]])
+        kind = operation.LOGITS if first is None else operation.PROMPT
+        run(_rows(y), x, lora_a_stacked, kind)
         return y
 
     def add_shrink(
@@ -311,3 +316,4 @@ def _follow_mapping() -> None:
 
 
 _follow_mapping()
+prompts.follow()
