@@ -197,7 +197,9 @@ def summarized(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any
     files: dict[str, Any] = {}
     for test, (outcome, reason) in sorted(found.items()):
         name = re.split(r"::", test)[0].rpartition("/")[2]
-        entry = files.setdefault(name, {"passed": 0, "skipped": {}, "contradicts": {}, "failed": {}})
+        entry = files.setdefault(
+            name, {"passed": 0, "skipped": {}, "contradicts": {}, "failed": {}}
+        )
         case = test.rpartition("::")[2]
         proof = next((p for n, p in CONTRADICTIONS.items() if fnmatch.fnmatch(case, n)), None)
         if outcome == "passed":

@@ -296,6 +296,63 @@ def test_compiled_programs_have_one_operation_a_layer(wrapper, x, dynamic):
     assert len([node for node in called if node.op == "placeholder"]) == 2
 
 
+@pytest.fixture
+def overlapped(wrapper, monkeypatch):
+    """Return a layer whose shrink starts beside its base product, and what ran in which order."""
+    order, backend = [], wrapper.tokens.backend
+
+    def start_linear(x, weights, plan, stream):
+        order.append("shrink")
+        return x, weights, plan
+
+    def finish_linear(started, x, y, stream):
+        order.append("expand")
+        _, weights, plan = started
+        return backend.run_linear(x, weights, plan, y)
+
+    def apply(base, x, bias):
+        if not torch.compiler.is_compiling():
+            order.append("base")
+        return x @ base.weight
+
+    monkeypatch.setattr(backend, "start_linear", start_linear, raising=False)
+    monkeypatch.setattr(backend, "finish_linear", finish_linear, raising=False)
+    monkeypatch.setattr(wrapper.tokens, "overlaps", lambda rows: rows <= 8)
+    quant_method = SimpleNamespace(apply=apply)
+    module = make_module(
+        wrapper,
+        base_layer=SimpleNamespace(weight=torch.ones(WIDTH, sum(SLICES))),
+        _get_quant_method=lambda: quant_method,
+        _apply_sync=None,
+    )
+    return module, order
+
+
+def test_a_shrink_starts_before_the_base_product(wrapper, overlapped, x):
+    module, order = overlapped
+    base = x @ module.base_layer.weight
+    torch.testing.assert_close(module._apply_sync(x), base + delta(module, x, IDS))
+    assert order == ["shrink", "base", "expand"]
+    padded = torch.cat([x, x])
+    torch.testing.assert_close(module._apply_sync(padded)[:7], base + delta(module, x, IDS))
+    assert order[3:] == ["base"], "many rows run one after the other"
+    three_axes = module._apply_sync(x[None])
+    torch.testing.assert_close(three_axes[0], base + delta(module, x, IDS))
+    wrapper.update_metadata(mapping([0] * 7), INDEX_TO_ID, SLOTS + 1, 100)
+    assert torch.equal(module._apply_sync(x), base)
+    assert module.lora_backends_layers[0].started is None
+
+
+def test_compiled_programs_keep_the_order(wrapper, overlapped, x):
+    module, order = overlapped
+    wanted = x @ module.base_layer.weight + delta(module, x, IDS)
+    with torch.inference_mode():
+        compiled = torch.compile(lambda x: module._apply_sync(x) * 2, fullgraph=True)
+        order.clear()
+        torch.testing.assert_close(compiled(x), wanted * 2)
+    assert order == ["shrink", "expand"]
+
+
 def test_inductor_runs_the_operation_in_place(wrapper, x):
     module = make_module(wrapper)
 

@@ -14,6 +14,7 @@ import torch
 from lora_backends.errors import InvalidInputError
 from lora_backends.integrations.vllm.layers import Layer, find
 from lora_backends.integrations.vllm.plans import Plans
+from lora_backends.sgmv.launching.streams import is_capturing
 
 NAMESPACE = "lora_backends_vllm"
 
@@ -80,6 +81,51 @@ def _add(
         backend.run_linear(x, layer.b, plans.of(x.shape[0]), part)
 
 
+def start(x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
+    """Start a linear layer's shrink on a second stream, where that gains time.
+
+    Returns:
+        An empty tensor to hand to `finish`, so that a compiler keeps the order.
+    """
+    if torch.compiler.is_compiling():
+        token: torch.Tensor = torch.ops.lora_backends_vllm.start(x, stack)
+        return token
+    return _start(x, stack)
+
+
+def finish(y: torch.Tensor, x: torch.Tensor, stack: torch.Tensor, token: torch.Tensor) -> None:
+    """Add a linear layer's LoRA to y, in place; x is as in `start`, and lives until here."""
+    if torch.compiler.is_compiling():
+        torch.ops.lora_backends_vllm.finish(y, x, stack, token)
+    else:
+        _finish(y, x, stack, token)
+
+
+def _start(x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
+    layer = find(stack)
+    plans = layer.wrapper.tokens
+    layer.started = None
+    if not plans.is_idle and plans.overlaps(x.shape[0]):
+        plan = plans.of(x.shape[0])
+        layer.started = plans.backend.start_linear(x, layer.b, plan, plans.stream)
+    return x.new_empty(0)
+
+
+def _finish(y: torch.Tensor, x: torch.Tensor, stack: torch.Tensor, token: torch.Tensor) -> None:
+    layer = find(stack)
+    plans, started, layer.started = layer.wrapper.tokens, layer.started, None
+    if started is not None:
+        plans.backend.finish_linear(started, x, y, plans.stream)
+        return
+    _run(y, x, stack, LINEAR, 0)
+    if plans.can_overlap(x.shape[0]) and not plans.is_idle:
+        plan = plans.of(x.shape[0])  # a capture may follow
+        key = x.shape[0], plan.active_slots
+        if key not in layer.prepared and not is_capturing(x.device):
+            layer.prepared.add(key)
+            plans.backend.prepare_overlap(x, layer.b, plan)
+
+
 # vLLM compiles one program for many layers and drops guards, so tracing must meet neither Python
 # state nor shapes: nothing but this operation.
 _LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
@@ -89,3 +135,14 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("run", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::run", lambda *_: None, lib=_LIBRARY)
+_LIBRARY.define(
+    "start(Tensor x, Tensor stack) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,)
+)
+_LIBRARY.impl("start", _start, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::start", lambda x, _: x.new_empty(0), lib=_LIBRARY)
+_LIBRARY.define(
+    "finish(Tensor(a!) y, Tensor x, Tensor stack, Tensor token) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIBRARY.impl("finish", _finish, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::finish", lambda *_: None, lib=_LIBRARY)

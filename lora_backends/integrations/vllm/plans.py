@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.sgmv.launching.streams import is_capturing, new_stream
 
 SMALLEST = 8
 """Rows that the smallest plan on a GPU has room for."""
+
+MOST_OVERLAPPED = 256
+"""Rows at most whose shrink runs beside the base product, which then waits on memory."""
 
 
 class _Room:
@@ -42,6 +44,7 @@ class Plans:
     def __init__(self, backend: LoRABackend, num_slots: int, capacity: int) -> None:
         self.backend = backend
         self.num_slots = num_slots
+        self.stream = new_stream(backend.device)  # for what runs beside the base products
         self._rooms = [_Room(size) for size in _sizes(backend.device.type, capacity)]
         self.set_slots([])
 
@@ -56,6 +59,21 @@ class Plans:
             if room.is_captured and room.capacity >= self.num_rows:
                 self._refill(room)
 
+    def can_overlap(self, rows: int) -> bool:
+        """Return whether a graph of `rows` rows runs shrinks beside base products."""
+        return (
+            rows <= MOST_OVERLAPPED
+            and self.stream is not None
+            and hasattr(self.backend, "start_linear")
+        )
+
+    def overlaps(self, rows: int) -> bool:
+        """Return whether the shrink of a call with `rows` rows runs beside its base product.
+
+        It does in graphs alone: without one, a step of few rows waits for the host.
+        """
+        return self.can_overlap(rows) and is_capturing(self.backend.device)
+
     def of(self, rows: int) -> Any:
         """Return the plan for x of `rows` rows; rows behind the batch have no adapter.
 
@@ -69,7 +87,7 @@ class Plans:
                 f"x does not fit the batch that vLLM has announced\n  given: {rows} rows\n"
                 f"  allowed: {self.num_rows} to {self._rooms[-1].capacity} rows"
             )
-        if self.backend.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.backend.device):
             self._capture(room)
         if not room.is_current:
             self._refill(room)

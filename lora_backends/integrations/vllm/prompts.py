@@ -24,9 +24,7 @@ def first_token() -> int | None:
     return _first_token
 
 
-def by_token(
-    compute_logits: Callable[..., Any], hidden_states: torch.Tensor
-) -> Callable[..., Any]:
+def by_token(compute_logits: Callable[..., Any], hidden_states: torch.Tensor) -> Callable[..., Any]:
     """Return `compute_logits` for slices of the hidden states of a batch's tokens."""
 
     def compute(part: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
