@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from collections import Counter
 from pathlib import Path
@@ -55,8 +56,9 @@ NOT_REPLACED = {
 class Recorder:
     """A plugin of pytest that keeps every outcome and picks a sample."""
 
-    def __init__(self, every: int, shard: int, shards: int) -> None:
+    def __init__(self, every: int, shard: int, shards: int, limit: float) -> None:
         self.every, self.shard, self.shards = every, shard, shards
+        self.end = time.monotonic() + limit
         self.found: dict[str, tuple[str, str]] = {}  # outcome and reason by test
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -74,6 +76,11 @@ class Recorder:
         items[:] = kept[self.shard :: self.shards]
         for module in {item.module for item in items if hasattr(item.module, WRAPPER_CHECK)}:
             setattr(module, WRAPPER_CHECK, lambda found: type(found).__name__ == "BackendWrapper")
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        """Skip what the time is over for."""
+        if time.monotonic() > self.end:
+            pytest.skip("not run: the time was over")
 
     def pytest_collectreport(self, report: Any) -> None:
         """Keep a file that cannot be collected as a failure."""
@@ -161,7 +168,7 @@ def run_share(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sys.modules["tests.utils"] = module
     fixtures = types.ModuleType("fixtures_of_vllm")
     vars(fixtures)["default_vllm_config"] = helpers["default_vllm_config"]
-    recorder = Recorder(args.every, args.shard, args.shards)
+    recorder = Recorder(args.every, args.shard, args.shards, args.limit)
     lora = folder / "tests" / "lora"
     options = ["-q", "--no-header", "-c", os.devnull, "--rootdir", str(folder), "--tb=short"]
     options += ["-p", "no:cacheprovider", "--confcutdir", str(lora), "-W", "ignore"]
@@ -229,6 +236,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="a backend's name, or auto")
     parser.add_argument("--out", type=Path, required=True, help="the result file")
     parser.add_argument("--every", type=int, default=1, help="run each n-th case of a function")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds; the rest is skipped")
     parser.add_argument("--shards", type=int, default=1, help="processes side by side")
     parser.add_argument("--shard", type=int, help="run one share alone (used by itself)")
     parser.add_argument("-k", dest="match", default="", help="as pytest's -k")
