@@ -220,13 +220,20 @@ def summarized(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any
     cuda = torch.cuda.is_available()
     return {
         "vllm": vllm.__version__,
-        "tests_of": args.folder.name,
+        "tests_of": version_of(args.folder),
         "backend": args.backend,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,
         "every": args.every,
         "files": files,
     }
+
+
+def version_of(folder: Path) -> str:
+    """Return the version of a source distribution, or its folder's name."""
+    info = folder / "PKG-INFO"
+    found = re.search(r"^Version: (\S+)", info.read_text(), re.M) if info.exists() else None
+    return found[1] if found else folder.name
 
 
 def main() -> None:
