@@ -196,14 +196,11 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def summarized(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def summarized(found: dict[str, Any]) -> dict[str, Any]:
     """Return counts by file, the reasons of skips, and each failure."""
-    import torch
-    import vllm
-
     files: dict[str, Any] = {}
     for test, (outcome, reason) in sorted(found.items()):
-        name = re.split(r"::", test)[0].rpartition("/")[2]
+        name = test.partition("::")[0].rpartition("/")[2]
         entry = files.setdefault(
             name, {"passed": 0, "skipped": {}, "contradicts": {}, "failed": {}}
         )
@@ -213,19 +210,23 @@ def summarized(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any
             entry["passed"] += 1
         elif outcome == "skipped":
             entry["skipped"][reason] = entry["skipped"].get(reason, 0) + 1
-        elif proof is not None:
-            entry["contradicts"][case] = proof
         else:
-            entry["failed"][case] = reason
-    cuda = torch.cuda.is_available()
+            entry["failed" if proof is None else "contradicts"][case] = proof or reason
+    return files
+
+
+def surroundings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what ran where."""
+    import torch
+    import vllm
+
     return {
         "vllm": vllm.__version__,
         "tests_of": version_of(args.folder),
         "backend": args.backend,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "every": args.every,
-        "files": files,
     }
 
 
@@ -252,7 +253,7 @@ def main() -> None:
     if args.shard is not None:
         args.out.write_text(json.dumps(run_share(args, args.folder.resolve())))
         return
-    result = summarized(run_all(args), args)
+    result = surroundings(args) | {"files": summarized(run_all(args))}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, entry in result["files"].items():
         skipped = sum(entry["skipped"].values())

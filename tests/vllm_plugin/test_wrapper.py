@@ -299,6 +299,8 @@ def test_compiled_programs_have_one_operation_a_layer(wrapper, x, dynamic):
 @pytest.fixture
 def overlapped(wrapper, monkeypatch):
     """Return a layer whose shrink starts beside its base product, and what ran in which order."""
+    from lora_backends.integrations.vllm import operation
+
     order, backend = [], wrapper.tokens.backend
 
     def start_linear(x, weights, plan, stream):
@@ -325,6 +327,7 @@ def overlapped(wrapper, monkeypatch):
         _get_quant_method=lambda: quant_method,
         _apply_sync=None,
     )
+    operation.overlap(module)
     return module, order
 
 

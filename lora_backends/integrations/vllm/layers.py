@@ -88,28 +88,8 @@ def adopt(module: Any, wrapper: Any) -> None:
         head.a.ranks.fill_(head.a.max_rank)
         module.lora_backends_layers.append(head)
         _LAYERS[full[0].data_ptr()] = head
-    if layer.a is layer.b and a and hasattr(module, "_apply_sync"):
-        overlap(module, a[0])
     num_slices = len(b)
     follow(module, lambda slot, given: layer.set_ranks(slot, true_ranks(given, num_slices)))
-
-
-def overlap(module: Any, stack: torch.Tensor) -> None:
-    """Start a layer's shrink before its base product, and finish its LoRA behind that.
-
-    vLLM calls LoRA when the base product has been launched. The method is private; a version
-    without it runs one after the other. With vLLM's own second stream it is not called.
-    """
-    from lora_backends.integrations.vllm import operation  # which finds layers here
-
-    def apply_overlapped(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows = x.view(-1, x.shape[-1])
-        token = operation.start(rows, stack)
-        y: torch.Tensor = module._get_quant_method().apply(module.base_layer, x, bias)
-        operation.finish(y.view(-1, y.shape[-1]), rows, stack, token)
-        return y
-
-    module._apply_sync = apply_overlapped
 
 
 def follow(module: Any, set_ranks: Callable[[int, Any], None]) -> None:

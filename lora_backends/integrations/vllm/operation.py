@@ -81,6 +81,27 @@ def _add(
         backend.run_linear(x, layer.b, plans.of(x.shape[0]), part)
 
 
+def overlap(module: Any) -> None:
+    """Start a layer's shrink before its base product, and finish its LoRA behind that.
+
+    vLLM calls LoRA when the base product has been launched. The method is private; a layer without
+    it, or of one half, runs one after the other. With vLLM's own second stream it is not called.
+    """
+    layer: Layer = module.lora_backends_layers[0]
+    if layer.a is not layer.b or not hasattr(module, "_apply_sync"):
+        return
+    stack = module.lora_a_stacked[0]
+
+    def apply_overlapped(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = x.flatten(0, 1) if x.ndim == 3 else x  # as Transformers' models pass them
+        token = start(rows, stack)
+        y: torch.Tensor = module._get_quant_method().apply(module.base_layer, x, bias)
+        finish(y.view(-1, y.shape[-1]), rows, stack, token)
+        return y
+
+    module._apply_sync = apply_overlapped
+
+
 def start(x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
     """Start a linear layer's shrink on a second stream, where that gains time.
 

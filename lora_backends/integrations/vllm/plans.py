@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
@@ -45,7 +47,7 @@ class Plans:
     def __init__(self, backend: LoRABackend, num_slots: int, capacity: int) -> None:
         self.backend = backend
         self.num_slots = num_slots
-        self.stream = new_stream(backend.device)  # for what runs beside the base products
+        self._stream: torch.cuda.Stream | None = None
         self._rooms = [_Room(size) for size in _sizes(backend.device.type, capacity)]
         self.set_slots([])
 
@@ -60,11 +62,18 @@ class Plans:
             if room.is_captured and room.capacity >= self.num_rows:
                 self._refill(room)
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """For what runs beside the base products; None on the CPU."""
+        if self._stream is None:
+            self._stream = new_stream(self.backend.device)
+        return self._stream
+
     def can_overlap(self, rows: int) -> bool:
         """Return whether a graph of `rows` rows runs shrinks beside base products."""
         return (
             rows <= MOST_OVERLAPPED
-            and self.stream is not None
+            and self.backend.device.type == "cuda"
             and hasattr(self.backend, "start_linear")
         )
 

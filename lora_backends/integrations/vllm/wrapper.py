@@ -309,8 +309,11 @@ def _follow_mapping() -> None:
     def set_mapping_and_adopt(self: Any, punica_wrapper: Any) -> None:
         set_mapping(self, punica_wrapper)
         if isinstance(punica_wrapper, BackendWrapper):
-            adopt = experts.adopt if experts.is_experts(self) else layers.adopt
-            adopt(self, punica_wrapper)
+            if experts.is_experts(self):
+                experts.adopt(self, punica_wrapper)
+            else:
+                layers.adopt(self, punica_wrapper)
+                operation.overlap(self)
 
     BaseLayerWithLoRA.set_mapping = set_mapping_and_adopt
 
