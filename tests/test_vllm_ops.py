@@ -272,9 +272,9 @@ def run_experts(backend, x, a, b, out, *, block=None, enabled=None, slots=TOKENS
     return weights
 
 
-def align(topk_ids, mapping, block, enabled, ids, width=None, **more):
+def align(topk_ids, mapping, block, enabled, ids, width=None, blocks=None, **more):
     width = topk_ids.numel() + EXPERTS * (block - 1) if width is None else width
-    blocks = -(-width // block)
+    blocks = -(-width // block) if blocks is None else blocks
     tables = [torch.full((SLOTS * n,), -7, dtype=torch.int32) for n in (width, blocks, 1)]
     arguments = topk_ids, mapping, EXPERTS, block, SLOTS, width, blocks, *tables, enabled, ids
     ops.moe_lora_align_block_size(*arguments, **more)
@@ -373,3 +373,5 @@ def test_alignment_leaves_slots_that_are_switched_off_or_refuses_small_tables():
     assert rows[0].eq(-7).all() and lengths.tolist()[:2] == [-7, 0]
     with pytest.raises(InvalidInputError, match="tables are too small"):
         align(IDS, mapping, 4, enabled, ids, width=24)
+    with pytest.raises(InvalidInputError, match="block_size=0"):
+        align(IDS, mapping, 0, enabled, ids, width=24, blocks=3)

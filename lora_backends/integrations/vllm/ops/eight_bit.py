@@ -273,7 +273,7 @@ def _check_stored(name: str, tensor: torch.Tensor, ndim: int) -> None:
 
 
 def _check_wide(name: str, stacks: Any) -> None:
-    for s, stack in enumerate(stacks):
+    for s, stack in enumerate(layer_stacks(name, stacks)):
         if stack.dtype.itemsize < 2:
             raise InvalidInputError(
                 f"{name}[{s}] needs its scales\n  given: {stack.dtype}, use_fp8_w8a8=False\n"
