@@ -52,7 +52,8 @@ def moe_lora_align_block_size(
     if block_size < 1 or num_experts < 1:
         raise InvalidInputError(
             f"there are no blocks to sort into\n"
-            f"  given: block_size={block_size}, num_experts={num_experts}\n  allowed: both at least 1"
+            f"  given: block_size={block_size}, num_experts={num_experts}\n"
+            f"  allowed: both at least 1"
         )
     pairs = topk_ids.numel()
     worst = (pairs + min(num_experts, pairs) * (block_size - 1)) // block_size  # blocks of a row
