@@ -7,7 +7,6 @@ the batch's hidden states to the same head, so their adapters are those of the t
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -56,12 +55,14 @@ def follow() -> None:
         _replace("vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker", name, _v2)
 
 
-def _v1(own: Callable[..., Any], runner: Any, hidden_states: torch.Tensor, *args: Any) -> Any:
+def _v1(
+    own: Callable[..., Any], runner: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     state, name = vars(runner.model), "compute_logits"
     before = state.get(name)
     state[name] = by_token(runner.model.compute_logits, hidden_states)
     try:
-        return own(runner, hidden_states, *args)
+        return own(runner, hidden_states, *args, **kwargs)
     finally:
         state.pop(name) if before is None else state.update({name: before})
 
@@ -72,15 +73,14 @@ def _v2(
     logits_fn: Callable[..., Any],
     hidden_states: torch.Tensor,
     *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    return own(worker, by_token(logits_fn, hidden_states), hidden_states, *args)
+    return own(worker, by_token(logits_fn, hidden_states), hidden_states, *args, **kwargs)
 
 
 def _replace(module: str, owner: str, name: str, around: Callable[..., Any]) -> None:
     """Wrap a method, where this version of vLLM has it; a second call changes nothing."""
-    if module not in sys.modules and not importlib.util.find_spec(module):
-        return
-    found = getattr(importlib.import_module(module), owner, None)
+    found = getattr(sys.modules.get(module), owner, None)  # a runner is imported before its LoRA
     own = getattr(found, name, None)
     if own is None or getattr(own, "follows_tokens", False):
         return

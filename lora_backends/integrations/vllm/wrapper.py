@@ -49,6 +49,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         **kwargs: Any,
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
+        prompts.follow()
         self._arguments = (max_num_batched_tokens, max_batches, device), kwargs
         self._own: Any = None  # vLLM's own wrapper, for what is not taken over
         self._announced: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -319,4 +320,3 @@ def _follow_mapping() -> None:
 
 
 _follow_mapping()
-prompts.follow()
