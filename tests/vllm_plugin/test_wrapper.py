@@ -1,6 +1,7 @@
 """The methods that vLLM calls, on stacks laid out as vLLM does, against plain products."""
 
 import gc
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -220,6 +221,34 @@ def test_logits_of_a_prompts_tokens_have_those_tokens_adapters(wrapper, x):
     with pytest.raises(UnsupportedInputError, match="no slice of the batch's hidden states"):
         compute(x[1:3].clone())
     assert prompts.first_token() is None
+
+
+def test_both_model_runners_compute_prompt_logprobs_by_token(monkeypatch):
+    from lora_backends.integrations.vllm import prompts
+
+    class GPUModelRunner:
+        model = SimpleNamespace(compute_logits=lambda hidden: prompts.first_token())
+
+        def _get_prompt_logprobs_dict(self, hidden, num_tokens):
+            return self.model.compute_logits(hidden[3:5])
+
+    class PromptLogprobsWorker:
+        def compute_prompt_logprobs(self, logits_fn, hidden, batch):
+            return logits_fn(hidden[2:4])
+
+    for place, owner in (
+        ("vllm.v1.worker.gpu_model_runner", GPUModelRunner),
+        ("vllm.v1.worker.gpu.sample.prompt_logprob", PromptLogprobsWorker),
+    ):
+        monkeypatch.setitem(sys.modules, place, SimpleNamespace(**{owner.__name__: owner}))
+    prompts.follow()
+    prompts.follow()
+    hidden = torch.zeros(6, 4)
+    first = GPUModelRunner.model.compute_logits
+    assert GPUModelRunner()._get_prompt_logprobs_dict(hidden, {}) == 3
+    assert GPUModelRunner.model.compute_logits is first
+    worker = PromptLogprobsWorker()
+    assert worker.compute_prompt_logprobs(lambda part: prompts.first_token(), hidden, None) == 2
 
 
 def test_a_classification_head_of_an_adapters_own_replaces_its_rows(wrapper, x):
