@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import threading
 import time
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,14 +166,17 @@ def run(swaps: int, console: Console) -> tuple[Load, list[tuple[int, int]], floa
         load = Load(model, store, expected_logits(), swaps)
         threads = [threading.Thread(target=load.serve, args=(seed,)) for seed in range(THREADS)]
         threads.append(threading.Thread(target=load.replace, args=(folder,)))
-        start, samples = time.perf_counter(), [(0, resident_bytes())]
+        # arrays of numbers: a list of tuples would grow by more than what is looked for
+        start, done, sizes = time.perf_counter(), array("q", [0]), array("q", [resident_bytes()])
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
             time.sleep(0.25)
-            samples.append((store.swaps, resident_bytes()))
-            if store.swaps - samples[-2][0] and len(samples) % 80 == 0:
+            done.append(store.swaps)
+            sizes.append(resident_bytes())
+            if len(done) % 80 == 0:
                 console.print(f"{store.swaps} swaps, {load.rows} rows, {load.wrong} wrong")
+        samples = list(zip(done, sizes, strict=True))
         return load, samples, time.perf_counter() - start
 
 
