@@ -23,7 +23,7 @@ from torch.utils.dlpack import from_dlpack
 
 from lora_backends.backend import LoRABackend
 from lora_backends.hf import traced
-from lora_backends.hf.hooks import Hook, add_deltas, as_rows
+from lora_backends.hf.hooks import Hook, adder
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, Joined, Kept, check_thread
 from lora_backends.hf.sites import Site
@@ -161,7 +161,7 @@ def leader_forward(
     """
     paths, widths = group.paths, group.widths
     device_type = group.modules[0].weight.device.type
-    run = getattr(backend, group.operation)
+    add = adder(backend, group.operation)
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
@@ -189,10 +189,9 @@ def leader_forward(
             joined = None if input.is_inference() or not group.are_joined() else group.joined
         if joined is None:
             return _run_alone(self, input, alone)
-        rows, shape = as_rows(input), input.shape[:-1]  # torch folds the axes of a product itself,
-        y = functional.linear(rows, *joined)  # at the cost of more views
-        add_deltas(run, rows, weights, call.plan(shape, layout, paths), y)
-        mine, *theirs = _columns(y.view(*shape, -1), widths)
+        plan = call.plan(input.shape[:-1], layout, paths)
+        y = add(input, weights, plan, functional.linear(input, *joined))
+        mine, *theirs = _columns(y, widths)
         others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
         if is_traced:
             call.is_traced = True
@@ -262,7 +261,7 @@ def linear_forward(
     Returns:
         A function of the module and its input.
     """
-    path, paths, run = site.path, (site.path,), backend.run_linear
+    path, paths, add = site.path, (site.path,), adder(backend, "run_linear")
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
@@ -272,10 +271,8 @@ def linear_forward(
         weights = call.stacks.get(path)
         if weights is None or torch.compiler.is_compiling():
             return _run_alone(self, input, alone)
-        rows, shape = as_rows(input), input.shape[:-1]
-        y = functional.linear(rows, self.weight, self.bias)
-        add_deltas(run, rows, weights, call.plan(shape, layout, paths), y)
-        return y.view(*shape, -1)
+        plan = call.plan(input.shape[:-1], layout, paths)
+        return add(input, weights, plan, functional.linear(input, self.weight, self.bias))
 
     return forward
 
