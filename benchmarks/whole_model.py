@@ -187,6 +187,7 @@ class Adapted:
         return [mixed, some, skewed, [None] * rows][turn % COMPOSITIONS]
 
     def attempt(self, shape: Shape, mode: str, part: Any) -> None:
+        """Measure a cell; one that fails is recorded."""
         try:
             part()
         except Exception as error:  # the other cells are still worth timing
