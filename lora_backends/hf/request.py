@@ -18,6 +18,7 @@ from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
 from lora_backends.hf.own_rows import OwnRows, own_rows
+from lora_backends.hf.running import Joined
 from lora_backends.hf.trial import CACHES
 
 MOST_PLANS = 8
@@ -89,6 +90,8 @@ class Request:
         self.model = model
         self.stacks, self.shared = pool.active_weights, pool.shared_weights
         self.experts = pool.active_experts
+        self.joined: Mapping[str, Joined] = {}  # a plan per call cannot be part of a program
+        self.is_traced = False
         self.backend = backend
         self._pool = pool
         self._images = images
