@@ -28,6 +28,9 @@ _ADAPTER_NAMES = (
     r"\.modules_to_save\.(?P<name>[^.]+)\.[^.].*$",
     r"\.trainable_tokens_delta\.(?P<name>[^.]+)$",
 )
+_NO_NAMES = ("weight", "bias", "base_layer", "original_module", "modules_to_save")
+"""Words of PEFT in the place of an adapter's name: such a tensor is not understood."""
+
 _NAMED = [re.compile(pattern) for pattern in _ADAPTER_NAMES]
 
 
@@ -73,7 +76,7 @@ def _adapter_name(key: str) -> str | None:
         return None
     matches = (pattern.search(key) for pattern in _NAMED)
     name = next((match["name"] for match in matches if match), None)
-    return None if name in ("weight", "bias") else name
+    return None if name in _NO_NAMES else name
 
 
 def _cut(key: str, name: str) -> str:

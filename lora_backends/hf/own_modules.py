@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -59,7 +60,7 @@ class OwnModules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self._holders[id(parameter)].append((path, name))
-        self._hooked: set[str] = set()
+        self._lock = Lock()
 
     def __call__(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Return what an adapter has in the place of modules, by path; hook these modules.
@@ -75,9 +76,10 @@ class OwnModules:
         for path in dict.fromkeys([*values, *tokens]):
             own[path] = self._own(checkpoint, path, values.get(path, {}), tokens.get(path))
         if own:
-            self._probe([path for path in own if path not in self._layouts])
-            self._try(checkpoint, values, tokens, own)
-        self._hook(own)
+            with self._lock:  # a bias would be added twice by hooks of two loads
+                self._probe([path for path in own if path not in self._layouts])
+                self._try(checkpoint, values, tokens, own)
+                self._hook(own)
         if checkpoint.own.invocation:
             own[""] = Invocation(checkpoint.own.invocation)
         return own
@@ -280,13 +282,15 @@ class OwnModules:
             )
 
     def _hook(self, own: Mapping[str, OwnModule]) -> None:
-        for path in [path for path in own if path not in self._hooked]:
+        for path in own:
             module, layout = self._modules[path], self._layouts[path]
             embeds = isinstance(module, nn.Embedding)
             for late in (False, True):
-                hook = own_hook(self._model, path, layout, embeds, late)
-                self._handles.append(module.register_forward_hook(hook, prepend=not late))
-            self._hooked.add(path)
+                # The hooks themselves tell: an interrupt may end a load behind any of these lines.
+                marks = [getattr(hook, "own_of", None) for hook in module._forward_hooks.values()]
+                if (self._model, late) not in marks:
+                    hook = own_hook(self._model, path, layout, embeds, late)
+                    self._handles.append(module.register_forward_hook(hook, prepend=not late))
 
     def _probe(self, paths: list[str]) -> None:
         """Find out how modules that take no LoRA see the rows, norms for instance."""
@@ -348,4 +352,5 @@ def own_hook(model: str, path: str, layout: Layout, embeds: bool, late: bool) ->
         numbers = call.numbers(shape, layout, (path,))
         return replace_rows(own, x.flatten() if embeds else as_rows(x), output, numbers, late)
 
+    replace.own_of = (model, late)  # type: ignore[attr-defined]
     return replace

@@ -126,7 +126,7 @@ def _fault_of_result(config: dict[str, Any], tensors: Any, checkpoint: Checkpoin
 
 
 def _without_name(key: str, tensors: Any) -> str:
-    """Return a key as `save_pretrained` writes it: a model in memory has its adapter's name, too."""
+    """Return a key as `save_pretrained` writes it: without the name that a model gives it."""
     short = re.sub(r"(\.lora_\w+)\.default(?=\.weight$|\.bias$|$)", r"\1", key)
     return key if short in tensors else short
 

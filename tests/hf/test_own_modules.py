@@ -1,6 +1,8 @@
 """Rows of adapters that bring more than LoRA: heads, saved modules, tokens, invocations."""
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sweep_variants
@@ -10,7 +12,7 @@ from sweep_variants import Q_V, build, inputs
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.adapters import AdapterPool, Checkpoint, OwnModules
-from lora_backends.hf import MultiLoRAModel
+from lora_backends.hf import MultiLoRAModel, own_modules
 
 HEAD = {**Q_V, "modules_to_save": ["lm_head"]}
 
@@ -214,6 +216,26 @@ def test_an_adapter_acts_from_its_invocation_on_and_not_without_it(tmp_path):
     embeds = base.get_input_embeddings()(given["input_ids"])
     with pytest.raises(UnsupportedInputError, match="no input_ids to find them in"):
         model(adapters=["own"] * 4, inputs_embeds=embeds)
+
+
+def test_loads_of_several_threads_hook_a_module_once(tmp_path, monkeypatch):
+    model = MultiLoRAModel(build("bert"), "torch_ref", max_rank=3)
+    folders = {
+        name: saved(tmp_path, build("bert"), name, target_modules=["query"], bias="all")
+        for name in ("a", "bb")
+    }
+    real = own_modules.own_hook
+
+    def slow(*arguments):
+        time.sleep(0.001)  # lets the other thread run between the check and the hook
+        return real(*arguments)
+
+    monkeypatch.setattr(own_modules, "own_hook", slow)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(model.load_adapter, folders, folders.values()))
+    assert sorted(model.adapters) == ["a", "bb"]
+    norm = model.base.bert.embeddings.LayerNorm
+    assert len(norm._forward_hooks) == 2  # before LoRA, and behind it
 
 
 def test_pissa_takes_twice_its_rank(tmp_path):
