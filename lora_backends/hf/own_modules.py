@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_backends.adapters import Checkpoint, ModuleSpec, OwnParameter, TokenRows
 from lora_backends.adapters.old_names import renamed
+from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
-from lora_backends.hf.hooks import as_rows
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.own_rows import Hook, OwnModule, replace_rows
 from lora_backends.hf.own_trial import reason_against

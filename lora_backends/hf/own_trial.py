@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lora_backends.hf.hooks import as_rows
+from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.hf.own_rows import OwnModule, OwnRows, replace_rows
 from lora_backends.hf.running import IDLE, running
 from lora_backends.hf.trial import trial_of

@@ -138,6 +138,8 @@ class RequestsCall:
         self._slots = torch.empty(0, dtype=torch.int64, device="cpu")  # number of each token
         self._kept: torch.Tensor | None = None  # positions whose logits are asked for
         self.own: Mapping[str, Any] = {}  # `check_adapters` refuses them
+        self.joined: Mapping[str, Any] = {}  # compilation is refused, too
+        self.is_traced = False
         self._note_stacks()
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
