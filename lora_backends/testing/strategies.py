@@ -48,6 +48,7 @@ def token_slots(num_slots: int, profile: Profile = DEFAULT) -> SearchStrategy[tu
         st.lists(st.tuples(slot, lengths), min_size=2, max_size=6),
         st.tuples(st.tuples(some, st.one_of(lengths, st.just(1)))),  # one, or none, owns all
         st.lists(slot, min_size=1, max_size=16).map(lambda slots: [(s, 1) for s in slots]),
+        st.tuples(st.tuples(st.just(NO_ADAPTER), st.integers(1, 20))),
     )
     order = st.sampled_from(("drawn", "sorted", "shuffled"))
     beside_tile = st.sampled_from((None, -1, 0, 1))
