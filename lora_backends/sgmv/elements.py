@@ -80,7 +80,7 @@ def load_b_scales(
         else:
             rows = group_rows + (s_group + group_of(c - s_start, GROUP_C)) * group_stride
         if GROUP_R == 0:
-            return tl.load(rows, mask=c < end, other=0.0)
+            return tl.load(rows, mask=c < tl.where(rank > 0, end, 0), other=0.0)
         else:
             mask = (r < rank)[:, None] & (c < end)[None, :]
             return tl.load(rows[None, :] + (r // GROUP_R)[:, None], mask=mask, other=0.0)

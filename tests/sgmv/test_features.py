@@ -103,6 +103,19 @@ def test_tensors_per_slice_give_the_bits_of_one_stack(engine, device, spread):
     assert torch.equal(engine.run_lora_a(x, parts, plan), engine.run_lora_a(x, weights, plan))
 
 
+def test_scales_of_an_adapter_without_ranks_are_not_read(engine, device):
+    scales = torch.rand(SLOTS, OUT, device=device) + 0.5
+    weights = quantize_weights(layer(device, output_scales=scales), torch.int8)
+    base, x = rows(4, OUT, device), rows(4, INPUTS, device)
+    batch = LoRABatch([1, 0, 1, 2], SLOTS)
+    reference = get_backend("torch_ref", device=device)
+    expected = reference.run_linear(x, weights, reference.prepare_batch(batch), base.clone())
+    weights.b_scales[1, : WIDTHS[0]] = torch.nan  # of slot 1, whose first slice has rank 0
+    weights.b_scales[2, -WIDTHS[2] :] = torch.nan
+    y = engine.run_linear(x, weights, engine.prepare_batch(batch), base.clone())
+    agree(y, expected, base)
+
+
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("block", [(1, None), (None, None), (3, None), (4, 16)])
 def test_8_bit_stacks_are_widened_and_scaled(engine, device, stored, block):
