@@ -19,12 +19,13 @@ from lora_backends.testing.profiles import DEFAULT
 backend = get_backend({engine!r}, device="cpu", **{options!r})
 print(verify(backend, profile=replace(DEFAULT, effort={effort})).to_text())
 """
-RUNS = [
-    ("triton", {}, 0.25),
-    ("csgmv", {"segment_size": 16}, 0.25),
-    ("csgmv", {"segment_size": 64}, 0.1),
-    ("csgmv", {"segment_size": "auto"}, 0.1),
+RUNS = [  # the engines share their arithmetic: other segments change how a row is found
+    ("triton", {}, 0.15),
+    ("csgmv", {"segment_size": 16}, 0.1),
+    ("csgmv", {"segment_size": 64}, 0.05),
+    ("csgmv", {"segment_size": "auto"}, 0.05),
 ]
+SELECTED = {"triton": "triton", "csgmv": "csgmv and not csgmv-64 and not csgmv-auto"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -35,7 +36,7 @@ def test_the_launch_tests_pass_in_the_interpreter(engine):
         here / "test_features.py",
         *(here.parent / engine).glob("test_launch.py"),
     ]
-    printed = run_interpreted("-m", "pytest", "-q", "-k", engine, *map(str, launches))
+    printed = run_interpreted("-m", "pytest", "-q", "-k", SELECTED[engine], *map(str, launches))
     assert " passed" in printed
 
 
