@@ -47,6 +47,18 @@ def pytest_report_header():
     return [f"without {package}, not collected: {', '.join(NEEDS[package])}" for package in MISSING]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config, items):
+    """Keep in one process of pytest-xdist what compiles the same kernels, and what fills a GPU."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+        elif "numba_cpu" in item.nodeid:
+            item.add_marker(pytest.mark.xdist_group("numba_cpu"))
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch):
     for name in list(os.environ):

@@ -1,11 +1,8 @@
 """The site: no warning, current generated parts, a complete reference, search from disk."""
 
 import importlib
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -115,10 +112,7 @@ def site(tmp_path_factory):
     """Build the site as `make docs` does; a warning is an error."""
     pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    assert build_site.build(ROOT / "mkdocs.yml", folder) == 0
     return folder
 
 
