@@ -19,13 +19,15 @@ from lora_backends.testing.profiles import DEFAULT
 backend = get_backend({engine!r}, device="cpu", **{options!r})
 print(verify(backend, profile=replace(DEFAULT, effort={effort})).to_text())
 """
-RUNS = [  # the engines share their arithmetic: other segments change how a row is found
-    ("triton", {}, 0.15),
+SEGMENTS = "csgmv and not csgmv-64 and not csgmv-auto and not through_tma and not of_a_table"
+SELECTED = {"triton": "triton", "csgmv": SEGMENTS}
+"""The engines share their arithmetic: what csgmv repeats is how a row of tokens is found."""
+RUNS = [
+    ("triton", {}, 0.1),
     ("csgmv", {"segment_size": 16}, 0.1),
     ("csgmv", {"segment_size": 64}, 0.05),
     ("csgmv", {"segment_size": "auto"}, 0.05),
 ]
-SELECTED = {"triton": "triton", "csgmv": "csgmv and not csgmv-64 and not csgmv-auto"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
