@@ -29,10 +29,10 @@ POINTERS = {
 }
 QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
 ALL = ("linear", "separate", "embedding")
-STORAGE = {  # kind, and the block of a scale
-    "linear int8": (1, (1, None)),
-    "factors e4m3": (2, (1, None)),
-    "linear blocks": (3, (4, 16)),
+STORAGE = {  # the dtype, and the block of a scale
+    "linear int8": ("int8", (1, None)),
+    "factors e4m3": ("float8_e4m3fn", (1, None)),
+    "linear blocks": ("float8_e5m2", (4, 16)),
 }
 FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slices' tables
     "linear": ((False, False, False), (0, 0)),
@@ -138,7 +138,11 @@ def kernels(engine, dtype, programmatic):
         batch = BatchShape(tokens, active, tile)
         for form in forms:
             row, (epilogue, aligns) = constants(form == "separate"), FACTORS[form.split()[0]]
-            storage = launch.Storage(*STORAGE[form], torch.bfloat16) if form in STORAGE else PLAIN
+            storage = PLAIN
+            if form in STORAGE:
+                stored, block = STORAGE[form]
+                kind = launch.storage_kind(getattr(torch, stored), options)
+                storage = launch.Storage(kind, block, torch.bfloat16)
             form = form if form in ALL else "linear"
             yield from launch._kernels(
                 batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, options,

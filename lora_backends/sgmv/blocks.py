@@ -162,13 +162,21 @@ def _partial_sums(
     """Return x @ A.T over STEPS blocks of inputs; each of WARPS_K groups sums part of a block."""
     ROWS: tl.constexpr = x_rows.shape[0]
     BLOCK_N: tl.constexpr = a_rows.shape[0]
+    # wgmma reads its left operand from registers, its right one from shared memory: on the left,
+    # widened values need not be written back
+    TURNED: tl.constexpr = (
+        STORAGE > 0 and GROUP_K == 0 and WARPS_K == 1 and ROWS >= 64 and BLOCK_N >= 64
+    )
     if WARPS_K == 1:
         k = k_first + tl.arange(0, BLOCK_K)  # [K]
         x_k, a_k = k[None, :], k[:, None]
         x_at, a_at = x_rows[:, None] + x_k, a_rows[None, :] + a_k  # [T, K], [K, N]
         x_in, a_in = has_token[:, None], used[None, :]
         scales_at = scale_rows[None, :]
-        acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+        if TURNED:
+            acc = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+        else:
+            acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     else:
         WIDTH: tl.constexpr = BLOCK_K // WARPS_K
         k = k_first + tl.arange(0, WARPS_K)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -194,7 +202,12 @@ def _partial_sums(
                 x = x.to(tl.float32)
             else:
                 a = widened(a, x.dtype, STORAGE)
-        acc = multiply(x, a, acc, PRECISION, INTERPRETED)
+        if TURNED:
+            acc = multiply(tl.trans(a), tl.trans(x), acc, PRECISION, INTERPRETED)
+        else:
+            acc = multiply(x, a, acc, PRECISION, INTERPRETED)
+    if TURNED:
+        acc = tl.trans(acc)
     if WARPS_K > 1:
         acc = tl.sum(acc, axis=0)
     return acc
@@ -420,9 +433,9 @@ def _expand_columns(
         gdc_launch_dependents()
     h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
     for chunk in tl.static_range(CHUNKS):
-        delta = scaling * scaled_product(
-            h, within(b, r, rank), own, STORAGE, GROUP_R, WIDE, EXACT_H, PRECISION, INTERPRETED
-        )  # [T, C]
+        delta = scaled_product(
+            scaling, h, b, own, r, rank, STORAGE, GROUP_R, WIDE, EXACT_H, PRECISION, INTERPRETED
+        )  # [T, C] # fmt: skip
         c_now, y_now, scales_now = c, y, scales
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
@@ -490,10 +503,10 @@ def _expand_long_ranks(
             group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C, GROUP_R
         )
         acc += scaled_product(
-            h, within(b, r, rank), own, STORAGE, GROUP_R, WIDE, EXACT_H, PRECISION, INTERPRETED
-        )
+            scaling, h, b, own, r, rank, STORAGE, GROUP_R, WIDE, EXACT_H, PRECISION, INTERPRETED
+        )  # fmt: skip
     store_y(
-        y_rows, c, y, scaling * acc, bias_row, scales, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
+        y_rows, c, y, acc, bias_row, scales, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
         EVEN_C, INTERPRETED,
     )  # fmt: skip
 

@@ -75,7 +75,10 @@ def load_b_scales(
     if STORAGE == 0:
         return 0.0
     else:
-        rows = group_rows + (s_group + group_of(c - s_start, GROUP_C)) * group_stride  # [C]
+        if GROUP_C == 1:  # groups of rows are numbered as columns of y are
+            rows = group_rows + c.to(tl.int64) * group_stride  # [C]
+        else:
+            rows = group_rows + (s_group + group_of(c - s_start, GROUP_C)) * group_stride
         if GROUP_R == 0:
             return tl.load(rows, mask=c < end, other=0.0)
         else:
@@ -85,9 +88,12 @@ def load_b_scales(
 
 @triton.jit
 def scaled_product(
+    scaling,
     h,
     b,
     own,
+    r,
+    rank,
     STORAGE: tl.constexpr,
     GROUP_R: tl.constexpr,
     WIDE: tl.constexpr,
@@ -95,14 +101,20 @@ def scaled_product(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return h @ b as `product` does, with the scales of an 8-bit b; it is widened to WIDE."""
+    """Return scaling * (h @ b) in float32, with the scales of an 8-bit b, widened to WIDE.
+
+    h is zero beyond the rank, where b may hold anything: as int8 it is finite at least.
+    """
+    if STORAGE == 0 or STORAGE == 2 or STORAGE == 3:
+        b = within(b, r, rank)
     if STORAGE == 0:
-        return product(h, b, EXACT_H, PRECISION, INTERPRETED)
+        return scaling * product(h, b, EXACT_H, PRECISION, INTERPRETED)
     elif GROUP_R == 0:
-        wide = widened(b, WIDE, STORAGE)
-        return product(h, wide, EXACT_H, PRECISION, INTERPRETED) * own[None, :]
+        wide = widened(b, WIDE, STORAGE, True)
+        return (scaling * own[None, :]) * product(h, wide, EXACT_H, PRECISION, INTERPRETED)
     else:  # scales change along the sum: products are float32
-        return product(h, widened(b, tl.float32, STORAGE) * own, True, PRECISION, INTERPRETED)
+        wide = widened(b, tl.float32, STORAGE) * own
+        return scaling * product(h, wide, True, PRECISION, INTERPRETED)
 
 
 @triton.jit
@@ -115,16 +127,24 @@ def group_of(index, SIZE: tl.constexpr):
 
 
 @triton.jit
-def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr):
+def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr, IN_PLACE: tl.constexpr = False):
     """Return stored values in a wider dtype, exactly.
 
-    STORAGE is 0 for values stored as they are, 1 for int8, 2 for float8_e4m3fn, 3 for float8_e5m2.
-    float8 comes as int8 and is decoded by its bits, since not every device converts it: e5m2 is
-    the upper half of a float16, e4m3fn one with three bits of mantissa and an exponent 8 too low.
+    IN_PLACE: before the values are laid out for a product. Behind a load from global memory that
+    layout is made in shared memory, where single bytes are slow to store and load.
+
+    STORAGE is 0 for values stored as they are, 1 for int8, 2 for float8_e4m3fn, 3 for float8_e5m2,
+    4 for int8 on a CUDA device of capability 9.0 or later. float8 comes as int8 and is decoded by
+    its bits, since not every device converts it: e5m2 is the upper half of a float16, e4m3fn one
+    with three bits of mantissa and an exponent 8 too low.
     """
     if STORAGE == 0:
         return raw.to(dtype)
-    elif STORAGE == 1:
+    elif STORAGE == 4 and dtype == tl.bfloat16:
+        return _bfloat16_of_int8(raw, not IN_PLACE)
+    elif STORAGE == 4 and dtype == tl.float16:
+        return _float16_of_int8(raw, not IN_PLACE)
+    elif STORAGE == 1 or STORAGE == 4:
         return raw.to(tl.float32).to(dtype)  # the interpreter converts integers to no bfloat16
     bits = raw.to(tl.int16)
     if STORAGE == 3:
@@ -133,6 +153,58 @@ def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr):
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+
+
+@triton.jit
+def _bfloat16_of_int8(raw, PURE: tl.constexpr):
+    """Convert four at a time, without the conversion unit, which has an eighth of the rate.
+
+    With the byte v below 0x43, the bits 0x4300 | (v & 127) are 128 + (v & 127), and
+    0x4300 | (v & 128) are 128, or 256 where v is negative: their difference is v.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, base;
+        prmt.b32 low, $2, 0x43434343, 0x4140;
+        prmt.b32 high, $2, 0x43434343, 0x4342;
+        lop3.b32 base, low, 0xFF80FF80, 0x80008000, 0xEA;
+        and.b32 low, low, 0xFF7FFF7F;
+        add.rn.bf16x2 $0, low, base;
+        lop3.b32 base, high, 0xFF80FF80, 0x80008000, 0xEA;
+        and.b32 high, high, 0xFF7FFF7F;
+        add.rn.bf16x2 $1, high, base;
+        }
+        """,
+        "=r,=r,r",
+        [raw],
+        dtype=tl.bfloat16,
+        is_pure=PURE,
+        pack=4,
+    )
+
+
+@triton.jit
+def _float16_of_int8(raw, PURE: tl.constexpr):
+    """Convert four at a time: 0x6400 | (v + 128) is 1152 + v."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 biased, low, high;
+        xor.b32 biased, $2, 0x80808080;
+        prmt.b32 low, biased, 0x64646464, 0x4140;
+        prmt.b32 high, biased, 0x64646464, 0x4342;
+        mov.b32 biased, 0xE480E480;
+        add.rn.f16x2 $0, low, biased;
+        add.rn.f16x2 $1, high, biased;
+        }
+        """,
+        "=r,=r,r",
+        [raw],
+        dtype=tl.float16,
+        is_pure=PURE,
+        pack=4,
+    )
 
 
 @triton.jit

@@ -17,11 +17,13 @@ from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, Speciali
 from lora_backends.sgmv.launching.slice_tables import located_a, located_b, slice_alignments
 from lora_backends.sgmv.launching.tma import allows_tma, descriptor
 from lora_backends.sgmv.layout import SgmvPlan
+from lora_backends.sgmv.tiles.rules import of_8_bits
 from lora_backends.sgmv.tiles.sizes import (
     BatchShape,
     ExpandTiles,
     LayerShape,
     ShrinkTiles,
+    TileConfig,
     column_programs,
     padded_rank,
 )
@@ -66,19 +68,26 @@ class Epilogue(NamedTuple):
 class Storage(NamedTuple):
     """How the values of A and B are stored, and what they are widened to."""
 
-    kind: int = 0  # as `widened` in blocks: 0 as they are, 1 int8, 2 float8_e4m3fn, 3 float8_e5m2
+    kind: int = 0  # as `widened` in elements numbers it; 0: as they are
     block: ScaleBlock = (None, None)  # of scales
     wide: torch.dtype | None = None  # of products with B
 
 
 PLAIN = Storage()
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+_INT8_BY_PTX = 4
 _WIDE = {
     None: None,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
 }
+
+
+def storage_kind(stored: torch.dtype, options: Options) -> int:
+    """Return how a launch decodes values of a dtype, as `widened` in elements numbers it."""
+    kind = _KINDS.get(stored, 0)
+    return _INT8_BY_PTX if kind == _KINDS[torch.int8] and options.programmatic else kind
 
 
 def kernels_of(
@@ -101,10 +110,10 @@ def kernels_of(
         weights.max_rank,
         weights.in_features,
         weights.out_features,
-        # an 8-bit stack takes the sizes of a 16-bit one, since its values are widened
+        # the sizes of an 8-bit stack are made from those of a 16-bit one
         max(weights.dtype.itemsize, 2 if dtype is None else dtype.itemsize),
     )
-    kind = _KINDS.get(weights.dtype, 0)
+    kind = storage_kind(weights.dtype, options)
     return _kernels(
         BatchShape(*shape, plan.tile_tokens),
         layer,
@@ -140,6 +149,8 @@ def _kernels(
     tma: bool,
 ) -> Kernels:
     shrink, expand = _tiles(batch, layer, options.source, form)
+    if storage.kind and storage.block[1] is None:
+        shrink, expand = of_8_bits(TileConfig(shrink, expand), batch, layer)
     linear, exact = form == "linear", form == "separate"
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         tma = tma and column_programs(output_slices, expand).even

@@ -6,12 +6,13 @@ import itertools
 import pytest
 
 from lora_backends.sgmv.tiles import sizes
-from lora_backends.sgmv.tiles.rules import choose_tiles, tile_tokens
+from lora_backends.sgmv.tiles.rules import choose_tiles, of_8_bits, tile_tokens
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
     TILE_TOKENS,
     BatchShape,
     LayerShape,
+    TileConfig,
     padded_rank,
     tile_faults,
 )
@@ -54,6 +55,14 @@ def _check(batch, layer, tiles):
 def test_sizes_of_any_shape_are_ones_that_the_kernels_take(item_bytes):
     for batch, layer in _shapes([item_bytes]):
         _check(batch, layer, choose_tiles(batch, layer))
+
+
+@pytest.mark.parametrize("item_bytes", [2, 4])
+def test_sizes_for_8_bits_are_ones_that_the_kernels_take(item_bytes):
+    for batch, layer in _shapes([item_bytes]):
+        shrink, expand = of_8_bits(choose_tiles(batch, layer), batch, layer)
+        assert not tile_faults(TileConfig(shrink, expand), batch.tile_tokens, layer)
+        assert expand.num_stages == 1  # B is widened in registers: no TMA
 
 
 def test_a_tile_has_as_many_tokens_as_an_active_slot_has_on_average():

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
+    MIN_DOT,
     BatchShape,
     ExpandTiles,
     LayerShape,
@@ -139,6 +140,29 @@ def _expand(batch: BatchShape, layer: LayerShape) -> ExpandTiles:
             if 128 <= 2 * kibi <= 200:
                 return ExpandTiles(128, block_r, 4, num_stages=3)
     return ExpandTiles(block_c, block_r, chunks if block_r == rank_pad else 1)
+
+
+def of_8_bits(
+    tiles: TileConfig, batch: BatchShape, layer: LayerShape
+) -> tuple[ShrinkTiles, ExpandTiles]:
+    """Return sizes for a stack of 8 bits with a scale per row, made from those for one of 16 bits.
+
+    Twice as many inputs a step keep as many bytes in flight. Blocks of 16 ranks are 256 columns
+    wide, since Triton lays a narrower one out by columns and then stores values one by one. B does
+    not come through TMA: its values are widened in registers.
+    """
+    shrink, expand = tiles.shrink, tiles.expand
+    if layer.in_features >= 2 * shrink.block_k * shrink.split_k:
+        shrink = replace(shrink, block_k=min(512, 2 * shrink.block_k))
+    if batch.num_tokens >= _PREFILL_TOKENS:
+        shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
+        expand = replace(expand, block_c=64, num_warps=4)
+    elif expand.block_r == MIN_DOT and expand.block_c < 256:
+        chunks = expand.chunks if batch.rows >= _MANY_ROWS else expand.chunks // 2
+        expand = replace(expand, block_c=256, chunks=max(1, chunks))
+    stage = shrink.block_k * (shrink.block_n + batch.tile_tokens * layer.item_bytes)
+    stages = max(2, min(shrink.num_stages, _SHARED_BYTES // stage))
+    return replace(shrink, num_stages=stages), replace(expand, num_stages=1)
 
 
 def _chunks(most: int) -> int:
