@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -12,6 +12,7 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.devices import as_device
 from lora_backends.dispatch.cached import stores_calls
+from lora_backends.dispatch.ordinary import is_ordinary
 from lora_backends.dispatch.output import added_to, new_output
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
@@ -22,7 +23,12 @@ from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
 from lora_backends.sgmv.experts.rules import PairShape
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
-from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch, is_capturing
+from lora_backends.sgmv.launching.kernel import (
+    INTERPRETED,
+    SpecializedKernel,
+    has_programmatic_launch,
+)
+from lora_backends.sgmv.launching.streams import beside, is_capturing, join
 from lora_backends.sgmv.launching.tma import has_tma
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.tiles.source import TileSource, tile_source
@@ -34,6 +40,16 @@ capture that follows with other adapters cannot compile."""
 
 INVARIANT_PAIRS = PairShape(pairs=256, keys=64, tile=16)
 """A batch-invariant backend takes the sizes for this routing, always."""
+
+
+class StartedLinear(NamedTuple):
+    """A shrink under way on another stream."""
+
+    h: torch.Tensor  # its planes
+    weights: LoRAWeights  # with contiguous tables
+    plan: SgmvPlan
+    rows: int  # of the expand's grid
+    expand: SpecializedKernel
 
 
 class SgmvBackend(LoRABackend):
@@ -151,6 +167,56 @@ class SgmvBackend(LoRABackend):
             shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
             expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
             self._cache("run_linear", plan, x, weights, laid, y, shrink, expand)
+        return y
+
+    def start_linear(
+        self,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        stream: torch.cuda.Stream | None,
+    ) -> StartedLinear | None:
+        """Launch the shrink of `run_linear` on another stream, which overlaps what follows here.
+
+        x must live until `finish_linear`.
+
+        Returns:
+            What `finish_linear` takes. None if nothing has been started: the arguments are not
+            ordinary, or a graph is captured for which `prepare_overlap` has not compiled.
+        """
+        tokens = x.shape[0]
+        if not is_ordinary(self, None, x, weights, plan, None) or not self._rows(plan, tokens):
+            return None
+        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options, "overlapped")
+        if is_capturing(self.device) and not kernels.are_compiled:
+            return None
+        h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
+        laid, rows = launch.with_contiguous_tables(weights), self._rows(plan, tokens)
+        with beside(stream):
+            launch.shrink(x, laid, plan, h, rows, kernels.shrink)
+        return StartedLinear(h, laid, plan, rows, kernels.expand)
+
+    def prepare_overlap(self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan) -> None:
+        """Compile what a graph with so many rows captures; a capture cannot compile."""
+        kernels = launch.kernels_of(weights, plan, len(x), x.dtype, self._options, "overlapped")
+        if not kernels.are_compiled:
+            started = self.start_linear(x, weights, plan, None)
+            if started is not None:
+                self.finish_linear(started, x, x.new_zeros(len(x), weights.out_features), None)
+
+    def finish_linear(
+        self,
+        started: StartedLinear,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        stream: torch.cuda.Stream | None,
+    ) -> torch.Tensor:
+        """Wait for the shrink on the other stream, and add its LoRA to y, as `run_linear` does."""
+        join(stream)
+        h, weights, plan, rows, kernel = started
+        if not is_ordinary(self, None, x, weights, plan, y):
+            return self.run_linear(x, weights, plan, y)  # which names what is wrong
+        launch.expand(h, weights, plan, y, rows, kernel)
         return y
 
     @override

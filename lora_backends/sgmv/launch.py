@@ -33,9 +33,10 @@ from lora_backends.weights import LoRAWeights
 INVARIANT_BATCH = (64, 8)
 """A batch-invariant backend takes the sizes for this many tokens and active slots, always."""
 
-Form = Literal["linear", "separate", "embedding"]
+Form = Literal["linear", "overlapped", "separate", "embedding"]
 """What h is between the kernels. linear: partial sums, rounded before the second product;
-separate: a row for every token, exact, as callers of `run_lora_a` see it; embedding: one plane."""
+overlapped: the same, on two streams; separate: a row for every token, exact, as callers of
+`run_lora_a` see it; embedding: one plane."""
 
 
 class Options(NamedTuple):
@@ -55,6 +56,11 @@ class Kernels(NamedTuple):
     shrink: SpecializedKernel
     expand: SpecializedKernel
     split_k: int  # planes of h that the shrink writes
+
+    @property
+    def are_compiled(self) -> bool:
+        """Whether a CUDA graph can capture both."""
+        return self.shrink.is_compiled and self.expand.is_compiled
 
 
 class Epilogue(NamedTuple):
@@ -151,7 +157,9 @@ def _kernels(
     shrink, expand = _tiles(batch, layer, options.source, form)
     if storage.kind and storage.block[1] is None:
         shrink, expand = of_8_bits(TileConfig(shrink, expand), batch, layer)
-    linear, exact = form == "linear", form == "separate"
+    linear, exact = form in ("linear", "overlapped"), form == "separate"
+    if form == "overlapped":  # an early launch follows its own stream alone
+        options = options._replace(programmatic=False)
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         tma = tma and column_programs(output_slices, expand).even
     return Kernels(

@@ -252,3 +252,42 @@ def test_graph_replay_equals_eager_over_changing_compositions(variant):
         graph.replay()
         eager = backend.run_linear(x, weights, plan, base.clone())
         assert torch.equal(y, eager)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_linear_in_two_halves_is_the_linear_bit_for_bit(device, variant):
+    backend = make_engine(variant, device)
+    weights, batch = on(device, small_weights(torch.float32, True)), small_batch()
+    x = torch.randn(batch.num_tokens, 10, device=device)
+    base = torch.randn(batch.num_tokens, 14, device=device)
+    plan = backend.prepare_batch(batch)
+    wanted = backend.run_linear(x, weights, plan, base.clone())
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    backend.prepare_overlap(x, weights, plan)
+    started = backend.start_linear(x, weights, plan, stream)
+    assert torch.equal(backend.finish_linear(started, x, base, stream), wanted)
+    assert backend.start_linear(x[:, :9], weights, plan, stream) is None, "run_linear refuses it"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_graph_captures_both_halves_on_two_streams(variant):
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
+    backend, stream = make_engine(variant, "cuda"), torch.cuda.Stream()
+    weights = on("cuda", small_weights(torch.bfloat16))
+    x, base = torch.randn(2, 96, 14, device="cuda").to(torch.bfloat16)
+    x, y = x[:, :10].contiguous(), base.clone()
+    plan = backend.prepare_batch(LoRABatch([t % 5 - 1 for t in range(96)], 4), capacity=96)
+    backend.prepare_overlap(x, weights, plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        started = backend.start_linear(x, weights, plan, stream)
+        y.mul_(2)  # what the shrink overlaps
+        backend.finish_linear(started, x, y, stream)
+    for slots in ([-1] * 96, [3] * 96, [t % 3 for t in range(96)]):
+        backend.prepare_batch(LoRABatch(slots, 4), out=plan)
+        y.copy_(base)
+        graph.replay()
+        assert torch.equal(y, backend.run_linear(x, weights, plan, base * 2))

@@ -62,6 +62,29 @@ def test_embeddings_and_heads_have_adapters(engine, expect):
     expect(engine, PROMPTS[:4], ["ends", None, "all", "ends"])
 
 
+def test_prompt_logprobs_are_pefts_with_an_adapter_on_the_head(engine, tiny, adapters):
+    import peft
+    import torch
+    import transformers
+    from vllm import SamplingParams
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, adapters["ends"]).eval()
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    prompts = PROMPTS[:3]
+    out = engine.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        asked,
+        lora_request=[engine.request(name) for name in ("all", "ends", None)],
+        use_tqdm=False,
+    )
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompts[1]])).logits[0].log_softmax(-1)
+    for position, found in enumerate(out[1].prompt_logprobs[1:], 1):
+        token = prompts[1][position]
+        assert abs(found[token].logprob - wanted[position - 1, token].item()) < 1e-3
+
+
 def test_cached_prefixes_belong_to_one_adapter(engine, expect):
     before = engine.metric("vllm:prefix_cache_hits")
     for name in ("all", None, "small", "all", None):

@@ -1,6 +1,7 @@
 """The methods that vLLM calls, on stacks laid out as vLLM does, against plain products."""
 
 import gc
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +201,56 @@ def test_logits_use_the_sampled_rows_and_leave_padding(wrapper, x):
     assert y[:, 20:].eq(1).all()
 
 
+def test_logits_of_a_prompts_tokens_have_those_tokens_adapters(wrapper, x):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm import prompts
+
+    module = make_module(wrapper, slices=(20,))
+    wrapper.update_metadata(mapping(IDS, [9, 0, 5]), INDEX_TO_ID, SLOTS + 1, 100)
+
+    def compute_logits(hidden):
+        y = torch.ones(len(hidden), 20)
+        stacks = module.lora_a_stacked[0], module.lora_b_stacked[0]
+        return wrapper.add_lora_logits(y, hidden * 1, *stacks, 1.0)  # a model may scale them
+
+    compute = prompts.by_token(compute_logits, x)
+    for first, end in ((1, 5), (4, 7), (0, 3)):
+        wanted = 1 + delta(module, x[first:end], IDS[first:end])
+        torch.testing.assert_close(compute(x[first:end]), wanted)
+    torch.testing.assert_close(compute_logits(x[:3]), 1 + delta(module, x[:3], [9, 0, 5]))
+    with pytest.raises(UnsupportedInputError, match="no slice of the batch's hidden states"):
+        compute(x[1:3].clone())
+    assert prompts.first_token() is None
+
+
+def test_both_model_runners_compute_prompt_logprobs_by_token(monkeypatch):
+    from lora_backends.integrations.vllm import prompts
+
+    class GPUModelRunner:
+        model = SimpleNamespace(compute_logits=lambda hidden: prompts.first_token())
+
+        def _get_prompt_logprobs_dict(self, hidden, num_tokens):
+            return self.model.compute_logits(hidden[3:5])
+
+    class PromptLogprobsWorker:
+        def compute_prompt_logprobs(self, logits_fn, hidden, batch):
+            return logits_fn(hidden[2:4])
+
+    for place, owner in (
+        ("vllm.v1.worker.gpu_model_runner", GPUModelRunner),
+        ("vllm.v1.worker.gpu.sample.prompt_logprob", PromptLogprobsWorker),
+    ):
+        monkeypatch.setitem(sys.modules, place, SimpleNamespace(**{owner.__name__: owner}))
+    prompts.follow()
+    prompts.follow()
+    hidden = torch.zeros(6, 4)
+    first = GPUModelRunner.model.compute_logits
+    assert GPUModelRunner()._get_prompt_logprobs_dict(hidden, {}) == 3
+    assert GPUModelRunner.model.compute_logits is first
+    worker = PromptLogprobsWorker()
+    assert worker.compute_prompt_logprobs(lambda part: prompts.first_token(), hidden, None) == 2
+
+
 def test_a_classification_head_of_an_adapters_own_replaces_its_rows(wrapper, x):
     weight = torch.randn(SLOTS, 1, 5, WIDTH, generator=torch.Generator().manual_seed(4))
     bias, enabled = torch.randn(SLOTS, 5), torch.tensor([True, False, True])
@@ -272,6 +323,66 @@ def test_compiled_programs_have_one_operation_a_layer(wrapper, x, dynamic):
     assert all("lora_backends_vllm.run" in str(node.target) for node in operations)
     # its inputs are x and a stack of each layer, not the layers' state
     assert len([node for node in called if node.op == "placeholder"]) == 2
+
+
+@pytest.fixture
+def overlapped(wrapper, monkeypatch):
+    """Return a layer whose shrink starts beside its base product, and what ran in which order."""
+    from lora_backends.integrations.vllm import operation
+
+    order, backend = [], wrapper.tokens.backend
+
+    def start_linear(x, weights, plan, stream):
+        order.append("shrink")
+        return x, weights, plan
+
+    def finish_linear(started, x, y, stream):
+        order.append("expand")
+        _, weights, plan = started
+        return backend.run_linear(x, weights, plan, y)
+
+    def apply(base, x, bias):
+        if not torch.compiler.is_compiling():
+            order.append("base")
+        return x @ base.weight
+
+    monkeypatch.setattr(backend, "start_linear", start_linear, raising=False)
+    monkeypatch.setattr(backend, "finish_linear", finish_linear, raising=False)
+    monkeypatch.setattr(wrapper.tokens, "overlaps", lambda rows: rows <= 8)
+    quant_method = SimpleNamespace(apply=apply)
+    module = make_module(
+        wrapper,
+        base_layer=SimpleNamespace(weight=torch.ones(WIDTH, sum(SLICES))),
+        _get_quant_method=lambda: quant_method,
+        _apply_sync=None,
+    )
+    operation.overlap(module)
+    return module, order
+
+
+def test_a_shrink_starts_before_the_base_product(wrapper, overlapped, x):
+    module, order = overlapped
+    base = x @ module.base_layer.weight
+    torch.testing.assert_close(module._apply_sync(x), base + delta(module, x, IDS))
+    assert order == ["shrink", "base", "expand"]
+    padded = torch.cat([x, x])
+    torch.testing.assert_close(module._apply_sync(padded)[:7], base + delta(module, x, IDS))
+    assert order[3:] == ["base"], "many rows run one after the other"
+    three_axes = module._apply_sync(x[None])
+    torch.testing.assert_close(three_axes[0], base + delta(module, x, IDS))
+    wrapper.update_metadata(mapping([0] * 7), INDEX_TO_ID, SLOTS + 1, 100)
+    assert torch.equal(module._apply_sync(x), base)
+    assert module.lora_backends_layers[0].started is None
+
+
+def test_compiled_programs_keep_the_order(wrapper, overlapped, x):
+    module, order = overlapped
+    wanted = x @ module.base_layer.weight + delta(module, x, IDS)
+    with torch.inference_mode():
+        compiled = torch.compile(lambda x: module._apply_sync(x) * 2, fullgraph=True)
+        order.clear()
+        torch.testing.assert_close(compiled(x), wanted * 2)
+    assert order == ["shrink", "expand"]
 
 
 def test_inductor_runs_the_operation_in_place(wrapper, x):

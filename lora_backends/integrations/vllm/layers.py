@@ -7,7 +7,7 @@ with zeros and with the scaling folded into B. Nothing is copied; vLLM goes on w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -28,6 +28,9 @@ class Layer:
     b: LoRAWeights | None  # the half that expands, or both; None where there is no B
     wrapper: Any  # the `BackendWrapper` whose batch the layer runs on
     first_rank: int = 0  # of the adapter's ranks, the first that the A of this process holds
+    started: Any = None  # a shrink under way beside the base product
+    prepared: set[tuple[int, int]] = field(default_factory=set)  # rows and active slots whose
+    # kernels for that are compiled
 
     def set_ranks(self, slot: int, ranks: Sequence[int]) -> None:
         """Write the true ranks of a slot in place, where captured graphs read them."""

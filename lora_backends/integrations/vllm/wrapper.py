@@ -14,7 +14,7 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from lora_backends import features
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.integrations.vllm import experts, layers, operation, plugin
+from lora_backends.integrations.vllm import experts, layers, operation, plugin, prompts
 from lora_backends.integrations.vllm.operation import run
 from lora_backends.integrations.vllm.plans import Plans
 from lora_backends.selection import get_backend
@@ -49,6 +49,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         **kwargs: Any,
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
+        prompts.follow()
         self._arguments = (max_num_batched_tokens, max_batches, device), kwargs
         self._own: Any = None  # vLLM's own wrapper, for what is not taken over
         self._announced: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -62,6 +63,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
             )
         self.tokens = Plans(backend, num_slots, max_num_batched_tokens)
         self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
+        self.prompt = Plans(backend, num_slots, max_num_batched_tokens)
         plugin.logger().info(
             "LoRA of linear layers, embeddings and heads runs on backend %r on %s",
             backend.name,
@@ -122,9 +124,13 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         buffer: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Add the LoRA of a head to the logits y of the sampled rows."""
+        """Add the LoRA of a head to the logits y of the sampled rows, or of a prompt's tokens."""
         _check_plain(scale, buffer)
-        run(_rows(y), _rows(x), lora_a_stacked, operation.LOGITS)
+        first, x = prompts.first_token(), _rows(x)
+        if first is not None:
+            self.prompt.set_slots(self.tokens.slots[first : first + x.shape[0]])
+        kind = operation.LOGITS if first is None else operation.PROMPT
+        run(_rows(y), x, lora_a_stacked, kind)
         return y
 
     def add_shrink(
@@ -304,8 +310,11 @@ def _follow_mapping() -> None:
     def set_mapping_and_adopt(self: Any, punica_wrapper: Any) -> None:
         set_mapping(self, punica_wrapper)
         if isinstance(punica_wrapper, BackendWrapper):
-            adopt = experts.adopt if experts.is_experts(self) else layers.adopt
-            adopt(self, punica_wrapper)
+            if experts.is_experts(self):
+                experts.adopt(self, punica_wrapper)
+            else:
+                layers.adopt(self, punica_wrapper)
+                operation.overlap(self)
 
     BaseLayerWithLoRA.set_mapping = set_mapping_and_adopt
 

@@ -19,9 +19,9 @@ from lora_backends.sgmv.launching.kernel import (
     SpecializedKernel,
     current_stream,
     has_launch_hooks,
-    is_capturing,
     is_current,
 )
+from lora_backends.sgmv.launching.streams import is_capturing
 from lora_backends.sgmv.launching.tma import without_tensor
 from lora_backends.weights import LoRAWeights
 

@@ -69,6 +69,11 @@ class SpecializedKernel:
             self.options["launch_pdl"] = True
         self._compiled: dict[Any, Any] = {}
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it has been launched before, so that a CUDA graph can capture it."""
+        return INTERPRETED or bool(self._compiled)
+
     def launch(self, rows: int, arguments: Arguments) -> None:
         """Launch on the device of the first tensor, on its current stream.
 
@@ -206,11 +211,6 @@ def has_programmatic_launch(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or INTERPRETED:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether the current stream is being captured into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lora_backends.errors import InvalidInputError
-from lora_backends.sgmv.launching.kernel import is_capturing
+from lora_backends.sgmv.launching.streams import is_capturing
 from lora_backends.weights import LoRAWeights, Stack
 
 MOST_ALIGNMENT = 16

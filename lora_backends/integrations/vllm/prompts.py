@@ -1,0 +1,93 @@
+"""Logits of a prompt's tokens, which vLLM computes for prompt logprobs.
+
+vLLM announces the adapters of logits for sampled rows alone. For prompt logprobs it hands slices of
+the batch's hidden states to the same head, so their adapters are those of the tokens there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lora_backends.errors import UnsupportedInputError
+
+_first_token: int | None = None
+
+
+def first_token() -> int | None:
+    """Return the batch's token that the first row of the logits belongs to; None for samples."""
+    return _first_token
+
+
+def by_token(compute_logits: Callable[..., Any], hidden_states: torch.Tensor) -> Callable[..., Any]:
+    """Return `compute_logits` for slices of the hidden states of a batch's tokens."""
+
+    def compute(part: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        global _first_token
+        row = max(hidden_states.stride(0) * hidden_states.element_size(), 1)
+        first, rest = divmod(part.data_ptr() - hidden_states.data_ptr(), row)
+        if rest or first < 0 or first + part.shape[0] > hidden_states.shape[0]:
+            raise UnsupportedInputError(
+                f"prompt logprobs of this version of vLLM cannot have adapters\n"
+                f"  given: {list(part.shape)}, which is no slice of the batch's hidden states\n"
+                f"  to do: ask for no prompt_logprobs"
+            )
+        _first_token = first
+        try:
+            return compute_logits(part, *args, **kwargs)
+        finally:
+            _first_token = None
+
+    return compute
+
+
+def follow() -> None:
+    """Let each model runner of vLLM compute prompt logprobs through `by_token`.
+
+    Both runners do it in private methods, and nothing public tells these logits from others.
+    """
+    _replace("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_get_prompt_logprobs_dict", _v1)
+    for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"):
+        _replace("vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker", name, _v2)
+
+
+def _v1(
+    own: Callable[..., Any], runner: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    state, name = vars(runner.model), "compute_logits"
+    before = state.get(name)
+    state[name] = by_token(runner.model.compute_logits, hidden_states)
+    try:
+        return own(runner, hidden_states, *args, **kwargs)
+    finally:
+        state.pop(name) if before is None else state.update({name: before})
+
+
+def _v2(
+    own: Callable[..., Any],
+    worker: Any,
+    logits_fn: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return own(worker, by_token(logits_fn, hidden_states), hidden_states, *args, **kwargs)
+
+
+def _replace(module: str, owner: str, name: str, around: Callable[..., Any]) -> None:
+    """Wrap a method, where this version of vLLM has it; a second call changes nothing."""
+    found = getattr(sys.modules.get(module), owner, None)  # a runner is imported before its LoRA
+    own = getattr(found, name, None)
+    if own is None or getattr(own, "follows_tokens", False):
+        return
+
+    @functools.wraps(own)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(own, self, *args, **kwargs)
+
+    method.follows_tokens = True  # type: ignore[attr-defined]
+    setattr(found, name, method)
