@@ -13,6 +13,7 @@ STEPS = {
     ("eager", "ours"): "`triton`, eager",
     ("peft", "peft"): "PEFT's mixed batch, eager",
 }
+STEP_OF = {"rows": 64, "tokens": 1, "rank": 16, "adapters": 8}
 CPU_ROWS = {
     "speed over the loop in decode, geometric mean": "decode_times_loop_geometric_mean",
     "the same, slowest cell": "decode_times_loop_least",
@@ -51,11 +52,15 @@ def decode_step_on_a_cpu() -> str:
 
 def decode_step_on_the_h200() -> str:
     """Return what LoRA costs a decode step of a Llama of 8B shape on the GPU."""
-    measured = figures.result("h200_llama_decode")["rows"]
-    by_name = {(row["kind"], row["contender"]): row for row in measured}
+    measured = figures.result("h200_whole_model")["rows"]
+    by_name = {
+        (row["mode"], row["contender"]): row
+        for row in measured
+        if all(row[key] == size for key, size in STEP_OF.items())
+    }
     rows = []
-    for (kind, contender), label in STEPS.items():
-        base, ratio = by_name[kind, "base"], by_name[kind, contender]["ratio_to_base"]
+    for (mode, contender), label in STEPS.items():
+        base, ratio = by_name[mode, "base"], by_name[mode, contender]["ratio_to_base"]
         rows.append([label, f"{base['ms']:.2f}", f"{ratio:.2f}"])
     return table(["", ">base model, ms", ">with adapters / base model"], rows)
 

@@ -22,7 +22,7 @@ from lora_backends.weights import LoRAWeights, extent_of
 MOST_LAYERS = 4096
 """Layers and operations that a plan keeps calls of."""
 
-MOST_KINDS = 8
+MOST_KINDS = 16
 """Calls of one layer that differ in strides, dtypes or alignment; beyond, the oldest goes."""
 
 

@@ -94,6 +94,18 @@ def unchecked(engine: Engine, name: str) -> Method:
     return MethodType(found.method, engine)
 
 
+def stored_as(engine: Engine, name: str) -> str | None:
+    """Return the operation under which an engine stores calls of another; None: it stores none."""
+    found = _wrapped(getattr(getattr(engine, name), "__func__", None))
+    if found is None or not (found.stores or name in engine.storing):
+        return None
+    return _stored_as(BY_NAME[name], found.is_default)
+
+
+def _stored_as(operation: Operation, is_default: bool) -> str:
+    return operation.same_as if is_default and operation.same_as else operation.name
+
+
 def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
     """Return what a class has in place of its method for an operation."""
     if operation.input is Input.ROUTED_ROWS:
@@ -166,7 +178,7 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
 def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     name, slices, stores = operation.name, operation.num_slices, marked_to_store_calls(method)
     checks_values = operation.input is Input.TOKEN_IDS  # which no earlier call can vouch for
-    stored_as = operation.same_as if is_default and operation.same_as else operation.name
+    stored_name = _stored_as(operation, is_default)
 
     def call(
         self: Engine, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
@@ -187,7 +199,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
             return method(self, x, weights, plan, y)
         if y is None:
             y = new_output(operation, x, weights, plan)
-        cached = cache.find(stored_as, self, x, weights, y)
+        cached = cache.find(stored_name, self, x, weights, y)
         # a refill may have brought more tokens than the stored call has rows
         if cached is not None and plan.num_tokens <= y.shape[0]:
             if slices in (None, weights.num_slices) and cached.run(x, weights, plan, y):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lora_backends.backend import LoRABackend
+from lora_backends.dispatch.any_axes import over_rows
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.layout import Layout
@@ -62,7 +64,7 @@ def lora_hook(model: str, site: Site, layout: Layout, backend: LoRABackend) -> H
     """
     path, paths, width = site.path, (site.path,), site.spec.out_features
     is_embedding = site.spec.kind == "embedding"
-    run = backend.run_embedding if is_embedding else backend.run_linear
+    add = adder(backend, "run_linear")
 
     def add_lora(
         module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
@@ -80,10 +82,10 @@ def lora_hook(model: str, site: Site, layout: Layout, backend: LoRABackend) -> H
                 f"  allowed: its input as the first argument by position"
             )
         x = args[0]
-        plan = call.plan(x.shape if is_embedding else x.shape[:-1], layout, paths)
-        output = output.contiguous()
-        x = x.flatten() if is_embedding else as_rows(x)
-        add_deltas(run, x, weights, plan, output.view(-1, width))
+        if not is_embedding:
+            return add(x, weights, call.plan(x.shape[:-1], layout, paths), output)
+        plan, output = call.plan(x.shape, layout, paths), output.contiguous()
+        add_deltas(backend.run_embedding, x.flatten(), weights, plan, output.view(-1, width))
         return output
 
     return add_lora
@@ -109,10 +111,9 @@ def add_deltas(
         run(x, weights, part, y)
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., in_features] as [tokens, in_features], the last axis contiguous."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+def adder(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:
+    """Return what adds a layer's LoRA to y [..., out_features] by an operation of the backend."""
+    return over_rows(backend, operation, partial(add_deltas, getattr(backend, operation)))
 
 
 def rows_and_length(inputs: Mapping[str, Any], main_input: str) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.probe import UNREACHED, probe
 from lora_backends.hf.request import Request
 from lora_backends.hf.routers import find_routers, router_forward
-from lora_backends.hf.running import IDLE, open_block, running
+from lora_backends.hf.running import IDLE, Joined, open_block, running
 from lora_backends.hf.siblings import (
     ForwardOverride,
     are_plain,
@@ -118,6 +118,8 @@ class MultiLoRAModel:
         specs = {path: site.spec for path, site in self._sites.items()}
         self._fuse = device.type != "cpu" if fuse is None else fuse
         self._groups = find_siblings(self._sites) if self._fuse else []
+        self._leaders = {group.paths[0]: group for group in self._groups}  # that are still joined
+        self._joined: dict[str, Joined] = {}
         groups = [group.paths for group in self._groups]
         self.pool = AdapterPool(
             specs,
@@ -277,10 +279,10 @@ class MultiLoRAModel:
             UnsupportedInputError: a row has an entry per token, or a blend as in a call.
         """
         self._check_attached()
-        joined = [tensor for group in self._groups for tensor in (group.weight, group.bias)]
+        self._drop_moved()
         layout = commonest(self._layouts.values())
         return PreparedAdapters(
-            self._key, self.pool, self.backend, adapters, tokens, layout, joined
+            self._key, self.pool, self.backend, adapters, tokens, layout, self._joined
         )
 
     @contextmanager
@@ -298,11 +300,19 @@ class MultiLoRAModel:
             step: from `prepare` of this model.
 
         Raises:
-            InvalidInputError: `step` belongs to another model, or as a call.
+            InvalidInputError: `step` belongs to another model, or as a call; at the end of the
+                block, weights were moved in it after a compiled program had read them.
         """
         self._check_prepared(step)
         with torch.no_grad(), open_block(step):
             yield
+        if step.is_traced and self._drop_moved():
+            raise InvalidInputError(
+                "weights of the base model were moved or replaced in a block of `using`, and a "
+                "compiled program may have gone on reading those of before\n"
+                "  allowed: values written in place\n"
+                "  to do: run the block again, and move weights outside of it"
+            )
 
     @torch.no_grad()
     def __call__(self, *, adapters: Sequence[RowAdapters] | PreparedAdapters, **inputs: Any) -> Any:
@@ -406,12 +416,21 @@ class MultiLoRAModel:
 
     def _check_prepared(self, step: PreparedAdapters) -> None:
         self._check_attached()
+        self._drop_moved()
         self._structure.check_mode()
         if not isinstance(step, PreparedAdapters) or step.model != self._key:
             raise InvalidInputError(
                 f"these adapters are not prepared by this model\n  given: {step!r}\n"
                 f"  to do: pass what prepare() of this MultiLoRAModel returned"
             )
+
+    def _drop_moved(self) -> bool:
+        """Let programs run modules alone whose weights have been moved; return whether any were."""
+        moved = [path for path, group in self._leaders.items() if not group.are_joined()]
+        for path in moved:
+            del self._leaders[path]
+            del self._joined[path]  # which programs guard
+        return bool(moved)
 
     def _check_attached(self) -> None:
         if not self._hooks:
@@ -489,7 +508,7 @@ class MultiLoRAModel:
             if site.refusal is None
         }
         for group in self._groups:
-            group.join()
+            self._joined[group.paths[0]] = group.join()
             alone = [hooks.pop(path) for path in group.paths]
             layout = self._layouts[group.paths[0]]
             forwards = [leader_forward(self._key, group, layout, self.backend, alone[0])]
@@ -516,6 +535,8 @@ class MultiLoRAModel:
         for handle in handles:
             handle.remove()
         handles.clear()
+        self._leaders.clear()
+        self._joined.clear()
         for group in self._groups:
             group.part()
 

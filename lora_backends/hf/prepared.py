@@ -18,7 +18,7 @@ from lora_backends.hf.entries import Choices, Entry, adapter_names, is_per_token
 from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
 from lora_backends.hf.request import slot_of_all, spread_slots, uses_one_slot
-from lora_backends.hf.running import RUNNING
+from lora_backends.hf.running import RUNNING, Joined
 
 MOST_PLANS = 16
 """Plans that are kept where no graph has captured them."""
@@ -48,7 +48,7 @@ class PreparedAdapters:
         adapters: per row a name, a blend or None.
         tokens: tokens per row of every forward pass.
         layout: of most modules' inputs.
-        joined: what a captured graph reads besides, of the base model.
+        joined: the model's, whose weights a captured graph or a program reads besides.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PreparedAdapters:
         adapters: Sequence[Entry],
         tokens: int,
         layout: Layout,
-        joined: Sequence[torch.Tensor | None] = (),
+        joined: Mapping[str, Joined],
     ) -> None:
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise InvalidInputError(f"tokens is {tokens!r}\n  allowed: an int, 1 or more")
@@ -70,7 +70,8 @@ class PreparedAdapters:
         # Those that a graph reads live on, whatever becomes of the model.
         self.stacks, self.shared = pool.active_weights, pool.shared_weights
         self.experts = pool.active_experts
-        self._joined = joined
+        self.joined, self._read = joined, list(joined.values())
+        self.is_traced = False
         self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
         self._pool = pool

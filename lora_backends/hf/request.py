@@ -17,6 +17,7 @@ from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
 from lora_backends.hf.probe import CACHES
+from lora_backends.hf.running import Joined
 
 MOST_PLANS = 8
 """Plans that a call keeps. A pass meets a few shapes; one that grows with the cache is new in
@@ -81,6 +82,8 @@ class Request:
         self.model = model
         self.stacks, self.shared = pool.active_weights, pool.shared_weights
         self.experts = pool.active_experts
+        self.joined: Mapping[str, Joined] = {}  # a plan per call cannot be part of a program
+        self.is_traced = False
         self.backend = backend
         self._pool = pool
         self._images = images

@@ -18,8 +18,9 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_backends.adapters.specs import ModuleSpec
 from lora_backends.backend import LoRABackend
+from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.errors import UnsupportedInputError, told
-from lora_backends.hf.hooks import add_deltas, as_rows
+from lora_backends.hf.hooks import add_deltas
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, check_thread
 from lora_backends.hf.sites import Site

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,17 @@ from lora_backends.hf.layout import Layout
 from lora_backends.weights import LoRAWeights
 
 
+class Joined(NamedTuple):
+    """The weights and biases of a leader and its siblings, rows of one tensor each.
+
+    Parameters, though no module holds them: compiled programs read parameters where they lie, and
+    copy other tensors into a CUDA graph.
+    """
+
+    weight: nn.Parameter  # [sum of widths, in_features]
+    bias: nn.Parameter | None  # [sum of widths]
+
+
 class Call(Protocol):
     """The adapters of one call of a model, as its hooks see them."""
 
@@ -24,6 +35,8 @@ class Call(Protocol):
     stacks: Mapping[str, LoRAWeights]  # path to stack of the modules that are adapted
     shared: Mapping[str, LoRAWeights]  # a leader's path to the stack of it and its siblings
     experts: Mapping[str, tuple[ExpertWeights, ...]]  # path of a parameter of experts to stacks
+    joined: Mapping[str, Joined]  # a leader's path to what a compiled program may multiply by
+    is_traced: bool  # whether a compiled program has
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""
@@ -39,6 +52,8 @@ class _WithoutAdapters:
     stacks: Mapping[str, LoRAWeights] = {}
     shared: Mapping[str, LoRAWeights] = {}
     experts: Mapping[str, tuple[ExpertWeights, ...]] = {}
+    joined: Mapping[str, Joined] = {}
+    is_traced = False
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Never called: no model has the key ""."""
@@ -68,7 +83,7 @@ class Kept:
 
     group: Group
     x: torch.Tensor  # the input that they belong to, this very tensor
-    version: int  # of x: counts changes in place
+    version: int  # of x: counts changes in place; less than 0 in a traced program
     outputs: dict[nn.Module, torch.Tensor]  # with LoRA, of siblings that have not been called
 
 

@@ -4,6 +4,10 @@ Their weights become rows of one matrix. The first of them to be called, the lea
 all of it, adds the LoRA of all in one call of the backend, and keeps what belongs to its siblings.
 A sibling that is called with the very same tensor takes its part and computes nothing; called with
 anything else it runs alone. So a model may call them in any order and with any input.
+
+A program of `torch.compile` does the same while it is traced: it holds one product and one
+operation for all of them. It cannot see that a weight was moved, so `MultiLoRAModel` looks before
+each call, and leaves the group out of `Call.joined`; what is read from there is guarded.
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
 from lora_backends.backend import LoRABackend
-from lora_backends.hf.hooks import Hook, add_deltas, as_rows
+from lora_backends.hf import traced
+from lora_backends.hf.hooks import Hook, adder
 from lora_backends.hf.layout import Layout
-from lora_backends.hf.running import RUNNING, Kept, check_thread
+from lora_backends.hf.running import RUNNING, Joined, Kept, check_thread
 from lora_backends.hf.sites import Site
 
 GROUPS = (
@@ -29,6 +34,9 @@ GROUPS = (
 )
 """Names of modules under one parent, the leader first, and the operation that runs them."""
 
+
+TRACED = -1
+"""Version of an input in a traced program, which an eager call never meets."""
 
 _Part = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int]
 """Who holds a parameter, under which name, the parameter, and where its values were put."""
@@ -49,24 +57,26 @@ class Siblings:
         self.paths, self.modules, self.operation = paths, modules, operation
         self.widths = [module.out_features for module in modules]
         self.apart = False  # whether the model was seen to call them with different inputs
-        self.weight: torch.Tensor | None = None  # [sum of widths, in_features] of all modules
-        self.bias: torch.Tensor | None = None
+        self.joined: Joined | None = None
         self._parts: list[_Part] = []
 
     @torch.inference_mode(False)  # parameters made of inference tensors could not be trained again
     @torch.no_grad()
-    def join(self) -> None:
+    def join(self) -> Joined:
         """Lay the modules' weights out as one, and their biases; their values stay."""
-        self.weight, self.bias = self._join("weight"), self._join("bias")
+        weight = self._join("weight")
+        assert weight is not None  # every nn.Linear has one
+        self.joined = Joined(weight, self._join("bias"))
+        return self.joined
 
     def are_joined(self) -> bool:
-        """Return whether the modules' parameters are still parts of `weight` and `bias`."""
-        if self.weight is None:
+        """Return whether the modules' parameters are still parts of `joined`."""
+        if self.joined is None:
             return False
         for holder, name, parameter, address in self._parts:
             moved = parameter.data_ptr() != address or not parameter.is_contiguous()
             if moved or holder.get(name) is not parameter:
-                self.weight = self.bias = None  # free them, where nobody else holds a part
+                self.joined = None  # free them, where nobody else holds a part
                 return False
         return True
 
@@ -77,11 +87,11 @@ class Siblings:
         for _, _, parameter, address in self._parts:
             if parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()
-        self.weight = self.bias = None
+        self.joined = None
         self._parts.clear()
         self.modules = ()
 
-    def _join(self, name: str) -> torch.Tensor | None:
+    def _join(self, name: str) -> nn.Parameter | None:
         """Return one tensor of all modules' parameters, which become its rows."""
         holders = [module._parameters for module in self.modules]
         parameters = [p for holder in holders if (p := holder[name]) is not None]
@@ -93,7 +103,7 @@ class Siblings:
             # a storage of its own: savers of models take tensors of one storage for tied ones
             parameter.data = from_dlpack(part)
             self._parts.append((holder, name, parameter, part.data_ptr()))
-        return joined
+        return nn.Parameter(joined, requires_grad=False)
 
 
 def find_siblings(sites: Mapping[str, Site]) -> list[Siblings]:
@@ -151,36 +161,42 @@ def leader_forward(
     """
     paths, widths = group.paths, group.widths
     device_type = group.modules[0].weight.device.type
-    run = getattr(backend, group.operation)
+    add = adder(backend, group.operation)
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)
-        if torch.compiler.is_compiling():
-            return _run_alone(self, input, alone)
-        left, RUNNING.kept = RUNNING.kept, None
-        if left is not None:
-            left.group.apart = True
+        is_traced = torch.compiler.is_compiling()
+        if not is_traced:
+            left, RUNNING.kept = RUNNING.kept, None
+            if left is not None:
+                left.group.apart = True
         weights = call.shared.get(paths[0])
         if (
             weights is None
             or group.apart
-            or input.is_inference()  # no version tells of a change in inference mode
-            or torch.is_grad_enabled()  # the joined weight is nobody's parameter
+            or torch.is_grad_enabled()  # the joined weight is no parameter of the model
             or torch.is_autocast_enabled(device_type)  # and would be cast in every call
-            or not group.are_joined()  # somebody has moved or replaced a weight
             or self is not group.modules[0]
         ):
             return _run_alone(self, input, alone)
-        assert group.weight is not None
-        rows, shape = as_rows(input), input.shape[:-1]  # torch folds the axes of a product itself,
-        y = functional.linear(rows, group.weight, group.bias)  # at the cost of more views
-        add_deltas(run, rows, weights, call.plan(shape, layout, paths), y)
-        mine, *theirs = _columns(y.view(*shape, -1), widths)
+        if is_traced:
+            joined = call.joined.get(paths[0])
+        else:
+            # no version tells of a change in inference mode; somebody may have moved a weight
+            joined = None if input.is_inference() or not group.are_joined() else group.joined
+        if joined is None:
+            return _run_alone(self, input, alone)
+        plan = call.plan(input.shape[:-1], layout, paths)
+        y = add(input, weights, plan, functional.linear(input, *joined))
+        mine, *theirs = _columns(y, widths)
         others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
-        RUNNING.kept = Kept(group, input, input._version, others)
+        if is_traced:
+            call.is_traced = True
+            traced.note(input)
+        RUNNING.kept = Kept(group, input, TRACED if is_traced else input._version, others)
         return mine
 
     return forward
@@ -211,17 +227,23 @@ def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
         if RUNNING.call.model != model:
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)
-        if not torch.compiler.is_compiling():
-            kept = RUNNING.kept
-            if kept is not None and kept.x is input and kept.version == input._version:
-                output = kept.outputs.pop(self, None)
-                if not kept.outputs:
-                    RUNNING.kept = None
-                if output is not None:
-                    return output
+        kept = RUNNING.kept
+        if kept is not None and kept.x is input and _is_unchanged(kept, input):
+            output = kept.outputs.pop(self, None)
+            if not kept.outputs:
+                RUNNING.kept = None
+            if output is not None:
+                return output
         return _run_alone(self, input, alone)
 
     return forward
+
+
+def _is_unchanged(kept: Kept, input: torch.Tensor) -> bool:
+    """Return whether a leader's input holds what it held; both calls are traced, or none is."""
+    if torch.compiler.is_compiling():
+        return kept.version == TRACED and traced.is_unchanged(input)
+    return kept.version == input._version
 
 
 def linear_forward(
@@ -239,7 +261,7 @@ def linear_forward(
     Returns:
         A function of the module and its input.
     """
-    path, paths, run = site.path, (site.path,), backend.run_linear
+    path, paths, add = site.path, (site.path,), adder(backend, "run_linear")
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
@@ -249,10 +271,8 @@ def linear_forward(
         weights = call.stacks.get(path)
         if weights is None or torch.compiler.is_compiling():
             return _run_alone(self, input, alone)
-        rows, shape = as_rows(input), input.shape[:-1]
-        y = functional.linear(rows, self.weight, self.bias)
-        add_deltas(run, rows, weights, call.plan(shape, layout, paths), y)
-        return y.view(*shape, -1)
+        plan = call.plan(input.shape[:-1], layout, paths)
+        return add(input, weights, plan, functional.linear(input, self.weight, self.bias))
 
     return forward
 

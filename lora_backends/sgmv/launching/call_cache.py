@@ -43,6 +43,7 @@ class CachedLaunches:
     device: torch.device
     no_values: torch.Tensor  # [0] float32: its `new_empty` takes half the time of `torch.empty`
     h_values: int  # of h, all planes
+    tokens: int  # rows of x, which a model passes with more axes
     shrink: BoundKernel  # x and h change from call to call
     expand: BoundKernel  # h and y change from call to call
 
@@ -55,6 +56,7 @@ class CachedLaunches:
             h.device,
             h.new_empty(0),
             math.prod(h.shape),
+            shrink.arguments.tensors[0].shape[0],
             shrink.kernel.bind(shrink.arguments, len(shrink.arguments.tensors) - 1),
             expand.kernel.bind(expand.arguments._replace(descriptors=descriptors), 2),
         )
@@ -66,7 +68,7 @@ class CachedLaunches:
             return False
         if is_capturing(device):
             plan.is_captured = True
-            rows = plan.grid_rows(True, x.shape[0])
+            rows = plan.grid_rows(True, self.tokens)
         else:
             rows = plan.grid_rows(False, 0)
         if rows:

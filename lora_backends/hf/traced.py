@@ -1,0 +1,41 @@
+"""Whether a tensor has changed between two places of a program that `torch.compile` traces.
+
+A sibling may take what its leader has computed only if it is called with the same values. An eager
+call compares `_version`, which counts changes in place; in a traced program that is a number that
+nobody knows yet. The tensors that torch traces with do have versions, and the fake half of an
+operation sees them. It answers by the shape of its result, which is a constant of the program.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_NOTED = "_lora_backends_noted"
+"""Attribute of a tensor of the trace: its version when it was noted."""
+
+
+@torch.library.custom_op("lora_backends::note", mutates_args=())
+def _note(x: torch.Tensor, first: bool) -> torch.Tensor:
+    return x.new_empty(0)  # nobody reads it
+
+
+@_note.register_fake
+def _(x: torch.Tensor, first: bool) -> torch.Tensor:
+    version = None if x.is_inference() else x._version
+    if first:
+        setattr(x, _NOTED, version)
+    same = version is not None and getattr(x, _NOTED, None) == version
+    return x.new_empty(int(same))
+
+
+def note(x: torch.Tensor) -> None:
+    """Remember x as it is at this place of the traced program."""
+    _note(x, True)
+
+
+def is_unchanged(x: torch.Tensor) -> bool:
+    """Return whether x, of the same traced program, holds what it held when it was noted.
+
+    False after a break of the program, whose next part is traced with other tensors.
+    """
+    return bool(_note(x, False).shape[0])
