@@ -32,32 +32,22 @@ demo: $(STAMP)  ## one batch of a real model, every row with its own adapter
 # Proofs take minutes (kernels compile for four GPUs, for every combination of dtypes on the CPU, and
 # run in Triton's interpreter; every mutant has to fail; a real model, and random batches of many
 # small ones, are compared with PEFT), so they are repeated when a source changed.
-PROOFS := $(foreach proof,csgmv numba_cpu triton mutants smollm2 hf_rows,$(VENV)/.proof-$(proof))
 SOURCES := $(shell find lora_backends tests examples/custom_backend -name '*.py') pyproject.toml
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# The site is built when a page, a docstring or a tool has changed; a warning is an error.
-PAGES := $(shell find docs tools lora_backends -type f -not -name '*.pyc') mkdocs.yml
-SITE := $(BIN)/python tools/build_site.py
-
 test: $(STAMP) lint  ## lint, type-check, pass the tests and build the pages
-	@$(PYTEST) -n auto --dist loadfile -m "not slow"
-	@$(MAKE) --no-print-directory $(VENV)/.site
-	@$(MAKE) --no-print-directory -j2 $(PROOFS)
+	@$(PYTEST) -n auto --dist worksteal -m "not slow"
+	@$(MAKE) --no-print-directory $(VENV)/.proofs
 	@echo "all tests passed; the proofs are from the sources as they are"
 
-$(PROOFS): $(VENV)/.proof-%: $(SOURCES)
-	@echo "proving $* (minutes; repeated only when a source changes)"
-	@$(PYTEST) -m slow -k $*
-	@touch $@
-
-$(VENV)/.site: $(PAGES)
-	@$(SITE)
+$(VENV)/.proofs: $(SOURCES)
+	@echo "proofs (minutes; repeated only when a source changes)"
+	@$(PYTEST) -n auto --dist loadgroup -m slow
 	@touch $@
 
 docs: $(STAMP)  ## write what the pages quote anew, and build them into site/
 	@$(BIN)/python tools/pages.py
-	@$(SITE)
+	@$(BIN)/python tools/build_site.py
 	@echo "open site/index.html"
 
 # The oldest versions that pyproject.toml allows, in an environment of their own (some gigabytes: an

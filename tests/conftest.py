@@ -55,6 +55,22 @@ def pytest_report_header():
     return [f"without {package}, not collected: {', '.join(NEEDS[package])}" for package in MISSING]
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
+def pytest_xdist_make_scheduler(config, log):
+    """Let one process of `--dist loadgroup` compile for the CPU and fill a GPU.
+
+    pytest-xdist's own groups fail under pytest 9.2, which keeps the names of tests elsewhere.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Proofs(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            alone = "numba_cpu" in nodeid or "test_conformance.py" in nodeid
+            return "compiled here" if alone else nodeid
+
+    return Proofs(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch):
     for name in list(os.environ):

@@ -76,7 +76,13 @@ def main():
         for kernel, pointers in found:
             ahead_of_time.POINTERS = common | TABLES | pointers
             compiled = ahead_of_time.compile_kernel(kernel, dtype, target)
-            print("compiled", dtype, kernel.kernel.__name__, compiled.metadata.shared, flush=True)
+            print(
+                "compiled experts",
+                dtype,
+                kernel.kernel.__name__,
+                compiled.metadata.shared,
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def test_trees_are_compared_and_a_wrong_or_dead_one_is_recorded(tmp_path):
     small = ["--jobs", "1", "--host-rounds", "1", "--host-calls", "10", "--replays", "1"]
     command = [sys.executable, SCRIPT, *given, *small, "--device", "cpu"]
     done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, cwd=tmp_path, timeout=120
+        list(map(str, command)), capture_output=True, text=True, cwd=tmp_path, timeout=600
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())

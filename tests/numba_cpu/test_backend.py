@@ -36,14 +36,6 @@ SMALL = Profile(
 
 
 @pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def two_threads():
     if torch_openmp() is None:
         pytest.skip("torch runs on no OpenMP with GCC's entry points here")
@@ -81,14 +73,9 @@ def random_batch(weights, tokens, seed=1):
     return slots, x, y
 
 
-@pytest.mark.usefixtures("one_thread")
-class TestOneThread:
-    test_conformance = staticmethod(conformance_tests(NumbaCPUBackend, profile=SMALL))
-
-
 @pytest.mark.usefixtures("two_threads")
 class TestAlwaysThreads:
-    """No call is small enough for one thread."""
+    """No call is small enough for one thread; tests/test_conformance.py runs on one."""
 
     @pytest.fixture(autouse=True)
     def _threads(self, monkeypatch):

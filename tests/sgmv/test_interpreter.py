@@ -19,11 +19,14 @@ from lora_backends.testing.profiles import DEFAULT
 backend = get_backend({engine!r}, device="cpu", **{options!r})
 print(verify(backend, profile=replace(DEFAULT, effort={effort})).to_text())
 """
+SEGMENTS = "csgmv and not csgmv-64 and not csgmv-auto and not through_tma and not of_a_table"
+SELECTED = {"triton": "triton", "csgmv": SEGMENTS}
+"""The engines share their arithmetic: what csgmv repeats is how a row of tokens is found."""
 RUNS = [
-    ("triton", {}, 0.25),
-    ("csgmv", {"segment_size": 16}, 0.25),
-    ("csgmv", {"segment_size": 64}, 0.1),
-    ("csgmv", {"segment_size": "auto"}, 0.1),
+    ("triton", {}, 0.1),
+    ("csgmv", {"segment_size": 16}, 0.1),
+    ("csgmv", {"segment_size": 64}, 0.05),
+    ("csgmv", {"segment_size": "auto"}, 0.05),
 ]
 
 
@@ -35,7 +38,7 @@ def test_the_launch_tests_pass_in_the_interpreter(engine):
         here / "test_features.py",
         *(here.parent / engine).glob("test_launch.py"),
     ]
-    printed = run_interpreted("-m", "pytest", "-q", "-k", engine, *map(str, launches))
+    printed = run_interpreted("-m", "pytest", "-q", "-k", SELECTED[engine], *map(str, launches))
     assert " passed" in printed
 
 

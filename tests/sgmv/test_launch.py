@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import DTYPES, ENGINES, UNITS, VARIANTS, make_engine, on, ones, poisoned
+from engines import DTYPES, ENGINES, ON_GPU, UNITS, VARIANTS, make_engine, on, ones, poisoned
 from layers import per_token, small_batch, small_weights
 
 from lora_backends import LoRABatch, LoRAWeights
@@ -36,8 +36,10 @@ ROWS = {  # tokens per tile, and the options that cut a batch into them
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "dtype, bias",
+    [*((dtype, True) for dtype in DTYPES), (torch.bfloat16, False)],
+)
 @pytest.mark.parametrize("case", range(3))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_any_tiles_compute_the_formula(device, monkeypatch, engine, case, bias, dtype):
@@ -132,7 +134,7 @@ def test_any_tiles_of_a_table_compute_the_formula(device, engine, dtype, tile):
     expected = per_token(x, weights, batch, base)
     room = 2 * UNITS[dtype] * per_token(x.abs(), magnitudes, batch, base.abs())
     on_device, generator = on(device, weights), random.Random(tile)
-    for _ in range(4):
+    for _ in range(4 if ON_GPU else 2):
         tiles = legal_tiles(generator, tile, layer)
         backend = ENGINES[engine](device, tiles=fixed_source(tile, tiles))
         plan, y = backend.prepare_batch(batch), base.clone().to(device)
@@ -194,7 +196,7 @@ def _long_batch():
 def _wide_weights(dtype, bias, layout):
     """Return a layer for `TMA_TILES` with NaN beyond every rank."""
     generator = torch.Generator().manual_seed(7)
-    slices, max_rank = (200, 72, 8), 24
+    slices, max_rank = (72, 40, 8), 24
     ranks = torch.tensor([[24, 3, 0], [16, 24, 1], [0, 0, 0], [9, 17, 24]], dtype=torch.int32)
     lora_a = torch.randn(4, 3, max_rank, 40, generator=generator)
     lora_b = torch.randn(4, sum(slices), max_rank, generator=generator)

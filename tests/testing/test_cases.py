@@ -117,7 +117,7 @@ def drawn_edges(kind, run_seed):
     return Counter(event for events in cases for event in events)
 
 
-@pytest.mark.parametrize("run_seed", [0, 1, 2])
+@pytest.mark.parametrize("run_seed", [0, 1])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=[kind.__name__ for kind in KINDS])
 def test_every_edge_is_drawn(kind, run_seed):
     counts = drawn_edges(kind, run_seed)

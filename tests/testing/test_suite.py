@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ import torch
 from mutants import MUTANTS, TwoSteps
 
 from lora_backends import InvalidInputError
+from lora_backends.cli import main
 from lora_backends.features import FEATURES
 from lora_backends.testing import (
     DEFAULT,
@@ -26,8 +26,6 @@ from lora_backends.testing import (
 )
 from lora_backends.testing.kinds import KINDS
 
-CLI = "from lora_backends.cli import main; main()"
-
 ONE_SLICE = repr(LoRACase((0,), ((1,),), 1, 1, (1,), ((1.0,),)))
 NO_SUCH_SLOT = repr(LoRACase((5,), ((1,),), 1, 1, (1,), ((1.0,),)))
 
@@ -36,9 +34,18 @@ UNHURRIED = dataclasses.replace(DEFAULT, shrink_seconds=float("inf"))
 """The smallest case does not depend on how fast the machine finds it."""
 
 
-def run_cli(*arguments):
-    command = [sys.executable, "-c", CLI, "verify", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def run_cli(capsys, monkeypatch):
+    """Return a function that runs `lora-backends verify` and returns its status and output."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["lora-backends", "verify", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return SimpleNamespace(status=ended.value.code, stdout=printed.out, stderr=printed.err)
+
+    return run
 
 
 class Counting(TwoSteps):
@@ -226,24 +233,24 @@ def test_a_narrow_intermediate_passes_once_it_is_declared():
     assert verify(Declared("cpu"), only=names, shrink=False).passed
 
 
-def test_the_command_exits_0_and_prints_a_line_per_property_where_all_pass():
+def test_the_command_exits_0_and_prints_a_line_per_property_where_all_pass(run_cli):
     done = run_cli("torch_ref", "--device", "cpu", "--property", "run_qkv_is_right")
-    assert done.returncode == 0
+    assert done.status == 0
     assert done.stdout.startswith("ok     run_qkv_is_right: 25 cases")
     assert "torch_ref on cpu: 1 passed, 0 failed" in done.stdout
     assert done.stderr == ""
 
 
-def test_the_command_prints_json_alone():
+def test_the_command_prints_json_alone(run_cli):
     done = run_cli("torch_ref", "--device", "cpu", "--property", "run_qkv_is_right", "--json")
     report = json.loads(done.stdout)
     assert Counter(result["status"] for result in report["results"]) == {"passed": 1}
 
 
-def test_the_command_runs_one_case():
+def test_the_command_runs_one_case(run_cli):
     case = repr(LoRACase((0,), ((1,),), 1, 1, (1,), ((1.0,),), values="integer"))
     done = run_cli("torch_ref", "--property", "integers_are_exact", "--case", case)
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.stderr
     assert "1 cases" in done.stdout
 
 
@@ -263,9 +270,9 @@ def test_the_command_runs_one_case():
         ),
     ],
 )
-def test_the_command_exits_2_where_nothing_can_be_run(arguments, message):
+def test_the_command_exits_2_where_nothing_can_be_run(run_cli, arguments, message):
     done = run_cli(*arguments)
-    assert done.returncode == 2
+    assert done.status == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
