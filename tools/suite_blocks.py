@@ -1,11 +1,10 @@
-"""The generated parts of the page on the conformance suite: properties, edges and profiles."""
+"""The generated parts of the page on the conformance suite: properties and profiles."""
 
 from __future__ import annotations
 
 from reference_blocks import table
 
 from lora_backends.testing import DEFAULT, THOROUGH, suite
-from lora_backends.testing.kinds import KINDS
 from lora_backends.testing.properties.core import BOUNDED, BY_CLAIM, EXACT
 
 AGREEMENTS = {EXACT: "exact", BY_CLAIM: "exact if claimed", BOUNDED: "bound"}
@@ -19,11 +18,6 @@ def properties() -> str:
         for name, found in suite.properties().items()
     ]
     return table(["property", "rule", "agreement"], rows)
-
-
-def edges() -> str:
-    """Return the names of the edges that a report counts."""
-    return ", ".join(edge for kind in KINDS.values() for edge in kind.edges)
 
 
 def profiles() -> str:

@@ -14,6 +14,14 @@ STEPS = {
     ("peft", "peft"): "PEFT's mixed batch, eager",
 }
 STEP_OF = {"rows": 64, "tokens": 1, "rank": 16, "adapters": 8}
+FACTORS = {
+    "token_scales": "a scale per token",
+    "output_scales": "a scale per output column",
+    "slice_tensors": "a tensor per slice",
+    "room": "a plan with room",
+    "two_adapters": "two adapters per token",
+}
+KEYS = ("mean", "greatest")
 CPU_ROWS = {
     "speed over the loop in decode, geometric mean": "decode_times_loop_geometric_mean",
     "the same, slowest cell": "decode_times_loop_least",
@@ -106,6 +114,39 @@ def csgmv_over_triton() -> str:
         + [">`csgmv` 2% faster", ">`triton` 2% faster"],
         rows,
     )
+
+
+def factors() -> str:
+    """Return the time of calls with a feature over that of plain ones, mean and greatest."""
+    summary = figures.result("h200_features")["summary"]
+    rows = [
+        [label, *(f"{backend[name][key]:.2f}" for backend in summary.values() for key in KEYS)]
+        for name, label in FACTORS.items()
+    ]
+    return table(
+        ["", *(f">`{backend}`{key}" for backend in summary for key in ("", ", greatest"))], rows
+    )
+
+
+def experts() -> str:
+    """Return the efficiency of experts by phase, and of the cells that no peer was timed on."""
+    found = figures.result("h200_experts")
+    summary = found["summary"]
+    rows = [
+        [label, *(f"{summary[phase + rank]:.2f}" for phase in figures.PHASES)]
+        for label, rank in (
+            (f"{summary['cells']} cells beside peers", ""),
+            ("those of rank 16", " rank 16"),
+            ("those of rank 64", " rank 64"),
+        )
+    ]
+    alone = [row for row in found["rows"] if "best_peer_us" not in row]
+    means = [
+        geometric_mean(row["efficiency"] for row in alone if is_of(row["tokens"]))
+        for is_of in figures.PHASES.values()
+    ]
+    rows.append([f"{len(alone)} other cells", *(f"{mean:.2f}" for mean in means)])
+    return table(["", *(f">{phase}" for phase in figures.PHASES)], rows)
 
 
 def numba_cpu() -> str:
