@@ -119,25 +119,6 @@ def of_phase(phase: str) -> list[Cell]:
     return [cell for cell in measured() if PHASES[phase](cell["tokens"])]
 
 
-def projections(backend: str = "triton") -> str:
-    """Return efficiency by projection and phase, and the time against the best peer's."""
-    rows = []
-    for projection in PROJECTIONS:
-        for phase in PHASES:
-            cells = [cell for cell in of_phase(phase) if cell["projection"] == projection]
-            ratios = [cell["times"][backend] / cell["best_peer_us"] for cell in cells]
-            rows.append(
-                [f"`{projection}`", phase, str(len(cells)), *_three(efficiency(cells, backend))[:2]]
-                + [f"{geometric_mean(efficiency(cells)):.2f}"]
-                + [f"{geometric_mean(ratios):.2f}", f"{max(ratios):.2f}"]
-            )
-    return table(
-        ["projection", "phase", ">cells", ">efficiency", ">lowest", ">best peer's efficiency"]
-        + [">time over the best peer's", ">highest"],
-        rows,
-    )
-
-
 def cells(backend: str = "triton") -> str:
     """Return microseconds of every cell, one line per batch and one column per projection."""
     by_key = {key(cell): cell for cell in measured()}

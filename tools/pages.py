@@ -34,7 +34,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "profiles": suite_blocks.profiles,
     "h200-summary": summaries.h200,
     "h200-phases": figures.phases,
-    "h200-projections": figures.projections,
     "arithmetic-example": figures.worked_example,
     "csgmv-over-triton": summaries.csgmv_over_triton,
     "decode-step-cpu": summaries.decode_step_on_a_cpu,
