@@ -1,4 +1,4 @@
-"""A part of the sweep, all of it where slow tests run, and what its result file says."""
+"""A part of the sweep, all of it with ``-m sweep``, and what its result file says."""
 
 import json
 import runpy
@@ -51,13 +51,13 @@ def test_files_in_another_form_give_the_same_rows(name):
     assert sweep_variants.run_file(name) <= sweep.BOUND
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep.NAMES)
 def test_an_architecture_of_the_sweep_is_as_the_result_file_says(name):
     check(name, sweep.run(name))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep_variants.VARIANTS)
 def test_a_variant_of_the_sweep_is_as_the_result_file_says(name):
     check(name, sweep_variants.run(name))
