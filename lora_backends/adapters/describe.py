@@ -105,17 +105,13 @@ def report(pool: AdapterPool, store: AdapterStore | None) -> AdaptersReport:
 
 def _in_slot(pool: AdapterPool, name: str) -> AdapterInfo:
     slot = pool.slots.place(name)
-    paths, rank, size, dtypes = pool.modules_of(slot), 0, 0, set()
+    paths, rank, dtypes = pool.adapted_by(slot), 0, set()
     for path in paths:
         stacks: Iterable[Any] = pool.active_experts.get(path) or (pool.active_weights[path],)
         for stack in stacks:
-            own = int(stack.ranks[slot].max())
-            rank = max(rank, own)
-            per_rank = (stack.lora_a[slot].numel() + stack.lora_b[slot].numel()) // max(
-                stack.lora_a.shape[-2], 1
-            )
-            size += own * per_rank * stack.lora_a.element_size()
+            rank = max(rank, int(stack.ranks[slot].max()))
             dtypes.add(dtype_name(stack.lora_a.dtype))
+    size = pool.bytes_of(slot)
     dtype = ", ".join(sorted(dtypes))
     return AdapterInfo(name, f"slot {slot}", rank, _targets(paths), len(paths), dtype, size)
 

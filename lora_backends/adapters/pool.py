@@ -339,7 +339,7 @@ class AdapterPool:
         """
         with self.slots.lock:
             slot = self.slots.slot(name)
-            kept = {path: kept for (own, path), kept in self._kept.items() if own == slot}
+            kept = self._kept_of(slot)
         errors = {path: one.error for path, one in sorted(kept.items()) if one.error is not None}
         return AdapterReport(
             name,
@@ -353,8 +353,22 @@ class AdapterPool:
     def modules_of(self, slot: int) -> list[str]:
         """Return the paths of the modules and experts that the adapter in `slot` touches."""
         with self.slots.lock:  # another thread may load
-            touched = [module for module, users in self._users.items() if slot in users]
+            touched = self.adapted_by(slot)
             return touched + [path for path in self._own.get(slot, ()) if path not in touched]
+
+    def adapted_by(self, slot: int) -> list[str]:
+        """Return the paths of the modules and experts for which the adapter in `slot` has LoRA."""
+        with self.slots.lock:
+            return [module for module, users in self._users.items() if slot in users]
+
+    def bytes_of(self, slot: int) -> int:
+        """Return the bytes of the adapter in `slot`: matrices, scales and modules of its own."""
+        with self.slots.lock:
+            own = sum(getattr(module, "nbytes", 0) for module in self._own.get(slot, {}).values())
+            return own + sum(kept.nbytes for kept in self._kept_of(slot).values())
+
+    def _kept_of(self, slot: int) -> dict[str, Kept]:
+        return {path: kept for (own, path), kept in self._kept.items() if own == slot}
 
     @property
     def runs_own_modules(self) -> bool:

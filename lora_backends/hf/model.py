@@ -502,7 +502,7 @@ class MultiLoRAModel(ModelWords):
                 "split=True and logits_as_list=True go with adapters by name, and not together\n"
                 "  to do: split the batch by the number of labels"
             )
-        if isinstance(adapters, PreparedAdapters):
+        if isinstance(adapters, PreparedAdapters) and adapter_names is None:
             self._check_prepared(adapters)
             with running(adapters):
                 return self.base(**inputs)
@@ -628,9 +628,10 @@ class MultiLoRAModel(ModelWords):
     def detach(self) -> nn.Module:
         """Take every hook off, drop the adapters and return the base model as it was."""
         if self._hooks:
-            self._remove(self._hooks)
             if self.store is not None:
-                self.store.close()
+                self.store.close()  # first: loading ahead may hook further modules
+                self.store = None
+            self._remove(self._hooks)
             self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
         return self.base
 
@@ -660,7 +661,7 @@ class MultiLoRAModel(ModelWords):
                     f"  allowed: one entry for the row, or one per token"
                 )
         with self.pool.slots.in_use(names) as slots:
-            adapters = invoked(adapters, slots, self.pool, inputs)
+            adapters = invoked(adapters, slots, self.pool, inputs, after_cache)
             request = Request(
                 self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
             )
