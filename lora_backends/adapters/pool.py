@@ -246,7 +246,13 @@ class AdapterPool:
             self.slots.assign(name, slot)
         return Loaded(name, slot, evicted)
 
-    def update(self, name: str, checkpoint: Checkpoint, timeout_s: float = 0.0) -> int:
+    def update(
+        self,
+        name: str,
+        checkpoint: Checkpoint,
+        timeout_s: float = 0.0,
+        then: Callable[[], None] | None = None,
+    ) -> int:
         """Overwrite the weights of a loaded adapter where they are, with newer ones of its own.
 
         Its slot, its pins and the prepared adapters and graphs that use it stay. An interrupt
@@ -257,6 +263,7 @@ class AdapterPool:
             checkpoint: of the same modules, with a bias and DoRA where it has them; ranks may
                 differ.
             timeout_s: how long to wait for calls and requests that use it, in seconds.
+            then: called behind the last write, while the slots are still locked.
 
         Returns:
             The slot.
@@ -275,11 +282,13 @@ class AdapterPool:
                     if name not in self.slots or time.monotonic() >= deadline:
                         raise
                 else:
-                    self._overwrite(name, slot, staged)
+                    self._overwrite(name, slot, staged, then)
                     return slot
             time.sleep(0.001)
 
-    def _overwrite(self, name: str, slot: int, staged: Staged) -> None:
+    def _overwrite(
+        self, name: str, slot: int, staged: Staged, then: Callable[[], None] | None
+    ) -> None:
         if staged.own or self._own.get(slot):
             raise InvalidInputError(
                 f"adapter {name!r} cannot be updated in place: it has modules of its own\n"
@@ -310,6 +319,8 @@ class AdapterPool:
         if failure is not None:
             self.slots.vacate(name, slot)  # nobody asks for what is torn
             raise failure
+        if then is not None:
+            then()
         if interrupt is not None:
             raise interrupt
 

@@ -97,6 +97,7 @@ class AdapterStore:
         self._ahead: dict[str, Future[_Ahead]] = {}
         self._looked: dict[str, float] = {}  # name to the time of the last look at its files
         self._warned: dict[str, Stamp | None] = {}  # name to the files that a warning was about
+        self._given = 0  # times that a name was given another adapter; in the lock of the slots
         self._worker = ThreadPoolExecutor(1, "adapter prefetch")
         self._stream: Any = None
         pool.slots.provider = self.provide
@@ -134,6 +135,7 @@ class AdapterStore:
             with self._lock:
                 self._folders[name] = path
                 self._only_in_memory.discard(name)
+            self._given += 1
         return loaded
 
     def add(self, name: str, checkpoint: Checkpoint) -> Loaded:
@@ -146,12 +148,14 @@ class AdapterStore:
 
     def update(self, name: str, checkpoint: Checkpoint, timeout_s: float) -> None:
         """Overwrite a loaded adapter in place, as `AdapterPool.update`."""
-        self._pool.update(name, checkpoint, timeout_s)
-        self._came_from_memory(name, checkpoint)
+        self._pool.update(
+            name, checkpoint, timeout_s, then=partial(self._came_from_memory, name, checkpoint)
+        )
 
     def forget(self, name: str) -> None:
         """Drop an adapter from memory; with a folder of adapters it may come back from there."""
-        with self._lock:
+        with self._pool.slots.lock, self._lock:
+            self._given += 1
             for table in (self._kept, self._in_slots, self._ahead, self._looked):
                 table.pop(name, None)
             self._only_in_memory.discard(name)
@@ -177,13 +181,14 @@ class AdapterStore:
         What may take long, reading and bringing to the device, is done here. The result is called
         while the slots are locked, with what holds the names in their slots.
         """
+        given = self._given
         changed = {name: ready for name in names if (ready := self._changed(name)) is not None}
         missing = {
             name: ready
             for name in names
             if name not in self._pool.slots and (ready := self._get(name)) is not None
         }
-        return partial(self._commit, names, changed, missing)
+        return partial(self._commit, given, names, changed, missing)
 
     def close(self) -> None:
         """Stop loading ahead, and leave the pool as it is without a store."""
@@ -192,14 +197,18 @@ class AdapterStore:
 
     def _commit(
         self,
+        given: int,
         names: Sequence[str],
         changed: Mapping[str, _Ahead],
         missing: Mapping[str, _Ahead],
         hold: Callable[[], None],
     ) -> None:
+        if given != self._given:  # what is ready may be older than what another thread has loaded
+            changed, missing = {}, {}
         for name, ready in changed.items():
             if name in self._pool.slots and self._pool.slots.is_free(name):
                 self._put(name, ready)
+                self._given += 1
         hold()  # from here on, none of the names is evicted for another
         for name in names:
             if name not in self._pool.slots:
@@ -310,6 +319,7 @@ class AdapterStore:
                 self._folders = own | self._folders
 
     def _came_from_memory(self, name: str, checkpoint: Checkpoint) -> None:
+        self._given += 1
         with self._lock:
             self._folders.pop(name, None)  # its files are those of another adapter
             self._only_in_memory.add(name)
