@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lora_backends.adapters.specs import Checkpoint, ExpertDelta, ModuleDelta
+from lora_backends.adapters.tensors import tensors_of
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import LoRABackendError
 
@@ -40,20 +41,6 @@ class AdaptersReport:
     stack_bytes: int  # of the device: all slots of every module that was ever adapted
     cpu_bytes: int  # of adapters in memory, those in slots included
     cpu_budget: int  # most that they may take; 0 where nothing is kept
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in a checkpoint, or in what became of it."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, torch.nn.Module):
-        yield from (*value.parameters(), *value.buffers())
-    elif isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_of(each)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from tensors_of(getattr(value, field.name))
 
 
 def described(name: str, place: str, checkpoint: Checkpoint) -> AdapterInfo:

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from lora_backends.adapters.describe import tensors_of
 from lora_backends.adapters.folders import Stamp, adapter_folders, newest, stamp_of
 from lora_backends.adapters.pool import AdapterPool, Loaded, Staged
 from lora_backends.adapters.slots import Commit
 from lora_backends.adapters.specs import Checkpoint
+from lora_backends.adapters.tensors import tensors_of
 from lora_backends.errors import InvalidInputError, LoRABackendError, shown
 from lora_backends.files import as_path
 
