@@ -269,10 +269,14 @@ class AdapterPool:
             The slot.
 
         Raises:
-            InvalidInputError: it is not loaded, other modules, or still in use. Nothing has
-                changed.
+            InvalidInputError: it is not loaded, other modules, or still in use; or `timeout_s` is
+                no number. Nothing has changed.
             UnsupportedInputError: DoRA, as `load`.
         """
+        if not (isinstance(timeout_s, (int, float)) and timeout_s >= 0):  # NaN would wait for ever
+            raise InvalidInputError(
+                f"timeout_s is {shown(timeout_s)}\n  allowed: a number of seconds, 0 or more"
+            )
         staged, deadline = self.stage(name, checkpoint), time.monotonic() + timeout_s
         while True:
             with self.slots.lock:

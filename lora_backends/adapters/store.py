@@ -100,6 +100,7 @@ class AdapterStore:
         self._given = 0  # times that a name was given another adapter; in the lock of the slots
         self._worker = ThreadPoolExecutor(1, "adapter prefetch")
         self._stream: Any = None
+        self._closed = False
         pool.slots.provider = self.provide
 
     @property
@@ -167,11 +168,22 @@ class AdapterStore:
 
         Returns at once. Each takes memory of the device until a batch asks for it. What fails is
         told to the batch that asks for the name.
+
+        Raises:
+            InvalidInputError: `names` is no list of names, or the model was detached.
         """
         if isinstance(names, str):
             raise InvalidInputError(f"names is {names!r}\n  to do: prefetch([{names!r}])")
+        names = list(names) if isinstance(names, Iterable) else [names]
+        if not all(isinstance(name, str) for name in names):
+            raise InvalidInputError(f"names is {shown(names)}\n  allowed: names of adapters")
         for name in names:
             with self._lock:
+                if self._closed:
+                    raise InvalidInputError(
+                        "the store is closed, because its model was detached\n"
+                        "  to do: wrap the base model again, and call keep_adapters"
+                    )
                 if name not in self._ahead and name not in self._pool.slots:
                     self._ahead[name] = self._worker.submit(self._bring_ahead, name)
 
@@ -192,6 +204,8 @@ class AdapterStore:
 
     def close(self) -> None:
         """Stop loading ahead, and leave the pool as it is without a store."""
+        with self._lock:
+            self._closed = True
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._pool.slots.provider = None
 

@@ -278,6 +278,16 @@ def test_wrong_settings_of_a_store_are_refused(model, options, message):
     assert model.store is None
 
 
+@pytest.mark.parametrize("names", ["a", 3, [None], [["a"]]])
+def test_what_is_no_name_is_not_loaded_ahead(model, folder, names):
+    store = model.keep_adapters(folder=folder)
+    with pytest.raises(InvalidInputError, match="names is"):
+        store.prefetch(names)
+    model.detach()
+    with pytest.raises(InvalidInputError, match="the store is closed"):
+        store.prefetch(["a"])
+
+
 def test_a_store_is_made_once_and_before_any_adapter(model, checkpoints):
     model.add_adapter("a0", checkpoints["a0"])
     with pytest.raises(InvalidInputError, match="called too late"):
