@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import sweep_variants
 import torch
+from safetensors.torch import load_file, save_file
 from sweep import BOUND, adapt, in_peft
 from sweep_variants import Q_V, build, inputs
 
@@ -270,6 +271,18 @@ def test_an_invocation_with_modules_of_its_own_is_refused(tmp_path):
     folder = saved(tmp_path, base, "own", **config, modules_to_save=["lm_head"])
     model = MultiLoRAModel(base, "torch_ref", max_rank=3)
     with pytest.raises(UnsupportedInputError, match="alora_invocation_tokens, and lm_head"):
+        model.load_adapter("own", folder)
+
+
+def test_two_values_of_one_parameter_are_refused(tmp_path):
+    base = build("llama")
+    folder = saved(tmp_path, base, "own", **HEAD)
+    tensors = load_file(f"{folder}/adapter_model.safetensors")
+    head = next(name for name in tensors if "lm_head" in name)
+    tensors["base_model.model.lm_head.modules_to_save.weight"] = tensors[head] + 1
+    save_file(tensors, f"{folder}/adapter_model.safetensors", {"format": "pt"})
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    with pytest.raises(InvalidInputError, match=r"two tensors give parameter 'lm_head\.weight'"):
         model.load_adapter("own", folder)
 
 
