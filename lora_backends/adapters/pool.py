@@ -35,6 +35,10 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.experts import ExpertWeights
 from lora_backends.weights import LoRAWeights
 
+MOST_RESIDUAL_ERROR = 0.05
+"""Most that 8 bits may change PiSSA and OLoRA. Theirs is a difference of two products, of which
+each is rounded, and which may be as good as equal."""
+
 
 @dataclass(frozen=True, eq=False)
 class Staged:
@@ -448,7 +452,8 @@ class AdapterPool:
 
     def _stage(self, delta: ModuleDelta) -> StagedDelta:
         """Return the delta in the pool's dtype, on its device."""
-        if delta.init is not None:
+        init = delta.init
+        if init is not None:
             delta = with_residual(delta, self._base_layers, self.max_rank)
         scaling, scales, bias = _as_scaling(delta), None, delta.bias
         if delta.magnitude is not None:
@@ -456,6 +461,15 @@ class AdapterPool:
         a, b, a_scales, b_scales, error = delta.lora_a, delta.lora_b, None, None, None
         if self._stored is not None:
             a, a_scales, b, b_scales, error = quantized_pair(a, b, self._stored)
+            if init is not None and error > MOST_RESIDUAL_ERROR:
+                raise UnsupportedInputError(
+                    f"the LoRA of {delta.module!r} is what training added to its start "
+                    f"(init_lora_weights = {init!r}), too little for {self._stored}\n"
+                    f"  given: a relative error of {error:.2g}\n"
+                    f"  allowed: {MOST_RESIDUAL_ERROR}\n"
+                    f"  to do: leave adapter_dtype out, or save the adapter with "
+                    f"path_initial_model_for_weight_conversion"
+                )
         staged = StagedDelta(
             module=delta.module,
             rank=delta.rank,

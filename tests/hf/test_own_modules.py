@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import peft
 import pytest
 import sweep_variants
 import torch
@@ -315,6 +316,21 @@ def test_loads_of_several_threads_hook_a_module_once(tmp_path, monkeypatch):
     assert sorted(model.adapters) == ["a", "bb"]
     norm = model.base.bert.embeddings.LayerNorm
     assert len(norm._forward_hooks) == 2  # before LoRA, and behind it
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_pissa_near_its_start_is_refused_in_8_bits(tmp_path):
+    base = build("llama")
+    config = peft.LoraConfig(r=3, init_lora_weights="pissa", **Q_V)
+    trained = peft.get_peft_model(copy.deepcopy(base), config)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(1.001)
+    trained.save_pretrained(tmp_path)
+    model = MultiLoRAModel(base, "torch_ref", max_rank=6, adapter_dtype="int8")
+    with pytest.raises(UnsupportedInputError, match=r"too little for torch\.int8"):
+        model.load_adapter("p", tmp_path)
 
 
 def test_pissa_takes_twice_its_rank(tmp_path):
