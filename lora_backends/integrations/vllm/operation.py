@@ -20,7 +20,7 @@ NAMESPACE = "lora_backends_vllm"
 
 LINEAR = "linear"  # y += LoRA of x, for the batch's tokens
 LOGITS = "logits"  # the same for the rows that are sampled
-PROMPT = "prompt"  # the same for tokens of a prompt whose logprobs are asked for
+PROMPT = "prompt"  # the same for rows whose adapters vLLM does not announce, as of a prompt
 SHRINK = "shrink"  # y = h of x
 EXPAND = "expand"  # y[:, offset:] += LoRA of h, which is x
 FULL = "full"  # y = x times a whole matrix of the adapter, for the rows that are sampled
