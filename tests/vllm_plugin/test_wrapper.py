@@ -400,6 +400,26 @@ def test_a_shrink_starts_before_the_base_product(wrapper, overlapped, x):
     assert module.lora_backends_layers[0].started is None
 
 
+def test_a_layer_that_adds_lora_in_its_own_way_keeps_it(wrapper):
+    from lora_backends.integrations.vllm import operation
+
+    class Linear(SimpleNamespace):
+        def _apply_sync(self, x, bias=None):
+            return self._apply_lora_to_output(x, x)
+
+        def _apply_lora_to_output(self, x, y):
+            return y
+
+    class Head(Linear):
+        def _apply_lora_to_output(self, x, y):
+            return y + 1
+
+    for kind, is_replaced in ((Linear, True), (Head, False)):
+        module = kind(**vars(make_module(wrapper)))
+        operation.overlap(module)
+        assert ("_apply_sync" in vars(module)) is is_replaced
+
+
 def test_compiled_programs_keep_the_order(wrapper, overlapped, x):
     module, order = overlapped
     wanted = x @ module.base_layer.weight + delta(module, x, IDS)
