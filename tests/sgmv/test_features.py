@@ -144,7 +144,7 @@ def test_8_bit_stacks_are_widened_and_scaled(engine, device, stored, block):
 
 
 def test_a_wide_product_of_8_bits_takes_a_on_its_left(device):
-    """Where tiles have 64 tokens and blocks of A 64 rows, the product is turned round."""
+    """Tiles of 64 tokens and blocks of 64 rows of A multiply by wgmma on a GPU."""
     backend, reference_of = get_backend("triton", device=device), reference(device)
     tokens, inputs, rank = 513, 1100, 64
     full = LoRAWeights(
