@@ -143,7 +143,7 @@ def test_8_bit_stacks_are_widened_and_scaled(engine, device, stored, block):
     agree(engine.run_lora_b(h, weights, plan, base.clone()), expected, base)
 
 
-def test_a_wide_product_of_8_bits_takes_a_on_its_left(device):
+def test_a_wide_product_of_8_bits_is_right(device):
     """Tiles of 64 tokens and blocks of 64 rows of A multiply by wgmma on a GPU."""
     backend, reference_of = get_backend("triton", device=device), reference(device)
     tokens, inputs, rank = 513, 1100, 64
