@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-floors test-blas test-surroundings test-vllm lint docs setup benchmark clean
+.PHONY: help demo test sweep test-floors test-blas test-surroundings test-vllm lint docs setup benchmark clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -36,7 +36,7 @@ SOURCES := $(shell find lora_backends tests examples/custom_backend -name '*.py'
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test: $(STAMP) lint  ## lint, type-check, pass the tests and build the pages
-	@$(PYTEST) -n auto --dist worksteal -m "not slow"
+	@$(PYTEST) -n auto --dist worksteal -m "not slow and not sweep"
 	@$(MAKE) --no-print-directory $(VENV)/.proofs
 	@echo "all tests passed; the proofs are from the sources as they are"
 
@@ -44,6 +44,9 @@ $(VENV)/.proofs: $(SOURCES)
 	@echo "proofs (minutes; repeated only when a source changes)"
 	@$(PYTEST) -n auto --dist loadgroup -m slow
 	@touch $@
+
+sweep: $(STAMP)  ## compare every architecture and adapter variant with PEFT, as the pages say
+	@$(PYTEST) -n auto -m sweep tests/hf/test_sweep.py
 
 docs: $(STAMP)  ## write what the pages quote anew, and build them into site/
 	@$(BIN)/python tools/pages.py
@@ -68,7 +71,7 @@ $(FLOORS_STAMP): pyproject.toml tools/floors.py
 	@touch $@
 
 test-floors: $(FLOORS_STAMP)  ## a part of the tests with the oldest versions that are allowed
-	@$(FLOORS_PYTEST) -m "not slow" $(FLOORS_TESTS)
+	@$(FLOORS_PYTEST) -m "not slow and not sweep" $(FLOORS_TESTS)
 	@$(FLOORS_PYTEST) tests/test_cli.py -k "help or version or list"
 	@TRITON_INTERPRET=1 $(FLOORS_PYTEST) tests/test_regressions.py
 
@@ -77,11 +80,11 @@ BLAS_TESTS := tests/adapters tests/hf tests/test_backend.py tests/test_compiled.
 	tests/test_copies.py tests/test_regressions.py tests/test_torch_ref.py
 
 test-blas: $(STAMP)  ## tests that multiply, with products that sum in another order
-	@for order in 1 2; do ORDER=$$order $(PYTEST) -p any_order_blas -q -m "not slow" $(BLAS_TESTS) || exit 1; done
+	@for order in 1 2; do ORDER=$$order $(PYTEST) -p any_order_blas -q -m "not slow and not sweep" $(BLAS_TESTS) || exit 1; done
 
 # Tests may depend neither on their order nor on torch's default device.
 test-surroundings: $(STAMP)  ## the quick tests in a random order, under another default device
-	@ORDER=$${ORDER:-1} DEVICE=$${DEVICE:-meta} $(PYTEST) -p any_surroundings -q -m "not slow"
+	@ORDER=$${ORDER:-1} DEVICE=$${DEVICE:-meta} $(PYTEST) -p any_surroundings -q -m "not slow and not sweep"
 
 # The real vLLM, built for CPUs, in an environment of its own (3.5 GB): it pins torch and Transformers.
 # An older version lies beside it, so that two are tested; it has the same requirements.

@@ -99,9 +99,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     method = " ".join((__doc__ or "").split("\n\n")[2].split())
-    result = new_result(method) | {"layers": layer_errors(), "adapters": adapter_errors()}
+    result = new_result(method) | {"rows": [*layer_errors(), *adapter_errors()]}
     write_result(options.output, result)
-    print(json.dumps({key: result[key] for key in ("layers", "adapters")}, indent=1))
+    print(json.dumps(result["rows"], indent=1))
 
 
 if __name__ == "__main__":

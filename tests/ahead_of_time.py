@@ -50,6 +50,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ("triton", "i8"): [
         (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
         (ODD, (64, 8), None, ("linear blocks",)),
+        (DOWN, (2048, 8), None, ("linear int8",)),  # wgmma in the shrink
     ],
     ("triton", "fp16"): [(DOWN, (8192, 8), None, ("factors",))],
     ("triton", "fp32"): [(DOWN, (2048, 8), None, ("linear",))],

@@ -47,7 +47,6 @@ def model_and_adapters(tmp_path, make_base, save_adapter):
         tmp_path / "my-model"
     )
     make_base("llama").save_pretrained(tmp_path / "my-model")
-    _save_classifiers(tmp_path, make_base("llama").config)
     attention = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
     everything = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     save_adapter(name="adapters/pirate", **attention)
@@ -78,6 +77,8 @@ def test_code_on_a_page_prints_the_text_under_it(page, monkeypatch, request):
         pytest.skip(f"not installed: {', '.join(missing)}")
     folder = request.getfixturevalue("model_and_adapters") if page in OF_A_MODEL else ROOT
     monkeypatch.chdir(folder)
+    if page == TRANSFORMERS:
+        _save_classifiers(folder, request.getfixturevalue("make_base")("llama").config)
     namespace = {"__name__": "__page__"}
     for code, expected in BLOCK.findall(page.read_text()):
         printed = io.StringIO()

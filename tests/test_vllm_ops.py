@@ -213,6 +213,17 @@ def test_token_scales_of_one_axis_are_each_tokens_own():
     close(out[0], products(values, a_values, TOKENS), 1e-3)
 
 
+def test_scales_of_tokens_without_adapter_are_not_read(backend):
+    x, a = random(7, INNER).to(E4M3), [random(SLOTS, RANK, INNER).to(E4M3)]
+    scales = torch.where(torch.tensor(TOKENS) < 0, math.nan, 0.5)[:, None]
+    out = torch.ones(1, 7, RANK)
+    ops.lora_shrink_fp8(
+        x, a, out, *metadata(TOKENS), 2.0, [torch.ones(SLOTS, RANK)], scales, use_fp8_w8a8=True,
+        per_channel_quant=True, backend=backend,
+    )  # fmt: skip
+    close(out[0], products(x.float(), a[0].float(), TOKENS), 1e-4)
+
+
 def test_wide_stacks_without_8_bits_run_as_they_are(backend):
     x, a = random(7, INNER), stacks([(RANK, INNER)] * 3)
     found, wanted = torch.zeros(3, 7, RANK), torch.zeros(3, 7, RANK)

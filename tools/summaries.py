@@ -165,12 +165,9 @@ def eight_bit_quality() -> str:
     found = figures.result("eight_bit_quality")
     rows = []
     for dtype in ("int8", "float8_e4m3fn", "float8_e5m2"):
-        adapters = [row for row in found["adapters"] if row["dtype"] == dtype]
-        (error,) = (
-            row["error"]
-            for row in found["layers"]
-            if row["dtype"] == dtype and row["scale_per"] == "row"
-        )
+        own = [row for row in found["rows"] if row["dtype"] == dtype]
+        adapters = [row for row in own if "adapter" in row]
+        (error,) = (row["error"] for row in own if row.get("scale_per") == "row")
         worst = max(row["error"] for row in adapters)
         distance = max(row["distance"] for row in adapters)
         rows.append([f"`{dtype}`", f"{error:.3f}", f"{worst:.3f}", f"{distance:.4f}"])

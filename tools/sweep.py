@@ -8,7 +8,6 @@ The cases are in tests/sweep.py and tests/sweep_variants.py.
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,8 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lora_backends.bench.results import new_result, write_result
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "peft_sweep.json"
+METHOD = (
+    "A mixed batch of a small random model, float32, beside PEFT with each adapter alone. worst: "
+    "the largest difference of a value, relative to the largest value of its row where that is "
+    "over 1; split: with split=True; refused: the error's first line."
+)
 sys.path.insert(0, str(ROOT / "tests"))
 
 
@@ -32,23 +38,23 @@ def outcome(case: Callable[[], Any], split: Callable[[], Any] | None = None) -> 
     return {"refused": found}
 
 
+def counted(kind: str, rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Return how many cases of a kind are equal, equal in a pass per adapter, and refused."""
+    own = [row for row in rows if row["kind"] == kind]
+    split = sum(bool(row.get("split")) for row in own)
+    refused = sum("refused" in row for row in own)
+    return {"equal": len(own) - split - refused, "split": split, "refused": refused}
+
+
 def main() -> None:
     """Run the sweep, print each case and write the result file."""
-    import peft
     import sweep
     import sweep_variants
-    import torch
     import transformers
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    found: dict[str, Any] = {
-        "bound": sweep.BOUND,
-        "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft)},
-        "architectures": {},
-        "variants": {},
-        "files": {},
-    }
+    found = new_result(METHOD, bound=sweep.BOUND)
     cases: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
         ("architectures", sweep.NAMES, sweep.run),
         ("variants", sweep_variants.VARIANTS, sweep_variants.run),
@@ -58,15 +64,12 @@ def main() -> None:
         for name in names:
             splits = kind == "architectures" and name not in sweep.WITH_IMAGES
             again = partial(run, name, split=True) if splits else None
-            found[kind][name] = outcome(partial(run, name), again)
-            print(kind, name, found[kind][name], flush=True)
-    RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    wrong = [
-        name
-        for kind in ("architectures", "variants", "files")
-        for name, case in found[kind].items()
-        if case.get("worst", 0.0) > sweep.BOUND
-    ]
+            row = {"kind": kind, "name": name, **outcome(partial(run, name), again)}
+            found["rows"].append(row)
+            print(row, flush=True)
+        found["summary"][kind] = counted(kind, found["rows"])
+    write_result(RESULT, found)
+    wrong = [row["name"] for row in found["rows"] if row.get("worst", 0.0) > sweep.BOUND]
     if wrong:
         sys.exit(f"not equal: {', '.join(wrong)}")
 

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from lora_backends.bench.results import read_result
 
 RESULT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "peft_sweep.json"
 
 
 def architectures() -> str:
     """Return the models of the sweep by what a mixed batch of them gives."""
-    found = _result()
-    return f"{_listed(found['architectures'])}\n\n{_versions(found)}"
+    found = read_result(RESULT)
+    return f"{_listed(found, 'architectures')}\n\n{_versions(found)}"
 
 
 def variants() -> str:
     """Return the kinds of adapters and of their files, in the same way."""
-    found = _result()
-    return _listed({**found["variants"], **found["files"]})
+    return _listed(read_result(RESULT), "variants", "files")
 
 
-def _result() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
-    return found
-
-
-def _listed(cases: Mapping[str, Mapping[str, Any]]) -> str:
+def _listed(found: Mapping[str, Any], *kinds: str) -> str:
+    cases = {row["name"]: row for row in found["rows"] if row["kind"] in kinds}
     equal = [name for name, case in cases.items() if "worst" in case and not case.get("split")]
     split = [name for name, case in cases.items() if case.get("split")]
     lines = [f"**Equal to PEFT, row by row ({len(equal)}):** {'; '.join(equal)}."]
@@ -39,8 +35,9 @@ def _listed(cases: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _versions(found: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    worst = max(case.get("worst", 0.0) for case in found["architectures"].values())
+    named = {name: found["versions"][name] for name in ("torch", "transformers", "peft")}
+    versions = ", ".join(f"{name} {version}" for name, version in named.items())
+    worst = max(r.get("worst", 0.0) for r in found["rows"] if r["kind"] == "architectures")
     return (
         f"The worst difference of a value is {worst:.1e}, where {found['bound']:.0e} is allowed; "
         f"it is relative to the largest value of its row where that is over 1 ({versions})."

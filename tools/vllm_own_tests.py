@@ -215,19 +215,39 @@ def summarized(found: dict[str, Any]) -> dict[str, Any]:
     return files
 
 
-def surroundings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what ran where."""
+METHOD = (
+    "vLLM's own LoRA tests with its operators and wrapper replaced by this library's; each n-th "
+    "case of a function (every). contradicts: a case whose expectation is wrong, with the proof."
+)
+
+
+def result_of(args: argparse.Namespace, files: dict[str, Any]) -> dict[str, Any]:
+    """Return the result: a row per file of tests."""
     import torch
     import vllm
 
-    return {
-        "vllm": vllm.__version__,
-        "tests_of": version_of(args.folder),
-        "backend": args.backend,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "every": args.every,
+    from lora_backends.bench.results import new_result
+
+    result = new_result(
+        METHOD,
+        "cuda" if torch.cuda.is_available() else "cpu",
+        vllm=vllm.__version__,
+        tests_of=version_of(args.folder),
+        backend=args.backend,
+        every=args.every,
+    )
+    result["rows"] = [{"file": name, **entry} for name, entry in files.items()]
+    kinds = ("passed", "skipped", "contradicts", "failed")
+    result["summary"] = {
+        kind: sum(_count(entry[kind]) for entry in files.values()) for kind in kinds
     }
+    return result
+
+
+def _count(found: Any) -> int:
+    if isinstance(found, int):
+        return found
+    return sum(n if isinstance(n, int) else 1 for n in found.values())
 
 
 def version_of(folder: Path) -> str:
@@ -253,15 +273,18 @@ def main() -> None:
     if args.shard is not None:
         args.out.write_text(json.dumps(run_share(args, args.folder.resolve())))
         return
-    result = surroundings(args) | {"files": summarized(run_all(args))}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    for name, entry in result["files"].items():
+    files = summarized(run_all(args))
+    result = result_of(args, files)
+    from lora_backends.bench.results import write_result
+
+    write_result(args.out, result)
+    for name, entry in files.items():
         skipped = sum(entry["skipped"].values())
         print(
             f"{name}: {entry['passed']} passed, {skipped} skipped, "
             f"{len(entry['contradicts'])} contradict, {len(entry['failed'])} failed"
         )
-    raise SystemExit(any(entry["failed"] for entry in result["files"].values()))
+    raise SystemExit(any(entry["failed"] for entry in files.values()))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lora_backends.adapters.specs import Checkpoint, ExpertDelta, ModuleDelta
+from lora_backends.adapters.tensors import tensors_of
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import LoRABackendError
 
@@ -40,20 +41,6 @@ class AdaptersReport:
     stack_bytes: int  # of the device: all slots of every module that was ever adapted
     cpu_bytes: int  # of adapters in memory, those in slots included
     cpu_budget: int  # most that they may take; 0 where nothing is kept
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in a checkpoint, or in what became of it."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, torch.nn.Module):
-        yield from (*value.parameters(), *value.buffers())
-    elif isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_of(each)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from tensors_of(getattr(value, field.name))
 
 
 def described(name: str, place: str, checkpoint: Checkpoint) -> AdapterInfo:
@@ -105,17 +92,13 @@ def report(pool: AdapterPool, store: AdapterStore | None) -> AdaptersReport:
 
 def _in_slot(pool: AdapterPool, name: str) -> AdapterInfo:
     slot = pool.slots.place(name)
-    paths, rank, size, dtypes = pool.modules_of(slot), 0, 0, set()
+    paths, rank, dtypes = pool.adapted_by(slot), 0, set()
     for path in paths:
         stacks: Iterable[Any] = pool.active_experts.get(path) or (pool.active_weights[path],)
         for stack in stacks:
-            own = int(stack.ranks[slot].max())
-            rank = max(rank, own)
-            per_rank = (stack.lora_a[slot].numel() + stack.lora_b[slot].numel()) // max(
-                stack.lora_a.shape[-2], 1
-            )
-            size += own * per_rank * stack.lora_a.element_size()
+            rank = max(rank, int(stack.ranks[slot].max()))
             dtypes.add(dtype_name(stack.lora_a.dtype))
+    size = pool.bytes_of(slot)
     dtype = ", ".join(sorted(dtypes))
     return AdapterInfo(name, f"slot {slot}", rank, _targets(paths), len(paths), dtype, size)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from lora_backends.adapters.formats import CONFIG_FILE, LONGEST_NAME
@@ -63,7 +64,15 @@ def take_own(
             module = name.removesuffix(_TOKEN_DELTA)
             tokens[module] = _token_rows(path, key, module, tensor, config)
         else:
-            parameters.setdefault(name, OwnParameter(tensor, _is_saved(name, config)))
+            before = parameters.setdefault(name, OwnParameter(tensor, _is_saved(name, config)))
+            same = before.value.dtype == tensor.dtype and torch.equal(before.value, tensor)
+            if not same:
+                raise error(
+                    f"two tensors give parameter {name!r} of the base model different values",
+                    typed(key, tensor),
+                    "one value",
+                    "save the adapter again",
+                )
     if config.ensure_weight_tying and (parameters or tokens):
         given = f"ensure_weight_tying = true, tensor '{next(iter(parameters or tokens))}'"
         what = "the adapter ties modules of its own"

@@ -35,6 +35,10 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.experts import ExpertWeights
 from lora_backends.weights import LoRAWeights
 
+MOST_RESIDUAL_ERROR = 0.05
+"""Most that 8 bits may change PiSSA and OLoRA. Theirs is a difference of two products, of which
+each is rounded, and which may be as good as equal."""
+
 
 @dataclass(frozen=True, eq=False)
 class Staged:
@@ -246,7 +250,13 @@ class AdapterPool:
             self.slots.assign(name, slot)
         return Loaded(name, slot, evicted)
 
-    def update(self, name: str, checkpoint: Checkpoint, timeout_s: float = 0.0) -> int:
+    def update(
+        self,
+        name: str,
+        checkpoint: Checkpoint,
+        timeout_s: float = 0.0,
+        then: Callable[[], None] | None = None,
+    ) -> int:
         """Overwrite the weights of a loaded adapter where they are, with newer ones of its own.
 
         Its slot, its pins and the prepared adapters and graphs that use it stay. An interrupt
@@ -257,15 +267,20 @@ class AdapterPool:
             checkpoint: of the same modules, with a bias and DoRA where it has them; ranks may
                 differ.
             timeout_s: how long to wait for calls and requests that use it, in seconds.
+            then: called behind the last write, while the slots are still locked.
 
         Returns:
             The slot.
 
         Raises:
-            InvalidInputError: it is not loaded, other modules, or still in use. Nothing has
-                changed.
+            InvalidInputError: it is not loaded, other modules, or still in use; or `timeout_s` is
+                no number. Nothing has changed.
             UnsupportedInputError: DoRA, as `load`.
         """
+        if not (isinstance(timeout_s, (int, float)) and timeout_s >= 0):  # NaN would wait for ever
+            raise InvalidInputError(
+                f"timeout_s is {shown(timeout_s)}\n  allowed: a number of seconds, 0 or more"
+            )
         staged, deadline = self.stage(name, checkpoint), time.monotonic() + timeout_s
         while True:
             with self.slots.lock:
@@ -275,11 +290,13 @@ class AdapterPool:
                     if name not in self.slots or time.monotonic() >= deadline:
                         raise
                 else:
-                    self._overwrite(name, slot, staged)
+                    self._overwrite(name, slot, staged, then)
                     return slot
             time.sleep(0.001)
 
-    def _overwrite(self, name: str, slot: int, staged: Staged) -> None:
+    def _overwrite(
+        self, name: str, slot: int, staged: Staged, then: Callable[[], None] | None
+    ) -> None:
         if staged.own or self._own.get(slot):
             raise InvalidInputError(
                 f"adapter {name!r} cannot be updated in place: it has modules of its own\n"
@@ -310,6 +327,8 @@ class AdapterPool:
         if failure is not None:
             self.slots.vacate(name, slot)  # nobody asks for what is torn
             raise failure
+        if then is not None:
+            then()
         if interrupt is not None:
             raise interrupt
 
@@ -339,7 +358,7 @@ class AdapterPool:
         """
         with self.slots.lock:
             slot = self.slots.slot(name)
-            kept = {path: kept for (own, path), kept in self._kept.items() if own == slot}
+            kept = self._kept_of(slot)
         errors = {path: one.error for path, one in sorted(kept.items()) if one.error is not None}
         return AdapterReport(
             name,
@@ -353,8 +372,22 @@ class AdapterPool:
     def modules_of(self, slot: int) -> list[str]:
         """Return the paths of the modules and experts that the adapter in `slot` touches."""
         with self.slots.lock:  # another thread may load
-            touched = [module for module, users in self._users.items() if slot in users]
+            touched = self.adapted_by(slot)
             return touched + [path for path in self._own.get(slot, ()) if path not in touched]
+
+    def adapted_by(self, slot: int) -> list[str]:
+        """Return the paths of the modules and experts for which the adapter in `slot` has LoRA."""
+        with self.slots.lock:
+            return [module for module, users in self._users.items() if slot in users]
+
+    def bytes_of(self, slot: int) -> int:
+        """Return the bytes of the adapter in `slot`: matrices, scales and modules of its own."""
+        with self.slots.lock:
+            own = sum(getattr(module, "nbytes", 0) for module in self._own.get(slot, {}).values())
+            return own + sum(kept.nbytes for kept in self._kept_of(slot).values())
+
+    def _kept_of(self, slot: int) -> dict[str, Kept]:
+        return {path: kept for (own, path), kept in self._kept.items() if own == slot}
 
     @property
     def runs_own_modules(self) -> bool:
@@ -419,7 +452,8 @@ class AdapterPool:
 
     def _stage(self, delta: ModuleDelta) -> StagedDelta:
         """Return the delta in the pool's dtype, on its device."""
-        if delta.init is not None:
+        init = delta.init
+        if init is not None:
             delta = with_residual(delta, self._base_layers, self.max_rank)
         scaling, scales, bias = _as_scaling(delta), None, delta.bias
         if delta.magnitude is not None:
@@ -427,6 +461,15 @@ class AdapterPool:
         a, b, a_scales, b_scales, error = delta.lora_a, delta.lora_b, None, None, None
         if self._stored is not None:
             a, a_scales, b, b_scales, error = quantized_pair(a, b, self._stored)
+            if init is not None and error > MOST_RESIDUAL_ERROR:
+                raise UnsupportedInputError(
+                    f"the LoRA of {delta.module!r} is what training added to its start "
+                    f"(init_lora_weights = {init!r}), too little for {self._stored}\n"
+                    f"  given: a relative error of {error:.2g}\n"
+                    f"  allowed: {MOST_RESIDUAL_ERROR}\n"
+                    f"  to do: leave adapter_dtype out, or save the adapter with "
+                    f"path_initial_model_for_weight_conversion"
+                )
         staged = StagedDelta(
             module=delta.module,
             rank=delta.rank,

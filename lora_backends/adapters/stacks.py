@@ -134,6 +134,10 @@ class Stacks:
             ):
                 part = replace(part, output_scales=scales[:, first:end])
             parts[delta.module] = part
+        is_new = any(self._stacks.whole.get(group) is not stack for group, stack in whole.items())
+        if is_new and self._device.type == "cuda":
+            # another thread's stream may read a stack as soon as it is found here
+            torch.cuda.current_stream(self._device).synchronize()
         self._stacks = _Stacks(whole, parts)
 
     def write(self, slot: int, delta: StagedDelta) -> None:

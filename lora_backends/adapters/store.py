@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from lora_backends.adapters.describe import tensors_of
 from lora_backends.adapters.folders import Stamp, adapter_folders, newest, stamp_of
 from lora_backends.adapters.pool import AdapterPool, Loaded, Staged
 from lora_backends.adapters.slots import Commit
 from lora_backends.adapters.specs import Checkpoint
+from lora_backends.adapters.tensors import tensors_of
 from lora_backends.errors import InvalidInputError, LoRABackendError, shown
 from lora_backends.files import as_path
 
@@ -97,8 +97,10 @@ class AdapterStore:
         self._ahead: dict[str, Future[_Ahead]] = {}
         self._looked: dict[str, float] = {}  # name to the time of the last look at its files
         self._warned: dict[str, Stamp | None] = {}  # name to the files that a warning was about
+        self._given = 0  # times that a name was given another adapter; in the lock of the slots
         self._worker = ThreadPoolExecutor(1, "adapter prefetch")
         self._stream: Any = None
+        self._closed = False
         pool.slots.provider = self.provide
 
     @property
@@ -134,6 +136,7 @@ class AdapterStore:
             with self._lock:
                 self._folders[name] = path
                 self._only_in_memory.discard(name)
+            self._given += 1
         return loaded
 
     def add(self, name: str, checkpoint: Checkpoint) -> Loaded:
@@ -146,12 +149,14 @@ class AdapterStore:
 
     def update(self, name: str, checkpoint: Checkpoint, timeout_s: float) -> None:
         """Overwrite a loaded adapter in place, as `AdapterPool.update`."""
-        self._pool.update(name, checkpoint, timeout_s)
-        self._came_from_memory(name, checkpoint)
+        self._pool.update(
+            name, checkpoint, timeout_s, then=partial(self._came_from_memory, name, checkpoint)
+        )
 
     def forget(self, name: str) -> None:
         """Drop an adapter from memory; with a folder of adapters it may come back from there."""
-        with self._lock:
+        with self._pool.slots.lock, self._lock:
+            self._given += 1
             for table in (self._kept, self._in_slots, self._ahead, self._looked):
                 table.pop(name, None)
             self._only_in_memory.discard(name)
@@ -163,11 +168,22 @@ class AdapterStore:
 
         Returns at once. Each takes memory of the device until a batch asks for it. What fails is
         told to the batch that asks for the name.
+
+        Raises:
+            InvalidInputError: `names` is no list of names, or the model was detached.
         """
         if isinstance(names, str):
             raise InvalidInputError(f"names is {names!r}\n  to do: prefetch([{names!r}])")
+        names = list(names) if isinstance(names, Iterable) else [names]
+        if not all(isinstance(name, str) for name in names):
+            raise InvalidInputError(f"names is {shown(names)}\n  allowed: names of adapters")
         for name in names:
             with self._lock:
+                if self._closed:
+                    raise InvalidInputError(
+                        "the store is closed, because its model was detached\n"
+                        "  to do: wrap the base model again, and call keep_adapters"
+                    )
                 if name not in self._ahead and name not in self._pool.slots:
                     self._ahead[name] = self._worker.submit(self._bring_ahead, name)
 
@@ -177,29 +193,36 @@ class AdapterStore:
         What may take long, reading and bringing to the device, is done here. The result is called
         while the slots are locked, with what holds the names in their slots.
         """
+        given = self._given
         changed = {name: ready for name in names if (ready := self._changed(name)) is not None}
         missing = {
             name: ready
             for name in names
             if name not in self._pool.slots and (ready := self._get(name)) is not None
         }
-        return partial(self._commit, names, changed, missing)
+        return partial(self._commit, given, names, changed, missing)
 
     def close(self) -> None:
         """Stop loading ahead, and leave the pool as it is without a store."""
+        with self._lock:
+            self._closed = True
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._pool.slots.provider = None
 
     def _commit(
         self,
+        given: int,
         names: Sequence[str],
         changed: Mapping[str, _Ahead],
         missing: Mapping[str, _Ahead],
         hold: Callable[[], None],
     ) -> None:
+        if given != self._given:  # what is ready may be older than what another thread has loaded
+            changed, missing = {}, {}
         for name, ready in changed.items():
             if name in self._pool.slots and self._pool.slots.is_free(name):
                 self._put(name, ready)
+                self._given += 1
         hold()  # from here on, none of the names is evicted for another
         for name in names:
             if name not in self._pool.slots:
@@ -310,6 +333,7 @@ class AdapterStore:
                 self._folders = own | self._folders
 
     def _came_from_memory(self, name: str, checkpoint: Checkpoint) -> None:
+        self._given += 1
         with self._lock:
             self._folders.pop(name, None)  # its files are those of another adapter
             self._only_in_memory.add(name)

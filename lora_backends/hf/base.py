@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
+from lora_backends.adapters.quantized import as_adapter_dtype
+from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
+from lora_backends.features import EIGHT_BIT
 
 
 def check_base(base: object) -> None:
@@ -35,3 +41,28 @@ def check_base(base: object) -> None:
             f"the base model {around}\n  given: {name}\n  allowed: a Transformers model itself\n"
             f"  to do: {to_do}"
         )
+
+
+def check_adapter_dtype(backend: LoRABackend, given: Any, dtype: torch.dtype) -> None:
+    """Refuse 8-bit adapters that the backend cannot run, before the model is touched."""
+    if as_adapter_dtype(given, dtype) is not None and EIGHT_BIT not in backend.features:
+        raise UnsupportedInputError(
+            f"backend {backend.name!r} cannot run adapters of 8 bits\n"
+            f"  given: adapter_dtype {shown(given)}; it lacks {EIGHT_BIT}\n"
+            f"  to do: use another backend, e.g. torch_ref, or adapter_dtype=None"
+        )
+
+
+def dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype and device of the base model's floating-point parameters."""
+    floating = [p for p in base.parameters() if p.is_floating_point()]
+    if not floating:
+        raise UnsupportedInputError(f"{type(base).__name__} has no floating-point parameters")
+    devices = {parameter.device for parameter in floating}
+    if len(devices) > 1:
+        raise UnsupportedInputError(
+            f"{type(base).__name__} is spread over {', '.join(sorted(map(str, devices)))}\n"
+            f"  allowed: a model on one device"
+        )
+    dtype = getattr(base, "dtype", floating[0].dtype)
+    return dtype, floating[0].device

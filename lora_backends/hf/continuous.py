@@ -197,7 +197,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             InvalidInputError: as `add_request`, or not one entry per prompt. Requests before the
                 one at fault have been added.
         """
-        if isinstance(adapters, str) or len(adapters) != len(inputs):
+        lists = isinstance(adapters, Sequence) and not isinstance(adapters, str)
+        if not lists or len(adapters) != len(inputs):
             raise InvalidInputError(
                 f"adapters is {shown(adapters)} for {len(inputs)} prompts\n"
                 f"  allowed: one adapter's name or None per prompt"
@@ -305,7 +306,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     def _check_tokens(self, input_ids: Any, max_new_tokens: Any) -> list[int]:
         """Return a prompt as a list; a wrong token would end all requests."""
-        ids = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else list(input_ids)
+        given = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
+        ids = list(given) if isinstance(given, Iterable) else []
         if not ids or not all(type(i) is int and 0 <= i < self._vocabulary for i in ids):
             raise InvalidInputError(
                 f"input_ids is {shown(input_ids)}\n  allowed: one or more ints, 0 or more and "

@@ -15,6 +15,8 @@ from lora_backends.adapters import AdapterPool
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.hf.entries import RowAdapters
 from lora_backends.hf.own_modules import Invocation
+from lora_backends.hf.request import past_tokens
+from lora_backends.hf.trial import CACHES
 
 
 def invoked(
@@ -22,6 +24,7 @@ def invoked(
     slots: Mapping[str, int],
     pool: AdapterPool,
     inputs: Mapping[str, Any],
+    after_cache: bool,
 ) -> Sequence[RowAdapters]:
     """Return the entries of rows, one per token where an adapter has to be invoked.
 
@@ -33,18 +36,21 @@ def invoked(
         slots: name to slot.
         pool: of the adapters.
         inputs: of the forward pass, or of `generate`.
+        after_cache: whether the tokens of a given cache are not among its token ids.
 
     Raises:
-        UnsupportedInputError: there are no token ids to find the invocation in.
+        UnsupportedInputError: there are no token ids to find the invocation in, or it may lie in
+            the cache.
     """
     wanted = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
     if not any(isinstance(found, Invocation) for found in wanted.values()):
         return adapters
     rows: list[RowAdapters] = []
-    for row, entry in enumerate(adapters):
+    for row, given in enumerate(adapters):
+        entry = _alone(given)
         found = wanted.get(entry) if isinstance(entry, str) else None
         if not isinstance(found, Invocation) or not isinstance(entry, str):
-            rows.append(entry)
+            rows.append(given)
             continue
         ids = inputs.get("input_ids")
         if not isinstance(ids, torch.Tensor):
@@ -52,8 +58,28 @@ def invoked(
                 f"adapter {entry!r} acts behind its invocation tokens (aLoRA), and there are no "
                 f"input_ids to find them in\n  to do: pass input_ids, or one entry per token"
             )
-        rows.append(_from_invocation(entry, ids[row].tolist(), list(found.tokens)))
+        chosen = _from_invocation(entry, ids[row].tolist(), list(found.tokens))
+        if chosen is None and after_cache and _follows_cache(inputs):
+            raise UnsupportedInputError(
+                f"adapter {entry!r} acts behind its invocation tokens (aLoRA), which are not in "
+                f"adapters[{row}]'s input_ids and may be in the key-value cache\n"
+                f"  to do: pass one entry per token, {entry!r} behind the invocation and None "
+                f"before it"
+            )
+        rows.append(chosen)
     return rows
+
+
+def _alone(entry: RowAdapters) -> RowAdapters:
+    """Return the name that a blend of one adapter with strength 1 stands for."""
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        name, strength = next(iter(entry.items()))
+        return name if strength == 1 else entry
+    return entry
+
+
+def _follows_cache(inputs: Mapping[str, Any]) -> bool:
+    return any(inputs.get(name) is not None for name in CACHES) and past_tokens(inputs) > 0
 
 
 def _from_invocation(name: str, ids: list[int], tokens: list[int]) -> RowAdapters:

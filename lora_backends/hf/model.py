@@ -21,15 +21,15 @@ from lora_backends.adapters import (
 )
 from lora_backends.adapters.describe import AdaptersReport, report
 from lora_backends.adapters.hub import local_folder
-from lora_backends.adapters.quantized import as_adapter_dtype
 from lora_backends.backend import LoRABackend
-from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
-from lora_backends.features import EIGHT_BIT, OUTPUT_SCALES
-from lora_backends.hf.base import check_base
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.features import OUTPUT_SCALES
+from lora_backends.hf.base import check_adapter_dtype, check_base, dtype_and_device
 from lora_backends.hf.entries import Entry, RowAdapters, adapter_names, is_per_token
-from lora_backends.hf.experts import ExpertSite, expert_specs, experts_forward, find_experts
+from lora_backends.hf.experts import ExpertSite, expert_specs, find_experts
 from lora_backends.hf.generates import check_generate
-from lora_backends.hf.hooks import begin_hook, lora_hook, rows_and_length
+from lora_backends.hf.hooked import Hooked
+from lora_backends.hf.hooks import begin_hook, rows_and_length
 from lora_backends.hf.images import Images
 from lora_backends.hf.invocation import invoked
 from lora_backends.hf.layout import commonest
@@ -39,16 +39,8 @@ from lora_backends.hf.packed import Wrapped
 from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.probe import UNREACHED, probe
 from lora_backends.hf.request import Request
-from lora_backends.hf.routers import find_routers, router_forward
-from lora_backends.hf.running import IDLE, Joined, open_block, running
-from lora_backends.hf.siblings import (
-    ForwardOverride,
-    are_plain,
-    find_siblings,
-    leader_forward,
-    linear_forward,
-    sibling_forward,
-)
+from lora_backends.hf.routers import find_routers
+from lora_backends.hf.running import IDLE, open_block, running
 from lora_backends.hf.sites import base_layer, find_sites
 from lora_backends.hf.split import run_split
 from lora_backends.hf.structure import Structure
@@ -122,7 +114,7 @@ class MultiLoRAModel(ModelWords):
     ) -> None:
         check_base(base)
         self.base = base
-        dtype, device = _dtype_and_device(base)
+        dtype, device = dtype_and_device(base)
         if not isinstance(backend, LoRABackend):
             backend = get_backend(backend, device=device, **(backend_options or {}))
         elif backend_options:
@@ -131,7 +123,7 @@ class MultiLoRAModel(ModelWords):
                 f"  to do: give its name with the options, or the backend without"
             )
         self.backend = backend
-        _check_adapter_dtype(backend, adapter_dtype, dtype)
+        check_adapter_dtype(backend, adapter_dtype, dtype)
         self._sites = find_sites(base, dtype, device)
         self._experts = find_experts(base, dtype, device)
         self._routers = find_routers(base, self._experts, dtype, device)
@@ -140,14 +132,25 @@ class MultiLoRAModel(ModelWords):
             base, self._sites | {path: site.as_module for path, site in self._experts.items()}
         )
         self._key = f"model {next(_NUMBERS)}"
-        self._hooks: list[Any] = []
         specs = {path: site.spec for path, site in self._sites.items()}
-        self._fuse = device.type != "cpu" if fuse is None else fuse
-        self._groups = find_siblings(self._sites) if self._fuse else []
-        self._leaders = {group.paths[0]: group for group in self._groups}  # that are still joined
-        self._joined: dict[str, Joined] = {}
-        groups = [group.paths for group in self._groups]
-        self._own = OwnModules(self._key, base, self._sites, self._layouts, self._hooks, self._fuse)
+        self._hooked = Hooked(
+            self._key,
+            backend,
+            self._sites,
+            self._experts,
+            self._routers,
+            self._layouts,
+            device.type != "cpu" if fuse is None else fuse,
+        )
+        groups = [group.paths for group in self._hooked.groups]
+        self._own = OwnModules(
+            self._key,
+            base,
+            self._sites,
+            self._layouts,
+            self._hooked.handles,
+            self._hooked.fuse,
+        )
         self.pool = AdapterPool(
             specs,
             max_adapters,
@@ -167,7 +170,8 @@ class MultiLoRAModel(ModelWords):
         self._structure = Structure(base)
         self._images = Images(getattr(base, "config", None))
         self._main_input: str = getattr(base, "main_input_name", "input_ids")
-        self._register_hooks()
+        begin = begin_hook(self._key, self._structure, self._main_input)
+        self._hooked.register(base, begin)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copy and pickle: hooks on the base model and locks belong to this object alone."""
@@ -414,10 +418,10 @@ class MultiLoRAModel(ModelWords):
             UnsupportedInputError: a row has an entry per token, or a blend as in a call.
         """
         self._check_attached()
-        self._drop_moved()
+        self._hooked.drop_moved()
         layout = commonest(self._layouts.values())
         return PreparedAdapters(
-            self._key, self.pool, self.backend, adapters, tokens, layout, self._joined
+            self._key, self.pool, self.backend, adapters, tokens, layout, self._hooked.joined
         )
 
     @contextmanager
@@ -441,7 +445,7 @@ class MultiLoRAModel(ModelWords):
         self._check_prepared(step)
         with torch.no_grad(), open_block(step):
             yield
-        if step.is_traced and self._drop_moved():
+        if step.is_traced and self._hooked.drop_moved():
             raise InvalidInputError(
                 "weights of the base model were moved or replaced in a block of `using`, and a "
                 "compiled program may have gone on reading those of before\n"
@@ -502,7 +506,7 @@ class MultiLoRAModel(ModelWords):
                 "split=True and logits_as_list=True go with adapters by name, and not together\n"
                 "  to do: split the batch by the number of labels"
             )
-        if isinstance(adapters, PreparedAdapters):
+        if isinstance(adapters, PreparedAdapters) and adapter_names is None:
             self._check_prepared(adapters)
             with running(adapters):
                 return self.base(**inputs)
@@ -627,10 +631,11 @@ class MultiLoRAModel(ModelWords):
 
     def detach(self) -> nn.Module:
         """Take every hook off, drop the adapters and return the base model as it was."""
-        if self._hooks:
-            self._remove(self._hooks)
+        if self._hooked.handles:
             if self.store is not None:
-                self.store.close()
+                self.store.close()  # first: loading ahead may hook further modules
+                self.store = None
+            self._hooked.remove()
             self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
         return self.base
 
@@ -660,7 +665,7 @@ class MultiLoRAModel(ModelWords):
                     f"  allowed: one entry for the row, or one per token"
                 )
         with self.pool.slots.in_use(names) as slots:
-            adapters = invoked(adapters, slots, self.pool, inputs)
+            adapters = invoked(adapters, slots, self.pool, inputs, after_cache)
             request = Request(
                 self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
             )
@@ -674,7 +679,7 @@ class MultiLoRAModel(ModelWords):
 
     def _check_prepared(self, step: PreparedAdapters) -> None:
         self._check_attached()
-        self._drop_moved()
+        self._hooked.drop_moved()
         self._structure.check_mode()
         if not isinstance(step, PreparedAdapters) or step.model != self._key:
             raise InvalidInputError(
@@ -682,16 +687,8 @@ class MultiLoRAModel(ModelWords):
                 f"  to do: pass what prepare() of this MultiLoRAModel returned"
             )
 
-    def _drop_moved(self) -> bool:
-        """Let programs run modules alone whose weights have been moved; return whether any were."""
-        moved = [path for path, group in self._leaders.items() if not group.are_joined()]
-        for path in moved:
-            del self._leaders[path]
-            del self._joined[path]  # which programs guard
-        return bool(moved)
-
     def _check_attached(self) -> None:
-        if not self._hooks:
+        if not self._hooked.handles:
             raise InvalidInputError(
                 "this MultiLoRAModel was detached from its base model\n"
                 "  to do: make a new one around the base model"
@@ -735,80 +732,3 @@ class MultiLoRAModel(ModelWords):
         if pin:
             self.pool.slots.pin(loaded.name)
         return loaded
-
-    def _register_hooks(self) -> None:
-        """Hook every module that an adapter may touch, and the start of a forward pass.
-
-        All of them from the start: a compiled program would not notice hooks that come later.
-        """
-        begin = begin_hook(self._key, self._structure, self._main_input)
-        self._hooks.append(self.base.register_forward_pre_hook(begin, with_kwargs=True))
-        try:
-            self._add_hooks(self._hooks)
-        except BaseException:  # no memory to join weights, for instance
-            self._remove(self._hooks)
-            raise
-
-    def _add_hooks(self, handles: list[Any]) -> None:
-        hooks = {
-            path: lora_hook(self._key, site, self._layouts[path], self.backend)
-            for path, site in self._sites.items()
-            if site.refusal is None
-        }
-        for group in self._groups:
-            self._joined[group.paths[0]] = group.join()
-            alone = [hooks.pop(path) for path in group.paths]
-            layout = self._layouts[group.paths[0]]
-            forwards = [leader_forward(self._key, group, layout, self.backend, alone[0])]
-            forwards += [sibling_forward(self._key, hook) for hook in alone[1:]]
-            handles += map(ForwardOverride, group.modules, forwards)
-        for path, expert_site in self._experts.items():
-            if expert_site.refusal is None:
-                layout = self._layouts[path]
-                forward = experts_forward(self._key, expert_site, layout, self.backend)
-                handles.append(ForwardOverride(expert_site.module, forward))
-        for path, hook in hooks.items():
-            site, module = self._sites[path], self._sites[path].module
-            if path in self._routers:
-                forward = router_forward(self._key, site, self._layouts[path], self.backend)
-                handles.append(ForwardOverride(module, forward))
-            elif self._fuse and are_plain((module,)):
-                layout = self._layouts[path]
-                forward = linear_forward(self._key, site, layout, self.backend, hook)
-                handles.append(ForwardOverride(cast(nn.Linear, module), forward))
-            else:
-                handles.append(module.register_forward_hook(hook))
-
-    def _remove(self, handles: list[Any]) -> None:
-        for handle in handles:
-            handle.remove()
-        handles.clear()
-        self._leaders.clear()
-        self._joined.clear()
-        for group in self._groups:
-            group.part()
-
-
-def _check_adapter_dtype(backend: LoRABackend, given: Any, dtype: torch.dtype) -> None:
-    """Refuse 8-bit adapters that the backend cannot run, before the model is touched."""
-    if as_adapter_dtype(given, dtype) is not None and EIGHT_BIT not in backend.features:
-        raise UnsupportedInputError(
-            f"backend {backend.name!r} cannot run adapters of 8 bits\n"
-            f"  given: adapter_dtype {shown(given)}; it lacks {EIGHT_BIT}\n"
-            f"  to do: use another backend, e.g. torch_ref, or adapter_dtype=None"
-        )
-
-
-def _dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and device of the base model's floating-point parameters."""
-    floating = [p for p in base.parameters() if p.is_floating_point()]
-    if not floating:
-        raise UnsupportedInputError(f"{type(base).__name__} has no floating-point parameters")
-    devices = {parameter.device for parameter in floating}
-    if len(devices) > 1:
-        raise UnsupportedInputError(
-            f"{type(base).__name__} is spread over {', '.join(sorted(map(str, devices)))}\n"
-            f"  allowed: a model on one device"
-        )
-    dtype = getattr(base, "dtype", floating[0].dtype)
-    return dtype, floating[0].device

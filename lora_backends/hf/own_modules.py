@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_backends.adapters import Checkpoint, ModuleSpec, OwnParameter, TokenRows
 from lora_backends.adapters.old_names import renamed
+from lora_backends.adapters.quantized import bytes_of
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
 from lora_backends.hf.layout import Layout
@@ -75,6 +76,16 @@ class OwnModules:
         own: dict[str, Any] = {}
         for path in dict.fromkeys([*values, *tokens]):
             own[path] = self._own(checkpoint, path, values.get(path, {}), tokens.get(path))
+        if own and checkpoint.own.invocation:
+            # PEFT uses those for every token of a row; ours would begin at the invocation, too.
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} acts from its invocation tokens on (aLoRA), and has modules "
+                f"of its own besides\n"
+                f"  given: alora_invocation_tokens, and {', '.join([*own][:3])}"
+                f"{', ...' * (len(own) > 3)}\n"
+                f"  allowed: aLoRA without modules_to_save, biases or trainable_token_indices\n"
+                f"  to do: merge these modules into a base model of its own"
+            )
         if own:
             with self._lock:  # a bias would be added twice by hooks of two loads
                 self._probe([path for path in own if path not in self._layouts])
@@ -175,7 +186,7 @@ class OwnModules:
                 f"  allowed: without DoRA, with as many outputs, and with MultiLoRAModel(..., "
                 f"fuse=False)"
             )
-        made: dict[str, Any] = {"width": width}
+        made: dict[str, Any] = {"width": width, "nbytes": bytes_of(*values.values())}
         linear = isinstance(module, nn.Linear | Conv1D)
         if set(values) == {"bias"} and linear:
             bias = cast(torch.Tensor, module.bias)
@@ -185,6 +196,7 @@ class OwnModules:
         if rows is not None:
             weight = cast(torch.Tensor, module.weight)
             own = {"weight": rows.values.to(weight.device, weight.dtype)}
+            made["nbytes"] += bytes_of(own["weight"])
             made["tokens"] = torch.tensor(rows.ids, device=weight.device)
             if linear and module.bias is not None:
                 own["bias"] = cast(torch.Tensor, module.bias).detach()[made["tokens"]]

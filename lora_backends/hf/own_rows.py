@@ -26,6 +26,7 @@ class OwnModule:
     token_module: nn.Module | None = None  # computes what these rows give: an embedding of n rows,
     # or a head with n outputs
     width: int | None = None  # out_features, where they differ from the base's
+    nbytes: int = 0  # of the adapter's own values; the rest is shared with the base model
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +91,12 @@ def find_packed(wrapped: Wrapped) -> PackedModules:
         inputs["logits_to_keep"] = torch.tensor(_KEPT, device=device)
     seen: dict[str, set[int]] = {path: set() for path in wrapped.modules}
 
+    mine = threading.get_ident()
+
     def noting(path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if threading.get_ident() != mine:  # another thread serves a batch
+                return
             x = args[0] if args and isinstance(args[0], torch.Tensor) else None
             shape = () if x is None else x.shape
             is_embedding = x is not None and not x.is_floating_point()

@@ -137,7 +137,7 @@ class Request:
         self._forget()
         self._inputs, self._rows, self._length = inputs, rows, length
         self._row_slots = [row[0] for row in self._slots for _ in range(rows // len(self._slots))]
-        past = _past(inputs) if self._per_token else 0
+        past = past_tokens(inputs) if self._per_token else 0
         self._first = past if self._first is None else self._first
         self._past = past - self._first
 
@@ -257,7 +257,7 @@ class Request:
         return 0 if tokens == end and self._first == 0 else None
 
 
-def _past(inputs: Mapping[str, Any]) -> int:
+def past_tokens(inputs: Mapping[str, Any]) -> int:
     """Return how many tokens of each row went before: asked only where slots differ by token.
 
     On a GPU the answer may wait for the device.

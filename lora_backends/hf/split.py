@@ -54,6 +54,8 @@ def run_split(
     order = torch.tensor([row for rows_of in groups for row in rows_of]).argsort()
     sizes = [len(rows_of) for rows_of in groups]
     first = outputs[0]
+    if not isinstance(first, Mapping):  # return_dict=False
+        return _joined("of the model", outputs, sizes, order)
     joined = {name: _joined(name, [o.get(name) for o in outputs], sizes, order) for name in first}
     return type(first)(**joined)
 

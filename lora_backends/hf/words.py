@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import nn
@@ -11,9 +11,6 @@ from torch import nn
 from lora_backends.errors import InvalidInputError
 from lora_backends.hf.entries import RowAdapters, is_per_token
 from lora_backends.hf.hooks import rows_and_length
-
-if TYPE_CHECKING:
-    from lora_backends.hf.model import MultiLoRAModel
 
 PEFT_BASE = "__base__"
 """PEFT's name for a row without an adapter."""
@@ -78,6 +75,18 @@ class ModelWords:
         return self
 
 
+class Adapted(Protocol):
+    """A model that takes the adapter of every row, as `MultiLoRAModel` does."""
+
+    base: nn.Module
+
+    def __call__(self, *args: Any, adapters: Any, **inputs: Any) -> Any:
+        """Run a forward pass."""
+
+    def generate(self, inputs: Any = None, *, adapters: Any, **kwargs: Any) -> Any:
+        """Run `generate`."""
+
+
 class OneAdapter(ModelWords):
     """A model whose rows all use one adapter, for code that calls it without `adapters`.
 
@@ -88,7 +97,7 @@ class OneAdapter(ModelWords):
         name: of the adapter; None for the base model.
     """
 
-    def __init__(self, model: MultiLoRAModel, name: str | None) -> None:
+    def __init__(self, model: Adapted, name: str | None) -> None:
         self.model, self.base, self.name = model, model.base, name
         # A pipeline looks for its task in the name of the class, and warns of others.
         self.__class__ = type(type(self.base).__name__, (OneAdapter,), {})

@@ -162,21 +162,13 @@ def _partial_sums(
     """Return x @ A.T over STEPS blocks of inputs; each of WARPS_K groups sums part of a block."""
     ROWS: tl.constexpr = x_rows.shape[0]
     BLOCK_N: tl.constexpr = a_rows.shape[0]
-    # wgmma reads its left operand from registers, its right one from shared memory: on the left,
-    # widened values need not be written back
-    TURNED: tl.constexpr = (
-        STORAGE > 0 and GROUP_K == 0 and WARPS_K == 1 and ROWS >= 64 and BLOCK_N >= 64
-    )
     if WARPS_K == 1:
         k = k_first + tl.arange(0, BLOCK_K)  # [K]
         x_k, a_k = k[None, :], k[:, None]
         x_at, a_at = x_rows[:, None] + x_k, a_rows[None, :] + a_k  # [T, K], [K, N]
         x_in, a_in = has_token[:, None], used[None, :]
         scales_at = scale_rows[None, :]
-        if TURNED:
-            acc = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
-        else:
-            acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+        acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     else:
         WIDTH: tl.constexpr = BLOCK_K // WARPS_K
         k = k_first + tl.arange(0, WARPS_K)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -202,12 +194,7 @@ def _partial_sums(
                 x = x.to(tl.float32)
             else:
                 a = widened(a, x.dtype, STORAGE)
-        if TURNED:
-            acc = multiply(tl.trans(a), tl.trans(x), acc, PRECISION, INTERPRETED)
-        else:
-            acc = multiply(x, a, acc, PRECISION, INTERPRETED)
-    if TURNED:
-        acc = tl.trans(acc)
+        acc = multiply(x, a, acc, PRECISION, INTERPRETED)
     if WARPS_K > 1:
         acc = tl.sum(acc, axis=0)
     return acc

@@ -124,7 +124,7 @@ class LoRACase(ReproducibleCase):
         )
         eight: dict[str, Any] = {}
         if self.stored is not None:
-            stored = StoredLayer(self, a, b, ranks)
+            stored = StoredLayer(self, a, b, ranks, ranks)
             a, b, eight = stored.a, stored.b, stored.fields(device, self.weights_pad)
             if self.is_integer:  # sums of products with scales up to 2 stay exact
                 x[:, LARGEST_EXACT // 2 :] = 0

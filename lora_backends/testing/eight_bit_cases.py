@@ -22,26 +22,32 @@ class StoredLayer:
     whose products are exact. A group that lies beyond its rank has the scale NaN.
 
     Args:
-        case: a `LoRACase` with `stored`.
-        a: [num_slots, num_slices, max_rank, in_features], drawn.
-        b: [num_slots, out_features, max_rank], drawn.
-        ranks: [num_slots, num_slices].
+        case: a `LoRACase` or `ExpertCase` with `stored`.
+        a: [..., num_slices, max_rank, in_features], drawn.
+        b: [..., out_features, max_rank], drawn; slices are blocks of rows.
+        a_ranks: [..., num_slices], of a.
+        b_ranks: [..., num_slices], of b.
     """
 
-    def __init__(self, case: Any, a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor) -> None:
+    def __init__(
+        self,
+        case: Any,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_ranks: torch.Tensor,
+        b_ranks: torch.Tensor,
+    ) -> None:
         self._case, block = case, case.scale_block
         widths, self._generator = case.output_slices, torch.Generator().manual_seed(case.seed + 3)
-        within = torch.arange(case.max_rank, device="cpu") < ranks[..., None]  # [L, S, R]
-        per_column = within.repeat_interleave(torch.tensor(widths, device="cpu"), 1)
-        self.a = self._bytes(a, within[..., None])
-        self.b = self._bytes(b, per_column)
-        row_groups = b_row_groups(widths, block)
-        used_a = within[..., _firsts(case.max_rank, block[0])]
-        used_b = within[..., _firsts(case.max_rank, block[1])]
-        used_b = used_b.repeat_interleave(torch.tensor(row_groups, device="cpu"), 1)
+        counted = torch.arange(case.max_rank, device="cpu")
+        within_a, within_b = (counted < ranks[..., None] for ranks in (a_ranks, b_ranks))
+        self.a = self._bytes(a, within_a[..., None])
+        self.b = self._bytes(b, _each(within_b, widths))
+        used_a = within_a[..., _firsts(case.max_rank, block[0])]
+        used_b = within_b[..., _firsts(case.max_rank, block[1])]
         columns = groups_of(case.in_features, block[1])
-        self._a_scales = self._scales(used_a[..., None].expand(-1, -1, -1, columns))
-        self._b_scales = self._scales(used_b)
+        self._a_scales = self._scales(used_a[..., None].expand(*used_a.shape, columns))
+        self._b_scales = self._scales(_each(used_b, b_row_groups(widths, block)))
 
     def fields(self, device: torch.device | str, pad: int) -> dict[str, Any]:
         """Return the other fields of the layer, NaN around the scales."""
@@ -69,6 +75,11 @@ class StoredLayer:
         else:
             scales = (0.5 + draw) / _UNITS[self._case.stored]
         return torch.where(used, scales, float("nan"))
+
+
+def _each(per_slice: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+    """Return [..., sum(counts), size] from [..., num_slices, size]."""
+    return per_slice.repeat_interleave(torch.tensor(counts, device="cpu"), -2)
 
 
 def _firsts(max_rank: int, size: int | None) -> torch.Tensor:

@@ -9,9 +9,17 @@ from typing import Any, Literal
 import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.eight_bit import ScaleBlock
 from lora_backends.experts import ExpertWeights
-from lora_backends.features import TOKEN_SCALES
-from lora_backends.testing.cases import ReproducibleCase, base_values, integers, normals
+from lora_backends.features import EIGHT_BIT, TOKEN_SCALES
+from lora_backends.testing.cases import (
+    LARGEST_EXACT,
+    ReproducibleCase,
+    base_values,
+    integers,
+    normals,
+)
+from lora_backends.testing.eight_bit_cases import ANY_BYTE, StoredLayer
 from lora_backends.testing.inputs import GuardedOutput, guarded
 
 Table = tuple[tuple[tuple[int, ...], ...], ...]
@@ -86,6 +94,8 @@ class ExpertCase(ReproducibleCase):
     base_pad: int = 0  # guard columns on either side of base_output
     weights_pad: int = 0  # guard columns beside the rows of lora_a and lora_b
     token_scales: bool = False  # the batch has a scale for each token
+    stored: torch.dtype | None = None  # 8-bit dtype of lora_a and lora_b, which have scales then
+    scale_block: ScaleBlock = (1, None)  # rows and columns that share a scale
     values: Literal["real", "integer"] = "real"  # normal, or small integers whose sums are exact
     seed: int = 0
 
@@ -99,6 +109,8 @@ class ExpertCase(ReproducibleCase):
         live = (ids >= 0) & (batch.token_slots != NO_ADAPTER)[:, None]
         rows = live.flatten() if self.rows == "pairs" else live.any(1)
         x = self.draw_x(len(rows), self.in_features, generator)
+        if self.stored is not None and self.is_integer:
+            x[:, LARGEST_EXACT // 2 :] = 0  # sums of products with scales up to 2 stay exact
         x[~rows] = float("nan")
         factors = torch.rand(tokens, self.top_k, generator=generator, device="cpu")
         if self.is_integer:
@@ -138,25 +150,36 @@ class ExpertCase(ReproducibleCase):
         )
         a = draw((slots, of_a, ranks.shape[2], self.max_rank, self.in_features), generator)
         largest = 3 if self.token_scales else 15  # sums stay exact
+        largest = largest if self.stored is None else largest // 3  # also where a scale is 2
         b = draw((slots, of_b, width, self.max_rank), generator, largest)
-        index = torch.arange(self.max_rank, device="cpu")
-        a[index >= _over(ranks, of_a)[..., None]] = float("nan")
-        per_slice = _over(ranks, of_b).expand(-1, -1, slices)
-        if self.interleaved:
-            per_column = per_slice.repeat(1, 1, width // slices)
+        a_ranks, b_ranks = _over(ranks, of_a), _over(ranks, of_b).expand(-1, -1, slices)
+        eight: dict[str, Any] = {}
+        if self.stored is not None:
+            stored = StoredLayer(self, a, b, a_ranks, b_ranks)
+            a, b, eight = stored.a, stored.b, stored.fields(device, self.weights_pad)
         else:
+            index = torch.arange(self.max_rank, device="cpu")
+            a[index >= a_ranks[..., None]] = float("nan")
             widths = torch.tensor(self.output_slices, device="cpu")
-            per_column = per_slice.repeat_interleave(widths, 2)
-        b[index >= per_column[..., None]] = float("nan")
+            b[index >= b_ranks.repeat_interleave(widths, 2)[..., None]] = float("nan")
+        if self.interleaved:
+            b = b.reshape(*b.shape[:2], slices, -1, self.max_rank).transpose(2, 3).flatten(2, 3)
+
+        def stack(values: torch.Tensor) -> torch.Tensor:
+            if self.stored is None:
+                return guarded(values.to(device, self.dtype), self.weights_pad, float("nan"))
+            return guarded(values.to(device), self.weights_pad, ANY_BYTE).view(self.stored)
+
         scalings = torch.tensor(self.scalings, device="cpu").masked_fill(ranks == 0, float("nan"))
         return ExpertWeights(
-            lora_a=guarded(a.to(device, self.dtype), self.weights_pad, float("nan")),
-            lora_b=guarded(b.to(device, self.dtype), self.weights_pad, float("nan")),
+            lora_a=stack(a),
+            lora_b=stack(b),
             ranks=ranks.to(device),
             scalings=scalings.to(device),
             output_slices=self.output_slices,
             num_experts=self.num_experts,
             interleaved=self.interleaved,
+            **eight,
         )
 
     def _as_given(
@@ -174,7 +197,8 @@ class ExpertCase(ReproducibleCase):
 
     def needs(self) -> frozenset[str]:
         """Return the features that a backend must declare to run the case."""
-        return frozenset({TOKEN_SCALES} if self.token_scales else ())
+        needed = {TOKEN_SCALES: self.token_scales, EIGHT_BIT: self.stored is not None}
+        return frozenset(name for name, is_needed in needed.items() if is_needed)
 
     def edges(self) -> frozenset[str]:
         """Return the names of the edges that this case stands on, of `EXPERT_EDGES`."""
@@ -211,6 +235,7 @@ EXPERT_EDGES: Mapping[str, Callable[[ExpertCase], bool]] = {
     "experts: weighted": lambda case: case.weighted,
     "experts: reduced": lambda case: case.reduce,
     "experts: scale per token": lambda case: case.token_scales and bool(_live_pairs(case)),
+    "experts: stacks of 8 bits": lambda case: case.stored is not None and bool(_live_pairs(case)),
 }
 """Name of every edge to the predicate on a case; the report of `verify` counts them."""
 

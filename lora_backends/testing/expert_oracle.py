@@ -8,6 +8,8 @@ has a rank.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
@@ -33,7 +35,18 @@ def dense_layer(inputs: ExpertInputs) -> tuple[torch.Tensor, LoRAWeights, LoRABa
     weights, top_k = inputs.weights, inputs.ids.shape[1]
     slots, experts, slices = weights.num_slots, weights.num_experts, weights.num_slices
     a = weights.lora_a.expand(slots, experts, slices, -1, -1)
-    b = weights.lora_b.expand(slots, experts, -1, -1)[:, :, in_dense_order(inputs)]
+    b = weights.lora_b.expand(slots, experts, -1, -1)
+    if weights.b_scales is not None:  # torch picks bytes, not float8
+        b = b.view(torch.int8)
+    b = b[:, :, in_dense_order(inputs)].view(weights.dtype)
+    eight: dict[str, Any] = {}
+    if weights.a_scales is not None and weights.b_scales is not None:
+        eight = {
+            "a_scales": weights.a_scales.expand(slots, experts, slices, -1, -1).flatten(0, 1),
+            "b_scales": weights.b_scales.expand(slots, experts, -1, -1).flatten(0, 1),
+            "scale_block": weights.scale_block,
+            "compute_dtype": weights.compute_dtype,
+        }
     ranks, scalings = (t.expand(slots, experts, slices) for t in (weights.ranks, weights.scalings))
     layer = LoRAWeights(
         lora_a=a.flatten(0, 1),
@@ -41,6 +54,7 @@ def dense_layer(inputs: ExpertInputs) -> tuple[torch.Tensor, LoRAWeights, LoRABa
         ranks=ranks.flatten(0, 1),
         scalings=scalings.flatten(0, 1),
         output_slices=weights.output_slices,
+        **eight,
     )
     pair_slots = inputs.batch.token_slots[:, None] * experts + inputs.ids
     pair_slots = torch.where(inputs.live, pair_slots, NO_ADAPTER).flatten()
@@ -71,7 +85,7 @@ def expected_experts(
     value, bound = (
         part[:, back].reshape(*pairs[:2], layer.out_features) for part in (delta.value, delta.bound)
     )
-    unit = sum_unit(layer.dtype)
+    unit = sum_unit(layer.compute_dtype)
     factors, roundings = _factors(inputs)
     value, bound = factors * value, factors.abs() * bound
     bound = bound + gamma(roundings, unit) * (value.abs() + bound)

@@ -10,15 +10,18 @@ from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from lora_backends.features import TOKEN_SCALES
+from lora_backends.eight_bit import COMPUTE_DTYPES
+from lora_backends.features import EIGHT_BIT, TOKEN_SCALES
 from lora_backends.operations import BY_NAME
 from lora_backends.testing.expert_cases import ExpertCase
 from lora_backends.testing.profiles import DEFAULT, Profile
 from lora_backends.testing.strategies import (
+    BLOCKS,
     EXACT_SCALINGS,
     FLOATS,
     PADS,
     REAL_SCALINGS,
+    STORED,
     Values,
     drawn_if,
     layer_widths,
@@ -43,6 +46,7 @@ def expert_cases(
     values: Values = "real",
     base: bool | None = None,
     token_scales: bool | None = None,
+    stored: torch.dtype | None = None,
     min_tokens: int = 0,
     features: Collection[str] = (),
     **options: Any,
@@ -73,6 +77,11 @@ def expert_cases(
     drawn: dict[str, Any] = {
         o.name: draw(st.sampled_from(o.values)) for o in BY_NAME["run_experts"].options
     }
+    if stored is None and EIGHT_BIT in features:
+        stored = draw(st.sampled_from(STORED))
+    if stored is not None:  # float64 goes with wider stacks
+        ordered = [dtype for dtype in ordered if dtype in COMPUTE_DTYPES]
+        dtype = dtype if dtype in ordered else ordered[0]
     case = ExpertCase(
         slots=slots,
         ids=draw(tables(expert, len(slots), top_k)),
@@ -93,6 +102,8 @@ def expert_cases(
         base_pad=draw(st.sampled_from(PADS)) if with_base else 0,
         weights_pad=draw(st.sampled_from((0, 0, 1, 8))),
         values="integer" if integer else "real",
+        stored=stored,
+        scale_block=(1, None) if stored is None else draw(st.sampled_from(BLOCKS)),
         token_scales=drawn_if(draw, TOKEN_SCALES in features, token_scales),
         seed=draw(st.integers(0, 999)),
         **(drawn | options),

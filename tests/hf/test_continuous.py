@@ -72,6 +72,22 @@ def test_equal_prompts_with_other_adapters_share_no_cache(model):
     assert answers[0] != answers[1]
 
 
+def test_a_pass_of_another_thread_does_not_hide_what_modules_see(model):
+    threads = []
+
+    def serve(*_):
+        if not threads:
+            call = {"adapters": ["a"], "input_ids": torch.arange(1, 9)[None]}
+            threads.append(threading.Thread(target=model, kwargs=call))
+            threads[0].start()
+            threads[0].join()
+
+    model.base.register_forward_pre_hook(serve)
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        name = requests.add_request([1, 2, 3], adapter="a")
+        assert requests.collect([name])[name].generated_tokens == alone(model, [1, 2, 3], "a")
+
+
 def test_a_request_may_join_while_another_runs_and_streams(model):
     first, second = prompts(2, seed=3)
     with model.continuous_batching(continuous_batching_config=settings()) as requests:
@@ -172,6 +188,7 @@ def test_a_transformers_without_continuous_batching_is_named(model, monkeypatch)
     ("arguments", "message"),
     [
         ({"input_ids": []}, "input_ids is"),
+        ({"input_ids": None}, "input_ids is None"),
         ({"input_ids": [40]}, "less than 40"),
         ({"input_ids": [1], "adapter": "c"}, "no adapter named 'c'"),
         ({"input_ids": [1], "max_new_tokens": 0}, "max_new_tokens is 0"),
@@ -184,6 +201,8 @@ def test_a_wrong_request_is_refused_and_hurts_no_other(model, arguments, message
         name = requests.add_request([1, 2, 3], adapter="a")
         with pytest.raises((InvalidInputError, UnsupportedInputError), match=message):
             requests.add_request(**arguments)
+        with pytest.raises(InvalidInputError, match="adapters is 3 for 1 prompts"):
+            requests.add_requests([[1]], adapters=3)
         assert requests.collect([name])[name].generated_tokens == alone(model, [1, 2, 3], "a")
     with pytest.raises(InvalidInputError, match="has stopped"):
         requests.add_request([1])

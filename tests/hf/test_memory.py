@@ -105,6 +105,13 @@ def test_an_update_waits_for_the_calls_that_use_the_adapter(model, peft_model):
     assert_close(logits(model, "live"), by_peft(peft_model, "default"))
 
 
+@pytest.mark.parametrize("seconds", ["soon", -1, float("nan")])
+def test_an_update_waits_for_a_number_of_seconds(model, peft_model, seconds):
+    model.add_adapter("live", peft_model)
+    with pytest.raises(InvalidInputError, match="timeout_s is"):
+        model.update_adapter("live", peft_model, timeout_s=seconds)
+
+
 def test_an_update_of_other_modules_is_refused_and_changes_nothing(model, make_base, peft_model):
     base = make_base("llama")
     model.add_adapter("live", random_checkpoint(base, TARGETS))

@@ -1,12 +1,15 @@
 """Rows of adapters that bring more than LoRA: heads, saved modules, tokens, invocations."""
 
 import copy
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import peft
 import pytest
 import sweep_variants
 import torch
+from safetensors.torch import load_file, save_file
 from sweep import BOUND, adapt, in_peft
 from sweep_variants import Q_V, build, inputs
 
@@ -123,6 +126,25 @@ def test_the_base_model_is_as_it_was_after_detach(tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
 
 
+def test_detach_waits_for_adapters_that_are_loaded_ahead(tmp_path, monkeypatch):
+    base = build("llama")
+    saved(tmp_path, base, "own", **HEAD)
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    model.keep_adapters(folder=tmp_path)
+    started, hook = threading.Event(), own_modules.OwnModules._hook
+
+    def slow(*arguments):
+        started.set()
+        time.sleep(0.05)
+        hook(*arguments)
+
+    monkeypatch.setattr(own_modules.OwnModules, "_hook", slow)
+    model.store.prefetch(["own"])
+    assert started.wait(30)
+    model.detach()
+    assert not base.lm_head._forward_hooks and model.store is None
+
+
 def test_what_cannot_follow_modules_of_its_own_is_refused(tmp_path):
     model = MultiLoRAModel(build("llama"), "torch_ref", max_rank=3)
     model.load_adapter("own", saved(tmp_path, build("llama"), "own", **HEAD))
@@ -218,6 +240,64 @@ def test_an_adapter_acts_from_its_invocation_on_and_not_without_it(tmp_path):
         model(adapters=["own"] * 4, inputs_embeds=embeds)
 
 
+@pytest.fixture
+def invoked(tmp_path):
+    base, config = build("llama"), sweep_variants.VARIANTS["aLoRA"][1]
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    model.load_adapter("own", saved(tmp_path, base, "own", **config))
+    return model
+
+
+def test_a_blend_of_one_adapter_with_strength_1_is_invoked_like_its_name(invoked):
+    given = inputs("llama")
+    by_name = invoked(adapters=["own"] * 4, **given).logits
+    assert torch.equal(invoked(adapters=[{"own": 1.0}] * 4, **given).logits, by_name)
+    with pytest.raises(UnsupportedInputError, match="which no strength scales"):
+        invoked(adapters=[{"own": 0.5}] * 4, **given)
+
+
+def test_an_invocation_that_may_lie_in_the_cache_is_refused(invoked):
+    ids = inputs("llama")["input_ids"][:1]
+    full = invoked(adapters=["own"], input_ids=ids).logits
+    first = invoked(adapters=["own"], input_ids=ids[:, :-1], use_cache=True)
+    cached = {"input_ids": ids[:, -1:], "past_key_values": first.past_key_values}
+    with pytest.raises(UnsupportedInputError, match="may be in the key-value cache"):
+        invoked(adapters=["own"], **cached)
+    last = invoked(adapters=[["own"]], **cached).logits
+    torch.testing.assert_close(last, full[:, -1:], rtol=0, atol=BOUND)
+
+
+def test_an_invocation_with_modules_of_its_own_is_refused(tmp_path):
+    base, config = build("llama"), sweep_variants.VARIANTS["aLoRA"][1]
+    folder = saved(tmp_path, base, "own", **config, modules_to_save=["lm_head"])
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    with pytest.raises(UnsupportedInputError, match="alora_invocation_tokens, and lm_head"):
+        model.load_adapter("own", folder)
+
+
+def test_two_values_of_one_parameter_are_refused(tmp_path):
+    base = build("llama")
+    folder = saved(tmp_path, base, "own", **HEAD)
+    tensors = load_file(f"{folder}/adapter_model.safetensors")
+    head = next(name for name in tensors if "lm_head" in name)
+    tensors["base_model.model.lm_head.modules_to_save.weight"] = tensors[head] + 1
+    save_file(tensors, f"{folder}/adapter_model.safetensors", {"format": "pt"})
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    with pytest.raises(InvalidInputError, match=r"two tensors give parameter 'lm_head\.weight'"):
+        model.load_adapter("own", folder)
+
+
+def test_the_report_counts_the_values_of_modules_of_its_own(tmp_path):
+    base, config = build("llama"), sweep_variants.VARIANTS["aLoRA"][1]
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    model.load_adapter("plain", saved(tmp_path, base, "plain", **Q_V))
+    model.load_adapter("head", saved(tmp_path, base, "head", **HEAD))
+    model.load_adapter("own", saved(tmp_path, base, "own", **config))
+    plain, head, own = model.adapters_report().adapters
+    assert head.bytes == plain.bytes + base.lm_head.weight.nbytes
+    assert own.targets == plain.targets == ("q_proj", "v_proj")
+
+
 def test_loads_of_several_threads_hook_a_module_once(tmp_path, monkeypatch):
     model = MultiLoRAModel(build("bert"), "torch_ref", max_rank=3)
     folders = {
@@ -236,6 +316,21 @@ def test_loads_of_several_threads_hook_a_module_once(tmp_path, monkeypatch):
     assert sorted(model.adapters) == ["a", "bb"]
     norm = model.base.bert.embeddings.LayerNorm
     assert len(norm._forward_hooks) == 2  # before LoRA, and behind it
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_pissa_near_its_start_is_refused_in_8_bits(tmp_path):
+    base = build("llama")
+    config = peft.LoraConfig(r=3, init_lora_weights="pissa", **Q_V)
+    trained = peft.get_peft_model(copy.deepcopy(base), config)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(1.001)
+    trained.save_pretrained(tmp_path)
+    model = MultiLoRAModel(base, "torch_ref", max_rank=6, adapter_dtype="int8")
+    with pytest.raises(UnsupportedInputError, match=r"too little for torch\.int8"):
+        model.load_adapter("p", tmp_path)
 
 
 def test_pissa_takes_twice_its_rank(tmp_path):

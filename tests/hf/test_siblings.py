@@ -408,7 +408,7 @@ def test_what_was_kept_for_siblings_goes_with_an_update(make):
 
 def test_prepared_adapters_keep_what_a_graph_reads(make):
     model = make()
-    joined = model._groups[0].joined.weight
+    joined = model._hooked.groups[0].joined.weight
     step = model.prepare(ROWS, tokens=5)
     kept = weakref.ref(joined)
     del joined
@@ -462,7 +462,7 @@ def test_no_memory_for_a_join_leaves_the_base_as_it_was(make_base, monkeypatch):
 
 def test_what_moved_weights_leave_behind_is_freed(make):
     model = make()
-    group = model._groups[0]
+    group = model._hooked.groups[0]
     for module in group.modules:
         module.weight.data = module.weight.data.clone()
     logits(model)

@@ -183,6 +183,53 @@ def test_an_adapter_from_memory_takes_the_place_of_files_of_its_name(
     assert torch.equal(logits(model, "a"), files)
 
 
+def test_what_was_made_ready_never_replaces_an_adapter_that_came_since(
+    model, make_base, folder, save_adapter, checkpoints
+):
+    store = model.keep_adapters(folder=folder, watch_s=0.0)
+    new = alone(make_base, checkpoints["a1"])
+    logits(model, "a")
+    save_adapter(name="adapters/a", seed=77, **PLAIN)
+    changed = store.provide(["a"])
+    model.add_adapter("a", checkpoints["a1"])
+    changed(lambda: None)
+    assert close(logits(model, "a"), new)
+    logits(model, "b", "c")
+    missing = store.provide(["a"])  # a1
+    model.add_adapter("a", checkpoints["a2"])
+    logits(model, "b", "c")
+    missing(lambda: None)
+    assert close(logits(model, "a"), alone(make_base, checkpoints["a2"]))
+
+
+def test_an_updated_adapter_evicted_at_once_comes_back_with_its_last_weights(
+    model, make_base, checkpoints, monkeypatch
+):
+    store = model.keep_adapters()
+    old, new = (random_checkpoint(make_base("llama"), TARGETS, seed=seed) for seed in (40, 41))
+    model.add_adapter("live", old)
+    locked, note = [], store._note
+
+    def noting(*given):
+        other = threading.Thread(target=lambda: locked.append(free(model.pool.slots.lock)))
+        other.start()
+        other.join()
+        note(*given)
+
+    monkeypatch.setattr(store, "_note", noting)
+    model.update_adapter("live", new)
+    assert locked == [False]  # no other thread could evict it between the write and the note
+    assert close(logits(model, "live"), alone(make_base, new))
+
+
+def free(lock):
+    """Return whether this thread can take a lock at once."""
+    taken = lock.acquire(blocking=False)
+    if taken:
+        lock.release()
+    return taken
+
+
 def test_an_updated_adapter_comes_back_with_its_last_weights(model, make_base, checkpoints):
     model.keep_adapters()
     base = make_base("llama")
@@ -229,6 +276,16 @@ def test_wrong_settings_of_a_store_are_refused(model, options, message):
     with pytest.raises(InvalidInputError, match=message):
         model.keep_adapters(**options)
     assert model.store is None
+
+
+@pytest.mark.parametrize("names", ["a", 3, [None], [["a"]]])
+def test_what_is_no_name_is_not_loaded_ahead(model, folder, names):
+    store = model.keep_adapters(folder=folder)
+    with pytest.raises(InvalidInputError, match="names is"):
+        store.prefetch(names)
+    model.detach()
+    with pytest.raises(InvalidInputError, match="the store is closed"):
+        store.prefetch(["a"])
 
 
 def test_a_store_is_made_once_and_before_any_adapter(model, checkpoints):

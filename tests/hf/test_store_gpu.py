@@ -4,7 +4,7 @@ import pytest
 import torch
 from deltas import random_checkpoint
 
-from lora_backends.adapters.describe import tensors_of
+from lora_backends.adapters.tensors import tensors_of
 from lora_backends.hf import MultiLoRAModel
 
 pytestmark = [

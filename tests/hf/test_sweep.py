@@ -1,12 +1,13 @@
-"""A part of the sweep, all of it where slow tests run, and what its result file says."""
+"""A part of the sweep, all of it with ``-m sweep``, and what its result file says."""
 
-import json
 import runpy
 from pathlib import Path
 
 import pytest
 import sweep
 import sweep_variants
+
+from lora_backends.bench.results import read_result
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "peft_sweep.json"
 
@@ -22,9 +23,7 @@ PLAIN = [
 
 def known(case):
     """Return what the result file says of a case: refused, or the bound."""
-    found = json.loads(RESULT.read_text())
-    kinds = ("architectures", "variants", "files")
-    return next(found[kind][case] for kind in kinds if case in found[kind])
+    return next(row for row in read_result(RESULT)["rows"] if row["name"] == case)
 
 
 def check(case, found):
@@ -51,27 +50,30 @@ def test_files_in_another_form_give_the_same_rows(name):
     assert sweep_variants.run_file(name) <= sweep.BOUND
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep.NAMES)
 def test_an_architecture_of_the_sweep_is_as_the_result_file_says(name):
     check(name, sweep.run(name))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep_variants.VARIANTS)
 def test_a_variant_of_the_sweep_is_as_the_result_file_says(name):
     check(name, sweep_variants.run(name))
 
 
 def test_the_result_file_is_of_these_cases_and_none_is_wrong():
-    found = json.loads(RESULT.read_text())
-    assert [*found["architectures"]] == sweep.NAMES
-    assert [*found["variants"]] == [*sweep_variants.VARIANTS]
-    assert [*found["files"]] == [*sweep_variants.FILES]
-    for kind in ("architectures", "variants", "files"):
-        assert all(case.get("worst", 0) <= sweep.BOUND for case in found[kind].values())
-    assert sum("worst" in case for case in found["architectures"].values()) >= 55
-    assert sum("worst" in case for case in found["variants"].values()) >= 30
+    rows = read_result(RESULT)["rows"]
+
+    def of(kind):
+        return {row["name"]: row for row in rows if row["kind"] == kind}
+
+    assert [*of("architectures")] == sweep.NAMES
+    assert [*of("variants")] == [*sweep_variants.VARIANTS]
+    assert [*of("files")] == [*sweep_variants.FILES]
+    assert all(row.get("worst", 0) <= sweep.BOUND for row in rows)
+    assert sum("worst" in case for case in of("architectures").values()) >= 55
+    assert sum("worst" in case for case in of("variants").values()) >= 30
 
 
 def test_a_wrong_row_fails_the_sweep(monkeypatch):

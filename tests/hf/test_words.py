@@ -58,6 +58,13 @@ def test_adapters_are_given_once(llama):
         model.generate(adapters=["a"] * 4, adapter_names=["a"] * 4, **inputs("llama"))
 
 
+def test_prepared_adapters_and_names_are_not_given_together(llama):
+    model, _ = llama
+    step = model.prepare([None] * 4, tokens=inputs("llama")["input_ids"].shape[1])
+    with pytest.raises(InvalidInputError, match="are both given"):
+        model(adapters=step, adapter_names=["a"] * 4, **inputs("llama"))
+
+
 def test_the_first_input_may_be_given_by_position(llama):
     model, _ = llama
     ids = inputs("llama")["input_ids"]
@@ -142,6 +149,8 @@ def test_rows_are_divided_by_adapter_where_that_is_asked_for(tmp_path):
         )
         for ours, theirs in pairs:
             torch.testing.assert_close(ours[row], theirs[row], rtol=0, atol=2e-5)
+    plain = model(adapters=rows, split=True, return_dict=False, **given)
+    assert type(plain) is tuple and torch.equal(plain[0], output.logits)
 
 
 def test_what_has_no_rows_is_not_divided(llama):

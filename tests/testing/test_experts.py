@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from mutants import MUTANTS
 
 from lora_backends import InvalidInputError
+from lora_backends.features import EIGHT_BIT
 from lora_backends.testing import (
     DEFAULT,
     ExpertCase,
@@ -45,6 +46,28 @@ def test_dead_pairs_have_no_values():
     assert inputs.weights.lora_b[0, 1].isnan().tolist() == [[False, True]] * 4
 
 
+def own_scales(own, weights, a=None, s=None):
+    """Return the scale of every element of one A, or of one slice's B."""
+    rows, columns = weights.scale_block
+    if a is not None:
+        shape = (weights.max_rank, weights.in_features)
+    else:
+        shape = (weights.output_slices[s], weights.max_rank)
+    rows, columns = rows or shape[0], columns or shape[1]
+    if weights.a_scales is None:
+        return torch.ones(shape)
+    if a is not None:
+        scales = own["a_scales"][a]
+    else:  # the groups of each slice begin anew
+        first = sum(-(-width // rows) for width in weights.output_slices[:s])
+        if weights.scale_block[0] is None:
+            first = s
+        scales = own["b_scales"][first:]
+    return torch.tensor(
+        [[float(scales[i // rows, j // columns]) for j in range(shape[1])] for i in range(shape[0])]
+    ).reshape(shape)
+
+
 def pair_by_pair(inputs):
     """Return y of experts in float64, straight from the formula."""
     weights, options = inputs.weights, inputs.options
@@ -54,7 +77,8 @@ def pair_by_pair(inputs):
         slot, expert = int(inputs.batch.token_slots[t]), int(inputs.ids[t, j])
         own = {
             name: getattr(weights, name)[slot, expert % getattr(weights, name).shape[1]]
-            for name in ("lora_a", "lora_b", "ranks", "scalings")
+            for name in ("lora_a", "lora_b", "ranks", "scalings", "a_scales", "b_scales")
+            if getattr(weights, name) is not None
         }
         x = inputs.x[t if options["rows"] == "tokens" else t * top_k + j].double()
         row = y[t] if options["reduce"] else y[t, j]
@@ -63,16 +87,17 @@ def pair_by_pair(inputs):
             r = int(own["ranks"][a])
             if r:
                 factor = float(inputs.topk_weights[t, j]) if options["weighted"] else 1.0
-                h = own["lora_a"][a, :r].double() @ x
+                h = (own["lora_a"][a].double() * own_scales(own, weights, a=a))[:r] @ x
                 columns = range(weights.out_features)[weights.columns(s)]
-                for o in columns:
-                    delta = own["lora_b"][o, :r].double() @ h
+                b_scales = own_scales(own, weights, s=s)
+                for row_of_b, o in enumerate(columns):
+                    delta = (own["lora_b"][o].double() * b_scales[row_of_b])[:r] @ h
                     row[o] += factor * float(own["scalings"][a]) * delta
     return y
 
 
 @QUICK
-@given(expert_cases(values="either"))
+@given(expert_cases(values="either", features=(EIGHT_BIT,)))
 def test_the_oracle_of_experts_is_the_formula_pair_by_pair(case):
     inputs = case.build()
     torch.testing.assert_close(

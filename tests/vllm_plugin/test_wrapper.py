@@ -251,6 +251,31 @@ def test_both_model_runners_compute_prompt_logprobs_by_token(monkeypatch):
     assert worker.compute_prompt_logprobs(lambda part: prompts.first_token(), hidden, None) == 2
 
 
+def test_several_rows_of_logits_per_request_have_the_requests_adapter(wrapper, x, monkeypatch):
+    from lora_backends import InvalidInputError
+    from lora_backends.integrations.vllm import prompts
+
+    module = make_module(wrapper, slices=(20,))
+    stacks = module.lora_a_stacked[0], module.lora_b_stacked[0]
+
+    class GPUModelRunner:  # speculative decoding: one adapter per request, a row per draft and one
+        def sample(self, hidden, batch, grammar):
+            return wrapper.add_lora_logits(torch.ones(len(hidden), 20), hidden, *stacks, 1.0)
+
+    place = "vllm.v1.worker.gpu.model_runner"
+    monkeypatch.setitem(sys.modules, place, SimpleNamespace(GPUModelRunner=GPUModelRunner))
+    prompts.follow()
+    wrapper.update_metadata(mapping(IDS, [9, 0, 5]), INDEX_TO_ID, SLOTS + 1, 100)
+    for counts in ([3, 1, 2], [1, 1, 1], [0, 2, 1]):
+        ids = [id_ for id_, count in zip([9, 0, 5], counts, strict=True) for _ in range(count)]
+        batch = SimpleNamespace(cu_num_logits_np=torch.tensor([0, *counts]).cumsum(0).numpy())
+        y = GPUModelRunner().sample(x[: len(ids)], batch, None)
+        torch.testing.assert_close(y, 1 + delta(module, x[: len(ids)], ids))
+    with pytest.raises(InvalidInputError, match="given: 4 rows\n  allowed: 3 rows of 3 requests"):
+        GPUModelRunner().sample(x[:4], batch, None)
+    assert prompts.rows_per_request() is None
+
+
 def test_a_classification_head_of_an_adapters_own_replaces_its_rows(wrapper, x):
     weight = torch.randn(SLOTS, 1, 5, WIDTH, generator=torch.Generator().manual_seed(4))
     bias, enabled = torch.randn(SLOTS, 5), torch.tensor([True, False, True])
@@ -373,6 +398,26 @@ def test_a_shrink_starts_before_the_base_product(wrapper, overlapped, x):
     wrapper.update_metadata(mapping([0] * 7), INDEX_TO_ID, SLOTS + 1, 100)
     assert torch.equal(module._apply_sync(x), base)
     assert module.lora_backends_layers[0].started is None
+
+
+def test_a_layer_that_adds_lora_in_its_own_way_keeps_it(wrapper):
+    from lora_backends.integrations.vllm import operation
+
+    class Linear(SimpleNamespace):
+        def _apply_sync(self, x, bias=None):
+            return self._apply_lora_to_output(x, x)
+
+        def _apply_lora_to_output(self, x, y):
+            return y
+
+    class Head(Linear):
+        def _apply_lora_to_output(self, x, y):
+            return y + 1
+
+    for kind, is_replaced in ((Linear, True), (Head, False)):
+        module = kind(**vars(make_module(wrapper)))
+        operation.overlap(module)
+        assert ("_apply_sync" in vars(module)) is is_replaced
 
 
 def test_compiled_programs_keep_the_order(wrapper, overlapped, x):

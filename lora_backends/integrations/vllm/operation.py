@@ -20,7 +20,7 @@ NAMESPACE = "lora_backends_vllm"
 
 LINEAR = "linear"  # y += LoRA of x, for the batch's tokens
 LOGITS = "logits"  # the same for the rows that are sampled
-PROMPT = "prompt"  # the same for tokens of a prompt whose logprobs are asked for
+PROMPT = "prompt"  # the same for rows whose adapters vLLM does not announce, as of a prompt
 SHRINK = "shrink"  # y = h of x
 EXPAND = "expand"  # y[:, offset:] += LoRA of h, which is x
 FULL = "full"  # y = x times a whole matrix of the adapter, for the rows that are sampled
@@ -90,6 +90,8 @@ def overlap(module: Any) -> None:
     layer: Layer = module.lora_backends_layers[0]
     if layer.a is not layer.b or not hasattr(module, "_apply_sync"):
         return
+    if _owner(module, "_apply_sync") is not _owner(module, "_apply_lora_to_output"):
+        return  # it adds LoRA in a way of its own, as to the rows of requests
     stack = module.lora_a_stacked[0]
 
     def apply_overlapped(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -100,6 +102,11 @@ def overlap(module: Any) -> None:
         return y
 
     module._apply_sync = apply_overlapped
+
+
+def _owner(module: Any, name: str) -> type | None:
+    """Return the class that defines a method of a module."""
+    return next((cls for cls in type(module).__mro__ if name in vars(cls)), None)
 
 
 def start(x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:

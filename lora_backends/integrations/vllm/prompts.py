@@ -1,7 +1,9 @@
-"""Logits of a prompt's tokens, which vLLM computes for prompt logprobs.
+"""Logits whose adapters vLLM does not announce.
 
-vLLM announces the adapters of logits for sampled rows alone. For prompt logprobs it hands slices of
-the batch's hidden states to the same head, so their adapters are those of the tokens there.
+vLLM announces an adapter for each row of logits that it samples. For prompt logprobs it hands
+slices of the batch's hidden states to the same head, so their adapters are those of the tokens
+there. Its second model runner announces one adapter per request, also where speculative decoding
+gives a request several rows.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,11 +19,17 @@ import torch
 from lora_backends.errors import UnsupportedInputError
 
 _first_token: int | None = None
+_rows_per_request: list[int] | None = None
 
 
 def first_token() -> int | None:
     """Return the batch's token that the first row of the logits belongs to; None for samples."""
     return _first_token
+
+
+def rows_per_request() -> list[int] | None:
+    """Return how many rows of the logits each request has; None where each row is announced."""
+    return _rows_per_request
 
 
 def by_token(compute_logits: Callable[..., Any], hidden_states: torch.Tensor) -> Callable[..., Any]:
@@ -46,13 +55,14 @@ def by_token(compute_logits: Callable[..., Any], hidden_states: torch.Tensor) ->
 
 
 def follow() -> None:
-    """Let each model runner of vLLM compute prompt logprobs through `by_token`.
+    """Let each model runner of vLLM tell which logits it computes.
 
     Both runners do it in private methods, and nothing public tells these logits from others.
     """
     _replace("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_get_prompt_logprobs_dict", _v1)
     for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"):
         _replace("vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker", name, _v2)
+    _replace("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "sample", _sample)
 
 
 def _v1(
@@ -76,6 +86,23 @@ def _v2(
     **kwargs: Any,
 ) -> Any:
     return own(worker, by_token(logits_fn, hidden_states), hidden_states, *args, **kwargs)
+
+
+def _sample(
+    own: Callable[..., Any],
+    runner: Any,
+    hidden_states: torch.Tensor,
+    input_batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    global _rows_per_request
+    ends = input_batch.cu_num_logits_np.tolist()  # from 0, on the host
+    _rows_per_request = [end - first for first, end in pairwise(ends)]
+    try:
+        return own(runner, hidden_states, input_batch, *args, **kwargs)
+    finally:
+        _rows_per_request = None
 
 
 def _replace(module: str, owner: str, name: str, around: Callable[..., Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -126,12 +126,29 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
     ) -> torch.Tensor:
         """Add the LoRA of a head to the logits y of the sampled rows, or of a prompt's tokens."""
         _check_plain(scale, buffer)
-        first, x = prompts.first_token(), _rows(x)
-        if first is not None:
-            self.prompt.set_slots(self.tokens.slots[first : first + x.shape[0]])
-        kind = operation.LOGITS if first is None else operation.PROMPT
+        x = _rows(x)
+        slots = self._slots_of_logits(x.shape[0])
+        if slots is not None:
+            self.prompt.set_slots(slots)
+        kind = operation.LOGITS if slots is None else operation.PROMPT
         run(_rows(y), x, lora_a_stacked, kind)
         return y
+
+    def _slots_of_logits(self, rows: int) -> Sequence[int] | None:
+        """Return the slot of each row of the logits; None where vLLM has announced them."""
+        first, counts = prompts.first_token(), prompts.rows_per_request()
+        if first is not None:
+            return self.tokens.slots[first : first + rows]
+        if counts is None or all(count == 1 for count in counts):
+            return None
+        announced = self.sampled.slots
+        if len(counts) != len(announced) or sum(counts) != rows:
+            raise InvalidInputError(
+                f"logits do not fit the batch that vLLM has announced\n"
+                f"  given: {rows} rows\n"
+                f"  allowed: {sum(counts)} rows of {len(announced)} requests"
+            )
+        return [slot for slot, count in zip(announced, counts, strict=True) for _ in range(count)]
 
     def add_shrink(
         self,

@@ -24,6 +24,8 @@ SCALES = frozenset({TOKEN_SCALES, OUTPUT_SCALES})
 """What cases of most properties may need."""
 ANY_LAYER = SCALES | {SLICE_TENSORS, EIGHT_BIT}
 """The same for properties that do not look into lora_a and lora_b."""
+ANY_EXPERTS = frozenset({TOKEN_SCALES, EIGHT_BIT})
+"""What cases of experts may need."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError
-from lora_backends.features import CAPACITY
+from lora_backends.features import CAPACITY, EIGHT_BIT
 from lora_backends.testing import oracles
 from lora_backends.testing.expert_cases import ExpertCase, ExpertInputs
 from lora_backends.testing.expert_oracle import (
@@ -23,9 +23,9 @@ from lora_backends.testing.expert_oracle import (
 from lora_backends.testing.inputs import bits, same_bits
 from lora_backends.testing.oracles import Expected
 from lora_backends.testing.properties.core import (
+    ANY_EXPERTS,
     BOUNDED,
     BY_CLAIM,
-    NONE,
     batch_invariant,
     cuda_graphs,
     declares,
@@ -59,8 +59,8 @@ def experts(backend: LoRABackend, inputs: ExpertInputs, routing: Any | None = No
 
 def expected(backend: LoRABackend, inputs: ExpertInputs) -> Expected:
     """Return what `experts` must return, for the intermediate dtype that the backend declares."""
-    narrow = inputs.weights.dtype if backend.narrow_intermediate else torch.float32
-    return expected_experts(inputs, intermediate=narrow)
+    narrow = inputs.weights.compute_dtype if backend.narrow_intermediate else None
+    return expected_experts(inputs, intermediate=narrow or torch.float32)
 
 
 def assert_right(actual: torch.Tensor, wanted: Expected, inputs: ExpertInputs, exact: bool) -> None:
@@ -109,6 +109,7 @@ def check_experts(backend: LoRABackend, case: ExpertCase, inputs: ExpertInputs) 
     kind=ExpertCase,
     values="integer",
     examples=50,
+    features=ANY_EXPERTS,
 )
 def experts_are_exact_on_integers(backend: LoRABackend, case: ExpertCase) -> None:
     """All sums are exact, so the one rounding into y leaves a single value."""
@@ -116,14 +117,24 @@ def experts_are_exact_on_integers(backend: LoRABackend, case: ExpertCase) -> Non
 
 
 @prop(
-    "run_experts is within the bound of float64.", kind=ExpertCase, agreement=BOUNDED, examples=80
+    "run_experts is within the bound of float64.",
+    kind=ExpertCase,
+    agreement=BOUNDED,
+    examples=80,
+    features=ANY_EXPERTS,
 )
 def run_experts_is_within_the_bound(backend: LoRABackend, case: ExpertCase) -> None:
     """The differential test, over everything that a case draws."""
     check_experts(backend, case, case.build(backend.device))
 
 
-@prop("Dead pairs keep the bits of base_output.", kind=ExpertCase, base=True, examples=25)
+@prop(
+    "Dead pairs keep the bits of base_output.",
+    kind=ExpertCase,
+    base=True,
+    examples=25,
+    features=ANY_EXPERTS,
+)
 def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     """Whatever stands there, -0.0 included; on a device ids may also be too high."""
     inputs = case.build(backend.device)
@@ -150,7 +161,7 @@ def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     agreement=BY_CLAIM,
     weighted=False,
     reduce=False,
-    features=NONE,
+    features=frozenset({EIGHT_BIT}),
 )
 def experts_equal_dense_slots(backend: LoRABackend, case: ExpertCase) -> None:
     """run_linear of a layer with num_slots * num_experts slots."""
@@ -176,6 +187,7 @@ def experts_equal_dense_slots(backend: LoRABackend, case: ExpertCase) -> None:
     agreement=BOUNDED,
     reduce=True,
     base=False,
+    features=ANY_EXPERTS,
 )
 def reduce_is_the_sum_over_pairs(backend: LoRABackend, case: ExpertCase) -> None:
     """Against the results of the pairs, summed in float64."""
@@ -193,6 +205,7 @@ def reduce_is_the_sum_over_pairs(backend: LoRABackend, case: ExpertCase) -> None
     values="either",
     agreement=BY_CLAIM,
     min_tokens=1,
+    features=ANY_EXPERTS,
 )
 def a_refilled_routing_equals_a_fresh_one(backend: LoRABackend, case: ExpertCase) -> None:
     """The plan is refilled too: another composition, and other experts."""
@@ -223,6 +236,7 @@ def a_refilled_routing_equals_a_fresh_one(backend: LoRABackend, case: ExpertCase
     examples=20,
     requires=(batch_invariant,),
     min_tokens=2,
+    features=ANY_EXPERTS,
 )
 def experts_do_not_depend_on_the_batch(backend: LoRABackend, case: ExpertCase) -> None:
     """One token alone, bit for bit as within the batch."""
@@ -243,6 +257,7 @@ def experts_do_not_depend_on_the_batch(backend: LoRABackend, case: ExpertCase) -
     requires=(declares(CAPACITY),),
     base=True,
     min_tokens=2,
+    features=ANY_EXPERTS,
 )
 def experts_follow_a_plan_with_room(backend: LoRABackend, case: ExpertCase) -> None:
     """The router has a row for each row of x; the plan is refilled with fewer tokens, then more."""
@@ -276,6 +291,7 @@ def experts_follow_a_plan_with_room(backend: LoRABackend, case: ExpertCase) -> N
     examples=10,
     values="either",
     base=True,
+    features=ANY_EXPERTS,
 )
 def experts_of_several_adapters_are_a_sum(backend: LoRABackend, case: ExpertCase) -> None:
     """The second adapter of a token is the next slot's; y is rounded once for each."""

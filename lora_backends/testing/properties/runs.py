@@ -165,6 +165,8 @@ def gather_slots(inputs: LoRAInputs, order: list[int]) -> LoRAWeights:
         scalings=weights.scalings[order],
         bias=None if weights.bias is None else weights.bias[order],
         output_scales=None if weights.output_scales is None else weights.output_scales[order],
+        a_scales=None if weights.a_scales is None else weights.a_scales[order],
+        b_scales=None if weights.b_scales is None else weights.b_scales[order],
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from lora_backends.features import EIGHT_BIT
 from mutants.base import TwoSteps, caught_by
 
 
@@ -75,6 +76,18 @@ class FirstExpertsRank(SeeingExperts):
     def seen_weights(self, weights):
         first = weights.ranks[:, :1].expand_as(weights.ranks).clone()
         return replace(weights, ranks=first, scalings=weights.scalings.nan_to_num(1.0))
+
+
+@caught_by("experts_are_exact_on_integers")
+class ScaleOfAnotherExpert(SeeingExperts):
+    """A of 8 bits gets the scales of the expert before it."""
+
+    features = frozenset({EIGHT_BIT})
+
+    def seen_weights(self, weights):
+        if weights.a_scales is None:
+            return weights
+        return replace(weights, a_scales=weights.a_scales.roll(1, 1).contiguous())
 
 
 @caught_by("reduce_is_the_sum_over_pairs")

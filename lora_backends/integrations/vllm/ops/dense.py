@@ -160,7 +160,11 @@ def shrink(
     """Write ``scaling * x @ A.T``; scaling may be a tensor that broadcasts over [tokens, rank]."""
     backend = backend_for(x.device, backend)
     check_output(output, (weights.num_slices, x.shape[0], weights.max_rank), x)
-    plan = plan_of(backend, meta.slots(x.shape[0], weights.num_slots), weights.num_slots)
+    slots = meta.slots(x.shape[0], weights.num_slots)
+    if isinstance(scaling, torch.Tensor):  # that of a token without adapter may be NaN
+        live = torch.tensor([slot != NO_ADAPTER for slot in slots], device=x.device)
+        scaling = torch.where(live[:, None], scaling, 0)
+    plan = plan_of(backend, slots, weights.num_slots)
     output.copy_(backend.run_lora_a(x, weights, plan) * scaling)
 
 
@@ -191,5 +195,5 @@ def expand(
     written = torch.zeros_like(part)
     backend.run_lora_b(h.to(torch.float32), weights, plan, written)
     live = [token for token, slot in enumerate(slots) if slot != NO_ADAPTER]
-    rows = torch.tensor(live, dtype=torch.int64).to(part.device)
+    rows = torch.tensor(live, dtype=torch.int64, device=part.device)
     part[rows] = written[rows]

@@ -1,0 +1,122 @@
+"""What `MultiLoRAModel` puts on a base model, and takes off again: hooks and joined weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from lora_backends.backend import LoRABackend
+from lora_backends.hf.experts import ExpertSite, experts_forward
+from lora_backends.hf.hooks import lora_hook
+from lora_backends.hf.layout import Layout
+from lora_backends.hf.routers import router_forward
+from lora_backends.hf.running import Joined
+from lora_backends.hf.siblings import (
+    ForwardOverride,
+    are_plain,
+    find_siblings,
+    leader_forward,
+    linear_forward,
+    sibling_forward,
+)
+from lora_backends.hf.sites import Site
+
+
+class Hooked:
+    """The hooks of one wrapper on its base model.
+
+    Args:
+        model: key of the wrapper, whose calls the hooks serve.
+        backend: what adds the LoRA.
+        sites: modules that an adapter may touch, by path; those of routers included.
+        experts: stacked parameters of experts, by path.
+        routers: paths of the sites that are routers.
+        layouts: of the inputs of all of them.
+        fuse: whether modules with one input are joined.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        backend: LoRABackend,
+        sites: Mapping[str, Site],
+        experts: Mapping[str, ExpertSite],
+        routers: Mapping[str, Site],
+        layouts: Mapping[str, Layout],
+        fuse: bool,
+    ) -> None:
+        self._model, self._backend = model, backend
+        self._sites, self._experts, self._routers = sites, experts, routers
+        self._layouts = layouts
+        self.fuse = fuse
+        self.handles: list[Any] = []
+        """Of all hooks; none before `register` and after `remove`."""
+        self.groups = find_siblings(sites) if fuse else []
+        self._leaders = {group.paths[0]: group for group in self.groups}  # that are still joined
+        self.joined: dict[str, Joined] = {}
+        """A leader's path to the weights of its group, while they lie as they were joined."""
+
+    def register(self, base: nn.Module, begin: Callable[..., None]) -> None:
+        """Hook every module that an adapter may touch, and the start of a forward pass.
+
+        All of them from the start: a compiled program would not notice hooks that come later.
+
+        Args:
+            base: the model.
+            begin: announces a forward pass.
+        """
+        self.handles.append(base.register_forward_pre_hook(begin, with_kwargs=True))
+        try:
+            self._add()
+        except BaseException:  # no memory to join weights, for instance
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Take every hook off, and give joined weights memory of their own again."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self._leaders.clear()
+        self.joined.clear()
+        for group in self.groups:
+            group.part()
+
+    def drop_moved(self) -> bool:
+        """Let programs run modules alone whose weights have been moved; return whether any were."""
+        moved = [path for path, group in self._leaders.items() if not group.are_joined()]
+        for path in moved:
+            del self._leaders[path]
+            del self.joined[path]  # which programs guard
+        return bool(moved)
+
+    def _add(self) -> None:
+        model, backend, layouts = self._model, self._backend, self._layouts
+        hooks = {
+            path: lora_hook(model, site, layouts[path], backend)
+            for path, site in self._sites.items()
+            if site.refusal is None
+        }
+        for group in self.groups:
+            self.joined[group.paths[0]] = group.join()
+            alone = [hooks.pop(path) for path in group.paths]
+            layout = layouts[group.paths[0]]
+            forwards = [leader_forward(model, group, layout, backend, alone[0])]
+            forwards += [sibling_forward(model, hook) for hook in alone[1:]]
+            self.handles += map(ForwardOverride, group.modules, forwards)
+        for path, expert_site in self._experts.items():
+            if expert_site.refusal is None:
+                forward = experts_forward(model, expert_site, layouts[path], backend)
+                self.handles.append(ForwardOverride(expert_site.module, forward))
+        for path, hook in hooks.items():
+            site, module = self._sites[path], self._sites[path].module
+            if path in self._routers:
+                forward = router_forward(model, site, layouts[path], backend)
+                self.handles.append(ForwardOverride(module, forward))
+            elif self.fuse and are_plain((module,)):
+                forward = linear_forward(model, site, layouts[path], backend, hook)
+                self.handles.append(ForwardOverride(cast(nn.Linear, module), forward))
+            else:
+                self.handles.append(module.register_forward_hook(hook))
