@@ -490,10 +490,10 @@ def _expand_long_ranks(
             group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C, GROUP_R
         )
         acc += scaled_product(
-            scaling, h, b, own, r, rank, STORAGE, GROUP_R, WIDE, EXACT_H, PRECISION, INTERPRETED
+            1.0, h, b, own, r, rank, STORAGE, GROUP_R, WIDE, EXACT_H, PRECISION, INTERPRETED
         )  # fmt: skip
     store_y(
-        y_rows, c, y, acc, bias_row, scales, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
+        y_rows, c, y, scaling * acc, bias_row, scales, has_token, end, HAS_BIAS, HAS_OUTPUT_SCALES,
         EVEN_C, INTERPRETED,
     )  # fmt: skip
 
