@@ -78,6 +78,15 @@ def _no_settings_from_outside(monkeypatch):
             monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def fresh_programs():
+    """Compile anew, without gradients."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
 VOCAB, DIM = 40, 16
 
 

@@ -34,15 +34,10 @@ if torch.cuda.is_available():
         if not unavailable_reasons(name, "cuda")
     ]
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_programs():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:torch.*"),
+    pytest.mark.usefixtures("fresh_programs"),
+]
 
 
 def _backend(name, device):

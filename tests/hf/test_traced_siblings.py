@@ -16,15 +16,10 @@ ROWS = ["a", None, "b"]
 IDS = torch.randint(0, 40, (3, 5), generator=torch.Generator().manual_seed(1))
 X = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(2))
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_programs():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:torch.*"),
+    pytest.mark.usefixtures("fresh_programs"),
+]
 
 
 @pytest.fixture
