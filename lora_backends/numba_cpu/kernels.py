@@ -16,6 +16,8 @@ markers of the weights and of y, see `vectors`.
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,10 +89,25 @@ class Call(NamedTuple):
 CALL_FIELDS, LAYER_FIELDS, SLICE_FIELDS = (len(kind._fields) for kind in (Call, Layer, Slice))
 
 
+def digest_of(folder: Path) -> int:
+    """Return a number that differs where any source of kernels does."""
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        found.update(path.name.encode() + path.read_bytes())
+    return int.from_bytes(found.digest()[:7], "big")
+
+
+SOURCES = digest_of(Path(__file__).parent)
+"""Each function that is kept on disk has this in its closure. numba's key for it holds the values
+there and its own file alone; without the number it would load code from older callees."""
+
+
 def entry(kind: Any, kind_y: Any) -> Any:
     """Compile what the host calls for weights and y of these kinds; it takes a `Call`'s address."""
+    sources = SOURCES
 
     def run(address):
+        _ = sources
         run_call(kind, kind_y, address)
 
     return compiled(types.void(types.int64), run)
@@ -98,15 +115,20 @@ def entry(kind: Any, kind_y: Any) -> Any:
 
 def first_entry(kind: Any) -> Any:
     """Compile the first half for weights of a kind: a function of its own, whatever y is."""
+    sources = SOURCES
 
     def run(address, part, parts, low, high):
+        _ = sources
         run_first(kind, address, part, parts, low, high)
 
     return compiled(types.void(*[types.int64] * 5), run)
 
 
 def compiled(signature: Any, run: Any) -> Any:
-    """Return a C function, kept on disk where some folder can be written."""
+    """Return a C function, kept on disk where some folder can be written.
+
+    `run` must have `SOURCES` in its closure.
+    """
     if config.DISABLE_JIT:
         return run
     try:
@@ -241,6 +263,31 @@ def own_units(part, parts, total, before, units, cost):
 
 
 @njit(nogil=True)
+def shrink_work(layer, segments, span, ranks):
+    """Return the cost of the shrink in blocks of as many ranks, and the longest segment."""
+    total, longest = 0, 0
+    for key, start, stop in segments:
+        longest = max(longest, stop - start)
+        for s in range(layer.num_slices):
+            blocks = (highest_rank(layer, key, span, s) + ranks - 1) // ranks
+            total += blocks * (FETCH_COST + stop - start)
+    return total, longest
+
+
+@njit(nogil=True)
+def expand_work(layer, segments):
+    """Return the cost of the expand, and the longest segment."""
+    total, longest = 0, 0
+    for key, start, stop in segments:
+        longest = max(longest, stop - start)
+        for s in range(layer.num_slices):
+            item = slice_of(layer, s)
+            tiles = (item.last - item.first + LANES - 1) // LANES
+            total += tiles * (FETCH_COST + stop - start) * (rank_of(layer, key, s) + EXPAND_COST)
+    return total, longest
+
+
+@njit(nogil=True)
 def rank_of(layer, key, s):
     """Return the rank of a slot's slice."""
     slot, expert = key & SLOT_MASK, key >> EXPERT_BITS
@@ -273,12 +320,7 @@ def eight_rows(base, t):
 @njit(nogil=True)
 def shrink_part(part, parts, kind, layer, segments, span, x, h):
     """Write this part's blocks of ``h[s, t, :r] = x[t] @ a[l, s, :r].T``."""
-    total, longest = 0, 0
-    for key, start, stop in segments:
-        longest = max(longest, stop - start)
-        for s in range(layer.num_slices):
-            blocks = (highest_rank(layer, key, span, s) + SHRINK_RANKS - 1) // SHRINK_RANKS
-            total += blocks * (FETCH_COST + stop - start)
+    total, longest = shrink_work(layer, segments, span, SHRINK_RANKS)
     scratch = np.empty(shrink_scratch(longest), np.float32)
     before = 0
     for key, start, stop in segments:
@@ -363,13 +405,7 @@ def gather(kind, layer, segments, ids, h):
 @njit(nogil=True)
 def expand_part(part, parts, kinds, layer, segments, scales, h, y):
     """Add this part's columns of ``scale * scaling * h @ b.T + bias`` to y."""
-    total, longest = 0, 0
-    for key, start, stop in segments:
-        longest = max(longest, stop - start)
-        for s in range(layer.num_slices):
-            item = slice_of(layer, s)
-            tiles = (item.last - item.first + LANES - 1) // LANES
-            total += tiles * (FETCH_COST + stop - start) * (rank_of(layer, key, s) + EXPAND_COST)
+    total, longest = expand_work(layer, segments)
     scratch = np.empty(expand_scratch(longest, layer.max_rank), np.float32)
     before = 0
     for key, start, stop in segments:

@@ -33,9 +33,11 @@ from lora_backends.numba_cpu.kernels import (
     LAYER_FIELDS,
     SHRINK,
     SLOT_MASK,
+    SOURCES,
     compiled,
     eight_rows,
     expand_column,
+    expand_work,
     four_rows,
     highest_rank,
     own_units,
@@ -45,6 +47,7 @@ from lora_backends.numba_cpu.kernels import (
     run_to_first,
     scaling_of,
     shrink_block,
+    shrink_work,
     slice_of,
     unpack,
     unpack_call,
@@ -75,8 +78,10 @@ SCRATCH = (ORDER_BYTES + TILE_BYTES * MAX_SEGMENT + LINE) // 4
 
 def entry() -> Any:
     """Compile what the host calls; it takes a `Call`'s address."""
+    sources = SOURCES
 
     def run(address):
+        _ = sources
         run_call(address)
 
     return compiled(types.void(types.int64), run)
@@ -84,8 +89,10 @@ def entry() -> Any:
 
 def first_entry() -> Any:
     """Compile the first half."""
+    sources = SOURCES
 
     def run(address, part, parts, low, high):
+        _ = sources
         run_first(address, part, parts, low, high)
 
     return compiled(types.void(*[types.int64] * 5), run)
@@ -182,12 +189,7 @@ def gather(layer, segments, ids, h):
 @njit(nogil=True)
 def shrink_part(part, parts, layer, segments, span, x_dtype, x, h):
     """Write this part's blocks of ``h[s, t, :r] = x[t] @ a[l, s, :r].T``."""
-    total, longest = 0, 0
-    for key, start, stop in segments:
-        longest = max(longest, stop - start)
-        for s in range(layer.num_slices):
-            blocks = (highest_rank(layer, key, span, s) + LONG_RANKS - 1) // LONG_RANKS
-            total += blocks * (FETCH_COST + stop - start)
+    total, longest = shrink_work(layer, segments, span, LONG_RANKS)
     groups = (longest + TOKENS - 1) // TOKENS
     sums = LONG_PANEL // LONG_RANKS * SUMS_BYTES
     whole_x = min(longest, LONG_SEGMENT) * (4 * layer.in_features + LINE)
@@ -364,12 +366,7 @@ def pack(kind, row, columns, factor, to, step, ahead):
 @njit(nogil=True)
 def expand_part(part, parts, layer, segments, token_scales, h, y):
     """Add this part's columns of ``scale * scaling * h @ b.T + bias`` to y."""
-    total = 0
-    for key, start, stop in segments:
-        for s in range(layer.num_slices):
-            item = slice_of(layer, s)
-            tiles = (item.last - item.first + LANES - 1) // LANES
-            total += tiles * (FETCH_COST + stop - start) * (rank_of(layer, key, s) + EXPAND_COST)
+    total, _ = expand_work(layer, segments)
     scratch = np.empty(SCRATCH + LANES * len(MANY_TILES) * (layer.max_rank + 1), np.float32)
     to_y = aligned(scratch)
     for t in range(MAX_SEGMENT):

@@ -13,7 +13,14 @@ from numba import carray, njit, types
 
 from lora_backends.numba_cpu import vectors as v
 from lora_backends.numba_cpu.config import MAX_SEGMENT
-from lora_backends.numba_cpu.kernels import LAYER_FIELDS, compiled, rank_of, slice_of, unpack
+from lora_backends.numba_cpu.kernels import (
+    LAYER_FIELDS,
+    SOURCES,
+    compiled,
+    rank_of,
+    slice_of,
+    unpack,
+)
 from lora_backends.numba_cpu.plan import EXPERT_BITS
 
 LANES = v.LANES
@@ -67,8 +74,10 @@ GROUPING_FIELDS, REDUCTION_FIELDS = len(Grouping._fields), len(Reduction._fields
 
 def grouping_entry() -> Any:
     """Compile `run_grouping`; it takes the address of a `Grouping`."""
+    sources = SOURCES
 
     def run(address):
+        _ = sources
         run_grouping(address)
 
     return compiled(types.void(types.int64), run)
@@ -76,8 +85,10 @@ def grouping_entry() -> Any:
 
 def reduction_entry(kind_y: Any) -> Any:
     """Compile `run_reduction` for y of a kind; it takes the address of a `Reduction`."""
+    sources = SOURCES
 
     def run(address):
+        _ = sources
         run_reduction(kind_y, address)
 
     return compiled(types.void(types.int64), run)
