@@ -1,4 +1,4 @@
-"""What an adapter is: rank, targets, dtype, bytes, and where it lies."""
+"""Descriptions of adapters: rank, targets, dtype, bytes and place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of adapters, and when the files of one have changed."""
+"""Finds the adapters in a folder, and tells whether their files have changed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def adapter_folders(folder: Path) -> dict[str, Path]:
 
 
 def stamp_of(folder: Path) -> Stamp | None:
-    """Return what changes with the files of an adapter; None where there are none.
+    """Return a stamp that differs if the files of an adapter differ; None if it has no files.
 
     Raises:
         InvalidInputError: the folder cannot be read.

@@ -1,4 +1,4 @@
-"""Adapters on the Hugging Face hub: their folder in the local cache, downloaded where it lacks."""
+"""Adapters on the Hugging Face hub: finds them in the local cache, or downloads them."""
 
 from __future__ import annotations
 

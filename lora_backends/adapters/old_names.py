@@ -19,7 +19,7 @@ _RENAMED = (
     (r"^model\.(?=(layers|embed_tokens|norm)\b)", "model.language_model."),
     (r"^", "model."),  # vision towers and connectors
 )
-"""Parts of paths that Transformers 5 has named anew: taken where only the new path exists."""
+"""Parts of paths that Transformers 5 renamed; replaced if the base model has only the new path."""
 
 _ADAPTER_NAMES = (
     r"\.lora_(?:A|B)\.(?P<name>[^.]+)\.(?:weight|bias)$",
@@ -29,13 +29,13 @@ _ADAPTER_NAMES = (
     r"\.trainable_tokens_delta\.(?P<name>[^.]+)$",
 )
 _NO_NAMES = ("weight", "bias", "base_layer", "original_module", "modules_to_save")
-"""Words of PEFT in the place of an adapter's name: such a tensor is not understood."""
+"""Words of PEFT that no adapter name may be: a tensor that has one there keeps its name."""
 
 _NAMED = [re.compile(pattern) for pattern in _ADAPTER_NAMES]
 
 
 def renamed(path: str, known: Iterable[str]) -> str:
-    """Return the path that the base model has for one of an older Transformers."""
+    """Return the base model's path for a module path of an older Transformers."""
     known = known if isinstance(known, (set, Mapping)) else set(known)
     if path in known:
         return path

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides LoRA: whole modules, biases of the base model, rows of tokens.
+"""Splits off the parts of a checkpoint that are not LoRA: modules, biases, rows of tokens.
 
 modules_to_save           <mod>.weight, <mod>.bias        of that module alone
 bias all, lora_only       <mod>.bias, <mod>.base_layer.bias
@@ -30,7 +30,7 @@ _UNUSED = (".original_module.", ".token_adapter.base_layer.")
 def take_own(
     path: Path, tensors: Mapping[str, Tensor], config: PeftLoraConfig
 ) -> tuple[OwnModules, dict[str, Tensor]]:
-    """Tell what a checkpoint holds besides LoRA from its LoRA.
+    """Split the tensors of a checkpoint into LoRA and all others.
 
     Args:
         path: of the file, for errors.
@@ -38,7 +38,7 @@ def take_own(
         config: of the adapter.
 
     Returns:
-        What it brings, with paths as the file has them, and the tensors that are left.
+        The parts that are not LoRA, by paths as in the file; and the LoRA tensors.
 
     Raises:
         InvalidInputError: a tensor has a wrong type or shape, or is not finite.

@@ -36,8 +36,8 @@ from lora_backends.experts import ExpertWeights
 from lora_backends.weights import LoRAWeights
 
 MOST_RESIDUAL_ERROR = 0.05
-"""Most that 8 bits may change PiSSA and OLoRA. Theirs is a difference of two products, of which
-each is rounded, and which may be as good as equal."""
+"""Largest relative error of a PiSSA or OLoRA delta in 8 bits. The delta is the difference of two
+rounded products, so its relative error is large where they are nearly equal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +81,8 @@ class AdapterPool:
             when an adapter with DoRA is loaded; None refuses those.
         adapter_dtype: int8, float8_e4m3fn or float8_e5m2, or the name of one: adapters are
             quantised to it when they are loaded, with a scale per row. None keeps `dtype`.
-        own_modules: returns what takes the place of modules of the base model, by path, for an
-            adapter that brings more than LoRA; None refuses those.
+        own_modules: returns an adapter's replacements of base modules, by path. It is called for
+            adapters that bring more than LoRA; None refuses those.
 
     Raises:
         InvalidInputError: a number is less than 1, or too large; `adapter_dtype` is another dtype,
@@ -395,7 +395,7 @@ class AdapterPool:
         return self._own_modules is not None
 
     def own_modules(self, slot: int) -> Mapping[str, Any]:
-        """Return what the adapter in `slot` has in the place of modules, by path."""
+        """Return the replacements of modules that the adapter in `slot` brings, by path."""
         return self._own.get(slot, {})
 
     def has_bias(self, slot: int, module: str) -> bool:
@@ -493,7 +493,7 @@ class AdapterPool:
         return staged
 
     def _stage_own(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Return what takes the place of modules of the base model."""
+        """Return the checkpoint's replacements of base modules, by path."""
         if self._own_modules is not None:
             return self._own_modules(checkpoint)
         if checkpoint.own:

@@ -17,7 +17,7 @@ REMEMBERED = 1024
 Holder: TypeAlias = Literal["call", "prepared", "request"]
 
 Commit: TypeAlias = Callable[[Callable[[], None]], None]
-"""Puts names into slots, with what holds them there; called while the slots are locked."""
+"""Puts names into slots and calls its argument, which holds them there; the slots are locked."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class SlotTable:
             return slot
 
     def place(self, name: str) -> int:
-        """Return the slot of a loaded name, which is no use of it."""
+        """Return the slot of a loaded name; this does not count as a use."""
         return self._slots[name]
 
     def is_free(self, name: str) -> bool:

@@ -166,8 +166,8 @@ class AdapterStore:
     def prefetch(self, names: Iterable[str]) -> None:
         """Bring adapters to the device while batches run, so that the next one finds them there.
 
-        Returns at once. Each takes memory of the device until a batch asks for it. What fails is
-        told to the batch that asks for the name.
+        Returns at once. Each adapter takes device memory until a batch asks for it. If it fails to
+        load, that batch gets the error.
 
         Raises:
             InvalidInputError: `names` is no list of names, or the model was detached.
@@ -188,10 +188,10 @@ class AdapterStore:
                     self._ahead[name] = self._worker.submit(self._bring_ahead, name)
 
     def provide(self, names: Sequence[str]) -> Commit:
-        """Get ready what a batch asks for, and return what puts it into slots.
+        """Prepare the adapters that a batch asks for, and return a function that loads them.
 
-        What may take long, reading and bringing to the device, is done here. The result is called
-        while the slots are locked, with what holds the names in their slots.
+        The slow steps, reading and copying to the device, happen here. The slots are locked when
+        the function is called; its argument holds the names in their slots.
         """
         given = self._given
         changed = {name: ready for name in names if (ready := self._changed(name)) is not None}
@@ -378,7 +378,7 @@ def pinned(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _wait_for(ahead: _Ahead) -> None:
-    """Let the current stream wait for what another one brings, and own it from then on."""
+    """Make the current stream wait for copies of another stream, and record its use of them."""
     if ahead.event is None:
         return
     stream = torch.cuda.current_stream()

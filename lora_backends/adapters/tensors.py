@@ -1,4 +1,4 @@
-"""The tensors in whatever an adapter is kept as."""
+"""Walks the tensors of an adapter, in each form that an adapter takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which `generate` keeps the rows of a batch as they are given."""
+"""Refuses calls of `generate` that drop, repeat or move rows of a mixed batch."""
 
 from __future__ import annotations
 

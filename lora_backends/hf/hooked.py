@@ -1,4 +1,4 @@
-"""What `MultiLoRAModel` puts on a base model, and takes off again: hooks and joined weights."""
+"""Adds hooks and joined weights to a base model for `MultiLoRAModel`, and removes them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ class Hooked:
             group.part()
 
     def drop_moved(self) -> bool:
-        """Let programs run modules alone whose weights have been moved; return whether any were."""
+        """Drop groups whose weights were moved, and return whether there were any.
+
+        Compiled programs then run the modules of these groups alone.
+        """
         moved = [path for path, group in self._leaders.items() if not group.are_joined()]
         for path in moved:
             del self._leaders[path]

@@ -1,4 +1,4 @@
-"""Makes the modules that an adapter has in the place of the base model's, and hooks those."""
+"""Builds an adapter's replacements of base modules, and hooks the modules that they replace."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class OwnModules:
         self._lock = Lock()
 
     def __call__(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Return what an adapter has in the place of modules, by path; hook these modules.
+        """Return an adapter's replacements of base modules, by path, and hook these modules.
 
         Raises:
             InvalidInputError: it does not fit the base model.
@@ -332,7 +332,7 @@ def _copy(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
 
 
 def own_hook(model: str, path: str, layout: Layout, embeds: bool, late: bool) -> Hook:
-    """Return the hook that puts the output of adapters' own modules in the place of one module's.
+    """Return a hook that replaces rows of a module's output by those of adapters' own modules.
 
     Args:
         model: whose calls it serves.

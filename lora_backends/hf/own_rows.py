@@ -1,4 +1,4 @@
-"""Rows whose adapters have modules of their own: what takes the place of a module's output."""
+"""Replaces rows of a module's output where a row's adapter has a module of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class OwnModule:
-    """What one adapter has in the place of one module that works on each position alone."""
+    """An adapter's replacement of one base module that works on each position alone."""
 
     module: nn.Module | None = None  # computes the output: the base's kind, with own parameters
     bias: torch.Tensor | None = None  # [out_features], own minus base: added to the base's output
@@ -31,14 +31,14 @@ class OwnModule:
 
 @dataclass(frozen=True, eq=False)
 class OwnRows:
-    """What the rows of one call have in the place of one module."""
+    """The replacements of one module for the rows of a call."""
 
     by_number: Mapping[int, OwnModule]  # the slot of an adapter to its module
     width: int | None  # widest output of the rows of the call, where one differs from the base's
 
 
 def own_rows(pool: AdapterPool, slots: Mapping[str, int], choices: Choices) -> dict[str, OwnRows]:
-    """Return what the rows of a call have in the place of modules, by path.
+    """Return the replacements of modules for the rows of a call, by path.
 
     Args:
         pool: of the adapters.
@@ -142,13 +142,13 @@ def _replace(own: OwnModule, x: torch.Tensor, y: torch.Tensor, at: torch.Tensor)
 
 
 def check_heads(logits: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
-    """Return the logits of each row, without those that other rows' heads have and its own lacks.
+    """Return the logits of each row, cut to the labels of its own head.
 
-    Columns that a row's head lacks are NaN where the head gives them. What the model does behind
-    its head must have kept them apart from the others.
+    The head's output has NaN in the columns that a row's own head lacks. The operations behind the
+    head must not have mixed them into the other columns.
 
     Raises:
-        UnsupportedInputError: it did not.
+        UnsupportedInputError: a row's own columns have NaN, or the logits have another width.
     """
     rows = [logits[row, ..., :count] for row, count in enumerate(counts)]
     if logits.shape[-1] != max(counts) or any(bool(row.isnan().any()) for row in rows):

@@ -76,9 +76,8 @@ class PackedModules:
 def find_packed(wrapped: Wrapped) -> PackedModules:
     """Return which modules see all tokens of a row, and which only those whose logits are wanted.
 
-    A module behind the choice of logits sees as many tokens as a batch has requests, which may be
-    as many as the batch has tokens, and others. So its number tells nothing, and the model is run
-    once with fewer logits than tokens.
+    In a batch both kinds of modules may see the same number of tokens, so a number does not tell
+    them apart. One trial pass, which asks for fewer logits than it has tokens, does.
     """
     base: Any = wrapped.base
     device = next(base.parameters()).device

@@ -1,6 +1,6 @@
-"""What a model is tried on, to see where its modules have the rows: text, images or sound.
+"""Trial inputs that show where the modules of a model have the rows: text, images or sound.
 
-A row is named by its tokens: rows of different letters have nothing in common. "ac" begins as "a".
+The letters of a row name its values: rows of different letters share none, and "ac" begins as "a".
 """
 
 from __future__ import annotations
