@@ -247,7 +247,13 @@ class AdapterPool:
         )
 
     def put(self, name: str, staged: Staged) -> Loaded:
-        """Write what `stage` returned into a slot, as `add`."""
+        """Write what `stage` returned into a slot, as `add`.
+
+        Raises:
+            InvalidInputError: as `add`, or a CUDA graph is being captured.
+        """
+        if self._streams is not None:
+            self._streams.check_not_capturing(name)
         with self.slots.lock:  # no call may take the slot while it is written
             self.slots.wait_for_room([name])
             slot, evicted = self.slots.candidate(name)
@@ -557,8 +563,7 @@ class AdapterPool:
         if copied is None or not bool(copied[0].isfinite().all()):
             return {}
         matrices = iter(copied[1])
-        pairs = zip(matrices, matrices, strict=True)
-        return {delta.module: pair for delta, pair in zip(deltas, pairs, strict=True)}
+        return {delta.module: (next(matrices), next(matrices)) for delta in deltas}
 
     def _stage(
         self, delta: ModuleDelta, moved: tuple[torch.Tensor, torch.Tensor] | None
@@ -653,7 +658,9 @@ class AdapterPool:
         for delta in deltas:
             if isinstance(delta, StagedExperts):
                 self._experts.write(slot, delta)
-        self._stacks.write(slot, [d for d in deltas if isinstance(d, StagedDelta)])
+            else:
+                self._stacks.write(slot, delta)
+        self._stacks.write_tables(slot, [d for d in deltas if isinstance(d, StagedDelta)])
 
     def _zero(self, slot: int) -> None:
         """Let a slot count as rank 0 in every stack, whatever an interrupted load has left."""

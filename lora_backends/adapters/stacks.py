@@ -146,20 +146,22 @@ class Stacks:
             torch.cuda.current_stream(self._device).synchronize()
         self._stacks = _Stacks(whole, parts)
 
-    def write(self, slot: int, deltas: Sequence[StagedDelta]) -> None:
-        """Write deltas into a slot; `reserve` has allocated their stacks."""
-        for delta in deltas:
-            part = self._stacks.parts[delta.module]
-            part.lora_a[slot, 0, : delta.rank] = delta.lora_a
-            part.lora_b[slot, :, : delta.rank] = delta.lora_b
-            if part.a_scales is not None and delta.a_scales is not None:
-                part.a_scales[slot, 0, : delta.rank] = delta.a_scales
-            if part.b_scales is not None and delta.b_scales is not None:
-                part.b_scales[slot] = delta.b_scales
-            if delta.bias is not None and part.bias is not None:
-                part.bias[slot] = delta.bias
-            if delta.output_scales is not None and part.output_scales is not None:
-                part.output_scales[slot] = delta.output_scales
+    def write(self, slot: int, delta: StagedDelta) -> None:
+        """Write a delta's tensors into a slot; `reserve` has allocated its stacks."""
+        part = self._stacks.parts[delta.module]
+        part.lora_a[slot, 0, : delta.rank] = delta.lora_a
+        part.lora_b[slot, :, : delta.rank] = delta.lora_b
+        if part.a_scales is not None and delta.a_scales is not None:
+            part.a_scales[slot, 0, : delta.rank] = delta.a_scales
+        if part.b_scales is not None and delta.b_scales is not None:
+            part.b_scales[slot] = delta.b_scales
+        if delta.bias is not None and part.bias is not None:
+            part.bias[slot] = delta.bias
+        if delta.output_scales is not None and part.output_scales is not None:
+            part.output_scales[slot] = delta.output_scales
+
+    def write_tables(self, slot: int, deltas: Sequence[StagedDelta]) -> None:
+        """Write the ranks and scalings of deltas, after their tensors."""
         if self._tables is not None and deltas:
             self._tables.write(slot, {d.module: (d.rank, d.scaling) for d in deltas})
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lora_backends.errors import InvalidInputError
+
 
 class SlotStreams:
     """Lets a write of a slot wait for what reads it, and a read for what writes it.
@@ -25,12 +27,25 @@ class SlotStreams:
         self._written: dict[int, tuple[Any, Any]] = {}  # slot -> stream of its last write, event
         self._untracked: set[int] = set()  # slots that streams may read that nothing here names
 
+    def check_not_capturing(self, name: str) -> None:
+        """Refuse to write a slot where a graph would write it, again at every replay; no lock.
+
+        Raises:
+            InvalidInputError: the current stream is being captured.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidInputError(
+                f"adapter {name!r} cannot be loaded while a CUDA graph is captured\n"
+                f"  to do: load it before, and prepare() the adapters of the graph"
+            )
+
     def before_use(self, slots: Iterable[int]) -> None:
         """Let the current stream wait for writes of `slots` on other streams."""
         stream = torch.cuda.current_stream(self._device)
         for slot in slots:
             writer, event = self._written.get(slot, (stream, None))
-            if writer != stream:
+            # nothing of a capture runs now, and it cannot wait for what runs
+            if writer != stream and not torch.cuda.is_current_stream_capturing():
                 stream.wait_event(event)
 
     def after_use(self, slots: Iterable[int], on_this_stream: bool) -> None:
