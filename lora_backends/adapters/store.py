@@ -2,7 +2,7 @@
 
 A name that a batch asks for comes into a slot by itself: from memory, where every adapter that was
 read stays until the budget is spent, else from its folder. Loading ahead (`prefetch`) reads and
-brings to the device while batches run, on a stream of its own.
+writes slots while batches run, on a stream of its own.
 """
 
 from __future__ import annotations
