@@ -57,7 +57,7 @@ class SlotTable:
         self._written_ahead: set[int] = set()  # slots from `reserve` to `settle`
         self._settled = Condition(self.lock)
         self._expected: set[str] = set()  # names that were brought ahead and not used since
-        self._recent: frozenset[str] = frozenset()  # names of the last call
+        self._recent: frozenset[str] = frozenset()  # names of the last use
 
     @property
     def names(self) -> list[str]:
@@ -105,7 +105,7 @@ class SlotTable:
     def reserve(self, name: str) -> int | None:
         """Take a slot that is written before a batch asks for `name`; None if none can be spared.
 
-        It is free, or the least recently used whose adapter nothing pins or uses, the last call
+        It is free, or the least recently used whose adapter nothing pins or uses, the last batch
         did not use, and no earlier prefetch brought for a batch that is still to come. That
         adapter is evicted. Nobody else gets the slot before `settle`.
         """
@@ -259,7 +259,7 @@ class SlotTable:
                     commit(hold)
                 slots = {name: self.slot(name) for name in names}
                 hold()
-                if names and by == "call":
+                if names:
                     self._recent = frozenset(names)
                 if self._streams is not None:
                     self._streams.before_use(slots.values())

@@ -173,7 +173,7 @@ class AdapterStore:
         """Write adapters into slots while batches run, so that a batch finds them there.
 
         Returns at once. An adapter takes a free slot, else the least recently used slot whose own
-        adapter no call, request, prepared adapters or pin holds, the last call did not use, and no
+        adapter no call, request, prepared adapters or pin holds, the last batch did not use, and no
         earlier prefetch brought for a batch that is still to come. If there is none, or the adapter
         has modules of its own, it waits on the device, where it takes further memory, and the batch
         that asks for it writes its slot. If it fails to load, that batch gets the error.

@@ -164,7 +164,7 @@ def test_no_slot_is_reserved_of_a_name_that_a_batch_is_about_to_take():
     assert found == [None]
 
 
-def test_no_slot_is_reserved_that_the_last_call_used_or_a_prefetch_brought():
+def test_no_slot_is_reserved_that_the_last_batch_used_or_a_prefetch_brought():
     table = filled(3, "a", "b", "c")
     with table.in_use(["a"]):
         pass

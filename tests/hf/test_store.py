@@ -241,6 +241,27 @@ def test_batches_run_while_a_slot_is_written_ahead_and_wait_for_it_where_they_ne
     assert close(logits(model, "a2"), expected["a2"])
 
 
+def test_an_adapter_given_while_a_batch_waits_for_a_slot_is_what_the_batch_uses(
+    model, full, make_base, monkeypatch
+):
+    store, expected = full
+    logits(model, "a1")
+    newer = random_checkpoint(make_base("llama"), TARGETS, seed=50)
+    paused, results = Paused(model, monkeypatch), []
+    paused.begin(store, "a2")
+    waiting = threading.Thread(target=lambda: results.append(logits(model, "a1", "a3")))
+    waiting.start()
+    waiting.join(0.1)
+    adding = threading.Thread(target=lambda: model.add_adapter("a3", newer))
+    adding.start()
+    adding.join(5)  # takes a1's slot: the batch that waits holds none
+    assert model.adapters == ["a3"]
+    paused.go.set()
+    waiting.join(30)
+    assert close(results[0][0], expected["a1"][0])
+    assert close(results[0][1], alone(make_base, newer)[0])
+
+
 def test_an_adapter_given_while_an_older_one_of_its_name_is_written_ahead_stays(
     model, full, make_base, monkeypatch
 ):

@@ -90,21 +90,22 @@ def test_a_prefetch_waits_for_batches_that_still_run_on_any_stream(model):
 
 def test_a_graph_follows_to_an_adapter_that_was_prefetched(model):
     expected = {name: logits(model, name).clone() for name in NAMES}
-    ids = IDS.cuda()
-    step = model.prepare(["a0"], tokens=ids.shape[1])
+    step = model.prepare(["a0"], tokens=IDS.shape[1])
+    inputs = {"adapters": step, "input_ids": IDS.cuda(), "use_cache": False}
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        model(adapters=step, input_ids=ids)
+        for _ in range(3):
+            model(**inputs)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = model(adapters=step, input_ids=ids).logits
+        result = model(**inputs).logits
     for name in ("a1", "a2", "a3", "a0"):
         prefetched(model, name)
         swaps = model.store.swaps
         step.update([name])
         graph.replay()
         assert model.store.swaps == swaps
-        torch.testing.assert_close(result, expected[name])
+        torch.testing.assert_close(result, expected[name], rtol=1e-3, atol=1e-4)
     step.release()
