@@ -187,7 +187,7 @@ class AdapterStore:
         if not all(isinstance(name, str) for name in names):
             raise InvalidInputError(f"names is {shown(names)}\n  allowed: names of adapters")
         for name in names:
-            loaded = self._pool.slots.expect(name)
+            loaded = name in self._pool.slots and self._pool.slots.expect(name)
             with self._lock:
                 if self._closed:
                     raise InvalidInputError(

@@ -156,6 +156,7 @@ def test_no_slot_is_reserved_of_a_name_that_a_batch_is_about_to_take():
 
     def provider(names):
         found.append(table.reserve("b"))
+        table.settle(0)
         return lambda hold: hold()
 
     table.provider = provider
