@@ -144,7 +144,9 @@ def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr, IN_PLACE: tl.conste
         return _bfloat16_of_int8(raw, not IN_PLACE)
     elif STORAGE == 4 and dtype == tl.float16:
         return _float16_of_int8(raw, not IN_PLACE)
-    elif STORAGE == 1 or STORAGE == 4:
+    elif STORAGE == 4 and dtype == tl.float32:
+        return _float32_of_int8(raw, not IN_PLACE)
+    elif STORAGE == 1:
         return raw.to(tl.float32).to(dtype)  # the interpreter converts integers to no bfloat16
     bits = raw.to(tl.int16)
     if STORAGE == 3:
@@ -208,9 +210,35 @@ def _float16_of_int8(raw, PURE: tl.constexpr):
 
 
 @triton.jit
+def _float32_of_int8(raw, PURE: tl.constexpr):
+    """Convert four at a time: the bits 0x4B000000 | (v + 128) are 2**23 + 128 + v."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 biased, one;
+        xor.b32 biased, $4, 0x80808080;
+        prmt.b32 one, biased, 0x4B000000, 0x7540;
+        add.rn.f32 $0, one, 0fCB000080;
+        prmt.b32 one, biased, 0x4B000000, 0x7541;
+        add.rn.f32 $1, one, 0fCB000080;
+        prmt.b32 one, biased, 0x4B000000, 0x7542;
+        add.rn.f32 $2, one, 0fCB000080;
+        prmt.b32 one, biased, 0x4B000000, 0x7543;
+        add.rn.f32 $3, one, 0fCB000080;
+        }
+        """,
+        "=f,=f,=f,=f,r",
+        [raw],
+        dtype=tl.float32,
+        is_pure=PURE,
+        pack=4,
+    )
+
+
+@triton.jit
 def within(b, r, rank):
     """Return b, zero beyond the rank."""
-    return tl.where((r < rank)[:, None], b, 0.0)
+    return tl.where((r < rank)[:, None], b, 0)  # 0.0 would make floats of bytes
 
 
 @triton.jit

@@ -58,6 +58,22 @@ CASES = {
     "one A and B": case(shared_a=True, shared_b=True, weighted=True),
     "float16": case(dtype=torch.float16, base=torch.float16, max_rank=8),
 }
+EIGHT_BIT = {
+    "int8": case(stored=torch.int8, rank=8, max_rank=8),
+    "int8, interleaved": case(stored=torch.int8, dtype=torch.bfloat16, interleaved=True),
+    "int8, interleaved, one A": case(stored=torch.int8, interleaved=True, num_a=1, weighted=True),
+    "int8, one A and B": case(stored=torch.int8, shared_a=True, shared_b=True, reduce=True),
+    "e4m3, scale per matrix, one A": case(
+        stored=torch.float8_e4m3fn, scale_block=(None, None), num_a=1, rows="pairs"
+    ),
+    "e4m3, long ranks": case(stored=torch.float8_e4m3fn, rank=70, dtype=torch.float16),
+    "e5m2, blocks": case(stored=torch.float8_e5m2, scale_block=(3, 5), rank=20),
+    "int8, blocks, interleaved": case(stored=torch.int8, scale_block=(5, 3), interleaved=True),
+    "int8, blocks, interleaved, one A": case(
+        stored=torch.int8, scale_block=(7, 32), interleaved=True, num_a=1, reduce=True
+    ),
+    "int8, blocks, long ranks": case(stored=torch.int8, scale_block=(4, 16), rank=40),
+}
 
 
 @pytest.mark.parametrize("tile", [1, 16, 128])
@@ -65,6 +81,14 @@ CASES = {
 def test_tiles_of_every_size_give_the_one_right_result(backend, monkeypatch, name, tile):
     monkeypatch.setattr(routing, "tile_pairs", lambda *_: tile)
     chosen = CASES[name]
+    kit.check_experts(backend, chosen, chosen.build(backend.device))
+
+
+@pytest.mark.parametrize("tile", [1, 16])
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_stacks_of_8_bits_give_the_one_right_result(backend, monkeypatch, name, tile):
+    monkeypatch.setattr(routing, "tile_pairs", lambda *_: tile)
+    chosen = EIGHT_BIT[name]
     kit.check_experts(backend, chosen, chosen.build(backend.device))
 
 

@@ -6,7 +6,7 @@ Any result is correct on any shape.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lora_backends.sgmv.tiles.sizes import (
@@ -119,6 +119,19 @@ def choose_tiles(pairs: PairShape, site: SiteShape) -> SiteTiles:
         eager_a=few,
         eager_b=few or rank_pad == MIN_DOT,  # a row of B is then one sector of memory
     )
+
+
+def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape) -> SiteTiles:
+    """Return sizes for stacks of 8 bits, made from those for 16; see `tiles.rules.of_8_bits`."""
+    shrink, expand = tiles.shrink, tiles.expand
+    if site.item_bytes == 2:
+        block_k = min(512, 2 * shrink.block_k)
+        split_k = parts(site.in_features, block_k, shrink.split_k)
+        shrink = replace(shrink, block_k=block_k, split_k=split_k)
+        stage = block_k * (shrink.block_n + 2 * tiles.shrink_rows)
+        shrink = replace(shrink, num_stages=max(2, min(shrink.num_stages, _SHARED_BYTES // stage)))
+    expand = replace(expand, num_stages=1)
+    return replace(tiles, shrink=shrink, expand=expand)
 
 
 def _shrink(pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
