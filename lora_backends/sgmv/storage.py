@@ -20,7 +20,7 @@ class Storage(NamedTuple):
 
 PLAIN = Storage()
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
-_INT8_BY_PTX = 4
+_BY_PTX = 3  # further on
 WIDE = {
     None: None,
     torch.float16: tl.float16,
@@ -36,7 +36,7 @@ def storage_kind(stored: torch.dtype, programmatic: bool = False) -> int:
     `programmatic`: the device is of CUDA capability 9.0 or later.
     """
     kind = _KINDS.get(stored, 0)
-    return _INT8_BY_PTX if kind == _KINDS[torch.int8] and programmatic else kind
+    return kind + _BY_PTX if kind and programmatic else kind
 
 
 def stored_bytes(stack: torch.Tensor) -> torch.Tensor:

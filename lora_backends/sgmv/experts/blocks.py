@@ -13,6 +13,7 @@ from lora_backends.sgmv.elements import (
     group_of,
     in_groups,
     load_b,
+    only_bytes,
     product,
     rounded,
     scaled_product,
@@ -157,6 +158,8 @@ def expand_single(
                 h = rounded(h, b.dtype, INTERPRETED).to(tl.float32)
             else:
                 h = rounded(h, WIDE, INTERPRETED).to(tl.float32)
+            if STORAGE >= 5:
+                b_now = only_bytes(b_now, (r < used)[None, :])
             values = widened(b_now, tl.float32, STORAGE)
             if STORAGE > 0 and GROUP_R > 0:
                 values *= tl.trans(own_now)

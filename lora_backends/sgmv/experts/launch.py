@@ -330,6 +330,7 @@ def _expand_kernel(
 ) -> SpecializedKernel:
     shape, sizes, rows = site.shape, tiles.expand, tiles.expand_rows
     columns = column_programs(site.slices, sizes)
+    group = 16 if site.storage.kind and shape.max_rank % 16 == 0 else 8  # ranks of a wide load
     constants = {
         "STARTS": columns.starts,
         "FIRST_PROGRAMS": columns.firsts,
@@ -353,7 +354,7 @@ def _expand_kernel(
         "CHUNKS": sizes.chunks,
         "STAGES": sizes.num_stages,
         "EVEN_C": columns.even,
-        "EVEN_R": shape.max_rank % 8 == 0,
+        "EVEN_R": group if shape.max_rank % group == 0 else 0,
         "EAGER": tiles.eager_b,
         "BY_TOKEN": site.by_token,
         "INTERLEAVED": site.interleaved,

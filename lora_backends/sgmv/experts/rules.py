@@ -122,16 +122,35 @@ def choose_tiles(pairs: PairShape, site: SiteShape) -> SiteTiles:
 
 
 def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape) -> SiteTiles:
-    """Return sizes for stacks of 8 bits, made from those for 16; see `tiles.rules.of_8_bits`."""
-    shrink, expand = tiles.shrink, tiles.expand
-    if site.item_bytes == 2:
-        block_k = min(512, 2 * shrink.block_k)
-        split_k = parts(site.in_features, block_k, shrink.split_k)
-        shrink = replace(shrink, block_k=block_k, split_k=split_k)
+    """Return sizes for stacks of 8 bits with a scale per row, made from those for 16 bits.
+
+    Twice as many inputs a step keep as many bytes in flight, unless a step is mostly beyond the
+    inputs, or programs are so few that they wait for one load anyway. As for dense layers, blocks
+    of 16 ranks are 256 columns wide where a product takes them, and B does not come through TMA.
+    """
+    shrink, expand, rows = tiles.shrink, tiles.expand, tiles.expand_rows
+    if site.item_bytes == 4:
+        return tiles
+    block_k = min(512, 2 * shrink.block_k)
+    steps = -(-site.in_features // block_k)
+    if pairs.tiles > _FEW_TILES and steps * block_k * 8 <= site.in_features * 9:
         stage = block_k * (shrink.block_n + 2 * tiles.shrink_rows)
-        shrink = replace(shrink, num_stages=max(2, min(shrink.num_stages, _SHARED_BYTES // stage)))
-    expand = replace(expand, num_stages=1)
-    return replace(tiles, shrink=shrink, expand=expand)
+        most_stages = 3 if tiles.shrink_rows >= 32 else 4
+        shrink = replace(
+            shrink,
+            block_k=block_k,
+            split_k=parts(site.in_features, block_k, shrink.split_k),
+            num_stages=max(2, min(shrink.num_stages, most_stages, _SHARED_BYTES // stage)),
+        )
+    block_c = expand.block_c
+    if rows >= 32:
+        block_c = 64
+    elif rows > 1 and expand.block_r == MIN_DOT:
+        block_c = max(block_c, 256)
+    if block_c != expand.block_c and not site.general:
+        chunks = chunks_of(site.widest, block_c, expand.chunks)
+        expand = replace(expand, block_c=block_c, chunks=chunks)
+    return replace(tiles, shrink=shrink, expand=replace(expand, num_stages=1))
 
 
 def _shrink(pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
