@@ -7,7 +7,13 @@ import pytest
 import torch
 from engines import DTYPES, ENGINES, ON_GPU
 
-from lora_backends import ExpertWeights, LoRABatch, get_backend, quantize_weights
+from lora_backends import (
+    ExpertWeights,
+    LoRABackend,
+    LoRABatch,
+    get_backend,
+    quantize_weights,
+)
 from lora_backends.eight_bit import LARGEST
 from lora_backends.sgmv.experts import launch, routing, rules
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape
@@ -89,6 +95,7 @@ def test_tiles_of_every_size_give_the_one_right_result(backend, monkeypatch, nam
 @pytest.mark.parametrize("name", EIGHT_BIT)
 def test_stacks_of_8_bits_give_the_one_right_result(backend, monkeypatch, name, tile):
     monkeypatch.setattr(routing, "tile_pairs", lambda *_: tile)
+    monkeypatch.setattr(LoRABackend, "run_experts", None)  # not the default of every backend
     chosen = EIGHT_BIT[name]
     kit.check_experts(backend, chosen, chosen.build(backend.device))
 
@@ -246,14 +253,20 @@ def test_sizes_are_fixed_for_a_batch_invariant_engine(make):
 @pytest.mark.parametrize("site", [QWEN, WIDE, ODD])
 @pytest.mark.parametrize("tile", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize("keys", [1, 8, 120, 4000])
-def test_sizes_fit_the_devices_and_the_kernels(site, tile, keys):
-    tiles = rules.choose_tiles(PairShape(keys * max(1, tile // 2), keys, tile), site)
+@pytest.mark.parametrize("a_bytes", [None, 1])
+def test_sizes_fit_the_devices_and_the_kernels(site, tile, keys, a_bytes):
+    pairs = PairShape(keys * max(1, tile // 2), keys, tile)
+    tiles = rules.choose_tiles(pairs, site)
+    if a_bytes:
+        tiles = rules.of_8_bits(tiles, pairs, site)
+        assert tiles.expand.num_stages == 1 or site.item_bytes == 4
+    a_bytes = a_bytes or site.item_bytes
     shrink, expand = tiles.shrink, tiles.expand
     for size in (shrink.block_n, shrink.block_k, expand.block_c, expand.block_r):
         assert size >= 16 and size & (size - 1) == 0
     assert tiles.shrink_rows >= 16 and tile % tiles.expand_rows * (tile > 16) == 0
     assert shrink.block_k >= 16 * shrink.warps_k
-    stage = shrink.block_k * (shrink.block_n + tiles.shrink_rows) * site.item_bytes
+    stage = shrink.block_k * (shrink.block_n * a_bytes + tiles.shrink_rows * site.item_bytes)
     assert stage * shrink.num_stages <= 160 * 1024 and 2 * stage <= 64 * 1024
     assert 1 <= shrink.split_k <= 32
     if tiles.expand_rows == 1:

@@ -132,9 +132,9 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape) -> SiteTiles:
     if site.item_bytes == 4:
         return tiles
     block_k = min(512, 2 * shrink.block_k)
-    steps = -(-site.in_features // block_k)
-    if pairs.tiles > _FEW_TILES and steps * block_k * 8 <= site.in_features * 9:
-        stage = block_k * (shrink.block_n + 2 * tiles.shrink_rows)
+    stage = block_k * (shrink.block_n + 2 * tiles.shrink_rows)
+    wasteful = -(-site.in_features // block_k) * block_k * 8 > site.in_features * 9
+    if pairs.tiles > _FEW_TILES and stage <= _STAGE_BYTES and not wasteful:
         most_stages = 3 if tiles.shrink_rows >= 32 else 4
         shrink = replace(
             shrink,
