@@ -51,6 +51,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
         (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
         (ODD, (64, 8), None, ("linear blocks",)),
         (DOWN, (2048, 8), None, ("linear int8",)),  # wgmma in the shrink
+        (QKV, (8192, 8), None, ("linear int8",)),  # B through TMA
     ],
     ("triton", "fp16"): [(DOWN, (8192, 8), None, ("factors",))],
     ("triton", "fp32"): [(DOWN, (2048, 8), None, ("linear",))],
@@ -148,7 +149,7 @@ def kernels(engine, dtype, programmatic):
             form = form if form in ALL else "linear"
             yield from launch._kernels(
                 batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, options,
-                form, programmatic and storage is PLAIN,
+                form, programmatic and storage.block[1] is None,
             )[:2]  # fmt: skip
         if "embedding" in forms:
             yield launch.gather_kernel(cls, len(slices), rank, 0, PLAIN, constants(False))

@@ -92,7 +92,6 @@ def kernels_of(
         weights.max_rank,
         weights.in_features,
         weights.out_features,
-        # the sizes of an 8-bit stack are made from those of a 16-bit one
         max(weights.dtype.itemsize, 2 if dtype is None else dtype.itemsize),
     )
     kind = storage_kind(weights.dtype, options.programmatic)
@@ -112,7 +111,7 @@ def kernels_of(
         form,
         options.tma
         and weights.lora_b is not None
-        and not kind
+        and weights.scale_block[1] is None  # scales along the sum: B is widened to float32
         and allows_tma(located_b(weights), weights.max_rank, plan.grid_rows(True, rows)),
     )
 
@@ -130,9 +129,7 @@ def _kernels(
     form: Form,
     tma: bool,
 ) -> Kernels:
-    shrink, expand = _tiles(batch, layer, options.source, form)
-    if storage.kind and storage.block[1] is None:
-        shrink, expand = of_8_bits(TileConfig(shrink, expand), batch, layer)
+    shrink, expand = _tiles(batch, layer, storage, options.source, form)
     linear, exact = form in ("linear", "overlapped"), form == "separate"
     if form == "overlapped":  # an early launch follows its own stream alone
         options = options._replace(programmatic=False)
@@ -160,13 +157,20 @@ def _kernels(
 
 
 def _tiles(
-    batch: BatchShape, layer: LayerShape, source: TileSource, form: Form
+    batch: BatchShape, layer: LayerShape, storage: Storage, source: TileSource, form: Form
 ) -> tuple[ShrinkTiles, ExpandTiles]:
-    chosen = source.choose_tiles(batch, layer)
+    def choose(layer: LayerShape) -> TileConfig:
+        if not storage.kind or storage.block[1] is not None:
+            return source.choose_tiles(batch, layer)
+        if layer.item_bytes == 2:
+            return source.choose_tiles(batch, replace(layer, item_bytes=1))
+        return of_8_bits(source.choose_tiles(batch, layer), batch, layer)
+
+    chosen = choose(layer)
     if form != "separate":
         return chosen.shrink, chosen.expand
     exact = replace(layer, item_bytes=torch.float32.itemsize)  # h and B multiply in float32
-    return chosen.shrink, source.choose_tiles(batch, exact).expand
+    return chosen.shrink, choose(exact).expand
 
 
 @lru_cache(maxsize=4096)
@@ -355,12 +359,12 @@ def expand(
     """
     located, sizes = located_b(weights), kernel.constants
     bias, scales, of_tokens = weights.bias, weights.output_scales, plan.token_scales
+    # stands, too, for what layer and plan do not have and the kernel not read
+    b = stored_bytes(located.base)
     tma = None
     if sizes["STAGES"] > 1:
-        tma = descriptor(located, weights.max_rank, sizes["BLOCK_C"], sizes["BLOCK_R"])
-    b = stored_bytes(
-        located.base
-    )  # stands, too, for what layer and plan do not have and the kernel not read
+        block = sizes["BLOCK_C"], sizes["BLOCK_R"]
+        tma = descriptor(located._replace(base=b), weights.max_rank, *block)
     tensors = (
         h,
         b,
