@@ -66,20 +66,22 @@ CASES = {
     "float16": case(dtype=torch.float16, base=torch.float16, max_rank=8),
 }
 EIGHT_BIT = {
-    "int8": case(stored=torch.int8, rank=8, max_rank=8),
-    "int8, interleaved": case(stored=torch.int8, dtype=torch.bfloat16, interleaved=True),
-    "int8, interleaved, one A": case(stored=torch.int8, interleaved=True, num_a=1, weighted=True),
-    "int8, one A and B": case(stored=torch.int8, shared_a=True, shared_b=True, reduce=True),
+    "int8": case(8, stored=torch.int8, rank=8, max_rank=8),
+    "int8, interleaved": case(8, stored=torch.int8, dtype=torch.bfloat16, interleaved=True),
+    "int8, interleaved, one A": case(
+        8, stored=torch.int8, interleaved=True, num_a=1, weighted=True
+    ),
+    "int8, one A and B": case(8, stored=torch.int8, shared_a=True, shared_b=True, reduce=True),
     "e4m3, scale per matrix, one A": case(
-        stored=torch.float8_e4m3fn, scale_block=(None, None), num_a=1, rows="pairs"
+        8, stored=torch.float8_e4m3fn, scale_block=(None, None), num_a=1, rows="pairs"
     ),
-    "e4m3, long ranks": case(stored=torch.float8_e4m3fn, rank=70, dtype=torch.float16),
-    "e5m2, blocks": case(stored=torch.float8_e5m2, scale_block=(3, 5), rank=20),
-    "int8, blocks, interleaved": case(stored=torch.int8, scale_block=(5, 3), interleaved=True),
+    "e4m3, long ranks": case(8, stored=torch.float8_e4m3fn, rank=70, dtype=torch.float16),
+    "e5m2, blocks": case(8, stored=torch.float8_e5m2, scale_block=(3, 5), rank=20),
+    "int8, blocks, interleaved": case(8, stored=torch.int8, scale_block=(5, 3), interleaved=True),
     "int8, blocks, interleaved, one A": case(
-        stored=torch.int8, scale_block=(7, 32), interleaved=True, num_a=1, reduce=True
+        8, stored=torch.int8, scale_block=(7, 32), interleaved=True, num_a=1, reduce=True
     ),
-    "int8, blocks, long ranks": case(stored=torch.int8, scale_block=(4, 16), rank=40),
+    "int8, blocks, long ranks": case(8, stored=torch.int8, scale_block=(4, 16), rank=40),
 }
 
 
