@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take every n-th cell")
     parser.add_argument("--experts", action="store_true", help="measure experts, in decode")
     parser.add_argument("--only", default="", help="cells of experts whose name contains this")
-    parser.add_argument("--processes", type=int, default=0, help="that compile experts beforehand")
+    parser.add_argument("--processes", type=int, default=0, help="that compile beforehand")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     stored = getattr(torch, arguments.dtype)
@@ -74,12 +74,13 @@ def main() -> None:
     if arguments.experts:
         method, file = EXPERTS_METHOD, "h200_eight_bit_experts.json"
         experts = expert_cells(arguments.only)[:: arguments.every]
-        if arguments.processes:
-            compile_ahead(names, experts, stored, arguments.processes)
     else:
         peers = json.loads(PEERS.read_text())
         cells = [cell_of(row, peers["projections"]) for row in peers["rows"]]
         cells = cells[:: arguments.every]
+    if arguments.processes:
+        own = experts if arguments.experts else cells
+        compile_ahead(arguments.experts, names, own, stored, arguments.processes)
     result = new_result(method, DEVICE, dtype=dtype_name(DTYPE), stored=arguments.dtype)
     torch.manual_seed(0)
     try:
@@ -211,16 +212,32 @@ def check(calls: Steps, exact: Step, cell: ExpertCell) -> float | None:
 
 
 def compile_ahead(
-    names: list[str], cells: list[ExpertCell], stored: torch.dtype, processes: int
+    experts: bool, names: list[str], cells: list[Any], stored: torch.dtype, processes: int
 ) -> None:
     """Compile the kernels of all cells: Triton keeps them on the disk for the timing."""
+    run = run_experts_once if experts else run_once
     parts = [(names, cells[index::processes], stored) for index in range(processes)]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        pool.starmap(run_once, parts)
+        pool.starmap(run, parts)
 
 
 @torch.no_grad()
-def run_once(names: list[str], cells: list[ExpertCell], stored: torch.dtype) -> None:
+def run_once(names: list[str], cells: list[Cell], stored: torch.dtype) -> None:
+    """Run one layer of every cell in both layouts, so that its kernels are compiled."""
+    for cell in cells:
+        work = make_workload(cell, make_layers(cell, DEVICE, DTYPE)[:1])
+        for name in names:
+            backend = create(name, {})
+            plan = backend.prepare_batch(work.batch)
+            for layer in (work.layers[0], quantize_weights(work.layers[0], stored)):
+                backend.run_linear(work.x, layer, plan, work.y)
+                torch.cuda.synchronize()
+        del work, layer
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def run_experts_once(names: list[str], cells: list[ExpertCell], stored: torch.dtype) -> None:
     """Run one step of every cell in both layouts, so that its kernels are compiled."""
     for cell in cells:
         wide = make_steps(cell, DEVICE, DTYPE, fewest=1)[:1]
