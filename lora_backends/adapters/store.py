@@ -323,8 +323,12 @@ class AdapterStore:
             self._note(name, ready.kept)
             self.swaps += 1
 
-        written = self._pool.put_ahead(name, ready.staged, is_wanted, then)
-        return None if written else ready
+        if not self._pool.put_ahead(name, ready.staged, is_wanted, then) and is_wanted():
+            return ready
+        with self._lock:  # nobody takes what is ready, so it keeps no memory
+            if self._ahead.get(name) is job:
+                del self._ahead[name]
+        return None
 
     def _from_folder(self, name: str) -> Kept | None:
         with self._lock:

@@ -282,6 +282,18 @@ def test_an_adapter_given_while_an_older_one_of_its_name_is_written_ahead_stays(
         assert close(logits(model, name), right)
 
 
+def test_a_prefetch_of_a_name_that_came_into_a_slot_meanwhile_keeps_no_memory(model, full):
+    store, _ = full
+    begun, go = threading.Event(), threading.Event()
+    store._worker.submit(lambda: begun.set() or go.wait(30))
+    assert begun.wait(30)
+    store.prefetch(["a2"])
+    job = store._ahead["a2"]
+    model.pool.add("a2", store.kept()["a2"].checkpoint)  # as a batch, with the job just submitted
+    go.set()
+    assert job.result.result() is None and store._ahead == {}
+
+
 def test_detach_ends_a_prefetch_that_is_being_written(model, full, monkeypatch):
     store, _ = full
     pool, paused = model.pool, Paused(model, monkeypatch)
