@@ -128,7 +128,7 @@ def shrink_tile(
     )  # fmt: skip
     if STORAGE > 0 and GROUP_K == 0:  # one scale for a row of A: it multiplies the sum
         row_scale = tl.load(scale_rows, mask=used, other=0.0)
-    h = _partial_sums(
+    h = partial_sums(
         x_rows, a_rows, scale_rows, has_token, used, part * (STEPS * BLOCK_K), in_features,
         STORAGE, GROUP_K, BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
     )  # [T, N] # fmt: skip
@@ -142,7 +142,7 @@ def shrink_tile(
 
 
 @triton.jit
-def _partial_sums(
+def partial_sums(
     x_rows,
     a_rows,
     scale_rows,

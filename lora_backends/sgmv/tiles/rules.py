@@ -150,16 +150,15 @@ def of_8_bits(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileCo
 
     Twice as many inputs a step keep as many bytes in flight. In decode blocks of 16 ranks are 256
     columns wide, since Triton lays a narrower one out by columns and then stores values one by one;
-    a single row of the grid is faster with twice as many programs of 128. TMA pays for rank 16
-    alone: wider blocks of B wait for the copy that widens them.
+    a single row of the grid is faster with twice as many programs of 128.
     """
     shrink, expand = tiles.shrink, tiles.expand
     if layer.in_features >= 2 * shrink.block_k * shrink.split_k:
         shrink = replace(shrink, block_k=min(512, 2 * shrink.block_k))
     if batch.num_tokens >= _PREFILL_TOKENS:
         shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
-        if expand.num_stages == 1 or expand.block_r > MIN_DOT:
-            expand = replace(expand, block_c=64, num_warps=4, num_stages=1)
+        if expand.num_stages == 1:
+            expand = replace(expand, block_c=64)
     elif expand.block_r == MIN_DOT:
         block_c = max(expand.block_c, 128 if batch.rows == 1 else 256)
         narrower = block_c // expand.block_c > 1 and batch.rows < _MANY_ROWS
