@@ -13,7 +13,7 @@ from lora_backends.csgmv import kernels
 from lora_backends.csgmv.plan import CsgmvPlan, new_plan
 from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.engine import SgmvBackend
-from lora_backends.sgmv.layout import count_active, count_tokens
+from lora_backends.sgmv.layout import count_tokens
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 from lora_backends.sgmv.tiles.source import TileSource
 
@@ -72,8 +72,8 @@ class CsgmvBackend(SgmvBackend):
     def prepare_batch(
         self, batch: LoRABatch, out: CsgmvPlan | None = None, capacity: int | None = None
     ) -> CsgmvPlan:
-        counts = count_tokens(batch)
-        sizes = self.batch_to_tile(batch.num_tokens, count_active(counts))
+        counted = count_tokens(batch)
+        sizes = self.batch_to_tile(batch.num_tokens, counted.active)
         tile_tokens = self.tile_source.tile_tokens(*sizes)
         segment_size, group_size = segment_and_group(self.segment_size, tile_tokens)
         plan = out
@@ -81,7 +81,7 @@ class CsgmvBackend(SgmvBackend):
             fixed = capacity is None or self.segment_size != "auto"
             segments = (segment_size,) if fixed else (*TILE_TOKENS, segment_size)
             plan = new_plan(batch, capacity, segments, self.device)
-        plan.fill(batch, counts, segment_size, group_size)
+        plan.fill(batch, counted, segment_size, group_size)
         return plan
 
 

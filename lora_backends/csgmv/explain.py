@@ -9,7 +9,7 @@ from lora_backends.csgmv import segment_and_group
 from lora_backends.csgmv.plan import CsgmvPlan, new_plan
 from lora_backends.explain import Explanation, Layer, Piece, table_device
 from lora_backends.sgmv.explain import Cut, explanation
-from lora_backends.sgmv.layout import EMPTY, count_active, count_tokens
+from lora_backends.sgmv.layout import EMPTY, count_tokens
 from lora_backends.sgmv.tiles.source import tile_source
 
 SEGMENT_SIZE = 16
@@ -29,12 +29,12 @@ _LEGEND = (
 def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     """Return how a batch is cut for a layer, with the backend's default options."""
     source = tile_source("csgmv", __package__, table_device(), "auto")
-    counts = count_tokens(batch)
-    active = count_active(counts)
+    counted = count_tokens(batch)
+    active = counted.active
     tile_tokens = source.tile_tokens(batch.num_tokens, active)
     segment, group = segment_and_group(SEGMENT_SIZE, tile_tokens)
     plan = new_plan(batch, batch.num_tokens, (segment,), torch.device("cpu"))
-    plan.fill(batch, counts, segment, group)
+    plan.fill(batch, counted, segment, group)
     return explanation(
         "csgmv",
         batch,

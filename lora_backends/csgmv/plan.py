@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv import layout
-from lora_backends.sgmv.layout import Ints, SgmvPlan
+from lora_backends.sgmv.layout import Counted, Ints, SgmvPlan
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class CsgmvPlan(SgmvPlan):
         at = first + layout.run_tables_size(size, self.max_segments)
         self.group_starts = self.packed.as_strided((self.max_groups + 1,), (1,), at)
 
-    def fill(self, batch: LoRABatch, counts: Ints, segment_size: int, group_size: int) -> None:
+    def fill(self, batch: LoRABatch, counted: Counted, segment_size: int, group_size: int) -> None:
         """Cut a batch into segments; the copy of the tables to the device is under way.
 
         Raises:
@@ -76,7 +76,7 @@ class CsgmvPlan(SgmvPlan):
         if batch.token_scales is not None:
             self.refuse_scales_of_captured()
         if self.may_cut_anew():
-            self.active_slots = layout.count_active(counts)
+            self.active_slots = counted.active
             if (self.segment_size, self.group_size) != (segment_size, group_size):
                 self.segment_size, self.group_size = segment_size, group_size
                 self.tile_tokens = tile = segment_size * group_size
@@ -84,12 +84,13 @@ class CsgmvPlan(SgmvPlan):
                 self.max_groups = layout.max_runs(self.capacity, self.num_slots, tile)
                 self._view_tables()
             self.cut = (segment_size, group_size, *self.sizes_key(batch))
-        groups_at = layout.run_tables_size(self.segment_size, self.max_segments)
-        staged = self._stage(batch, groups_at + self.max_groups + 1)
-        runs = layout.fill_runs(staged.tables, batch, counts, self.segment_size, self.max_segments)
-        starts, self.num_segments = starts_of_groups(runs, self.group_size), int(runs.sum())
+        size, room = self.segment_size, self.max_segments
+        groups_at = layout.run_tables_size(size, room)
+        staged = self._stage(batch, counted)
+        runs, self.num_segments = layout.fill_runs(staged.tables, counted, size, room)
+        starts = starts_of_groups(runs, self.group_size)
         self.num_tokens, self.num_groups = batch.num_tokens, starts.size
-        group_starts = staged.tables[groups_at:]
+        group_starts = staged.tables[groups_at : groups_at + self.max_groups + 1]
         group_starts[: starts.size] = starts
         group_starts[starts.size :] = self.num_segments
         self._send(staged)

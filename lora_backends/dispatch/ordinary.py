@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.engine import Engine
 from lora_backends.experts import ExpertRouting, ExpertWeights
+from lora_backends.features import CAPACITY
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights, extent_of
 
@@ -80,6 +82,22 @@ def is_ordinary(
         return False
     apart = x_first >= end or first >= x_end
     return apart and not lies_on(addresses_of(weights), weights.extents, first, end)
+
+
+def is_ordinary_batch(engine: Engine, batch: Any, out: Any, capacity: Any) -> bool:
+    """Return True only where the guard of `prepare_batch` would find no problem."""
+    if type(batch) is not LoRABatch or capacity is not None:
+        return False
+    if batch.token_scales is not None or batch.token_slots.ndim != 1:
+        return False
+    if out is None:
+        return True
+    return (
+        type(out) is engine.plan_type
+        and CAPACITY in engine.features
+        and out.num_slots == batch.num_slots
+        and batch.num_tokens <= out.capacity
+    )
 
 
 def is_ordinary_routed(

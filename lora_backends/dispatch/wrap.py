@@ -29,7 +29,7 @@ from lora_backends.dispatch.many_adapters import (
     refuse,
     routings_of,
 )
-from lora_backends.dispatch.ordinary import is_ordinary, is_ordinary_routed
+from lora_backends.dispatch.ordinary import is_ordinary, is_ordinary_batch, is_ordinary_routed
 from lora_backends.dispatch.output import new_output
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import CAPACITY
@@ -266,6 +266,8 @@ def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Engine, batch: LoRABatch, out: Any = None, capacity: int | None = None) -> Any:
         if torch.compiler.is_compiling():
             return call_outside(call, self, batch, out, capacity)
+        if is_ordinary_batch(self, batch, out, capacity):
+            return method(self, batch, out=out)
         check_prepare_batch(self, batch, out, capacity)
         # a refill keeps the capacity; a backend without that feature does not know the argument
         options = {} if capacity is None or out is not None else {"capacity": capacity}

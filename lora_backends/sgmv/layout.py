@@ -96,34 +96,32 @@ class SgmvPlan(CachingPlan):
         """Return where the buffer has token_scales."""
         return self.packed[: self.capacity].view(torch.float32)
 
-    def _stage(self, batch: LoRABatch, size: int) -> Staged:
-        """Return host memory for the slots, `size` values of tables, and token_scales if any.
-
-        Slots and scales are written.
-        """
-        room = aligned(self.capacity)
+    def _stage(self, batch: LoRABatch, counted: Counted) -> Staged:
+        """Return host memory for the buffer, with the slots and any token_scales written."""
+        tokens, room = counted.slots.size, aligned(self.capacity)
         has_scales = batch.token_scales is not None
         has_scales = has_scales or (self.is_captured and self.token_scales is not None)
-        staged = staging_buffer(room if has_scales else 0, room, size, self.packed.device)
-        staged.slots[: batch.num_tokens] = batch.token_slots.numpy()
-        staged.slots[batch.num_tokens :] = EMPTY
-        if not has_scales:
-            self.token_scales = None
-            return staged
-        scales = staged.scales[: self.capacity].view(np.float32)
-        scales[:] = 1
-        if batch.token_scales is not None:
-            scales[: batch.num_tokens] = batch.token_scales.numpy()
-        self.token_scales = self._scales()
-        return staged
+        pinned = self.packed.device.type != "cpu"
+        # New each time: torch's allocator reuses pinned memory after the copies from it have ended.
+        staged = torch.empty(
+            self.packed.shape[0], dtype=torch.int32, device="cpu", pin_memory=pinned
+        )
+        array = staged.numpy()
+        array[room : room + tokens] = counted.slots
+        array[room + tokens : 2 * room] = EMPTY
+        if has_scales:
+            scales = array[: self.capacity].view(np.float32)
+            scales[:] = 1
+            if batch.token_scales is not None:
+                scales[:tokens] = batch.token_scales.numpy()
+        self.token_scales = self._scales() if has_scales else None
+        return Staged(staged, array[2 * room :])
 
     def _send(self, staged: Staged) -> None:
         """Copy staged memory to the device, asynchronously; calls stored so far fit this cut."""
-        first = aligned(self.capacity) - staged.scales.size
-        size = staged.tensor.shape[0]
         self.refills += 1
         self.call_cache.key = (*self.cut, self.token_scales is not None)
-        self.packed.as_strided((size,), (1,), first).copy_(staged.tensor, non_blocking=True)
+        self.packed.copy_(staged.tensor, non_blocking=True)
 
     def sizes_key(self, batch: LoRABatch) -> tuple[int, int]:
         """Return what kernels are chosen by besides the tile; like batches repeat calls."""
@@ -151,9 +149,7 @@ class Staged(NamedTuple):
     """Host memory for a copy to a device."""
 
     tensor: torch.Tensor  # [size] int32
-    scales: npt.NDArray[np.int32]  # its part for token_scales, which may be empty
-    slots: npt.NDArray[np.int32]  # its part for the slots of tokens
-    tables: npt.NDArray[np.int32]  # its part for the tables
+    tables: npt.NDArray[np.int32]  # its part for the tables of the engine
 
 
 def bucket(count: int) -> int:
@@ -174,18 +170,23 @@ def max_runs(num_tokens: int, num_slots: int, size: int) -> int:
     return max(1, slots + (num_tokens - slots) // size)
 
 
-def count_tokens(batch: LoRABatch) -> Ints:
-    """Return the tokens without an adapter, then the tokens of every slot: [num_slots + 1].
+class Counted(NamedTuple):
+    """A batch's tokens by slot."""
 
-    >>> count_tokens(LoRABatch([2, -1, 0, 2, 2, 2, 2], num_slots=3)).tolist()
+    slots: Ints  # [num_tokens]: the slot of every token, or -1
+    counts: Ints  # [num_slots + 1]: tokens without an adapter, then those of every slot
+    active: int  # slots that have tokens
+
+
+def count_tokens(batch: LoRABatch) -> Counted:
+    """Count the tokens of every slot.
+
+    >>> count_tokens(LoRABatch([2, -1, 0, 2, 2, 2, 2], num_slots=3)).counts.tolist()
     [1, 1, 0, 5]
     """
-    return np.bincount(batch.token_slots.numpy() + 1, minlength=batch.num_slots + 1)
-
-
-def count_active(counts: Ints) -> int:
-    """Return how many slots have tokens."""
-    return int(np.count_nonzero(counts[1:]))
+    slots = batch.token_slots.numpy()
+    counts = np.bincount(slots + 1, minlength=batch.num_slots + 1)
+    return Counted(slots, counts, int(np.count_nonzero(counts[1:])))
 
 
 def split(counts: Ints, size: int) -> Ints:
@@ -197,46 +198,50 @@ def split(counts: Ints, size: int) -> Ints:
     return (counts + (size - 1)) // size
 
 
-def permutation(token_slots: Ints, counts: Ints) -> Ints:
+def permutation(counted: Counted) -> Ints:
     """Return the tokens that have an adapter, slot by slot, in ascending order within each.
 
-    >>> batch = LoRABatch([2, -1, 0, 2, 2, 2, 2], num_slots=3)
-    >>> permutation(batch.token_slots.numpy(), count_tokens(batch)).tolist()
+    >>> permutation(count_tokens(LoRABatch([2, -1, 0, 2, 2, 2, 2], num_slots=3))).tolist()
     [2, 0, 3, 4, 5, 6]
     """
+    slots, counts, _ = counted
     if counts.size < 1 << 15:
-        token_slots = token_slots.astype(np.int16)  # numpy sorts 16-bit integers by radix
-    return token_slots.argsort(kind="stable")[counts[0] :]
+        slots = slots.astype(np.int16)  # numpy sorts 16-bit integers by radix
+    return slots.argsort(kind="stable")[counts[0] :]
 
 
-def places(counts: Ints, runs: Ints, size: int) -> Ints:
-    """Return the place of every token of the permutation; each slot starts a run of its own.
+def places(counts: Ints, firsts: Ints, size: int) -> Ints:
+    """Return the place of every token of the permutation; a slot begins with run `firsts`.
 
-    >>> places(np.array([1, 0, 5]), np.array([1, 0, 3]), 2).tolist()
+    >>> places(np.array([1, 0, 5]), np.array([0, 1, 1]), 2).tolist()
     [0, 2, 3, 4, 5, 6]
     """
     ends = counts.cumsum()
     # A slot's tokens move from their position in the permutation to that of its first run.
-    moved = (runs.cumsum() - runs) * size - (ends - counts)
-    found: Ints = np.arange(int(ends[-1])) + moved.repeat(counts)
+    moved = firsts * size - ends
+    moved += counts
+    found: Ints = moved.repeat(counts)
+    found += np.arange(found.size)
     return found
 
 
 def fill_runs(
-    packed: npt.NDArray[np.int32], batch: LoRABatch, counts: Ints, size: int, room: int
-) -> Ints:
+    packed: npt.NDArray[np.int32], counted: Counted, size: int, room: int
+) -> tuple[Ints, int]:
     """Write the slot and the tokens of every run, laid out as `run_tables` finds them.
 
     `packed` has room for `room` runs of `size` tokens; both tables are overwritten to their ends.
-    `counts` are those of `count_tokens`. Returns the runs of each slot; runs in use come first.
+    Returns the runs of each slot, and how many they are; runs in use come first.
     """
-    runs = split(counts[1:], size)
-    tokens_at = aligned(room)
+    of_slots = counted.counts[1:]
+    runs = split(of_slots, size)
+    ends = runs.cumsum()
+    used, tokens_at = int(ends[-1]), aligned(room)
     packed[: tokens_at + room * size] = EMPTY
-    packed[: int(runs.sum())] = np.arange(batch.num_slots).repeat(runs)
-    order = permutation(batch.token_slots.numpy(), counts)
-    packed[tokens_at:][places(counts[1:], runs, size)] = order
-    return runs
+    packed[:used] = np.arange(of_slots.size).repeat(runs)
+    order = permutation(counted).astype(np.int32)  # numpy scatters values of one dtype faster
+    packed[tokens_at:][places(of_slots, ends - runs, size)] = order
+    return runs, used
 
 
 def run_tables(
@@ -263,16 +268,3 @@ def run_tables_size(size: int, room: int) -> int:
 def aligned(count: int) -> int:
     """Return the smallest multiple of `ALIGNMENT` that is at least `count`."""
     return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-def staging_buffer(scales: int, slots: int, tables: int, device: torch.device) -> Staged:
-    """Return host memory for a copy of int32 values to `device`.
-
-    It is pinned, and new each time: torch's allocator reuses pinned memory only after the copies
-    from it have ended.
-    """
-    pinned = device.type != "cpu"
-    size, first = scales + slots + tables, scales + slots
-    staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
-    array = staged.numpy()
-    return Staged(staged, array[:scales], array[scales:first], array[first:])

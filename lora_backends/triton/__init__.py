@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv.engine import SgmvBackend
-from lora_backends.sgmv.layout import count_active, count_tokens
+from lora_backends.sgmv.layout import count_tokens
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 from lora_backends.triton import kernels
 from lora_backends.triton.plan import TritonPlan, new_plan
@@ -48,12 +48,12 @@ class TritonBackend(SgmvBackend):
     def prepare_batch(
         self, batch: LoRABatch, out: TritonPlan | None = None, capacity: int | None = None
     ) -> TritonPlan:
-        counts = count_tokens(batch)
-        sizes = self.batch_to_tile(batch.num_tokens, count_active(counts))
+        counted = count_tokens(batch)
+        sizes = self.batch_to_tile(batch.num_tokens, counted.active)
         tile_tokens = self.tile_source.tile_tokens(*sizes)
         plan = out
         if plan is None:
             tile_sizes = (tile_tokens,) if capacity is None else (*TILE_TOKENS, tile_tokens)
             plan = new_plan(batch, capacity, tile_sizes, self.device)
-        plan.fill(batch, counts, tile_tokens)
+        plan.fill(batch, counted, tile_tokens)
         return plan

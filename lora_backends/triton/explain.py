@@ -7,7 +7,7 @@ import torch
 from lora_backends.batch import LoRABatch
 from lora_backends.explain import Explanation, Layer, Piece, table_device
 from lora_backends.sgmv.explain import Cut, explanation
-from lora_backends.sgmv.layout import EMPTY, count_active, count_tokens
+from lora_backends.sgmv.layout import EMPTY, count_tokens
 from lora_backends.sgmv.tiles.source import tile_source
 from lora_backends.triton.plan import new_plan
 
@@ -25,10 +25,10 @@ _LEGEND = (
 def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     """Return how a batch is cut for a layer."""
     source = tile_source("triton", __package__, table_device(), "auto")
-    counts = count_tokens(batch)
-    tile_tokens = source.tile_tokens(batch.num_tokens, count_active(counts))
+    counted = count_tokens(batch)
+    tile_tokens = source.tile_tokens(batch.num_tokens, counted.active)
     plan = new_plan(batch, batch.num_tokens, (tile_tokens,), torch.device("cpu"))
-    plan.fill(batch, counts, tile_tokens)
+    plan.fill(batch, counted, tile_tokens)
     pieces = tuple(
         Piece(slot, tuple(token for token in tokens if token != EMPTY), tile_tokens)
         for slot, tokens in zip(

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv import layout
-from lora_backends.sgmv.layout import Ints, SgmvPlan
+from lora_backends.sgmv.layout import Counted, SgmvPlan
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class TritonPlan(SgmvPlan):
         tables = layout.run_tables(self.packed, first, self.tile_tokens, self.max_tiles)
         self.slot_table, self.token_table = tables
 
-    def fill(self, batch: LoRABatch, counts: Ints, tile_tokens: int) -> None:
+    def fill(self, batch: LoRABatch, counted: Counted, tile_tokens: int) -> None:
         """Cut a batch into tiles; the copy of the tables to the device is under way.
 
         Raises:
@@ -61,15 +61,16 @@ class TritonPlan(SgmvPlan):
         if batch.token_scales is not None:
             self.refuse_scales_of_captured()
         if self.may_cut_anew():
-            self.active_slots = layout.count_active(counts)
+            self.active_slots = counted.active
             if self.tile_tokens != tile_tokens:
                 self.tile_tokens = tile_tokens
                 self.max_tiles = layout.max_runs(self.capacity, self.num_slots, tile_tokens)
                 self._view_tables()
             self.cut = (tile_tokens, *self.sizes_key(batch))
-        staged = self._stage(batch, layout.run_tables_size(self.tile_tokens, self.max_tiles))
-        runs = layout.fill_runs(staged.tables, batch, counts, self.tile_tokens, self.max_tiles)
-        self.num_tokens, self.num_tiles = batch.num_tokens, int(runs.sum())
+        size, room = self.tile_tokens, self.max_tiles
+        staged = self._stage(batch, counted)
+        _, self.num_tiles = layout.fill_runs(staged.tables, counted, size, room)
+        self.num_tokens = batch.num_tokens
         self._send(staged)
 
 
