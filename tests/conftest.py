@@ -139,7 +139,7 @@ _BUILDERS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_base():
     """Return a function that builds the same tiny model at each call."""
 

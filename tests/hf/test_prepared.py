@@ -21,7 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
 @pytest.fixture
 def model(make_base):
-    model = MultiLoRAModel(make_base("llama"), TorchRefBackend(), max_adapters=4, max_rank=4)
+    base = make_base("llama")
+    del base.model.layers[1:]
+    model = MultiLoRAModel(base, TorchRefBackend(), max_adapters=4, max_rank=4)
     for seed, name in enumerate("abc"):
         model.add_adapter(name, random_checkpoint(model.base, TARGETS, seed=seed))
     return model
@@ -201,6 +203,7 @@ def test_a_compiled_model_follows_updates_in_one_program(model):
 def test_a_compiled_model_meets_modules_that_are_adapted_later(make_base):
     torch._dynamo.reset()
     base = make_base("llama")
+    del base.model.layers[1:]
     models = [MultiLoRAModel(base, TorchRefBackend(), max_rank=4) for _ in range(2)]
     compiled = torch.compile(base, fullgraph=True, backend="eager")
 
