@@ -3,9 +3,11 @@
 The kernels, their constants and options are those that `sgmv.experts` launches.
 """
 
+import itertools
 import sys
 
 import ahead_of_time
+from ahead_of_time import GFX942, SM80, SM90, SM100, TARGETS
 
 TABLES = {
     "ids_ptr": "*i64",
@@ -24,15 +26,15 @@ TABLES = {
     "turn_ptr": "*i32",
     "deltas_ptr": "*fp32",
 }
-CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
+CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh, targets
     "bf16": [
-        ((8, 8, 1), (2, 16, 2048, (768, 768), False), 8, False),
-        ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False),
-        ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False),
-        ((1024, 128, 16), (2, 16, 2880, (2880, 2880), True), 4, False),
-        ((37, 9, 128), (3, 130, 77, (33, 7, 1), False), 1, True),
+        ((8, 8, 1), (2, 16, 2048, (768, 768), False), 8, False, SM90),
+        ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False, SM80),
+        ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False, TARGETS),
+        ((1024, 128, 16), (2, 16, 2880, (2880, 2880), True), 4, False, SM100 + GFX942),
+        ((37, 9, 128), (3, 130, 77, (33, 7, 1), False), 1, True, TARGETS),
     ],
-    "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False)],
+    "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False, SM90)],
 }
 
 
@@ -45,12 +47,16 @@ def routing_kernels(programmatic):
     yield routing._scatter(128, 64, 8192, 32768, programmatic)
 
 
-def site_kernels(dtype, programmatic):
+def site_kernels(dtype, target):
     from lora_backends.sgmv.experts import launch
     from lora_backends.sgmv.experts.rules import PairShape, SiteShape
 
+    programmatic = ahead_of_time.is_programmatic(target)
     options = launch.Options("ieee", programmatic, programmatic)
-    for pairs, (num_a, rank, inputs, slices, interleaved), top_k, fresh in CASES[dtype]:
+    for pairs, layer, top_k, fresh, targets in CASES[dtype]:
+        if target not in targets:
+            continue
+        num_a, rank, inputs, slices, interleaved = layer
         widths = (sum(slices),) if interleaved or num_a == 1 else slices
         item_bytes = 4 if dtype == "fp32" else 2
         shape = SiteShape(num_a, rank, inputs, sum(slices), max(widths), item_bytes, interleaved)
@@ -66,23 +72,16 @@ def site_kernels(dtype, programmatic):
 
 
 def main():
-    target = ahead_of_time.target_of(sys.argv[1])
-    programmatic = target.backend == "cuda" and target.arch >= 90
     common = dict(ahead_of_time.POINTERS)
-    for dtype in CASES:
-        found = list(site_kernels(dtype, programmatic))
+    for target, dtype in itertools.product(sys.argv[1:], CASES):
+        found = list(site_kernels(dtype, target))
         if dtype == "bf16":
+            programmatic = ahead_of_time.is_programmatic(target)
             found += [(kernel, {}) for kernel in routing_kernels(programmatic)]
         for kernel, pointers in found:
             ahead_of_time.POINTERS = common | TABLES | pointers
-            compiled = ahead_of_time.compile_kernel(kernel, dtype, target)
-            print(
-                "compiled experts",
-                dtype,
-                kernel.kernel.__name__,
-                compiled.metadata.shared,
-                flush=True,
-            )
+            ahead_of_time.compile_kernel(kernel, dtype, ahead_of_time.target_of(target))
+            print(target, "experts", dtype, kernel.kernel.__name__, flush=True)
 
 
 if __name__ == "__main__":
