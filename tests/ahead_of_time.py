@@ -46,7 +46,9 @@ SM80, SM90, SM100, GFX942 = ([target] for target in TARGETS)
 CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms, targets
     ("triton", "bf16"): [
         (QKV, (1, 1), None, ("linear",), SM80),
-        (ODD, (1, 1), None, ALL, TARGETS),
+        (ODD, (1, 1), None, ("embedding",), TARGETS),
+        (ODD, (1, 1), None, ("linear",), SM90),
+        (ODD, (1, 1), None, ("separate",), SM90 + GFX942),
         (DOWN, (2048, 8), None, ("linear", "separate"), SM90),
         (DOWN, (8192, 8), None, ("linear",), TARGETS),  # B through TMA, where there is any
     ],

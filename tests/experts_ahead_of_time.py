@@ -7,7 +7,7 @@ import itertools
 import sys
 
 import ahead_of_time
-from ahead_of_time import GFX942, SM80, SM90, TARGETS
+from ahead_of_time import GFX942, SM80, SM90, SM100, TARGETS
 
 TABLES = {
     "ids_ptr": "*i64",
@@ -30,7 +30,7 @@ CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), to
     "bf16": [
         ((8, 8, 1), (2, 16, 2048, (768, 768), False), 8, False, SM90),
         ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False, SM80),
-        ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False, TARGETS),
+        ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False, SM90 + SM100),
         ((1024, 128, 16), (2, 16, 2880, (2880, 2880), True), 4, False, GFX942),
         ((37, 9, 128), (3, 130, 77, (33, 7, 1), False), 1, True, TARGETS),
     ],

@@ -90,38 +90,35 @@ def installed(tmp_path_factory):
     return {**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1"}
 
 
-def run(environment, *command):
-    return subprocess.run(
-        [sys.executable, *command],
-        env=environment,
+FOUND = """
+from dataclasses import replace
+
+from lora_backends import backend_names, get_backend
+from lora_backends.testing import DEFAULT, verify
+
+
+def test_it_is_found_by_its_entry_point_and_passes_verify_by_its_name():
+    assert "gather" in backend_names()
+    assert repr(get_backend("gather", "cpu")) == "<GatherBackend 'gather' on cpu>"
+    report = verify("gather", "cpu", replace(DEFAULT, effort=0.04))
+    assert report.passed, report.to_text()
+"""
+
+
+def test_an_installed_package_is_found_and_its_own_test_file_runs_the_suite(installed, tmp_path):
+    test_file = tmp_path / "test_gather.py"
+    test_file.write_text((CUSTOM / "test_gather.py").read_text() + FOUND)
+    only = "run_qkv_is_right or graph_replay_equals_eager or found_by_its_entry_point"
+    command = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-k", only]
+    done = subprocess.run(
+        [sys.executable, *command, f"--rootdir={tmp_path}", str(test_file)],
+        env=installed,
         capture_output=True,
         text=True,
         timeout=600,
-        cwd=environment["PYTHONPATH"],
+        cwd=installed["PYTHONPATH"],
     )
-
-
-def test_an_installed_package_is_found_by_its_entry_point_and_passes_verify(installed):
-    code = (
-        "from dataclasses import replace; import lora_backends as lb; "
-        "from lora_backends.testing import DEFAULT, verify; "
-        "print(lb.backend_names(), lb.get_backend('gather', 'cpu')); "
-        "report = verify('gather', 'cpu', replace(DEFAULT, effort=0.04)); "
-        "print(report.to_text()); raise SystemExit(not report.passed)"
-    )
-    done = run(installed, "-c", code)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "'gather'" in done.stdout and "<GatherBackend 'gather' on cpu>" in done.stdout
-    assert ", 0 failed, " in done.stdout
-
-
-def test_the_packages_own_test_file_runs_the_suite(installed, tmp_path):
-    test_file = tmp_path / "test_gather.py"
-    test_file.write_text((CUSTOM / "test_gather.py").read_text())
-    only = "run_qkv_is_right or graph_replay_equals_eager"
-    done = run(installed, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-k", only,
-               f"--rootdir={tmp_path}", str(test_file))  # fmt: skip
-    assert "1 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "graphs are captured on CUDA devices" in done.stdout
 
 

@@ -46,8 +46,9 @@ def check(name, seed, folder):
     ids = torch.randint(1, 60, (len(rows), length), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         logits = model(adapters=rows, input_ids=ids).logits
+        alone = {adapter: bases[adapter](input_ids=ids).logits for adapter in {*rows}}
         for row, adapter in enumerate(rows):
-            expected = bases[adapter](input_ids=ids).logits[row]
+            expected = alone[adapter][row]
             bound = BOUND * max(1.0, expected.abs().max().item())
             torch.testing.assert_close(logits[row], expected, rtol=0, atol=bound)
     if chance.random() < 0.4:
@@ -60,7 +61,7 @@ def check(name, seed, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_row_is_pefts_in_many_batches(name, tmp_path):
-    for seed in range(4):
+    for seed in range(3):
         check(name, seed, tmp_path / str(seed))
 
 

@@ -215,15 +215,13 @@ def test_a_compiled_model_meets_modules_that_are_adapted_later(make_base):
         plain = base(input_ids=IDS, use_cache=False).logits
         assert torch.equal(compiled(input_ids=IDS, use_cache=False).logits, plain)
     assert torch.equal(compiled_logits(models[0], [None] * 3), plain)
-    for seed, target in enumerate(("o_proj", "up_proj")):
-        for model in models:
-            seed += 10
-            checkpoint = random_checkpoint(base, [target], seed=seed, bias=target == "up_proj")
-            model.add_adapter(target, checkpoint)
-            rows = [target, None, target]
-            found = compiled_logits(model, rows)
-            assert torch.equal(found, logits(model, rows))
-            assert not torch.equal(found[0], plain[0])
+    for model, target in zip(models, ("o_proj", "up_proj"), strict=True):
+        checkpoint = random_checkpoint(base, [target], seed=10, bias=target == "up_proj")
+        model.add_adapter(target, checkpoint)
+        rows = [target, None, target]
+        found = compiled_logits(model, rows)
+        assert torch.equal(found, logits(model, rows))
+        assert not torch.equal(found[0], plain[0])
     with torch.no_grad():
         assert torch.equal(compiled(input_ids=IDS, use_cache=False).logits, plain)
 

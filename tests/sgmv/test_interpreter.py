@@ -26,7 +26,7 @@ for engine, options, effort in {RUNS}:
     backend = get_backend(engine, device="cpu", **options)
     print(verify(backend, profile=replace(DEFAULT, effort=effort)).to_text())
 """
-SELECTED = "triton or csgmv and not (csgmv-64 or csgmv-auto or through_tma or of_a_table)"
+SELECTED = "triton or csgmv and not (csgmv-64 or csgmv-auto or through_tma or of_a_table or 8_bit)"
 """The engines share their arithmetic: what csgmv repeats is how a row of tokens is found."""
 
 
