@@ -57,6 +57,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms, target
         (QKV, (64, 8), None, ("factors e4m3",), SM80),
         (ODD, (64, 8), None, ("linear blocks",), GFX942),
         (DOWN, (2048, 8), None, ("linear int8",), SM90 + GFX942),  # wgmma in the shrink
+        (QKV, (8192, 8), None, ("linear int8",), SM90 + SM100),  # B through TMA
     ],
     ("triton", "fp16"): [(DOWN, (8192, 8), None, ("factors",), SM90)],
     ("triton", "fp32"): [(DOWN, (2048, 8), None, ("linear",), SM80 + GFX942)],
@@ -133,11 +134,12 @@ def kernels(engine, dtype, target):
 
     from lora_backends.registry import backend_class
     from lora_backends.sgmv import launch
+    from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
     from lora_backends.sgmv.tiles import rules
     from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
     from lora_backends.sgmv.tiles.source import RULES
 
-    cls, PLAIN, programmatic = backend_class(engine), launch.PLAIN, is_programmatic(target)
+    cls, programmatic = backend_class(engine), is_programmatic(target)
     options = launch.Options(cls, "ieee", programmatic, False, RULES, programmatic)
     item_bytes = 4 if dtype == "fp32" else 2
     for (slices, inputs, rank), sizes, segment_size, forms, targets in CASES[engine, dtype]:
@@ -152,12 +154,12 @@ def kernels(engine, dtype, target):
             storage = PLAIN
             if form in STORAGE:
                 stored, block = STORAGE[form]
-                kind = launch.storage_kind(getattr(torch, stored), options)
-                storage = launch.Storage(kind, block, torch.bfloat16)
+                kind = storage_kind(getattr(torch, stored), programmatic)
+                storage = Storage(kind, block, torch.bfloat16)
             form = form if form in ALL else "linear"
             yield from launch._kernels(
                 batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, options,
-                form, programmatic and storage is PLAIN,
+                form, programmatic and storage.block[1] is None,
             )[:2]  # fmt: skip
         if "embedding" in forms:
             yield launch.gather_kernel(cls, len(slices), rank, 0, PLAIN, constants(False))

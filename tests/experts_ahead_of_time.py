@@ -26,15 +26,28 @@ TABLES = {
     "turn_ptr": "*i32",
     "deltas_ptr": "*fp32",
 }
+GATE_UP, GPT = (2, 16, 2048, (768, 768), False), (2, 16, 2880, (2880, 2880), True)
+WIDE, ODD = (2, 64, 2048, (768, 768), False), (3, 130, 77, (33, 7, 1), False)
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh, targets
     "bf16": [
-        ((8, 8, 1), (2, 16, 2048, (768, 768), False), 8, False, SM90),
-        ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False, SM80),
+        ((8, 8, 1), GATE_UP, 8, False, SM90),
+        ((512, 300, 16), WIDE, 8, False, SM80),
         ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False, SM90 + SM100),
-        ((1024, 128, 16), (2, 16, 2880, (2880, 2880), True), 4, False, GFX942),
-        ((37, 9, 128), (3, 130, 77, (33, 7, 1), False), 1, True, TARGETS),
+        ((1024, 128, 16), GPT, 4, False, GFX942),
+        ((37, 9, 128), ODD, 1, True, TARGETS),
     ],
-    "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False, SM90)],
+    "fp32": [((512, 420, 16), WIDE, 8, False, SM90)],
+    "i8": [  # and the dtype, the block of a scale
+        ((512, 512, 1), GATE_UP, 8, False, SM80, "int8", (1, None)),
+        ((512, 300, 16), GATE_UP, 8, False, SM100, "int8", (1, None)),
+        ((32768, 1024, 64), (1, 64, 768, (2048,), False), 8, False, SM90, "int8", (None, None)),
+        ((512, 512, 1), GATE_UP, 8, False, SM90, E4M3, (1, None)),
+        ((512, 300, 16), WIDE, 8, False, SM80 + GFX942, E4M3, (1, None)),
+        ((1024, 128, 16), GPT, 4, False, SM100, E5M2, (1, None)),
+        ((37, 37, 1), (2, 20, 77, (33, 33), True), 1, True, GFX942, E5M2, (4, 16)),
+        ((37, 9, 128), ODD, 1, True, SM80, "int8", (4, 16)),
+    ],
 }
 
 
@@ -48,12 +61,15 @@ def routing_kernels(programmatic):
 
 
 def site_kernels(dtype, target):
+    import torch
+
     from lora_backends.sgmv.experts import launch
     from lora_backends.sgmv.experts.rules import PairShape, SiteShape
+    from lora_backends.sgmv.storage import Storage, storage_kind
 
     programmatic = ahead_of_time.is_programmatic(target)
     options = launch.Options("ieee", programmatic, programmatic)
-    for pairs, layer, top_k, fresh, targets in CASES[dtype]:
+    for pairs, layer, top_k, fresh, targets, *stored in CASES[dtype]:
         if target not in targets:
             continue
         num_a, rank, inputs, slices, interleaved = layer
@@ -62,9 +78,13 @@ def site_kernels(dtype, target):
         shape = SiteShape(num_a, rank, inputs, sum(slices), max(widths), item_bytes, interleaved)
         by_token = interleaved  # one case of each
         site = launch.Site(shape, widths, num_a, interleaved, top_k, num_a == 1, by_token, fresh)
+        if stored:
+            kind = storage_kind(getattr(torch, stored[0]), programmatic)
+            storage = Storage(kind, stored[1], torch.bfloat16)
+            site = launch.with_scales(site, storage, slices, interleaved)
         sizes = PairShape(*pairs)
         found = launch.kernels_of(sizes, sizes, site, fresh, options)
-        h = "*fp32" if found.split_k > 1 else f"*{dtype}"
+        h = "*fp32" if found.split_k > 1 else f"*{'bf16' if stored else dtype}"
         yield found.shrink, {"h_ptr": h}
         yield found.expand, {"h_ptr": h} | ({"y_ptr": "*fp32"} if fresh else {})
         if fresh:
