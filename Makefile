@@ -30,18 +30,20 @@ demo: $(STAMP)  ## one batch of a real model, every row with its own adapter
 	@$(BIN)/lora-backends generate --config examples/quickstart.toml --check --compare
 
 # Proofs take minutes (kernels compile for four GPUs, for every combination of dtypes on the CPU, and
-# run in Triton's interpreter; every mutant has to fail; a real model, and random batches of many
-# small ones, are compared with PEFT), so they are repeated when a source changed.
+# run in Triton's interpreter; every mutant has to fail; random batches of many small models are
+# compared with PEFT), so they are repeated when a source changed, in the run of the quick tests.
 SOURCES := $(shell find lora_backends tests examples/custom_backend -name '*.py') pyproject.toml
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test: $(STAMP) lint  ## lint, type-check, pass the tests and build the pages
-	@$(PYTEST) -n auto --dist worksteal -m "not slow and not sweep"
-	@$(MAKE) --no-print-directory $(VENV)/.proofs
+	@if $(MAKE) -q $(VENV)/.proofs; then \
+		$(PYTEST) -n auto --dist loadgroup -m "not slow and not sweep"; \
+	else \
+		$(PYTEST) -n auto --dist loadgroup -m "not sweep" && touch $(VENV)/.proofs; \
+	fi
 	@echo "all tests passed; the proofs are from the sources as they are"
 
 $(VENV)/.proofs: $(SOURCES)
-	@echo "proofs (minutes; repeated only when a source changes)"
 	@$(PYTEST) -n auto --dist loadgroup -m slow
 	@touch $@
 

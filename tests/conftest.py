@@ -59,16 +59,17 @@ def pytest_report_header():
 def pytest_xdist_make_scheduler(config, log):
     """Let one process of `--dist loadgroup` compile for the CPU and fill a GPU.
 
+    The tests of another file share a process, and so what the file builds for all of them.
     pytest-xdist's own groups fail under pytest 9.2, which keeps the names of tests elsewhere.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class Proofs(LoadScopeScheduling):
+    class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             alone = "numba_cpu" in nodeid or "test_conformance.py" in nodeid
-            return "compiled here" if alone else nodeid
+            return "compiled here" if alone else nodeid.split("::")[0]
 
-    return Proofs(config, log) if config.getvalue("dist") == "loadgroup" else None
+    return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +140,7 @@ _BUILDERS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_base():
     """Return a function that builds the same tiny model at each call."""
 

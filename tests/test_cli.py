@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lora_backends.bench.job import Job
-from lora_backends.cli import COMMANDS, app
+from lora_backends.cli import COMMANDS, app, main
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, LoRABackendError
 from lora_backends.operations import DENSE
 
@@ -71,14 +72,14 @@ def test_list_says_why_a_backend_does_not_run():
     assert all(not b["runs_here"] and b["reasons"] for b in backends)
 
 
-def test_an_error_is_one_message_without_traceback():
-    command = [sys.executable, "-c", "from lora_backends.cli import main; main()"]
-    result = subprocess.run(
-        [*command, "generate", "--prompt", "hi"], capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-3].startswith("error: which model?")
-    assert "Traceback" not in result.stderr
+def test_an_error_is_one_message_without_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lora-backends", "generate", "--prompt", "hi"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[-3].startswith("error: which model?")
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize(
@@ -400,15 +401,17 @@ def test_nothing_is_written_into_a_fifo(command, tmp_path, monkeypatch):
     assert "is a FIFO" in str(result.exception)
 
 
-def test_output_needs_no_encoding_that_has_every_character(tmp_path):
+def test_output_needs_no_encoding_that_has_every_character(tmp_path, monkeypatch):
     """A name from the command line may be no text, and a terminal may know ASCII alone."""
-    result = subprocess.run(
-        [sys.executable, "-c", "from lora_backends.cli import main; main()",
-         "explain", "--slots", "0", "--svg", os.fsencode(tmp_path) + b"/\xc3\xa9\xff.svg"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert "\\xe9\\udcff.svg" in result.stdout
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xc3\xa9\xff.svg")
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "argv", ["lora-backends", "explain", "--slots", "0", "--svg", path])
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    terminal.flush()
+    assert not ended.value.code
+    assert b"\\xe9\\udcff.svg" in terminal.buffer.getvalue()
 
 
 @pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])

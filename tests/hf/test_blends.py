@@ -98,8 +98,10 @@ def test_a_blend_is_pefts_weighted_adapter(make_base, save_adapter):
 
 
 @pytest.fixture
-def model(make_base):
-    model = MultiLoRAModel(make_base("llama_bias"), TorchRefBackend(), max_adapters=5, max_rank=4)
+def model(request, make_base):
+    base = make_base("llama_bias")
+    del base.model.layers[getattr(request, "param", 3) :]
+    model = MultiLoRAModel(base, TorchRefBackend(), max_adapters=5, max_rank=4)
     for seed, name in enumerate("abc"):
         model.add_adapter(name, random_checkpoint(model.base, ["q_proj", "up_proj"], seed=seed))
     dora = random_checkpoint(model.base, ["q_proj", "v_proj"], seed=7)
@@ -201,6 +203,7 @@ def test_prepared_blends_follow_updates(model):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+@pytest.mark.parametrize("model", [1], indirect=True, ids=["one layer"])
 def test_a_compiled_program_follows_blends(model):
     torch.compiler.reset()
     compiled = torch.compile(model.base, fullgraph=True, backend="aot_eager")

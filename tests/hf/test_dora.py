@@ -35,8 +35,10 @@ def dora(base, targets=ATTENTION, seed=3):
 
 @pytest.fixture
 def make(make_base):
-    def make(name="llama_bias", **options):
-        model = MultiLoRAModel(make_base(name), "torch_ref", max_adapters=3, max_rank=4, **options)
+    def make(name="llama_bias", layers=3, **options):
+        base = make_base(name)
+        del base.model.layers[layers:]
+        model = MultiLoRAModel(base, "torch_ref", max_adapters=3, max_rank=4, **options)
         model.add_adapter("plain", random_checkpoint(model.base, ATTENTION, seed=1))
         return model
 
@@ -118,7 +120,7 @@ def test_prepared_adapters_follow_a_dora_slot_that_is_rewritten(make):
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 def test_a_compiled_program_follows_updates_to_dora(make):
     torch.compiler.reset()
-    model = make()
+    model = make(layers=1)
     model.add_adapter("dora", dora(model.base))
     compiled = torch.compile(model.base, fullgraph=True, backend="aot_eager")
     with model.prepare([None] * 3, tokens=5) as step:

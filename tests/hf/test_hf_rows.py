@@ -72,10 +72,11 @@ class Case:
                 logits = self.logits(self.model, adapters=step)
         else:
             logits = self.logits(self.model, adapters=self.rows)
+        alone = {adapter: self.logits(self.peft[adapter]) for adapter in {*self.rows}}
         for row, adapter in enumerate(self.rows):
-            expected = self.logits(self.peft[adapter])
-            bound = BOUND * max(1.0, expected[row].abs().max().item())
-            torch.testing.assert_close(logits[row], expected[row], rtol=0, atol=bound)
+            expected = alone[adapter][row]
+            bound = BOUND * max(1.0, expected.abs().max().item())
+            torch.testing.assert_close(logits[row], expected, rtol=0, atol=bound)
         if self.name in GENERATES and self.chance.random() < 0.3:
             tokens = self.model.generate(adapters=self.rows, **self.inputs, **NEW_TOKENS)
             for row, adapter in enumerate(self.rows):
@@ -100,18 +101,16 @@ def check(name, seed, may_refuse):
 
 @pytest.mark.parametrize("name", ROW_BY_ROW)
 def test_every_row_is_pefts(name):
-    for seed in range(2):
-        check(name, seed, may_refuse=False)
+    check(name, 0, may_refuse=False)
 
 
 @pytest.mark.parametrize("name", NOT_ALWAYS)
 def test_every_row_is_pefts_or_refused_by_name(name):
-    for seed in range(2):
-        check(name, seed, may_refuse=True)
+    check(name, 0, may_refuse=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROW_BY_ROW + NOT_ALWAYS)
 def test_every_row_is_pefts_in_many_batches(name):
-    for seed in range(2, 6):
+    for seed in range(1, 4):
         check(name, seed, may_refuse=name in NOT_ALWAYS)

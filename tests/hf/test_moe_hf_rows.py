@@ -46,8 +46,9 @@ def check(name, seed, folder):
     ids = torch.randint(1, 60, (len(rows), length), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         logits = model(adapters=rows, input_ids=ids).logits
+        alone = {adapter: bases[adapter](input_ids=ids).logits for adapter in {*rows}}
         for row, adapter in enumerate(rows):
-            expected = bases[adapter](input_ids=ids).logits[row]
+            expected = alone[adapter][row]
             bound = BOUND * max(1.0, expected.abs().max().item())
             torch.testing.assert_close(logits[row], expected, rtol=0, atol=bound)
     if chance.random() < 0.4:
@@ -60,8 +61,14 @@ def check(name, seed, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_row_is_pefts_in_many_batches(name, tmp_path):
-    for seed in range(4):
+    for seed in range(3):
         check(name, seed, tmp_path / str(seed))
+
+
+def one_layer():
+    base = build("qwen3_moe")
+    del base.model.layers[1:]
+    return base
 
 
 @pytest.mark.slow
@@ -70,11 +77,11 @@ def test_a_compiled_model_follows_an_update(tmp_path):
         "target_modules": ["q_proj"],
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"],
     }
-    model = MultiLoRAModel(build("qwen3_moe"), "torch_ref", max_rank=8)
-    bases = {None: build("qwen3_moe")}
+    model = MultiLoRAModel(one_layer(), "torch_ref", max_rank=8)
+    bases = {None: one_layer()}
     for seed, adapter in enumerate("ab"):
         folder = tmp_path / adapter
-        bases[adapter] = in_peft(build("qwen3_moe"), folder, seed, **config)
+        bases[adapter] = in_peft(one_layer(), folder, seed, **config)
         model.load_adapter(adapter, folder)
     ids = torch.randint(1, 60, (3, 5), generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model.base, backend="eager")

@@ -33,7 +33,7 @@ class Words:
         return " ".join(map(str, ids))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served(make_base):
     """Return a model, its requests, and a function that posts to the server."""
     spec = importlib.util.spec_from_file_location("serve", SCRIPT)

@@ -92,7 +92,7 @@ def test_a_write_beside_the_view_is_noticed():
             guarded.assert_untouched()
 
 
-def drawn_edges(kind, run_seed):
+def drawn_edges(kind):
     """Return how often each edge was an event of one run of 240 cases, as Hypothesis counts."""
     cases = []
 
@@ -100,7 +100,7 @@ def drawn_edges(kind, run_seed):
         for case in statistics["generate-phase"]["test-cases"]:
             cases.append(set(case["events"]))
 
-    @seed(run_seed)
+    @seed(0)
     @settings(
         max_examples=240,
         database=None,
@@ -117,8 +117,7 @@ def drawn_edges(kind, run_seed):
     return Counter(event for events in cases for event in events)
 
 
-@pytest.mark.parametrize("run_seed", [0, 1])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=[kind.__name__ for kind in KINDS])
-def test_every_edge_is_drawn(kind, run_seed):
-    counts = drawn_edges(kind, run_seed)
+def test_every_edge_is_drawn(kind):
+    counts = drawn_edges(kind)
     assert {edge for edge in kind.edges if counts[edge] < 2} == set()

@@ -14,15 +14,13 @@ NOT_ON_THE_CPU = {name for name, prop in PROPERTIES.items() if cuda_graphs in pr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
-def test_a_mutant_fails_the_default_profile_and_the_property_that_it_names(mutant, record_property):
+def test_a_mutant_fails_the_property_that_it_names(mutant):
     backend, only = mutant.backend("cpu"), [mutant.caught_by]
-    report = verify(backend, only=only, shrink=False)
-    if report.passed:  # the draw depends on what else is imported; then another property does it
-        assert any(not verify(backend, only=only, shrink=False, seed=s).passed for s in range(1, 5))
-        report = verify(mutant.backend("cpu"), shrink=False, fail_fast=True)
-    assert not report.passed
+    for seed in range(5):  # what a seed draws depends on what else is imported
+        report = verify(backend, only=only, shrink=False, seed=seed)
+        if not report.passed:
+            break
     (failure,) = report.failures
-    record_property("caught_by", failure.name)
     # a mutant that crashes would prove nothing about the arithmetic
     assert ("raised at" in failure.failure.message) == (mutant.name in CRASHES)
 

@@ -14,7 +14,6 @@ from mutants import MUTANTS, TwoSteps
 
 from lora_backends import InvalidInputError
 from lora_backends.cli import main
-from lora_backends.features import FEATURES
 from lora_backends.testing import (
     DEFAULT,
     LoRACase,
@@ -25,6 +24,7 @@ from lora_backends.testing import (
     verify,
 )
 from lora_backends.testing.kinds import KINDS
+from lora_backends.torch_ref import TorchRefBackend
 
 ONE_SLICE = repr(LoRACase((0,), ((1,),), 1, 1, (1,), ((1.0,),)))
 NO_SUCH_SLOT = repr(LoRACase((5,), ((1,),), 1, 1, (1,), ((1.0,),)))
@@ -48,11 +48,14 @@ def run_cli(capsys, monkeypatch):
     return run
 
 
-class Counting(TwoSteps):
+class Counting(TorchRefBackend):
     """torch_ref that counts what would be launches of kernels."""
 
-    features = frozenset(FEATURES)
     launches = 0
+
+    def run_linear(self, *args, **kwargs):
+        self.launches += 2
+        return super().run_linear(*args, **kwargs)
 
     def run_lora_a(self, *args, **kwargs):
         self.launches += 1
@@ -149,7 +152,8 @@ def test_the_smallest_case_fails_alone(tail_report):
 
 def test_the_machine_reports_the_steps_that_fail():
     mutant = MUTANTS["RefillIgnored"]
-    report = verify(mutant.backend("cpu"), profile=UNHURRIED, only=["pool_machine"])
+    # the steps that seed 1 finds become few much sooner than those of seed 0
+    report = verify(mutant.backend("cpu"), profile=UNHURRIED, seed=1, only=["pool_machine"])
     (result,) = report.failures
     assert "load slot" in result.failure.case
     assert "refill plan" in result.failure.case
