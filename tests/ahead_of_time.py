@@ -1,11 +1,9 @@
 """Compiles the engines' kernels without a device: ``python -m ahead_of_time cuda:90``.
 
 The kernels, their constants and options are those that `sgmv.launch` launches for a spread of
-layers and batches. Every kernel compiles for every target, with the tiles that need most memory;
-a case that differs in sizes or dtypes alone compiles for the targets that it names.
+layers and batches.
 """
 
-import itertools
 import os
 import subprocess
 import sys
@@ -42,36 +40,31 @@ FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slic
     "separate": ((True, False, True), (16, 16)),
     "embedding": ((True, True, False), (0, 0)),
 }
-SM80, SM90, SM100, GFX942 = ([target] for target in TARGETS)
-CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms, targets
+CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ("triton", "bf16"): [
-        (QKV, (1, 1), None, ("linear",), SM80),
-        (ODD, (1, 1), None, ("embedding",), TARGETS),
-        (ODD, (1, 1), None, ("linear",), SM90),
-        (ODD, (1, 1), None, ("separate",), SM90 + GFX942),
-        (DOWN, (2048, 8), None, ("linear", "separate"), SM90),
-        (DOWN, (8192, 8), None, ("linear",), TARGETS),  # B through TMA, where there is any
+        (QKV, (1, 1), None, ("linear",)),
+        (ODD, (1, 1), None, ALL),
+        (DOWN, (2048, 8), None, ("linear", "separate")),
+        (DOWN, (8192, 8), None, ("linear",)),  # B through TMA, where there is any
     ],
     ("triton", "i8"): [
-        (QKV, (64, 8), None, ("linear int8",), SM100),
-        (QKV, (64, 8), None, ("factors e4m3",), SM80),
-        (ODD, (64, 8), None, ("linear blocks",), GFX942),
-        (DOWN, (2048, 8), None, ("linear int8",), SM90 + GFX942),  # wgmma in the shrink
-        (QKV, (8192, 8), None, ("linear int8",), SM90 + SM100),  # B through TMA
+        (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
+        (ODD, (64, 8), None, ("linear blocks",)),
+        (DOWN, (2048, 8), None, ("linear int8",)),  # wgmma in the shrink
+        (QKV, (8192, 8), None, ("linear int8",)),  # B through TMA
     ],
-    ("triton", "fp16"): [(DOWN, (8192, 8), None, ("factors",), SM90)],
-    ("triton", "fp32"): [(DOWN, (2048, 8), None, ("linear",), SM80 + GFX942)],
+    ("triton", "fp16"): [(DOWN, (8192, 8), None, ("factors",))],
+    ("triton", "fp32"): [(DOWN, (2048, 8), None, ("linear",))],
     # the engines differ in how an entry kernel finds its row: tests/sgmv/test_engines.py
     ("csgmv", "bf16"): [
-        (ODD, (1, 1), 16, ("linear", "embedding"), TARGETS),
-        (ODD, (1, 1), 16, ("separate",), SM90),
-        (QKV, (64, 64), 128, ("linear",), SM100),
-        (DOWN, (8192, 8), 16, ("linear",), SM80),  # groups of four segments
+        (ODD, (1, 1), 16, ALL),
+        (QKV, (64, 64), 128, ("linear",)),
+        (DOWN, (8192, 8), 16, ("linear",)),  # groups of four segments
     ],
 }
 
 
-def compiled_by_a_process(cache):
+def compiled_by_a_process(target, cache):
     """Return the output of a process of its own: one that runs the interpreter cannot compile."""
     code = "import ahead_of_time, experts_ahead_of_time as e; ahead_of_time.main(); e.main()"
     here = Path(__file__).parent
@@ -80,7 +73,7 @@ def compiled_by_a_process(cache):
     paths = [str(here.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *TARGETS],
+        [sys.executable, "-W", "ignore", "-c", code, target],
         cwd=here,
         env=environment,
         capture_output=True,
@@ -128,8 +121,8 @@ def compile_kernel(found, dtype, target):
     return compiled
 
 
-def kernels(engine, dtype, target):
-    """Yield every kernel that the engine launches on a target for the layers and batches above."""
+def kernels(engine, dtype, programmatic):
+    """Yield every kernel that the engine launches for the layers and batches above."""
     import torch
 
     from lora_backends.registry import backend_class
@@ -139,13 +132,10 @@ def kernels(engine, dtype, target):
     from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
     from lora_backends.sgmv.tiles.source import RULES
 
-    cls, programmatic = backend_class(engine), is_programmatic(target)
+    cls = backend_class(engine)
     options = launch.Options(cls, "ieee", programmatic, False, RULES, programmatic)
     item_bytes = 4 if dtype == "fp32" else 2
-    for (slices, inputs, rank), sizes, segment_size, forms, targets in CASES[engine, dtype]:
-        if target not in targets:
-            continue
-        tokens, active = sizes
+    for (slices, inputs, rank), (tokens, active), segment_size, forms in CASES[engine, dtype]:
         layer = LayerShape(len(slices), rank, inputs, sum(slices), item_bytes)
         constants, tile = row_constants(engine, segment_size, rules.tile_tokens(tokens, active))
         batch = BatchShape(tokens, active, tile)
@@ -176,21 +166,17 @@ def row_constants(engine, segment_size, tile):
     return lambda by_token: (*pairs, ("BY_TOKEN", by_token)), segment * group
 
 
-def is_programmatic(target):
-    """Return whether launches overlap with those before, and B may come through TMA."""
-    return target in SM90 + SM100
-
-
 def main():
-    done = set()
-    for target, (engine, dtype) in itertools.product(sys.argv[1:], CASES):
-        for found in kernels(engine, dtype, target):
+    target, done = target_of(sys.argv[1]), set()
+    programmatic = target.backend == "cuda" and target.arch >= 90
+    for engine, dtype in CASES:
+        for found in kernels(engine, dtype, programmatic):
             name = found.kernel.__name__
-            key = (target, engine, dtype, name, str(found.constants), str(found.options))
+            key = (engine, dtype, name, str(found.constants), str(found.options))
             if key not in done:
                 done.add(key)
-                compile_kernel(found, dtype, target_of(target))
-                print(target, engine, dtype, name, flush=True)
+                compile_kernel(found, dtype, target)
+                print("compiled", engine, dtype, name, flush=True)
 
 
 if __name__ == "__main__":

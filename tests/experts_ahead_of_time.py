@@ -3,11 +3,9 @@
 The kernels, their constants and options are those that `sgmv.experts` launches.
 """
 
-import itertools
 import sys
 
 import ahead_of_time
-from ahead_of_time import GFX942, SM80, SM90, SM100, TARGETS
 
 TABLES = {
     "ids_ptr": "*i64",
@@ -27,26 +25,25 @@ TABLES = {
     "deltas_ptr": "*fp32",
 }
 GATE_UP, GPT = (2, 16, 2048, (768, 768), False), (2, 16, 2880, (2880, 2880), True)
-WIDE, ODD = (2, 64, 2048, (768, 768), False), (3, 130, 77, (33, 7, 1), False)
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh, targets
+ODD = (3, 130, 77, (33, 7, 1), False)
+CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
     "bf16": [
-        ((8, 8, 1), GATE_UP, 8, False, SM90),
-        ((512, 300, 16), WIDE, 8, False, SM80),
-        ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False, SM90 + SM100),
-        ((1024, 128, 16), GPT, 4, False, GFX942),
-        ((37, 9, 128), ODD, 1, True, TARGETS),
+        ((8, 8, 1), GATE_UP, 8, False),
+        ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False),
+        ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False),
+        ((1024, 128, 16), GPT, 4, False),
+        ((37, 9, 128), ODD, 1, True),
     ],
-    "fp32": [((512, 420, 16), WIDE, 8, False, SM90)],
-    "i8": [  # and the dtype, the block of a scale
-        ((512, 512, 1), GATE_UP, 8, False, SM80, "int8", (1, None)),
-        ((512, 300, 16), GATE_UP, 8, False, SM100, "int8", (1, None)),
-        ((32768, 1024, 64), (1, 64, 768, (2048,), False), 8, False, SM90, "int8", (None, None)),
-        ((512, 512, 1), GATE_UP, 8, False, SM90, E4M3, (1, None)),
-        ((512, 300, 16), WIDE, 8, False, SM80 + GFX942, E4M3, (1, None)),
-        ((1024, 128, 16), GPT, 4, False, SM100, E5M2, (1, None)),
-        ((37, 37, 1), (2, 20, 77, (33, 33), True), 1, True, GFX942, E5M2, (4, 16)),
-        ((37, 9, 128), ODD, 1, True, SM80, "int8", (4, 16)),
+    "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False)],
+    "i8": [
+        ((512, 512, 1), GATE_UP, 8, False, "int8", (1, None)),
+        ((512, 300, 16), GATE_UP, 8, False, "int8", (1, None)),
+        ((32768, 1024, 64), (1, 64, 768, (2048,), False), 8, False, "int8", (None, None)),
+        ((512, 512, 1), GATE_UP, 8, False, "float8_e4m3fn", (1, None)),
+        ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False, "float8_e4m3fn", (1, None)),
+        ((1024, 128, 16), GPT, 4, False, "float8_e5m2", (1, None)),
+        ((37, 37, 1), (2, 20, 77, (33, 33), True), 1, True, "float8_e5m2", (4, 16)),
+        ((37, 9, 128), ODD, 1, True, "int8", (4, 16)),
     ],
 }
 
@@ -60,18 +57,15 @@ def routing_kernels(programmatic):
     yield routing._scatter(128, 64, 8192, 32768, programmatic)
 
 
-def site_kernels(dtype, target):
+def site_kernels(dtype, programmatic):
     import torch
 
     from lora_backends.sgmv.experts import launch
     from lora_backends.sgmv.experts.rules import PairShape, SiteShape
     from lora_backends.sgmv.storage import Storage, storage_kind
 
-    programmatic = ahead_of_time.is_programmatic(target)
     options = launch.Options("ieee", programmatic, programmatic)
-    for pairs, layer, top_k, fresh, targets, *stored in CASES[dtype]:
-        if target not in targets:
-            continue
+    for pairs, layer, top_k, fresh, *stored in CASES[dtype]:
         num_a, rank, inputs, slices, interleaved = layer
         widths = (sum(slices),) if interleaved or num_a == 1 else slices
         item_bytes = 4 if dtype == "fp32" else 2
@@ -92,16 +86,23 @@ def site_kernels(dtype, target):
 
 
 def main():
+    target = ahead_of_time.target_of(sys.argv[1])
+    programmatic = target.backend == "cuda" and target.arch >= 90
     common = dict(ahead_of_time.POINTERS)
-    for target, dtype in itertools.product(sys.argv[1:], CASES):
-        found = list(site_kernels(dtype, target))
+    for dtype in CASES:
+        found = list(site_kernels(dtype, programmatic))
         if dtype == "bf16":
-            programmatic = ahead_of_time.is_programmatic(target)
             found += [(kernel, {}) for kernel in routing_kernels(programmatic)]
         for kernel, pointers in found:
             ahead_of_time.POINTERS = common | TABLES | pointers
-            ahead_of_time.compile_kernel(kernel, dtype, ahead_of_time.target_of(target))
-            print(target, "experts", dtype, kernel.kernel.__name__, flush=True)
+            compiled = ahead_of_time.compile_kernel(kernel, dtype, target)
+            print(
+                "compiled experts",
+                dtype,
+                kernel.kernel.__name__,
+                compiled.metadata.shared,
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
