@@ -15,10 +15,12 @@ from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import BackendUnavailableError
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
-from lora_backends.numba_cpu import experts, kernels, launch
+from lora_backends.numba_cpu import experts, launch
 from lora_backends.numba_cpu.cpu import missing_features
 from lora_backends.numba_cpu.layer import Layers
+from lora_backends.numba_cpu.needs import BIAS, EXPAND, GATHER, IN_REGISTERS, LONG, RAGGED, SHRINK
 from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
+from lora_backends.numba_cpu.routines import eight_bit_table, table_of
 from lora_backends.numba_cpu.routing import NumbaRouting
 from lora_backends.plan import padded
 from lora_backends.weights import LoRAWeights
@@ -61,15 +63,21 @@ class NumbaCPUBackend(LoRABackend):
     def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
         """Compile, or load from the cache on disk, what layers of these dtypes run.
 
-        None stands for all dtypes but those of 8 bits, which may be named. Experts whose pairs
-        are summed (`reduce`) compile more at their first call.
+        None stands for all dtypes but those of 8 bits, which may be named. Layers with
+        output_scales, and experts whose pairs are summed (`reduce`), compile more at their first
+        call.
         """
         launch.grouping_kernel()
         for dtype in self.dtypes if dtypes is None else dtypes:
-            if is_eight_bit(dtype):
-                launch.eight_bit_kernel()  # one for all
-            else:
-                launch.kernel_for(dtype, dtype)
+            for first in (SHRINK, GATHER):
+                needs = first | EXPAND | LONG | RAGGED
+                if is_eight_bit(dtype):  # one kernel for all
+                    launch.eight_bit_kernel()
+                    own = IN_REGISTERS if dtype is torch.int8 else 0
+                    eight_bit_table(needs | own | BIAS)
+                else:
+                    launch.kernel()
+                    table_of(dtype, dtype, needs)
 
     @override
     def prepare_batch(
@@ -92,7 +100,7 @@ class NumbaCPUBackend(LoRABackend):
         if h is None:
             h = torch.empty(weights.num_slices, x.shape[0], weights.max_rank, device="cpu")
         h.zero_()
-        launch.run(kernels.SHRINK, weights, self._layers, plan, x=x, h=h)
+        launch.run(SHRINK, weights, self._layers, plan, x=x, h=h)
         return h
 
     @override
@@ -104,7 +112,7 @@ class NumbaCPUBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = added_to(base_output, weights, h.shape[1])
-        launch.run(kernels.NOTHING, weights, self._layers, plan, h=h, y=y)
+        launch.run(0, weights, self._layers, plan, h=h, y=y)
         return y
 
     @override
@@ -116,7 +124,7 @@ class NumbaCPUBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = added_to(base_output, weights, x.shape[0])
-        launch.run(kernels.SHRINK, weights, self._layers, plan, x=x, y=y)
+        launch.run(SHRINK, weights, self._layers, plan, x=x, y=y)
         return y
 
     @override
@@ -158,5 +166,5 @@ class NumbaCPUBackend(LoRABackend):
     ) -> torch.Tensor:
         y = added_to(base_output, weights, token_ids.shape[0])
         ids = token_ids.to(torch.int64).reshape(-1, 1)
-        launch.run(kernels.GATHER, weights, self._layers, plan, x=ids, y=y)
+        launch.run(GATHER, weights, self._layers, plan, x=ids, y=y)
         return y
