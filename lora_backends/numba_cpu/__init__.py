@@ -20,7 +20,6 @@ from lora_backends.numba_cpu.cpu import missing_features
 from lora_backends.numba_cpu.layer import Layers
 from lora_backends.numba_cpu.needs import BIAS, EXPAND, GATHER, IN_REGISTERS, LONG, RAGGED, SHRINK
 from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
-from lora_backends.numba_cpu.routines import eight_bit_table, table_of
 from lora_backends.numba_cpu.routing import NumbaRouting
 from lora_backends.plan import padded
 from lora_backends.weights import LoRAWeights
@@ -72,12 +71,10 @@ class NumbaCPUBackend(LoRABackend):
             for first in (SHRINK, GATHER):
                 needs = first | EXPAND | LONG | RAGGED
                 if is_eight_bit(dtype):  # one kernel for all
-                    launch.eight_bit_kernel()
                     own = IN_REGISTERS if dtype is torch.int8 else 0
-                    eight_bit_table(needs | own | BIAS)
+                    launch.eight_bit_kernel(needs | own | BIAS)
                 else:
-                    launch.kernel()
-                    table_of(dtype, dtype, needs)
+                    launch.kernel_for(dtype, dtype, needs)
 
     @override
     def prepare_batch(

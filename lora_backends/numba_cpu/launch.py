@@ -36,25 +36,36 @@ class Kernel:
     run: Callable[[bytes], None]
     address: int  # for OpenMP
     compiled: Any  # what keeps the machine code
+    routines: int = 0  # address of the addresses of what it calls
 
 
-def _kernel(compiled: Any) -> Kernel:
+def _kernel(compiled: Any, routines: int = 0) -> Kernel:
     if config.DISABLE_JIT:
-        return Kernel(lambda call: compiled(_address_of(call)), 0, compiled)
+        return Kernel(lambda call: compiled(_address_of(call)), 0, compiled, routines)
     run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)  # lets other threads run
-    return Kernel(run, compiled.address, compiled)
+    return Kernel(run, compiled.address, compiled, routines)
 
 
 @cache
-def kernel() -> Kernel:
-    """Compile the kernel for every dtype but those of 8 bits, or load it from the disk."""
-    return _kernel(kernels.entry())
+def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Kernel:
+    """Compile the kernel and the routines for calls with these needs, or load them from the disk."""
+    return _kernel(_dense_kernel(), table_of(dtype, dtype_y, needs).address)
 
 
 @cache
-def eight_bit_kernel() -> Kernel:
-    """Compile the kernel for 8-bit stacks, or load it."""
-    return _kernel(kernels_eight_bit.entry())
+def _dense_kernel() -> Any:
+    return kernels.entry()
+
+
+@cache
+def eight_bit_kernel(needs: int) -> Kernel:
+    """Do what `kernel_for` does for 8-bit stacks: one kernel for any dtypes."""
+    return _kernel(_eight_bit_kernel(), eight_bit_table(needs).address)
+
+
+@cache
+def _eight_bit_kernel() -> Any:
+    return kernels_eight_bit.entry()
 
 
 @cache
@@ -83,7 +94,7 @@ def run(
     h: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
 ) -> None:
-    """Write h from x (`needs.SHRINK`) or token ids (`needs.GATHER`), or neither (0), and expand to y.
+    """Write h from x (`SHRINK`) or token ids (`GATHER`), if asked, and add its expansion to y.
 
     x has two axes, and ids are int64. An h that is not given lives for this call.
     """
@@ -93,10 +104,9 @@ def run(
     threads = num_threads(located, job)
     needs = first | located.needs | job.needs | (0 if y is None else EXPAND)
     if is_eight_bit(located.dtype):
-        called, table = eight_bit_kernel(), eight_bit_table(needs)
+        kernel = eight_bit_kernel(needs)
     else:
-        dtype_y = located.dtype if y is None else y.dtype
-        called, table = kernel(), table_of(located.dtype, dtype_y, needs)
+        kernel = kernel_for(located.dtype, located.dtype if y is None else y.dtype, needs)
     if h is None:
         h_row = 4 * weights.max_rank
         h_slice = h_row * job.h_rows
@@ -106,7 +116,7 @@ def run(
     openmp = torch_openmp() if threads > 1 else None
     call = _PACK_START(
         first,
-        table.address,
+        kernel.routines,
         y is not None,
         job.halves_match and job.num_segments >= SEGMENTS_PER_THREAD * threads,
         threads,
@@ -125,14 +135,14 @@ def run(
             *[0 if rows is None else BIAS_DTYPES.get(rows.dtype, 0) for rows in (x, y)],
         )
     )
-    _start(called, call, threads, openmp)
+    _start(kernel, call, threads, openmp)
 
 
-def _start(called: Kernel, call: bytes, threads: int, openmp: OpenMP | None) -> None:
+def _start(kernel: Kernel, call: bytes, threads: int, openmp: OpenMP | None) -> None:
     if openmp is None:
-        called.run(call)
+        kernel.run(call)
     else:
-        openmp.parallel(called.address, call, threads, 0)
+        openmp.parallel(kernel.address, call, threads, 0)
 
 
 def reduce(

@@ -36,7 +36,7 @@ MARKERS = {
 
 @dataclass(frozen=True)
 class Table:
-    """Addresses of routines, for a kernel."""
+    """Addresses of routines, for a kernel; kept alive by the cache that made it."""
 
     address: int  # of `entries`
     entries: Ints  # the fields of a `Routines`
