@@ -251,12 +251,10 @@ def shrink_panel() -> Any:
     """
     sources = SOURCES
 
-    # fmt: off
     def run(
         add_block, packed_x, stored, a, a_row, n, at, scales_row, scales_column, block_rows,
         block_columns, first, count, tokens, x_dtype, x, x_row, x_order, h, h_row, h_order,
-    ):
-        # fmt: on
+    ):  # fmt: skip
         _ = sources
         scales = (at, (scales_row, scales_column), (block_rows, block_columns))
         groups = (tokens + TOKENS - 1) // TOKENS
@@ -412,13 +410,11 @@ def expand_ragged() -> Any:
     """Compile the addition to single columns of y; `row` is their first row of b in the slice."""
     sources = SOURCES
 
-    # fmt: off
     def run(
         expand_column, dtype, at, scales_row, scales_column, block_rows, block_columns, y_dtype,
         to_y, row, end_row, b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank,
         scaling, scales, scales_step, scales_order, t, end, h, h_row, h_order, y, y_row, y_order,
-    ):
-        # fmt: on
+    ):  # fmt: skip
         _ = sources
         own_scales = (at, (scales_row, scales_column), (block_rows, block_columns))
         to, own_y = to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT, (y_dtype, (y, y_row, y_order))
@@ -445,17 +441,18 @@ def expand_stored() -> Any:
     """Compile the addition to columns of y, 64 or 16 at a time; `row` is their row of b."""
     sources = SOURCES
 
-    # fmt: off
     def run(
         add_many, add_one, dtype, at, scales_row, scales_column, block_rows, block_columns,
         y_dtype, to_y, row, end_row, b, b_row, bias_dtype, bias, bias_size, output_scale, column,
         rank, scaling, scales, scales_step, scales_order, t, end, h, h_row, h_order,
         y, y_row, y_order,
-    ):
-        # fmt: on
+    ):  # fmt: skip
         _ = sources
         own_scales = (at, (scales_row, scales_column), (block_rows, block_columns))
-        columns, own_y = to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT, (y_dtype, (y, y_row, y_order))
+        columns, own_y = (
+            to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT,
+            (y_dtype, (y, y_row, y_order)),
+        )
         paired = rank - rank % 4  # as in `expand_column` for float32
         while row < end_row:
             tiles, add = len(MANY_TILES), add_many
@@ -487,13 +484,11 @@ def expand_int8() -> Any:
     """Compile what `expand_stored` does for int8 with a scale per row, widened in registers."""
     sources = SOURCES
 
-    # fmt: off
     def run(
         dtype, at, scales_row, scales_column, block_rows, block_columns, y_dtype, to_y, row,
         end_row, b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
         scales, scales_step, scales_order, t, end, h, h_row, h_order, y, y_row, y_order,
-    ):
-        # fmt: on
+    ):  # fmt: skip
         _ = sources
         own_scales = (at, (scales_row, scales_column), (block_rows, block_columns))
         spare, own_y = to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT, (y_dtype, (y, y_row, y_order))

@@ -2,8 +2,8 @@
 
 What many products need is widened once and stored in the order in which it is used, so that the
 innermost loops only load whole vectors, one after the other, multiply and add. Sums have the order
-of the short segments' routines: those of the inputs wait in memory between two chunks of the inputs.
-While a block is worked on, the next one is fetched.
+of the short segments' routines: those of the inputs wait in memory between two chunks of the
+inputs. While a block is worked on, the next one is fetched.
 
 The two that multiply and add, `add_block` and `add_stored`, do not depend on the dtype of the
 weights; the others call them through their addresses.
@@ -73,11 +73,9 @@ def shrink_long(kind: Any) -> Any:
     """
     sources = SOURCES
 
-    # fmt: off
     def run(
         add_block, packed_x, a, a_row, n, count, tokens, x, x_row, x_order, h, h_row, h_order
-    ):
-        # fmt: on
+    ):  # fmt: skip
         _ = sources
         groups = (tokens + TOKENS - 1) // TOKENS
         packed_a = packed_x + MAX_GROUPS * X_BYTES  # [groups, vectors, TOKENS, 16] float32 before
@@ -127,12 +125,10 @@ def add_block() -> Any:
     """Compile the products of a chunk of a block of rows and all tokens; h after the last chunk."""
     sources = SOURCES
 
-    # fmt: off
     def run(
         packed_a, packed_x, all_sums, vectors, a, a_rows, a_row, a_lines, x_first, x_last,
         x, x_row, x_order, begun, ends, count, tokens, h, h_row, h_order,
-    ):
-        # fmt: on
+    ):  # fmt: skip
         _ = sources
         last = tokens - TOKENS
         groups = (tokens + TOKENS - 1) // TOKENS
@@ -182,16 +178,14 @@ def pack_row(kind, row, width, to, step):
 
 
 def expand_long(kind: Any) -> Any:
-    """Compile the addition to `blocks` times `LONG_TILES` times 16 columns of y, by `add_stored`."""
+    """Compile the addition to `blocks` times 64 columns of y, which `add_stored` does."""
     sources = SOURCES
 
-    # fmt: off
     def run(
         add_stored, columns, b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank,
         scaling, scales, scales_row, scales_order, blocks, t, end, h, h_row, h_order,
         y, y_row, y_order,
-    ):
-        # fmt: on
+    ):  # fmt: skip
         _ = sources
         step, width = LINE * LONG_TILES, LANES * LONG_TILES
         paired = rank - rank % (16 // v.size(kind))
@@ -240,13 +234,11 @@ def add_stored(kind_y: Any, tiles: tuple[int, ...] = MANY_TILES) -> Any:
     """
     sources = SOURCES
 
-    # fmt: off
     def run(
         b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
         scales, scales_row, scales_order, paired, width, columns, t, end,
         h, h_row, h_order, y, y_row, y_order,
-    ):
-        # fmt: on
+    ):  # fmt: skip
         _ = sources
         step, b_rows = LINE * len(tiles), LANES * len(tiles)
         own_y, size = (y, y_row, y_order), v.size(kind_y)

@@ -46,7 +46,10 @@ def gather(kind: Any) -> Any:
     def run(a, a_row, rank, t, end, ids, ids_row, ids_order, h, h_row, h_order):
         _ = sources
         for i in range(t, end):
-            (at,), (to,) = v.rows((ids, ids_row, ids_order), i, ONE), v.rows((h, h_row, h_order), i, ONE)
+            (at,), (to,) = (
+                v.rows((ids, ids_row, ids_order), i, ONE),
+                v.rows((h, h_row, h_order), i, ONE),
+            )
             column = a + v.read_id(at) * v.size(kind)
             for j in range(rank):
                 v.write(v.FLOAT32, to + 4 * j, v.read(kind, column + j * a_row))
@@ -58,12 +61,10 @@ def expand_short(kind: Any, kind_y: Any) -> Any:
     """Compile the addition to `tiles` times 16 columns of y, for weights and y of these kinds."""
     sources = SOURCES
 
-    # fmt: off
     def run(
         b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
         scales, scales_row, scales_order, tiles, t, end, h, h_row, h_order, y, y_row, y_order,
-    ):
-        # fmt: on
+    ):  # fmt: skip
         _ = sources
         place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
         factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
@@ -88,12 +89,10 @@ def expand_multiplied(kind: Any, kind_y: Any) -> Any:
     """Compile what `expand_short` does, with output_scales; few variants compile sooner."""
     sources = SOURCES
 
-    # fmt: off
     def run(
         b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
         scales, scales_row, scales_order, tiles, t, end, h, h_row, h_order, y, y_row, y_order,
-    ):
-        # fmt: on
+    ):  # fmt: skip
         _ = sources
         place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
         factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
@@ -113,19 +112,18 @@ def expand_column(kind: Any, kind_y: Any) -> Any:
     """Compile the addition to single columns of y, in the order of sums of `expand_short`."""
     sources = SOURCES
 
-    # fmt: off
     def run(
         b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
         scales, scales_row, scales_order, columns, t, end, h, h_row, h_order, y, y_row, y_order,
-    ):
-        # fmt: on
+    ):  # fmt: skip
         _ = sources
         factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
+        own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
         for i in range(columns):
             own_scale = output_scale + 4 * i if output_scale != 0 else 0
             own_bias = (bias_dtype, bias + i * bias_size if bias != 0 else 0)
             place = (b + i * b_row, own_bias, own_scale, column + i)
-            add_column((kind, kind_y), place, factors, t, end, (h, h_row, h_order), (y, y_row, y_order))
+            add_column((kind, kind_y), place, factors, t, end, own_h, own_y)
 
     return compiled(run)
 

@@ -48,7 +48,7 @@ def _kernel(compiled: Any, routines: int = 0) -> Kernel:
 
 @cache
 def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Kernel:
-    """Compile the kernel and the routines for calls with these needs, or load them from the disk."""
+    """Compile the kernel and the routines that these calls need, or load them from the disk."""
     return _kernel(_dense_kernel(), table_of(dtype, dtype_y, needs).address)
 
 

@@ -502,7 +502,9 @@ def fields(typing: Any, kind: Any, address: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         items = [
-            lowering.load_value(builder, builder.add(args[1], lowering.integer(8 * i)), lowering.I64, 8)
+            lowering.load_value(
+                builder, builder.add(args[1], lowering.integer(8 * i)), lowering.I64, 8
+            )
             for i in range(result.count)
         ]
         return context.make_tuple(builder, result, items)
