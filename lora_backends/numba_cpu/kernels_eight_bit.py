@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray
 
 from lora_backends.numba_cpu import vectors as v
 from lora_backends.numba_cpu.compiling import SOURCES, compiled, function, inlined
@@ -223,7 +222,7 @@ def shrink_part(part, parts, call, layer, routines, low, high):
 def copy_x(x_dtype, x, tokens, width, to):
     """Store rows of x as float32, behind their order: the numbers from 0."""
     for t in range(tokens):
-        carray(v.ints(to), MAX_SEGMENT)[t] = t
+        v.write_id(to + 8 * t, t)
         row = to + ORDER_BYTES + t * row_bytes(width)
         pack_x(x_dtype, v.rows(x, t, ONE)[0], (0, width), row, LINE)
 
@@ -365,7 +364,7 @@ def expand_part(part, parts, call, layer, routines, low, high):
     scratch = np.empty(SCRATCH + LANES * len(MANY_TILES) * (layer.max_rank + 1), np.float32)
     to_y = aligned(scratch)
     for t in range(MAX_SEGMENT):
-        carray(v.ints(to_y), MAX_SEGMENT)[t] = t
+        v.write_id(to_y + 8 * t, t)
     before = 0
     for i in range(low, high):
         key, start, stop = v.fields(Segment, call.b_segments + i * SEGMENT_BYTES)

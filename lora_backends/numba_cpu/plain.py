@@ -222,6 +222,10 @@ def _sum_lanes(vector: Vector) -> np.float32:
     return total
 
 
+def write_id(address: int, value: int) -> None:
+    _memory(address, np.dtype(np.int64), 1)[0] = value
+
+
 def ints(address: int) -> Any:
     return ctypes.cast(int(address), ctypes.POINTER(ctypes.c_int64))
 

@@ -461,6 +461,17 @@ def read_id(typing: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
+@_operation(plain.write_id)
+def write_id(typing: Any, address: Any, value: Any) -> Any:
+    """write_id(address, value): one int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lowering.store_value(builder, args[0], args[1], 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 @_operation(plain.ints)
 def ints(typing: Any, address: Any) -> Any:
     """ints(address): a pointer to int64, for `numba.carray`."""
