@@ -117,8 +117,8 @@ def main() -> None:
     result = new_result(
         f"A pass of {ROWS} rows of one token, eager, 7 or 8 adapters of rank {RANK} on all linear "
         f"layers of {base.config.num_hidden_layers} layers; the adapter of the first row lies in "
-        f"its slot, was prefetched during the 3 passes before, or comes from memory at that "
-        f"moment. Milliseconds from a synchronised start to the end, medians.",
+        f"its slot, was prefetched into a slot during the 3 passes before, or comes from memory at "
+        f"that moment. Milliseconds from a synchronised start to the end, medians.",
         device,
         dtype=str(base.dtype).removeprefix("torch."),
         backend=model.backend.name,

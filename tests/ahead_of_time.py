@@ -51,6 +51,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
         (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
         (ODD, (64, 8), None, ("linear blocks",)),
         (DOWN, (2048, 8), None, ("linear int8",)),  # wgmma in the shrink
+        (QKV, (8192, 8), None, ("linear int8",)),  # B through TMA
     ],
     ("triton", "fp16"): [(DOWN, (8192, 8), None, ("factors",))],
     ("triton", "fp32"): [(DOWN, (2048, 8), None, ("linear",))],
@@ -126,11 +127,12 @@ def kernels(engine, dtype, programmatic):
 
     from lora_backends.registry import backend_class
     from lora_backends.sgmv import launch
+    from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
     from lora_backends.sgmv.tiles import rules
     from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
     from lora_backends.sgmv.tiles.source import RULES
 
-    cls, PLAIN = backend_class(engine), launch.PLAIN
+    cls = backend_class(engine)
     options = launch.Options(cls, "ieee", programmatic, False, RULES, programmatic)
     item_bytes = 4 if dtype == "fp32" else 2
     for (slices, inputs, rank), (tokens, active), segment_size, forms in CASES[engine, dtype]:
@@ -142,12 +144,12 @@ def kernels(engine, dtype, programmatic):
             storage = PLAIN
             if form in STORAGE:
                 stored, block = STORAGE[form]
-                kind = launch.storage_kind(getattr(torch, stored), options)
-                storage = launch.Storage(kind, block, torch.bfloat16)
+                kind = storage_kind(getattr(torch, stored), programmatic)
+                storage = Storage(kind, block, torch.bfloat16)
             form = form if form in ALL else "linear"
             yield from launch._kernels(
                 batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, options,
-                form, programmatic and storage is PLAIN,
+                form, programmatic and storage.block[1] is None,
             )[:2]  # fmt: skip
         if "embedding" in forms:
             yield launch.gather_kernel(cls, len(slices), rank, 0, PLAIN, constants(False))

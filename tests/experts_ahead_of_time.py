@@ -24,15 +24,27 @@ TABLES = {
     "turn_ptr": "*i32",
     "deltas_ptr": "*fp32",
 }
+GATE_UP, GPT = (2, 16, 2048, (768, 768), False), (2, 16, 2880, (2880, 2880), True)
+ODD = (3, 130, 77, (33, 7, 1), False)
 CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
     "bf16": [
-        ((8, 8, 1), (2, 16, 2048, (768, 768), False), 8, False),
+        ((8, 8, 1), GATE_UP, 8, False),
         ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False),
         ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False),
-        ((1024, 128, 16), (2, 16, 2880, (2880, 2880), True), 4, False),
-        ((37, 9, 128), (3, 130, 77, (33, 7, 1), False), 1, True),
+        ((1024, 128, 16), GPT, 4, False),
+        ((37, 9, 128), ODD, 1, True),
     ],
     "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False)],
+    "i8": [
+        ((512, 512, 1), GATE_UP, 8, False, "int8", (1, None)),
+        ((512, 300, 16), GATE_UP, 8, False, "int8", (1, None)),
+        ((32768, 1024, 64), (1, 64, 768, (2048,), False), 8, False, "int8", (None, None)),
+        ((512, 512, 1), GATE_UP, 8, False, "float8_e4m3fn", (1, None)),
+        ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False, "float8_e4m3fn", (1, None)),
+        ((1024, 128, 16), GPT, 4, False, "float8_e5m2", (1, None)),
+        ((37, 37, 1), (2, 20, 77, (33, 33), True), 1, True, "float8_e5m2", (4, 16)),
+        ((37, 9, 128), ODD, 1, True, "int8", (4, 16)),
+    ],
 }
 
 
@@ -46,19 +58,27 @@ def routing_kernels(programmatic):
 
 
 def site_kernels(dtype, programmatic):
+    import torch
+
     from lora_backends.sgmv.experts import launch
     from lora_backends.sgmv.experts.rules import PairShape, SiteShape
+    from lora_backends.sgmv.storage import Storage, storage_kind
 
     options = launch.Options("ieee", programmatic, programmatic)
-    for pairs, (num_a, rank, inputs, slices, interleaved), top_k, fresh in CASES[dtype]:
+    for pairs, layer, top_k, fresh, *stored in CASES[dtype]:
+        num_a, rank, inputs, slices, interleaved = layer
         widths = (sum(slices),) if interleaved or num_a == 1 else slices
         item_bytes = 4 if dtype == "fp32" else 2
         shape = SiteShape(num_a, rank, inputs, sum(slices), max(widths), item_bytes, interleaved)
         by_token = interleaved  # one case of each
         site = launch.Site(shape, widths, num_a, interleaved, top_k, num_a == 1, by_token, fresh)
+        if stored:
+            kind = storage_kind(getattr(torch, stored[0]), programmatic)
+            storage = Storage(kind, stored[1], torch.bfloat16)
+            site = launch.with_scales(site, storage, slices, interleaved)
         sizes = PairShape(*pairs)
         found = launch.kernels_of(sizes, sizes, site, fresh, options)
-        h = "*fp32" if found.split_k > 1 else f"*{dtype}"
+        h = "*fp32" if found.split_k > 1 else f"*{'bf16' if stored else dtype}"
         yield found.shrink, {"h_ptr": h}
         yield found.expand, {"h_ptr": h} | ({"y_ptr": "*fp32"} if fresh else {})
         if fresh:

@@ -110,6 +110,7 @@ class ExpertStacks:
         """Return whether a delta has the form of the LoRA that a slot has now."""
         return self._forms.get((slot, delta.module)) == self._form(delta)
 
+    @torch.inference_mode(False)  # else no thread outside that mode could write them
     def reserve(self, deltas: Iterable[StagedExperts]) -> None:
         """Allocate what the deltas need and is not there yet: all of it, or nothing."""
         stacks = dict(self._stacks)
@@ -119,11 +120,13 @@ class ExpertStacks:
                 stacks[key] = self._allocate(*key)
         self._stacks = stacks
 
+    def note(self, slot: int, delta: StagedExperts) -> None:
+        """Note the form that a parameter has in a slot from now on."""
+        self._forms[slot, delta.module] = self._form(delta)
+
     def write(self, slot: int, delta: StagedExperts) -> None:
         """Write a delta into a slot; `reserve` has allocated its stack."""
-        form = self._form(delta)
-        self._forms[slot, delta.module] = form  # first: `clear` finds what an interrupt leaves
-        stack = self._stacks[delta.module, form]
+        stack = self._stacks[delta.module, self._form(delta)]
         stack.lora_a[slot, :, :, : delta.rank] = delta.lora_a
         stack.lora_b[slot, :, :, : delta.rank] = delta.lora_b
         if stack.a_scales is not None and delta.a_scales is not None:
@@ -133,12 +136,14 @@ class ExpertStacks:
         stack.scalings[slot] = delta.scalings
         stack.ranks[slot] = delta.ranks
 
-    def clear(self, slot: int, path: str) -> None:
-        """Let a slot of a parameter count as rank 0."""
-        form = self._forms.get((slot, path))
-        if form is not None:
-            self._stacks[path, form].ranks[slot] = 0
-            del self._forms[slot, path]
+    def forget(self, slot: int, path: str) -> None:
+        """Note that a parameter has no LoRA in a slot."""
+        self._forms.pop((slot, path), None)
+
+    def zero(self, slot: int) -> None:
+        """Let a slot count as rank 0 in every stack."""
+        for stack in self._stacks.values():
+            stack.ranks[slot] = 0
 
     def _form(self, delta: ExpertDelta) -> Form:
         several = self.specs[delta.module].num_experts > 1

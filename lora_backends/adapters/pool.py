@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,8 @@ from lora_backends.adapters.specs import (
     ModuleSpec,
 )
 from lora_backends.adapters.stacks import Stacks, StagedDelta
+from lora_backends.adapters.streams import SlotStreams
+from lora_backends.adapters.tensors import in_one_copy, tensors_of
 from lora_backends.adapters.whole import run_whole
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.experts import ExpertWeights
@@ -46,6 +49,14 @@ class Staged:
 
     deltas: Sequence[StagedDelta | StagedExperts]
     own: Mapping[str, Any]  # by path, what takes the place of modules of the base model
+
+
+class Active(NamedTuple):
+    """The stacks that loaded adapters touch, as of one moment."""
+
+    weights: Mapping[str, LoRAWeights]  # by path of a module
+    shared: Mapping[str, LoRAWeights]  # by a group's first path, of two or more active modules
+    experts: Mapping[str, tuple[ExpertWeights, ...]]  # by path of a parameter of experts
 
 
 @dataclass(frozen=True)
@@ -117,24 +128,19 @@ class AdapterPool:
                 )
         self.modules, self.experts = dict(modules), dict(experts or {})
         self.limits = limits or LoadLimits()
-        self.slots = SlotTable(max_adapters)
         self.max_rank, self.max_expert_rank = max_rank, expert_rank
         self.dtype = dtype
         self._stored = as_adapter_dtype(adapter_dtype, dtype)
         self.device = torch.device(device)
-        self.active_weights: Mapping[str, LoRAWeights] = {}
-        """The stacks of the modules that a loaded adapter touches, by path.
+        self._streams = SlotStreams(self.device) if self.device.type == "cuda" else None
+        self.slots = SlotTable(max_adapters, self._streams)
+        self.active = Active({}, {}, {})
+        """The stacks that loaded adapters touch.
 
-        Replaced and never changed, so a call may hold it. A stack is one object for good, unless
-        an adapter brings its first bias or its first output_scales (DoRA).
-        """
-        self.shared_weights: Mapping[str, LoRAWeights] = {}
-        """The stacks of groups where two or more modules are active, by the group's first path."""
-        self.active_experts: Mapping[str, tuple[ExpertWeights, ...]] = {}
-        """The stacks of the experts that a loaded adapter touches, by path of the parameter.
-
-        Replaced and never changed, as `active_weights`. A parameter has a stack for each form that
-        adapters have; an adapter has rank 0 in all but one.
+        Replaced as one and never changed, so a call may hold it while other threads load. A stack
+        is one object for good, unless an adapter brings its first bias or its first output_scales
+        (DoRA). A parameter of experts has a stack for each form that adapters have; an adapter has
+        rank 0 in all but one.
         """
         form = (dtype, self.device, self._stored)
         self._stacks = Stacks(self.modules, groups, max_adapters, max_rank, *form)
@@ -228,27 +234,99 @@ class AdapterPool:
             )
         for delta in checkpoint.modules.values():
             self._check_fits(delta)
+        moved = self._moved(checkpoint)
         return Staged(
             [
-                *(self._stage(delta) for delta in checkpoint.modules.values()),
+                *(
+                    self._stage(delta, moved.get(delta.module))
+                    for delta in checkpoint.modules.values()
+                ),
                 *(self._experts.stage(delta) for delta in checkpoint.experts.values()),
             ],
             self._stage_own(checkpoint),
         )
 
     def put(self, name: str, staged: Staged) -> Loaded:
-        """Write what `stage` returned into a slot, as `add`."""
+        """Write what `stage` returned into a slot, as `add`.
+
+        Raises:
+            InvalidInputError: as `add`, or a CUDA graph is being captured.
+        """
+        if self._streams is not None:
+            self._streams.check_not_capturing(name)
         with self.slots.lock:  # no call may take the slot while it is written
+            self.slots.wait_for_room([name])
             slot, evicted = self.slots.candidate(name)
-            self._stacks.reserve(d for d in staged.deltas if isinstance(d, StagedDelta))
-            self._experts.reserve(d for d in staged.deltas if isinstance(d, StagedExperts))
+            self._reserve(staged)
             self.slots.vacate(name, slot)  # before the first write: see the class
-            self._clear(slot)
-            self._write(slot, staged.deltas)
-            self._own[slot] = staged.own
+            with self._writing(slot):
+                self._clear(slot)
+                self._note(slot, staged)
+                self._write(slot, staged.deltas)
             self._note_active()
             self.slots.assign(name, slot)
         return Loaded(name, slot, evicted)
+
+    def put_ahead(
+        self, name: str, staged: Staged, is_wanted: Callable[[], bool], then: Callable[[], None]
+    ) -> bool:
+        """Write what `stage` returned into a slot that can be spared, before a batch asks for it.
+
+        Batches run while the slot is written: they wait for the lock of the slots only while the
+        slot is taken, and while it gets its name. It gets the name when its writes are over, so
+        that any stream and any graph may read it. Whatever goes wrong leaves it without a name,
+        and its ranks 0.
+
+        Args:
+            name: of the adapter.
+            staged: on a CUDA device, by the current stream.
+            is_wanted: asked before and behind the writes, with the slots locked.
+            then: called when the slot gets its name, with the slots locked.
+
+        Returns:
+            Whether it was written: False if no slot can be spared, or it is not wanted. Modules of
+            its own are left to `put`, because a stream that reads them has to be recorded.
+        """
+        if any(True for _ in tensors_of(staged.own)):
+            return False
+        with self.slots.lock:
+            slot = self.slots.reserve(name) if is_wanted() else None
+        if slot is None:
+            return False
+        try:
+            with self.slots.lock:
+                self._reserve(staged)
+                self._forget(slot)
+                self._note(slot, staged)
+            if self._streams is not None:
+                self._streams.before_write_ahead(slot)
+            self._zero(slot)
+            self._write(slot, staged.deltas)
+            if self._streams is not None:
+                self._streams.after_write_ahead(slot)
+            with self.slots.lock:
+                if is_wanted():
+                    self._note_active()
+                    then()
+                    self.slots.settle(slot, name)
+                    return True
+            self._give_up(slot)
+            return False
+        except BaseException:
+            self._give_up(slot)
+            raise
+
+    def _give_up(self, slot: int) -> None:
+        """Free a slot that was taken to be written ahead."""
+        try:
+            self._zero(slot)
+            if self._streams is not None:
+                self._streams.after_write_ahead(slot)
+        finally:
+            with self.slots.lock:
+                self._forget(slot)
+                self._note_active()
+                self.slots.settle(slot)
 
     def update(
         self,
@@ -323,7 +401,13 @@ class AdapterPool:
                 f"  allowed: the same modules, with a bias and DoRA where it has them\n"
                 f"  to do: add_adapter({name!r}, ...), which replaces it"
             )
-        failure, interrupt = run_whole(lambda: self._write(slot, staged.deltas), self.device)
+
+        def overwrite() -> None:
+            self._note(slot, staged)
+            self._write(slot, staged.deltas)
+
+        with self._writing(slot):
+            failure, interrupt = run_whole(overwrite, self.device)
         if failure is not None:
             self.slots.vacate(name, slot)  # nobody asks for what is torn
             raise failure
@@ -339,12 +423,14 @@ class AdapterPool:
             InvalidInputError: it is not loaded, or pinned or in use.
         """
         with self.slots.lock:
-            self._clear(self.slots.release(name))
+            slot = self.slots.release(name)
+            with self._writing(slot):
+                self._clear(slot)
             self._note_active()
 
     def weights(self, module: str) -> LoRAWeights | None:
         """Return the stack of a module, or None where no loaded adapter touches it."""
-        return self.active_weights.get(module)
+        return self.active.weights.get(module)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor that the stacks hold, those of unused slots included."""
@@ -421,11 +507,25 @@ class AdapterPool:
         own = self._experts.of(slot, path)
         return any(stack is own for stack in held)
 
+    @property
+    def active_weights(self) -> Mapping[str, LoRAWeights]:
+        """The stacks of the modules that a loaded adapter touches, by path."""
+        return self.active.weights
+
+    @property
+    def shared_weights(self) -> Mapping[str, LoRAWeights]:
+        """The stacks of groups where two or more modules are active, by the group's first path."""
+        return self.active.shared
+
+    @property
+    def active_experts(self) -> Mapping[str, tuple[ExpertWeights, ...]]:
+        """The stacks of the experts that a loaded adapter touches, by path of the parameter."""
+        return self.active.experts
+
     def _note_active(self) -> None:
         modules = {path for path, users in self._users.items() if users} - {*self.experts}
-        self.active_weights = {path: self._stacks[path] for path in self._users if path in modules}
-        self.active_experts = self._experts.active()
-        self.shared_weights = self._stacks.shared(self.active_weights)
+        weights = {path: self._stacks[path] for path in self._users if path in modules}
+        self.active = Active(weights, self._stacks.shared(weights), self._experts.active())
 
     def _check_fits(self, delta: ModuleDelta) -> None:
         spec, rank = self.modules.get(delta.module), delta.rank
@@ -450,8 +550,25 @@ class AdapterPool:
                     f"  allowed: {allowed[2]}, without a LoRA bias"
                 )
 
-    def _stage(self, delta: ModuleDelta) -> StagedDelta:
-        """Return the delta in the pool's dtype, on its device."""
+    def _moved(self, checkpoint: Checkpoint) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return A and B in the pool's dtype on its device, by path, if one copy moves them all.
+
+        Not those with a value that is not finite: `_stage` finds it and says where it is.
+        """
+        deltas = checkpoint.modules.values()
+        if self._stored is not None or any(delta.init is not None for delta in deltas):
+            return {}  # these change on the way
+        pairs = [matrix for delta in deltas for matrix in (delta.lora_a, delta.lora_b)]
+        copied = in_one_copy(pairs, self.device, self.dtype)
+        if copied is None or not bool(copied[0].isfinite().all()):
+            return {}
+        matrices = iter(copied[1])
+        return {delta.module: (next(matrices), next(matrices)) for delta in deltas}
+
+    def _stage(
+        self, delta: ModuleDelta, moved: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> StagedDelta:
+        """Return the delta in the pool's dtype, on its device, where `moved` may be already."""
         init = delta.init
         if init is not None:
             delta = with_residual(delta, self._base_layers, self.max_rank)
@@ -470,12 +587,14 @@ class AdapterPool:
                     f"  to do: leave adapter_dtype out, or save the adapter with "
                     f"path_initial_model_for_weight_conversion"
                 )
+        kept = self._stored or self.dtype
+        on_device = moved or (a.to(self.device, kept), b.to(self.device, kept))
         staged = StagedDelta(
             module=delta.module,
             rank=delta.rank,
             scaling=scaling,
-            lora_a=a.to(self.device, self._stored or self.dtype),
-            lora_b=b.to(self.device, self._stored or self.dtype),
+            lora_a=on_device[0],
+            lora_b=on_device[1],
             bias=None if bias is None else bias.to(self.device, torch.float32),
             output_scales=None if scales is None else scales.to(self.device, torch.float32),
             a_scales=None if a_scales is None else a_scales.to(self.device),
@@ -483,7 +602,7 @@ class AdapterPool:
             error=error,
         )
         for name, tensor in (("lora_A", staged.lora_a), ("lora_B", staged.lora_b)):
-            if self._stored is None and not bool(tensor.isfinite().all()):
+            if moved is None and self._stored is None and not bool(tensor.isfinite().all()):
                 raise InvalidInputError(
                     f"{name} of {delta.module} does not fit {self.dtype}: a value overflows\n"
                     f"  to do: load the base model in bfloat16 or float32"
@@ -503,32 +622,58 @@ class AdapterPool:
             )
         return {}
 
-    def _write(self, slot: int, deltas: Iterable[StagedDelta | StagedExperts]) -> None:
-        for delta in deltas:
-            # Noted first: the next load into the slot clears what an interrupt leaves of this one.
+    def _reserve(self, staged: Staged) -> None:
+        """Allocate the stacks that an adapter needs; the slots are locked."""
+        self._stacks.reserve(d for d in staged.deltas if isinstance(d, StagedDelta))
+        self._experts.reserve(d for d in staged.deltas if isinstance(d, StagedExperts))
+
+    def _note(self, slot: int, staged: Staged) -> None:
+        """Note what a slot is about to hold; the slots are locked."""
+        for delta in staged.deltas:
             self._users.setdefault(delta.module, set()).add(slot)
             self._kept[slot, delta.module] = Kept(delta.nbytes, delta.error)
             if isinstance(delta, StagedExperts):
-                self._experts.write(slot, delta)
+                self._experts.note(slot, delta)
                 continue
             if delta.bias is not None:
                 self._biased.add((slot, delta.module))
             if delta.output_scales is not None:
                 self._scaled.add((slot, delta.module))
-            self._stacks.write(slot, delta)
+        self._own[slot] = staged.own
 
-    def _clear(self, slot: int) -> None:
+    def _forget(self, slot: int) -> None:
+        """Note that a slot holds nothing; the slots are locked."""
         self._own.pop(slot, None)
         for module, users in self._users.items():
             if slot in users:
                 if module in self.experts:
-                    self._experts.clear(slot, module)
-                else:
-                    self._stacks.clear(slot, module)
+                    self._experts.forget(slot, module)
                 self._kept.pop((slot, module), None)
                 self._biased.discard((slot, module))
                 self._scaled.discard((slot, module))
-                users.discard(slot)  # last: an interrupt before it leaves the module to clear
+                users.discard(slot)  # last: an interrupt before it leaves the module to forget
+
+    def _write(self, slot: int, deltas: Sequence[StagedDelta | StagedExperts]) -> None:
+        """Write tensors of a slot that nobody reads, whether the slots are locked or not."""
+        for delta in deltas:
+            if isinstance(delta, StagedExperts):
+                self._experts.write(slot, delta)
+            else:
+                self._stacks.write(slot, delta)
+        self._stacks.write_tables(slot, [d for d in deltas if isinstance(d, StagedDelta)])
+
+    def _zero(self, slot: int) -> None:
+        """Let a slot count as rank 0 in every stack, whatever an interrupted load has left."""
+        self._experts.zero(slot)
+        self._stacks.zero(slot)
+
+    def _writing(self, slot: int) -> AbstractContextManager[None]:
+        """Order the writes of a slot in the block with what other CUDA streams do with it."""
+        return nullcontext() if self._streams is None else self._streams.writing(slot)
+
+    def _clear(self, slot: int) -> None:
+        self._zero(slot)
+        self._forget(slot)
 
 
 def _check_name(name: str) -> None:

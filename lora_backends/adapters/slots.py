@@ -6,10 +6,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import RLock
-from typing import Literal, TypeAlias
+from threading import Condition, RLock
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from lora_backends.errors import InvalidInputError, did_you_mean
+
+if TYPE_CHECKING:
+    from lora_backends.adapters.streams import SlotStreams
 
 REMEMBERED = 1024
 """Names of adapters without a slot that are remembered, to say what took it."""
@@ -24,7 +27,7 @@ Commit: TypeAlias = Callable[[Callable[[], None]], None]
 class _Hold:
     """Adapters that keep their slots while something uses them."""
 
-    by: Holder
+    by: Holder | Literal["coming"]  # coming: a call that has not taken its slots yet
     names: frozenset[str]
 
 
@@ -33,15 +36,16 @@ class SlotTable:
 
     Args:
         num_slots: how many adapters fit, at least 1.
+        streams: orders the CUDA streams that use the slots; None on a CPU.
 
     Raises:
         InvalidInputError: `num_slots` is less than 1.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, streams: SlotStreams | None = None) -> None:
         if num_slots < 1:
             raise InvalidInputError(f"max_adapters is {num_slots}; allowed: 1 or more")
-        self.num_slots = num_slots
+        self.num_slots, self._streams = num_slots, streams
         self._slots: OrderedDict[str, int] = OrderedDict()  # oldest use first
         self._pins: Counter[str] = Counter()  # by pin()
         self._holds: dict[object, _Hold] = {}  # by calls in flight and prepared adapters
@@ -50,6 +54,10 @@ class SlotTable:
         """Gets names ready that are about to be used, e.g. those without a slot."""
         self.lock = RLock()
         """Held while slots change; a pool holds it from `candidate` to `assign`."""
+        self._written_ahead: set[int] = set()  # slots from `reserve` to `settle`
+        self._settled = Condition(self.lock)
+        self._expected: set[str] = set()  # names that were brought ahead and not used since
+        self._recent: frozenset[str] = frozenset()  # names of the last use
 
     @property
     def names(self) -> list[str]:
@@ -66,6 +74,7 @@ class SlotTable:
             if not isinstance(name, str) or name not in self._slots:
                 raise InvalidInputError(self._missing(name))
             self._slots.move_to_end(name)
+            self._expected.discard(name)
             return self._slots[name]
 
     def __contains__(self, name: object) -> bool:
@@ -81,7 +90,7 @@ class SlotTable:
             if name in self._slots:
                 self._check_free(name, "replaced")
                 return self._slots[name], None
-            free = set(range(self.num_slots)) - set(self._slots.values())
+            free = self._free()
             if free:
                 return min(free), None
             for oldest in self._slots:
@@ -92,6 +101,61 @@ class SlotTable:
                 f"  loaded: {', '.join(self._slots)}\n"
                 f"  to do: unpin one, release() prepared adapters, or raise max_adapters"
             )
+
+    def reserve(self, name: str) -> int | None:
+        """Take a slot that is written before a batch asks for `name`; None if none can be spared.
+
+        It is free, or the least recently used whose adapter nothing pins or uses, the last batch
+        did not use, and no earlier prefetch brought for a batch that is still to come. That
+        adapter is evicted. Nobody else gets the slot before `settle`.
+        """
+        with self.lock:
+            free = self._free()
+            spared = self._recent | self._expected
+            kinds = ("coming", "call", "request", "prepared")
+            unused = (
+                slot
+                for old, slot in self._slots.items()
+                if old not in spared and not self._pins[old] and self._holder(old, kinds) is None
+            )
+            slot = min(free) if free else next(unused, None)
+            if slot is not None:
+                self._written_ahead.add(slot)
+                self.vacate(name, slot)
+            return slot
+
+    def settle(self, slot: int, name: str | None = None) -> None:
+        """End `reserve`: give the slot its name, or leave it free."""
+        with self.lock:
+            if name is not None:
+                self.assign(name, slot)
+                self._expected.add(name)
+            self._written_ahead.discard(slot)
+            self._settled.notify_all()
+
+    def expect(self, name: str) -> bool:
+        """Return whether `name` is loaded, and let no prefetch evict it before it is used."""
+        with self.lock:
+            if name not in self._slots:
+                return False
+            self._slots.move_to_end(name)
+            self._expected.add(name)
+            return True
+
+    def wait_for_room(self, names: Iterable[str]) -> None:
+        """Wait while `names` find no slot only because one is being written ahead."""
+        names = list(names)
+        with self.lock:
+            while self._written_ahead and self._lacks_room(names):
+                self._settled.wait()
+
+    def _lacks_room(self, names: Sequence[str]) -> bool:
+        new = {name for name in names if name not in self._slots}
+        kept = [n for n in self._slots if n in names or not self.is_free(n)]
+        return len(new) > self.num_slots - len(self._written_ahead) - len(kept)
+
+    def _free(self) -> set[int]:
+        return set(range(self.num_slots)) - set(self._slots.values()) - self._written_ahead
 
     def vacate(self, name: str, slot: int) -> None:
         """Take the name off `slot`, whose weights are about to be overwritten by those of `name`.
@@ -180,24 +244,36 @@ class SlotTable:
             InvalidInputError: a name is not loaded.
         """
         token, names = object(), list(names)
-        commit = None if self.provider is None or not names else self.provider(names)
+        slots: dict[str, int] = {}
 
         def hold() -> None:
             self._holds[token] = _Hold(by, frozenset(names))
 
         try:
+            # What is loaded now stays so for the provider, unless another call takes its slot.
+            self._holds[token] = _Hold("coming", frozenset(names))
+            commit = None if self.provider is None or not names else self.provider(names)
             with self.lock:
+                self.wait_for_room(names)
                 if commit is not None:
                     commit(hold)
                 slots = {name: self.slot(name) for name in names}
                 hold()
+                if names:
+                    self._recent = frozenset(names)
+                if self._streams is not None:
+                    self._streams.before_use(slots.values())
             yield slots
         finally:
-            self._holds.pop(token, None)  # one step: an interrupt cannot leave a part of it
+            try:
+                if self._streams is not None and slots:
+                    self._streams.after_use(slots.values(), by == "call")
+            finally:
+                self._holds.pop(token, None)  # one step: an interrupt cannot leave a part of it
 
     def _holder(
-        self, name: str, kinds: tuple[Holder, ...] = ("call", "request", "prepared")
-    ) -> Holder | None:
+        self, name: str, kinds: tuple[str, ...] = ("call", "request", "prepared")
+    ) -> str | None:
         """Return what holds `name` now, the first of `kinds` that does."""
         # A copy, since other threads end their calls without the lock.
         holders = {hold.by for hold in list(self._holds.values()) if name in hold.names}
@@ -224,6 +300,7 @@ class SlotTable:
     def _forget(self, name: str) -> None:
         del self._slots[name]
         self._pins.pop(name, None)
+        self._expected.discard(name)
 
     def _missing(self, name: str) -> str:
         loaded = f"loaded: {', '.join(sorted(self._slots)) or 'none'}"

@@ -10,6 +10,7 @@ import torch
 
 from lora_backends.adapters.quantized import bytes_of
 from lora_backends.adapters.specs import ModuleSpec
+from lora_backends.adapters.tables import Tables
 from lora_backends.weights import LoRAWeights
 
 
@@ -48,7 +49,7 @@ class Stacks:
     Matrices, biases and output_scales are there once, so both see a slot that is written in place.
     The latter two are allocated with the first adapter that brings them, for its group. Ranks and
     scalings are there twice: engines take contiguous tables without a copy, and a column of a
-    group's table is not.
+    group's table is not. The tables of all stacks lie in one tensor, which one launch writes.
 
     Args:
         modules: what the base model has, by module path.
@@ -77,6 +78,7 @@ class Stacks:
         self._num_slots, self._max_rank = num_slots, max_rank
         self._dtype, self._device, self._stored = dtype, device, stored
         self._stacks = _Stacks({}, {})
+        self._tables: Tables | None = None  # with the first stack
 
     def __getitem__(self, path: str) -> LoRAWeights:
         return self._stacks.parts[path]
@@ -105,12 +107,16 @@ class Stacks:
             for stack in self._stacks.whole.values()
         )
 
+    @torch.inference_mode(False)  # else no thread outside that mode could write them
     def reserve(self, deltas: Iterable[StagedDelta]) -> None:
         """Allocate what the deltas need and is not there yet: all of it, or nothing."""
+        if self._tables is None:
+            self._tables = Tables(self._groups, self._num_slots, self._device)
+        tables = self._tables
         whole, parts = dict(self._stacks.whole), dict(self._stacks.parts)
         for delta in deltas:
             group = self._groups[delta.module]
-            stack = whole.get(group) or self._allocate(group)
+            stack = whole.get(group) or self._allocate(group, tables)
             shape = (self._num_slots, stack.out_features)
             if delta.bias is not None and stack.bias is None:
                 stack = replace(stack, bias=torch.zeros(shape, device=self._device))
@@ -122,7 +128,7 @@ class Stacks:
             if len(group) == 1:
                 part = stack
             elif part is None:
-                part = _part(stack, group.index(delta.module))
+                part = _part(stack, group.index(delta.module), tables.of(delta.module))
             first, end = _columns(stack, group.index(delta.module))
             if delta.bias is not None and part.bias is None and stack.bias is not None:
                 part = replace(part, bias=stack.bias[:, first:end])
@@ -141,7 +147,7 @@ class Stacks:
         self._stacks = _Stacks(whole, parts)
 
     def write(self, slot: int, delta: StagedDelta) -> None:
-        """Write a delta into a slot; `reserve` has allocated its stacks."""
+        """Write a delta's tensors into a slot; `reserve` has allocated its stacks."""
         part = self._stacks.parts[delta.module]
         part.lora_a[slot, 0, : delta.rank] = delta.lora_a
         part.lora_b[slot, :, : delta.rank] = delta.lora_b
@@ -153,28 +159,23 @@ class Stacks:
             part.bias[slot] = delta.bias
         if delta.output_scales is not None and part.output_scales is not None:
             part.output_scales[slot] = delta.output_scales
-        for stack, index in self._tables(delta.module):
-            stack.scalings[slot, index] = delta.scaling
-            stack.ranks[slot, index] = delta.rank
 
-    def clear(self, slot: int, path: str) -> None:
-        """Let a slot of a module count as rank 0, with no bias and scales of 1."""
-        part = self._stacks.parts[path]
-        if part.bias is not None:
-            part.bias[slot] = 0
-        if part.output_scales is not None:
-            part.output_scales[slot] = 1
-        for stack, index in self._tables(path):
-            stack.ranks[slot, index] = 0
+    def write_tables(self, slot: int, deltas: Sequence[StagedDelta]) -> None:
+        """Write the ranks and scalings of deltas, after their tensors."""
+        if self._tables is not None and deltas:
+            self._tables.write(slot, {d.module: (d.rank, d.scaling) for d in deltas})
 
-    def _tables(self, path: str) -> list[tuple[LoRAWeights, int]]:
-        """Return the stacks that hold a rank of the module, and the slice it has there."""
-        group, part = self._groups[path], self._stacks.parts[path]
-        if len(group) == 1:
-            return [(part, 0)]
-        return [(part, 0), (self._stacks.whole[group], group.index(path))]
+    def zero(self, slot: int) -> None:
+        """Let a slot of every module count as rank 0, with no bias and scales of 1."""
+        if self._tables is not None:
+            self._tables.zero(slot)
+        for stack in self._stacks.whole.values():
+            if stack.bias is not None:
+                stack.bias[slot] = 0
+            if stack.output_scales is not None:
+                stack.output_scales[slot] = 1
 
-    def _allocate(self, group: tuple[str, ...]) -> LoRAWeights:
+    def _allocate(self, group: tuple[str, ...], tables: Tables) -> LoRAWeights:
         specs = [self._modules[path] for path in group]
         widths = tuple(spec.out_features for spec in specs)
         size: dict[str, Any] = {"dtype": self._stored or self._dtype, "device": self._device}
@@ -185,24 +186,25 @@ class Stacks:
             scales["a_scales"] = torch.ones((*table, self._max_rank, 1), **like)
             scales["b_scales"] = torch.ones((self._num_slots, sum(widths), 1), **like)
             scales["compute_dtype"] = self._dtype
+        ranks, scalings = tables.of(*group)
         return LoRAWeights(
             lora_a=torch.zeros((*table, self._max_rank, specs[0].in_features), **size),
             lora_b=torch.zeros((self._num_slots, sum(widths), self._max_rank), **size),
-            ranks=torch.zeros(table, dtype=torch.int32, device=self._device),
-            scalings=torch.zeros(table, device=self._device),
+            ranks=ranks,
+            scalings=scalings,
             output_slices=widths,
             **scales,
         )
 
 
-def _part(stack: LoRAWeights, index: int) -> LoRAWeights:
+def _part(stack: LoRAWeights, index: int, tables: tuple[torch.Tensor, torch.Tensor]) -> LoRAWeights:
     """Return one module's stack: views of a group's, with tables of its own."""
     first, end = _columns(stack, index)
     return LoRAWeights(
         lora_a=stack.lora_a[:, index : index + 1],
         lora_b=stack.lora_b[:, first:end],
-        ranks=stack.ranks[:, index : index + 1].clone(memory_format=torch.contiguous_format),
-        scalings=stack.scalings[:, index : index + 1].clone(memory_format=torch.contiguous_format),
+        ranks=tables[0],
+        scalings=tables[1],
         output_slices=(end - first,),
         a_scales=None if stack.a_scales is None else stack.a_scales[:, index : index + 1],
         b_scales=None if stack.b_scales is None else stack.b_scales[:, first:end],

@@ -2,7 +2,7 @@
 
 A name that a batch asks for comes into a slot by itself: from memory, where every adapter that was
 read stays until the budget is spent, else from its folder. Loading ahead (`prefetch`) reads and
-brings to the device while batches run, on a stream of its own.
+writes slots while batches run, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from lora_backends.adapters.folders import Stamp, adapter_folders, newest, stamp
 from lora_backends.adapters.pool import AdapterPool, Loaded, Staged
 from lora_backends.adapters.slots import Commit
 from lora_backends.adapters.specs import Checkpoint
-from lora_backends.adapters.tensors import tensors_of
+from lora_backends.adapters.tensors import side_by_side, tensors_of
 from lora_backends.errors import InvalidInputError, LoRABackendError, shown
 from lora_backends.files import as_path
 
@@ -39,12 +39,18 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class _Ahead:
-    """An adapter that was brought to the device before a batch asked for it."""
+class _Ready:
+    """An adapter on the device, without a slot."""
 
     kept: Kept
     staged: Staged
     event: torch.cuda.Event | None  # after the last copy; None on a CPU
+
+
+class _Prefetch:
+    """One name that a prefetch brings ahead."""
+
+    result: Future[_Ready | None]  # None: it was written into its slot, or is not wanted any more
 
 
 class AdapterStore:
@@ -85,7 +91,7 @@ class AdapterStore:
         self.cpu_bytes = cpu_bytes
         self.folder = None if folder is None else as_path(folder, "the folder of adapters")
         self.swaps = 0
-        """Adapters that came into a slot because a batch asked for them."""
+        """Adapters that came into a slot because a batch or a prefetch asked for them."""
         self.disk_reads = 0
         """Checkpoints that were read from a folder."""
         self._pool, self._watch_s, self._accept = pool, watch_s, accept
@@ -94,7 +100,7 @@ class AdapterStore:
         self._only_in_memory: set[str] = set()  # names that no folder may stand for
         self._kept: OrderedDict[str, Kept] = OrderedDict()  # the least recently used first
         self._in_slots: dict[str, Stamp | None] = {}  # what was written to the slot of a name
-        self._ahead: dict[str, Future[_Ahead]] = {}
+        self._ahead: dict[str, _Prefetch] = {}
         self._looked: dict[str, float] = {}  # name to the time of the last look at its files
         self._warned: dict[str, Stamp | None] = {}  # name to the files that a warning was about
         self._given = 0  # times that a name was given another adapter; in the lock of the slots
@@ -164,10 +170,13 @@ class AdapterStore:
                 self._folders.pop(name, None)
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Bring adapters to the device while batches run, so that the next one finds them there.
+        """Write adapters into slots while batches run, so that a batch finds them there.
 
-        Returns at once. Each adapter takes device memory until a batch asks for it. If it fails to
-        load, that batch gets the error.
+        Returns at once. An adapter takes a free slot, else the least recently used slot whose own
+        adapter no call, request, prepared adapters or pin holds, the last batch did not use, and no
+        earlier prefetch brought for a batch that is still to come. If there is none, or the adapter
+        has modules of its own, it waits on the device, where it takes further memory, and the batch
+        that asks for it writes its slot. If it fails to load, that batch gets the error.
 
         Raises:
             InvalidInputError: `names` is no list of names, or the model was detached.
@@ -178,14 +187,16 @@ class AdapterStore:
         if not all(isinstance(name, str) for name in names):
             raise InvalidInputError(f"names is {shown(names)}\n  allowed: names of adapters")
         for name in names:
+            loaded = name in self._pool.slots and self._pool.slots.expect(name)
             with self._lock:
                 if self._closed:
                     raise InvalidInputError(
                         "the store is closed, because its model was detached\n"
                         "  to do: wrap the base model again, and call keep_adapters"
                     )
-                if name not in self._ahead and name not in self._pool.slots:
-                    self._ahead[name] = self._worker.submit(self._bring_ahead, name)
+                if not loaded and name not in self._ahead:
+                    self._ahead[name] = job = _Prefetch()
+                    job.result = self._worker.submit(self._bring_ahead, name, job)
 
     def provide(self, names: Sequence[str]) -> Commit:
         """Prepare the adapters that a batch asks for, and return a function that loads them.
@@ -213,8 +224,8 @@ class AdapterStore:
         self,
         given: int,
         names: Sequence[str],
-        changed: Mapping[str, _Ahead],
-        missing: Mapping[str, _Ahead],
+        changed: Mapping[str, _Ready],
+        missing: Mapping[str, _Ready],
         hold: Callable[[], None],
     ) -> None:
         if given != self._given:  # what is ready may be older than what another thread has loaded
@@ -227,7 +238,7 @@ class AdapterStore:
         for name in names:
             if name not in self._pool.slots:
                 # Another thread may have evicted it since; from memory it comes without a read.
-                ready_now = missing.get(name) or self._get(name)
+                ready_now = missing.get(name) or self._get(name, wait=False)
                 if ready_now is not None:
                     self._put(name, ready_now)
                     self.swaps += 1
@@ -236,29 +247,57 @@ class AdapterStore:
                 if name in self._kept:
                     self._kept.move_to_end(name)
 
-    def _put(self, name: str, ready: _Ahead) -> Loaded:
+    def _put(self, name: str, ready: _Ready) -> Loaded:
         with self._pool.slots.lock:
             _wait_for(ready)
             loaded = self._pool.put(name, ready.staged)
             self._note(name, ready.kept)
         return loaded
 
-    def _get(self, name: str) -> _Ahead | None:
-        """Return an adapter on the device, or None for a name that is not known."""
-        with self._lock:
-            future = self._ahead.pop(name, None)
-        ahead = None if future is None else future.result()
+    def _get(self, name: str, wait: bool = True) -> _Ready | None:
+        """Return an adapter on the device, or None for a name that is not known or in its slot.
+
+        Args:
+            name: of the adapter.
+            wait: for its prefetch, which must not be waited for while the slots are locked.
+        """
+        ready = self._prefetched(name, wait)
         with self._lock:
             kept = self._kept.get(name)
-        if ahead is not None and (kept is None or kept is ahead.kept):
-            return ahead
+        if name in self._pool.slots:
+            return None
+        if ready is not None and (kept is None or kept is ready.kept):
+            return ready
         kept = kept or self._from_folder(name)
         return None if kept is None else self._staged(name, kept)
 
-    def _staged(self, name: str, kept: Kept) -> _Ahead:
-        return _Ahead(kept, self._pool.stage(name, kept.checkpoint), None)
+    def _prefetched(self, name: str, wait: bool) -> _Ready | None:
+        """Return what a prefetch has left on the device, and end the prefetch if it has not begun.
 
-    def _bring_ahead(self, name: str) -> _Ahead:
+        Raises:
+            Exception: what the prefetch raised.
+        """
+        with self._lock:
+            job = self._ahead.get(name)
+        if job is None:
+            return None
+        try:
+            if job.result.cancel() or not (wait or job.result.done()):
+                return None
+            return job.result.result()
+        except CancelledError:  # the model is being detached
+            return None
+        finally:
+            with self._lock:  # only now: a prefetch that nobody knows of writes no slot
+                if self._ahead.get(name) is job:
+                    del self._ahead[name]
+
+    def _staged(self, name: str, kept: Kept) -> _Ready:
+        return _Ready(kept, self._pool.stage(name, kept.checkpoint), None)
+
+    @torch.no_grad()
+    def _bring_ahead(self, name: str, job: _Prefetch) -> _Ready | None:
+        """Write an adapter into a slot, or return it on the device if no slot can be spared."""
         with self._lock:
             kept = self._kept.get(name)
         kept = kept or self._from_folder(name)
@@ -266,13 +305,30 @@ class AdapterStore:
             raise InvalidInputError(f"no adapter named {name!r} to prefetch")
         device = self._pool.device
         if device.type != "cuda":
-            return self._staged(name, kept)
+            return self._write_ahead(name, job, self._staged(name, kept))
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             staged = self._pool.stage(name, kept.checkpoint)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        return _Ahead(kept, staged, event)
+            return self._write_ahead(name, job, _Ready(kept, staged, event))
+
+    def _write_ahead(self, name: str, job: _Prefetch, ready: _Ready) -> _Ready | None:
+        def is_wanted() -> bool:
+            with self._lock:
+                known = self._ahead.get(name) is job and not self._closed
+            return known and name not in self._pool.slots
+
+        def then() -> None:
+            self._note(name, ready.kept)
+            self.swaps += 1
+
+        if not self._pool.put_ahead(name, ready.staged, is_wanted, then) and is_wanted():
+            return ready
+        with self._lock:  # nobody takes what is ready, so it keeps no memory
+            if self._ahead.get(name) is job:
+                del self._ahead[name]
+        return None
 
     def _from_folder(self, name: str) -> Kept | None:
         with self._lock:
@@ -297,7 +353,7 @@ class AdapterStore:
             self._accept(checkpoint)
         return Kept(*_counted(checkpoint, self._pool.device), before)
 
-    def _changed(self, name: str) -> _Ahead | None:
+    def _changed(self, name: str) -> _Ready | None:
         """Return newer files of a loaded adapter, once nobody writes them any more."""
         with self._lock:
             folder, stamp = self._folders.get(name), self._in_slots.get(name)
@@ -366,9 +422,12 @@ def _counted(checkpoint: Checkpoint, device: torch.device) -> tuple[Checkpoint, 
 
 def pinned(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with the matrices in pinned memory, from which a GPU copies by itself."""
+    deltas = checkpoint.modules.values()
+    matrices = iter(side_by_side([m for delta in deltas for m in (delta.lora_a, delta.lora_b)]))
+    pairs = zip(matrices, matrices, strict=True)
     modules = {
-        path: replace(delta, lora_a=delta.lora_a.pin_memory(), lora_b=delta.lora_b.pin_memory())
-        for path, delta in checkpoint.modules.items()
+        delta.module: replace(delta, lora_a=a, lora_b=b)
+        for delta, (a, b) in zip(deltas, pairs, strict=True)
     }
     experts = {
         path: replace(delta, lora_a=delta.lora_a.pin_memory(), lora_b=delta.lora_b.pin_memory())
@@ -377,12 +436,12 @@ def pinned(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, modules=modules, experts=experts)
 
 
-def _wait_for(ahead: _Ahead) -> None:
+def _wait_for(ahead: _Ready) -> None:
     """Make the current stream wait for copies of another stream, and record its use of them."""
     if ahead.event is None:
         return
     stream = torch.cuda.current_stream()
     stream.wait_event(ahead.event)
-    for tensor in tensors_of(ahead.staged):
-        if tensor.is_cuda:
-            tensor.record_stream(stream)
+    tensors = [tensor for tensor in tensors_of(ahead.staged) if tensor.is_cuda]
+    for tensor in {each.untyped_storage().data_ptr(): each for each in tensors}.values():
+        tensor.record_stream(stream)  # of its whole storage

@@ -101,10 +101,7 @@ def make_steps(
 ) -> list[Step]:
     """Return the steps that a timing rotates over, as many as touch `ROTATED_BYTES`."""
     size, pairs = dtype.itemsize, cell.tokens * cell.top_k
-    slots = min(cell.adapters, cell.tokens)
-    missed = (1 - cell.top_k / cell.experts) ** (cell.tokens / slots)
-    touched = cell.bytes_moved(slots * cell.experts * (1 - missed), size)
-    count = max(fewest, min(MOST_STEPS, math.ceil(ROTATED_BYTES / touched)))
+    count = max(fewest, rotated_steps(cell, size))
     stacks = max(1, min(count, int(STACK_BYTES / (cell.adapters * cell.slot_bytes(size)))))
     sites = [make_sites(cell, device, dtype) for _ in range(stacks)]
     like: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -128,6 +125,14 @@ def make_steps(
             )
         )
     return steps
+
+
+def rotated_steps(cell: ExpertCell, itemsize: int) -> int:
+    """Return how many steps touch `ROTATED_BYTES` together, or `MOST_STEPS`."""
+    slots = min(cell.adapters, cell.tokens)
+    missed = (1 - cell.top_k / cell.experts) ** (cell.tokens / slots)
+    touched = cell.bytes_moved(slots * cell.experts * (1 - missed), itemsize)
+    return min(MOST_STEPS, math.ceil(ROTATED_BYTES / touched))
 
 
 def make_sites(

@@ -346,7 +346,7 @@ class MultiLoRAModel(ModelWords):
             watch_s: seconds between two looks at the files of an adapter; None: never look.
 
         Returns:
-            The store, whose `prefetch` brings adapters to the device while batches run.
+            The store, whose `prefetch` writes adapters into slots while batches run.
 
         Raises:
             InvalidInputError: adapters are loaded already, a store exists, or `folder` is none.

@@ -193,8 +193,7 @@ class RequestsCall:
 
     def _note_stacks(self) -> None:
         pool = self._wrapped.pool
-        self.stacks, self.shared = pool.active_weights, pool.shared_weights
-        self.experts = pool.active_experts
+        self.stacks, self.shared, self.experts = pool.active
 
 
 class _Plan:

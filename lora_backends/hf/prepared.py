@@ -69,8 +69,7 @@ class PreparedAdapters:
             raise InvalidInputError("adapters is empty\n  allowed: one name or None per row")
         self.model = model
         # Those that a graph reads live on, whatever becomes of the model.
-        self.stacks, self.shared = pool.active_weights, pool.shared_weights
-        self.experts = pool.active_experts
+        self.stacks, self.shared, self.experts = pool.active
         self.own: Mapping[str, OwnRows] = {}  # `_check_adapted` refuses those
         self.joined, self._read = joined, list(joined.values())
         self.is_traced = False

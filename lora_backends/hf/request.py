@@ -88,8 +88,7 @@ class Request:
         after_cache: bool,
     ) -> None:
         self.model = model
-        self.stacks, self.shared = pool.active_weights, pool.shared_weights
-        self.experts = pool.active_experts
+        self.stacks, self.shared, self.experts = pool.active
         self.joined: Mapping[str, Joined] = {}  # a plan per call cannot be part of a program
         self.is_traced = False
         self.backend = backend

@@ -128,7 +128,7 @@ def shrink_tile(
     )  # fmt: skip
     if STORAGE > 0 and GROUP_K == 0:  # one scale for a row of A: it multiplies the sum
         row_scale = tl.load(scale_rows, mask=used, other=0.0)
-    h = _partial_sums(
+    h = partial_sums(
         x_rows, a_rows, scale_rows, has_token, used, part * (STEPS * BLOCK_K), in_features,
         STORAGE, GROUP_K, BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
     )  # [T, N] # fmt: skip
@@ -142,7 +142,7 @@ def shrink_tile(
 
 
 @triton.jit
-def _partial_sums(
+def partial_sums(
     x_rows,
     a_rows,
     scale_rows,
@@ -344,9 +344,10 @@ def expand_tile(
         else:
             b_row = (slot * (b_stride_l // b_stride_c)).to(tl.int32)
         _expand_tma(
-            b_tma, b_row, h_at, plane, y_rows, bias_row, scales_row, first, end, rank, scaling,
-            has_token, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS,
-            HAS_OUTPUT_SCALES, PRECISION, INTERPRETED, PROGRAMMATIC,
+            b_tma, b_row, h_at, plane, group_rows, b_scales_stride_c, s_group, s_start, y_rows,
+            bias_row, scales_row, first, end, rank, scaling, has_token, BLOCK_R, SPLIT_K, BLOCK_C,
+            CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, WIDE,
+            PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     elif NARROW and rank <= 16:
         _expand_columns(
@@ -504,6 +505,10 @@ def _expand_tma(
     b_row,
     h_rows,
     plane,
+    group_rows,
+    group_stride,
+    s_group,
+    s_start,
     y_rows,
     bias_row,
     scales_row,
@@ -521,6 +526,9 @@ def _expand_tma(
     EVEN_R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_OUTPUT_SCALES: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
@@ -532,14 +540,16 @@ def _expand_tma(
     h = load_h(h_rows, plane, tl.arange(0, BLOCK_R), rank, has_token, SPLIT_K, EVEN_R)
     if rank < BLOCK_R:
         _add_tma_blocks(
-            b_tma, b_row, h, y_rows, bias_row, scales_row, first, end, rank, scaling, has_token,
-            BLOCK_R, BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, HAS_OUTPUT_SCALES, True, PRECISION,
+            b_tma, b_row, h, group_rows, group_stride, s_group, s_start, y_rows, bias_row,
+            scales_row, first, end, rank, scaling, has_token, BLOCK_R, BLOCK_C, CHUNKS, STAGES,
+            EVEN_C, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, WIDE, True, PRECISION,
             INTERPRETED,
         )  # fmt: skip
     else:  # a block of full rank needs no mask, so it is multiplied straight from shared memory
         _add_tma_blocks(
-            b_tma, b_row, h, y_rows, bias_row, scales_row, first, end, rank, scaling, has_token,
-            BLOCK_R, BLOCK_C, CHUNKS, STAGES, EVEN_C, HAS_BIAS, HAS_OUTPUT_SCALES, False, PRECISION,
+            b_tma, b_row, h, group_rows, group_stride, s_group, s_start, y_rows, bias_row,
+            scales_row, first, end, rank, scaling, has_token, BLOCK_R, BLOCK_C, CHUNKS, STAGES,
+            EVEN_C, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, WIDE, False, PRECISION,
             INTERPRETED,
         )  # fmt: skip
 
@@ -549,6 +559,10 @@ def _add_tma_blocks(
     b_tma,
     b_row,
     h,
+    group_rows,
+    group_stride,
+    s_group,
+    s_start,
     y_rows,
     bias_row,
     scales_row,
@@ -564,19 +578,31 @@ def _add_tma_blocks(
     EVEN_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_OUTPUT_SCALES: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    WIDE: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add the blocks. MASKED: the rank ends inside a block, beyond it B may hold anything."""
+    r = tl.arange(0, BLOCK_R)  # [R]
     for chunk in tl.range(0, CHUNKS, num_stages=STAGES):
         c_first = first + chunk * BLOCK_C
         c = c_first + tl.arange(0, BLOCK_C)  # [C]
         y = load_y(y_rows, c, has_token, end, EVEN_C)
         b = b_tma.load([b_row + c_first, 0]).T  # [R, C]; beyond the end another slice's columns
-        if MASKED:
-            b = within(b, tl.arange(0, BLOCK_R), rank)
-        delta = scaling * product(h, b, False, PRECISION, INTERPRETED)  # [T, C]
+        if STORAGE > 0:
+            own = load_b_scales(
+                group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C, 0
+            )
+            delta = scaled_product(
+                scaling, h, b, own, r, rank, STORAGE, 0, WIDE, False, PRECISION, INTERPRETED
+            )
+        else:
+            if MASKED:
+                b = within(b, r, rank)
+            delta = scaling * product(h, b, False, PRECISION, INTERPRETED)  # [T, C]
         # here, not with y: among the pipelined loads it costs a stage of shared memory
         scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
         store_y(

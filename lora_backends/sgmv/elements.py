@@ -30,11 +30,15 @@ def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
 def in_groups(r, rank, EVEN_R: tl.constexpr):
     """Return r < rank, rounded up to groups of 8 where max_rank is a multiple of 8.
 
-    A mask that is constant over 8 neighbours keeps loads and stores 16 bytes wide.
+    A mask that is constant over 8 neighbours keeps loads and stores 16 bytes wide; bytes take an
+    EVEN_R of 16, for groups of 16.
     """
-    if EVEN_R:
+    if EVEN_R == 16:
+        return r // 16 * 16 < rank
+    elif EVEN_R:
         return r // 8 * 8 < rank
-    return r < rank
+    else:
+        return r < rank
 
 
 @triton.jit
@@ -105,7 +109,9 @@ def scaled_product(
 
     h is zero beyond the rank, where b may hold anything: as int8 it is finite at least.
     """
-    if STORAGE == 0 or STORAGE == 2 or STORAGE == 3:
+    if STORAGE >= 5:
+        b = only_bytes(b, (r < rank)[:, None])
+    elif STORAGE == 0 or STORAGE == 2 or STORAGE == 3:
         b = within(b, r, rank)
     if STORAGE == 0:
         return scaling * product(h, b, EXACT_H, PRECISION, INTERPRETED)
@@ -133,10 +139,10 @@ def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr, IN_PLACE: tl.conste
     IN_PLACE: before the values are laid out for a product. Behind a load from global memory that
     layout is made in shared memory, where single bytes are slow to store and load.
 
-    STORAGE is 0 for values stored as they are, 1 for int8, 2 for float8_e4m3fn, 3 for float8_e5m2,
-    4 for int8 on a CUDA device of capability 9.0 or later. float8 comes as int8 and is decoded by
-    its bits, since not every device converts it: e5m2 is the upper half of a float16, e4m3fn one
-    with three bits of mantissa and an exponent 8 too low.
+    STORAGE is 0 for values stored as they are, 1 for int8, 2 for float8_e4m3fn, 3 for float8_e5m2;
+    4, 5 and 6 for these on a CUDA device of capability 9.0 or later. float8 comes as int8 and is
+    decoded by its bits, since not every device converts it: e5m2 is the upper half of a float16,
+    e4m3fn one with three bits of mantissa and an exponent 8 too low.
     """
     if STORAGE == 0:
         return raw.to(dtype)
@@ -144,7 +150,11 @@ def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr, IN_PLACE: tl.conste
         return _bfloat16_of_int8(raw, not IN_PLACE)
     elif STORAGE == 4 and dtype == tl.float16:
         return _float16_of_int8(raw, not IN_PLACE)
-    elif STORAGE == 1 or STORAGE == 4:
+    elif STORAGE == 4 and dtype == tl.float32:
+        return _float32_of_int8(raw, not IN_PLACE)
+    elif STORAGE == 5 or STORAGE == 6:
+        return _of_float8(raw, dtype, STORAGE, not IN_PLACE)
+    elif STORAGE == 1:
         return raw.to(tl.float32).to(dtype)  # the interpreter converts integers to no bfloat16
     bits = raw.to(tl.int16)
     if STORAGE == 3:
@@ -208,9 +218,93 @@ def _float16_of_int8(raw, PURE: tl.constexpr):
 
 
 @triton.jit
+def _float32_of_int8(raw, PURE: tl.constexpr):
+    """Convert four at a time: the bits 0x4B000000 | (v + 128) are 2**23 + 128 + v."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 biased, one;
+        xor.b32 biased, $4, 0x80808080;
+        prmt.b32 one, biased, 0x4B000000, 0x7540;
+        add.rn.f32 $0, one, 0fCB000080;
+        prmt.b32 one, biased, 0x4B000000, 0x7541;
+        add.rn.f32 $1, one, 0fCB000080;
+        prmt.b32 one, biased, 0x4B000000, 0x7542;
+        add.rn.f32 $2, one, 0fCB000080;
+        prmt.b32 one, biased, 0x4B000000, 0x7543;
+        add.rn.f32 $3, one, 0fCB000080;
+        }
+        """,
+        "=f,=f,=f,=f,r",
+        [raw],
+        dtype=tl.float32,
+        is_pure=PURE,
+        pack=4,
+    )
+
+
+def _asm_of_float8(halves: str, outputs: int, steps: str) -> tl.constexpr:
+    """Return PTX that makes float16 pairs `low` and `high` of four bytes, then takes `steps`."""
+    registers = ".reg .b16 one, two; .reg .b32 low, high; .reg .f32 f, g;"
+    return tl.constexpr(f"{{ {registers} {halves.format(f'${outputs}')} {steps} }}")
+
+
+_E4M3_HALVES = (
+    "mov.b32 {{one, two}}, {0}; cvt.rn.f16x2.e4m3x2 low, one; cvt.rn.f16x2.e4m3x2 high, two;"
+)
+_E5M2_HALVES = "prmt.b32 low, {0}, 0, 0x1404; prmt.b32 high, {0}, 0, 0x3424;"
+_TO_FLOAT16 = "mov.b32 $0, low; mov.b32 $1, high;"
+_TO_FLOAT32 = (
+    "mov.b32 {one, two}, low; cvt.f32.f16 $0, one; cvt.f32.f16 $1, two;"
+    "mov.b32 {one, two}, high; cvt.f32.f16 $2, one; cvt.f32.f16 $3, two;"
+)
+_TO_BFLOAT16 = (
+    "mov.b32 {one, two}, low; cvt.f32.f16 f, one; cvt.f32.f16 g, two;"
+    "cvt.rn.bf16x2.f32 $0, g, f;"
+    "mov.b32 {one, two}, high; cvt.f32.f16 f, one; cvt.f32.f16 g, two;"
+    "cvt.rn.bf16x2.f32 $1, g, f;"
+)
+_FLOAT16_OF_E4M3 = _asm_of_float8(_E4M3_HALVES, 2, _TO_FLOAT16)
+_FLOAT16_OF_E5M2 = _asm_of_float8(_E5M2_HALVES, 2, _TO_FLOAT16)
+_BFLOAT16_OF_E4M3 = _asm_of_float8(_E4M3_HALVES, 2, _TO_BFLOAT16)
+_BFLOAT16_OF_E5M2 = _asm_of_float8(_E5M2_HALVES, 2, _TO_BFLOAT16)
+_FLOAT32_OF_E4M3 = _asm_of_float8(_E4M3_HALVES, 4, _TO_FLOAT32)
+_FLOAT32_OF_E5M2 = _asm_of_float8(_E5M2_HALVES, 4, _TO_FLOAT32)
+
+
+@triton.jit
+def _of_float8(raw, dtype: tl.constexpr, STORAGE: tl.constexpr, PURE: tl.constexpr):
+    """Convert four at a time by way of float16, which holds every value of both formats."""
+    if dtype == tl.float32:
+        ASM: tl.constexpr = _FLOAT32_OF_E4M3 if STORAGE == 5 else _FLOAT32_OF_E5M2
+        return tl.inline_asm_elementwise(
+            ASM, "=f,=f,=f,=f,r", [raw], dtype=tl.float32, is_pure=PURE, pack=4
+        )
+    elif dtype == tl.float16:
+        ASM: tl.constexpr = _FLOAT16_OF_E4M3 if STORAGE == 5 else _FLOAT16_OF_E5M2
+        return tl.inline_asm_elementwise(
+            ASM, "=r,=r,r", [raw], dtype=tl.float16, is_pure=PURE, pack=4
+        )
+    else:
+        ASM: tl.constexpr = _BFLOAT16_OF_E4M3 if STORAGE == 5 else _BFLOAT16_OF_E5M2
+        return tl.inline_asm_elementwise(
+            ASM, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=PURE, pack=4
+        )
+
+
+@triton.jit
+def only_bytes(raw, keep):
+    """Return bytes where `keep`, broadcast to them, is true, else 0: four at a time."""
+    mask = tl.broadcast_to(tl.where(keep, -1, 0).to(tl.int8), raw.shape)
+    return tl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r", [raw, mask], dtype=tl.int8, is_pure=True, pack=4
+    )
+
+
+@triton.jit
 def within(b, r, rank):
     """Return b, zero beyond the rank."""
-    return tl.where((r < rank)[:, None], b, 0.0)
+    return tl.where((r < rank)[:, None], b, 0)  # 0.0 would make floats of bytes
 
 
 @triton.jit

@@ -269,10 +269,6 @@ class SgmvBackend(LoRABackend):
         weighted: bool = False,
         reduce: bool = False,
     ) -> torch.Tensor:
-        if weights.needs:  # 8-bit experts have no kernels of their own
-            return super().run_experts(
-                x, weights, routing, base_output, rows=rows, weighted=weighted, reduce=reduce
-            )
         how = {"rows": rows, "weighted": weighted, "reduce": reduce}
         y = base_output
         if y is None:

@@ -11,12 +11,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 import triton.language as tl
 
-from lora_backends.eight_bit import ScaleBlock, b_row_groups
+from lora_backends.eight_bit import b_row_groups
 from lora_backends.sgmv.launching.call_cache import Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
 from lora_backends.sgmv.launching.slice_tables import located_a, located_b, slice_alignments
 from lora_backends.sgmv.launching.tma import allows_tma, descriptor
 from lora_backends.sgmv.layout import SgmvPlan
+from lora_backends.sgmv.storage import PLAIN, WIDE, Storage, storage_kind, stored_bytes
 from lora_backends.sgmv.tiles.rules import of_8_bits
 from lora_backends.sgmv.tiles.sizes import (
     BatchShape,
@@ -71,31 +72,6 @@ class Epilogue(NamedTuple):
     token_scales: bool
 
 
-class Storage(NamedTuple):
-    """How the values of A and B are stored, and what they are widened to."""
-
-    kind: int = 0  # as `widened` in elements numbers it; 0: as they are
-    block: ScaleBlock = (None, None)  # of scales
-    wide: torch.dtype | None = None  # of products with B
-
-
-PLAIN = Storage()
-_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
-_INT8_BY_PTX = 4
-_WIDE = {
-    None: None,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-}
-
-
-def storage_kind(stored: torch.dtype, options: Options) -> int:
-    """Return how a launch decodes values of a dtype, as `widened` in elements numbers it."""
-    kind = _KINDS.get(stored, 0)
-    return _INT8_BY_PTX if kind == _KINDS[torch.int8] and options.programmatic else kind
-
-
 def kernels_of(
     weights: LoRAWeights,
     plan: SgmvPlan,
@@ -116,10 +92,9 @@ def kernels_of(
         weights.max_rank,
         weights.in_features,
         weights.out_features,
-        # the sizes of an 8-bit stack are made from those of a 16-bit one
         max(weights.dtype.itemsize, 2 if dtype is None else dtype.itemsize),
     )
-    kind = storage_kind(weights.dtype, options)
+    kind = storage_kind(weights.dtype, options.programmatic)
     return _kernels(
         BatchShape(*shape, plan.tile_tokens),
         layer,
@@ -136,7 +111,7 @@ def kernels_of(
         form,
         options.tma
         and weights.lora_b is not None
-        and not kind
+        and weights.scale_block[1] is None  # scales along the sum: B is widened to float32
         and allows_tma(located_b(weights), weights.max_rank, plan.grid_rows(True, rows)),
     )
 
@@ -154,9 +129,7 @@ def _kernels(
     form: Form,
     tma: bool,
 ) -> Kernels:
-    shrink, expand = _tiles(batch, layer, options.source, form)
-    if storage.kind and storage.block[1] is None:
-        shrink, expand = of_8_bits(TileConfig(shrink, expand), batch, layer)
+    shrink, expand = _tiles(batch, layer, storage, options.source, form)
     linear, exact = form in ("linear", "overlapped"), form == "separate"
     if form == "overlapped":  # an early launch follows its own stream alone
         options = options._replace(programmatic=False)
@@ -184,13 +157,20 @@ def _kernels(
 
 
 def _tiles(
-    batch: BatchShape, layer: LayerShape, source: TileSource, form: Form
+    batch: BatchShape, layer: LayerShape, storage: Storage, source: TileSource, form: Form
 ) -> tuple[ShrinkTiles, ExpandTiles]:
-    chosen = source.choose_tiles(batch, layer)
+    def choose(layer: LayerShape) -> TileConfig:
+        if not storage.kind or storage.block[1] is not None:
+            return source.choose_tiles(batch, layer)
+        if layer.item_bytes == 2:
+            return source.choose_tiles(batch, replace(layer, item_bytes=1))
+        return of_8_bits(source.choose_tiles(batch, layer), batch, layer)
+
+    chosen = choose(layer)
     if form != "separate":
         return chosen.shrink, chosen.expand
     exact = replace(layer, item_bytes=torch.float32.itemsize)  # h and B multiply in float32
-    return chosen.shrink, source.choose_tiles(batch, exact).expand
+    return chosen.shrink, choose(exact).expand
 
 
 @lru_cache(maxsize=4096)
@@ -249,6 +229,9 @@ def _expand_kernel(
     options: Options,
 ) -> SpecializedKernel:
     columns = column_programs(output_slices, tiles)
+    # Two programs fit on a multiprocessor with TMA. Widening B takes 138 registers, and then one
+    # fits; ptxas gets by with 126 without spills.
+    widens = storage.kind > 0 and tiles.num_stages > 1 and tiles.num_warps == 8
     constants = {
         "STARTS": columns.starts,
         "FIRST_PROGRAMS": columns.firsts,
@@ -261,7 +244,7 @@ def _expand_kernel(
         "FIRST_GROUPS": tuple(accumulate(b_row_groups(output_slices, storage.block), initial=0)),
         "GROUP_C": storage.block[0] or 0,
         "GROUP_R": storage.block[1] or 0,
-        "WIDE": _WIDE[None if exact else storage.wide] or tl.float32,
+        "WIDE": WIDE[None if exact else storage.wide] or tl.float32,
         "SPLIT_K": planes,
         "RANK_PAD": padded_rank(layer.max_rank),
         "BLOCK_C": tiles.block_c,
@@ -284,12 +267,13 @@ def _expand_kernel(
         columns.programs,
         tiles.num_warps,
         programmatic=options.programmatic,
+        max_registers=128 if widens else 0,
     )
 
 
 def gather_kernel_of(weights: LoRAWeights, plan: SgmvPlan, options: Options) -> SpecializedKernel:
     """Return the kernel that shrinks one-hot rows for a layer and a plan."""
-    kind = _KINDS.get(weights.dtype, 0)
+    kind = storage_kind(weights.dtype)
     return gather_kernel(
         options.engine,
         weights.num_slices,
@@ -339,7 +323,7 @@ def shrink(
     """
     a = located_a(weights)
     scales = a.base if weights.a_scales is None else weights.a_scales
-    tensors = (x, _bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
+    tensors = (x, stored_bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
     scale_strides = scales.stride()[:3] if scales is weights.a_scales else (0, 0, 0)
     numbers = (weights.in_features, x.stride(0), *a.strides, *scale_strides, *_layout_of(h))
     arguments = Arguments(tensors, (), numbers)
@@ -358,7 +342,7 @@ def gather(
     """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, max_rank] float32."""
     a = located_a(weights)
     scales = a.base if weights.a_scales is None else weights.a_scales
-    tensors = (token_ids, _bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
+    tensors = (token_ids, stored_bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
     scale_strides = scales.stride()[:3] if scales is weights.a_scales else (0, 0, 0)
     arguments = Arguments(tensors, (), (*a.strides, *scale_strides, *h.stride()[1:3]))
     kernel.launch(rows, arguments)
@@ -379,12 +363,12 @@ def expand(
     """
     located, sizes = located_b(weights), kernel.constants
     bias, scales, of_tokens = weights.bias, weights.output_scales, plan.token_scales
+    # stands, too, for what layer and plan do not have and the kernel not read
+    b = stored_bytes(located.base)
     tma = None
     if sizes["STAGES"] > 1:
-        tma = descriptor(located, weights.max_rank, sizes["BLOCK_C"], sizes["BLOCK_R"])
-    b = _bytes(
-        located.base
-    )  # stands, too, for what layer and plan do not have and the kernel not read
+        block = sizes["BLOCK_C"], sizes["BLOCK_R"]
+        tma = descriptor(located._replace(base=b), weights.max_rank, *block)
     tensors = (
         h,
         b,
@@ -409,11 +393,6 @@ def expand(
     arguments = Arguments(tensors, (tma,), numbers)
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
-
-
-def _bytes(stack: torch.Tensor) -> torch.Tensor:
-    """Return a float8 stack as int8, since kernels decode its bits."""
-    return stack.view(torch.int8) if stack.dtype in _KINDS else stack
 
 
 def _layout_of(h: torch.Tensor) -> tuple[int, int, int]:

@@ -36,7 +36,7 @@ class Stop(BaseException):
 
 
 @pytest.mark.parametrize("error", [Stop, RuntimeError])
-@pytest.mark.parametrize("method", ["write", "clear", "reserve"])
+@pytest.mark.parametrize("method", ["write", "write_tables", "zero", "reserve"])
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[4]], ids=["replaces", "evicts"])
 def test_a_load_that_fails_at_any_write_leaves_no_name_with_torn_weights(
     name, method, error, adapters, monkeypatch

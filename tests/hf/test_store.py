@@ -1,7 +1,9 @@
 """Adapters that wait in memory and in a folder come into slots by themselves."""
 
+import contextlib
 import gc
 import os
+import random
 import threading
 import time
 
@@ -144,17 +146,234 @@ def test_changed_files_that_are_damaged_leave_the_adapter_and_warn_once(model, f
     assert len(warned) == 1
 
 
-def test_a_prefetched_adapter_needs_neither_a_read_nor_a_copy(model, folder, monkeypatch):
+def prefetched(store, *names):
+    """Wait until a prefetch is over."""
+    store.prefetch(names)
+    store._worker.submit(int).result()
+
+
+class Paused:
+    """Holds the worker at its first write of a slot, from `begun` until `go` is set."""
+
+    def __init__(self, model, monkeypatch):
+        self.begun, self.go = threading.Event(), threading.Event()
+        write = model.pool._write
+
+        def paused(slot, deltas):
+            if threading.current_thread().name.startswith("adapter prefetch"):
+                self.begun.set()
+                assert self.go.wait(30)
+            write(slot, deltas)
+
+        monkeypatch.setattr(model.pool, "_write", paused)
+
+    def begin(self, store, name):
+        store.prefetch([name])
+        assert self.begun.wait(30)
+
+
+def test_a_prefetched_adapter_needs_neither_a_read_nor_a_write(model, folder, monkeypatch):
     store = model.keep_adapters(folder=folder)
     expected = logits(model, "a")
     model.unload_adapter("a")
-    store.prefetch(["a", "b"])
-    store._worker.submit(int).result()
-    staged, stage = [], model.pool.stage
-    monkeypatch.setattr(model.pool, "stage", lambda *given: staged.append(given) or stage(*given))
-    reads = store.disk_reads
+    prefetched(store, "a", "b")
+    assert model.adapters == ["a", "b"]
+    done = []
+    for method in ("stage", "put", "put_ahead"):
+        monkeypatch.setattr(model.pool, method, lambda *given: done.append(given))
+    reads, swaps = store.disk_reads, store.swaps
     assert torch.equal(logits(model, "a"), expected)
-    assert not staged and store.disk_reads == reads
+    assert not done and (store.disk_reads, store.swaps) == (reads, swaps)
+
+
+@pytest.fixture
+def full(model, checkpoints, make_base):
+    """Return a store of six adapters, a0 and a1 in the slots, and what each gives."""
+    store = model.keep_adapters()
+    for name in reversed(checkpoints):
+        model.add_adapter(name, checkpoints[name])
+    return store, {name: alone(make_base, each) for name, each in checkpoints.items()}
+
+
+def test_a_prefetch_evicts_what_no_batch_uses_and_no_prefetch_brought(model, full):
+    store, expected = full
+    logits(model, "a0")
+    prefetched(store, "a2", "a3", "a4")
+    assert model.adapters == ["a0", "a2"]  # a0 is the last batch's; a3 and a4 wait on the device
+    prefetched(store, "a0")
+    assert close(logits(model, "a2"), expected["a2"])
+    prefetched(store, "a5")
+    assert set(model.adapters) == {"a2", "a0"}  # asked for again, and found in its slot
+    for name in expected:
+        assert close(logits(model, name), expected[name])
+
+
+def test_a_prefetch_leaves_pinned_and_prepared_adapters_in_their_slots(model, full):
+    store, expected = full
+    model.pin_adapter("a0")
+    with model.prepare(["a1"], tokens=8):
+        prefetched(store, "a2")
+        assert set(model.adapters) == {"a0", "a1"}
+        model.unpin_adapter("a0")
+        assert store._ahead["a2"].result.result() is not None  # on the device
+        prefetched(store, "a3")
+        assert set(model.adapters) == {"a1", "a3"}
+        assert close(logits(model, "a2"), expected["a2"])
+
+
+def test_batches_run_while_a_slot_is_written_ahead_and_wait_for_it_where_they_need_it(
+    model, full, monkeypatch
+):
+    store, expected = full
+    logits(model, "a1")
+    paused = Paused(model, monkeypatch)
+    paused.begin(store, "a2")
+    assert model.adapters == ["a1"]  # a0 lost its name before the first write
+    assert close(logits(model, "a1"), expected["a1"])
+    results = []
+    waiting = threading.Thread(target=lambda: results.append(logits(model, "a1", "a3")))
+    waiting.start()  # needs the slot that is being written
+    waiting.join(0.1)
+    assert waiting.is_alive() and not results
+    paused.go.set()
+    waiting.join(30)
+    assert close(results[0][1], expected["a3"][0]) and close(results[0][0], expected["a1"][0])
+    assert close(logits(model, "a2"), expected["a2"])
+
+
+def test_an_adapter_given_while_a_batch_waits_for_a_slot_is_what_the_batch_uses(
+    model, full, make_base, monkeypatch
+):
+    store, expected = full
+    logits(model, "a1")
+    newer = random_checkpoint(make_base("llama"), TARGETS, seed=50)
+    paused, results = Paused(model, monkeypatch), []
+    paused.begin(store, "a2")
+    waiting = threading.Thread(target=lambda: results.append(logits(model, "a1", "a3")))
+    waiting.start()
+    waiting.join(0.1)
+    adding = threading.Thread(target=lambda: model.add_adapter("a3", newer))
+    adding.start()
+    adding.join(5)  # takes a1's slot: the batch that waits holds none
+    assert model.adapters == ["a3"]
+    paused.go.set()
+    waiting.join(30)
+    assert close(results[0][0], expected["a1"][0])
+    assert close(results[0][1], alone(make_base, newer)[0])
+
+
+def test_an_adapter_given_while_an_older_one_of_its_name_is_written_ahead_stays(
+    model, full, make_base, monkeypatch
+):
+    store, expected = full
+    logits(model, "a1")
+    newer = random_checkpoint(make_base("llama"), TARGETS, seed=50)
+    paused = Paused(model, monkeypatch)
+    paused.begin(store, "a2")
+    adding = threading.Thread(target=lambda: model.add_adapter("a2", newer))
+    adding.start()
+    adding.join(10)  # takes a1's slot, which no call uses
+    assert model.adapters == ["a2"]
+    paused.go.set()
+    store._worker.submit(int).result()
+    assert model.adapters == ["a2"] and model.pool.slots._written_ahead == set()
+    for name in ("a1", "a2", "a3", "a2"):
+        right = alone(make_base, newer) if name == "a2" else expected[name]
+        assert close(logits(model, name), right)
+
+
+def test_a_prefetch_of_a_name_that_came_into_a_slot_meanwhile_keeps_no_memory(model, full):
+    store, _ = full
+    begun, go = threading.Event(), threading.Event()
+    store._worker.submit(lambda: begun.set() or go.wait(30))
+    assert begun.wait(30)
+    store.prefetch(["a2"])
+    job = store._ahead["a2"]
+    model.pool.add("a2", store.kept()["a2"].checkpoint)  # as a batch, with the job just submitted
+    go.set()
+    assert job.result.result() is None and store._ahead == {}
+
+
+def test_detach_ends_a_prefetch_that_is_being_written(model, full, monkeypatch):
+    store, _ = full
+    pool, paused = model.pool, Paused(model, monkeypatch)
+    paused.begin(store, "a2")
+    detaching = threading.Thread(target=model.detach)
+    detaching.start()
+    while not store._closed:
+        time.sleep(0.001)
+    paused.go.set()
+    detaching.join(30)
+    assert not detaching.is_alive() and "a2" not in pool.slots
+    assert pool.slots._written_ahead == set()
+
+
+@pytest.mark.parametrize("method", ["reserve", "zero", "write", "write_tables"])
+def test_a_prefetch_that_fails_leaves_a_slot_without_a_name_and_with_ranks_of_0(
+    model, full, monkeypatch, method
+):
+    store, expected = full
+    original, calls = getattr(model.pool._stacks, method), []
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == (3 if method == "write" else 1):
+            raise RuntimeError("the device is full")
+        original(*arguments)
+
+    monkeypatch.setattr(model.pool._stacks, method, fails)
+    prefetched(store, "a2")
+    monkeypatch.undo()
+    assert model.adapters == ["a0"]
+    free = 1 - model.pool.slots.place("a0")
+    assert not any(stack.ranks[free].any() for stack in model.pool.active_weights.values())
+    assert not model.pool.modules_of(free)
+    with pytest.raises(RuntimeError, match="the device is full"):
+        logits(model, "a2")
+    for name in ("a2", "a0", "a1"):
+        assert close(logits(model, name), expected[name])
+
+
+def test_slots_that_were_first_used_in_inference_mode_are_written_ahead(model, folder):
+    store = model.keep_adapters(folder=folder)
+    with torch.inference_mode():
+        expected = logits(model, "a").clone()
+    model.unload_adapter("a")
+    prefetched(store, "b", "a")
+    assert torch.equal(logits(model, "a"), expected)
+
+
+def test_threads_that_prefetch_and_replace_random_names_serve_no_wrong_row(make_base, checkpoints):
+    model = MultiLoRAModel(make_base("llama"), "torch_ref", max_adapters=4, max_rank=4)
+    store = model.keep_adapters()
+    for name, checkpoint in checkpoints.items():
+        model.add_adapter(name, checkpoint)
+    expected = {name: alone(make_base, each)[0] for name, each in checkpoints.items()}
+    problems, rows, end = [], [], time.monotonic() + 2
+
+    def serve(seed):
+        draw, names = random.Random(seed), list(checkpoints)
+        try:
+            while time.monotonic() < end and not problems:
+                chosen, following = draw.choice(names), draw.sample(names, 2)
+                store.prefetch(following)
+                if not close(logits(model, chosen)[0], expected[chosen]):
+                    problems.append(chosen)
+                rows.append(chosen)
+                if draw.random() < 0.1:
+                    given = draw.choice(names)
+                    with contextlib.suppress(InvalidInputError):  # a batch uses it
+                        model.add_adapter(given, checkpoints[given])
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    model.detach()
+    assert not problems and len(rows) > 10 and store.swaps > 5
 
 
 def test_what_fails_in_a_prefetch_is_told_to_the_batch_that_asks(model, folder):

@@ -54,10 +54,58 @@ def test_a_prefetched_adapter_is_right_while_batches_run(model):
         torch.testing.assert_close(result, expected[name])
 
 
-def test_a_prefetch_copies_on_a_stream_of_its_own(model):
-    default = torch.cuda.current_stream()
-    model.store.prefetch(["a0"])
+def prefetched(model, name):
+    model.store.prefetch([name])
     model.store._worker.submit(int).result()
-    ahead = model.store._ahead["a0"].result()
-    assert model.store._stream is not None and model.store._stream != default
-    assert ahead.event is not None and all(d.lora_a.is_cuda for d in ahead.staged.deltas)
+
+
+def test_a_prefetch_writes_the_slot_on_a_stream_of_its_own(model):
+    expected = {name: logits(model, name).clone() for name in NAMES}
+    prefetched(model, "a0")
+    assert model.store._stream not in (None, torch.cuda.current_stream())
+    assert model.adapters == ["a5", "a0"] and "a0" not in model.store._ahead
+    swaps = model.store.swaps
+    torch.testing.assert_close(logits(model, "a0"), expected["a0"])
+    assert model.store.swaps == swaps
+
+
+def test_a_prefetch_waits_for_batches_that_still_run_on_any_stream(model):
+    expected = {name: logits(model, name).clone() for name in NAMES}
+    side, wide = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    for turn in range(4):
+        late, following = NAMES[turn], NAMES[turn + 2]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            logits(model, late)  # whatever is new to this stream is done with
+            for _ in range(200):  # the device is late, and the host is not
+                wide = wide @ wide / 64
+            results = logits(model, late)
+        logits(model, NAMES[turn + 1])  # `late` is free, and the last call's is another
+        prefetched(model, following)
+        assert late not in model.adapters
+        side.synchronize()
+        torch.testing.assert_close(results, expected[late])
+        torch.testing.assert_close(logits(model, following), expected[following])
+
+
+def test_a_graph_follows_to_an_adapter_that_was_prefetched(model):
+    expected = {name: logits(model, name).clone() for name in NAMES}
+    step = model.prepare(["a0"], tokens=IDS.shape[1])
+    inputs = {"adapters": step, "input_ids": IDS.cuda(), "use_cache": False}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model(**inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = model(**inputs).logits
+    for name in ("a1", "a2", "a3", "a0"):
+        prefetched(model, name)
+        swaps = model.store.swaps
+        step.update([name])
+        graph.replay()
+        assert model.store.swaps == swaps
+        torch.testing.assert_close(result, expected[name], rtol=1e-3, atol=1e-4)
+    step.release()

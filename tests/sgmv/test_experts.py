@@ -5,9 +5,16 @@ import importlib
 
 import pytest
 import torch
-from engines import ENGINES, ON_GPU
+from engines import DTYPES, ENGINES, ON_GPU
 
-from lora_backends import ExpertWeights, LoRABatch
+from lora_backends import (
+    ExpertWeights,
+    LoRABackend,
+    LoRABatch,
+    get_backend,
+    quantize_weights,
+)
+from lora_backends.eight_bit import LARGEST
 from lora_backends.sgmv.experts import launch, routing, rules
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape
 from lora_backends.testing import ExpertCase
@@ -58,6 +65,24 @@ CASES = {
     "one A and B": case(shared_a=True, shared_b=True, weighted=True),
     "float16": case(dtype=torch.float16, base=torch.float16, max_rank=8),
 }
+EIGHT_BIT = {
+    "int8": case(8, stored=torch.int8, rank=8, max_rank=8),
+    "int8, interleaved": case(8, stored=torch.int8, dtype=torch.bfloat16, interleaved=True),
+    "int8, interleaved, one A": case(
+        8, stored=torch.int8, interleaved=True, num_a=1, weighted=True
+    ),
+    "int8, one A and B": case(8, stored=torch.int8, shared_a=True, shared_b=True, reduce=True),
+    "e4m3, scale per matrix, one A": case(
+        8, stored=torch.float8_e4m3fn, scale_block=(None, None), num_a=1, rows="pairs"
+    ),
+    "e4m3, long ranks": case(8, stored=torch.float8_e4m3fn, rank=70, dtype=torch.float16),
+    "e5m2, blocks": case(8, stored=torch.float8_e5m2, scale_block=(3, 5), rank=20),
+    "int8, blocks, interleaved": case(8, stored=torch.int8, scale_block=(5, 3), interleaved=True),
+    "int8, blocks, interleaved, one A": case(
+        8, stored=torch.int8, scale_block=(7, 32), interleaved=True, num_a=1, reduce=True
+    ),
+    "int8, blocks, long ranks": case(8, stored=torch.int8, scale_block=(4, 16), rank=40),
+}
 
 
 @pytest.mark.parametrize("tile", [1, 16, 128])
@@ -66,6 +91,70 @@ def test_tiles_of_every_size_give_the_one_right_result(backend, monkeypatch, nam
     monkeypatch.setattr(routing, "tile_pairs", lambda *_: tile)
     chosen = CASES[name]
     kit.check_experts(backend, chosen, chosen.build(backend.device))
+
+
+@pytest.mark.parametrize("tile", [1, 16])
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_stacks_of_8_bits_give_the_one_right_result(backend, monkeypatch, name, tile):
+    monkeypatch.setattr(routing, "tile_pairs", lambda *_: tile)
+    monkeypatch.setattr(LoRABackend, "run_experts", None)  # not the default of every backend
+    chosen = EIGHT_BIT[name]
+    kit.check_experts(backend, chosen, chosen.build(backend.device))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity times 0, not kept
+@pytest.mark.parametrize("tile", [1, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", LARGEST)
+def test_every_byte_has_its_value(make, monkeypatch, stored, dtype, tile):
+    monkeypatch.setattr(routing, "tile_pairs", lambda *_: tile)
+    backend = make()
+    every = torch.arange(256, dtype=torch.uint8).view(stored)
+    one, x = torch.ones(1, 16).to(stored), torch.eye(16, dtype=dtype)
+    y = run_stored(backend, x[:1], one, every[:, None])
+    torch.testing.assert_close(y[0], every.to(dtype), rtol=0, atol=0, equal_nan=True)
+    finite = torch.where(every.float().isfinite(), every.float(), 0).to(stored).reshape(16, 16)
+    y = run_stored(backend, x, finite, torch.eye(16).to(stored))
+    assert torch.equal(y, finite.to(dtype).T)
+
+
+def run_stored(backend, x, a, b):
+    """Return y of one expert with the stored values given, whose scales are 1, on the CPU."""
+    weights = ExpertWeights(
+        lora_a=a[None, None, None].to(backend.device),
+        lora_b=b[None, None].to(backend.device),
+        ranks=torch.full((1, 1, 1), len(a), dtype=torch.int32),
+        scalings=torch.ones(1, 1, 1),
+        output_slices=(len(b),),
+        num_experts=1,
+        a_scales=torch.ones(1, 1, 1, len(a), 1),
+        b_scales=torch.ones(1, 1, len(b), 1),
+        compute_dtype=x.dtype,
+    )
+    plan = backend.prepare_batch(LoRABatch([0] * len(x), 1))
+    ids = torch.zeros(len(x), 1, dtype=torch.int64, device=backend.device)
+    made = backend.prepare_experts(plan, ids, torch.ones(len(x), 1, device=backend.device), 1)
+    return backend.run_experts(x.to(backend.device), weights, made)[:, 0].cpu()
+
+
+def test_an_a_that_all_experts_share_may_have_scales_of_each(make):
+    """And scales may be views with any strides."""
+    backend = make()
+    weights = layer(backend.device, rank=8, num_a=2)
+    weights = dataclasses.replace(weights, lora_a=weights.lora_a[:, :1])
+    weights = quantize_weights(weights, torch.int8, (3, 5))
+    scales = weights.a_scales * torch.arange(1, EXPERTS + 1, device=backend.device).view(4, 1, 1, 1)
+    spread = torch.stack([scales, scales * torch.nan], -1)[..., 0]
+    weights = dataclasses.replace(weights, a_scales=spread)
+    ids = torch.tensor([[0, 3], [1, 1], [2, -1], [0, 1]], device=backend.device)
+    x, factors = torch.randn(4, 16, device=backend.device), torch.ones(4, 2, device=backend.device)
+    results = []
+    for engine in (backend, get_backend("torch_ref", device=backend.device)):
+        plan = engine.prepare_batch(LoRABatch([0, 1, 2, -1], SLOTS))
+        made = engine.prepare_experts(plan, ids, factors, EXPERTS)
+        results.append(engine.run_experts(x, weights, made, torch.zeros(4, 2, 48).to(x)))
+    torch.testing.assert_close(*results)
+    assert results[0][:2].abs().min() > 0
 
 
 @pytest.mark.parametrize("name", ["plain", "long ranks", "one A and B"])
@@ -166,14 +255,20 @@ def test_sizes_are_fixed_for_a_batch_invariant_engine(make):
 @pytest.mark.parametrize("site", [QWEN, WIDE, ODD])
 @pytest.mark.parametrize("tile", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize("keys", [1, 8, 120, 4000])
-def test_sizes_fit_the_devices_and_the_kernels(site, tile, keys):
-    tiles = rules.choose_tiles(PairShape(keys * max(1, tile // 2), keys, tile), site)
+@pytest.mark.parametrize("a_bytes", [None, 1])
+def test_sizes_fit_the_devices_and_the_kernels(site, tile, keys, a_bytes):
+    pairs = PairShape(keys * max(1, tile // 2), keys, tile)
+    tiles = rules.choose_tiles(pairs, site)
+    if a_bytes:
+        tiles = rules.of_8_bits(tiles, pairs, site)
+        assert tiles.expand.num_stages == 1 or site.item_bytes == 4
+    a_bytes = a_bytes or site.item_bytes
     shrink, expand = tiles.shrink, tiles.expand
     for size in (shrink.block_n, shrink.block_k, expand.block_c, expand.block_r):
         assert size >= 16 and size & (size - 1) == 0
     assert tiles.shrink_rows >= 16 and tile % tiles.expand_rows * (tile > 16) == 0
     assert shrink.block_k >= 16 * shrink.warps_k
-    stage = shrink.block_k * (shrink.block_n + tiles.shrink_rows) * site.item_bytes
+    stage = shrink.block_k * (shrink.block_n * a_bytes + tiles.shrink_rows * site.item_bytes)
     assert stage * shrink.num_stages <= 160 * 1024 and 2 * stage <= 64 * 1024
     assert 1 <= shrink.split_k <= 32
     if tiles.expand_rows == 1:

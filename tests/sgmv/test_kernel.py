@@ -270,6 +270,8 @@ LAYOUTS = {
     "some columns": (B[:, 8:40], True),
     "few ranks": (B[..., :16], True),
     "float32": (B.float(), False),
+    "8 bits": (B.to(torch.int8), True),
+    "8 bits in rows of 24 bytes": (B[..., :24].to(torch.int8), False),
     "odd rank": (B[..., :12].contiguous(), False),
     "unaligned": (B[..., 4:12], False),
     "rows of an odd width": (torch.zeros(4, 64, 36, dtype=torch.bfloat16)[..., :32], False),

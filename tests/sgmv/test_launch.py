@@ -9,7 +9,7 @@ import torch
 from engines import DTYPES, ENGINES, ON_GPU, UNITS, VARIANTS, make_engine, on, ones, poisoned
 from layers import per_token, small_batch, small_weights
 
-from lora_backends import LoRABatch, LoRAWeights
+from lora_backends import LoRABatch, LoRAWeights, get_backend, quantize_weights
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.tiles.sizes import (
     TILE_TOKENS,
@@ -170,6 +170,41 @@ def test_loads_of_b_through_tma_compute_the_formula(make, monkeypatch, dtype, bi
     assert ((y.cpu().double() - expected).abs() <= room).all()
     assert torch.equal(y[70].cpu(), base[70])
     assert bool(described) is (dtype != torch.float32 and layout != "unaligned rows")
+
+
+@pytest.mark.parametrize(
+    "stored, block", [(torch.int8, (1, None)), (torch.float8_e4m3fn, (3, None))]
+)
+def test_8_bits_through_tma_compute_what_16_bits_do(make, monkeypatch, stored, block):
+    described, descriptor = [], launch.descriptor
+    monkeypatch.setattr(launch, "descriptor", lambda *a: described.append(a) or descriptor(*a))
+    ranks, slices = torch.tensor([[32, 3], [16, 32], [0, 0], [9, 17]]), (72, 40)
+    whole = LoRAWeights(
+        torch.randn(4, 2, 32, 40),
+        torch.randn(4, sum(slices), 32),
+        ranks,
+        torch.randn(4, 2),
+        output_slices=slices,
+    )
+    weights, batch = quantize_weights(whole, stored, block), _long_batch()
+    for slot, s in itertools.product(range(4), range(2)):  # beyond a rank values may be anything
+        columns = slice(sum(slices[:s]), sum(slices[: s + 1]))
+        weights.lora_b[slot, columns, ranks[slot, s] :].view(torch.int8).fill_(127)
+    x = torch.randn(batch.num_tokens, 40).bfloat16()
+    base = torch.randn(batch.num_tokens, sum(slices)).bfloat16()
+    backend = make(tiles=fixed_source(64, TMA_TILES))
+    plan, y = backend.prepare_batch(batch), base.clone().to(backend.device)
+    names = ("lora_a", "lora_b", "ranks", "scalings", "a_scales", "b_scales")
+    moved = {name: getattr(weights, name).to(backend.device) for name in names}
+    backend.run_linear(x.to(backend.device), replace(weights, **moved), plan, y)
+    reference = get_backend("torch_ref", device="cpu")
+    reference_plan = reference.prepare_batch(batch)
+    expected = reference.run_linear(x, weights, reference_plan, base.clone()).float()
+    h = reference.run_lora_a(x, weights, reference_plan).norm(dim=-1).amax()
+    largest_b = whole.lora_b.norm(dim=-1).amax() * whole.scalings.abs().amax()
+    room = UNITS[torch.bfloat16] * (h * largest_b + 2 * expected.abs())  # h is rounded, then y
+    assert ((y.cpu().float() - expected).abs() <= room).all()
+    assert torch.equal(y[70].cpu(), base[70]) and described
 
 
 def test_run_lora_b_takes_h_as_it_is_whatever_the_tiles(make):

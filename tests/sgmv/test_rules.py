@@ -2,6 +2,7 @@
 
 import doctest
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,6 @@ from lora_backends.sgmv.tiles.sizes import (
     TILE_TOKENS,
     BatchShape,
     LayerShape,
-    TileConfig,
     padded_rank,
     tile_faults,
 )
@@ -60,9 +60,12 @@ def test_sizes_of_any_shape_are_ones_that_the_kernels_take(item_bytes):
 @pytest.mark.parametrize("item_bytes", [2, 4])
 def test_sizes_for_8_bits_are_ones_that_the_kernels_take(item_bytes):
     for batch, layer in _shapes([item_bytes]):
-        shrink, expand = of_8_bits(choose_tiles(batch, layer), batch, layer)
-        assert not tile_faults(TileConfig(shrink, expand), batch.tile_tokens, layer)
-        assert expand.num_stages == 1  # B is widened in registers: no TMA
+        tiles = of_8_bits(choose_tiles(batch, layer), batch, layer)
+        assert not tile_faults(tiles, batch.tile_tokens, layer)
+        if item_bytes == 2:
+            narrow = replace(layer, item_bytes=1)
+            assert choose_tiles(batch, narrow) == tiles
+            assert not tile_faults(tiles, batch.tile_tokens, narrow)
 
 
 def test_a_tile_has_as_many_tokens_as_an_active_slot_has_on_average():

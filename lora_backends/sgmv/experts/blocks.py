@@ -9,7 +9,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lora_backends.sgmv.elements import in_groups, multiply, product, rounded, within
+from lora_backends.sgmv.elements import (
+    group_of,
+    in_groups,
+    load_b,
+    only_bytes,
+    product,
+    rounded,
+    scaled_product,
+    widened,
+    within,
+)
 from lora_backends.sgmv.experts.routing_kernels import RECORD
 
 
@@ -38,49 +48,44 @@ def tile_of(row, tiles_ptr, order_ptr, count_ptr, ROWS: tl.constexpr, PARTS: tl.
 
 
 @triton.jit
-def partial_sums(
-    x_rows,
-    a_rows,
-    has_pair,
-    used,
-    k_first,
-    in_features,
-    BLOCK_K: tl.constexpr,
-    WARPS_K: tl.constexpr,
-    STEPS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+def rows_of_scales(
+    scales,
+    stride,
+    c,
+    STARTS: tl.constexpr,
+    FIRST_GROUPS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    GROUP_C: tl.constexpr,
 ):
-    """Return x @ A.T over STEPS blocks of inputs; each of WARPS_K groups sums part of a block."""
-    ROWS: tl.constexpr = x_rows.shape[0]
-    BLOCK_N: tl.constexpr = a_rows.shape[0]
-    if WARPS_K == 1:
-        k = k_first + tl.arange(0, BLOCK_K)  # [K]
-        x_k, a_k = k[None, :], k[:, None]
-        x_at, a_at = x_rows[:, None] + x_k, a_rows[None, :] + a_k  # [T, K], [K, N]
-        x_in, a_in = has_pair[:, None], used[None, :]
-        acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+    """Return where the scales of each column of y stand [C].
+
+    Groups of rows count slice by slice: those of slice i start at FIRST_GROUPS[i]. STARTS are the
+    first columns of the slices; SPREAD: column c is row c // slices of slice c % slices.
+    """
+    SLICES: tl.constexpr = len(FIRST_GROUPS)
+    if SPREAD:
+        group = c % SLICES * FIRST_GROUPS[1] + group_of(c // SLICES, GROUP_C)
+    elif GROUP_C == 1:  # groups are numbered as columns are
+        group = c.to(tl.int64)
     else:
-        WIDTH: tl.constexpr = BLOCK_K // WARPS_K
-        k = k_first + tl.arange(0, WARPS_K)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        x_k, a_k = k[:, None, :], k[:, :, None]
-        x_at = x_rows[None, :, None] + x_k  # [W, T, K]
-        a_at = a_rows[None, None, :] + a_k  # [W, K, N]
-        x_in, a_in = has_pair[None, :, None], used[None, None, :]
-        acc = tl.zeros((WARPS_K, ROWS, BLOCK_N), dtype=tl.float32)
-    for step in range(STEPS):
-        done = step * BLOCK_K
-        if EVEN_K:
-            x = tl.load(x_at + done, mask=x_in, other=0.0)
-            a = tl.load(a_at + done, mask=a_in, other=0.0)
-        else:
-            x = tl.load(x_at + done, mask=x_in & (x_k < in_features - done), other=0.0)
-            a = tl.load(a_at + done, mask=a_in & (a_k < in_features - done), other=0.0)
-        acc = multiply(x, a, acc, PRECISION, INTERPRETED)
-    if WARPS_K > 1:
-        acc = tl.sum(acc, axis=0)
-    return acc
+        start, before = c * 0, c * 0
+        for i in tl.static_range(1, SLICES):
+            start = tl.where(c >= STARTS[i], STARTS[i], start)
+            before = tl.where(c >= STARTS[i], FIRST_GROUPS[i], before)
+        group = before + group_of(c - start, GROUP_C)
+    return scales + group * stride
+
+
+@triton.jit
+def load_scales(rows, c, r, end, read, rank, STORAGE: tl.constexpr, GROUP_R: tl.constexpr):
+    """Return the scales of a block of B: per column [C], or [R, C] where they change with r."""
+    if STORAGE == 0:
+        return 0.0
+    elif GROUP_R == 0:
+        return tl.load(rows, mask=c < tl.where(read > 0, end, 0), other=0.0)
+    else:  # beyond the rank a scale may be NaN
+        mask = (r < rank)[:, None] & (c < end)[None, :]
+        return tl.load(rows[None, :] + (r // GROUP_R)[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -89,6 +94,8 @@ def expand_single(
     plane,
     b_key,
     b_stride_c,
+    scales,
+    scales_stride,
     y_row,
     factor,
     ranks_at,
@@ -105,6 +112,13 @@ def expand_single(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    STARTS: tl.constexpr,
+    FIRST_GROUPS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     FRESH: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
@@ -119,15 +133,19 @@ def expand_single(
     c = first + tl.arange(0, BLOCK_C)  # [C]
     end = tl.where(rank > 0, end, 0)
     b = _load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+    at = rows_of_scales(scales, scales_stride, c, STARTS, FIRST_GROUPS, SPREAD, GROUP_C)
+    own = load_scales(at, c, r, end, rank, rank, STORAGE, GROUP_R)
     y = _load_y_row(y_row, c, end, FRESH)
     if PROGRAMMATIC:
         gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
         gdc_launch_dependents()
     for chunk in tl.static_range(CHUNKS):
-        c_now, y_now, b_now = c, y, b
+        c_now, y_now, b_now, own_now = c, y, b, own
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
             b = _load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+            at = rows_of_scales(scales, scales_stride, c, STARTS, FIRST_GROUPS, SPREAD, GROUP_C)
+            own = load_scales(at, c, r, end, rank, rank, STORAGE, GROUP_R)
             y = _load_y_row(y_row, c, end, FRESH)
         delta = tl.zeros((BLOCK_C,), dtype=tl.float32)
         touched = c_now < end  # [C]
@@ -136,9 +154,21 @@ def expand_single(
             if INTERLEAVED:
                 used, scaling = tl.load(ranks_at + s), tl.load(scalings_at + s)
             h = _load_h_row(h_at + s * RANK_PAD, plane, r, used, SPLIT_K)  # [R]
-            h = rounded(h, b.dtype, INTERPRETED).to(tl.float32)
-            products = tl.where((r < used)[None, :], b_now.to(tl.float32), 0.0) * h[None, :]
-            sums = scaling * tl.sum(products, axis=1)  # [C]
+            if STORAGE == 0:
+                h = rounded(h, b.dtype, INTERPRETED).to(tl.float32)
+            else:
+                h = rounded(h, WIDE, INTERPRETED).to(tl.float32)
+            if STORAGE >= 5:
+                b_now = only_bytes(b_now, (r < used)[None, :])
+            values = widened(b_now, tl.float32, STORAGE)
+            if STORAGE > 0 and GROUP_R > 0:
+                values *= tl.trans(own_now)
+            # beyond the rank h is zero and a byte of int8 finite, all else may be NaN
+            if GROUP_R > 0 or STORAGE == 0 or STORAGE == 2 or STORAGE == 3:
+                values = tl.where((r < used)[None, :], values, 0.0)
+            sums = scaling * tl.sum(values * h[None, :], axis=1)  # [C]
+            if STORAGE > 0 and GROUP_R == 0:
+                sums *= own_now
             if INTERLEAVED:
                 mine = c_now % NUM_A == s
                 delta = tl.where(mine, sums, delta)
@@ -176,6 +206,8 @@ def expand_columns(
     plane,
     b_key,
     b_stride_c,
+    scales,
+    scales_stride,
     y_rows,
     factor,
     first,
@@ -190,6 +222,13 @@ def expand_columns(
     CHUNKS: tl.constexpr,
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
+    STARTS: tl.constexpr,
+    FIRST_GROUPS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     FRESH: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -198,20 +237,27 @@ def expand_columns(
     """Add CHUNKS blocks of columns, all ranks in one product; loads run one block ahead."""
     r = tl.arange(0, BLOCK_R)  # [R]
     c = first + tl.arange(0, BLOCK_C)  # [C]
-    b = _load_b(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+    b = load_b(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+    at = rows_of_scales(scales, scales_stride, c, STARTS, FIRST_GROUPS, SPREAD, GROUP_C)
+    own = load_scales(at, c, r, end, read, rank, STORAGE, GROUP_R)
     y = _load_y(y_rows, c, has_y, end, EVEN_C, FRESH)
     if PROGRAMMATIC:
         gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
         gdc_launch_dependents()
     h = _load_h(h_at, plane, r, rank, has_pair, SPLIT_K)  # [T, R]
     for chunk in tl.static_range(CHUNKS):
-        delta = product(h, within(b, r, rank), False, PRECISION, INTERPRETED)  # [T, C]
+        delta = scaled_product(
+            factor[:, None], h, b, own, r, rank, STORAGE, GROUP_R, WIDE, False, PRECISION,
+            INTERPRETED,
+        )  # [T, C] # fmt: skip
         c_now, y_now = c, y
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
-            b = _load_b(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+            b = load_b(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+            at = rows_of_scales(scales, scales_stride, c, STARTS, FIRST_GROUPS, SPREAD, GROUP_C)
+            own = load_scales(at, c, r, end, read, rank, STORAGE, GROUP_R)
             y = _load_y(y_rows, c, has_y, end, EVEN_C, FRESH)
-        _store_y(y_rows, c_now, y_now, factor[:, None] * delta, has_pair, end, EVEN_C, INTERPRETED)
+        _store_y(y_rows, c_now, y_now, delta, has_pair, end, EVEN_C, INTERPRETED)
 
 
 @triton.jit
@@ -220,6 +266,8 @@ def expand_general(
     plane,
     b_key,
     b_stride_c,
+    scales,
+    scales_stride,
     y_rows,
     factor,
     ranks_at,
@@ -236,6 +284,13 @@ def expand_general(
     EVEN_C: tl.constexpr,
     EVEN_R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    STARTS: tl.constexpr,
+    FIRST_GROUPS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     FRESH: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -243,6 +298,7 @@ def expand_general(
 ):
     """Add one block of columns, BLOCK_R ranks at a time, each column with h of its own slice."""
     c = first + tl.arange(0, BLOCK_C)  # [C]
+    at = rows_of_scales(scales, scales_stride, c, STARTS, FIRST_GROUPS, SPREAD, GROUP_C)
     y = _load_y(y_rows, c, has_pair, end, EVEN_C, FRESH)
     if PROGRAMMATIC:
         gdc_wait()
@@ -261,9 +317,12 @@ def expand_general(
         # registers
         for done in tl.range(0, rank, BLOCK_R, num_stages=1):
             r = done + tl.arange(0, BLOCK_R)  # [R]
-            b = _load_b(b_key, b_stride_c, c, r, end, highest, EVEN_C, EVEN_R)
+            b = load_b(b_key, b_stride_c, c, r, end, highest, EVEN_C, EVEN_R)
             h = _load_h(h_at + s * RANK_PAD, plane, r, rank, has_pair, SPLIT_K)
-            acc += product(h, within(b, r, rank), False, PRECISION, INTERPRETED)
+            own = load_scales(at, c, r, end, rank, rank, STORAGE, GROUP_R)
+            acc += scaled_product(
+                1.0, h, b, own, r, rank, STORAGE, GROUP_R, WIDE, False, PRECISION, INTERPRETED
+            )  # fmt: skip
         if INTERLEAVED:
             mine = c % NUM_A == s
             ranks = tl.where(mine, rank, ranks)
@@ -358,16 +417,6 @@ def _load_h(h_at, plane, r, rank, has_pair, SPLIT_K: tl.constexpr):
     for k in tl.static_range(1, SPLIT_K):
         h += tl.load(h_at[:, None] + k * plane + r[None, :], mask=mask, other=0.0)
     return tl.where((r < rank)[None, :], h, 0.0)
-
-
-@triton.jit
-def _load_b(b_key, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl.constexpr):
-    """Return a block of B, transposed; values beyond the rank are arbitrary."""
-    mask = in_groups(r, rank, EVEN_R)[:, None]
-    if not EVEN_C:
-        mask = mask & (c < end)[None, :]
-    offsets = c.to(tl.int64)[None, :] * b_stride_c + r[:, None]
-    return tl.load(b_key + offsets, mask=mask, other=0.0)  # [R, C]
 
 
 @triton.jit

@@ -12,14 +12,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lora_backends.sgmv.blocks import columns_of
-from lora_backends.sgmv.elements import in_groups, rounded
+from lora_backends.sgmv.blocks import columns_of, partial_sums
+from lora_backends.sgmv.elements import group_of, in_groups, rounded
 from lora_backends.sgmv.experts.blocks import (
     expand_columns,
     expand_general,
     expand_single,
     expand_tma,
-    partial_sums,
     tile_of,
 )
 
@@ -28,6 +27,7 @@ from lora_backends.sgmv.experts.blocks import (
 def shrink_kernel(
     x_ptr,
     a_ptr,
+    a_scales_ptr,
     ranks_ptr,
     order_ptr,
     tiles_ptr,
@@ -39,6 +39,10 @@ def shrink_kernel(
     a_stride_e,
     a_stride_s,
     a_stride_r,
+    a_scales_stride_l,
+    a_scales_stride_e,
+    a_scales_stride_s,
+    a_scales_stride_r,
     ranks_stride_l,
     ranks_stride_e,
     h_rows,
@@ -49,6 +53,9 @@ def shrink_kernel(
     NUM_A: tl.constexpr,
     MAX_RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WARPS_K: tl.constexpr,
@@ -95,10 +102,18 @@ def shrink_kernel(
     x_rows = x_ptr + (pair // TOP_K).to(tl.int64) * x_stride_t  # [T]
     a_rows = a_ptr + slot * a_stride_l + expert * a_stride_e
     a_rows = a_rows + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r  # [N]
+    scale_rows = (
+        a_scales_ptr + slot * a_scales_stride_l + expert * a_scales_stride_e
+        + s.to(tl.int64) * a_scales_stride_s + group_of(r, GROUP_R) * a_scales_stride_r
+    )  # [N] # fmt: skip
+    if STORAGE > 0 and GROUP_K == 0:  # one scale for a row of A: it multiplies the sum
+        row_scale = tl.load(scale_rows, mask=used, other=0.0)
     h = partial_sums(
-        x_rows, a_rows, t < count, used, part * (STEPS * BLOCK_K), in_features,
-        BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
+        x_rows, a_rows, scale_rows, t < count, used, part * (STEPS * BLOCK_K), in_features,
+        STORAGE, GROUP_K, BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
     )  # [T, N] # fmt: skip
+    if STORAGE > 0 and GROUP_K == 0:
+        h *= row_scale[None, :]
     h_row = pair if BY_TOKEN else place + t  # [T]
     h_at = h_ptr + (part * h_rows.to(tl.int64) + h_row) * (NUM_A * RANK_PAD)  # [T]
     mask = (t < count)[:, None] & in_groups(r, rank, True)[None, :]  # beyond, anything is written
@@ -109,6 +124,7 @@ def shrink_kernel(
 def expand_kernel(
     h_ptr,
     b_ptr,
+    b_scales_ptr,
     y_ptr,
     ranks_ptr,
     scalings_ptr,
@@ -121,6 +137,9 @@ def expand_kernel(
     b_stride_l,
     b_stride_e,
     b_stride_c,
+    b_scales_stride_l,
+    b_scales_stride_e,
+    b_scales_stride_c,
     y_stride_t,
     y_stride_j,
     ranks_stride_l,
@@ -137,6 +156,13 @@ def expand_kernel(
     SPLIT_K: tl.constexpr,
     MAX_RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
+    SCALE_STARTS: tl.constexpr,
+    FIRST_GROUPS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -157,6 +183,8 @@ def expand_kernel(
     With FRESH y is not read. INTERLEAVED: column c has slice c % NUM_A, else slices are blocks of
     columns, where NUM_A is 1 a single one. EAGER reads B up to MAX_RANK, whatever the rank.
     BY_TOKEN: h has a row for every token instead of every place.
+
+    `rows_of_scales` finds the scales of an 8-bit B by SCALE_STARTS, FIRST_GROUPS and SPREAD.
     """
     row = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
@@ -189,6 +217,7 @@ def expand_kernel(
     plane = h_rows.to(tl.int64) * (NUM_A * RANK_PAD)
     h_slice = h_ptr + s * RANK_PAD
     b_key = b_ptr + slot * b_stride_l + expert * b_stride_e
+    scales = b_scales_ptr + slot * b_scales_stride_l + expert * b_scales_stride_e
     if ROWS == 1:
         only = tl.sum(pair)
         factor = scaling
@@ -199,9 +228,10 @@ def expand_kernel(
         h_row = only // TOP_K if BY_TOKEN else place
         h_at = h_slice + h_row.to(tl.int64) * (NUM_A * RANK_PAD)
         expand_single(
-            h_at, plane, b_key, b_stride_c, y_row, factor, ranks_at, scalings_at, first, end,
-            read, rank, NUM_A, RANK_PAD, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, INTERLEAVED,
-            FRESH, INTERPRETED, PROGRAMMATIC,
+            h_at, plane, b_key, b_stride_c, scales, b_scales_stride_c, y_row, factor, ranks_at,
+            scalings_at, first, end, read, rank, NUM_A, RANK_PAD, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C,
+            EVEN_R, INTERLEAVED, SCALE_STARTS, FIRST_GROUPS, SPREAD, STORAGE, GROUP_C, GROUP_R,
+            WIDE, FRESH, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
         return
     factor = tl.full((ROWS,), 1.0, dtype=tl.float32) * scaling  # [T]
@@ -219,14 +249,16 @@ def expand_kernel(
         )  # fmt: skip
     elif INTERLEAVED or RANK_PAD > BLOCK_R:
         expand_general(
-            h_at, plane, b_key, b_stride_c, y_rows, factor, ranks_at, scalings_at, first, end,
-            rank, has_pair, NUM_A, RANK_PAD, BLOCK_R, SPLIT_K, BLOCK_C, EVEN_C, EVEN_R,
-            INTERLEAVED, FRESH, PRECISION, INTERPRETED, PROGRAMMATIC,
+            h_at, plane, b_key, b_stride_c, scales, b_scales_stride_c, y_rows, factor, ranks_at,
+            scalings_at, first, end, rank, has_pair, NUM_A, RANK_PAD, BLOCK_R, SPLIT_K, BLOCK_C,
+            EVEN_C, EVEN_R, INTERLEAVED, SCALE_STARTS, FIRST_GROUPS, SPREAD, STORAGE, GROUP_C,
+            GROUP_R, WIDE, FRESH, PRECISION, INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
     else:
         expand_columns(
-            h_at, plane, b_key, b_stride_c, y_rows, factor, first, end, read, rank, has_pair,
-            t < count, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R, FRESH, PRECISION,
+            h_at, plane, b_key, b_stride_c, scales, b_scales_stride_c, y_rows, factor, first, end,
+            read, rank, has_pair, t < count, BLOCK_R, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C, EVEN_R,
+            SCALE_STARTS, FIRST_GROUPS, SPREAD, STORAGE, GROUP_C, GROUP_R, WIDE, FRESH, PRECISION,
             INTERPRETED, PROGRAMMATIC,
         )  # fmt: skip
 

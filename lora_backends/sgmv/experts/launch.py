@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 
+from lora_backends.eight_bit import b_row_groups
 from lora_backends.experts import ExpertWeights
 from lora_backends.sgmv.experts import kernels, rules
 from lora_backends.sgmv.experts.routing import SgmvRouting, sort_tokens
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape, SiteTiles
 from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
+from lora_backends.sgmv.storage import PLAIN, WIDE, Storage, storage_kind, stored_bytes
 from lora_backends.sgmv.tiles.sizes import column_programs, padded_rank
 
 
@@ -35,6 +39,10 @@ class Site(NamedTuple):
     by_pair: bool  # whether every pair has a row of x
     by_token: bool  # whether all experts share an A, so that h has a row for every token
     weighted: bool
+    storage: Storage = PLAIN
+    scale_starts: tuple[int, ...] = (0,)  # first columns of the slices whose scales B has
+    first_groups: tuple[int, ...] = (0,)  # of rows of B, by slice
+    spread: bool = False  # whether column c belongs to slice c % slices, for scales
 
 
 class Kernels(NamedTuple):
@@ -56,6 +64,8 @@ class Call(NamedTuple):
     y: torch.Tensor  # [num_tokens, top_k, out_features], or [num_tokens, out_features] if summed
     ranks: torch.Tensor  # of the weights, contiguous
     scalings: torch.Tensor  # of the weights, contiguous
+    a_scales: torch.Tensor  # of the weights, contiguous; A where it has none
+    b_scales: torch.Tensor  # of the weights, contiguous; B where it has none
     shrunk: SgmvRouting  # whose tiles the shrink runs on: the routing, or its tokens by slot
 
 
@@ -71,14 +81,19 @@ def add_experts(
     reduce: bool,
 ) -> None:
     """Add the delta of every live pair to y, in place; arguments as in `run_experts`."""
-    site = site_of(weights, routing, by_pair=rows == "pairs", weighted=weighted)
+    site = site_of(weights, routing, x.dtype, options, by_pair=rows == "pairs", weighted=weighted)
     tma = options.tma and not reduce and allows_tma(weights.lora_b)
     shrunk = sort_tokens(routing, options.programmatic) if site.by_token else routing
     found = kernels_of(routing.shape, shrunk.shape, site, reduce, options._replace(tma=tma))
     # copies are made before the first launch: no kernel may run between the shrink and an expand
     # that starts before the shrink has ended
     tables = weights.ranks.contiguous(), weights.scalings.contiguous()
-    call = Call(x, weights, routing, y, *tables, shrunk)
+    a, b = weights.lora_a, weights.lora_b
+    scales = (
+        a if weights.a_scales is None else weights.a_scales.contiguous(),
+        b if weights.b_scales is None else weights.b_scales.contiguous(),
+    )
+    call = Call(x, weights, routing, y, *tables, *scales, shrunk)
     if not reduce:
         launch_site(call, found, y)
         return
@@ -90,47 +105,56 @@ def add_experts(
 
 def launch_site(call: Call, found: Kernels, to: torch.Tensor) -> None:
     """Launch both kernels; `to` [num_tokens, top_k, out_features] is y, or where deltas go."""
-    h = _new_h(call.weights, call.shrunk, found.split_k)
+    h = _new_h(call, found.split_k)
     launch_shrink(call, found, h)
     launch_expand(call, found, h, to)
 
 
 def launch_shrink(call: Call, found: Kernels, h: torch.Tensor) -> None:
     """Write h [planes, places, num_a * padded rank]."""
-    x, weights, _, _, ranks, _, shrunk = call
-    tensors = (x, weights.lora_a, ranks, shrunk.order, shrunk.tiles, shrunk.count, h)
-    strides = (x.stride(0), *_strides(weights.lora_a, 4), *_strides(ranks, 2))
-    arguments = Arguments(tensors, (), (weights.in_features, *strides, h.shape[1]))
+    x, a, ranks, scales, shrunk = (
+        call.x,
+        call.weights.lora_a,
+        call.ranks,
+        call.a_scales,
+        call.shrunk,
+    )
+    tables = (shrunk.order, shrunk.tiles, shrunk.count)
+    tensors = (x, stored_bytes(a), scales, ranks, *tables, h)
+    strides = (x.stride(0), *_strides(a, 4), *_strides(scales, 4), *_strides(ranks, 2))
+    arguments = Arguments(tensors, (), (a.shape[4], *strides, h.shape[1]))
     found.shrink.launch(shrunk.max_tiles * found.shrink_parts, arguments)
 
 
 def launch_expand(call: Call, found: Kernels, h: torch.Tensor, to: torch.Tensor) -> None:
     """Add the deltas to `to`, or write them there."""
-    _, weights, routing, _, ranks, scalings, _ = call
-    b, sizes = weights.lora_b, found.expand.constants
+    routing, ranks, scalings, scales = call.routing, call.ranks, call.scalings, call.b_scales
+    b, sizes = call.weights.lora_b, found.expand.constants
     tma = descriptor(b, sizes["BLOCK_C"], sizes["BLOCK_R"]) if sizes["STAGES"] > 1 else None
-    strides = (*_strides(b, 3), *to.stride()[:2], *_strides(ranks, 2), *_strides(scalings, 2))
-    tables = (routing.topk_weights, routing.order, routing.tiles, routing.count)
-    arguments = Arguments((h, b, to, ranks, scalings, *tables), (tma,), (h.shape[1], *strides))
+    strides = (*_strides(b, 3), *_strides(scales, 3), *to.stride()[:2])
+    strides += (*_strides(ranks, 2), *_strides(scalings, 2))
+    tables = (ranks, scalings, routing.topk_weights, routing.order, routing.tiles, routing.count)
+    tensors = (h, stored_bytes(b), scales, to, *tables)
+    arguments = Arguments(tensors, (tma,), (h.shape[1], *strides))
     found.expand.launch(routing.max_tiles * found.expand_parts, arguments)
 
 
 def _launch_sum(call: Call, deltas: torch.Tensor, kernel: SpecializedKernel) -> None:
     """Add the sums of deltas over the pairs of a token to y."""
-    _, weights, routing, y, ranks, _, _ = call
+    weights, routing, y, ranks = call.weights, call.routing, call.y, call.ranks
     tensors = (y, deltas, routing.topk_ids, routing.plan.token_slots(), ranks)
     numbers = (weights.out_features, y.stride(0), *_strides(ranks, 2))
     kernel.launch(routing.num_tokens, Arguments(tensors, (), numbers))
 
 
-def _new_h(weights: ExpertWeights, routing: SgmvRouting, planes: int) -> torch.Tensor:
+def _new_h(call: Call, planes: int) -> torch.Tensor:
     """Return h: [planes, places, num_a * padded rank].
 
     Partial sums are float32; a single plane has the dtype that h is rounded to for the expand.
     """
-    width = weights.num_a * padded_rank(weights.max_rank)
-    dtype = torch.float32 if planes > 1 else weights.dtype
-    return torch.empty(planes, routing.num_pairs, width, dtype=dtype, device=routing.order.device)
+    width = call.weights.num_a * padded_rank(call.weights.max_rank)
+    dtype = torch.float32 if planes > 1 else call.x.dtype
+    return torch.empty(planes, call.shrunk.num_pairs, width, dtype=dtype, device=call.x.device)
 
 
 def _strides(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
@@ -171,9 +195,19 @@ def descriptor(lora_b: torch.Tensor, block_c: int, block_r: int) -> Any:
     return TensorDescriptor(lora_b, shape, [lora_b.stride(2), 1], [block_c, block_r])
 
 
-def site_of(weights: ExpertWeights, routing: SgmvRouting, *, by_pair: bool, weighted: bool) -> Site:
-    """Return what the kernels of a site are compiled for."""
+def site_of(
+    weights: ExpertWeights,
+    routing: SgmvRouting,
+    dtype: torch.dtype,
+    options: Options,
+    *,
+    by_pair: bool,
+    weighted: bool,
+) -> Site:
+    """Return what the kernels of a site are compiled for; `dtype` is that of x."""
     shared = weights.lora_a.shape[1] == 1 and routing.tokens is not None and not by_pair
+    if weights.a_scales is not None:  # a row of h is shared only with its scale
+        shared = shared and weights.a_scales.shape[1] == 1
     alone = weights.num_a == 1
     interleaved = weights.interleaved and not alone
     slices = weights.output_slices
@@ -185,11 +219,30 @@ def site_of(weights: ExpertWeights, routing: SgmvRouting, *, by_pair: bool, weig
         weights.in_features,
         weights.out_features,
         max(slices),
-        weights.lora_a.element_size(),
+        dtype.itemsize,
         interleaved,
     )
-    top_k, num_a = routing.top_k, weights.num_a
-    return Site(shape, slices, num_a, interleaved, top_k, by_pair, shared, weighted)
+    site = Site(shape, slices, weights.num_a, interleaved, routing.top_k, by_pair, shared, weighted)
+    if weights.a_scales is None:
+        return site
+    kind = storage_kind(weights.dtype, options.programmatic)
+    return with_scales(
+        site,
+        Storage(kind, weights.scale_block, dtype),
+        weights.output_slices,
+        weights.interleaved and weights.num_slices > 1,
+    )
+
+
+def with_scales(site: Site, storage: Storage, widths: tuple[int, ...], spread: bool) -> Site:
+    """Return the site of 8-bit stacks; `widths` are those of all slices, whatever feeds them."""
+    groups = b_row_groups(widths, storage.block)
+    return site._replace(
+        storage=storage,
+        scale_starts=tuple(accumulate(widths[:-1], initial=0)),
+        first_groups=tuple(accumulate(groups[:-1], initial=0)),
+        spread=spread,
+    )
 
 
 @lru_cache(maxsize=16384)
@@ -197,12 +250,20 @@ def kernels_of(
     pairs: PairShape, shrunk: PairShape, site: Site, fresh: bool, options: Options
 ) -> Kernels:
     """Return both kernels of a site; `fresh`: the expand writes deltas instead of adding them."""
-    tiles = rules.choose_tiles(pairs, site.shape)
+    tiles = _choose_tiles(pairs, site)
     if site.by_token:
-        of_tokens = rules.choose_tiles(shrunk, site.shape)
+        of_tokens = _choose_tiles(shrunk, site)
         rows = of_tokens.shrink_rows
         tiles = replace(tiles, shrink=of_tokens.shrink, shrink_rows=rows, eager_a=True)
     return kernels_with(tiles, pairs.tile, shrunk.tile, site, fresh, options)
+
+
+def _choose_tiles(pairs: PairShape, site: Site) -> SiteTiles:
+    if not site.storage.kind:
+        return rules.choose_tiles(pairs, site.shape)
+    if site.storage.block[1] is not None:  # products of such blocks are float32
+        return rules.choose_tiles(pairs, replace(site.shape, item_bytes=4))
+    return rules.of_8_bits(rules.choose_tiles(pairs, site.shape), pairs, site.shape)
 
 
 def kernels_with(
@@ -238,6 +299,9 @@ def _shrink_kernel(tiles: SiteTiles, tile: int, site: Site, options: Options) ->
         "NUM_A": site.num_a,
         "MAX_RANK": shape.max_rank,
         "RANK_PAD": padded_rank(shape.max_rank),
+        "STORAGE": site.storage.kind,
+        "GROUP_R": site.storage.block[0] or 0,
+        "GROUP_K": site.storage.block[1] or 0,
         "BLOCK_N": sizes.block_n,
         "BLOCK_K": sizes.block_k,
         "WARPS_K": sizes.warps_k,
@@ -266,6 +330,7 @@ def _expand_kernel(
 ) -> SpecializedKernel:
     shape, sizes, rows = site.shape, tiles.expand, tiles.expand_rows
     columns = column_programs(site.slices, sizes)
+    group = 16 if site.storage.kind and shape.max_rank % 16 == 0 else 8  # ranks of a wide load
     constants = {
         "STARTS": columns.starts,
         "FIRST_PROGRAMS": columns.firsts,
@@ -277,12 +342,19 @@ def _expand_kernel(
         "SPLIT_K": tiles.shrink.split_k,
         "MAX_RANK": shape.max_rank,
         "RANK_PAD": padded_rank(shape.max_rank),
+        "SCALE_STARTS": site.scale_starts,
+        "FIRST_GROUPS": site.first_groups,
+        "SPREAD": site.spread,
+        "STORAGE": site.storage.kind,
+        "GROUP_C": site.storage.block[0] or 0,
+        "GROUP_R": site.storage.block[1] or 0,
+        "WIDE": WIDE[site.storage.wide] or tl.float32,
         "BLOCK_C": sizes.block_c,
         "BLOCK_R": sizes.block_r,
         "CHUNKS": sizes.chunks,
         "STAGES": sizes.num_stages,
         "EVEN_C": columns.even,
-        "EVEN_R": shape.max_rank % 8 == 0,
+        "EVEN_R": group if shape.max_rank % group == 0 else 0,
         "EAGER": tiles.eager_b,
         "BY_TOKEN": site.by_token,
         "INTERLEAVED": site.interleaved,

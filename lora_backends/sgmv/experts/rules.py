@@ -6,7 +6,7 @@ Any result is correct on any shape.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lora_backends.sgmv.tiles.sizes import (
@@ -119,6 +119,38 @@ def choose_tiles(pairs: PairShape, site: SiteShape) -> SiteTiles:
         eager_a=few,
         eager_b=few or rank_pad == MIN_DOT,  # a row of B is then one sector of memory
     )
+
+
+def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape) -> SiteTiles:
+    """Return sizes for stacks of 8 bits with a scale per row, made from those for 16 bits.
+
+    Twice as many inputs a step keep as many bytes in flight, unless a step is mostly beyond the
+    inputs, or programs are so few that they wait for one load anyway. As for dense layers, blocks
+    of 16 ranks are 256 columns wide where a product takes them, and B does not come through TMA.
+    """
+    shrink, expand, rows = tiles.shrink, tiles.expand, tiles.expand_rows
+    if site.item_bytes == 4:
+        return tiles
+    block_k = min(512, 2 * shrink.block_k)
+    stage = block_k * (shrink.block_n + 2 * tiles.shrink_rows)
+    wasteful = -(-site.in_features // block_k) * block_k * 8 > site.in_features * 9
+    if pairs.tiles > _FEW_TILES and stage <= _STAGE_BYTES and not wasteful:
+        most_stages = 3 if tiles.shrink_rows >= 32 else 4
+        shrink = replace(
+            shrink,
+            block_k=block_k,
+            split_k=parts(site.in_features, block_k, shrink.split_k),
+            num_stages=max(2, min(shrink.num_stages, most_stages, _SHARED_BYTES // stage)),
+        )
+    block_c = expand.block_c
+    if rows >= 32:
+        block_c = 64
+    elif rows > 1 and expand.block_r == MIN_DOT:
+        block_c = max(block_c, 256)
+    if block_c != expand.block_c and not site.general:
+        chunks = chunks_of(site.widest, block_c, expand.chunks)
+        expand = replace(expand, block_c=block_c, chunks=chunks)
+    return replace(tiles, shrink=shrink, expand=replace(expand, num_stages=1))
 
 
 def _shrink(pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:

@@ -41,6 +41,7 @@ class SpecializedKernel:
         num_warps: warps of a program.
         num_stages: loop steps whose loads are in flight together.
         programmatic: launch before the kernel in front has ended (compute capability 9.0).
+        max_registers: of a thread, on a CUDA device; 0 leaves it to the compiler.
 
     Raises:
         TypeError: a constant is missing or unknown.
@@ -56,6 +57,7 @@ class SpecializedKernel:
         num_warps: int = 4,
         num_stages: int = 1,
         programmatic: bool = False,
+        max_registers: int = 0,
     ) -> None:
         names = [name for name in kernel.arg_names if name.isupper()]
         if set(names) != set(constants):
@@ -67,6 +69,8 @@ class SpecializedKernel:
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
         if programmatic:
             self.options["launch_pdl"] = True
+        if max_registers:
+            self.options["maxnreg"] = max_registers
         self._compiled: dict[Any, Any] = {}
 
     @property

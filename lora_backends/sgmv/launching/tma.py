@@ -28,18 +28,18 @@ def has_tma(device: torch.device) -> bool:
 def allows_tma(lora_b: Located, max_rank: int, max_rows: int) -> bool:
     """Return whether B can be loaded through TMA by a grid of up to `max_rows` rows.
 
-    B of all slots and slices must form one matrix of 16-bit rows, aligned, with any distance
-    between slots and slices. Where slices are tensors of their own, a block must not reach beyond
-    a slice, since the memory behind it may be nobody's: the launch sees to that.
+    B of all slots and slices must form one matrix of values of 8 or 16 bits, its rows aligned, with
+    any distance between slots and slices. Where slices are tensors of their own, a block must not
+    reach beyond a slice, since the memory behind it may be nobody's: the launch sees to that.
     """
     base = lora_b.base
     slot_stride, row_stride = base.stride()[0], base.stride()[1]
     return (
         max_rows <= MAX_GRID_ROWS
-        and base.element_size() == 2
+        and base.element_size() <= 2
         and max_rank % 8 == 0
         and row_stride >= max_rank
-        and row_stride * 2 % _ALIGNMENT == 0
+        and row_stride * base.element_size() % _ALIGNMENT == 0
         and slot_stride % row_stride == 0
         and base.data_ptr() % _ALIGNMENT == 0
         and 0 < _rows(lora_b) < 2**31

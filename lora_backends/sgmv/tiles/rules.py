@@ -44,6 +44,9 @@ def tile_tokens(num_tokens: int, active_slots: int) -> int:
 @lru_cache(maxsize=4096)
 def choose_tiles(batch: BatchShape, layer: LayerShape) -> TileConfig:
     """Return the sizes for one layer and batch."""
+    if layer.item_bytes == 1:
+        wide = replace(layer, item_bytes=2)
+        return of_8_bits(choose_tiles(batch, wide), batch, wide)
     if batch.num_tokens < _PREFILL_TOKENS:
         shrink = _shrink_decode(batch, layer)
     elif batch.tile_tokens == 16:
@@ -142,27 +145,31 @@ def _expand(batch: BatchShape, layer: LayerShape) -> ExpandTiles:
     return ExpandTiles(block_c, block_r, chunks if block_r == rank_pad else 1)
 
 
-def of_8_bits(
-    tiles: TileConfig, batch: BatchShape, layer: LayerShape
-) -> tuple[ShrinkTiles, ExpandTiles]:
+def of_8_bits(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileConfig:
     """Return sizes for a stack of 8 bits with a scale per row, made from those for one of 16 bits.
 
-    Twice as many inputs a step keep as many bytes in flight. Blocks of 16 ranks are 256 columns
-    wide, since Triton lays a narrower one out by columns and then stores values one by one. B does
-    not come through TMA: its values are widened in registers.
+    Twice as many inputs a step keep as many bytes in flight. In decode blocks of 16 ranks are 256
+    columns wide, since Triton lays a narrower one out by columns and then stores values one by one;
+    a single row of the grid is faster with twice as many programs of 128.
     """
     shrink, expand = tiles.shrink, tiles.expand
     if layer.in_features >= 2 * shrink.block_k * shrink.split_k:
         shrink = replace(shrink, block_k=min(512, 2 * shrink.block_k))
     if batch.num_tokens >= _PREFILL_TOKENS:
         shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
-        expand = replace(expand, block_c=64, num_warps=4)
-    elif expand.block_r == MIN_DOT and expand.block_c < 256:
-        chunks = expand.chunks if batch.rows >= _MANY_ROWS else expand.chunks // 2
-        expand = replace(expand, block_c=256, chunks=max(1, chunks))
+        if expand.num_stages == 1:
+            expand = replace(expand, block_c=64)
+    elif expand.block_r == MIN_DOT:
+        block_c = max(expand.block_c, 128 if batch.rows == 1 else 256)
+        narrower = block_c // expand.block_c > 1 and batch.rows < _MANY_ROWS
+        chunks = expand.chunks // 2 if narrower else expand.chunks
+        expand = replace(expand, block_c=block_c, chunks=max(1, chunks))
+    else:
+        shrink = replace(shrink, block_n=min(shrink.block_n, 32))
+        expand = replace(expand, num_stages=1)
     stage = shrink.block_k * (shrink.block_n + batch.tile_tokens * layer.item_bytes)
     stages = max(2, min(shrink.num_stages, _SHARED_BYTES // stage))
-    return replace(shrink, num_stages=stages), replace(expand, num_stages=1)
+    return TileConfig(replace(shrink, num_stages=stages), expand)
 
 
 def _chunks(most: int) -> int:

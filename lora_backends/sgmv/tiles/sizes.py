@@ -40,7 +40,7 @@ class LayerShape:
     max_rank: int
     in_features: int
     out_features: int
-    item_bytes: int  # bytes of one weight: 2, or 4 for float32
+    item_bytes: int  # of a weight and of x: 2, or 4 for float32; 1: 8-bit weights and 16-bit x
 
     @property
     def stacked(self) -> int:
@@ -156,12 +156,13 @@ def _joint_faults(
         faults.append(f"expand.block_r is above the padded rank {rank_pad}")
     if expand.chunks > 1 and expand.block_r < rank_pad:
         faults.append("expand.chunks is above 1 where expand.block_r is narrower than the rank")
-    if expand.num_stages > 1 and (expand.chunks == 1 or layer.item_bytes != 2):
+    if expand.num_stages > 1 and (expand.chunks == 1 or layer.item_bytes > 2):
         faults.append("expand.num_stages is above 1 for one step, or for weights of 32 bits")
-    loads = expand.num_stages * expand.block_c * (expand.block_r + tile_tokens) * layer.item_bytes
+    size, x_size = layer.item_bytes, max(2, layer.item_bytes)
+    loads = expand.num_stages * expand.block_c * (expand.block_r * size + tile_tokens * x_size)
     if expand.num_stages > 1 and loads > _SHARED_BYTES:
         faults.append(f"the expand takes {loads} bytes of shared memory")
-    stage = shrink.block_k * (shrink.block_n + tile_tokens) * layer.item_bytes
+    stage = shrink.block_k * (shrink.block_n * size + tile_tokens * x_size)
     if stage * shrink.num_stages > _SHARED_BYTES:
         faults.append(f"the shrink takes {stage * shrink.num_stages} bytes of shared memory")
     return faults

@@ -10,7 +10,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -148,6 +148,9 @@ def _from_tables(tables: Sequence[TileTable], paths: tuple[str, ...]) -> TileSou
             if near is not None:
                 found: TileConfig = near.tiles
                 return found
+        if layer.item_bytes == 1:
+            wide = replace(layer, item_bytes=2)
+            return rules.of_8_bits(choose_tiles(batch, wide), batch, wide)
         return rules.choose_tiles(batch, layer)
 
     return TileSource(tile_tokens, choose_tiles, paths)

@@ -141,7 +141,7 @@ def _check_entries(table: TileTable) -> None:
     for i, entry in enumerate(table.entries):
         where, layer = f"entries[{i}]", asdict(entry.layer)
         _check_batch(where, entry)
-        if min(layer.values()) < 1 or layer["item_bytes"] not in (2, 4):
+        if min(layer.values()) < 1 or layer["item_bytes"] not in (1, 2, 4):
             raise StrictError(f"{where}.layer is not a layer: {layer}")
         if not (_is_time(entry.tuned_us) and _is_time(entry.rules_us)):
             raise StrictError(f"{where}: microseconds are numbers above 0")
