@@ -18,7 +18,16 @@ from lora_backends.features import FEATURES
 from lora_backends.numba_cpu import experts, launch
 from lora_backends.numba_cpu.cpu import missing_features
 from lora_backends.numba_cpu.layer import Layers
-from lora_backends.numba_cpu.needs import BIAS, EXPAND, GATHER, IN_REGISTERS, LONG, RAGGED, SHRINK
+from lora_backends.numba_cpu.needs import (
+    BIAS,
+    EXPAND,
+    GATHER,
+    IN_REGISTERS,
+    LONG,
+    MULTIPLIED,
+    RAGGED,
+    SHRINK,
+)
 from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
 from lora_backends.numba_cpu.routing import NumbaRouting
 from lora_backends.plan import padded
@@ -28,7 +37,7 @@ from lora_backends.weights import LoRAWeights
 class NumbaCPUBackend(LoRABackend):
     """Reads each active adapter's weights once per batch, at their true rank, on torch's threads.
 
-    Kernels are compiled the first time a dtype is met (`warmup` does it ahead) and kept on disk.
+    What a call runs is compiled when it is first needed (`warmup` does it ahead) and kept on disk.
     No matrix library takes part, and sums run in one order whatever the batch and the number of
     threads: results are deterministic and batch-invariant, always.
 
@@ -62,17 +71,16 @@ class NumbaCPUBackend(LoRABackend):
     def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
         """Compile, or load from the cache on disk, what layers of these dtypes run.
 
-        None stands for all dtypes but those of 8 bits, which may be named. Layers with
-        output_scales, and experts whose pairs are summed (`reduce`), compile more at their first
-        call.
+        None stands for all dtypes but those of 8 bits, which may be named. Experts whose pairs
+        are summed (`reduce`) compile more at their first call.
         """
         launch.grouping_kernel()
         for dtype in self.dtypes if dtypes is None else dtypes:
-            for first in (SHRINK, GATHER):
-                needs = first | EXPAND | LONG | RAGGED
+            for own in (SHRINK, GATHER, MULTIPLIED):
+                needs = own | EXPAND | LONG | RAGGED
                 if is_eight_bit(dtype):  # one kernel for all
-                    own = IN_REGISTERS if dtype is torch.int8 else 0
-                    launch.eight_bit_kernel(needs | own | BIAS)
+                    needs |= IN_REGISTERS if dtype is torch.int8 else 0
+                    launch.eight_bit_kernel(needs | BIAS)
                 else:
                     launch.kernel_for(dtype, dtype, needs)
 

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from lora_backends import ExpertWeights, LoRABatch, LoRAWeights
-from lora_backends.numba_cpu import NumbaCPUBackend, kernels, needs, plain, routines
+from lora_backends.numba_cpu import (
+    NumbaCPUBackend,
+    kernels,
+    kernels_eight_bit,
+    launch,
+    needs,
+    plain,
+    routines,
+)
 from lora_backends.numba_cpu.config import LONG_SEGMENT
 from lora_backends.numba_cpu.routing import job_of
 from lora_backends.torch_ref import TorchRefBackend
@@ -52,6 +60,24 @@ def test_eight_bit_calls_compile_the_way_through_registers_or_the_other(asked):
     asked.clear()
     routines.eight_bit_table.__wrapped__(flags)
     assert asked == ["shrink_panel", "add_block", "expand_stored", "add_stored", "add_stored_one"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.bfloat16, kernels.Routines), (torch.int8, kernels_eight_bit.Routines)],
+    ids=str,
+)
+def test_warmup_compiles_every_routine(asked, monkeypatch, dtype, kind):
+    tables = []
+    of = {name: getattr(routines, name).__wrapped__ for name in ("table_of", "eight_bit_table")}
+    monkeypatch.setattr(launch, "grouping_kernel", lambda: None)
+    monkeypatch.setattr(launch, "kernel_for", lambda *args: tables.append(of["table_of"](*args)))
+    monkeypatch.setattr(
+        launch, "eight_bit_kernel", lambda needs: tables.append(of["eight_bit_table"](needs))
+    )
+    NumbaCPUBackend().warmup([dtype])
+    ready = sum(table.entries for table in tables)
+    assert dict(zip(kind._fields, ready > 0, strict=True)) == dict.fromkeys(kind._fields, True)
 
 
 def test_a_plan_knows_whether_a_segment_is_long():
