@@ -497,18 +497,19 @@ def expand_int8() -> Any:
             width = min(end_row - row, LANES * len(MANY_TILES))
             tiles = width // LANES
             target, within = widen_y(own_y, (t, end), column, width, to_y)
-            place, i = (b, b_row, (bias_dtype, bias, bias_size), row, within), t
+            place = (b, b_row, (bias_dtype, bias, bias_size), row, within)
+            fresh, i = True, t  # fresh: b is not in a cache yet
             while i + 8 <= end:
-                int8_rows(stored, place, tiles, factors, i == t, i, EIGHT, own_h, target)
-                i += 8
+                int8_rows(stored, place, tiles, factors, fresh, i, EIGHT, own_h, target)
+                i, fresh = i + 8, False
             if i + 4 <= end:
-                int8_rows(stored, place, tiles, factors, i == t, i, FOUR, own_h, target)
-                i += 4
+                int8_rows(stored, place, tiles, factors, fresh, i, FOUR, own_h, target)
+                i, fresh = i + 4, False
             if i + 2 <= end:
-                int8_rows(stored, place, tiles, factors, i == t, i, TWO, own_h, target)
-                i += 2
+                int8_rows(stored, place, tiles, factors, fresh, i, TWO, own_h, target)
+                i, fresh = i + 2, False
             if i < end:
-                int8_rows(stored, place, tiles, factors, i == t, i, ONE, own_h, target)
+                int8_rows(stored, place, tiles, factors, fresh, i, ONE, own_h, target)
             narrow_y(own_y, (t, end), column, width, to_y)
             b += width * b_row
             row += width

@@ -69,18 +69,18 @@ def expand_short(kind: Any, kind_y: Any) -> Any:
         place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
         factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
         own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
-        kinds, first, i = (kind, kind_y), t, t
+        kinds, fresh, i = (kind, kind_y), True, t  # fresh: b is not in a cache yet
         while i + 8 <= end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, i == first, i, EIGHT, own_h, own_y)
-            i += 8
+            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, EIGHT, own_h, own_y)
+            i, fresh = i + 8, False
         if i + 4 <= end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, i == first, i, FOUR, own_h, own_y)
-            i += 4
+            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, FOUR, own_h, own_y)
+            i, fresh = i + 4, False
         if i + 2 <= end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, i == first, i, TWO, own_h, own_y)
-            i += 2
+            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, TWO, own_h, own_y)
+            i, fresh = i + 2, False
         if i < end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, i == first, i, ONE, own_h, own_y)
+            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, ONE, own_h, own_y)
 
     return compiled(run)
 
@@ -97,13 +97,13 @@ def expand_multiplied(kind: Any, kind_y: Any) -> Any:
         place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
         factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
         own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
-        kinds, first, i = (kind, kind_y), t, t
+        kinds, fresh, i = (kind, kind_y), True, t  # fresh: b is not in a cache yet
         while i + 4 <= end:
-            expand_rows(MULTIPLIED, kinds, place, tiles, factors, i == first, i, FOUR, own_h, own_y)
-            i += 4
+            expand_rows(MULTIPLIED, kinds, place, tiles, factors, fresh, i, FOUR, own_h, own_y)
+            i, fresh = i + 4, False
         while i < end:
-            expand_rows(MULTIPLIED, kinds, place, tiles, factors, i == first, i, ONE, own_h, own_y)
-            i += 1
+            expand_rows(MULTIPLIED, kinds, place, tiles, factors, fresh, i, ONE, own_h, own_y)
+            i, fresh = i + 1, False
 
     return compiled(run)
 
