@@ -147,6 +147,48 @@ def test_a_slot_that_is_rewritten_or_reset_is_followed(wrapper, x):
     assert not y[1].any() and y[2].any()
 
 
+def test_an_adapter_is_right_after_sleep_has_discarded_all_memory(wrapper, x):
+    weight = torch.ones(SLOTS, 1, 8, WIDTH)
+    module = make_module(wrapper, slices=(8,), full_weight_stacked=weight)
+    wanted = delta(module, x, IDS)
+    lora = [
+        ([a[:rank]], [b[:, :rank]])
+        for slot, rank in enumerate(RANKS[id_][0] for id_ in INDEX_TO_ID)
+        for a, b in [(module.lora_a_stacked[0][slot, 0], module.lora_b_stacked[0][slot, 0])]
+    ]
+    lora = [([a[0].clone()], [b[0].clone()]) for a, b in lora]
+    for layer in module.lora_backends_layers:
+        layer.a.ranks.zero_()
+        layer.a.scalings.zero_()
+    for slot, (a, b) in enumerate(lora):
+        module.set_lora(slot, a, b)
+    y = torch.zeros(len(IDS), 8)
+    wrapper.add_lora_linear(y, x, module.lora_a_stacked, module.lora_b_stacked, 1.0, (8,))
+    torch.testing.assert_close(y, wanted)
+    head = module.lora_backends_layers[1].a
+    assert head.ranks.eq(8).all() and head.scalings.eq(1).all()
+
+
+def test_a_graph_captured_before_any_batch_is_refused(wrapper, x, monkeypatch):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm import plans
+
+    new = type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+    module = make_module(new)
+    y = torch.ones(len(IDS), sum(SLICES))
+    args = y, x, module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES
+    new.add_lora_linear(*args)
+    assert y.eq(1).all()
+    monkeypatch.setattr(plans, "is_capturing", lambda device: True)
+    with pytest.raises(
+        UnsupportedInputError, match="announced no batch(.|\n)*cudagraph_mm_encoder"
+    ):
+        new.add_lora_linear(*args)
+    new.update_metadata(mapping([0] * len(IDS)), INDEX_TO_ID, SLOTS + 1, 100)
+    new.add_lora_linear(*args)
+    assert y.eq(1).all()
+
+
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_fully_sharded_columns_shrink_a_part_and_expand_all(wrapper, x, shards):
     parts, whole = [], make_module(wrapper)
@@ -188,6 +230,17 @@ def test_an_embedding_expands_what_vllm_has_gathered(wrapper):
     for row, id_ in enumerate(IDS):
         b = module.lora_b_stacked[0][INDEX_TO_ID.index(id_), 0] if id_ else torch.zeros(12, RANK)
         torch.testing.assert_close(y[row], 1 + b @ gathered[row])
+
+
+def test_a_drafter_that_shares_the_embedding_embeds_fewer_rows_without_adapter(wrapper, x):
+    module = make_module(wrapper, slices=(12,))
+    stack = module.lora_b_stacked[0]
+    y = torch.ones(3, 12)
+    wrapper.add_lora_embedding(y, torch.ones(3, RANK), stack, add_input=True)
+    assert y.eq(1).all()
+    y = torch.ones(len(IDS), 12)
+    wrapper.add_lora_embedding(y, torch.ones(len(IDS), RANK), stack, add_input=True)
+    assert y[1].ne(1).all()
 
 
 def test_logits_use_the_sampled_rows_and_leave_padding(wrapper, x):
@@ -249,6 +302,24 @@ def test_both_model_runners_compute_prompt_logprobs_by_token(monkeypatch):
     assert GPUModelRunner.model.compute_logits is first
     worker = PromptLogprobsWorker()
     assert worker.compute_prompt_logprobs(lambda part: prompts.first_token(), hidden, None) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "owner", "name"),
+    [
+        ("gpu_model_runner", "GPUModelRunner", "_get_prompt_logprobs_dict"),
+        ("gpu.sample.prompt_logprob", "PromptLogprobsWorker", "compute_prompt_logprobs"),
+        ("gpu.model_runner", "GPUModelRunner", "sample"),
+    ],
+)
+def test_a_model_runner_whose_logits_cannot_be_followed_is_refused(monkeypatch, place, owner, name):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm import prompts
+
+    module = f"vllm.v1.worker.{place}"
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{owner: type(owner, (), {})}))
+    with pytest.raises(UnsupportedInputError, match=f"{place} without {owner}.{name}"):
+        prompts.follow()
 
 
 def test_several_rows_of_logits_per_request_have_the_requests_adapter(wrapper, x, monkeypatch):
@@ -453,6 +524,7 @@ def test_methods_of_a_later_vllm_run_on_its_own_wrapper():
 
 
 EXPERTS, TOP_K, INNER, HIDDEN = 4, 2, 6, WIDTH
+DATA_PARALLEL = SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=2))
 TOPK_IDS = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 1], [0, 1], [1, 3], [2, 3]])
 
 
@@ -473,6 +545,7 @@ def make_experts(wrapper, shared=False, **more):
         w2_lora_b_stacked=(stack(one, HIDDEN, RANK),),
         local_num_experts=EXPERTS,
         use_ep=False,
+        moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=1)),
         fully_sharded=False,
         tp_size=1,
         set_lora=lambda index, lora_a, lora_b: None,
@@ -527,6 +600,25 @@ def test_experts_add_gate_and_up_and_the_weighted_second_product(wrapper, x, sha
     torch.testing.assert_close(y, 1 + wanted)
 
 
+def test_experts_are_right_after_sleep_has_discarded_all_memory(wrapper):
+    module = make_experts(wrapper)
+    for site in module.lora_backends_layers:
+        site.scalings.zero_()
+    module.set_lora(1, [torch.ones(1, RANK, 1)], [])
+    assert all(site.scalings[1].eq(1).all() for site in module.lora_backends_layers)
+
+
+def test_experts_of_tokens_of_other_processes_are_refused(wrapper, x):
+    from lora_backends import UnsupportedInputError
+
+    module = make_experts(wrapper)
+    y = torch.ones(len(IDS), TOP_K, 2 * INNER)
+    stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
+    given = TOPK_IDS, torch.ones(len(IDS), TOP_K)
+    with pytest.raises(UnsupportedInputError, match="token_lora_mapping"):
+        wrapper.add_lora_w13(y, x, *stacks, *given, token_lora_mapping=torch.zeros(7))
+
+
 def test_experts_without_an_adapter_add_nothing(wrapper, x):
     module = make_experts(wrapper)  # no set_lora: rank 0, whatever the stacks hold
     y = torch.ones(len(IDS), TOP_K, 2 * INNER)
@@ -539,6 +631,7 @@ def test_experts_without_an_adapter_add_nothing(wrapper, x):
     ("more", "reason"),
     [
         ({"use_ep": True}, "enable_expert_parallel"),
+        ({"moe_config": DATA_PARALLEL}, "data-parallel"),
         ({"fully_sharded": True, "tp_size": 2}, "fully_sharded_loras"),
     ],
 )

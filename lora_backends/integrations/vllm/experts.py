@@ -46,6 +46,7 @@ def adopt(module: Any, wrapper: Any) -> None:
         rank = max((each.shape[-2] for each in given), default=0)
         for site in sites:
             site.ranks[slot].fill_(min(rank, site.max_rank))
+            site.scalings[slot].fill_(1)  # see `layers`
 
     follow(module, set_ranks)
 
@@ -92,6 +93,8 @@ def add_second(
 def _not_taken_over(module: Any) -> str:
     if module.use_ep:
         return "experts spread over processes (enable_expert_parallel)"
+    if module.moe_config.moe_parallel_config.dp_size > 1:
+        return "experts that several data-parallel processes share"
     if module.fully_sharded and module.tp_size > 1:
         return "fully sharded experts (fully_sharded_loras)"
     return ""

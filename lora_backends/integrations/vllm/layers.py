@@ -84,12 +84,15 @@ def adopt(module: Any, wrapper: Any) -> None:
     full = _stacks(module, "full_weight_stacked")
     if full:  # a classification head that an adapter replaces; shrunk by, like an A
         head = Layer(_weights(full, ()), None, wrapper)
-        assert head.a is not None
-        head.a.ranks.fill_(head.a.max_rank)
         module.lora_backends_layers.append(head)
         _LAYERS[full[0].data_ptr()] = head
-    num_slices = len(b)
-    follow(module, lambda slot, given: layer.set_ranks(slot, true_ranks(given, num_slices)))
+
+    def set_ranks(slot: int, given: Any) -> None:
+        layer.set_ranks(slot, true_ranks(given, len(b)))
+        if full:
+            head.set_ranks(slot, [full[0].shape[2]])
+
+    follow(module, set_ranks)
 
 
 def follow(module: Any, set_ranks: Callable[[int, Any], None]) -> None:
@@ -148,6 +151,7 @@ def _weights(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> LoRAWe
 
 
 def _write(weights: LoRAWeights, slot: int, ranks: Sequence[int]) -> None:
+    # fills, not copies from the host, which would wait for the device
+    weights.scalings[slot].fill_(1)  # vLLM's sleep of level 2 discards what lies beside its stacks
     for s, rank in enumerate(ranks):
-        # a fill, not a copy from the host, which would wait for the device
         weights.ranks[slot, s].fill_(min(max(rank, 0), weights.max_rank))

@@ -23,6 +23,7 @@ LOGITS = "logits"  # the same for the rows that are sampled
 PROMPT = "prompt"  # the same for rows whose adapters vLLM does not announce, as of a prompt
 SHRINK = "shrink"  # y = h of x
 EXPAND = "expand"  # y[:, offset:] += LoRA of h, which is x
+EMBEDDING = "embedding"  # the same for an embedding, which a drafter may share
 FULL = "full"  # y = x times a whole matrix of the adapter, for the rows that are sampled
 
 
@@ -51,6 +52,8 @@ def _run(
     wrapper = layer.wrapper
     plans = wrapper.sampled if operation in (LOGITS, FULL) else wrapper.tokens
     plans = wrapper.prompt if operation == PROMPT else plans
+    if operation == EMBEDDING and x.shape[1] < plans.num_rows:
+        return  # a drafter's own rows, which have no adapter; the model verifies what it drafts
     if operation in (SHRINK, FULL):
         _shrink(layer, y, x, plans)
     elif not plans.is_idle:
@@ -73,7 +76,7 @@ def _add(
         raise InvalidInputError("vLLM expands with a layer that has no lora_b_stacked")
     part = y[:, offset : offset + layer.b.out_features]  # logits may be padded to a wider table
     backend = plans.backend
-    if operation == EXPAND:
+    if operation in (EXPAND, EMBEDDING):
         backend.run_lora_b(x, layer.b, plans.of(x.shape[1]), part)
     elif operation in (LOGITS, PROMPT):
         backend.run_logits(x, layer.b, plans.of(x.shape[0]), part)

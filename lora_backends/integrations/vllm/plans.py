@@ -50,17 +50,34 @@ class Plans:
         self._stream: torch.cuda.Stream | None = None
         self._rooms = [_Room(size) for size in _sizes(backend.device.type, capacity)]
         self.set_slots([])
+        self._is_announced = False
 
     def set_slots(self, slots: Sequence[int]) -> None:
         """Take the batch that the next calls run on: one slot, or `NO_ADAPTER`, per row."""
         self.slots = tuple(slots)
         self._batch = LoRABatch(slots, self.num_slots)
         self.num_rows = self._batch.num_tokens
-        self.is_idle = all(slot == NO_ADAPTER for slot in slots)  # nothing is added to any row
+        self._is_announced = True
+        self._is_idle = all(slot == NO_ADAPTER for slot in slots)
         for room in self._rooms:
             room.is_current = False
             if room.is_captured and room.capacity >= self.num_rows:
                 self._refill(room)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is added to any row.
+
+        Raises:
+            UnsupportedInputError: a CUDA graph is captured before any batch, so that it would stay
+                without LoRA whatever it is replayed on.
+        """
+        if not self._is_announced and is_capturing(self.backend.device):
+            raise UnsupportedInputError(
+                "a CUDA graph captures LoRA layers for which vLLM has announced no batch yet\n"
+                "  to do: set cudagraph_mm_encoder to false if the layers are those of an encoder"
+            )
+        return self._is_idle
 
     @property
     def stream(self) -> torch.cuda.Stream | None:

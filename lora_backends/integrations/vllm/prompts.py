@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lora_backends.errors import UnsupportedInputError
+from lora_backends.names import VLLM_VARIABLE
 
 _first_token: int | None = None
 _rows_per_request: list[int] | None = None
@@ -58,10 +59,14 @@ def follow() -> None:
     """Let each model runner of vLLM tell which logits it computes.
 
     Both runners do it in private methods, and nothing public tells these logits from others.
+
+    Raises:
+        UnsupportedInputError: a runner of this version of vLLM lacks one of them.
     """
     _replace("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_get_prompt_logprobs_dict", _v1)
-    for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"):
-        _replace("vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker", name, _v2)
+    worker = "vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker"
+    _replace(*worker, "compute_prompt_logprobs", _v2)
+    _replace(*worker, "compute_prompt_token_id_logprobs", _v2, is_optional=True)
     _replace("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "sample", _sample)
 
 
@@ -105,10 +110,20 @@ def _sample(
         _rows_per_request = None
 
 
-def _replace(module: str, owner: str, name: str, around: Callable[..., Any]) -> None:
-    """Wrap a method, where this version of vLLM has it; a second call changes nothing."""
-    found = getattr(sys.modules.get(module), owner, None)  # a runner is imported before its LoRA
+def _replace(
+    module: str, owner: str, name: str, around: Callable[..., Any], is_optional: bool = False
+) -> None:
+    """Wrap a method of a runner that is imported; a second call changes nothing."""
+    if module not in sys.modules:  # a runner is imported before its LoRA
+        return
+    found = getattr(sys.modules[module], owner, None)
     own = getattr(found, name, None)
+    if own is None and not is_optional:  # its logits would get the adapters of other rows
+        raise UnsupportedInputError(
+            f"this version of vLLM computes logits in an unknown way\n"
+            f"  given: {module} without {owner}.{name}\n"
+            f"  to do: install a version of vLLM that is tested, or unset {VLLM_VARIABLE}"
+        )
     if own is None or getattr(own, "follows_tokens", False):
         return
 

@@ -174,11 +174,20 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         **kwargs: Any,
     ) -> torch.Tensor:
         """Add what h, which is x, expands to, to the columns of y from `offset_start` on."""
-        add = add_inputs and kwargs.get("add_input", True)  # callers write the second name
-        if not add:
-            y.narrow(-1, offset_start, sum(output_slices)).zero_()
+        self._clear(y, output_slices, offset_start, add_inputs, kwargs)
         run(_rows(y), x, lora_b_stacked[0], operation.EXPAND, offset_start)
         return y
+
+    @staticmethod
+    def _clear(
+        y: torch.Tensor,
+        output_slices: tuple[int, ...],
+        offset: int,
+        add_inputs: bool,
+        more: dict[str, Any],
+    ) -> None:
+        if not (add_inputs and more.get("add_input", True)):  # callers write the second name
+            y.narrow(-1, offset, sum(output_slices)).zero_()
 
     def add_lora_embedding(
         self,
@@ -188,9 +197,15 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Add the LoRA of an embedding to y; x holds the rows of A that vLLM has gathered."""
+        """Add the LoRA of an embedding to y; x holds the rows of A that vLLM has gathered.
+
+        Nothing is added to fewer rows than the batch has. vLLM's drafter embeds those when it
+        shares the model's embedding, and it drafts without adapters.
+        """
+        self._clear(y, (y.shape[-1],), 0, add_inputs, kwargs)
         h = x.unsqueeze(0).to(torch.float32)
-        return self.add_expand(y, h, (lora_b_stacked,), (y.shape[-1],), 0, add_inputs, **kwargs)
+        run(_rows(y), h, lora_b_stacked, operation.EMBEDDING)
+        return y
 
     def apply_lora_full_linear(
         self,
@@ -229,12 +244,21 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
 
         Returns:
             What vLLM hands on to `add_lora_w2`: here the experts of each token.
+
+        Raises:
+            UnsupportedInputError: the tokens are not those of the batch.
         """
         site = experts.find(lora_a_stacked[0])
         if site is None:
             given = y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights
             own: tuple[torch.Tensor | None, ...] = self.own().add_lora_w13(*given, *args, **kwargs)
             return own
+        if kwargs.get("token_lora_mapping") is not None:
+            raise UnsupportedInputError(
+                "experts of tokens from several processes are not supported\n"
+                "  given: token_lora_mapping, the slots of tokens that vLLM has gathered\n"
+                "  allowed: the batch's own tokens"
+            )
         experts.add_first(self.tokens, y, x, lora_a_stacked, topk_ids, topk_weights)
         return topk_ids, None, None, None
 
