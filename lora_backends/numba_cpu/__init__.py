@@ -15,9 +15,19 @@ from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import BackendUnavailableError
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
-from lora_backends.numba_cpu import experts, kernels, launch
+from lora_backends.numba_cpu import experts, launch
 from lora_backends.numba_cpu.cpu import missing_features
 from lora_backends.numba_cpu.layer import Layers
+from lora_backends.numba_cpu.needs import (
+    BIAS,
+    EXPAND,
+    GATHER,
+    IN_REGISTERS,
+    LONG,
+    MULTIPLIED,
+    RAGGED,
+    SHRINK,
+)
 from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
 from lora_backends.numba_cpu.routing import NumbaRouting
 from lora_backends.plan import padded
@@ -27,7 +37,7 @@ from lora_backends.weights import LoRAWeights
 class NumbaCPUBackend(LoRABackend):
     """Reads each active adapter's weights once per batch, at their true rank, on torch's threads.
 
-    Kernels are compiled the first time a dtype is met (`warmup` does it ahead) and kept on disk.
+    What a call runs is compiled when it is first needed (`warmup` does it ahead) and kept on disk.
     No matrix library takes part, and sums run in one order whatever the batch and the number of
     threads: results are deterministic and batch-invariant, always.
 
@@ -66,10 +76,13 @@ class NumbaCPUBackend(LoRABackend):
         """
         launch.grouping_kernel()
         for dtype in self.dtypes if dtypes is None else dtypes:
-            if is_eight_bit(dtype):
-                launch.eight_bit_kernel()  # one for all
-            else:
-                launch.kernel_for(dtype, dtype)
+            for own in (SHRINK, GATHER, MULTIPLIED):
+                needs = own | EXPAND | LONG | RAGGED
+                if is_eight_bit(dtype):  # one kernel for all
+                    needs |= IN_REGISTERS if dtype is torch.int8 else 0
+                    launch.eight_bit_kernel(needs | BIAS)
+                else:
+                    launch.kernel_for(dtype, dtype, needs)
 
     @override
     def prepare_batch(
@@ -92,7 +105,7 @@ class NumbaCPUBackend(LoRABackend):
         if h is None:
             h = torch.empty(weights.num_slices, x.shape[0], weights.max_rank, device="cpu")
         h.zero_()
-        launch.run(kernels.SHRINK, weights, self._layers, plan, x=x, h=h)
+        launch.run(SHRINK, weights, self._layers, plan, x=x, h=h)
         return h
 
     @override
@@ -104,7 +117,7 @@ class NumbaCPUBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = added_to(base_output, weights, h.shape[1])
-        launch.run(kernels.NOTHING, weights, self._layers, plan, h=h, y=y)
+        launch.run(0, weights, self._layers, plan, h=h, y=y)
         return y
 
     @override
@@ -116,7 +129,7 @@ class NumbaCPUBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = added_to(base_output, weights, x.shape[0])
-        launch.run(kernels.SHRINK, weights, self._layers, plan, x=x, y=y)
+        launch.run(SHRINK, weights, self._layers, plan, x=x, y=y)
         return y
 
     @override
@@ -158,5 +171,5 @@ class NumbaCPUBackend(LoRABackend):
     ) -> torch.Tensor:
         y = added_to(base_output, weights, token_ids.shape[0])
         ids = token_ids.to(torch.int64).reshape(-1, 1)
-        launch.run(kernels.GATHER, weights, self._layers, plan, x=ids, y=y)
+        launch.run(GATHER, weights, self._layers, plan, x=ids, y=y)
         return y

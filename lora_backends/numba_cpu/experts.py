@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from lora_backends.experts import ExpertWeights
-from lora_backends.numba_cpu import kernels, launch
+from lora_backends.numba_cpu import launch
 from lora_backends.numba_cpu.layer import Layers, slices_apart
+from lora_backends.numba_cpu.needs import SHRINK
 from lora_backends.numba_cpu.routing import NumbaRouting, job_of
 
 
@@ -33,10 +34,10 @@ def run(
     target = _row_by_row(y, weights.num_slices if in_blocks else 1)
     if reduce:
         delta = torch.zeros(routing.num_pairs, weights.out_features, device="cpu")
-        launch.run(kernels.SHRINK, weights, layers, job, x=x, y=delta)
+        launch.run(SHRINK, weights, layers, job, x=x, y=delta)
         launch.reduce(target, delta, weights, layers, routing)
     else:
-        launch.run(kernels.SHRINK, weights, layers, job, x=x, y=target)
+        launch.run(SHRINK, weights, layers, job, x=x, y=target)
     if target.data_ptr() != y.data_ptr():
         y.copy_(_column_by_column(target, weights.num_slices if in_blocks else 1).view(y.shape))
     return y

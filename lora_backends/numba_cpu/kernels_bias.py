@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-from numba import njit
-
 from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu.compiling import function
 from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT16, BIAS_FLOAT32
 
 
-@njit(nogil=True)
+@function
 def load_bias(dtype, address):
     """Return 16 elements of a bias."""
     if dtype == BIAS_FLOAT32:
@@ -24,7 +23,7 @@ def load_bias(dtype, address):
     return v.load(v.FLOAT64, address)
 
 
-@njit(nogil=True)
+@function
 def read_bias(dtype, address):
     """Return one element of a bias."""
     if dtype == BIAS_FLOAT32:

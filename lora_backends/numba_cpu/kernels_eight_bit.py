@@ -12,12 +12,12 @@ next in memory is fetched while the present is widened.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, njit, types
 
 from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu.compiling import SOURCES, compiled, function, inlined
 from lora_backends.numba_cpu.config import (
     EXPAND_COST,
     FETCH_COST,
@@ -26,54 +26,63 @@ from lora_backends.numba_cpu.config import (
     LONG_RANKS,
     LONG_SEGMENT,
     MAX_SEGMENT,
-    SHRINK_RANKS,
 )
 from lora_backends.numba_cpu.kernels import (
-    CALL_FIELDS,
-    LAYER_FIELDS,
-    SHRINK,
-    SLOT_MASK,
-    SOURCES,
-    compiled,
-    eight_rows,
-    expand_column,
+    SEGMENT_BYTES,
+    SLICE_BYTES,
+    Call,
+    Segment,
     expand_work,
-    four_rows,
+    factors_of,
     highest_rank,
     own_units,
     place_of,
-    prefetch_rows,
     rank_of,
-    run_to_first,
-    scaling_of,
-    shrink_block,
+    rows_of,
+    share_of,
     shrink_work,
-    slice_of,
-    unpack,
-    unpack_call,
+    start_of,
 )
 from lora_backends.numba_cpu.kernels_bias import load_bias
 from lora_backends.numba_cpu.kernels_long import (
     A_BYTES,
     LINE,
     MANY_TILES,
-    ONE_TILE,
     SUMS_BYTES,
     TOKENS,
     X_BYTES,
-    add_block,
-    add_stored_columns,
     aligned,
-    row_at,
-    two_rows,
 )
-from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT32, E4M3, INT8
-from lora_backends.numba_cpu.plan import EXPERT_BITS
+from lora_backends.numba_cpu.kernels_short import (
+    EIGHT,
+    FOUR,
+    ONE,
+    TWO,
+    prefetch_rows,
+    read_scaling,
+)
+from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT32, E4M3, INT8, Layer, Slice
+from lora_backends.numba_cpu.needs import GATHER, SHRINK
 
 LANES = v.LANES
 ORDER_BYTES = 8 * MAX_SEGMENT  # the order of the copy of y
 TILE_BYTES = LINE * len(MANY_TILES)  # of a row of it
 SCRATCH = (ORDER_BYTES + TILE_BYTES * MAX_SEGMENT + LINE) // 4
+
+
+class Routines(NamedTuple):
+    """The addresses of routines; 0 where a call needs none."""
+
+    shrink_short: int  # of int8 by float32
+    shrink_panel: int
+    add_block: int
+    gather: int
+    expand_int8: int
+    expand_stored: int
+    add_many: int  # `add_stored` to float32, for 4 tiles and for one
+    add_one: int
+    expand_ragged: int
+    expand_column: int  # of float32
 
 
 def entry() -> Any:
@@ -82,54 +91,23 @@ def entry() -> Any:
 
     def run(address):
         _ = sources
-        run_call(address)
+        call = v.fields(Call, address)
+        layer = v.fields(Layer, call.layer)
+        routines = v.fields(Routines, call.routines)
+        part, parts, barrier, low, high = share_of(call, layer)
+        if call.first == SHRINK:
+            shrink_part(part, parts, call, layer, routines, low, call.a_count if high < 0 else high)
+        elif call.first == GATHER and part == 0:
+            v.invoke(routines.gather, (address, low, call.a_count if high < 0 else high))
+        if barrier != 0:
+            v.call(barrier)
+        if call.expand:
+            expand_part(part, parts, call, layer, routines, low, call.b_count if high < 0 else high)
 
-    return compiled(types.void(types.int64), run)
-
-
-def first_entry() -> Any:
-    """Compile the first half."""
-    sources = SOURCES
-
-    def run(address, part, parts, low, high):
-        _ = sources
-        run_first(address, part, parts, low, high)
-
-    return compiled(types.void(*[types.int64] * 5), run)
-
-
-@njit(nogil=True)
-def run_call(address):
-    """Do one thread's part of a call, as `kernels.run_call` does."""
-    call, layer, segments, part, parts = run_to_first(address)
-    if call.expand:
-        h = (call.h, call.h_slice, call.h_row, call.h_order)
-        y = (call.y, call.y_row, call.y_order)
-        scales = (call.scales, call.scales_row, call.scales_order)
-        expand_part(part, parts, layer, segments, scales, h, (call.y_dtype, y))
+    return compiled(run)
 
 
-@njit(nogil=True)
-def run_first(address, part, parts, low, high):
-    """Do a part of the first half of a call: of its segments from `low` to `high`."""
-    call = unpack_call(carray(v.ints(address), CALL_FIELDS))
-    layer = unpack(carray(v.ints(call.layer), LAYER_FIELDS))
-    segments = carray(v.ints(call.a_segments), (call.a_count, 3))[low:high]
-    x = (call.x, call.x_row, call.x_order)
-    h = (call.h, call.h_slice, call.h_row, call.to_order)
-    if call.first == SHRINK:
-        shrink_part(part, parts, layer, segments, call.a_span, call.x_dtype, x, h)
-    elif part == 0:
-        gather(layer, segments, x, h)
-
-
-@njit(nogil=True, forceinline=True)
-def start_of(start, slot_stride, expert_stride, key):
-    """Return where the part of a segment's slot and expert begins."""
-    return start + (key & SLOT_MASK) * slot_stride + (key >> EXPERT_BITS) * expert_stride
-
-
-@njit(nogil=True)
+@function
 def a_of(layer, item, key):
     """Return A of a segment: its rows, and their scales."""
     a = start_of(item.a, item.a_slot, item.a_expert, key)
@@ -138,7 +116,7 @@ def a_of(layer, item, key):
     return (a, item.a_row, layer.in_features), (at, steps, (layer.block_rows, layer.block_columns))
 
 
-@njit(nogil=True)
+@function
 def b_scales_of(layer, item, key):
     """Return the scales of B of a segment."""
     at = start_of(item.b_scales, item.b_scales_slot, item.b_scales_expert, key)
@@ -146,14 +124,14 @@ def b_scales_of(layer, item, key):
     return at, steps, (layer.block_rows, layer.block_columns)
 
 
-@njit(nogil=True)
+@function
 def group_scales(scales, row):
     """Return where the scales of a row's groups lie."""
     at, (step, _), (rows, _) = scales
     return at + row // rows * step if rows != 0 else at
 
 
-@njit(nogil=True)
+@function
 def scale_of(scales, row, column):
     """Return the scale of one element."""
     _, (_, step), (_, columns) = scales
@@ -161,7 +139,7 @@ def scale_of(scales, row, column):
     return v.read(v.FLOAT32, group_scales(scales, row) + group * step)
 
 
-@njit(nogil=True)
+@function
 def read_stored(stored, address):
     """Return one element as float32."""
     if stored == INT8:
@@ -171,127 +149,143 @@ def read_stored(stored, address):
     return v.read(v.E5M2, address)
 
 
-@njit(nogil=True)
-def gather(layer, segments, ids, h):
-    """Write ``h[s, t, :r] = a[l, s, :r, ids[t]]``; ids are int64."""
-    for slot, start, stop in segments:
-        for s in range(layer.num_slices):
-            (a, a_row, _), scales = a_of(layer, slice_of(layer, s), slot)
-            to = (h[0] + s * h[1], h[2], h[3])
-            for t in range(start, stop):
-                column = v.read_id(row_at(ids, t))
-                for j in range(rank_of(layer, slot, s)):
-                    element = read_stored(layer.stored, a + j * a_row + column)
-                    element *= scale_of(scales, j, column)
-                    v.write(v.FLOAT32, row_at(to, t) + 4 * j, element)
+def gather() -> Any:
+    """Compile ``h[s, t, :r] = a[l, s, :r, ids[t]]`` for a call's segments; ids are int64."""
+    sources = SOURCES
+
+    def run(address, low, high):
+        _ = sources
+        call = v.fields(Call, address)
+        layer = v.fields(Layer, call.layer)
+        ids = (call.x, call.x_row, call.x_order)
+        for i in range(low, high):
+            key, start, stop = v.fields(Segment, call.a_segments + i * SEGMENT_BYTES)
+            for s in range(layer.num_slices):
+                item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
+                (a, a_row, _n), scales = a_of(layer, item, key)
+                h = (call.h + s * call.h_slice, call.h_row, call.to_order)
+                for t in range(start, stop):
+                    (at,), (to,) = v.rows(ids, t, ONE), v.rows(h, t, ONE)
+                    column = v.read_id(at)
+                    for j in range(rank_of(layer, key, s)):
+                        element = read_stored(layer.stored, a + j * a_row + column)
+                        v.write(v.FLOAT32, to + 4 * j, element * scale_of(scales, j, column))
+
+    return compiled(run)
 
 
-@njit(nogil=True)
-def shrink_part(part, parts, layer, segments, span, x_dtype, x, h):
+@inlined
+def shrink_part(part, parts, call, layer, routines, low, high):
     """Write this part's blocks of ``h[s, t, :r] = x[t] @ a[l, s, :r].T``."""
-    total, longest = shrink_work(layer, segments, span, LONG_RANKS)
+    total, longest = shrink_work(layer, call.a_segments, low, high, call.a_span, LONG_RANKS)
     groups = (longest + TOKENS - 1) // TOKENS
     sums = LONG_PANEL // LONG_RANKS * SUMS_BYTES
     whole_x = min(longest, LONG_SEGMENT) * (4 * layer.in_features + LINE)
     long = groups * (X_BYTES + sums) + A_BYTES
     scratch = np.empty((max(long, whole_x + ORDER_BYTES) + LINE) // 4, np.float32)
     before = 0
-    for key, start, stop in segments:
-        own_x, copied = (x[0], x[1], x[2] + 8 * start), False
+    for i in range(low, high):
+        key, start, stop = v.fields(Segment, call.a_segments + i * SEGMENT_BYTES)
+        x, copied = (call.x, call.x_row, call.x_order + 8 * start), False
         for s in range(layer.num_slices):
-            rank, cost = highest_rank(layer, key, span, s), FETCH_COST + stop - start
+            rank, cost = highest_rank(layer, key, call.a_span, s), FETCH_COST + stop - start
             blocks = (rank + LONG_RANKS - 1) // LONG_RANKS
             first, last = own_units(part, parts, total, before, blocks, cost)
             before += blocks * cost
-            rows, scales = a_of(layer, slice_of(layer, s), key)
-            columns, tokens = (first * LONG_RANKS, min(last * LONG_RANKS, rank)), stop - start
-            to = (h[0] + s * h[1], h[2], h[3] + 8 * start)
-            if columns[0] >= columns[1]:
+            first, last, tokens = first * LONG_RANKS, min(last * LONG_RANKS, rank), stop - start
+            if first >= last:
                 continue
+            item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
+            (a, a_row, n), scales = a_of(layer, item, key)
+            own_scratch = aligned(scratch)
+            h = (call.h + s * call.h_slice, call.h_row, call.to_order + 8 * start)
             if layer.stored == INT8 and layer.block_columns == 0 and tokens < LONG_SEGMENT:
                 if not copied:
-                    copy_x(x_dtype, own_x, tokens, layer.in_features, aligned(scratch))
+                    copy_x(call.x_dtype, x, tokens, n, own_scratch)
                     copied = True
-                shrink_short(rows, columns, aligned(scratch), tokens, to)
+                copy = (own_scratch + ORDER_BYTES, row_bytes(n), own_scratch)
+                v.invoke(routines.shrink_short, (a, a_row, n, first, last, 0, tokens) + copy + h)
             else:
-                for j in range(columns[0], columns[1], LONG_PANEL):
-                    own = (layer.stored, rows, scales, j, min(columns[1] - j, LONG_PANEL))
-                    to_panel = (to[0] + 4 * j, to[1], to[2])
-                    shrink_panel(own, aligned(scratch), tokens, x_dtype, own_x, to_panel)
+                at, steps, sizes = scales
+                for j in range(first, last, LONG_PANEL):
+                    panel = (layer.stored, a, a_row, n, at, *steps, *sizes)
+                    columns = (j, min(last - j, LONG_PANEL), tokens, call.x_dtype)
+                    to = (h[0] + 4 * j, h[1], h[2])
+                    own = (routines.add_block, own_scratch)
+                    v.invoke(routines.shrink_panel, own + panel + columns + x + to)
                 copied = False
             if layer.block_columns == 0:
-                scale_h(scales, columns, tokens, to)
+                scale_h(scales, first, last, tokens, h)
 
 
-@njit(nogil=True)
+@function
 def copy_x(x_dtype, x, tokens, width, to):
     """Store rows of x as float32, behind their order: the numbers from 0."""
     for t in range(tokens):
-        carray(v.ints(to), MAX_SEGMENT)[t] = t
+        v.write_id(to + 8 * t, t)
         row = to + ORDER_BYTES + t * row_bytes(width)
-        pack_x(x_dtype, row_at(x, t), (0, width), row, LINE)
+        pack_x(x_dtype, v.rows(x, t, ONE)[0], (0, width), row, LINE)
 
 
-@njit(nogil=True, forceinline=True)
+@inlined
 def row_bytes(width):
     """Return the bytes of a row of float32, whole cache lines."""
     return (4 * width + LINE - 1) // LINE * LINE
 
 
-@njit(nogil=True)
-def shrink_short(rows, columns, x, tokens, h):
-    """Write some columns of h for few tokens: int8 is widened in registers, the fastest way."""
-    a, a_row, n = rows
-    copy = (x + ORDER_BYTES, row_bytes(n), x)
-    for j in range(columns[0], columns[1], SHRINK_RANKS):
-        block, count = (a + j * a_row, a_row, n), min(columns[1] - j, SHRINK_RANKS)
-        to = (h[0] + 4 * j, h[1], h[2])
-        shrink_block((v.INT8, v.FLOAT32), block, count, 0, tokens, copy, to)
-
-
-@njit(nogil=True)
-def scale_h(scales, columns, tokens, h):
+@function
+def scale_h(scales, first, last, tokens, h):
     """Multiply columns of h by the scales of their rows of a."""
-    for j in range(columns[0], columns[1]):
+    for j in range(first, last):
         factor = scale_of(scales, j, 0)
         for t in range(tokens):
-            at = row_at(h, t) + 4 * j
+            at = v.rows(h, t, ONE)[0] + 4 * j
             v.write(v.FLOAT32, at, v.read(v.FLOAT32, at) * factor)
 
 
-@njit(nogil=True)
-def shrink_panel(panel, packed_x, tokens, x_dtype, x, h):
-    """Write up to `LONG_PANEL` columns of h, by chunks of the inputs.
+def shrink_panel() -> Any:
+    """Compile up to `LONG_PANEL` columns of h, by chunks of the inputs.
 
     The last token fills up a group of tokens, the last row of a a block of rows.
     """
-    stored, (a, a_row, n), scales, first, count = panel
-    groups = (tokens + TOKENS - 1) // TOKENS
-    packed_a = packed_x + groups * X_BYTES  # [groups, vectors, TOKENS, 16] float32 before
-    all_sums = packed_a + A_BYTES  # [vectors, LONG_RANKS, 16] float32 before
-    a += first * a_row
-    for k in range(0, n, LONG_CHUNK):
-        columns = (k, min(n - k, LONG_CHUNK))
-        for i in range(groups * TOKENS):
-            to = packed_x + i // TOKENS * X_BYTES + i % TOKENS * LINE
-            pack_x(x_dtype, row_at(x, min(i, tokens - 1)), columns, to, TOKENS * LINE)
-        sums = all_sums  # [blocks, groups, TOKENS, LONG_RANKS, 16] float32
-        for j in range(0, count, LONG_RANKS):
-            ahead = LONG_RANKS * a_row
-            if j + LONG_RANKS >= count and k + LONG_CHUNK < n:
-                ahead = LONG_CHUNK - j * a_row
-            for i in range(LONG_RANKS):
-                row = min(j + i, count - 1)
-                of_row = (group_scales(scales, first + row), scales[1][1], scales[2][1])
-                pack_a(stored, a + row * a_row, columns, of_row, packed_a + i * LINE, ahead)
-            block = (packed_a, packed_x, sums, (columns[1] + LANES - 1) // LANES)
-            fetch = ((0, 0, 0, 0), x, 0, 0)  # `pack_a` has fetched
-            begun, ends = k > 0, k + LONG_CHUNK >= n
-            add_block(block, fetch, begun, ends, count - j, tokens, (h[0] + 4 * j, h[1], h[2]))
-            sums += groups * SUMS_BYTES
+    sources = SOURCES
+
+    def run(
+        add_block, packed_x, stored, a, a_row, n, at, scales_row, scales_column, block_rows,
+        block_columns, first, count, tokens, x_dtype, x, x_row, x_order, h, h_row, h_order,
+    ):  # fmt: skip
+        _ = sources
+        scales = (at, (scales_row, scales_column), (block_rows, block_columns))
+        groups = (tokens + TOKENS - 1) // TOKENS
+        packed_a = packed_x + groups * X_BYTES  # [groups, vectors, TOKENS, 16] float32 before
+        all_sums = packed_a + A_BYTES  # [vectors, LONG_RANKS, 16] float32 before
+        a += first * a_row
+        for k in range(0, n, LONG_CHUNK):
+            columns = (k, min(n - k, LONG_CHUNK))
+            for i in range(groups * TOKENS):
+                to = packed_x + i // TOKENS * X_BYTES + i % TOKENS * LINE
+                (row_x,) = v.rows((x, x_row, x_order), min(i, tokens - 1), ONE)
+                pack_x(x_dtype, row_x, columns, to, TOKENS * LINE)
+            sums = all_sums  # [blocks, groups, TOKENS, LONG_RANKS, 16] float32
+            for j in range(0, count, LONG_RANKS):
+                ahead = LONG_RANKS * a_row
+                if j + LONG_RANKS >= count and k + LONG_CHUNK < n:
+                    ahead = LONG_CHUNK - j * a_row
+                for i in range(LONG_RANKS):
+                    row = min(j + i, count - 1)
+                    of_row = (group_scales(scales, first + row), scales_column, block_columns)
+                    to = packed_a + i * LINE
+                    pack_a(stored, a + row * a_row, columns, of_row, to, ahead)
+                block = (packed_a, packed_x, sums, (columns[1] + LANES - 1) // LANES)
+                fetch = (0, 0, 0, 0, 0, 0, x, x_row, x_order)  # `pack_a` has fetched
+                state = (int(k > 0), int(k + LONG_CHUNK >= n), count - j, tokens)
+                v.invoke(add_block, block + fetch + state + (h + 4 * j, h_row, h_order))
+                sums += groups * SUMS_BYTES
+
+    return compiled(run)
 
 
-@njit(nogil=True)
+@function
 def pack_x(x_dtype, row, columns, to, step):
     """Store some columns of a row of x as vectors of float32, `step` bytes apart."""
     if x_dtype == BIAS_FLOAT32:
@@ -302,7 +296,7 @@ def pack_x(x_dtype, row, columns, to, step):
         pack(v.FLOAT16, row, columns, np.float32(1), to, step, 0)
 
 
-@njit(nogil=True)
+@function
 def pack_a(stored, row, columns, scales, to, ahead):
     """Store a chunk of a row of a, times its scales, as vectors of float32."""
     at, step, size = scales
@@ -326,7 +320,7 @@ def pack_a(stored, row, columns, scales, to, ahead):
             v.write(v.FLOAT32, to + i // LANES * LINE * LONG_RANKS + i % LANES * 4, item)
 
 
-@njit(nogil=True)
+@function
 def pack_scaled(stored, row, columns, factor, to, ahead):
     """Store some columns of a row of a, times one scale, as vectors of float32."""
     if stored == INT8:
@@ -337,7 +331,7 @@ def pack_scaled(stored, row, columns, factor, to, ahead):
         pack(v.E5M2, row, columns, factor, to, LONG_RANKS * LINE, ahead)
 
 
-@njit(nogil=True)
+@function
 def pack(kind, row, columns, factor, to, step, ahead):
     """Store some columns of a row, times a factor, as vectors of float32 `step` bytes apart."""
     first, width = columns
@@ -363,18 +357,19 @@ def pack(kind, row, columns, factor, to, step, ahead):
         v.store_all(to, step, v.multiply(v.load_some(kind, (at,), 0, width - k), factors))
 
 
-@njit(nogil=True)
-def expand_part(part, parts, layer, segments, token_scales, h, y):
+@inlined
+def expand_part(part, parts, call, layer, routines, low, high):
     """Add this part's columns of ``scale * scaling * h @ b.T + bias`` to y."""
-    total, _ = expand_work(layer, segments)
+    total, _ = expand_work(layer, call.b_segments, low, high)
     scratch = np.empty(SCRATCH + LANES * len(MANY_TILES) * (layer.max_rank + 1), np.float32)
     to_y = aligned(scratch)
     for t in range(MAX_SEGMENT):
-        carray(v.ints(to_y), MAX_SEGMENT)[t] = t
+        v.write_id(to_y + 8 * t, t)
     before = 0
-    for key, start, stop in segments:
+    for i in range(low, high):
+        key, start, stop = v.fields(Segment, call.b_segments + i * SEGMENT_BYTES)
         for s in range(layer.num_slices):
-            item = slice_of(layer, s)
+            item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
             rank = rank_of(layer, key, s)
             tiles = (item.last - item.first + LANES - 1) // LANES
             cost = (FETCH_COST + stop - start) * (rank + EXPAND_COST)
@@ -382,94 +377,156 @@ def expand_part(part, parts, layer, segments, token_scales, h, y):
             before += tiles * cost
             if rank == 0 and layer.bias == 0 and layer.output_scales == 0:
                 continue
-            factors = (rank, scaling_of(layer, key, s, rank), token_scales)
-            h_slice = (h[0] + s * h[1], h[2], h[3])
-            columns = to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT
-            stored = (layer.stored, b_scales_of(layer, item, key), columns)
+            factors = factors_of(call, layer, key, s, rank)
+            stored = stored_of(call, layer, item, key, to_y)
+            rows = rows_of(call, s, start, stop)
             full = (item.last - item.first) // LANES
-            at, count, tokens = first * LANES, min(last, full) - first, (start, stop)
-            in_registers = layer.stored == INT8 and layer.block_columns == 0 and rank > 0
-            in_registers = in_registers and layer.output_scales == 0
-            while count > 0:
+            at, end = first * LANES, min(last, full) * LANES
+            if at < end:
                 place = place_of(layer, item, key, at)
-                if in_registers:
-                    tiles = min(count, len(MANY_TILES))
-                    expand_int8(stored, place, tiles, at, factors, tokens, h_slice, y, to_y)
-                    at, count = at + LANES * tiles, count - tiles
-                elif count >= len(MANY_TILES):
-                    expand_columns(MANY_TILES, stored, place, at, factors, tokens, h_slice, y, to_y)
-                    at, count = at + LANES * len(MANY_TILES), count - len(MANY_TILES)
+                in_registers = layer.stored == INT8 and layer.block_columns == 0 and rank > 0
+                if in_registers and layer.output_scales == 0:
+                    v.invoke(routines.expand_int8, stored + (at, end) + place + factors + rows)
                 else:
-                    expand_columns(ONE_TILE, stored, place, at, factors, tokens, h_slice, y, to_y)
-                    at, count = at + LANES, count - 1
-            if first <= full < last:
-                for column in range(full * LANES, item.last - item.first):
-                    place = place_of(layer, item, key, column)
-                    expand_row(stored, place, column, factors, tokens, h_slice, y, to_y)
+                    own = (routines.add_many, routines.add_one)
+                    call_args = stored + (at, end) + place + factors + rows
+                    v.invoke(routines.expand_stored, own + call_args)
+            at, end = full * LANES, item.last - item.first
+            if first <= full < last and at < end:
+                place = place_of(layer, item, key, at)
+                columns = (routines.expand_column,) + stored + (at, end) + place
+                v.invoke(routines.expand_ragged, columns + factors + rows)
 
 
-@njit(nogil=True)
-def expand_row(stored, place, row, factors, tokens, h, y, to_y):
-    """Add to one column of y; `row` is its row of b in the slice."""
-    dtype, scales, to = stored
-    b, _, bias, output_scale, column = place
-    for j in range(factors[0]):
-        item = read_stored(dtype, b + j) * scale_of(scales, row, j)
-        v.write(v.FLOAT32, to + 4 * j, item)
-    target, within = widen_y(y, tokens, column, 1, to_y)
-    own = (to, 0, bias, output_scale, within)
-    expand_column((v.FLOAT32, v.FLOAT32), own, factors, tokens[0], tokens[1], h, target)
-    narrow_y(y, tokens, column, 1, to_y)
+@function
+def stored_of(call, layer, item, key, to_y):
+    """Return how B is stored and scaled, and what y is."""
+    at, (step, other), (rows, columns) = b_scales_of(layer, item, key)
+    return layer.stored, at, step, other, rows, columns, call.y_dtype, to_y
 
 
-@njit(nogil=True)
-def expand_columns(tiles, stored, place, row, factors, tokens, h, y, to_y):
-    """Add to 16 columns of y per item of `tiles`; `row` is their first row of b in the slice."""
-    dtype, scales, columns = stored
-    b, b_row, bias, output_scale, column = place
-    rank, step, width = factors[0], LINE * len(tiles), LANES * len(tiles)
-    for i in range(len(tiles)):
-        rows = (b + i * LANES * b_row, b_row, row + i * LANES)
-        prefetch_rows(rows[0], b_row, rank)
-        store_tile(dtype, rows, rank, scales, columns + i * LINE, step)
-    paired = rank - rank % 4  # as in `expand_column` for float32
-    target, within = widen_y(y, tokens, column, width, to_y)
-    own = (b, b_row, bias, output_scale, within)
-    add_stored_columns(tiles, v.FLOAT32, own, factors, paired, 0, columns, tokens, h, target)
-    narrow_y(y, tokens, column, width, to_y)
+def expand_ragged() -> Any:
+    """Compile the addition to single columns of y; `row` is their first row of b in the slice."""
+    sources = SOURCES
+
+    def run(
+        expand_column, dtype, at, scales_row, scales_column, block_rows, block_columns, y_dtype,
+        to_y, row, end_row, b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank,
+        scaling, scales, scales_step, scales_order, t, end, h, h_row, h_order, y, y_row, y_order,
+    ):  # fmt: skip
+        _ = sources
+        own_scales = (at, (scales_row, scales_column), (block_rows, block_columns))
+        to, own_y = to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT, (y_dtype, (y, y_row, y_order))
+        for i in range(row, end_row):
+            for j in range(rank):
+                item = read_stored(dtype, b + j) * scale_of(own_scales, i, j)
+                v.write(v.FLOAT32, to + 4 * j, item)
+            target, within = widen_y(own_y, (t, end), column, 1, to_y)
+            place = (to, 0, bias_dtype, bias, bias_size, output_scale, within)
+            factors = (rank, scaling, scales, scales_step, scales_order)
+            v.invoke(expand_column, place + factors + (1, t, end, h, h_row, h_order) + target)
+            narrow_y(own_y, (t, end), column, 1, to_y)
+            b += b_row
+            column += 1
+            if bias != 0:
+                bias += bias_size
+            if output_scale != 0:
+                output_scale += 4
+
+    return compiled(run)
 
 
-@njit(nogil=True)
-def expand_int8(stored, place, tiles, row, factors, tokens, h, y, to_y):
-    """Do what `expand_columns` does for int8 with a scale per row, which registers widen faster."""
-    rank, scaling, scales = factors
-    b, b_row, bias, _, column = place
-    (t, end), fresh = tokens, True
-    target, within = widen_y(y, tokens, column, LANES * tiles, to_y)
-    own = (b, b_row, bias, row, within)
-    while t + 8 <= end:
-        fac8 = (rank, v.read_scaled(eight_rows(scales, t), scaling))
-        int8_rows(stored, own, tiles, fac8, fresh, eight_rows(h, t), eight_rows(target, t))
-        t, fresh = t + 8, False
-    if t + 4 <= end:
-        fac4 = (rank, v.read_scaled(four_rows(scales, t), scaling))
-        int8_rows(stored, own, tiles, fac4, fresh, four_rows(h, t), four_rows(target, t))
-        t, fresh = t + 4, False
-    if t + 2 <= end:
-        fac2 = (rank, v.read_scaled(two_rows(scales, t), scaling))
-        int8_rows(stored, own, tiles, fac2, fresh, two_rows(h, t), two_rows(target, t))
-        t, fresh = t + 2, False
-    if t < end:
-        fac1 = (rank, v.read_scaled((row_at(scales, t),), scaling))
-        int8_rows(stored, own, tiles, fac1, fresh, (row_at(h, t),), (row_at(target, t),))
-    narrow_y(y, tokens, column, LANES * tiles, to_y)
+def expand_stored() -> Any:
+    """Compile the addition to columns of y, 64 or 16 at a time; `row` is their row of b."""
+    sources = SOURCES
+
+    def run(
+        add_many, add_one, dtype, at, scales_row, scales_column, block_rows, block_columns,
+        y_dtype, to_y, row, end_row, b, b_row, bias_dtype, bias, bias_size, output_scale, column,
+        rank, scaling, scales, scales_step, scales_order, t, end, h, h_row, h_order,
+        y, y_row, y_order,
+    ):  # fmt: skip
+        _ = sources
+        own_scales = (at, (scales_row, scales_column), (block_rows, block_columns))
+        columns, own_y = (
+            to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT,
+            (y_dtype, (y, y_row, y_order)),
+        )
+        paired = rank - rank % 4  # as in `expand_column` for float32
+        while row < end_row:
+            tiles, add = len(MANY_TILES), add_many
+            if row + LANES * len(MANY_TILES) > end_row:
+                tiles, add = 1, add_one
+            width, step = LANES * tiles, LINE * tiles
+            for i in range(tiles):
+                rows = (b + i * LANES * b_row, b_row, row + i * LANES)
+                prefetch_rows(rows[0], b_row, rank)
+                store_tile(dtype, rows, rank, own_scales, columns + i * LINE, step)
+            target, within = widen_y(own_y, (t, end), column, width, to_y)
+            place = (b, b_row, bias_dtype, bias, bias_size, output_scale, within)
+            factors = (rank, scaling, scales, scales_step, scales_order)
+            stored = (paired, 0, columns, t, end, h, h_row, h_order)
+            v.invoke(add, place + factors + stored + target)
+            narrow_y(own_y, (t, end), column, width, to_y)
+            b += width * b_row
+            row += width
+            column += width
+            if bias != 0:
+                bias += width * bias_size
+            if output_scale != 0:
+                output_scale += 4 * width
+
+    return compiled(run)
 
 
-@njit(nogil=True, forceinline=True)
-def int8_rows(stored, place, tiles, factors, fresh, h_rows, y_rows):
+def expand_int8() -> Any:
+    """Compile what `expand_stored` does for int8 with a scale per row, widened in registers."""
+    sources = SOURCES
+
+    def run(
+        dtype, at, scales_row, scales_column, block_rows, block_columns, y_dtype, to_y, row,
+        end_row, b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
+        scales, scales_step, scales_order, t, end, h, h_row, h_order, y, y_row, y_order,
+    ):  # fmt: skip
+        _ = sources
+        own_scales = (at, (scales_row, scales_column), (block_rows, block_columns))
+        spare, own_y = to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT, (y_dtype, (y, y_row, y_order))
+        stored, own_h = (own_scales, spare), (h, h_row, h_order)
+        factors = (rank, read_scaling(rank, scaling), (scales, scales_step, scales_order))
+        while row < end_row:
+            width = min(end_row - row, LANES * len(MANY_TILES))
+            tiles = width // LANES
+            target, within = widen_y(own_y, (t, end), column, width, to_y)
+            place = (b, b_row, (bias_dtype, bias, bias_size), row, within)
+            fresh, i = True, t  # fresh: b is not in a cache yet
+            while i + 8 <= end:
+                int8_rows(stored, place, tiles, factors, fresh, i, EIGHT, own_h, target)
+                i, fresh = i + 8, False
+            if i + 4 <= end:
+                int8_rows(stored, place, tiles, factors, fresh, i, FOUR, own_h, target)
+                i, fresh = i + 4, False
+            if i + 2 <= end:
+                int8_rows(stored, place, tiles, factors, fresh, i, TWO, own_h, target)
+                i, fresh = i + 2, False
+            if i < end:
+                int8_rows(stored, place, tiles, factors, fresh, i, ONE, own_h, target)
+            narrow_y(own_y, (t, end), column, width, to_y)
+            b += width * b_row
+            row += width
+            column += width
+            if bias != 0:
+                bias += width * bias_size
+
+    return compiled(run)
+
+
+@inlined
+def int8_rows(stored, place, tiles, factors, fresh, t, tokens, h, y):
     """Add to `tiles` times 16 columns of some rows of y, which are float32."""
     b, b_row, (bias_dtype, bias, bias_size), row, column = place
-    rank, scalings = factors
+    rank, scaling, scales = factors
+    scalings = v.read_scaled(v.rows(scales, t, tokens), scaling)
+    h_rows, y_rows = v.rows(h, t, tokens), v.rows(y, t, tokens)
     added = v.zeros((0,), (0,))
     for _ in range(tiles):
         if fresh:
@@ -488,14 +545,14 @@ def int8_rows(stored, place, tiles, factors, fresh, h_rows, y_rows):
         while j < rank:
             sums = v.add_columns(sums, (v.load_column(v.INT8, b + j, b_row),), h_rows, j)
             j += 1
-        sums = v.multiply(sums, row_scales(stored[1], row, 0, stored[2]))
+        sums = v.multiply(sums, row_scales(stored[0], row, 0, stored[1]))
         v.update_rows(v.FLOAT32, y_rows, column, sums, scalings, added, ())
         b += LANES * b_row
         row += LANES
         column += LANES
 
 
-@njit(nogil=True)
+@function
 def widen_y(y, tokens, column, width, to_y):
     """Return y as float32: itself, or a copy of some columns; and the first of the columns in it.
 
@@ -507,13 +564,13 @@ def widen_y(y, tokens, column, width, to_y):
     for t in range(tokens[0], tokens[1]):
         to = to_y + ORDER_BYTES + (t - tokens[0]) * TILE_BYTES
         if dtype == BIAS_BFLOAT16:
-            widen_row(v.BFLOAT16, row_at(rows, t) + 2 * column, width, to)
+            widen_row(v.BFLOAT16, v.rows(rows, t, ONE)[0] + 2 * column, width, to)
         else:
-            widen_row(v.FLOAT16, row_at(rows, t) + 2 * column, width, to)
+            widen_row(v.FLOAT16, v.rows(rows, t, ONE)[0] + 2 * column, width, to)
     return (to_y + ORDER_BYTES, TILE_BYTES, to_y - 8 * tokens[0]), 0
 
 
-@njit(nogil=True)
+@function
 def widen_row(kind, row, width, to):
     """Store `width` elements as float32, and fetch as many behind them."""
     v.prefetch((row,), 2 * width)
@@ -523,7 +580,7 @@ def widen_row(kind, row, width, to):
         v.write(v.FLOAT32, to + 4 * k, v.read(kind, row + 2 * k))
 
 
-@njit(nogil=True)
+@function
 def narrow_y(y, tokens, column, width, to_y):
     """Store the copy that `widen_y` made, each element rounded."""
     dtype, rows = y
@@ -532,12 +589,12 @@ def narrow_y(y, tokens, column, width, to_y):
     for t in range(tokens[0], tokens[1]):
         at = to_y + ORDER_BYTES + (t - tokens[0]) * TILE_BYTES
         if dtype == BIAS_BFLOAT16:
-            narrow_row(v.BFLOAT16, at, width, row_at(rows, t) + 2 * column)
+            narrow_row(v.BFLOAT16, at, width, v.rows(rows, t, ONE)[0] + 2 * column)
         else:
-            narrow_row(v.FLOAT16, at, width, row_at(rows, t) + 2 * column)
+            narrow_row(v.FLOAT16, at, width, v.rows(rows, t, ONE)[0] + 2 * column)
 
 
-@njit(nogil=True)
+@function
 def narrow_row(kind, row, width, to):
     """Store `width` elements of float32 as another kind."""
     for k in range(0, width - LANES + 1, LANES):
@@ -546,7 +603,7 @@ def narrow_row(kind, row, width, to):
         v.write(kind, to + 2 * k, v.read(v.FLOAT32, row + 4 * k))
 
 
-@njit(nogil=True)
+@function
 def store_tile(dtype, rows, rank, scales, to, step):
     """Do what `store_columns` does for a dtype."""
     if dtype == INT8:
@@ -557,7 +614,7 @@ def store_tile(dtype, rows, rank, scales, to, step):
         store_columns(v.E5M2, rows, rank, scales, to, step)
 
 
-@njit(nogil=True)
+@function
 def store_columns(kind, rows, rank, scales, to, step):
     """Store 16 rows of b, times their scales, as `rank` vectors of float32, `step` bytes apart."""
     b, b_row, row = rows
@@ -579,7 +636,7 @@ def store_columns(kind, rows, rank, scales, to, step):
             j += 1
 
 
-@njit(nogil=True)
+@function
 def row_scales(scales, row, column, spare):
     """Return the scales of 16 rows in a column's group; `spare` is memory for a vector."""
     at, (step, _), (rows, _) = scales

@@ -9,18 +9,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray
 
 from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu.compiling import SOURCES, compiled, function, inlined
 from lora_backends.numba_cpu.config import MAX_SEGMENT
-from lora_backends.numba_cpu.kernels import (
-    LAYER_FIELDS,
-    SOURCES,
-    compiled,
-    rank_of,
-    slice_of,
-    unpack,
-)
+from lora_backends.numba_cpu.kernels import SLICE_BYTES, rank_of
+from lora_backends.numba_cpu.layer import Layer, Slice
 from lora_backends.numba_cpu.plan import EXPERT_BITS
 
 LANES = v.LANES
@@ -69,9 +64,6 @@ class Reduction(NamedTuple):
     y_row: int
 
 
-GROUPING_FIELDS, REDUCTION_FIELDS = len(Grouping._fields), len(Reduction._fields)
-
-
 def grouping_entry() -> Any:
     """Compile `run_grouping`; it takes the address of a `Grouping`."""
     sources = SOURCES
@@ -80,7 +72,7 @@ def grouping_entry() -> Any:
         _ = sources
         run_grouping(address)
 
-    return compiled(types.void(types.int64), run)
+    return compiled(run)
 
 
 def reduction_entry(kind_y: Any) -> Any:
@@ -91,13 +83,13 @@ def reduction_entry(kind_y: Any) -> Any:
         _ = sources
         run_reduction(kind_y, address)
 
-    return compiled(types.void(types.int64), run)
+    return compiled(run)
 
 
-@njit(nogil=True)
+@inlined
 def run_grouping(address):
     """Sort the live pairs by slot and expert: a counting sort of the experts, slot by slot."""
-    call = unpack_grouping(carray(v.ints(address), GROUPING_FIELDS))
+    call = v.fields(Grouping, address)
     plan = carray(v.ints(call.segments), (call.num_segments, 3))
     counts = carray(v.ints(call.counts), call.num_experts)
     by_expert = carray(v.ints(call.by_expert), (call.num_tokens * call.top_k, 3))
@@ -123,7 +115,7 @@ def run_grouping(address):
         totals[0] = end
 
 
-@njit(nogil=True)
+@function
 def write_local_ids(call):
     """Write the expert of each pair on this rank, -1 where it is not one of ours."""
     ids = carray(v.ints(call.ids), call.num_tokens * call.top_k)
@@ -137,7 +129,7 @@ def write_local_ids(call):
             ids[t * call.top_k + j] = expert if 0 <= expert < call.num_experts else -1
 
 
-@njit(nogil=True)
+@function
 def count_pairs(call, counts, start, stop):
     """Count the pairs of each expert among tokens of one slot."""
     counts[:] = 0
@@ -149,7 +141,7 @@ def count_pairs(call, counts, start, stop):
                 counts[expert] += 1
 
 
-@njit(nogil=True)
+@function
 def place_pairs(call, places, start, stop):
     """Write the pairs of tokens of one slot where each expert's next one belongs."""
     pairs = carray(v.ints(call.pairs), call.num_tokens * call.top_k)
@@ -165,7 +157,7 @@ def place_pairs(call, places, start, stop):
                 places[expert] += 1
 
 
-@njit(nogil=True)
+@function
 def add_segments(segments, count, key, start, end):
     """Append the segments of a run; return how many there are now."""
     for first in range(start, end, MAX_SEGMENT):
@@ -176,11 +168,11 @@ def add_segments(segments, count, key, start, end):
     return count
 
 
-@njit(nogil=True)
+@inlined
 def run_reduction(kind_y, address):
     """Add to each token's row of y the deltas of its pairs, in order of the pairs."""
-    call = unpack_reduction(carray(v.ints(address), REDUCTION_FIELDS))
-    layer = unpack(carray(v.ints(call.layer), LAYER_FIELDS))
+    call = v.fields(Reduction, address)
+    layer = v.fields(Layer, call.layer)
     segments = carray(v.ints(call.segments), (call.num_segments, 3))
     part, parts = 0, 1
     if call.threads > 1:
@@ -191,11 +183,11 @@ def run_reduction(kind_y, address):
         for i in range(max(start, low), min(stop, high)):
             token = v.read_id(call.order + 8 * i)
             for s in range(layer.num_slices):
-                item = slice_of(layer, s)
+                item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
                 add_pairs(kind_y, call, layer, slot, token, s, item.first, item.last)
 
 
-@njit(nogil=True)
+@inlined
 def add_pairs(kind_y, call, layer, slot, token, s, first, last):
     """Add the deltas of one token's pairs to the columns of a slice; without any, keep its bits."""
     row_bytes, ids = 4 * call.out_features, call.ids + 8 * call.top_k * token
@@ -224,25 +216,3 @@ def add_pairs(kind_y, call, layer, slot, token, s, first, last):
             total += v.read(v.FLOAT32, touched[i] + 4 * rest)
         at = y + rest * v.size(kind_y)
         v.write(kind_y, at, v.read(kind_y, at) + total)
-
-
-@njit(nogil=True)
-def unpack_grouping(call):
-    """Return the fields of a `Grouping` by name."""
-    # fmt: off
-    return Grouping(
-        call[0], call[1], call[2], call[3], call[4], call[5], call[6], call[7], call[8], call[9],
-        call[10], call[11], call[12], call[13], call[14], call[15], call[16], call[17], call[18],
-    )
-    # fmt: on
-
-
-@njit(nogil=True)
-def unpack_reduction(call):
-    """Return the fields of a `Reduction` by name."""
-    # fmt: off
-    return Reduction(
-        call[0], call[1], call[2], call[3], call[4], call[5], call[6], call[7], call[8], call[9],
-        call[10], call[11], call[12], call[13],
-    )
-    # fmt: on

@@ -17,15 +17,13 @@ from lora_backends.experts import ExpertWeights
 from lora_backends.numba_cpu import kernels, kernels_eight_bit, kernels_experts
 from lora_backends.numba_cpu.config import SEGMENTS_PER_THREAD, SERIAL_BYTES
 from lora_backends.numba_cpu.layer import BIAS_DTYPES, Layers, Located
+from lora_backends.numba_cpu.needs import EXPAND
 from lora_backends.numba_cpu.openmp import OpenMP, torch_openmp
 from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan
-from lora_backends.numba_cpu.vectors import BFLOAT16, FLOAT16, FLOAT32
+from lora_backends.numba_cpu.routines import MARKERS, eight_bit_table, table_of
 from lora_backends.weights import LoRAWeights
 
-MARKERS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-
 NO_FUNCTIONS = (0, 0, 0)
-_FIRST_HALF = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
 _PACK_START = struct.Struct("9q").pack  # the fields of a `kernels.Call` before those of a `Work`
 _PACK_TENSORS = struct.Struct("9q").pack  # and behind them
 _PACK_REDUCTION = struct.Struct(f"{len(kernels_experts.Reduction._fields)}q").pack
@@ -38,27 +36,36 @@ class Kernel:
     run: Callable[[bytes], None]
     address: int  # for OpenMP
     compiled: Any  # what keeps the machine code
-    first_half: int = 0  # address of what it calls for the first half
+    routines: int = 0  # address of the addresses of what it calls
 
 
-def _kernel(compiled: Any, first_half: int = 0) -> Kernel:
+def _kernel(compiled: Any, routines: int = 0) -> Kernel:
     if config.DISABLE_JIT:
-        return Kernel(lambda call: compiled(_address_of(call)), 0, compiled, first_half)
+        return Kernel(lambda call: compiled(_address_of(call)), 0, compiled, routines)
     run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)  # lets other threads run
-    return Kernel(run, compiled.address, compiled, first_half)
+    return Kernel(run, compiled.address, compiled, routines)
 
 
 @cache
-def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype) -> Kernel:
-    """Compile the kernel for weights and y of these dtypes, or load it from the disk."""
-    first_half = first_half_for(dtype)[0]
-    return _kernel(kernels.entry(MARKERS[dtype], MARKERS[dtype_y]), first_half)
+def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Kernel:
+    """Compile the kernel and the routines that these calls need, or load them from the disk."""
+    return _kernel(_dense_kernel(), table_of(dtype, dtype_y, needs).address)
 
 
 @cache
-def eight_bit_kernel() -> Kernel:
-    """Compile the kernel for 8-bit stacks and any y, or load it."""
-    return _kernel(kernels_eight_bit.entry(), first_half_for(torch.int8)[0])
+def _dense_kernel() -> Any:
+    return kernels.entry()
+
+
+@cache
+def eight_bit_kernel(needs: int) -> Kernel:
+    """Do what `kernel_for` does for 8-bit stacks: one kernel for any dtypes."""
+    return _kernel(_eight_bit_kernel(), eight_bit_table(needs).address)
+
+
+@cache
+def _eight_bit_kernel() -> Any:
+    return kernels_eight_bit.entry()
 
 
 @cache
@@ -71,19 +78,6 @@ def reduction_kernel(dtype_y: torch.dtype) -> Kernel:
 def grouping_kernel() -> Kernel:
     """Compile the kernel that groups pairs, or load it."""
     return _kernel(kernels_experts.grouping_entry())
-
-
-@cache
-def first_half_for(dtype: torch.dtype) -> tuple[int, Any]:
-    """Compile the first half for weights of a dtype, or load it; return its address and itself."""
-    if is_eight_bit(dtype):
-        compiled = kernels_eight_bit.first_entry()
-    else:
-        compiled = kernels.first_entry(MARKERS[dtype])
-    if config.DISABLE_JIT:
-        compiled = _FIRST_HALF(compiled)
-        return ctypes.cast(compiled, ctypes.c_void_p).value or 0, compiled
-    return compiled.address, compiled
 
 
 def _address_of(data: bytes) -> int:
@@ -108,11 +102,11 @@ def run(
         return
     located = layers.locate(weights)
     threads = num_threads(located, job)
-    dtype = located.dtype
-    if is_eight_bit(dtype):
-        kernel = eight_bit_kernel()
+    needs = first | located.needs | job.needs | (0 if y is None else EXPAND)
+    if is_eight_bit(located.dtype):
+        kernel = eight_bit_kernel(needs)
     else:
-        kernel = kernel_for(dtype, dtype if y is None else y.dtype)
+        kernel = kernel_for(located.dtype, located.dtype if y is None else y.dtype, needs)
     if h is None:
         h_row = 4 * weights.max_rank
         h_slice = h_row * job.h_rows
@@ -122,7 +116,7 @@ def run(
     openmp = torch_openmp() if threads > 1 else None
     call = _PACK_START(
         first,
-        kernel.first_half,
+        kernel.routines,
         y is not None,
         job.halves_match and job.num_segments >= SEGMENTS_PER_THREAD * threads,
         threads,

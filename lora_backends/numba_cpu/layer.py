@@ -14,6 +14,8 @@ import torch
 from lora_backends.dispatch.ordinary import addresses_of
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.experts import ExpertWeights
+from lora_backends.numba_cpu.needs import BIAS, IN_REGISTERS, MULTIPLIED, RAGGED
+from lora_backends.numba_cpu.vectors import LANES
 from lora_backends.weights import LoRAWeights
 
 Weights: TypeAlias = LoRAWeights | ExpertWeights
@@ -90,6 +92,7 @@ class Located:
     layer: Ints  # the fields of a `Layer`
     slices: Ints  # what its first field points to
     address: int  # of `layer`
+    needs: int  # the flags of `needs` that weights have
     bytes_read: int  # of A and B, per active slot, if every rank were max_rank
 
 
@@ -160,7 +163,16 @@ def _located(
     bytes_read = (len(slices) * in_features + weights.out_features) * max_rank
     bytes_read *= weights.dtype.itemsize
     address = layer.ctypes.data
-    return Located(addresses, weights.dtype, len(slices), layer, table, address, bytes_read)
+    needs = _needs(slices, fields, weights.dtype is torch.int8 and columns is None)
+    return Located(addresses, weights.dtype, len(slices), layer, table, address, needs, bytes_read)
+
+
+def _needs(slices: list[Slice], fields: dict[str, int], in_registers: bool) -> int:
+    needs = IN_REGISTERS if in_registers else 0
+    needs |= MULTIPLIED if fields["output_scales"] else 0
+    needs |= BIAS if fields["bias"] else 0
+    ragged = any((item.last - item.first) % LANES for item in slices)
+    return needs | (RAGGED if ragged else 0)
 
 
 def _expert_addresses(weights: ExpertWeights) -> tuple[int, ...]:

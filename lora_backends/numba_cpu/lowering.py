@@ -170,18 +170,19 @@ def split_words(builder: Any, kind: Any, columns: list[Any]) -> list[Any]:
     return split
 
 
-def load_lanes(builder: Any, kind: Any, base: Any, step: int | Any, count: Any) -> Any:
-    """Return `count` (at most 16) elements, `step` bytes apart, then zeros; the slow way."""
-    buffer = cgutils.alloca_once(builder, VECTOR)
-    builder.store(ZEROS, buffer, align=4)
-    target = builder.ptrtoint(buffer, I64)
-    stride = integer(step) if isinstance(step, int) else step
-    with cgutils.for_range(builder, count) as loop:
-        at = builder.add(base, builder.mul(loop.index, stride))
-        item = widen(builder, kind, load_value(builder, at, raw_type(kind), size_of(kind)))
-        slot = builder.add(target, builder.mul(loop.index, integer(4)))
-        store_value(builder, slot, item, 4)
-    return builder.load(buffer, align=4)
+def load_lanes(builder: Any, kind: Any, rows: list[Any], count: Any) -> list[Any]:
+    """Return a vector a row: `count` (at most 16) neighbours, then zeros; the slow way."""
+    buffers = [cgutils.alloca_once(builder, VECTOR) for _ in rows]
+    for buffer in buffers:
+        builder.store(ZEROS, buffer, align=4)
+    with cgutils.for_range(builder, count) as loop:  # one for all rows, which compiles sooner
+        offset = builder.mul(loop.index, integer(size_of(kind)))
+        for row, buffer in zip(rows, buffers, strict=True):
+            at = builder.add(row, offset)
+            item = widen(builder, kind, load_value(builder, at, raw_type(kind), size_of(kind)))
+            slot = builder.add(builder.ptrtoint(buffer, I64), builder.mul(loop.index, integer(4)))
+            store_value(builder, slot, item, 4)
+    return [builder.load(buffer, align=4) for buffer in buffers]
 
 
 def transpose_16_by_4(builder: Any, base: Any, step: Any) -> list[Any]:

@@ -222,6 +222,10 @@ def _sum_lanes(vector: Vector) -> np.float32:
     return total
 
 
+def write_id(address: int, value: int) -> None:
+    _memory(address, np.dtype(np.int64), 1)[0] = value
+
+
 def ints(address: int) -> Any:
     return ctypes.cast(int(address), ctypes.POINTER(ctypes.c_int64))
 
@@ -230,5 +234,13 @@ def call(address: int) -> int:
     return int(ctypes.CFUNCTYPE(ctypes.c_int32)(int(address))())
 
 
-def call_first(function: int, *args: int) -> None:
-    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(int(function))(*map(int, args))
+def invoke(function: int, arguments: tuple[int, ...]) -> None:
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(int(function))(*map(int, arguments))
+
+
+def fields(kind: Any, address: int) -> Any:
+    return kind(*[read_id(address + 8 * i) for i in range(len(kind._fields))])
+
+
+def rows(base: tuple[int, int, int], t: int, like: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(base[0] + read_id(base[2] + 8 * (t + i)) * base[1] for i in range(len(like)))

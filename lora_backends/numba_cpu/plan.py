@@ -12,7 +12,8 @@ import torch
 
 from lora_backends.backend import LoRAPlan
 from lora_backends.batch import LoRABatch
-from lora_backends.numba_cpu.config import MAX_SEGMENT
+from lora_backends.numba_cpu.config import LONG_SEGMENT, MAX_SEGMENT
+from lora_backends.numba_cpu.needs import LONG
 
 Ints = npt.NDArray[np.int64]
 
@@ -55,6 +56,7 @@ class Job(NamedTuple):
     num_segments: int  # that read weights of their own
     num_positions: int  # of the second half
     h_rows: int  # of h
+    needs: int  # LONG or 0
 
 
 @dataclass(eq=False)
@@ -84,11 +86,19 @@ class NumbaPlan(LoRAPlan):
         self.order, self.segments, self.token_scales = order, segments, token_scales
         self.num_segments, self.num_positions = len(segments), len(order)
         self.h_rows = self.num_tokens
+        self.needs = needs_of(segments)
         halves = (len(segments), segments.ctypes.data)
         at = order.ctypes.data
         scales = NO_SCALES if token_scales is None else (token_scales.data_ptr(), 4)
         self.work = Work(*halves, 1, *halves, at, at, at, at, *scales, at)
         self.packed_work, self.halves_match = PACK_WORK(*self.work), True
+
+
+def needs_of(segments: Ints) -> int:
+    """Return LONG where a segment is long, else 0."""
+    if not len(segments) or segments[-1, 2] < LONG_SEGMENT:
+        return 0
+    return LONG if (segments[:, 2] - segments[:, 1]).max() >= LONG_SEGMENT else 0
 
 
 def order_and_segments(batch: LoRABatch) -> tuple[Ints, Ints]:

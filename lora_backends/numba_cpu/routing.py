@@ -11,7 +11,9 @@ import torch
 
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.numba_cpu import launch
+from lora_backends.numba_cpu.config import LONG_SEGMENT
 from lora_backends.numba_cpu.kernels_experts import Grouping
+from lora_backends.numba_cpu.needs import LONG
 from lora_backends.numba_cpu.plan import NO_SCALES, PACK_WORK, Ints, Job, Work
 
 _PACK = struct.Struct(f"{len(Grouping._fields)}q").pack
@@ -149,7 +151,9 @@ def job_of(
     orders = (x_order, to_order, h_order, groups.pairs)
     work = Work(*a_segments, span, *b_segments, *orders, *factors, groups.pairs)
     same = work.a_segments == work.b_segments
-    return Job(PACK_WORK(*work), same, groups.by_expert[0], groups.num_pairs, h_rows)
+    longest = max(groups.num_pairs, plan.num_positions)  # that a segment may be
+    needs = LONG if longest >= LONG_SEGMENT else 0
+    return Job(PACK_WORK(*work), same, groups.by_expert[0], groups.num_pairs, h_rows, needs)
 
 
 def _experts(scales: torch.Tensor | None) -> int:

@@ -102,12 +102,8 @@ def load_some(typing: Any, kind: Any, rows: Any, first: Any, count: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, addresses, k, count = args
         offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
-        vectors = [
-            lowering.load_lanes(
-                builder, kind, builder.add(address, offset), lowering.size_of(kind), count
-            )
-            for address in cgutils.unpack_tuple(builder, addresses)
-        ]
+        starts = [builder.add(at, offset) for at in cgutils.unpack_tuple(builder, addresses)]
+        vectors = lowering.load_lanes(builder, kind, starts, count)
         return context.make_tuple(builder, result, vectors)
 
     return result(kind, rows, types.int64, types.int64), codegen
@@ -465,6 +461,17 @@ def read_id(typing: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
+@_operation(plain.write_id)
+def write_id(typing: Any, address: Any, value: Any) -> Any:
+    """write_id(address, value): one int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lowering.store_value(builder, args[0], args[1], 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 @_operation(plain.ints)
 def ints(typing: Any, address: Any) -> Any:
     """ints(address): a pointer to int64, for `numba.carray`."""
@@ -486,17 +493,56 @@ def call(typing: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@_operation(plain.call_first)
-def call_first(
-    typing: Any, function: Any, address: Any, part: Any, parts: Any, low: Any, high: Any
-) -> Any:
-    """call_first(function, address, part, parts, low, high): call ``void f(int64 * 5)``."""
+@_operation(plain.invoke)
+def invoke(typing: Any, function: Any, arguments: Any) -> Any:
+    """invoke(function, arguments): call the C function ``void f(int64, ...)`` that lies there."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lowering.call_function(builder, args[0], ir.VoidType(), *args[1:])
+        items = cgutils.unpack_tuple(builder, args[1])
+        lowering.call_function(builder, args[0], ir.VoidType(), *items)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), codegen
+    return types.void(types.int64, types.UniTuple(types.int64, arguments.count)), codegen
+
+
+@_operation(plain.fields)
+def fields(typing: Any, kind: Any, address: Any) -> Any:
+    """fields(kind, address): the NamedTuple of int64 that lie there one after the other."""
+    names = kind.instance_class
+    result = types.NamedUniTuple(types.int64, len(names._fields), names)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        items = [
+            lowering.load_value(
+                builder, builder.add(args[1], lowering.integer(8 * i)), lowering.I64, 8
+            )
+            for i in range(result.count)
+        ]
+        return context.make_tuple(builder, result, items)
+
+    return result(kind, types.int64), codegen
+
+
+@_operation(plain.rows)
+def rows(typing: Any, base: Any, t: Any, like: Any) -> Any:
+    """rows(base, t, like): the addresses of the rows at positions t, t + 1, ...
+
+    As many as `like` has items; base is (address, bytes from row to row, address of the row of
+    each position).
+    """
+    result = types.UniTuple(types.int64, like.count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        start, step, order = cgutils.unpack_tuple(builder, args[0])
+        first = builder.add(order, builder.mul(args[1], lowering.integer(8)))
+        items = []
+        for i in range(result.count):
+            at = builder.add(first, lowering.integer(8 * i))
+            row = lowering.load_value(builder, at, lowering.I64, 8)
+            items.append(builder.add(start, builder.mul(row, step)))
+        return context.make_tuple(builder, result, items)
+
+    return result(types.UniTuple(types.int64, 3), types.int64, like), codegen
 
 
 def _vectors_a_row(sums: int, a: int, x: int) -> int:

@@ -1,4 +1,4 @@
-"""Every test here compiles for minutes, unless the kernels are on disk from before."""
+"""Every test here is slow: they compile for a minute, unless kernels are on disk from before."""
 
 from pathlib import Path
 

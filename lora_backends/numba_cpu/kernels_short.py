@@ -1,0 +1,263 @@
+"""Routines for segments of a few tokens, and for single columns: widened in registers.
+
+A routine works on one segment and slice. The kernel in `kernels` calls it through its address, so
+that it is compiled when a batch first needs it, and by itself. x, h and y are (address, bytes from
+row to row, address of the row of each position).
+"""
+
+# numba infers the types of kernels
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu.compiling import SOURCES, compiled, function, inlined
+from lora_backends.numba_cpu.config import EXPAND_AHEAD, SHRINK_AHEAD, SHRINK_RANKS
+from lora_backends.numba_cpu.kernels_bias import load_bias, read_bias
+
+LANES = v.LANES
+ONE, TWO, FOUR, EIGHT = ((0,) * count for count in (1, 2, 4, 8))  # tokens at a time
+PLAIN, MULTIPLIED = (), (0,)  # vectors of output_scales per 16 columns of y
+
+
+def shrink_short(kind: Any, kind_x: Any) -> Any:
+    """Compile ``h[t, first:last] = x[t] @ a[first:last].T`` for weights and x of these kinds."""
+    sources = SOURCES
+
+    def run(a, a_row, n, first, last, t, end, x, x_row, x_order, h, h_row, h_order):
+        _ = sources
+        for j in range(first, last, SHRINK_RANKS):
+            rows, columns = (a + j * a_row, a_row, n), (h + 4 * j, h_row, h_order)
+            count = min(last - j, SHRINK_RANKS)
+            shrink_block((kind, kind_x), rows, count, t, end, (x, x_row, x_order), columns)
+
+    return compiled(run)
+
+
+def gather(kind: Any) -> Any:
+    """Compile ``h[t, :rank] = a[:rank, ids[t]]`` for weights of a kind; ids are int64."""
+    sources = SOURCES
+
+    def run(a, a_row, rank, t, end, ids, ids_row, ids_order, h, h_row, h_order):
+        _ = sources
+        for i in range(t, end):
+            (at,), (to,) = (
+                v.rows((ids, ids_row, ids_order), i, ONE),
+                v.rows((h, h_row, h_order), i, ONE),
+            )
+            column = a + v.read_id(at) * v.size(kind)
+            for j in range(rank):
+                v.write(v.FLOAT32, to + 4 * j, v.read(kind, column + j * a_row))
+
+    return compiled(run)
+
+
+def expand_short(kind: Any, kind_y: Any) -> Any:
+    """Compile the addition to `tiles` times 16 columns of y, for weights and y of these kinds."""
+    sources = SOURCES
+
+    def run(
+        b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
+        scales, scales_row, scales_order, tiles, t, end, h, h_row, h_order, y, y_row, y_order,
+    ):  # fmt: skip
+        _ = sources
+        place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
+        factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
+        own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
+        kinds, fresh, i = (kind, kind_y), True, t  # fresh: b is not in a cache yet
+        while i + 8 <= end:
+            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, EIGHT, own_h, own_y)
+            i, fresh = i + 8, False
+        if i + 4 <= end:
+            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, FOUR, own_h, own_y)
+            i, fresh = i + 4, False
+        if i + 2 <= end:
+            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, TWO, own_h, own_y)
+            i, fresh = i + 2, False
+        if i < end:
+            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, ONE, own_h, own_y)
+
+    return compiled(run)
+
+
+def expand_multiplied(kind: Any, kind_y: Any) -> Any:
+    """Compile what `expand_short` does, with output_scales; few variants compile sooner."""
+    sources = SOURCES
+
+    def run(
+        b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
+        scales, scales_row, scales_order, tiles, t, end, h, h_row, h_order, y, y_row, y_order,
+    ):  # fmt: skip
+        _ = sources
+        place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
+        factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
+        own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
+        kinds, fresh, i = (kind, kind_y), True, t  # fresh: b is not in a cache yet
+        while i + 4 <= end:
+            expand_rows(MULTIPLIED, kinds, place, tiles, factors, fresh, i, FOUR, own_h, own_y)
+            i, fresh = i + 4, False
+        while i < end:
+            expand_rows(MULTIPLIED, kinds, place, tiles, factors, fresh, i, ONE, own_h, own_y)
+            i, fresh = i + 1, False
+
+    return compiled(run)
+
+
+def expand_column(kind: Any, kind_y: Any) -> Any:
+    """Compile the addition to single columns of y, in the order of sums of `expand_short`."""
+    sources = SOURCES
+
+    def run(
+        b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
+        scales, scales_row, scales_order, columns, t, end, h, h_row, h_order, y, y_row, y_order,
+    ):  # fmt: skip
+        _ = sources
+        factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
+        own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
+        for i in range(columns):
+            own_scale = output_scale + 4 * i if output_scale != 0 else 0
+            own_bias = (bias_dtype, bias + i * bias_size if bias != 0 else 0)
+            place = (b + i * b_row, own_bias, own_scale, column + i)
+            add_column((kind, kind_y), place, factors, t, end, own_h, own_y)
+
+    return compiled(run)
+
+
+@inlined
+def shrink_block(kinds, rows, count, t, end, x, h):
+    """Write up to 4 columns of h for the tokens of a segment; the last row of a fills up to 4."""
+    a, a_row, n = rows
+    last = count - 1
+    a_rows = (a, a + min(1, last) * a_row, a + min(2, last) * a_row, a + last * a_row)
+    i = t
+    while i + 4 <= end:
+        sums = dot_rows(kinds, a_rows, v.rows(x, i, FOUR), n, i == t)
+        v.write_totals(v.rows(h, i, FOUR), count, sums)
+        i += 4
+    if i + 2 <= end:
+        sums2 = dot_rows(kinds, a_rows, v.rows(x, i, TWO), n, i == t)
+        v.write_totals(v.rows(h, i, TWO), count, sums2)
+        i += 2
+    if i < end:
+        sums1 = dot_rows(kinds, a_rows, v.rows(x, i, ONE), n, i == t)
+        v.write_totals(v.rows(h, i, ONE), count, sums1)
+
+
+@inlined
+def dot_rows(kinds, a_rows, x_rows, n, fresh):
+    """Return a vector of partial sums of ``a @ x`` per pair of rows.
+
+    a is prefetched if it is `fresh`, not in a cache yet.
+    """
+    kind, kind_x = kinds
+    sums = v.zeros(a_rows, x_rows)
+    k = 0
+    while k + 2 * LANES <= n:
+        if fresh:
+            v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD)
+            if v.size(kind) > 1:  # 32 elements are more than one line
+                v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD + 64)
+        a = v.load_rows(kind, a_rows, k)  # 32 of every row
+        x = v.load_rows(kind_x, x_rows, k)
+        sums = v.add_products(sums, a, x)
+        k += 2 * LANES
+    while k < n:
+        count = min(n - k, LANES)
+        a_tail = v.load_some(kind, a_rows, k, count)
+        x_tail = v.load_some(kind_x, x_rows, k, count)
+        sums = v.add_products(sums, a_tail, x_tail)
+        k += LANES
+    return sums
+
+
+@inlined
+def read_scaling(rank, scaling):
+    """Return the scaling at an address; a slice of rank 0 has none."""
+    return np.float32(0) if rank == 0 else v.read(v.FLOAT32, scaling)
+
+
+@inlined
+def expand_rows(multiplied, kinds, place, tiles, factors, fresh, t, tokens, h, y):
+    """Add to `tiles` times 16 columns of some rows of y; `multiplied`: PLAIN or MULTIPLIED."""
+    kind, kind_y = kinds
+    b, b_row, (bias_dtype, bias, bias_size), output_scale, column = place
+    rank, scaling, scales = factors
+    scalings = v.read_scaled(v.rows(scales, t, tokens), scaling)
+    h_rows, y_rows = v.rows(h, t, tokens), v.rows(y, t, tokens)
+    added = v.zeros((0,), (0,))
+    for _ in range(tiles):
+        if fresh:
+            prefetch_rows(b, b_row, rank * v.size(kind))
+        if bias != 0:
+            added = (load_bias(bias_dtype, bias),)
+            bias += LANES * bias_size
+        sums = b_sums(kind, b, b_row, rank, h_rows)
+        output_scales = v.load_all(output_scale, multiplied)
+        v.update_rows(kind_y, y_rows, column, sums, scalings, added, output_scales)
+        output_scale += LANES * 4 * len(multiplied)
+        b += LANES * b_row
+        column += LANES
+
+
+@inlined
+def b_sums(kind, b, b_row, rank, h_rows):
+    """Return ``h @ b.T`` for 16 rows of b: an even and an odd sum per row of h."""
+    sums = v.zeros((0, 0), h_rows)
+    j, step = 0, 16 // v.size(kind)
+    while j + step <= rank:
+        sums = v.add_columns(sums, v.load_columns(kind, b + j * v.size(kind), b_row), h_rows, j)
+        j += step
+    while j < rank:
+        column = (v.load_column(kind, b + j * v.size(kind), b_row),)
+        sums = v.add_columns(sums, column, h_rows, j)
+        j += 1
+    return sums
+
+
+@inlined
+def add_column(kinds, place, factors, t, end, h, y):
+    """Add to one column of y."""
+    kind, kind_y = kinds
+    b, (bias_dtype, bias), output_scale, column = place
+    rank, scaling, scales = factors
+    added = np.float32(0)
+    if bias != 0:
+        added = read_bias(bias_dtype, bias)
+    paired = rank - rank % (16 // v.size(kind))
+    for i in range(t, end):
+        (h_row,), (y_row,) = v.rows(h, i, ONE), v.rows(y, i, ONE)
+        even, odd = np.float32(0), np.float32(0)
+        for j in range(rank):
+            factor = v.read(v.FLOAT32, h_row + 4 * j)
+            item = v.read(kind, b + j * v.size(kind))
+            if j % 2 and j < paired:
+                odd = v.multiply_add(item, factor, odd)
+            else:
+                even = v.multiply_add(item, factor, even)
+        at = y_row + column * v.size(kind_y)
+        (own,) = v.read_scaled(v.rows(scales, i, ONE), scaling)
+        if output_scale == 0:
+            total = v.read(kind_y, at) + v.multiply_add(even + odd, own, added)
+        else:
+            total = v.multiply_add(even + odd, own, v.read(kind_y, at))
+            total = v.multiply_add(total, v.read(v.FLOAT32, output_scale), added)
+        v.write(kind_y, at, total)
+
+
+@function
+def prefetch_rows(b, b_row, width):
+    """Ask for the `width` bytes of each of 16 rows that are needed in a while."""
+    if 2 * width > b_row:  # hardly a gap: line by line
+        b += LANES * b_row * max(1, EXPAND_AHEAD // max(LANES * b_row, 1))
+        for line in range(0, LANES * b_row, 64):
+            v.prefetch((b,), line)
+    else:
+        b += LANES * b_row * max(1, EXPAND_AHEAD // (LANES * width + 1))
+        for i in range(LANES):
+            for line in range(0, width, 64):
+                v.prefetch((b,), i * b_row + line)

@@ -1,0 +1,112 @@
+"""The routines that kernels call: compiled when a call first needs them, and found by address."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import config
+
+from lora_backends.numba_cpu import kernels, kernels_eight_bit, kernels_long, kernels_short
+from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu.layer import Ints
+from lora_backends.numba_cpu.needs import (
+    BIAS,
+    EXPAND,
+    GATHER,
+    IN_REGISTERS,
+    LONG,
+    MULTIPLIED,
+    RAGGED,
+    SHRINK,
+)
+
+MARKERS = {
+    torch.float32: v.FLOAT32,
+    torch.bfloat16: v.BFLOAT16,
+    torch.float16: v.FLOAT16,
+    torch.int8: v.INT8,
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Addresses of routines, for a kernel; kept alive by the cache that made it."""
+
+    address: int  # of `entries`
+    entries: Ints  # the fields of a `Routines`
+
+
+@cache
+def table_of(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Table:
+    """Compile what calls with these needs run, or load it from the disk."""
+    short, long, found = kernels_short, kernels_long, {}
+    if needs & SHRINK:
+        found["shrink_short"] = address_of(short.shrink_short, dtype, dtype)
+        if needs & LONG:
+            found["shrink_long"] = address_of(long.shrink_long, dtype)
+            found["add_block"] = address_of(long.add_block)
+    if needs & GATHER:
+        found["gather"] = address_of(short.gather, dtype)
+    if needs & EXPAND:
+        name = "expand_multiplied" if needs & MULTIPLIED else "expand_short"
+        found[name] = address_of(getattr(short, name), dtype, dtype_y)
+        if needs & LONG:
+            found["expand_long"] = address_of(long.expand_long, dtype)
+            found["add_stored"] = address_of(long.add_stored, dtype_y)
+        if needs & RAGGED:
+            found["expand_column"] = address_of(short.expand_column, dtype, dtype_y)
+    return _table(kernels.Routines, found)
+
+
+@cache
+def eight_bit_table(needs: int) -> Table:
+    """Compile what calls with these needs run for 8-bit stacks of any dtype, or load it."""
+    eight, found, wide = kernels_eight_bit, {}, torch.float32
+    in_registers = needs & IN_REGISTERS
+    if needs & SHRINK:
+        if in_registers:
+            found["shrink_short"] = address_of(kernels_short.shrink_short, torch.int8, wide)
+        if needs & LONG or not in_registers:
+            found["shrink_panel"] = address_of(eight.shrink_panel)
+            found["add_block"] = address_of(kernels_long.add_block)
+    if needs & GATHER:
+        found["gather"] = address_of(eight.gather)
+    if needs & EXPAND:
+        if in_registers and not needs & MULTIPLIED:
+            found["expand_int8"] = address_of(eight.expand_int8)
+        if needs & (MULTIPLIED | BIAS) or not in_registers:  # BIAS: a slot's rank may be 0
+            found["expand_stored"] = address_of(eight.expand_stored)
+            found["add_many"] = address_of(kernels_long.add_stored, wide)
+            found["add_one"] = address_of(kernels_long.add_stored_one, wide)
+        if needs & RAGGED:
+            found["expand_ragged"] = address_of(eight.expand_ragged)
+            found["expand_column"] = address_of(kernels_short.expand_column, wide, wide)
+    return _table(kernels_eight_bit.Routines, found)
+
+
+def _table(kind: Any, found: dict[str, int]) -> Table:
+    entries = np.array(kind(**dict.fromkeys(kind._fields, 0) | found), np.int64)
+    return Table(entries.ctypes.data, entries)
+
+
+def address_of(make: Callable[..., Any], *dtypes: torch.dtype) -> int:
+    """Return the address of a routine for some dtypes."""
+    routine = _routine(make, *dtypes)
+    if config.DISABLE_JIT:
+        return ctypes.cast(routine, ctypes.c_void_p).value or 0
+    address: int = routine.address
+    return address
+
+
+@cache  # keeps the machine code
+def _routine(make: Callable[..., Any], *dtypes: torch.dtype) -> Any:
+    made = make(*[MARKERS[dtype] for dtype in dtypes])
+    if not config.DISABLE_JIT:
+        return made
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * made.__code__.co_argcount)(made)

@@ -1,0 +1,138 @@
+"""Which routines are compiled for a call: what it needs, and no more."""
+
+import pytest
+import torch
+
+from lora_backends import ExpertWeights, LoRABatch, LoRAWeights
+from lora_backends.numba_cpu import (
+    NumbaCPUBackend,
+    kernels,
+    kernels_eight_bit,
+    launch,
+    needs,
+    plain,
+    routines,
+)
+from lora_backends.numba_cpu.config import LONG_SEGMENT
+from lora_backends.numba_cpu.routing import job_of
+from lora_backends.torch_ref import TorchRefBackend
+
+
+def plan_of(*lengths):
+    """Return a plan of one run of tokens per slot."""
+    slots = [slot for slot, length in enumerate(lengths) for _ in range(length)]
+    return NumbaCPUBackend().prepare_batch(LoRABatch(slots, len(lengths)))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return the routines that are asked for, by name; none is compiled."""
+    names = []
+    monkeypatch.setattr(
+        routines, "address_of", lambda make, *dtypes: names.append(make.__name__) or 1
+    )
+    return names
+
+
+WANTED = {
+    needs.SHRINK: ["shrink_short"],
+    needs.SHRINK | needs.LONG: ["shrink_short", "shrink_long", "add_block"],
+    needs.GATHER: ["gather"],
+    needs.EXPAND: ["expand_short"],
+    needs.EXPAND | needs.MULTIPLIED: ["expand_multiplied"],
+    needs.EXPAND | needs.RAGGED: ["expand_short", "expand_column"],
+    needs.EXPAND | needs.LONG: ["expand_short", "expand_long", "add_stored"],
+}
+
+
+@pytest.mark.parametrize("flags", WANTED)
+def test_a_call_compiles_what_it_needs(asked, flags):
+    table = routines.table_of.__wrapped__(torch.float32, torch.bfloat16, flags)
+    assert asked == WANTED[flags]
+    found = dict(zip(kernels.Routines._fields, table.entries.tolist(), strict=True))
+    assert {name for name, address in found.items() if address} == set(asked)
+
+
+def test_eight_bit_calls_compile_the_way_through_registers_or_the_other(asked):
+    flags = needs.SHRINK | needs.EXPAND
+    routines.eight_bit_table.__wrapped__(flags | needs.IN_REGISTERS)
+    assert asked == ["shrink_short", "expand_int8"]
+    asked.clear()
+    routines.eight_bit_table.__wrapped__(flags)
+    assert asked == ["shrink_panel", "add_block", "expand_stored", "add_stored", "add_stored_one"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.bfloat16, kernels.Routines), (torch.int8, kernels_eight_bit.Routines)],
+    ids=str,
+)
+def test_warmup_compiles_every_routine(asked, monkeypatch, dtype, kind):
+    tables = []
+    of = {name: getattr(routines, name).__wrapped__ for name in ("table_of", "eight_bit_table")}
+    monkeypatch.setattr(launch, "grouping_kernel", lambda: None)
+    monkeypatch.setattr(launch, "kernel_for", lambda *args: tables.append(of["table_of"](*args)))
+    monkeypatch.setattr(
+        launch, "eight_bit_kernel", lambda needs: tables.append(of["eight_bit_table"](needs))
+    )
+    NumbaCPUBackend().warmup([dtype])
+    ready = sum(table.entries for table in tables)
+    assert dict(zip(kind._fields, ready > 0, strict=True)) == dict.fromkeys(kind._fields, True)
+
+
+def test_a_plan_knows_whether_a_segment_is_long():
+    assert plan_of(LONG_SEGMENT - 1, LONG_SEGMENT - 1).needs == 0
+    assert plan_of(2, LONG_SEGMENT).needs == needs.LONG
+    assert NumbaCPUBackend().prepare_batch(LoRABatch([-1], 1)).needs == 0
+    plan = plan_of(LONG_SEGMENT)
+    NumbaCPUBackend().prepare_batch(LoRABatch([0], 1), out=plan)
+    assert plan.needs == 0
+
+
+def test_a_layer_knows_its_ragged_slices_and_factors():
+    def flags(widths, **options):
+        out = sum(widths)
+        rest = {name: torch.ones(1, out) for name in options}
+        weights = LoRAWeights(
+            torch.ones(1, len(widths), 1, 3),
+            torch.ones(1, out, 1),
+            torch.ones(1, len(widths), dtype=torch.int32),
+            torch.ones(1, len(widths)),
+            widths,
+            **rest,
+        )
+        return NumbaCPUBackend()._layers.locate(weights).needs
+
+    assert flags((32, 16)) == 0
+    assert flags((24, 8)) == needs.RAGGED  # no slice is whole, though their sum is
+    assert flags((16,), bias=True, output_scales=True) == needs.BIAS | needs.MULTIPLIED
+
+
+def test_dead_pairs_do_not_hide_a_long_segment_of_tokens():
+    """Where experts share A, tokens are shrunk by the plan's segments, however few pairs live."""
+    tokens = LONG_SEGMENT + 1
+    weights = ExpertWeights(
+        lora_a=torch.randn(1, 1, 1, 4, 20),
+        lora_b=torch.randn(1, 2, 16, 4),
+        ranks=torch.full((1, 2, 1), 4, dtype=torch.int32),
+        scalings=torch.ones(1, 2, 1),
+        output_slices=(16,),
+        num_experts=2,
+    )
+    x, ids = torch.randn(tokens, 20), torch.full((tokens, 1), -1)
+    ids[3] = 1
+    results = []
+    for backend in (NumbaCPUBackend(), TorchRefBackend()):
+        plan = backend.prepare_batch(LoRABatch([0] * tokens, 1))
+        routing = backend.prepare_experts(plan, ids, torch.ones(tokens, 1), 2)
+        if isinstance(backend, NumbaCPUBackend):
+            assert job_of(routing, weights, "tokens", None).needs == needs.LONG
+        results.append(backend.run_experts(x, weights, routing))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_and_fields_of_plain_python_are_those_of_kernels():
+    table = torch.tensor([7, 1, 2, 5, 0], dtype=torch.int64)
+    at = table.data_ptr()
+    assert plain.rows((100, 10, at), 1, (0, 0)) == (110, 120)
+    assert plain.fields(kernels.Segment, at + 8) == (1, 2, 5)
