@@ -181,7 +181,10 @@ class AdapterPool:
         checkpoint = self.read(folder)
         if accept is not None:
             accept(checkpoint)
-        return self.add(name, checkpoint)
+        staged = self.stage(name, checkpoint)
+        with self.slots.lock:
+            self.check_new(name, replace_existing)  # another thread may have loaded it meanwhile
+            return self.put(name, staged)
 
     def check_new(self, name: str, replace_existing: bool) -> None:
         """Refuse a name that cannot be loaded.
@@ -227,11 +230,7 @@ class AdapterPool:
             UnsupportedInputError: DoRA, as `load`.
         """
         _check_name(name)
-        if not isinstance(checkpoint, Checkpoint):
-            raise InvalidInputError(
-                f"the checkpoint is {shown(checkpoint)}\n  allowed: a Checkpoint, e.g. of "
-                f"lora_backends.adapters.read_checkpoint"
-            )
+        check_checkpoint(checkpoint)
         for delta in checkpoint.modules.values():
             self._check_fits(delta)
         moved = self._moved(checkpoint)
@@ -246,8 +245,14 @@ class AdapterPool:
             self._stage_own(checkpoint),
         )
 
-    def put(self, name: str, staged: Staged) -> Loaded:
+    def put(self, name: str, staged: Staged, then: Callable[[], None] | None = None) -> Loaded:
         """Write what `stage` returned into a slot, as `add`.
+
+        Args:
+            name: of the adapter.
+            staged: what `stage` returned.
+            then: called behind the last write and before the slot gets its name, with the slots
+                locked.
 
         Raises:
             InvalidInputError: as `add`, or a CUDA graph is being captured.
@@ -264,6 +269,8 @@ class AdapterPool:
                 self._note(slot, staged)
                 self._write(slot, staged.deltas)
             self._note_active()
+            if then is not None:
+                then()
             self.slots.assign(name, slot)
         return Loaded(name, slot, evicted)
 
@@ -324,9 +331,11 @@ class AdapterPool:
                 self._streams.after_write_ahead(slot)
         finally:
             with self.slots.lock:
-                self._forget(slot)
-                self._note_active()
-                self.slots.settle(slot)
+                try:
+                    self._forget(slot)
+                    self._note_active()
+                finally:
+                    self.slots.settle(slot)  # else batches may wait for it for ever
 
     def update(
         self,
@@ -345,16 +354,18 @@ class AdapterPool:
             checkpoint: of the same modules, with a bias and DoRA where it has them; ranks may
                 differ.
             timeout_s: how long to wait for calls and requests that use it, in seconds.
-            then: called behind the last write, while the slots are still locked.
+            then: called behind the last write, with the slots locked; no interrupt cuts it short.
 
         Returns:
             The slot.
 
         Raises:
             InvalidInputError: it is not loaded, other modules, or still in use; or `timeout_s` is
-                no number. Nothing has changed.
+                no number; or a CUDA graph is being captured. Nothing has changed.
             UnsupportedInputError: DoRA, as `load`.
         """
+        if self._streams is not None:
+            self._streams.check_not_capturing(name)
         if not (isinstance(timeout_s, (int, float)) and timeout_s >= 0):  # NaN would wait for ever
             raise InvalidInputError(
                 f"timeout_s is {shown(timeout_s)}\n  allowed: a number of seconds, 0 or more"
@@ -405,14 +416,14 @@ class AdapterPool:
         def overwrite() -> None:
             self._note(slot, staged)
             self._write(slot, staged.deltas)
+            if then is not None:
+                then()
 
         with self._writing(slot):
             failure, interrupt = run_whole(overwrite, self.device)
         if failure is not None:
             self.slots.vacate(name, slot)  # nobody asks for what is torn
             raise failure
-        if then is not None:
-            then()
         if interrupt is not None:
             raise interrupt
 
@@ -420,8 +431,11 @@ class AdapterPool:
         """Free the slot of `name`; its rows of every stack count as rank 0 from now on.
 
         Raises:
-            InvalidInputError: it is not loaded, or pinned or in use.
+            InvalidInputError: it is not loaded, or pinned or in use, or a CUDA graph is being
+                captured.
         """
+        if self._streams is not None:
+            self._streams.check_not_capturing(name)
         with self.slots.lock:
             slot = self.slots.release(name)
             with self._writing(slot):
@@ -674,6 +688,15 @@ class AdapterPool:
     def _clear(self, slot: int) -> None:
         self._zero(slot)
         self._forget(slot)
+
+
+def check_checkpoint(checkpoint: object) -> None:
+    """Refuse what is no `Checkpoint`."""
+    if not isinstance(checkpoint, Checkpoint):
+        raise InvalidInputError(
+            f"the checkpoint is {shown(checkpoint)}\n  allowed: a Checkpoint, e.g. of "
+            f"lora_backends.adapters.read_checkpoint"
+        )
 
 
 def _check_name(name: str) -> None:

@@ -29,6 +29,7 @@ class _Hold:
 
     by: Holder | Literal["coming"]  # coming: a call that has not taken its slots yet
     names: frozenset[str]
+    slots: frozenset[int]  # theirs; kept from others even if a failed update took the names off
 
 
 class SlotTable:
@@ -155,7 +156,10 @@ class SlotTable:
         return len(new) > self.num_slots - len(self._written_ahead) - len(kept)
 
     def _free(self) -> set[int]:
-        return set(range(self.num_slots)) - set(self._slots.values()) - self._written_ahead
+        held = (hold.slots for hold in list(self._holds.values()))
+        return set(range(self.num_slots)).difference(
+            self._slots.values(), self._written_ahead, *held
+        )
 
     def vacate(self, name: str, slot: int) -> None:
         """Take the name off `slot`, whose weights are about to be overwritten by those of `name`.
@@ -247,12 +251,13 @@ class SlotTable:
         slots: dict[str, int] = {}
 
         def hold() -> None:
-            self._holds[token] = _Hold(by, frozenset(names))
+            self._holds[token] = _Hold(by, frozenset(names), frozenset(slots.values()))
 
+        provider = self.provider  # read once: another thread may detach the model
         try:
             # What is loaded now stays so for the provider, unless another call takes its slot.
-            self._holds[token] = _Hold("coming", frozenset(names))
-            commit = None if self.provider is None or not names else self.provider(names)
+            self._holds[token] = _Hold("coming", frozenset(names), frozenset())
+            commit = None if provider is None or not names else provider(names)
             with self.lock:
                 self.wait_for_room(names)
                 if commit is not None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lora_backends.adapters.folders import Stamp, adapter_folders, newest, stamp_of
-from lora_backends.adapters.pool import AdapterPool, Loaded, Staged
+from lora_backends.adapters.pool import AdapterPool, Loaded, Staged, check_checkpoint
 from lora_backends.adapters.slots import Commit
 from lora_backends.adapters.specs import Checkpoint
 from lora_backends.adapters.tensors import side_by_side, tensors_of
@@ -136,28 +136,27 @@ class AdapterStore:
         path = as_path(folder, "the folder of a checkpoint")
         self._pool.check_new(name, replace_existing)
         ready = self._staged(name, self._read(path))
-        with self._pool.slots.lock:
-            self._pool.check_new(name, replace_existing)
-            loaded = self._put(name, ready)
+
+        def then() -> None:
+            self._given += 1
             with self._lock:
                 self._folders[name] = path
                 self._only_in_memory.discard(name)
-            self._given += 1
-        return loaded
+            self._note(name, ready.kept)
+
+        with self._pool.slots.lock:
+            self._pool.slots.wait_for_room([name])  # other threads may load it in that time
+            self._pool.check_new(name, replace_existing)
+            return self._pool.put(name, ready.staged, then)
 
     def add(self, name: str, checkpoint: Checkpoint) -> Loaded:
         """Put an adapter that is in memory into a slot, as `AdapterPool.add`."""
         staged = self._pool.stage(name, checkpoint)
-        with self._pool.slots.lock:
-            loaded = self._pool.put(name, staged)
-            self._came_from_memory(name, checkpoint)
-        return loaded
+        return self._pool.put(name, staged, self._from_memory(name, checkpoint))
 
     def update(self, name: str, checkpoint: Checkpoint, timeout_s: float) -> None:
         """Overwrite a loaded adapter in place, as `AdapterPool.update`."""
-        self._pool.update(
-            name, checkpoint, timeout_s, then=partial(self._came_from_memory, name, checkpoint)
-        )
+        self._pool.update(name, checkpoint, timeout_s, self._from_memory(name, checkpoint))
 
     def forget(self, name: str) -> None:
         """Drop an adapter from memory; with a folder of adapters it may come back from there."""
@@ -195,8 +194,9 @@ class AdapterStore:
                         "  to do: wrap the base model again, and call keep_adapters"
                     )
                 if not loaded and name not in self._ahead:
-                    self._ahead[name] = job = _Prefetch()
+                    job = _Prefetch()
                     job.result = self._worker.submit(self._bring_ahead, name, job)
+                    self._ahead[name] = job  # not before: `submit` may fail
 
     def provide(self, names: Sequence[str]) -> Commit:
         """Prepare the adapters that a batch asks for, and return a function that loads them.
@@ -209,7 +209,9 @@ class AdapterStore:
         missing = {
             name: ready
             for name in names
-            if name not in self._pool.slots and (ready := self._get(name)) is not None
+            if name not in changed
+            and name not in self._pool.slots
+            and (ready := self._get(name)) is not None
         }
         return partial(self._commit, given, names, changed, missing)
 
@@ -233,12 +235,12 @@ class AdapterStore:
         for name, ready in changed.items():
             if name in self._pool.slots and self._pool.slots.is_free(name):
                 self._put(name, ready)
-                self._given += 1
+        self._given += bool(changed)
         hold()  # from here on, none of the names is evicted for another
         for name in names:
             if name not in self._pool.slots:
                 # Another thread may have evicted it since; from memory it comes without a read.
-                ready_now = missing.get(name) or self._get(name, wait=False)
+                ready_now = changed.get(name) or missing.get(name) or self._get(name, wait=False)
                 if ready_now is not None:
                     self._put(name, ready_now)
                     self.swaps += 1
@@ -247,12 +249,9 @@ class AdapterStore:
                 if name in self._kept:
                     self._kept.move_to_end(name)
 
-    def _put(self, name: str, ready: _Ready) -> Loaded:
-        with self._pool.slots.lock:
-            _wait_for(ready)
-            loaded = self._pool.put(name, ready.staged)
-            self._note(name, ready.kept)
-        return loaded
+    def _put(self, name: str, ready: _Ready) -> None:
+        _wait_for(ready, self._pool.device)
+        self._pool.put(name, ready.staged, partial(self._note, name, ready.kept))
 
     def _get(self, name: str, wait: bool = True) -> _Ready | None:
         """Return an adapter on the device, or None for a name that is not known or in its slot.
@@ -354,9 +353,11 @@ class AdapterStore:
         return Kept(*_counted(checkpoint, self._pool.device), before)
 
     def _changed(self, name: str) -> _Ready | None:
-        """Return newer files of a loaded adapter, once nobody writes them any more."""
+        """Return newer files of an adapter in a slot or in memory, once nobody writes them."""
         with self._lock:
+            kept = self._kept.get(name)
             folder, stamp = self._folders.get(name), self._in_slots.get(name)
+            stamp = stamp if kept is None else kept.stamp
             looked = self._looked.get(name, 0.0)
             due = self._watch_s is not None and time.monotonic() - looked >= self._watch_s
             if folder is None or stamp is None or not due:
@@ -371,8 +372,10 @@ class AdapterStore:
                 return None  # a writer may not have finished
             return self._staged(name, self._read(folder))
         except LoRABackendError as error:
-            if self._warned.get(name, ()) != now:
+            with self._lock:
+                is_new = self._warned.get(name, ()) != now
                 self._warned[name] = now
+            if is_new:
                 warnings.warn(
                     f"the files of adapter {name!r} changed and cannot be loaded, so it stays as "
                     f"it was: {error}",
@@ -388,28 +391,37 @@ class AdapterStore:
                 own = {name: found[name] for name in found.keys() - self._only_in_memory}
                 self._folders = own | self._folders
 
-    def _came_from_memory(self, name: str, checkpoint: Checkpoint) -> None:
-        self._given += 1
-        with self._lock:
-            self._folders.pop(name, None)  # its files are those of another adapter
-            self._only_in_memory.add(name)
-        self._note(name, Kept(*_counted(checkpoint, self._pool.device), None))
+    def _from_memory(self, name: str, checkpoint: Checkpoint) -> Callable[[], None]:
+        """Return a function that notes that an adapter came from memory; the slots are locked."""
+        check_checkpoint(checkpoint)
+        # pinning may fail, so it comes before the first write
+        kept = Kept(*_counted(checkpoint, self._pool.device), None)
+
+        def note() -> None:
+            self._given += 1
+            with self._lock:
+                self._folders.pop(name, None)  # its files are those of another adapter
+                self._only_in_memory.add(name)
+            self._note(name, kept)
+
+        return note
 
     def _note(self, name: str, kept: Kept) -> None:
         """Remember what lies in the slot of a name, and keep it in memory within the budget."""
         with self._lock:
             self._ahead.pop(name, None)  # of before
             self._in_slots[name] = kept.stamp
-            self._looked[name] = time.monotonic()
+            if kept is not self._kept.get(name):  # else its files have not been looked at
+                self._looked[name] = time.monotonic()
             self._kept[name] = kept
             self._kept.move_to_end(name)
             total = sum(each.bytes for each in self._kept.values())
             while total > self.cpu_bytes:
                 oldest, dropped = self._kept.popitem(last=False)
                 total -= dropped.bytes
-            loaded = {*self._pool.slots.names, name}
+            known = {*self._pool.slots.names, name, *self._kept}
             for table in (self._in_slots, self._looked, self._warned):
-                for old in [each for each in table if each not in loaded]:
+                for old in [each for each in table if each not in known]:
                     del table[old]
 
 
@@ -436,11 +448,11 @@ def pinned(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, modules=modules, experts=experts)
 
 
-def _wait_for(ahead: _Ready) -> None:
+def _wait_for(ahead: _Ready, device: torch.device) -> None:
     """Make the current stream wait for copies of another stream, and record its use of them."""
     if ahead.event is None:
         return
-    stream = torch.cuda.current_stream()
+    stream = torch.cuda.current_stream(device)  # that of the writes: not of the current device
     stream.wait_event(ahead.event)
     tensors = [tensor for tensor in tensors_of(ahead.staged) if tensor.is_cuda]
     for tensor in {each.untyped_storage().data_ptr(): each for each in tensors}.values():

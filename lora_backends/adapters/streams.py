@@ -35,8 +35,8 @@ class SlotStreams:
         """
         if torch.cuda.is_current_stream_capturing():
             raise InvalidInputError(
-                f"adapter {name!r} cannot be loaded while a CUDA graph is captured\n"
-                f"  to do: load it before, and prepare() the adapters of the graph"
+                f"adapter {name!r} cannot be loaded, updated or unloaded while a CUDA graph is "
+                f"captured\n  to do: do it before, and prepare() the adapters of the graph"
             )
 
     def before_use(self, slots: Iterable[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,17 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     elif is_dataclass(value):
         for field in fields(value):
             yield from tensors_of(getattr(value, field.name))
+
+
+def copied(value: Any) -> Any:
+    """Return a checkpoint, or a part of one, with copies of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: copied(each) for key, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value)})
+    return value
 
 
 def side_by_side(tensors: Sequence[torch.Tensor], pin: bool = True) -> list[torch.Tensor]:

@@ -263,7 +263,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         if self._wrapped.backend.device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._wrapped.backend.device))
         return event
 
     def _find(self, request_id: str) -> _Held:

@@ -21,6 +21,7 @@ from lora_backends.adapters import (
 )
 from lora_backends.adapters.describe import AdaptersReport, report
 from lora_backends.adapters.hub import local_folder
+from lora_backends.adapters.tensors import copied
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
@@ -314,7 +315,7 @@ class MultiLoRAModel(ModelWords):
 
     def _from_memory(self, adapter: Any, config: Any, adapter_name: str | None) -> Checkpoint:
         if isinstance(adapter, Checkpoint) and config is None and adapter_name is None:
-            checkpoint = adapter
+            checkpoint: Checkpoint = copied(adapter)
         else:
             from lora_backends.adapters.memory import checkpoint_from_memory  # needs pydantic
 
@@ -328,9 +329,10 @@ class MultiLoRAModel(ModelWords):
         Raises:
             InvalidInputError: it is not loaded, pinned, or in use by a running call.
         """
-        self.pool.unload(name)
-        if self.store is not None:
-            self.store.forget(name)
+        with self.pool.slots.lock:  # else a batch brings it back from memory in between
+            self.pool.unload(name)
+            if self.store is not None:
+                self.store.forget(name)
 
     def keep_adapters(
         self,
@@ -665,6 +667,8 @@ class MultiLoRAModel(ModelWords):
                     f"  allowed: one entry for the row, or one per token"
                 )
         with self.pool.slots.in_use(names) as slots:
+            if not self._hooked.handles:  # detached while this waited for adapters
+                self._check_attached()
             adapters = invoked(adapters, slots, self.pool, inputs, after_cache)
             request = Request(
                 self._key, self.pool, self._images, adapters, slots, self.backend, after_cache

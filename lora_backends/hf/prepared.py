@@ -127,8 +127,8 @@ class PreparedAdapters:
             # copies: the caller may change a blend and pass it again
             self._adapters = [dict(e) if isinstance(e, Mapping) else e for e in adapters]
             self._choices = choices
-            self._held.close()
-            self._held = held.pop_all()
+            before_held, self._held = self._held, held.pop_all()
+            before_held.close()  # last: an interrupt leaves too much held, never too little
 
     def release(self) -> None:
         """Let its adapters be evicted; it cannot be used any more."""

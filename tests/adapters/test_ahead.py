@@ -1,5 +1,6 @@
 """Slots that are written ahead: which slot, what is written, and in which order of streams."""
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -261,7 +262,7 @@ def test_nothing_is_loaded_or_waited_for_in_a_capture(cuda):
     order.before_use([0])
     order.after_use([0], True)
     assert cuda.log == []
-    with pytest.raises(InvalidInputError, match="'a' cannot be loaded while a CUDA graph"):
+    with pytest.raises(InvalidInputError, match="'a' cannot be loaded, updated or unloaded while"):
         order.check_not_capturing("a")
 
 
@@ -306,3 +307,78 @@ def test_tables_are_contiguous_aligned_and_written_together():
         assert bool((scalings[1] > 0).eq(ranks[1] > 0).all())
     tables.zero(1)
     assert not any(tables.of(*paths)[0].any() for paths in expected)
+
+
+@pytest.mark.parametrize("method", ["update", "unload"])
+def test_no_slot_is_changed_in_a_capture(method, cuda, tmp_path):
+    pool, given = make_pool("plain"), adapter(tmp_path, 1, "plain")
+    pool.add("a", given)
+    pool._streams, cuda.capturing = SlotStreams("cuda"), True
+    with pytest.raises(InvalidInputError, match="while a CUDA graph is captured"):
+        getattr(pool, method)("a", *[given] * (method == "update"))
+    assert pool.slots.names == ["a"] and pool.modules_of(0)
+
+
+def test_a_slot_is_settled_whatever_fails_when_it_is_given_up(tmp_path, monkeypatch):
+    pool = make_pool("plain")
+
+    def fails(*given):
+        raise RuntimeError("the device is lost")
+
+    for method in ("_zero", "_note_active"):
+        monkeypatch.setattr(pool, method, fails)
+    with pytest.raises(RuntimeError, match="lost"):
+        ahead(pool, "a", adapter(tmp_path, 1, "plain"))
+    assert pool.slots._written_ahead == set()
+
+
+def test_a_slot_whose_update_failed_is_nobody_elses_while_something_holds_it(tmp_path, monkeypatch):
+    pool, given = make_pool("plain"), adapter(tmp_path, 1, "plain")
+    pool.add("a", given)
+
+    def fails(*arguments):
+        raise RuntimeError("the device is lost")
+
+    with pool.slots.in_use(["a"], "prepared"):
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "_write", fails)
+            with pytest.raises(RuntimeError, match="lost"):
+                pool.update("a", given)
+        assert pool.slots.names == []
+        assert pool.add("b", given).slot == 1
+        assert pool.slots.reserve("c") == 1
+        pool.slots.settle(1)
+    assert pool.slots.candidate("d") == (0, None)
+
+
+def test_a_call_that_begins_while_the_model_is_detached_runs_with_what_is_loaded():
+    class Detaching(SlotTable):
+        answers = iter(())
+
+        @property
+        def provider(self):
+            return next(self.answers, None)
+
+        @provider.setter
+        def provider(self, value):
+            pass
+
+    table = Detaching(1)
+    table.assign("a", 0)
+    table.answers = iter([lambda names: lambda hold: hold()])
+    with table.in_use(["a"]) as slots:
+        assert slots == {"a": 0}
+
+
+def test_an_adapter_loaded_by_another_thread_meanwhile_is_not_replaced(tmp_path, monkeypatch):
+    pool, given = make_pool("plain"), adapter(tmp_path, 1, "plain")
+    monkeypatch.setattr(pool, "read", lambda folder: given)
+    with pytest.raises(InvalidInputError, match="'a' is loaded already"):
+        pool.load("a", tmp_path, accept=lambda checkpoint: pool.add("a", checkpoint))
+
+
+def test_no_interrupt_comes_between_an_update_and_its_note(tmp_path):
+    pool, given, threads = make_pool("plain"), adapter(tmp_path, 1, "plain"), []
+    pool.add("a", given)
+    pool.update("a", given, then=lambda: threads.append(threading.current_thread()))
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()

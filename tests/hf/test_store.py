@@ -550,3 +550,167 @@ def test_swaps_under_load_serve_no_wrong_row_and_keep_no_memory(model, make_base
     tables = (store._in_slots, store._looked, store._warned, store._ahead)
     assert all(len(table) <= len(names) for table in tables)
     assert model.pool.slots._holds == {}
+
+
+def test_a_checkpoint_that_changes_after_it_was_given_changes_no_row(model, make_base, checkpoints):
+    model.keep_adapters()
+    expected = alone(make_base, checkpoints["a0"])
+    model.add_adapter("a0", checkpoints["a0"])
+    for delta in checkpoints["a0"].modules.values():
+        delta.lora_b.mul_(2)
+    for name in ("a1", "a2"):
+        model.add_adapter(name, checkpoints[name])
+    assert close(logits(model, "a0"), expected)
+
+
+def test_changed_files_of_an_evicted_adapter_are_seen_when_it_comes_back(
+    model, folder, save_adapter
+):
+    store = model.keep_adapters(folder=folder, watch_s=50.0)
+    before = logits(model, "a")
+    logits(model, "b", "c")
+    save_adapter(name="adapters/a", seed=77, **PLAIN)
+    age(folder / "a")
+    assert torch.equal(logits(model, "a"), before)  # within watch_s
+    logits(model, "b", "c")
+    store._looked = {name: then - 60.0 for name, then in store._looked.items()}  # a minute later
+    logits(model, "b", "c")
+    assert not torch.equal(logits(model, "a"), before)
+
+
+def test_swaps_from_memory_put_off_no_look_at_the_files(model, folder):
+    store = model.keep_adapters(folder=folder)
+    logits(model, "a")
+    looked = store._looked["a"]
+    logits(model, "b", "c")
+    logits(model, "a")
+    assert store._looked["a"] == looked
+
+
+def test_a_prefetch_that_cannot_begin_leaves_the_name_to_the_batch(model, full, monkeypatch):
+    store, expected = full
+
+    def fails(*given):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(store._worker, "submit", fails)
+    with pytest.raises(RuntimeError, match="new thread"):
+        store.prefetch(["a2"])
+    assert close(logits(model, "a2"), expected["a2"])
+
+
+def test_a_load_that_waits_for_a_slot_replaces_no_adapter_of_its_name(
+    model, full, folder, make_base, checkpoints, monkeypatch
+):
+    store, expected = full
+    model.pin_adapter("a1")
+    paused, errors = Paused(model, monkeypatch), []
+    paused.begin(store, "a2")  # into the slot of a0
+
+    def load():
+        try:
+            model.load_adapter("new", folder / "a")
+        except InvalidInputError as error:
+            errors.append(str(error))
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    while not model.pool.slots._settled._waiters:
+        time.sleep(0.001)
+    model.unpin_adapter("a1")
+    model.add_adapter("new", checkpoints["a5"])
+    paused.go.set()
+    loading.join(30)
+    assert len(errors) == 1 and "'new' is loaded already" in errors[0]
+    assert close(logits(model, "new"), expected["a5"])
+
+
+@pytest.mark.parametrize("method", ["_note", "_counted"])
+def test_an_adapter_that_memory_does_not_take_does_not_come_back_as_the_one_before(
+    model, make_base, checkpoints, monkeypatch, method
+):
+    from lora_backends.adapters import store as module
+
+    store = model.keep_adapters()
+    model.add_adapter("a", checkpoints["a0"])
+
+    def fails(*given):
+        raise MemoryError("no pinned memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store if method == "_note" else module, method, fails)
+        with pytest.raises(MemoryError):
+            model.add_adapter("a", checkpoints["a1"])
+    assert close(logits(model, "a"), alone(make_base, checkpoints["a0"]))
+
+
+def test_no_batch_brings_an_adapter_back_while_it_is_unloaded(model, full, monkeypatch):
+    store, _ = full
+    forget, free_then = store.forget, []
+
+    def forgetting(name):
+        other = threading.Thread(target=lambda: free_then.append(free(model.pool.slots.lock)))
+        other.start()
+        other.join()
+        forget(name)
+
+    monkeypatch.setattr(store, "forget", forgetting)
+    model.unload_adapter("a0")
+    assert free_then == [False] and "a0" not in store.names()
+
+
+def test_warnings_are_noted_with_the_tables_locked(model, folder):
+    store = model.keep_adapters(folder=folder, watch_s=0.0)
+    locked = []
+
+    class Noted(dict):
+        def __setitem__(self, name, stamp):
+            locked.append(store._lock.locked())
+            super().__setitem__(name, stamp)
+
+    store._warned = Noted()
+    logits(model, "a")
+    (folder / "a" / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.warns(RuntimeWarning, match="changed and cannot be loaded"):
+        logits(model, "a")
+    assert locked and all(locked)
+
+
+def test_a_slot_waits_for_its_copies_on_the_stream_of_its_own_device(monkeypatch):
+    from lora_backends.adapters import store as module
+
+    log, device = [], torch.device("cuda:1")
+    stream = type("Stream", (), {"wait_event": lambda self, event: log.append(event)})()
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda given=None: log.append(given) or stream
+    )
+    module._wait_for(module._Ready(None, None, "copied"), device)
+    assert log == [device, "copied"]
+
+
+def test_an_interrupt_at_the_end_of_an_update_leaves_the_new_adapters_held(model, full):
+    class Stop(BaseException):
+        pass
+
+    def stops():
+        raise Stop
+
+    with model.prepare(["a0"], tokens=8) as step:
+        step._held.callback(stops)
+        with pytest.raises(Stop):
+            step.update(["a1"])
+        assert step.adapters == ["a1"] and not model.pool.slots.is_free("a1")
+
+
+def test_a_call_whose_model_is_detached_while_it_waits_is_refused(model, full):
+    store, _ = full
+    provide = model.pool.slots.provider
+
+    def detaching(names):
+        commit = provide(names)
+        model.detach()
+        return commit
+
+    model.pool.slots.provider = detaching
+    with pytest.raises(InvalidInputError, match="was detached"):
+        logits(model, "a0")
