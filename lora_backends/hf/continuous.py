@@ -52,6 +52,9 @@ class _Forward:
 
     def __call__(self, **inputs: Any) -> Any:
         self._wrapped.check()
+        # Transformers writes it into the configuration during the pass, where the passes of other
+        # threads find it and look ahead. The masks of the requests are complete without it.
+        inputs.pop("is_causal", None)
         with running(self._call):
             return self._wrapped.base(**inputs)
 
@@ -245,7 +248,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             known = {**processor.scheduler.active_requests, **processor.scheduler.waiting_requests}
             gone = self._cancelled - waiting - set(known)
             self._cancelled -= gone
-            self._release(gone, whole=True)
+            for request_id in gone:
+                self._release([request_id], whole=self._is_whole(request_id))
         batch = processor.inputs_and_outputs.requests_in_batch
         held = [self._find(future.state.request_id) for future in batch]
         for each in held:
@@ -284,10 +288,21 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                     del self._held[name]
                     held.hold.close()
 
+    def _is_whole(self, request_id: str) -> bool:
+        """Return whether a request that failed or was cancelled leaves no sequence running.
+
+        Its further sequences are made after its first token; before that, there is none to come.
+        """
+        scheduler = None if self.batch_processor is None else self.batch_processor.scheduler
+        known = scheduler and [*scheduler.active_requests, *scheduler.waiting_requests]
+        return request_id in self._held and request_id not in map(_parent, known or ())
+
     def _noting(self, deliver: Any) -> Any:
         def noting(output: Any) -> None:
             if output.is_finished():
-                self._release([output.request_id], whole=False)
+                failed = output.error is not None
+                whole = failed and self._is_whole(output.request_id)
+                self._release([output.request_id], whole)
             deliver(output)
 
         return noting

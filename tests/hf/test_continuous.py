@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +133,49 @@ def test_several_sequences_of_a_prompt_use_its_adapter(model):
     expected = [alone(model, [3, 4, 5], "a", 4), alone(model, [6], "b", 4)]
     assert answers == [expected[0], expected[0], expected[1], expected[1]]
     model.unload_adapter("a")  # nothing holds it any more
+
+
+def test_a_pass_of_requests_leaves_the_configuration_to_other_threads(model):
+    seen = []
+
+    def note(module, args):
+        seen.append(dict(vars(model.base.config)))
+
+    before = dict(vars(model.base.config))
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        handle = model.base.model.layers[0].register_forward_pre_hook(note)
+        names = requests.add_requests([[3, 4, 5], [6, 7]], adapters=["a", "b"], max_new_tokens=2)
+        requests.collect(names)
+    handle.remove()
+    assert seen and all(config == before for config in seen)
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled"])
+@pytest.mark.parametrize("others", [[], ["x__child#0"]], ids=["before", "behind"])
+def test_a_request_of_two_sequences_that_ends_early_frees_what_no_other_sequence_uses(
+    model, end, others
+):
+    requests = model.continuous_batching(continuous_batching_config=settings())
+    requests.num_return_sequences = 2
+    batch = SimpleNamespace(requests_in_batch=[])
+    scheduler = SimpleNamespace(active_requests=dict.fromkeys(others), waiting_requests={})
+    requests.batch_processor = SimpleNamespace(scheduler=scheduler, inputs_and_outputs=batch)
+
+    def ends(name):
+        if end == "failed":
+            output = SimpleNamespace(request_id=name, is_finished=lambda: True, error="no memory")
+            requests.output_router.deliver(output)
+        else:
+            requests._cancelled.add(name)
+            requests._entries_of_batch()
+
+    requests._hold("x", "a")
+    ends("x")
+    assert model.pool.slots.is_free("a") == (not others)
+    if others:
+        scheduler.active_requests.clear()
+        ends("x__child#0")
+    assert model.pool.slots.is_free("a")
 
 
 def test_a_token_whose_logits_nobody_wants_gives_its_place_to_no_other(model):
