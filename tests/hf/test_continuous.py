@@ -99,11 +99,12 @@ def test_a_request_may_join_while_another_runs_and_streams(model):
         for output in requests.request_id_iter(name):
             steps.append(list(output.generated_tokens))
             if joined is None:
-                joined = requests.add_request(second, adapter="b", request_id="mine")
+                # ends last: Transformers' iterator spins while another's answer is waiting
+                joined = requests.add_request(second, "mine", 20, adapter="b")
         late = requests.collect([joined])[joined]
     assert steps[-1] == alone(model, first, "a", 12)
     assert [len(tokens) for tokens in steps] == list(range(1, 13))
-    assert late.generated_tokens == alone(model, second, "b")
+    assert late.generated_tokens == alone(model, second, "b", 20)
 
 
 def test_a_request_holds_its_adapter_until_it_has_ended(model, make_base):
