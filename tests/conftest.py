@@ -55,21 +55,40 @@ def pytest_report_header():
     return [f"without {package}, not collected: {', '.join(NEEDS[package])}" for package in MISSING]
 
 
+AHEAD_OF_TIME = "sgmv/test_compile.py"
+LONGEST = (AHEAD_OF_TIME, "sgmv/test_interpreter.py", "numba_cpu", "test_conformance.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Run what takes longest first, so that no process is left with it at the end."""
+
+    def place(item):
+        return next((i for i, part in enumerate(LONGEST) if part in item.nodeid), len(LONGEST))
+
+    items.sort(key=place)
+
+
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
 def pytest_xdist_make_scheduler(config, log):
     """Let one process of `--dist loadgroup` compile for the CPU and fill a GPU.
 
-    The tests of another file share a process, and so what the file builds for all of them.
-    pytest-xdist's own groups fail under pytest 9.2, which keeps the names of tests elsewhere.
+    The tests of another file share a process, and so what the file builds for all of them; the
+    kernels of each target compile apart. pytest-xdist's own groups fail under pytest 9.2, which
+    keeps the names of tests elsewhere.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            alone = "numba_cpu" in nodeid or "test_conformance.py" in nodeid
-            return "compiled here" if alone else nodeid.split("::")[0]
+            if "numba_cpu" in nodeid or "test_conformance.py" in nodeid:
+                return "compiled here"
+            return nodeid if AHEAD_OF_TIME in nodeid else nodeid.split("::")[0]
 
-    return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    config.option.loadscopereorder = False  # the order of the items stays
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

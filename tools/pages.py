@@ -44,6 +44,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "h200-experts": summaries.experts,
     "numba-cpu": summaries.numba_cpu,
     "eight-bit-quality": summaries.eight_bit_quality,
+    "prefetch": summaries.prefetch,
     "peft-architectures": sweep_blocks.architectures,
     "peft-variants": sweep_blocks.variants,
 }

@@ -177,5 +177,11 @@ def eight_bit_quality() -> str:
     )
 
 
+def prefetch() -> str:
+    """Return the time of a decode step by where the adapter of one of its rows was."""
+    summary = figures.result("h200_prefetch")["summary"]
+    return table([f">{place}" for place in summary], [[f"{ms:.1f} ms" for ms in summary.values()]])
+
+
 def _efficiencies(contender: str | None) -> list[str]:
     return [f"{figures.mean_efficiency(phase, contender):.2f}" for phase in figures.PHASES]

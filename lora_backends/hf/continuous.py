@@ -331,8 +331,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         if new is not None and (type(new) is not int or new < 1):
             raise InvalidInputError(f"max_new_tokens is {shown(new)}\n  allowed: an int, 1 or more")
-        blocks = self.continuous_batching_config.num_blocks
-        room = None if blocks is None else blocks * self.continuous_batching_config.page_size
+        config = self.continuous_batching_config
+        page = vars(config).get("page_size") or vars(config).get("block_size")  # its name of old
+        room = None if config.num_blocks is None or page is None else config.num_blocks * page
         if room is not None and len(ids) + (new or 0) > room:
             raise InvalidInputError(
                 f"the request needs {len(ids) + (new or 0)} tokens, the cache holds {room}\n"

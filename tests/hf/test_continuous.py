@@ -1,5 +1,6 @@
 """Requests that join and leave a batch: every one is answered as when it runs alone."""
 
+import dataclasses
 import sys
 import threading
 from types import SimpleNamespace
@@ -20,8 +21,10 @@ NEW = 6
 
 def settings(**changes):
     """Return a small cache, so that a test neither waits nor needs memory."""
-    sizes = {"page_size": 8, "num_blocks": 24, "max_batch_tokens": 7, **changes}
-    if hasattr(ContinuousBatchingConfig, "auto_switch_to_flash"):  # of Transformers 5.23
+    sizes = {"num_blocks": 24, "max_batch_tokens": 7, **changes}
+    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    sizes["page_size" if "page_size" in known else "block_size"] = 8  # the name in older versions
+    if "auto_switch_to_flash" in known:
         sizes["auto_switch_to_flash"] = False
     return ContinuousBatchingConfig(**sizes)
 
