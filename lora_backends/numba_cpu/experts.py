@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from lora_backends.dispatch.output import new_output
 from lora_backends.experts import ExpertWeights
 from lora_backends.numba_cpu import launch
 from lora_backends.numba_cpu.layer import Layers, slices_apart
 from lora_backends.numba_cpu.needs import SHRINK
 from lora_backends.numba_cpu.routing import NumbaRouting, job_of
+from lora_backends.operations import BY_NAME
 
 
 def run(
@@ -24,8 +26,7 @@ def run(
     """Run `LoRABackend.run_experts`; `layers` knows where the weights lie."""
     y = base_output
     if y is None:
-        pairs = (routing.num_tokens,) if reduce else (routing.num_tokens, routing.top_k)
-        y = x.new_zeros(*pairs, weights.out_features)
+        y = new_output(BY_NAME["run_experts"], x, weights, routing, {"reduce": reduce})
     scales = _scales(routing, weighted)  # has to outlive the kernel, which knows its address
     job = job_of(routing, weights, rows, scales)
     if not job.num_segments:

@@ -20,7 +20,7 @@ from lora_backends.numba_cpu.layer import BIAS_DTYPES, Layers, Located
 from lora_backends.numba_cpu.needs import EXPAND
 from lora_backends.numba_cpu.openmp import OpenMP, torch_openmp
 from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan
-from lora_backends.numba_cpu.routines import MARKERS, eight_bit_table, table_of
+from lora_backends.numba_cpu.routines import MARKERS, Table, eight_bit_table, table_of
 from lora_backends.weights import LoRAWeights
 
 NO_FUNCTIONS = (0, 0, 0)
@@ -36,20 +36,22 @@ class Kernel:
     run: Callable[[bytes], None]
     address: int  # for OpenMP
     compiled: Any  # what keeps the machine code
-    routines: int = 0  # address of the addresses of what it calls
+    table: Table | None = None  # of what it calls; another thread may replace it in its cache
+    routines: int = 0  # address of its entries
 
 
-def _kernel(compiled: Any, routines: int = 0) -> Kernel:
+def _kernel(compiled: Any, table: Table | None = None) -> Kernel:
+    routines = 0 if table is None else table.address
     if config.DISABLE_JIT:
-        return Kernel(lambda call: compiled(_address_of(call)), 0, compiled, routines)
+        return Kernel(lambda call: compiled(_address_of(call)), 0, compiled, table, routines)
     run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)  # lets other threads run
-    return Kernel(run, compiled.address, compiled, routines)
+    return Kernel(run, compiled.address, compiled, table, routines)
 
 
 @cache
 def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Kernel:
     """Compile the kernel and the routines that these calls need, or load them from the disk."""
-    return _kernel(_dense_kernel(), table_of(dtype, dtype_y, needs).address)
+    return _kernel(_dense_kernel(), table_of(dtype, dtype_y, needs))
 
 
 @cache
@@ -60,7 +62,7 @@ def _dense_kernel() -> Any:
 @cache
 def eight_bit_kernel(needs: int) -> Kernel:
     """Do what `kernel_for` does for 8-bit stacks: one kernel for any dtypes."""
-    return _kernel(_eight_bit_kernel(), eight_bit_table(needs).address)
+    return _kernel(_eight_bit_kernel(), eight_bit_table(needs))
 
 
 @cache

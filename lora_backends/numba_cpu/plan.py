@@ -49,7 +49,7 @@ PACK_WORK = struct.Struct(f"{len(Work._fields)}q").pack
 
 
 class Job(NamedTuple):
-    """What `launch.run` takes besides tensors; a `NumbaPlan` has the same attributes."""
+    """What `launch.run` takes besides tensors; a `NumbaPlan` has the same attributes but the last."""
 
     packed_work: bytes  # a `Work`
     halves_match: bool  # whether both halves run over the same segments
@@ -57,6 +57,7 @@ class Job(NamedTuple):
     num_positions: int  # of the second half
     h_rows: int  # of h
     needs: int  # LONG or 0
+    buffer: Ints  # what addresses of the work point into; another thread may group pairs anew
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -33,10 +34,14 @@ MARKERS = {
     torch.int8: v.INT8,
 }
 
+_MAKING = threading.Lock()
+"""Without it, two threads that need a routine at once would both compile it, and the cache would
+keep one of the two while a table has the address of the other."""
+
 
 @dataclass(frozen=True)
 class Table:
-    """Addresses of routines, for a kernel; kept alive by the cache that made it."""
+    """Addresses of routines, for a kernel, which keeps them alive."""
 
     address: int  # of `entries`
     entries: Ints  # the fields of a `Routines`
@@ -97,7 +102,8 @@ def _table(kind: Any, found: dict[str, int]) -> Table:
 
 def address_of(make: Callable[..., Any], *dtypes: torch.dtype) -> int:
     """Return the address of a routine for some dtypes."""
-    routine = _routine(make, *dtypes)
+    with _MAKING:
+        routine = _routine(make, *dtypes)
     if config.DISABLE_JIT:
         return ctypes.cast(routine, ctypes.c_void_p).value or 0
     address: int = routine.address

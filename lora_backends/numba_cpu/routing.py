@@ -153,7 +153,8 @@ def job_of(
     same = work.a_segments == work.b_segments
     longest = max(groups.num_pairs, plan.num_positions)  # that a segment may be
     needs = LONG if longest >= LONG_SEGMENT else 0
-    return Job(PACK_WORK(*work), same, groups.by_expert[0], groups.num_pairs, h_rows, needs)
+    sizes = groups.by_expert[0], groups.num_pairs, h_rows
+    return Job(PACK_WORK(*work), same, *sizes, needs, groups.buffer)
 
 
 def _experts(scales: torch.Tensor | None) -> int:

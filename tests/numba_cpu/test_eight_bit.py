@@ -175,3 +175,22 @@ def test_experts_of_8_bits_agree_with_the_reference(stored, block, shared, num_a
                 )
         for actual, expected in zip(results[:2], results[2:], strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_result_of_experts_has_the_compute_dtype_whatever_x_has():
+    weights = ExpertWeights(
+        torch.randn(1, 2, 1, 4, 20),
+        torch.randn(1, 2, 16, 4),
+        torch.full((1, 2, 1), 4),
+        torch.ones(1, 2, 1),
+        output_slices=(16,),
+        num_experts=2,
+    )
+    weights = replace(quantize_weights(weights, torch.int8), compute_dtype=torch.float16)
+    backend = NumbaCPUBackend()
+    plan = backend.prepare_batch(LoRABatch([0, 0, -1], 1))
+    for ids in ([[0], [1], [0]], [[-1], [-1], [-1]]):  # with live pairs, and without
+        routing = backend.prepare_experts(plan, torch.tensor(ids), torch.ones(3, 1), 2)
+        for reduce in (False, True):
+            y = backend.run_experts(torch.randn(3, 20), weights, routing, reduce=reduce)
+            assert y.dtype == torch.float16

@@ -1,5 +1,11 @@
 """Which routines are compiled for a call: what it needs, and no more."""
 
+import gc
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -136,3 +142,50 @@ def test_rows_and_fields_of_plain_python_are_those_of_kernels():
     at = table.data_ptr()
     assert plain.rows((100, 10, at), 1, (0, 0)) == (110, 120)
     assert plain.fields(kernels.Segment, at + 8) == (1, 2, 5)
+
+
+def test_a_kernel_keeps_its_table_when_another_thread_replaces_it_in_the_cache(asked, monkeypatch):
+    monkeypatch.setattr(launch, "_dense_kernel", lambda: SimpleNamespace(address=1))
+    made = []
+
+    def table_of(*args):
+        table = routines.table_of.__wrapped__(*args)
+        made.append(weakref.ref(table))
+        return table
+
+    monkeypatch.setattr(launch, "table_of", table_of)
+    kernel = launch.kernel_for.__wrapped__(torch.float32, torch.float32, needs.SHRINK)
+    gc.collect()
+    assert made[0]().address == kernel.routines
+
+
+def test_threads_that_need_a_routine_at_once_compile_it_once():
+    made = []
+
+    def make():
+        made.append(1)
+        time.sleep(0.05)
+        return SimpleNamespace(address=7)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: routines.address_of(make), range(4))) == [7] * 4
+    assert len(made) == 1
+
+
+def test_a_call_of_experts_keeps_its_pairs_when_another_thread_groups_them_anew():
+    weights = ExpertWeights(
+        lora_a=torch.randn(1, 2, 1, 4, 20),
+        lora_b=torch.randn(1, 2, 16, 4),
+        ranks=torch.full((1, 2, 1), 4, dtype=torch.int32),
+        scalings=torch.ones(1, 2, 1),
+        output_slices=(16,),
+        num_experts=2,
+    )
+    backend = NumbaCPUBackend()
+    plan = backend.prepare_batch(LoRABatch([0, 0], 1))
+    routing = backend.prepare_experts(plan, torch.tensor([[0], [1]]), torch.ones(2, 1), 2)
+    job = job_of(routing, weights, "tokens", None)
+    buffer = weakref.ref(routing.groups().buffer)
+    backend.prepare_batch(LoRABatch([0], 1), out=plan)
+    routing.groups()
+    assert buffer() is job.buffer
