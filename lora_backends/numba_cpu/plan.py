@@ -49,7 +49,7 @@ PACK_WORK = struct.Struct(f"{len(Work._fields)}q").pack
 
 
 class Job(NamedTuple):
-    """What `launch.run` takes besides tensors; a `NumbaPlan` has the same attributes but the last."""
+    """What `launch.run` takes besides tensors; a `NumbaPlan` has all attributes but the last."""
 
     packed_work: bytes  # a `Work`
     halves_match: bool  # whether both halves run over the same segments
