@@ -114,17 +114,22 @@ def test_a_layer_knows_its_ragged_slices_and_factors():
     assert flags((16,), bias=True, output_scales=True) == needs.BIAS | needs.MULTIPLIED
 
 
-def test_dead_pairs_do_not_hide_a_long_segment_of_tokens():
-    """Where experts share A, tokens are shrunk by the plan's segments, however few pairs live."""
-    tokens = LONG_SEGMENT + 1
-    weights = ExpertWeights(
-        lora_a=torch.randn(1, 1, 1, 4, 20),
+def two_experts(of_a=2):
+    """Return weights of two experts in one slot; with `of_a=1` they share A."""
+    return ExpertWeights(
+        lora_a=torch.randn(1, of_a, 1, 4, 20),
         lora_b=torch.randn(1, 2, 16, 4),
         ranks=torch.full((1, 2, 1), 4, dtype=torch.int32),
         scalings=torch.ones(1, 2, 1),
         output_slices=(16,),
         num_experts=2,
     )
+
+
+def test_dead_pairs_do_not_hide_a_long_segment_of_tokens():
+    """Where experts share A, tokens are shrunk by the plan's segments, however few pairs live."""
+    tokens = LONG_SEGMENT + 1
+    weights = two_experts(of_a=1)
     x, ids = torch.randn(tokens, 20), torch.full((tokens, 1), -1)
     ids[3] = 1
     results = []
@@ -173,14 +178,7 @@ def test_threads_that_need_a_routine_at_once_compile_it_once():
 
 
 def test_a_call_of_experts_keeps_its_pairs_when_another_thread_groups_them_anew():
-    weights = ExpertWeights(
-        lora_a=torch.randn(1, 2, 1, 4, 20),
-        lora_b=torch.randn(1, 2, 16, 4),
-        ranks=torch.full((1, 2, 1), 4, dtype=torch.int32),
-        scalings=torch.ones(1, 2, 1),
-        output_slices=(16,),
-        num_experts=2,
-    )
+    weights = two_experts()
     backend = NumbaCPUBackend()
     plan = backend.prepare_batch(LoRABatch([0, 0], 1))
     routing = backend.prepare_experts(plan, torch.tensor([[0], [1]]), torch.ones(2, 1), 2)

@@ -161,9 +161,10 @@ def of_8_bits(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileCo
             expand = replace(expand, block_c=64)
     elif expand.block_r == MIN_DOT:
         block_c = max(expand.block_c, 128 if batch.rows == 1 else 256)
-        narrower = block_c // expand.block_c > 1 and batch.rows < _MANY_ROWS
-        chunks = expand.chunks // 2 if narrower else expand.chunks
-        expand = replace(expand, block_c=block_c, chunks=max(1, chunks))
+        chunks = expand.chunks
+        if block_c > expand.block_c and batch.rows < _MANY_ROWS:
+            chunks = max(1, chunks // 2)
+        expand = replace(expand, block_c=block_c, chunks=chunks)
     else:
         shrink = replace(shrink, block_n=min(shrink.block_n, 32))
         expand = replace(expand, num_stages=1)
