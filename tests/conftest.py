@@ -1,5 +1,6 @@
 """Tiny random models, adapters that PEFT saved for them, and an environment without settings."""
 
+import gc
 import importlib.util
 import os
 import warnings
@@ -89,6 +90,20 @@ def pytest_xdist_make_scheduler(config, log):
         return None
     config.option.loadscopereorder = False  # the order of the items stays
     return ByFile(config, log)
+
+
+def pytest_collection_finish():
+    """Hide the imported modules from the collector of garbage: they live to the end.
+
+    It would visit all their objects each time, and Transformers, dynamo and tests call it often.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    """Let the end of the process free them: Triton counts what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
