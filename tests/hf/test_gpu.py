@@ -3,6 +3,7 @@
 import pytest
 import torch
 from deltas import random_checkpoint
+from graphs import captured_logits
 
 from lora_backends import UnsupportedInputError, backend_names, unavailable_reasons
 from lora_backends.hf import MultiLoRAModel
@@ -67,15 +68,7 @@ def test_a_captured_step_follows_updates(backend, make_base):
     ids = torch.randint(0, 40, (4, 1), generator=torch.Generator().manual_seed(3)).to(CUDA)
     step = model.prepare(ROWS)
     inputs = {"adapters": step, "input_ids": ids, "use_cache": False}
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            model(**inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = model(**inputs).logits
+    graph, captured = captured_logits(model, **inputs)
     for rows in (ROWS, ["b"] * 4, [None] * 4, [None, "a", "a", "b"]):
         step.update(rows)
         graph.replay()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from deltas import random_checkpoint
+from graphs import captured_logits
 
 from lora_backends.adapters.tensors import tensors_of
 from lora_backends.hf import MultiLoRAModel
@@ -92,15 +93,7 @@ def test_a_graph_follows_to_an_adapter_that_was_prefetched(model):
     expected = {name: logits(model, name).clone() for name in NAMES}
     step = model.prepare(["a0"], tokens=IDS.shape[1])
     inputs = {"adapters": step, "input_ids": IDS.cuda(), "use_cache": False}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            model(**inputs)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = model(**inputs).logits
+    graph, result = captured_logits(model, **inputs)
     for name in ("a1", "a2", "a3", "a0"):
         prefetched(model, name)
         swaps = model.store.swaps
