@@ -46,7 +46,7 @@ class SgmvPlan(CachingPlan):
     packed: torch.Tensor  # [size] int32, on the device; the tables are views of it
     has_room: bool = field(default=False, kw_only=True)  # whether it was made with `capacity`
     is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the plan
-    cut: tuple[int, ...] = field(default=(), kw_only=True)  # what kernels were last chosen by
+    cut: tuple[int, ...] = field(default=(), kw_only=True)  # sizes that the kernels follow from
     refills: int = field(default=0, kw_only=True)  # how often the tables were written
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lora_backends.sgmv.tiles.sizes import column_programs, padded_rank
 
 
 class Options(NamedTuple):
-    """What a backend fixes for all of its launches."""
+    """Options of a backend, equal in all of its launches."""
 
     precision: str  # of float32 products, as `tl.dot` names it
     programmatic: bool  # whether a kernel launches before the one in front has ended
@@ -29,7 +29,7 @@ class Options(NamedTuple):
 
 
 class Site(NamedTuple):
-    """What the kernels of a site are compiled for, besides sizes."""
+    """The constants of a site's kernels, besides tile sizes."""
 
     shape: SiteShape
     slices: tuple[int, ...]  # widths that the expand tells apart; one where a single A feeds all

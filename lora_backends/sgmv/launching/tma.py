@@ -66,7 +66,7 @@ def descriptor(lora_b: Located, max_rank: int, block_c: int, block_r: int) -> An
 
 @dataclass(frozen=True)
 class _Address:
-    """What a launch asks a descriptor's tensor for."""
+    """Stands for a descriptor's tensor: a launch asks it for no more than this."""
 
     address: int
     dtype: torch.dtype
