@@ -14,11 +14,11 @@ MAX_SEGMENT = 64
 them and a column of y spans no more pages than the first-level TLB holds (64 to 96)."""
 
 FETCH_COST = 6
-"""What fetching a block of weights costs, in units of one token's arithmetic on it: 64 bytes take
+"""Cost of fetching a block of weights, in units of one token's arithmetic on it: 64 bytes take
 1.5 to 4 ns from memory, 16 multiply-adds 0.25 to 0.4 ns. It only balances threads."""
 
 EXPAND_COST = 8
-"""What updating 16 elements of y costs besides the rank, in columns of B. It only balances."""
+"""Cost of updating 16 elements of y, in columns of B. It only balances threads."""
 
 EXPAND_TILES = 16
 """Groups of 16 rows of B that all tokens of a segment meet before the next: 16 to 64 KiB of B at

@@ -41,7 +41,7 @@ SLOT_MASK = (1 << EXPERT_BITS) - 1
 
 
 class Call(NamedTuple):
-    """What a kernel is called with, as int64 one after the other."""
+    """The arguments of a kernel, as int64 one after the other."""
 
     first: int  # SHRINK, GATHER or 0
     routines: int  # address of the fields of a `Routines`

@@ -1,4 +1,4 @@
-"""What vectors become in LLVM: instructions that a builder is told to add, on its values."""
+"""Lowers operations on vectors to LLVM: each function lets a builder add instructions."""
 
 # mypy: disable-error-code="import-untyped, misc"
 

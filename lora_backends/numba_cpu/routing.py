@@ -23,7 +23,7 @@ class Groups(NamedTuple):
     """The live pairs of a routing, sorted by slot, then expert, then position."""
 
     made_for: Work  # the plan's, which a refill replaces
-    buffer: Ints  # what the addresses below point into
+    buffer: Ints  # the addresses below point into it
     num_pairs: int
     pairs: int  # address of [num_pairs] int64: t * top_k + j
     tokens: int  # address of [num_pairs] int64: t
