@@ -21,7 +21,7 @@ from lora_backends.hf.sites import Site
 from lora_backends.hf.twin import twin_of
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "config")
-"""What Transformers' `use_experts_implementation` and its classes say about a module."""
+"""Attributes that Transformers' `use_experts_implementation` and its classes set on a module."""
 
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Most that a trial may differ, relative to the largest value; of 16-bit dtypes `ROUNDING`."""

@@ -1,4 +1,4 @@
-"""The forward hooks: what runs at every module that an adapter may touch, thus short."""
+"""The forward hooks. They run at every module that an adapter may touch, so they do little."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Packed = Sequence[tuple[Entry, Mapping[str, int], int]]
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What continuous batching needs of a `MultiLoRAModel`."""
+    """The parts of a `MultiLoRAModel` that continuous batching uses."""
 
     key: str  # of the model, see `running`
     base: nn.Module

@@ -161,7 +161,7 @@ class Request:
         return numbers
 
     def _forget(self) -> None:
-        """Forget the forward pass of before."""
+        """Forget the previous forward pass."""
         self._image_plans: dict[tuple[int, ...], _Planned | None] = {}  # None: rows not known
         self._layout: Layout | None = None  # of the last plan
         self._shape: tuple[int, ...] = ()

@@ -5,9 +5,9 @@ all of it, adds the LoRA of all in one call of the backend, and keeps what belon
 A sibling that is called with the very same tensor takes its part and computes nothing; called with
 anything else it runs alone. So a model may call them in any order and with any input.
 
-A program of `torch.compile` does the same while it is traced: it holds one product and one
-operation for all of them. It cannot see that a weight was moved, so `MultiLoRAModel` looks before
-each call, and leaves the group out of `Call.joined`; what is read from there is guarded.
+`torch.compile` traces the same: the program has one product and one operation for all of them. It
+does not notice when a weight is moved. So `MultiLoRAModel` looks before each call. It takes groups
+whose weights were moved out of `Call.joined`, which the program guards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRACED = -1
 """Version of an input in a traced program, which an eager call never meets."""
 
 _Part = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int]
-"""Who holds a parameter, under which name, the parameter, and where its values were put."""
+"""A module's dict of parameters, the name there, the parameter, and the address of its values."""
 
 
 class Siblings:
@@ -107,7 +107,7 @@ class Siblings:
 
 
 def find_siblings(sites: Mapping[str, Site]) -> list[Siblings]:
-    """Return the groups of plain linear modules with nothing of anybody else's on them."""
+    """Return the groups of plain linear modules, without foreign hooks or a replaced `forward`."""
     groups = []
     for path in sites:
         parent, dot, name = path.rpartition(".")
@@ -205,8 +205,8 @@ def leader_forward(
 def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
     """Return the columns of every module.
 
-    Copies on a CPU: activations round the ends of strided rows in another way than those of
-    contiguous ones there.
+    On a CPU they are copied: there torch's activations round the ends of strided rows differently
+    from the ends of contiguous ones.
     """
     columns = torch.split_with_sizes(y, widths, -1)
     return tuple(c.contiguous() for c in columns) if y.device.type == "cpu" else columns

@@ -1,4 +1,4 @@
-"""What people and libraries call on a model: PEFT's words, and those that `pipeline` needs."""
+"""Attributes and methods that other code expects of a model: PEFT's, and those of `pipeline`."""
 
 from __future__ import annotations
 
