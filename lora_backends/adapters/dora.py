@@ -22,7 +22,7 @@ BLOCK = 2**22
 
 @dataclass(frozen=True, eq=False)
 class BaseLayer:
-    """What DoRA reads of one module of the base model."""
+    """The weight and bias of one module of the base model, which DoRA reads."""
 
     weight: Tensor  # [out_features, in_features], floating, any strides; an embedding's transposed
     bias: Tensor | None  # [out_features]; None where the module has none

@@ -1,4 +1,4 @@
-"""What the LoRA of experts is read from, and what it is checked against."""
+"""The source of the LoRA of experts, and the base model that it is checked against."""
 
 from __future__ import annotations
 

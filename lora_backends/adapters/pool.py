@@ -48,7 +48,7 @@ class Staged:
     """An adapter as the slots take it: on their device, in their dtype."""
 
     deltas: Sequence[StagedDelta | StagedExperts]
-    own: Mapping[str, Any]  # by path, what takes the place of modules of the base model
+    own: Mapping[str, Any]  # by path, its replacements of modules of the base model
 
 
 class Active(NamedTuple):
@@ -422,7 +422,7 @@ class AdapterPool:
         with self._writing(slot):
             failure, interrupt = run_whole(overwrite, self.device)
         if failure is not None:
-            self.slots.vacate(name, slot)  # nobody asks for what is torn
+            self.slots.vacate(name, slot)  # no row may use a slot that is half overwritten
             raise failure
         if interrupt is not None:
             raise interrupt
@@ -691,7 +691,7 @@ class AdapterPool:
 
 
 def check_checkpoint(checkpoint: object) -> None:
-    """Refuse what is no `Checkpoint`."""
+    """Refuse anything but a `Checkpoint`."""
     if not isinstance(checkpoint, Checkpoint):
         raise InvalidInputError(
             f"the checkpoint is {shown(checkpoint)}\n  allowed: a Checkpoint, e.g. of "

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lora_backends.adapters.streams import SlotStreams
 
 REMEMBERED = 1024
-"""Names of adapters without a slot that are remembered, to say what took it."""
+"""Names of evicted adapters that are remembered: errors say which name took the slot."""
 
 Holder: TypeAlias = Literal["call", "prepared", "request"]
 
@@ -50,7 +50,7 @@ class SlotTable:
         self._slots: OrderedDict[str, int] = OrderedDict()  # oldest use first
         self._pins: Counter[str] = Counter()  # by pin()
         self._holds: dict[object, _Hold] = {}  # by calls in flight and prepared adapters
-        self._lost: OrderedDict[str, str] = OrderedDict()  # name -> what was loaded into its slot
+        self._lost: OrderedDict[str, str] = OrderedDict()  # name -> the name that took its slot
         self.provider: Callable[[Sequence[str]], Commit] | None = None
         """Gets names ready that are about to be used, e.g. those without a slot."""
         self.lock = RLock()

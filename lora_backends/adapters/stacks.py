@@ -37,7 +37,7 @@ class StagedDelta:
 
 @dataclass(frozen=True)
 class _Stacks:
-    """What is allocated; replaced as one object, so an interrupt leaves the old or the new."""
+    """The allocated stacks; replaced as one object, so an interrupt leaves the old or the new."""
 
     whole: Mapping[tuple[str, ...], LoRAWeights]  # by group
     parts: Mapping[str, LoRAWeights]  # by path, of the modules that were ever touched

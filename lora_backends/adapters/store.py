@@ -230,7 +230,7 @@ class AdapterStore:
         missing: Mapping[str, _Ready],
         hold: Callable[[], None],
     ) -> None:
-        if given != self._given:  # what is ready may be older than what another thread has loaded
+        if given != self._given:  # another thread may have loaded newer weights of these names
             changed, missing = {}, {}
         for name, ready in changed.items():
             if name in self._pool.slots and self._pool.slots.is_free(name):
@@ -324,7 +324,7 @@ class AdapterStore:
 
         if not self._pool.put_ahead(name, ready.staged, is_wanted, then) and is_wanted():
             return ready
-        with self._lock:  # nobody takes what is ready, so it keeps no memory
+        with self._lock:  # forget the job, so that its tensors are freed
             if self._ahead.get(name) is job:
                 del self._ahead[name]
         return None

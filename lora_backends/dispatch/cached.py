@@ -83,7 +83,7 @@ class CallCache:
     """The cached calls of one plan."""
 
     def __init__(self) -> None:
-        # what stored calls depend on besides their arguments; an engine sets it when it refills
+        # stored calls depend on it besides their arguments; an engine sets it when it refills
         self.key: Any = None
         # by operation, backend and layer; a handle stands for one object while the process lives
         self._calls: dict[tuple[str, int, int], list[_Entry]] = {}

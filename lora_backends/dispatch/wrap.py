@@ -52,7 +52,7 @@ class Dispatched(Handled):
         for operation in OPERATIONS:
             method = getattr(cls, operation.name, None)
             if method is not None and _wrapped(method) is None:
-                # the interface's own body of an operation that is a case of another calls that one
+                # e.g. the interface's own `run_qkv`, which calls `run_linear`
                 is_default = Dispatched in cls.__bases__ and operation.same_as is not None
                 setattr(cls, operation.name, _wrap(operation, method, is_default))
         for name, wrap in PREPARATIONS.items():

@@ -20,11 +20,11 @@ from lora_backends.integrations.vllm.plans import Plans
 from lora_backends.selection import get_backend
 
 NEEDED = frozenset({features.CAPACITY, features.SLICE_TENSORS})
-"""What a backend must have: vLLM pads x without telling, and keeps a tensor per slice."""
+"""Features that a backend must have: vLLM pads x without telling, and keeps a tensor per slice."""
 
 
 class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dependency
-    """Holds the batch of now, and runs vLLM's LoRA layers on it.
+    """Holds the current batch, and runs vLLM's LoRA layers on it.
 
     vLLM makes one for a model, announces each batch to it by `update_metadata`, and calls it from
     each layer. What it does not take over runs on vLLM's own wrapper, which it makes when the
@@ -51,7 +51,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         prompts.follow()
         self._arguments = (max_num_batched_tokens, max_batches, device), kwargs
-        self._own: Any = None  # vLLM's own wrapper, for what is not taken over
+        self._own: Any = None  # vLLM's own wrapper, for layers that are not taken over
         self._announced: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         num_slots = kwargs["lora_config"].max_loras
         backend = get_backend(plugin.backend_asked_for(), device=device)

@@ -176,7 +176,7 @@ def lora_expand_fp8(
 
 @dataclass(frozen=True)
 class _Mode:
-    """What shares a scale."""
+    """The groups of elements that share a scale."""
 
     name: str  # tensor, channel or block
     block: tuple[int | None, int | None]  # rows and columns of a matrix that share a scale
