@@ -15,7 +15,7 @@ from lora_backends.errors import InvalidInputError, did_you_mean
 
 
 class Input(Enum):
-    """What an operation reads per token."""
+    """The input that an operation reads."""
 
     ROWS = "rows"  # [num_tokens, in_features]
     TOKEN_IDS = "token ids"  # [num_tokens] integers: the rows are one-hot

@@ -27,7 +27,7 @@ from lora_backends.errors import InvalidInputError, shown
 from lora_backends.tensors import unusable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What weights may be made of; a backend supports some of them."""
+"""Dtypes of weights; a backend supports some of them."""
 
 MOST = torch.iinfo(torch.int32).max
 """Columns of y at most: kernels count them in int32."""

@@ -1,4 +1,4 @@
-"""What a prompt asks for: an adapter, a blend such as pirate:0.7+json:0.3, or the base model."""
+"""The adapter of a prompt: a name, a blend such as pirate:0.7+json:0.3, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written and what is returned: shape, dtype, identity, and everything left alone."""
+"""Which memory is written and which tensor is returned: shape, dtype, identity, and the rest."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def shrink_is_right(backend: LoRABackend, case: LoRACase) -> None:
 
 
 @prop(
-    "run_lora_b never reads h or lora_b beyond a rank.",
+    "run_lora_b makes no use of h or lora_b beyond a rank.",
     values="either",
     agreement=BY_CLAIM,
     features=ANY_LAYER,
