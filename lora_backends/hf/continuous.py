@@ -3,7 +3,8 @@
 Transformers' continuous batching packs the tokens of all requests into one row, [1, tokens], and
 runs the model in a thread of its own. `RequestManager` is its manager, which also knows the adapter
 of every request. `RequestsCall` tells the hooks, at every forward pass, which adapter each of those
-tokens uses: one plan with room for the largest batch, refilled in place.
+tokens uses, by two plans that it refills: one for all tokens, one for those whose logits are asked
+for.
 """
 
 from __future__ import annotations
