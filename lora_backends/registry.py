@@ -155,7 +155,7 @@ def plugin_code(
 
 
 def _declaration_faults(found: type[LoRABackend]) -> list[str]:
-    """Return which class data the checks of a call cannot work with."""
+    """Return the class attributes that the checks of a call cannot work with, and why."""
     faults = []
     for field, kind, allowed in (
         ("dtypes", torch.dtype, "a tuple of torch.dtype"),

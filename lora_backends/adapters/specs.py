@@ -25,7 +25,7 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """What the base model has at one stacked parameter of its experts."""
+    """The layout of one stacked parameter of the base model's experts."""
 
     num_experts: int
     in_features: int
@@ -82,7 +82,7 @@ class ExpertDelta:
 
 @dataclass(frozen=True, eq=False)
 class OwnParameter:
-    """A parameter of the base model that an adapter has a value of its own for."""
+    """A parameter of the base model for which an adapter has a value of its own."""
 
     value: Tensor  # floating, on the CPU; of a head, its rows may be more or fewer than the base's
     alone: bool  # of this module alone (modules_to_save); else wherever the base model shares it
