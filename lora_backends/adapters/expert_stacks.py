@@ -112,7 +112,7 @@ class ExpertStacks:
 
     @torch.inference_mode(False)  # else no thread outside that mode could write them
     def reserve(self, deltas: Iterable[StagedExperts]) -> None:
-        """Allocate what the deltas need and is not there yet: all of it, or nothing."""
+        """Allocate the stacks that the deltas need and that do not exist yet: all, or none."""
         stacks = dict(self._stacks)
         for delta in deltas:
             key = (delta.module, self._form(delta))

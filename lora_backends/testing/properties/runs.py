@@ -1,4 +1,4 @@
-"""Running operations of a backend on the inputs of a case, and judging what comes out."""
+"""Runs operations of a backend on the inputs of a case, and checks their results."""
 
 from __future__ import annotations
 
