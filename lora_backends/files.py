@@ -58,7 +58,7 @@ def kind_of(path: Path) -> str | None:
     """Return the kind of thing at a path, "a file" or "a folder" for instance, or None for nothing.
 
     Raises:
-        InvalidInputError: the system does not tell, e.g. for want of permission.
+        InvalidInputError: the system does not tell, e.g. because a permission is missing.
     """
     try:
         mode = os.stat(path).st_mode

@@ -668,7 +668,7 @@ class AdapterPool:
                 users.discard(slot)  # last: an interrupt before it leaves the module to forget
 
     def _write(self, slot: int, deltas: Sequence[StagedDelta | StagedExperts]) -> None:
-        """Write tensors of a slot that nobody reads, whether the slots are locked or not."""
+        """Write tensors of a slot that no call reads; the slots need not be locked."""
         for delta in deltas:
             if isinstance(delta, StagedExperts):
                 self._experts.write(slot, delta)

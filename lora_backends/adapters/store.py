@@ -287,7 +287,7 @@ class AdapterStore:
         except CancelledError:  # the model is being detached
             return None
         finally:
-            with self._lock:  # only now: a prefetch that nobody knows of writes no slot
+            with self._lock:  # only now: a prefetch that is not in `_ahead` writes no slot
                 if self._ahead.get(name) is job:
                     del self._ahead[name]
 
@@ -353,7 +353,7 @@ class AdapterStore:
         return Kept(*_counted(checkpoint, self._pool.device), before)
 
     def _changed(self, name: str) -> _Ready | None:
-        """Return newer files of an adapter in a slot or in memory, once nobody writes them."""
+        """Return newer files of an adapter in a slot or in memory, once they have been quiet."""
         with self._lock:
             kept = self._kept.get(name)
             folder, stamp = self._folders.get(name), self._in_slots.get(name)

@@ -76,7 +76,7 @@ class Siblings:
         for holder, name, parameter, address in self._parts:
             moved = parameter.data_ptr() != address or not parameter.is_contiguous()
             if moved or holder.get(name) is not parameter:
-                self.joined = None  # free them, where nobody else holds a part
+                self.joined = None  # frees the memory, unless other code holds a part
                 return False
         return True
 
@@ -185,7 +185,7 @@ def leader_forward(
         if is_traced:
             joined = call.joined.get(paths[0])
         else:
-            # no version tells of a change in inference mode; somebody may have moved a weight
+            # tensors of inference mode have no version; a weight may have been moved
             joined = None if input.is_inference() or not group.are_joined() else group.joined
         if joined is None:
             return _run_alone(self, input, alone)
@@ -294,6 +294,6 @@ class ForwardOverride:
         module.forward = self._forward
 
     def remove(self) -> None:
-        """Give the module its own `forward` back, unless somebody has put another one there."""
+        """Give the module its own `forward` back, unless other code has replaced this one."""
         if vars(self._module).get("forward") is self._forward:
             del self._module.forward

@@ -246,7 +246,7 @@ class _Mode:
 
 
 def _shaped(name: str, scale: Any, axes: tuple[int, ...], mode: str) -> torch.Tensor:
-    """Return scales whose axes, but for those of 1, are the ones wanted."""
+    """Return scales as float32 of shape `axes`; those given may have other axes of size 1."""
     given = list(scale.shape) if isinstance(scale, torch.Tensor) else None
     wide = [size for size in axes if size != 1]
     if given is None or [size for size in given if size != 1] != wide:
