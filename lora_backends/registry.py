@@ -136,7 +136,7 @@ def plugin_code(
     KeyboardInterrupt passes: it comes from the user.
 
     Args:
-        failure: what has failed, e.g. ``backend 'x' does not import``.
+        failure: of the plugin, e.g. ``backend 'x' does not import``.
         origin: the package that the plugin comes from.
         passes: errors that are meant for the caller.
 

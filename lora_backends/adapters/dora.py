@@ -35,7 +35,7 @@ BaseLayers: TypeAlias = Callable[[str], BaseLayer]
 def dora_terms(
     delta: ModuleDelta, spec: ModuleSpec, base_layers: BaseLayers | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what turns base(x) = W x + b into DoRA: `scales * (base(x) + delta(x)) + bias`.
+    """Return the terms that make base(x) = W x + b DoRA: `scales * (base(x) + delta(x)) + bias`.
 
         scales = magnitude / ||W + scaling B A||    the norm of each output's row
         bias   = (1 - scales) * b

@@ -29,7 +29,7 @@ class ExpertStacks:
     first adapter of its form is loaded, and keeps its address from then on.
 
     Args:
-        specs: what the base model has, by path of the parameter.
+        specs: the parameters of the base model, by path.
         num_slots: slots of every stack.
         max_rank: width of every stack.
         dtype: dtype of the model, and of the stacks unless they have 8 bits.

@@ -49,7 +49,7 @@ class LoadLimits:
         Args:
             name: of the field.
             path: the file.
-            given: what is beyond the limit.
+            given: the value beyond the limit.
             needed: the value that would have been enough.
         """
         what = f"the checkpoint is beyond the limit {name}"

@@ -53,7 +53,7 @@ class Stacks:
     one launch writes.
 
     Args:
-        modules: what the base model has, by module path.
+        modules: of the base model, by path.
         groups: paths of modules with the same input.
         num_slots: slots of every stack.
         max_rank: width of every stack.

@@ -271,7 +271,7 @@ class AdapterStore:
         return None if kept is None else self._staged(name, kept)
 
     def _prefetched(self, name: str, wait: bool) -> _Ready | None:
-        """Return what a prefetch has left on the device, and end the prefetch if it has not begun.
+        """Return the adapter that a prefetch left on the device; cancel one that has not begun.
 
         Raises:
             Exception: what the prefetch raised.

@@ -12,7 +12,7 @@ from lora_backends.errors import InvalidInputError
 
 
 class SlotStreams:
-    """Lets a write of a slot wait for what reads it, and a read for what writes it.
+    """Lets writes of a slot wait for its reads on other streams, and reads for its writes.
 
     Work on one stream runs in its order and needs none of this. `SlotTable` and `AdapterPool` hold
     the lock of the slots when they call a method, unless it says otherwise.

@@ -26,7 +26,7 @@ class ModelConfig(BaseModel):
     """The GGUF file in that folder, where the model is one."""
 
     def location(self) -> str:
-        """Return what `from_pretrained` takes."""
+        """Return the first argument of `from_pretrained`."""
         if (self.path is None) == (self.package is None):
             raise InvalidInputError(
                 f"which model?\n  given: path={shown(self.path)}, package={shown(self.package)}\n"

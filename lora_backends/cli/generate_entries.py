@@ -15,7 +15,7 @@ ALLOWED = 'an adapter\'s name, "NAME:STRENGTH+NAME:STRENGTH", or a table of name
 
 
 def checked(value: Any) -> Any:
-    """Return what a configuration has as a prompt's adapter.
+    """Return a prompt's adapter as a configuration has it.
 
     Raises:
         ValueError: it is no name and no table of names to strengths.

@@ -125,7 +125,7 @@ def _batch(found: dict[str, Any]) -> LoRABatch:
 
 
 def _check_most(what: str, count: Any) -> None:
-    """Refuse what takes too long to draw; values of other types are refused where they are used."""
+    """Refuse sizes that take too long to draw; other types are refused where they are used."""
     if isinstance(count, int) and count > MOST[what]:
         raise InvalidInputError(
             f"the batch or the layer is too large to be drawn\n  given: {shown(count)} {what}\n"

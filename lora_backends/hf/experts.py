@@ -203,7 +203,7 @@ def experts_forward(
         model: whose calls it serves.
         site: the module.
         layout: of its hidden states.
-        backend: what adds.
+        backend: that adds the LoRA.
 
     Returns:
         A function of the module, hidden states [tokens, hidden], ids and weights [tokens, top_k].
@@ -244,7 +244,7 @@ def _unknown_call(path: str, given: str) -> UnsupportedInputError:
 
 
 def expert_specs(sites: Mapping[str, ExpertSite]) -> dict[str, ExpertSpec]:
-    """Return what the base model has at each stacked parameter, by its path."""
+    """Return the layout of each stacked parameter, by its path."""
     return dict(_pairs(sites))
 
 

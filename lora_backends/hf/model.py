@@ -86,7 +86,7 @@ class MultiLoRAModel(ModelWords):
             same parameters with the same values; a product of another size may round otherwise.
             On a GPU their outputs are columns of one buffer, which a model can view by heads
             and not flatten. None: on a GPU, for on a CPU it does not pay.
-        limits: what the files of an adapter may cost; None takes the defaults.
+        limits: of the size and cost of an adapter's files; None takes the defaults.
         max_expert_rank: the largest rank of an adapter at a mixture's experts, whose stacks are
             large: they have room for that rank times the number of experts. None: `max_rank`.
         adapter_dtype: "int8", "float8_e4m3fn" or "float8_e5m2": adapters are quantised to it when
@@ -700,7 +700,7 @@ class MultiLoRAModel(ModelWords):
         self._structure.check_modules()
 
     def _accept(self, checkpoint: Checkpoint) -> None:
-        """Refuse what a row-by-row delta cannot reproduce."""
+        """Refuse a checkpoint that row-by-row deltas cannot reproduce."""
         refused = [
             f"\n  - {path}: {site.refusal}"
             for path in checkpoint.modules

@@ -174,7 +174,7 @@ class OwnModules:
         values: Mapping[str, torch.Tensor],
         rows: TokenRows | None,
     ) -> OwnModule:
-        """Return what takes the place of one module."""
+        """Return the replacement of one module."""
         module = self._modules[path]
         self._check_kind(checkpoint, path, module)
         width = self._check_shapes(checkpoint, path, module, values)

@@ -68,7 +68,7 @@ class Request:
         images: of the base model.
         adapters: the entry of each row, or of each of its tokens.
         slots: name to slot.
-        backend: what makes the plans.
+        backend: that makes the plans.
         after_cache: entries per token start behind what the key-value cache holds when the call
             begins; otherwise they count from the start of the row.
 

@@ -121,7 +121,7 @@ def find_siblings(sites: Mapping[str, Site]) -> list[Siblings]:
 
 
 def are_plain(modules: tuple[nn.Module, ...]) -> bool:
-    """Return whether one product may compute what calling each of the modules would."""
+    """Return whether one product gives the same as calling each of the modules."""
     kinds = set()
     for module in modules:
         if (
@@ -153,7 +153,7 @@ def leader_forward(
         model: whose calls it serves.
         group: the leader and its siblings.
         layout: of the leader's input.
-        backend: what adds.
+        backend: that adds the LoRA.
         alone: the leader's hook where it runs without the others.
 
     Returns:
@@ -213,7 +213,7 @@ def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
 
 
 def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
-    """Return a sibling's `forward`: what the leader has kept for it, else as if it were alone.
+    """Return a sibling's `forward`: it returns the output that the leader kept, or runs alone.
 
     Args:
         model: whose calls it serves.
@@ -240,7 +240,7 @@ def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
 
 
 def _is_unchanged(kept: Kept, input: torch.Tensor) -> bool:
-    """Return whether a leader's input holds what it held; both calls are traced, or none is."""
+    """Return whether a leader's input is unchanged; both calls are traced, or neither is."""
     if torch.compiler.is_compiling():
         return kept.version == TRACED and traced.is_unchanged(input)
     return kept.version == input._version
@@ -249,13 +249,13 @@ def _is_unchanged(kept: Kept, input: torch.Tensor) -> bool:
 def linear_forward(
     model: str, site: Site, layout: Layout, backend: LoRABackend, alone: Hook
 ) -> Callable[..., torch.Tensor]:
-    """Return a `forward` that does what a hook would, and takes less time than torch's hooks do.
+    """Return a `forward` that does the same as a hook, in less time than torch's hooks take.
 
     Args:
         model: whose calls it serves.
         site: a plain linear module.
         layout: of its input.
-        backend: what adds.
+        backend: that adds the LoRA.
         alone: its hook.
 
     Returns:

@@ -35,7 +35,7 @@ def note(x: torch.Tensor) -> None:
 
 
 def is_unchanged(x: torch.Tensor) -> bool:
-    """Return whether x, of the same traced program, holds what it held when it was noted.
+    """Return whether x, of the same traced program, is unchanged since it was noted.
 
     False after a break of the program, whose next part is traced with other tensors.
     """

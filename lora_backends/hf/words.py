@@ -120,7 +120,7 @@ class OneAdapter(ModelWords):
 
 
 def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:
-    """Return what rows ask for, in this library's words or in PEFT's.
+    """Return the entries of rows, which are given under this library's name or under PEFT's.
 
     Raises:
         InvalidInputError: neither is given, or both are.

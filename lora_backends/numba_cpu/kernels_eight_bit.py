@@ -405,7 +405,7 @@ def expand_part(part, parts, call, layer, routines, low, high):
 
 @function
 def stored_of(call, layer, item, key, to_y):
-    """Return how B is stored and scaled, and what y is."""
+    """Return the dtype and the scales of B, the dtype of y, and where y is copied to."""
     at, (step, other), (rows, columns) = b_scales_of(layer, item, key)
     return layer.stored, at, step, other, rows, columns, call.y_dtype, to_y
 

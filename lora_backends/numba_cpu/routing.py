@@ -126,7 +126,7 @@ def _group(routing: NumbaRouting, given: torch.Tensor, expert_map: torch.Tensor 
 def job_of(
     routing: NumbaRouting, weights: ExpertWeights, rows: str, scales: torch.Tensor | None
 ) -> Job:
-    """Return what a call runs over; `scales` are the factors of the pairs, or None.
+    """Return the job of a call; `scales` are the factors of the pairs, or None.
 
     Where experts share an A, the first half shrinks each token once (or each slot's pairs
     together), and the pairs read the token's h. Where they share B, rank and scaling, the second

@@ -11,10 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
-    """Return what a table of separate tensors has for slice s.
+    """Return the entry of slice s in a table of separate tensors, in elements.
 
-    That is the distance of its tensor from the first slice's, and the strides of slots and rows,
-    in elements. Each is a multiple of ALIGN, so that loads stay wide.
+    It has the distance of the slice's tensor from the base, and the strides of slots and rows. Each
+    is a multiple of ALIGN, so that loads stay wide.
     """
     at = slices_ptr + s * 3
     own = tl.load(at, mask=mask, other=0)

@@ -95,7 +95,7 @@ def expected_expand(
 
 
 def _start(weights: LoRAWeights, batch: LoRABatch, base_output: torch.Tensor | None) -> Expected:
-    """Return what a call adds to."""
+    """Return the value that a call adds to: base_output, or zeros."""
     zeros = torch.zeros(batch.num_tokens, weights.out_features, dtype=torch.float64, device="cpu")
     return Expected(zeros if base_output is None else base_output.detach().cpu().double(), zeros)
 
@@ -157,7 +157,7 @@ def _finish(
 
 
 def rounding_bound(value: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what one rounding to `dtype` adds to the bound of a value."""
+    """Return the error that one rounding to `dtype` adds to the bound of a value."""
     return _UNIT_ROUNDOFF[dtype] * (value.abs() + bound) + _SMALLEST[dtype]
 
 

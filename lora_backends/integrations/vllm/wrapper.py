@@ -173,7 +173,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Add what h, which is x, expands to, to the columns of y from `offset_start` on."""
+        """Expand h, which vLLM passes as x, into the columns of y from `offset_start` on."""
         self._clear(y, output_slices, offset_start, add_inputs, kwargs)
         run(_rows(y), x, lora_b_stacked[0], operation.EXPAND, offset_start)
         return y
@@ -294,7 +294,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         """Return vLLM's own wrapper, which follows the batch from now on.
 
         Args:
-            reason: what is not taken over, for the log.
+            reason: names the layers that are not taken over, for the log.
         """
         if self._own is None:
             module, _, name = plugin.own_wrapper_name().rpartition(".")
@@ -307,7 +307,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         return self._own
 
     def __getattr__(self, name: str) -> Any:
-        """Return what vLLM looks for in its own wrapper beside its experts."""
+        """Return an attribute of vLLM's own wrapper, which vLLM reads where it runs the experts."""
         own = self.__dict__.get("_own")
         if own is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -319,7 +319,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_plain(scale: float, buffer: Any = None) -> None:
-    """Refuse what no caller in vLLM passes: a scaling beside B, or memory for h."""
+    """Refuse arguments that no caller in vLLM passes: a scaling beside B, or memory for h."""
     if scale != 1.0 or buffer is not None:
         raise UnsupportedInputError(
             f"LoRA with a scale or a buffer of the caller's is not supported\n"

@@ -204,7 +204,7 @@ def site_of(
     by_pair: bool,
     weighted: bool,
 ) -> Site:
-    """Return what the kernels of a site are compiled for; `dtype` is that of x."""
+    """Return the site of a call: the constants of its kernels; `dtype` is that of x."""
     shared = weights.lora_a.shape[1] == 1 and routing.tokens is not None and not by_pair
     if weights.a_scales is not None:  # a row of h is shared only with its scale
         shared = shared and weights.a_scales.shape[1] == 1
@@ -235,7 +235,7 @@ def site_of(
 
 
 def with_scales(site: Site, storage: Storage, widths: tuple[int, ...], spread: bool) -> Site:
-    """Return the site of 8-bit stacks; `widths` are those of all slices, whatever feeds them."""
+    """Return the site of 8-bit stacks; `widths` has all slices, also where one A feeds them."""
     groups = b_row_groups(widths, storage.block)
     return site._replace(
         storage=storage,

@@ -68,7 +68,7 @@ def make_routing(
         plan: of the tokens.
         topk_ids: the choice, for its shape and device.
         num_experts: of this rank.
-        fixed: what sizes follow from, whatever the batch; None: what a uniform router would do.
+        fixed: the shape that tile sizes follow from in every batch; None: that of a uniform router.
     """
     tokens, top_k = topk_ids.shape
     if fixed is None:

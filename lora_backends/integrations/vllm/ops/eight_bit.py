@@ -232,7 +232,7 @@ class _Mode:
         return torch.cat(self._of_slices(stacks, given), 1)
 
     def activation_scales(self, given: Any, tokens: int, width: int) -> torch.Tensor:
-        """Return what multiplies x or h: [1, 1], [tokens, 1] or [tokens, width]."""
+        """Return the factors of x or h: [1, 1], [tokens, 1] or [tokens, width]."""
         group = self.block[1] or 1
         axes = {
             "tensor": (1,),
