@@ -1,8 +1,8 @@
 """Adapters that wait outside the slots: in memory up to a budget, and in a folder.
 
-A name that a batch asks for comes into a slot by itself: from memory, where every adapter that was
-read stays until the budget is spent, else from its folder. Loading ahead (`prefetch`) reads and
-writes slots while batches run, on a stream of its own.
+The store brings a name that a batch asks for into a slot: from memory, where every adapter that was
+read stays until the budget is spent, else from its folder. `prefetch` reads adapters and writes
+slots while batches run, in a thread and on a CUDA stream of its own.
 """
 
 from __future__ import annotations
@@ -171,11 +171,12 @@ class AdapterStore:
     def prefetch(self, names: Iterable[str]) -> None:
         """Write adapters into slots while batches run, so that a batch finds them there.
 
-        Returns at once. An adapter takes a free slot, else the least recently used slot whose own
-        adapter no call, request, prepared adapters or pin holds, the last batch did not use, and no
-        earlier prefetch brought for a batch that is still to come. If there is none, or the adapter
-        has modules of its own, it waits on the device, where it takes further memory, and the batch
-        that asks for it writes its slot. If it fails to load, that batch gets the error.
+        Returns at once. An adapter takes a free slot, else the least recently used one that can be
+        spared: no call, request, prepared adapters or pin holds its adapter, the last batch did not
+        use it, and no earlier prefetch brought it for a batch that is still to come. If there is no
+        such slot, or the adapter has modules of its own, it waits on the device, in further memory,
+        and the batch that asks for it writes the slot. If it fails to load, that batch gets the
+        error.
 
         Raises:
             InvalidInputError: `names` is no list of names, or the model was detached.
