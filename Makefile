@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE := # written: dozens of processes of the tests import the same modules
 
-.PHONY: help demo test sweep test-floors test-blas test-surroundings test-vllm lint docs setup benchmark clean
+.PHONY: help demo test sweep test-floors test-blas test-surroundings test-vllm test-quantized lint docs setup benchmark clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -89,6 +89,23 @@ test-blas: $(STAMP)  ## tests that multiply, with products that sum in another o
 test-surroundings: $(STAMP)  ## the quick tests in a random order, under another default device
 	@ORDER=$${ORDER:-1} DEVICE=$${DEVICE:-meta} $(PYTEST) -p any_surroundings -q -m "not slow and not sweep"
 
+# Packages that quantise base models, in an environment of their own: PEFT imports those that it
+# finds, which takes seconds and writes lines into the demo.
+QUANTIZED := .venv-quantized
+QUANTIZED_STAMP := $(QUANTIZED)/.installed
+
+$(QUANTIZED_STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(QUANTIZED) (a few minutes the first time)"
+	@test -x $(QUANTIZED)/bin/python || $(PYTHON) -m venv $(QUANTIZED)
+	@$(QUANTIZED)/bin/python -m pip install -qq --upgrade pip
+	@$(QUANTIZED)/bin/python -m pip install -qq -c constraints.txt torch
+	@$(QUANTIZED)/bin/python -m pip install -qq -c constraints.txt -e '.[bench,test]' \
+		bitsandbytes torchao optimum-quanto hqq compressed-tensors
+	@touch $@
+
+test-quantized: $(QUANTIZED_STAMP)  ## adapters on base models that five packages have quantised
+	@OMP_NUM_THREADS=1 $(QUANTIZED)/bin/python -m pytest -q tests/hf/test_quantized_bases.py
+
 # The real vLLM, built for CPUs, in an environment of its own (3.5 GB): it pins torch and Transformers.
 # An older version lies beside it, so that two are tested; it has the same requirements.
 VLLM := .venv-vllm
@@ -128,4 +145,4 @@ benchmark: $(STAMP)  ## a decode step of SmolLM2 with 8 adapters: base, backends
 	@$(BIN)/python benchmarks/decode_smollm2.py
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) $(FLOORS) $(VLLM) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(FLOORS) $(VLLM) $(QUANTIZED) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

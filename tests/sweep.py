@@ -249,6 +249,19 @@ def adapt(base, folder, seed, std=0.2, **config):
         model.save_pretrained(folder)
 
 
+def in_peft_together(base, folders):
+    """Return a copy of a model with all adapters, which takes the names of its rows' adapters."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (first, folder), *others = folders.items()
+        model = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder, adapter_name=first)
+        for name, folder in others:
+            model.load_adapter(folder, name)
+        return model.eval()
+
+
 def in_peft(base, folder):
     """Return a copy of a model with an adapter, or without one."""
     import peft
@@ -268,7 +281,9 @@ def result(output):
 
 
 @torch.no_grad()
-def compare(base, given, first, second, generate=False, rows=ROWS, split=False):
+def compare(
+    base, given, first, second, generate=False, rows=ROWS, split=False, wrapped=None, together=False
+):
     """Compare a mixed batch of two adapters with PEFT; return the worst difference of a row.
 
     It is relative to the largest value of the row where that is over 1.
@@ -280,6 +295,9 @@ def compare(base, given, first, second, generate=False, rows=ROWS, split=False):
         second: and of "b".
         generate: compare greedy tokens, too.
         rows: adapters of the rows.
+        split: run a pass for each adapter.
+        wrapped: the model that is compared, where it is another one than PEFT's.
+        together: compare with PEFT's own mixed batch, where a row depends on its batch.
 
     Raises:
         LoRABackendError: refused by name.
@@ -290,20 +308,28 @@ def compare(base, given, first, second, generate=False, rows=ROWS, split=False):
         adapt(base, folders["a"], 1, **first)
         adapt(base, folders["b"], 2, **second)
         expected = {name: in_peft(base, folder) for name, folder in folders.items()}
-        model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_adapters=2, max_rank=8)
+        mixture = (
+            in_peft_together(base, {"a": folders["a"], "b": folders["b"]}) if together else None
+        )
+        ours = copy.deepcopy(base if wrapped is None else wrapped)
+        model = MultiLoRAModel(ours, "torch_ref", max_adapters=2, max_rank=8)
         for name in ("a", "b"):
             model.load_adapter(name, folders[name])
     results = {name: result(peft(**given)) for name, peft in expected.items()}
     mixed = result(model(adapters=rows, **given, **({"split": True} if split else {})))
+    if mixture is not None:
+        names = ["__base__" if name is None else name for name in rows]
+        whole = result(mixture(adapter_names=names, **given))
     worst, effects = 0.0, dict.fromkeys("ab", 0.0)
     for row, name in enumerate(rows):
-        largest = max(1.0, results[name][row].abs().max().item())
-        worst = max(worst, (mixed[row] - results[name][row]).abs().max().item() / largest)
+        truth = results[name][row] if mixture is None else whole[row]
+        largest = max(1.0, truth.abs().max().item())
+        worst = max(worst, (mixed[row] - truth).abs().max().item() / largest)
         if name is not None:
             effect = (results[name][row] - results[None][row]).abs().max().item()
             effects[name] = max(effects[name], effect)
     assert min(effects.values()) > 20 * BOUND, f"an adapter changes nothing: {effects}"
-    if generate and worst <= BOUND:
+    if generate and worst <= BOUND and mixture is None:
         settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         prompts = {name: x for name, x in given.items() if name != "decoder_input_ids"}
         tokens = model.generate(adapters=rows, **prompts, **settings)

@@ -47,6 +47,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "prefetch": summaries.prefetch,
     "peft-architectures": sweep_blocks.architectures,
     "peft-variants": sweep_blocks.variants,
+    "peft-bases": sweep_blocks.bases,
 }
 
 

@@ -1,9 +1,12 @@
 """Compares every architecture and every variant of an adapter with PEFT; minutes on a CPU.
 
 Writes benchmarks/results/peft_sweep.json, from which `tools/pages.py` makes the support tables.
-The cases are in tests/sweep.py and tests/sweep_variants.py.
+The cases are in tests/sweep.py, tests/sweep_variants.py and tests/sweep_bases.py. Quantised bases
+need their packages: bitsandbytes, torchao, optimum-quanto, hqq and compressed-tensors. The file
+keeps the rows of those that are missing.
 
     python tools/sweep.py
+    python tools/sweep.py bases layers   # these kinds alone: the file keeps the others
 """
 
 from __future__ import annotations
@@ -15,14 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lora_backends.bench.results import new_result, write_result
+from lora_backends.bench.results import new_result, read_result, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "peft_sweep.json"
 METHOD = (
     "A mixed batch of a small random model, float32, beside PEFT with each adapter alone. worst: "
     "the largest difference of a value, relative to the largest value of its row where that is "
-    "over 1; split: with split=True; refused: the error's first line."
+    "over 1; split: with split=True; refused: the error's first line. bases: of the packages; "
+    "layers: with the attributes of packages that were not run."
 )
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -49,22 +53,36 @@ def counted(kind: str, rows: list[dict[str, Any]]) -> dict[str, int]:
 def main() -> None:
     """Run the sweep, print each case and write the result file."""
     import sweep
+    import sweep_bases
     import sweep_variants
     import transformers
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    found = new_result(METHOD, bound=sweep.BOUND)
+    found, kinds = new_result(METHOD, bound=sweep.BOUND), sys.argv[1:]
+    before = read_result(RESULT)
+    if kinds and before["versions"] != found["versions"]:
+        sys.exit(f"{RESULT.name} is of other versions: run all kinds")
     cases: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
         ("architectures", sweep.NAMES, sweep.run),
         ("variants", sweep_variants.VARIANTS, sweep_variants.run),
         ("files", sweep_variants.FILES, sweep_variants.run_file),
+        ("bases", sweep_bases.BASES, sweep_bases.run),
+        ("layers", sweep_bases.LAYERS, sweep_bases.run_layer),
     )
     for kind, names, run in cases:
+        if kinds and kind not in kinds:
+            found["rows"] += [row for row in before["rows"] if row["kind"] == kind]
+            names = ()
         for name in names:
+            if kind == "bases" and sweep_bases.package_of(name) is None:
+                found["rows"] += [row for row in before["rows"] if row["name"] == name]
+                continue
             splits = kind == "architectures" and name not in sweep.WITH_IMAGES
             again = partial(run, name, split=True) if splits else None
             row = {"kind": kind, "name": name, **outcome(partial(run, name), again)}
+            if kind == "bases":
+                row["package"] = sweep_bases.package_of(name)
             found["rows"].append(row)
             print(row, flush=True)
         found["summary"][kind] = counted(kind, found["rows"])

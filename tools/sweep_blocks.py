@@ -10,6 +10,8 @@ from lora_backends.bench.results import read_result
 
 RESULT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "peft_sweep.json"
 
+DORA = " with DoRA"
+
 
 def architectures() -> str:
     """Return the models of the sweep by the outcome of a mixed batch."""
@@ -20,6 +22,27 @@ def architectures() -> str:
 def variants() -> str:
     """Return the kinds of adapters and of their files, in the same way."""
     return _listed(read_result(RESULT), "variants", "files")
+
+
+def bases() -> str:
+    """Return the quantised bases: those that were run, and those of which only a layer was."""
+    rows = [row for row in read_result(RESULT)["rows"] if row["kind"] in ("bases", "layers")]
+    equal = [row for row in rows if "worst" in row]
+    packages: dict[str, list[str]] = {row["package"]: [] for row in equal if "package" in row}
+    names = {row["name"] for row in equal}
+    for row in equal:
+        if "package" in row and not row["name"].endswith(DORA):
+            also = " (and DoRA)" * (row["name"] + DORA in names)
+            packages[row["package"]].append(row["name"].partition(" ")[2] + also)
+    lines = [f"**{package}:** {'; '.join(found)}." for package, found in packages.items()]
+    layers = [row["name"] for row in equal if "package" not in row]
+    refused = [row["name"] for row in rows if "refused" in row]
+    return (
+        "Equal to PEFT, row by row:\n\n"
+        + "\n\n".join(lines)
+        + f"\n\n**Equal by a layer with the same attributes, the package itself not run:** "
+        f"{'; '.join(layers)}.\n\n**Refused by name:** {'; '.join(refused)}."
+    )
 
 
 def _listed(found: Mapping[str, Any], *kinds: str) -> str:

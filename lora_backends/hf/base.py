@@ -19,7 +19,7 @@ def check_base(base: object) -> None:
     Raises:
         InvalidInputError: it is no torch module.
         UnsupportedInputError: a model inside another module: that of torch.compile, of PEFT or
-            of a parallel wrapper.
+            of a parallel wrapper; or one whose weights are yet to be decompressed.
     """
     name = type(base).__name__
     if not isinstance(base, nn.Module):
@@ -36,6 +36,9 @@ def check_base(base: object) -> None:
         around, to_do = "holds adapters of PEFT already", "pass base.unload(), or the model itself"
     elif isinstance(base, nn.DataParallel | nn.parallel.DistributedDataParallel):
         around, to_do = "is wrapped for parallel training", "pass base.module"
+    elif hasattr(base, "ct_decompress_hook"):  # which puts other weights in at the first pass
+        around = "is compressed (compressed-tensors) until its first forward pass"
+        to_do = "call the model once before it is wrapped"
     if around:
         raise UnsupportedInputError(
             f"the base model {around}\n  given: {name}\n  allowed: a Transformers model itself\n"
@@ -54,8 +57,8 @@ def check_adapter_dtype(backend: LoRABackend, given: Any, dtype: torch.dtype) ->
 
 
 def dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and device of the base model's floating-point parameters."""
-    floating = [p for p in base.parameters() if p.is_floating_point()]
+    """Return the dtype and device of the base model's parameters of 16 bits or more."""
+    floating = [p for p in base.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
     if not floating:
         raise UnsupportedInputError(f"{type(base).__name__} has no floating-point parameters")
     devices = {parameter.device for parameter in floating}
@@ -64,5 +67,7 @@ def dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:
             f"{type(base).__name__} is spread over {', '.join(sorted(map(str, devices)))}\n"
             f"  allowed: a model on one device"
         )
-    dtype = getattr(base, "dtype", floating[0].dtype)
+    dtype: torch.dtype = getattr(base, "dtype", floating[0].dtype)
+    if dtype.itemsize == 1:  # that of a quantised embedding
+        dtype = floating[0].dtype
     return dtype, floating[0].device

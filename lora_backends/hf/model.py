@@ -42,7 +42,7 @@ from lora_backends.hf.probe import UNREACHED, probe
 from lora_backends.hf.request import Request
 from lora_backends.hf.routers import find_routers
 from lora_backends.hf.running import IDLE, open_block, running
-from lora_backends.hf.sites import base_layer, find_sites
+from lora_backends.hf.sites import base_layer, check_start, find_sites
 from lora_backends.hf.split import run_split
 from lora_backends.hf.structure import Structure
 from lora_backends.hf.words import ModelWords, OneAdapter, chosen_adapters
@@ -710,6 +710,7 @@ class MultiLoRAModel(ModelWords):
                 f"{checkpoint.folder} adapts modules that cannot be reproduced row by row:"
                 + "".join(refused)
             )
+        check_start(checkpoint, self._sites)
         scaled = any(delta.magnitude is not None for delta in checkpoint.modules.values())
         if scaled and OUTPUT_SCALES not in self.backend.features:
             raise UnsupportedInputError(

@@ -21,6 +21,7 @@ from lora_backends.hf.layout import Layout
 from lora_backends.hf.own_rows import Hook, OwnModule, replace_rows
 from lora_backends.hf.own_trial import reason_against
 from lora_backends.hf.probe import UNREACHED, probe
+from lora_backends.hf.quantized_base import features, is_plain
 from lora_backends.hf.running import RUNNING
 from lora_backends.hf.sites import Site, token_embedding_of
 
@@ -114,6 +115,8 @@ class OwnModules:
         values: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         for given, parameter in parameters.items():
             for path, name, base in self._places(checkpoint, given, parameter.alone):
+                if not is_plain(base):
+                    raise _quantized(checkpoint, path)
                 value = parameter.value.to(base.device, base.dtype)
                 before = values[path].get(name) if path in values else None
                 if before is not None and not before.equal(value):
@@ -133,6 +136,8 @@ class OwnModules:
         path = renamed(given_path, self._modules)
         module = self._modules.get(path)
         base = None if module is None else module._parameters.get(name)
+        if base is None and module is not None and features(module) is not None:
+            raise _quantized(checkpoint, path)
         if base is None:
             raise InvalidInputError(
                 f"{checkpoint.folder} has a tensor of its own for {given!r}, which the base model "
@@ -156,6 +161,8 @@ class OwnModules:
                     f"{checkpoint.folder} replaces rows of {path!r}, which is no embedding of the "
                     f"base model\n  to do: load it on the model that it was trained on"
                 )
+            if not is_plain(weight):
+                raise _quantized(checkpoint, path)
             if rows.values.shape[1] != weight.shape[1] or max(rows.ids) >= weight.shape[0]:
                 raise InvalidInputError(
                     f"{checkpoint.folder} replaces rows of {path!r} that the base model lacks\n"
@@ -228,11 +235,6 @@ class OwnModules:
         wrong = []
         for name, value in values.items():
             base = cast(torch.Tensor, module._parameters[name])
-            if not base.is_floating_point():
-                raise UnsupportedInputError(
-                    f"{checkpoint.folder} has a weight of its own for {path}, which is quantized\n"
-                    f"  to do: keep the module out of the quantization"
-                )
             if value.shape != base.shape:
                 wrong.append(f"{path}.{name}: {list(value.shape)}, the base has {list(base.shape)}")
         if not wrong:
@@ -312,6 +314,13 @@ class OwnModules:
         spec = ModuleSpec("linear", 1, 1)
         sites = {path: Site(path, self._modules[path], spec, None) for path in paths}
         self._layouts.update(probe(self._base, sites))
+
+
+def _quantized(checkpoint: Checkpoint, path: str) -> UnsupportedInputError:
+    return UnsupportedInputError(
+        f"{checkpoint.folder} has a weight of its own for {path}, which is quantized\n"
+        f"  to do: keep the module out of the quantization"
+    )
 
 
 def _copy(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -11,9 +11,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lora_backends.adapters.dora import BaseLayer
-from lora_backends.adapters.specs import ModuleSpec
+from lora_backends.adapters.specs import Checkpoint, ModuleSpec
 from lora_backends.errors import UnsupportedInputError
-from lora_backends.weights import DTYPES
+from lora_backends.hf.quantized_base import dequantized, embedding_size, features, is_plain
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Site:
 
 
 def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Site]:
-    """Return every Linear, Conv1D and Embedding of `base` by its path.
+    """Return every Linear, Conv1D and Embedding of `base`, quantised or not, by its path.
 
     Args:
         base: a Transformers causal language model.
@@ -41,6 +41,8 @@ def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dic
     sites = {}
     for path, module in base.named_modules():
         spec = _spec(module)
+        if module is token_embedding and spec is None and (sizes := embedding_size(module)):
+            spec = ModuleSpec("embedding", *sizes)
         if spec is not None:
             embeds = module is token_embedding or _shares_weight(module, token_embedding)
             refusal = _refusal(path, module, embeds, dtype, device)
@@ -67,27 +69,50 @@ def base_layer(sites: Mapping[str, Site], path: str) -> BaseLayer:
     """Return the weight and bias of a module, as DoRA reads them.
 
     Raises:
-        UnsupportedInputError: the weight is quantized, or its values are not in one plain tensor,
-            or the module is none that PEFT has DoRA for.
+        UnsupportedInputError: the values of its weight are unknown, or the module is none that
+            PEFT has DoRA for.
     """
     module: Any = sites[path].module
-    weight = module.weight.detach()
-    if type(weight) is not torch.Tensor or weight.dtype not in DTYPES or weight.is_meta:
-        raise UnsupportedInputError(
-            f"DoRA (use_dora) cannot scale module {path}: its base weight is quantized, or not a "
-            f"plain tensor\n  given: {type(module.weight).__name__} {weight.dtype}, "
-            f"{type(module).__name__}\n"
-            f"  allowed: a weight of float16, bfloat16 or float32\n"
-            f"  to do: load the base model without quantization, or merge the adapter into it"
-        )
+    bias = getattr(module, "bias", None)
+    given = getattr(module, "weight", None)
+    if not is_plain(given):
+        values = dequantized(module)
+        if values is None:
+            raise UnsupportedInputError(
+                f"DoRA (use_dora) cannot scale module {path}: its base weight is quantized, and "
+                f"its values are unknown\n  given: {type(module).__name__}, "
+                f"{type(given).__name__} {getattr(given, 'dtype', '')}\n"
+                f"  allowed: a weight of float16, bfloat16 or float32, or quantized by torchao, "
+                f"quanto, hqq or bitsandbytes (4 bits: unless a CPU has packed them anew)\n"
+                f"  to do: load the base model without quantization, or merge the adapter into it"
+            )
+        return BaseLayer(values, bias)
+    weight = given.detach()
     if isinstance(module, nn.Linear):
-        return BaseLayer(weight, module.bias)
+        return BaseLayer(weight, bias)
     if isinstance(module, (Conv1D, nn.Embedding)):
-        return BaseLayer(weight.T, getattr(module, "bias", None))
+        return BaseLayer(weight.T, bias)
     raise UnsupportedInputError(
         f"DoRA (use_dora) cannot scale module {path}, a {type(module).__name__}\n"
         f"  allowed: Linear, Conv1D and the token embedding"
     )
+
+
+def check_start(checkpoint: Checkpoint, sites: Mapping[str, Site]) -> None:
+    """Refuse PiSSA and OLoRA of quantised weights: their start is a part of other weights.
+
+    Raises:
+        UnsupportedInputError: there is one.
+    """
+    for path, delta in checkpoint.modules.items():
+        if delta.init is None or path not in sites:
+            continue
+        if not is_plain(getattr(sites[path].module, "weight", None)):
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} has init_lora_weights = {delta.init!r} for {path}, whose "
+                f"base weight is quantized\n  to do: load the base model without quantization, or "
+                f"save the adapter with path_initial_model_for_weight_conversion"
+            )
 
 
 def _spec(module: nn.Module) -> ModuleSpec | None:
@@ -99,6 +124,8 @@ def _spec(module: nn.Module) -> ModuleSpec | None:
     if isinstance(module, nn.Embedding):
         scale = float(getattr(module, "embed_scale", 1.0))
         return ModuleSpec("embedding", module.num_embeddings, module.embedding_dim, scale)
+    if (packed := features(module)) is not None:
+        return ModuleSpec("linear", *packed)
     return None
 
 
@@ -109,13 +136,17 @@ def _refusal(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    weight: torch.Tensor = cast(Any, module).weight  # a parameter, or a quantized buffer
     if isinstance(module, nn.Embedding) and not is_token_embedding:
         return "it is not the token embedding, so its input has no rows of the batch"
+    if is_token_embedding and not isinstance(module, nn.Embedding | nn.Linear):
+        return f"it is a {type(module).__name__}, an embedding that is quantized"
     if "experts" in path.split("."):
         return "it is an expert, whose tokens are routed and no longer in rows of the batch"
-    if weight.is_floating_point() and weight.dtype != dtype:
-        return f"its weight is {weight.dtype}, the model's dtype is {dtype}"
-    if weight.device != device:
-        return f"its weight is on {weight.device}, the model on {device}"
+    weight = getattr(module, "weight", None) if features(module) is None else None
+    if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+        if weight.dtype != dtype and weight.dtype.itemsize > 1:  # of 1 byte: quantised
+            return f"its weight is {weight.dtype}, the model's dtype is {dtype}"
+    for tensor in (weight, *module._parameters.values(), *module._buffers.values()):
+        if isinstance(tensor, torch.Tensor) and tensor.device != device:
+            return f"its weight is on {tensor.device}, the model on {device}"
     return None

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from lora_backends.hf.quantized_base import embedding_size
 from lora_backends.hf.sites import token_embedding_of
 
 LENGTH, SHARED = 5, 3
@@ -108,10 +109,11 @@ def trial_of(base: nn.Module) -> Trial:
 def _tokens(base: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tokens of every kind of row, one more than `LENGTH`."""
     embedding = token_embedding_of(base)
-    if not isinstance(embedding, nn.Embedding):
+    size = embedding_size(embedding)
+    if embedding is None or size is None:
         raise TypeError(f"{type(base).__name__} has no token embedding")
     special = _special_tokens(getattr(base, "config", None))
-    ordinary = [token for token in range(embedding.weight.shape[0]) if token not in special]
+    ordinary = [token for token in range(size[0]) if token not in special]
     generator = torch.Generator("cpu").manual_seed(0)
     places = [  # at every place, another token for every letter
         torch.randperm(len(ordinary), generator=generator, device="cpu")[:4].tolist()
@@ -119,7 +121,8 @@ def _tokens(base: nn.Module) -> dict[str, torch.Tensor]:
     ]
     a, b, c, d = ([ordinary[place[letter]] for place in places] for letter in range(4))
     rows = {"a": a, "b": b, "ac": a[:SHARED] + c[SHARED:], "d": d}
-    return {name: torch.tensor(row, device=embedding.weight.device) for name, row in rows.items()}
+    device = next(embedding.parameters()).device
+    return {name: torch.tensor(row, device=device) for name, row in rows.items()}
 
 
 def _special_tokens(config: Any) -> set[int]:

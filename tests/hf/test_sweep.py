@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import sweep
+import sweep_bases
 import sweep_variants
 
 from lora_backends.bench.results import read_result
@@ -71,6 +72,9 @@ def test_the_result_file_is_of_these_cases_and_none_is_wrong():
     assert [*of("architectures")] == sweep.NAMES
     assert [*of("variants")] == [*sweep_variants.VARIANTS]
     assert [*of("files")] == [*sweep_variants.FILES]
+    assert [*of("bases")] == [*sweep_bases.BASES]
+    assert [*of("layers")] == [*sweep_bases.LAYERS]
+    assert all(row["package"] for row in of("bases").values())
     assert all(row.get("worst", 0) <= sweep.BOUND for row in rows)
     assert sum("worst" in case for case in of("architectures").values()) >= 55
     assert sum("worst" in case for case in of("variants").values()) >= 30

@@ -1,0 +1,178 @@
+"""Quantised base models: rows are those of PEFT, or refused by name."""
+
+import copy
+from pathlib import Path
+
+import peft
+import pytest
+import sweep
+import sweep_bases
+import torch
+from architectures import build
+from torch import nn
+
+from lora_backends import UnsupportedInputError
+from lora_backends.bench.results import read_result
+from lora_backends.hf import MultiLoRAModel
+
+IDS = torch.randint(4, 58, (4, 6), generator=torch.Generator().manual_seed(1))
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "peft_sweep.json"
+EXPECTED = {row["name"]: row for row in read_result(RESULT)["rows"]}
+
+
+def check(name, found):
+    if isinstance(found, float):
+        assert found <= sweep.BOUND and "worst" in EXPECTED[name]
+    else:
+        assert found == EXPECTED[name]["refused"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sweep_bases.BASES)
+def test_rows_of_a_quantised_base_are_as_the_result_file_says(name):
+    if sweep_bases.package_of(name) is None:
+        pytest.skip(f"needs {sweep_bases.BASES[name]['package']}")
+    check(name, sweep_bases.run(name))
+
+
+@pytest.mark.parametrize("name", sweep_bases.LAYERS)
+def test_rows_of_a_packages_layers_are_as_the_result_file_says(name):
+    check(name, sweep_bases.run_layer(name))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_row_of_llm_int8_depends_on_the_others_where_they_have_outliers():
+    """Why the sweep compares this base with PEFT's own mixed batch."""
+    pytest.importorskip("bitsandbytes")
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    x[1, 3] = 8.0  # over the threshold of 6: column 3 is multiplied in 16 bits, in all rows
+    differences = []
+    for threshold in (6.0, 0.0):
+        layer = sweep_bases._int8(threshold).model.layers[0].self_attn.q_proj
+        with torch.no_grad():
+            differences.append((layer(x)[0] - layer(x[:1])[0]).abs().max().item())
+    assert differences[0] > 1e-3 and differences[1] <= sweep.BOUND
+
+
+def adapter(targets, seed=1, **settings):
+    """Return a random adapter as a PeftModel of the plain model."""
+    config = peft.LoraConfig(r=3, target_modules=targets, **settings)
+    model = peft.get_peft_model(sweep_bases.plain(), config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def logits(model, rows=("a", None, "b", "a")):
+    return model(adapters=rows, input_ids=IDS).logits
+
+
+def wrapped(base, **options):
+    model = MultiLoRAModel(base, "torch_ref", max_adapters=2, max_rank=4, **options)
+    for seed, name in enumerate("ab"):
+        model.add_adapter(name, adapter(["q_proj", "k_proj", "v_proj", "up_proj"], seed))
+    return model
+
+
+EQUAL = [name for name in sweep_bases.LAYERS if "worst" in EXPECTED.get(name, ())]
+
+
+@pytest.mark.parametrize("options", [{"fuse": True}, {"adapter_dtype": "int8"}])
+@pytest.mark.parametrize("name", EQUAL)
+def test_layers_of_bits_are_never_joined_and_take_adapters_of_8_bits(name, options):
+    base = sweep_bases.LAYERS[name][0]()
+    model, same = wrapped(base, **options), wrapped(sweep_bases.unpacked(base), **options)
+    torch.testing.assert_close(logits(model), logits(same), rtol=0, atol=sweep.BOUND)
+    if "fuse" in options:
+        assert same._hooked.groups and not model._hooked.groups
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_prepared_adapters_and_a_detached_base_are_those_of_a_plain_model(name):
+    base = sweep_bases.LAYERS[name][0]()
+    with torch.no_grad():
+        before = base(input_ids=IDS).logits
+    model = wrapped(base)
+    step = model.prepare([None, "a", "b", "b"], tokens=6)
+    assert torch.equal(logits(model, step), logits(model, [None, "a", "b", "b"]))
+    with torch.no_grad():
+        assert torch.equal(model.detach()(input_ids=IDS).logits, before)
+
+
+PLACES = {"fp8": sweep_bases._fp8, "packed": sweep_bases.LAYERS["GPTQ, AWQ, AQLM, VPTQ"][0]}
+
+
+@pytest.mark.parametrize("make", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (sweep_bases.SAVED, "weight of its own for .*up_proj, which is quantized"),
+        (sweep_bases.PISSA, "pissa.* whose base weight is quantized"),
+    ],
+)
+def test_adapters_that_need_the_plain_weight_are_refused_by_name(make, config, message, tmp_path):
+    sweep.adapt(sweep_bases.plain(), str(tmp_path), 1, **config)
+    model = MultiLoRAModel(make(), "torch_ref")
+    with pytest.raises(UnsupportedInputError, match=message):
+        model.load_adapter("a", tmp_path)
+    assert model.adapters == []
+
+
+class EightBitEmbedding(nn.Embedding):
+    """Transformers' FP8Embedding: the values lack a scale."""
+
+    def forward(self, ids):
+        return super().forward(ids).float() * 2
+
+
+def test_rows_of_a_quantised_embedding_are_not_replaced(tmp_path):
+    base = sweep_bases.plain()
+    embedding = EightBitEmbedding(64, 64)
+    embedding.weight = nn.Parameter((base.model.embed_tokens.weight / 2).to(torch.float8_e4m3fn))
+    embedding.weight.requires_grad = False
+    config = {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}
+    sweep.adapt(base, str(tmp_path), 1, **config)
+    base.set_input_embeddings(embedding.eval())
+    model = wrapped(base)
+    assert logits(model).dtype == torch.float32
+    with pytest.raises(UnsupportedInputError, match="embed_tokens, which is quantized"):
+        model.load_adapter("c", tmp_path)
+
+
+def test_a_quantised_linear_layer_beside_experts_is_no_router():
+    base = build("qwen2_moe")
+    for layer in base.model.layers:
+        layer.mlp.shared_expert_gate = sweep_bases.Derived(layer.mlp.shared_expert_gate).eval()
+    same = copy.deepcopy(base)
+    for layer in same.model.layers:
+        gate = nn.Linear(16, 1, bias=False).eval()
+        gate.weight.data = layer.mlp.shared_expert_gate(torch.eye(16)).detach().T.contiguous()
+        layer.mlp.shared_expert_gate = gate
+    config = peft.LoraConfig(r=3, target_modules=["shared_expert_gate"])
+    truth = peft.get_peft_model(same, config).eval()
+    for name, parameter in truth.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    model = MultiLoRAModel(base, "torch_ref")
+    model.add_adapter("a", truth)
+    with torch.no_grad():
+        expected = truth(input_ids=IDS).logits
+    torch.testing.assert_close(logits(model, ["a"] * 4), expected, rtol=0, atol=sweep.BOUND)
+
+
+def test_weights_that_a_cpu_has_packed_anew_refuse_dora():
+    pytest.importorskip("bitsandbytes")
+    base = sweep_bases._nf4(rows_as_on_a_gpu=True)
+    model = MultiLoRAModel(base, "torch_ref")
+    base.model.layers[0].self_attn.q_proj.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(UnsupportedInputError, match="q_proj: its base weight is quantized"):
+        model.add_adapter("a", adapter(["q_proj"], use_dora=True))
+
+
+def test_a_model_that_is_yet_to_be_decompressed_is_refused():
+    base = sweep_bases.plain()
+    base.ct_decompress_hook = base.register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(UnsupportedInputError, match="compressed-tensors.* until its first"):
+        MultiLoRAModel(base, "torch_ref")
