@@ -36,14 +36,15 @@ STORAGE = {  # the dtype, and the block of a scale
 }
 FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slices' tables
     "linear": ((False, False, False), (0, 0)),
+    "behind": ((False, False, False), (16, 16)),
     "factors": ((True, True, True), (16, 16)),
     "separate": ((True, False, True), (16, 16)),
     "embedding": ((True, True, False), (0, 0)),
 }
 CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ("triton", "bf16"): [
-        (QKV, (1, 1), None, ("linear",)),
-        (ODD, (1, 1), None, ALL),
+        (QKV, (1, 1), None, ("linear", "behind")),
+        (ODD, (1, 1), None, (*ALL, "behind")),
         (DOWN, (2048, 8), None, ("linear", "separate")),
         (DOWN, (8192, 8), None, ("linear",)),  # B through TMA, where there is any
     ],
@@ -146,7 +147,7 @@ def kernels(engine, dtype, programmatic):
                 stored, block = STORAGE[form]
                 kind = storage_kind(getattr(torch, stored), programmatic)
                 storage = Storage(kind, block, torch.bfloat16)
-            form = form if form in ALL else "linear"
+            form = form if form in (*ALL, "behind") else "linear"
             yield from launch._kernels(
                 batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, options,
                 form, programmatic and storage.block[1] is None,

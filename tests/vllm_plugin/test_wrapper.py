@@ -471,6 +471,62 @@ def test_a_shrink_starts_before_the_base_product(wrapper, overlapped, x):
     assert module.lora_backends_layers[0].started is None
 
 
+class UnquantizedLinearMethod:
+    def apply(self, base, x, bias):
+        return x @ base.weight
+
+
+class Fp8LinearMethod(UnquantizedLinearMethod):
+    pass
+
+
+@pytest.mark.parametrize(
+    "method, rows, is_behind",
+    [
+        (UnquantizedLinearMethod, 6, True),
+        (UnquantizedLinearMethod, 1, False),
+        (Fp8LinearMethod, 6, False),
+    ],
+)
+def test_in_graphs_lora_is_launched_behind_one_plain_product(
+    wrapper, monkeypatch, x, method, rows, is_behind
+):
+    from lora_backends.integrations.vllm import operation
+
+    order, backend = [], wrapper.tokens.backend
+
+    def run_behind(x, weights, plan, y):
+        order.append("behind")
+        backend.run_linear(x, weights, plan, y)
+        return "compiled" in order
+
+    ids = IDS[1 : 1 + rows]
+    wrapper.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
+    monkeypatch.setattr(backend, "run_behind", run_behind, raising=False)
+    monkeypatch.setattr(
+        backend, "prepare_behind", lambda *_: order.append("compiled"), raising=False
+    )
+    base_layer = SimpleNamespace(weight=torch.ones(WIDTH, sum(SLICES)), quant_method=method())
+    module = make_module(wrapper, base_layer=base_layer, _get_quant_method=method, _apply_sync=None)
+    operation.overlap(module)
+    x = x[1 : 1 + rows]
+    wanted = x @ base_layer.weight + delta(module, x, ids)
+    monkeypatch.setattr(
+        wrapper.tokens, "_compilation", SimpleNamespace(cudagraph_capture_sizes=[64])
+    )
+    torch.testing.assert_close(module._apply_sync(x), wanted)
+    assert not order, "no graph has so many rows"
+    monkeypatch.setattr(
+        wrapper.tokens, "_compilation", SimpleNamespace(cudagraph_capture_sizes=[rows])
+    )
+    for _ in range(2):
+        torch.testing.assert_close(module._apply_sync(x), wanted)
+    assert order == ["compiled"] * is_behind, "it is compiled once, before a capture"
+    monkeypatch.setattr(operation, "is_capturing", lambda device: True)
+    torch.testing.assert_close(module._apply_sync(x), wanted)
+    assert order == ["compiled", "behind"] * is_behind
+
+
 def test_a_layer_that_adds_lora_in_its_own_way_keeps_it(wrapper):
     from lora_backends.integrations.vllm import operation
 
@@ -486,7 +542,7 @@ def test_a_layer_that_adds_lora_in_its_own_way_keeps_it(wrapper):
             return y + 1
 
     for kind, is_replaced in ((Linear, True), (Head, False)):
-        module = kind(**vars(make_module(wrapper)))
+        module = kind(**vars(make_module(wrapper, base_layer=None)))
         operation.overlap(module)
         assert ("_apply_sync" in vars(module)) is is_replaced
 

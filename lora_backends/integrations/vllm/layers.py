@@ -29,8 +29,9 @@ class Layer:
     wrapper: Any  # the `BackendWrapper` whose batch the layer runs on
     first_rank: int = 0  # of the adapter's ranks, the first that the A of this process holds
     started: Any = None  # a shrink under way beside the base product
+    is_behind: bool = False  # whether LoRA is launched behind one product that writes y alone
     prepared: set[tuple[int, int]] = field(default_factory=set)  # rows and active slots whose
-    # kernels for that are compiled
+    # kernels for graphs are compiled
 
     def set_ranks(self, slot: int, ranks: Sequence[int]) -> None:
         """Write the true ranks of a slot in place, where captured graphs read them."""
