@@ -254,6 +254,38 @@ def test_logits_use_the_sampled_rows_and_leave_padding(wrapper, x):
     assert y[:, 20:].eq(1).all()
 
 
+def test_layers_that_no_adapter_has_run_in_graphs_alone(wrapper, x, monkeypatch):
+    from lora_backends.integrations.vllm import operation
+
+    module, calls, backend = make_module(wrapper, slices=(20,)), [], wrapper.tokens.backend
+    for name in ("run_linear", "run_logits"):
+        monkeypatch.setattr(backend, name, lambda *_, name=name: calls.append(name))
+
+    def call():
+        calls.clear()
+        y = torch.zeros(len(IDS), 20)
+        args = module.lora_a_stacked, module.lora_b_stacked
+        wrapper.add_lora_linear(y, x, *args, 1.0, (20,))
+        wrapper.add_lora_logits(y, x, args[0][0], args[1][0], 1.0)
+        return calls
+
+    both = ["run_linear", "run_logits"]
+    for slot in (0, 1):  # the adapter of slot 2 has rank 0 here
+        assert call() == both
+        module.reset_lora(slot)
+    assert call() == ["run_linear"], "a graph of so many rows may be captured"
+    sizes = SimpleNamespace(cudagraph_capture_sizes=[8])
+    monkeypatch.setattr(wrapper.tokens, "_compilation", sizes)
+    assert call() == []
+    monkeypatch.setattr(operation, "is_capturing", lambda device: True)
+    assert call() == both, "a graph runs the adapters to come"
+    monkeypatch.undo()
+    module.set_lora(1, [torch.ones(2, WIDTH)], [torch.ones(20, 2)])
+    y = torch.zeros(len(IDS), 20)
+    wrapper.add_lora_logits(y, x, module.lora_a_stacked[0], module.lora_b_stacked[0], 1.0)
+    torch.testing.assert_close(y, delta(module, x, IDS))
+
+
 def test_logits_of_a_prompts_tokens_have_those_tokens_adapters(wrapper, x):
     from lora_backends import UnsupportedInputError
     from lora_backends.integrations.vllm import prompts

@@ -53,12 +53,22 @@ def _run(
     wrapper = layer.wrapper
     plans = wrapper.sampled if operation in (LOGITS, FULL) else wrapper.tokens
     plans = wrapper.prompt if operation == PROMPT else plans
+    if not layer.ranked and _is_by_itself(operation, x, plans):
+        return
     if operation == EMBEDDING and x.shape[1] < plans.num_rows:
         return  # a drafter's own rows, which have no adapter; the model verifies what it drafts
     if operation in (SHRINK, FULL):
         _shrink(layer, y, x, plans)
     elif not plans.is_idle:
         _add(layer, y, x, plans, operation, offset)
+
+
+def _is_by_itself(operation: str, x: torch.Tensor, plans: Plans) -> bool:
+    """Return whether neither a graph nor one to be captured runs the call for other adapters."""
+    if is_capturing(x.device):
+        return False
+    is_linear = operation == LINEAR and not plans.may_be_captured(x.shape[0])
+    return is_linear or operation in (LOGITS, PROMPT)
 
 
 def _shrink(layer: Layer, y: torch.Tensor, x: torch.Tensor, plans: Plans) -> None:
