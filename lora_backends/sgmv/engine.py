@@ -1,4 +1,4 @@
-"""What `triton` and `csgmv` do alike: a shrink and an expand launch per layer."""
+"""The base class of `triton` and `csgmv`: a shrink and an expand launch per layer."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class SgmvBackend(LoRABackend):
 
         x and the layer must have been complete when that kernel was launched, as they are for a
         base product, and it must not have been launched early itself. The shrink then reads them
-        while that kernel still runs, A of a narrow stack (`FLAT_RANK`) beyond an adapter's own rank.
+        while that kernel still runs, A of a narrow stack (`FLAT_RANK`) beyond an adapter's rank.
 
         Returns:
             False if nothing has been launched: the arguments are not ordinary, kernels of the

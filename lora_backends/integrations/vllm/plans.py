@@ -25,7 +25,7 @@ memory, not for launches."""
 
 
 class _Room:
-    """A plan for up to `capacity` rows, and whether it holds the batch of now."""
+    """A plan for up to `capacity` rows, and whether it holds the current batch."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
