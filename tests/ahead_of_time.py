@@ -119,7 +119,15 @@ def compile_kernel(found, dtype, target):
     source = ASTSource(kernel, signature, named, attributes)
     compiled = triton.compile(source, target=target, options=options)
     assert compiled.metadata.shared <= SHARED_BYTES[target.backend, target.arch]
+    if kernel.__name__ == "expand_kernel" and is_wide(constants) and target.backend == "cuda":
+        assert "ld.global.b16" not in compiled.asm["ptx"], "B and y are read 2 bytes at a time"
     return compiled
+
+
+def is_wide(constants):
+    """Return whether an expand of slices' tensors has nothing to read but in 16 bytes."""
+    odd = constants["HAS_BIAS"] or constants["STORAGE"] or not constants["EVEN_C"]
+    return constants["SLICE_ALIGN"] == 16 and constants["EVEN_R"] and not odd
 
 
 def kernels(engine, dtype, programmatic):
