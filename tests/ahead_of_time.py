@@ -41,14 +41,15 @@ STORAGE = {  # the dtype, and the block of a scale
 }
 FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slices' tables
     "linear": ((False, False, False), (0, 0)),
+    "behind": ((False, False, False), (16, 16)),
     "factors": ((True, True, True), (16, 16)),
     "separate": ((True, False, True), (16, 16)),
     "embedding": ((True, True, False), (0, 0)),
 }
 CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ("triton", "bf16"): [
-        (QKV, (1, 1), None, ("linear",)),
-        (ODD, (1, 1), None, ALL),
+        (QKV, (1, 1), None, ("linear", "behind")),
+        (ODD, (1, 1), None, (*ALL, "behind")),
         (DOWN, (2048, 8), None, ("linear", "separate")),
         (DOWN, (8192, 8), None, ("linear",)),  # B through TMA, where there is any
     ],
@@ -123,7 +124,15 @@ def compile_kernel(found, dtype, target):
     source = ASTSource(kernel, signature, named, attributes)
     compiled = triton.compile(source, target=target, options=options)
     assert compiled.metadata.shared <= SHARED_BYTES[target.backend, target.arch]
+    if kernel.__name__ == "expand_kernel" and is_wide(constants) and target.backend == "cuda":
+        assert "ld.global.b16" not in compiled.asm["ptx"], "B and y are read 2 bytes at a time"
     return compiled
+
+
+def is_wide(constants):
+    """Return whether an expand of slices' tensors has nothing to read but in 16 bytes."""
+    odd = constants["HAS_BIAS"] or constants["STORAGE"] or not constants["EVEN_C"]
+    return constants["SLICE_ALIGN"] == 16 and constants["EVEN_R"] and not odd
 
 
 def kernels(engine, dtype, programmatic):
@@ -151,7 +160,7 @@ def kernels(engine, dtype, programmatic):
                 stored, block = STORAGE[form]
                 kind = storage_kind(getattr(torch, stored), programmatic)
                 storage = Storage(kind, block, torch.bfloat16)
-            form = form if form in ALL else "linear"
+            form = form if form in (*ALL, "behind") else "linear"
             yield from launch._kernels(
                 batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, options,
                 form, programmatic and storage.block[1] is None,

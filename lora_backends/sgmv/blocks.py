@@ -98,11 +98,14 @@ def shrink_tile(
     EVEN_R: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    FLAT: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """h[k, s, h_row, :r] = x[x_row, part k] @ a[slot, s, :r, part k].T for one block of rows of A.
 
     Each part k of the inputs writes its own plane of partial sums; x_row [T] is -1 where the tile
-    has no token.
+    has no token. FLAT > 0: A is read up to this rank, before the adapter's own is known. WAITS: the
+    kernel in front may still run until h is written.
     """
     part = program % SPLIT_K
     n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
@@ -110,8 +113,11 @@ def shrink_tile(
     r = n % RANK_PAD  # [N]
     ranks_at = ranks_ptr + slot * NUM_SLICES + s
     rank = tl.load(ranks_at, mask=s < NUM_SLICES, other=0, cache_modifier=".cg")  # [N]
-    if tl.max(rank - r) <= 0:
-        return
+    if FLAT == 0:
+        if tl.max(rank - r) <= 0:
+            if WAITS:
+                gdc_wait()
+            return
     has_token = x_row >= 0  # [T]
     x_rows = x_ptr + x_row * x_stride_t  # [T]
     if SLICE_ALIGN > 0:
@@ -121,7 +127,7 @@ def shrink_tile(
         a_rows = (
             a_ptr + slot * a_stride_l + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r
         )
-    used = r < rank
+    used = (r < FLAT) & (s < NUM_SLICES) if FLAT > 0 else r < rank
     scale_rows = (
         a_scales_ptr + slot * a_scales_stride_l + s.to(tl.int64) * a_scales_stride_s
         + group_of(r, GROUP_R) * a_scales_stride_r
@@ -138,6 +144,10 @@ def shrink_tile(
     h_columns = h_ptr + part * plane + s.to(tl.int64) * h_stride_s + r  # [N]
     written = in_groups(r, rank, EVEN_R)  # zeros beyond the rank, up to the end of its group
     mask = has_token[:, None] & written[None, :]
+    if FLAT > 0:
+        h = tl.where((r < rank)[None, :], h, 0.0)
+    if WAITS:
+        gdc_wait()
     tl.store(h_columns[None, :] + (h_row * h_stride_t)[:, None], h, mask=mask)
 
 
@@ -304,13 +314,14 @@ def expand_tile(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
+    LATE_Y: tl.constexpr,
 ):
     """y[y_row, c] = output_scale * (y[y_row, c] + factor * (h[s, h_row, :r] @ b.T)) + bias.
 
     b is b[slot, c, :r], and the factor scaling * token_scale; scales that are not given are 1.
 
     c runs over CHUNKS blocks of columns from `first`, none beyond `end`; h is the sum of its
-    planes; y_row [T] is -1 where the tile has no token.
+    planes; y_row [T] is -1 where the tile has no token. LATE_Y: y, too, is read behind the wait.
     """
     scaling = tl.where(rank > 0, tl.load(scalings_ptr + slot * NUM_SLICES + s), 0.0)
     has_token = y_row >= 0  # [T]
@@ -354,21 +365,21 @@ def expand_tile(
             h_at, plane, b_slot, b_stride, group_rows, b_scales_stride_c, s_group, s_start, y_rows,
             bias_row, scales_row, first, end, rank, scaling, has_token, 16, SPLIT_K, BLOCK_C,
             CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, GROUP_R, WIDE,
-            EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
+            EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC, LATE_Y,
         )  # fmt: skip
     elif RANK_PAD == BLOCK_R:
         _expand_columns(
             h_at, plane, b_slot, b_stride, group_rows, b_scales_stride_c, s_group, s_start, y_rows,
             bias_row, scales_row, first, end, rank, scaling, has_token, BLOCK_R, SPLIT_K, BLOCK_C,
             CHUNKS, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, GROUP_R, WIDE,
-            EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC,
+            EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC, LATE_Y,
         )  # fmt: skip
     else:
         _expand_long_ranks(
             h_at, plane, b_slot, b_stride, group_rows, b_scales_stride_c, s_group, s_start, y_rows,
             bias_row, scales_row, first, end, rank, scaling, has_token, BLOCK_R, SPLIT_K, BLOCK_C,
             EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, GROUP_R, WIDE, EXACT_H,
-            PRECISION, INTERPRETED, PROGRAMMATIC,
+            PRECISION, INTERPRETED, PROGRAMMATIC, LATE_Y,
         )  # fmt: skip
 
 
@@ -406,6 +417,7 @@ def _expand_columns(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
+    LATE_Y: tl.constexpr,
 ):
     """Add CHUNKS blocks of columns, all ranks in one product; loads run one block ahead."""
     r = tl.arange(0, BLOCK_R)  # [R]
@@ -414,11 +426,14 @@ def _expand_columns(
     own = load_b_scales(
         group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C, GROUP_R
     )
-    y = load_y(y_rows, c, has_token, end, EVEN_C)
+    if not LATE_Y:
+        y = load_y(y_rows, c, has_token, end, EVEN_C)
     scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
     if PROGRAMMATIC:
         gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
         gdc_launch_dependents()
+    if LATE_Y:
+        y = load_y(y_rows, c, has_token, end, EVEN_C)
     h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
     for chunk in tl.static_range(CHUNKS):
         delta = scaled_product(
@@ -473,14 +488,18 @@ def _expand_long_ranks(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
+    LATE_Y: tl.constexpr,
 ):
     """Add one block of columns, BLOCK_R ranks at a time."""
     c = first + tl.arange(0, BLOCK_C)  # [C]
-    y = load_y(y_rows, c, has_token, end, EVEN_C)
+    if not LATE_Y:
+        y = load_y(y_rows, c, has_token, end, EVEN_C)
     scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
     if PROGRAMMATIC:
         gdc_wait()
         gdc_launch_dependents()
+    if LATE_Y:
+        y = load_y(y_rows, c, has_token, end, EVEN_C)
     acc = tl.zeros((y_rows.shape[0], BLOCK_C), dtype=tl.float32)
     # one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose left operand is in registers
     for done in tl.range(0, rank, BLOCK_R, num_stages=1):

@@ -13,17 +13,15 @@ import triton.language as tl
 def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
     """Return the entry of slice s in a table of separate tensors, in elements.
 
-    It has the distance of the slice's tensor from the base, and the strides of slots and rows. Each
-    is a multiple of ALIGN, so that loads stay wide.
+    It has the distance of the slice's tensor from the base, and the strides of slots and rows, in
+    units of ALIGN, so that loads stay wide.
     """
     at = slices_ptr + s * 3
     own = tl.load(at, mask=mask, other=0)
     slot_stride = tl.load(at + 1, mask=mask, other=0)
     row_stride = tl.load(at + 2, mask=mask, other=0)
-    own = tl.multiple_of(own, ALIGN)
-    slot_stride = tl.multiple_of(slot_stride, ALIGN)
-    row_stride = tl.multiple_of(row_stride, ALIGN)
-    return own, slot_stride, row_stride
+    # a product, since Triton 3.9 forgets `tl.multiple_of` of a scalar and loads two bytes at a time
+    return own * ALIGN, slot_stride * ALIGN, row_stride * ALIGN
 
 
 @triton.jit

@@ -169,6 +169,42 @@ class SgmvBackend(LoRABackend):
             self._cache("run_linear", plan, x, weights, laid, y, shrink, expand)
         return y
 
+    def run_behind(
+        self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, y: torch.Tensor
+    ) -> bool:
+        """Run `run_linear` behind the kernel that writes y, in a CUDA graph.
+
+        x and the layer must have been complete when that kernel was launched, as they are for a
+        base product, and it must not have been launched early itself. The shrink then reads them
+        while that kernel still runs, A of a narrow stack (`FLAT_RANK`) beyond an adapter's rank.
+
+        Returns:
+            False if nothing has been launched: the arguments are not ordinary, kernels of the
+            device cannot start early, or a graph is captured for which `prepare_behind` has not
+            compiled.
+        """
+        if not is_ordinary(self, None, x, weights, plan, y):
+            return False
+        if not (self._options.programmatic or INTERPRETED):
+            return False
+        tables = weights.ranks, weights.scalings
+        if not all(table.is_contiguous() for table in tables):  # a copy would be in front
+            return False
+        tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
+        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options, "behind")
+        if is_capturing(self.device) and not kernels.are_compiled:
+            return False
+        h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
+        launch.shrink(x, weights, plan, h, rows, kernels.shrink)
+        launch.expand(h, weights, plan, y, rows, kernels.expand)
+        return True
+
+    def prepare_behind(self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan) -> None:
+        """Compile what `run_behind` launches in a graph of so many rows."""
+        kernels = launch.kernels_of(weights, plan, len(x), x.dtype, self._options, "behind")
+        if not kernels.are_compiled:
+            self.run_behind(x, weights, plan, x.new_zeros(len(x), weights.out_features))
+
     def start_linear(
         self,
         x: torch.Tensor,

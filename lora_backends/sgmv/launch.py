@@ -34,10 +34,14 @@ from lora_backends.weights import LoRAWeights
 INVARIANT_BATCH = (64, 8)
 """A batch-invariant backend takes the sizes for this many tokens and active slots, always."""
 
-Form = Literal["linear", "overlapped", "separate", "embedding"]
+FLAT_RANK = 16
+"""Stacks of up to this rank are read whole behind a base product: two loads fewer in a row."""
+
+Form = Literal["linear", "behind", "overlapped", "separate", "embedding"]
 """The form of h between the kernels. linear: planes of partial sums, their sum rounded before the
-second product; overlapped: the same, on two streams; separate: a row for every token, float32, as
-callers of `run_lora_a` see it; embedding: one plane."""
+second product; behind: the same, where the kernel in front writes y alone; overlapped: the same, on
+two streams; separate: a row for every token, float32, as callers of `run_lora_a` see it; embedding:
+one plane."""
 
 
 class Options(NamedTuple):
@@ -49,6 +53,7 @@ class Options(NamedTuple):
     batch_invariant: bool
     source: TileSource
     tma: bool  # whether the device has TMA
+    behind: bool = False  # whether the kernel in front of the shrink writes y alone
 
 
 class Kernels(NamedTuple):
@@ -130,9 +135,10 @@ def _kernels(
     tma: bool,
 ) -> Kernels:
     shrink, expand = _tiles(batch, layer, storage, options.source, form)
-    linear, exact = form in ("linear", "overlapped"), form == "separate"
+    linear, exact = form in ("linear", "behind", "overlapped"), form == "separate"
     if form == "overlapped":  # an early launch follows its own stream alone
         options = options._replace(programmatic=False)
+    options = options._replace(behind=form == "behind")
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         tma = tma and column_programs(output_slices, expand).even
     return Kernels(
@@ -204,6 +210,8 @@ def _shrink_kernel(
         "PRECISION": options.precision,
         "INTERPRETED": INTERPRETED,
         "PROGRAMMATIC": options.programmatic,
+        "BEHIND": options.behind,
+        "FLAT": layer.max_rank if _is_flat(layer, storage, options) else 0,
     }
     return SpecializedKernel(
         options.engine.entry_kernels.shrink_kernel,
@@ -213,6 +221,11 @@ def _shrink_kernel(
         tiles.num_stages,
         options.programmatic,
     )
+
+
+def _is_flat(layer: LayerShape, storage: Storage, options: Options) -> bool:
+    """Return whether A is read before the rank is known, where that reads little in vain."""
+    return options.behind and storage is PLAIN and layer.max_rank <= FLAT_RANK
 
 
 @lru_cache(maxsize=4096)
@@ -260,6 +273,7 @@ def _expand_kernel(
         "PRECISION": "ieee" if exact else options.precision,
         "INTERPRETED": INTERPRETED,
         "PROGRAMMATIC": options.programmatic,
+        "BEHIND": options.behind,
     }
     return SpecializedKernel(
         options.engine.entry_kernels.expand_kernel,

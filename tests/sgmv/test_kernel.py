@@ -311,6 +311,7 @@ def test_slices_of_b_are_one_matrix_where_whole_rows_lie_between_them(order, apa
     assert located.base is parts[order[0]]
     assert allows_tma(located, rank, max_rows=1) is allowed
     for s, first in enumerate((0, 64, 80)):
-        distance, slot_stride, row_stride = located.table[s].tolist()
+        entry = (located.alignment * located.table[s]).tolist()
+        distance, slot_stride, row_stride = entry
         start = located.base.data_ptr() + 2 * (distance + first * row_stride + 3 * slot_stride)
         assert start == parts[s][3].data_ptr()

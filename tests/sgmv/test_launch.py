@@ -309,6 +309,83 @@ def test_a_linear_in_two_halves_is_the_linear_bit_for_bit(device, variant):
     assert backend.start_linear(x[:, :9], weights, plan, stream) is None, "run_linear refuses it"
 
 
+@pytest.mark.parametrize("flat_rank", [0, 16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_linear_behind_a_base_product_is_the_linear_bit_for_bit(
+    device, monkeypatch, variant, flat_rank
+):
+    monkeypatch.setattr(launch, "FLAT_RANK", flat_rank)
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    launch._kernels.cache_clear()
+    launch._shrink_kernel.cache_clear()
+    backend = make_engine(variant, device)
+    if device.type == "cuda" and not backend._options.programmatic:
+        pytest.skip("kernels of this device cannot start early")
+    weights, batch = on(device, small_weights(torch.float32, True)), small_batch()
+    x = torch.randn(batch.num_tokens, 10, device=device)
+    base = torch.randn(batch.num_tokens, 14, device=device)
+    plan = backend.prepare_batch(batch)
+    wanted = backend.run_linear(x, weights, plan, base.clone())
+    backend.prepare_behind(x, weights, plan)
+    assert backend.run_behind(x, weights, plan, base)
+    assert torch.equal(base, wanted)
+    form = launch.kernels_of(weights, plan, 7, x.dtype, backend._options, "behind")
+    assert form.shrink.constants["FLAT"] == (3 if flat_rank else 0)
+    assert form.shrink.constants["BEHIND"] and form.expand.constants["BEHIND"]
+    assert not backend.run_behind(x[:, :9], weights, plan, base), "run_linear refuses it"
+    strided = on(device, small_weights(torch.float32, True))
+    object.__setattr__(strided, "ranks", strided.ranks.T.contiguous().T)
+    assert not backend.run_behind(x, strided, plan, base), "a copy of ranks would be in front"
+    assert torch.equal(base, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_graph_captures_a_linear_that_starts_before_y_is_written(variant, dtype):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("torch finds no CUDA device whose kernels can start early")
+    backend = make_engine(variant, "cuda")
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def random(*shape):
+        return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+
+    weights = LoRAWeights(
+        lora_a=random(4, 3, 16, 512),
+        lora_b=random(4, 6144, 16),
+        ranks=torch.tensor([[16, 3, 0], [8, 8, 8], [0, 0, 0], [1, 16, 9]], dtype=torch.int32),
+        scalings=torch.rand(4, 3),
+        output_slices=(4096, 1024, 1024),
+    )
+    weights = on("cuda", weights)
+    base_weight, source = random(512, 6144), random(96, 512)
+    x, y = torch.empty_like(source), random(96, 6144)
+    plan = backend.prepare_batch(LoRABatch([t % 5 - 1 for t in range(96)], 4), capacity=96)
+    backend.run_linear(source, weights, plan, y.clone())
+    backend.prepare_behind(source, weights, plan)
+    torch.mm(source, base_weight, out=y)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):  # each writes x and y anew, so a kernel that came too early would err
+            torch.mul(source, 1, out=x)
+            torch.mm(x, base_weight, out=y)
+            assert backend.run_behind(x, weights, plan, y)
+            source.add_(y[:, :512], alpha=1e-3)
+    start = source.clone()
+    for slots in ([-1] * 96, [3] * 96, [t % 3 for t in range(96)]):
+        backend.prepare_batch(LoRABatch(slots, 4), out=plan)
+        source.copy_(start)
+        graph.replay()
+        given = y.clone(), source.clone()
+        source.copy_(start)
+        for _ in range(20):
+            wanted = backend.run_linear(source, weights, plan, source @ base_weight)
+            source.add_(wanted[:, :512], alpha=1e-3)
+        assert torch.equal(given[1], source) and torch.equal(given[0], wanted)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_graph_captures_both_halves_on_two_streams(variant):

@@ -254,6 +254,38 @@ def test_logits_use_the_sampled_rows_and_leave_padding(wrapper, x):
     assert y[:, 20:].eq(1).all()
 
 
+def test_layers_that_no_adapter_has_run_in_graphs_alone(wrapper, x, monkeypatch):
+    from lora_backends.integrations.vllm import operation
+
+    module, calls, backend = make_module(wrapper, slices=(20,)), [], wrapper.tokens.backend
+    for name in ("run_linear", "run_logits"):
+        monkeypatch.setattr(backend, name, lambda *_, name=name: calls.append(name))
+
+    def call():
+        calls.clear()
+        y = torch.zeros(len(IDS), 20)
+        args = module.lora_a_stacked, module.lora_b_stacked
+        wrapper.add_lora_linear(y, x, *args, 1.0, (20,))
+        wrapper.add_lora_logits(y, x, args[0][0], args[1][0], 1.0)
+        return calls
+
+    both = ["run_linear", "run_logits"]
+    for slot in (0, 1):  # the adapter of slot 2 has rank 0 here
+        assert call() == both
+        module.reset_lora(slot)
+    assert call() == ["run_linear"], "a graph of so many rows may be captured"
+    sizes = SimpleNamespace(cudagraph_capture_sizes=[8])
+    monkeypatch.setattr(wrapper.tokens, "_compilation", sizes)
+    assert call() == []
+    monkeypatch.setattr(operation, "is_capturing", lambda device: True)
+    assert call() == both, "a graph runs the adapters to come"
+    monkeypatch.undo()
+    module.set_lora(1, [torch.ones(2, WIDTH)], [torch.ones(20, 2)])
+    y = torch.zeros(len(IDS), 20)
+    wrapper.add_lora_logits(y, x, module.lora_a_stacked[0], module.lora_b_stacked[0], 1.0)
+    torch.testing.assert_close(y, delta(module, x, IDS))
+
+
 def test_logits_of_a_prompts_tokens_have_those_tokens_adapters(wrapper, x):
     from lora_backends import UnsupportedInputError
     from lora_backends.integrations.vllm import prompts
@@ -471,6 +503,62 @@ def test_a_shrink_starts_before_the_base_product(wrapper, overlapped, x):
     assert module.lora_backends_layers[0].started is None
 
 
+class UnquantizedLinearMethod:
+    def apply(self, base, x, bias):
+        return x @ base.weight
+
+
+class Fp8LinearMethod(UnquantizedLinearMethod):
+    pass
+
+
+@pytest.mark.parametrize(
+    "method, rows, is_behind",
+    [
+        (UnquantizedLinearMethod, 6, True),
+        (UnquantizedLinearMethod, 1, False),
+        (Fp8LinearMethod, 6, False),
+    ],
+)
+def test_in_graphs_lora_is_launched_behind_one_plain_product(
+    wrapper, monkeypatch, x, method, rows, is_behind
+):
+    from lora_backends.integrations.vllm import operation
+
+    order, backend = [], wrapper.tokens.backend
+
+    def run_behind(x, weights, plan, y):
+        order.append("behind")
+        backend.run_linear(x, weights, plan, y)
+        return "compiled" in order
+
+    ids = IDS[1 : 1 + rows]
+    wrapper.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
+    monkeypatch.setattr(backend, "run_behind", run_behind, raising=False)
+    monkeypatch.setattr(
+        backend, "prepare_behind", lambda *_: order.append("compiled"), raising=False
+    )
+    base_layer = SimpleNamespace(weight=torch.ones(WIDTH, sum(SLICES)), quant_method=method())
+    module = make_module(wrapper, base_layer=base_layer, _get_quant_method=method, _apply_sync=None)
+    operation.overlap(module)
+    x = x[1 : 1 + rows]
+    wanted = x @ base_layer.weight + delta(module, x, ids)
+    monkeypatch.setattr(
+        wrapper.tokens, "_compilation", SimpleNamespace(cudagraph_capture_sizes=[64])
+    )
+    torch.testing.assert_close(module._apply_sync(x), wanted)
+    assert not order, "no graph has so many rows"
+    monkeypatch.setattr(
+        wrapper.tokens, "_compilation", SimpleNamespace(cudagraph_capture_sizes=[rows])
+    )
+    for _ in range(2):
+        torch.testing.assert_close(module._apply_sync(x), wanted)
+    assert order == ["compiled"] * is_behind, "it is compiled once, before a capture"
+    monkeypatch.setattr(operation, "is_capturing", lambda device: True)
+    torch.testing.assert_close(module._apply_sync(x), wanted)
+    assert order == ["compiled", "behind"] * is_behind
+
+
 def test_a_layer_that_adds_lora_in_its_own_way_keeps_it(wrapper):
     from lora_backends.integrations.vllm import operation
 
@@ -486,7 +574,7 @@ def test_a_layer_that_adds_lora_in_its_own_way_keeps_it(wrapper):
             return y + 1
 
     for kind, is_replaced in ((Linear, True), (Head, False)):
-        module = kind(**vars(make_module(wrapper)))
+        module = kind(**vars(make_module(wrapper, base_layer=None)))
         operation.overlap(module)
         assert ("_apply_sync" in vars(module)) is is_replaced
 

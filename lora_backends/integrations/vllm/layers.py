@@ -28,12 +28,17 @@ class Layer:
     b: LoRAWeights | None  # the half that expands, or both; None where there is no B
     wrapper: Any  # the `BackendWrapper` whose batch the layer runs on
     first_rank: int = 0  # of the adapter's ranks, the first that the A of this process holds
+    ranked: set[int] = field(default_factory=set)  # slots whose adapter has a rank above 0 here
     started: Any = None  # a shrink under way beside the base product
+    is_behind: bool = False  # whether LoRA is launched behind one product that writes y alone
     prepared: set[tuple[int, int]] = field(default_factory=set)  # rows and active slots whose
-    # kernels for that are compiled
+    # kernels for graphs are compiled
 
     def set_ranks(self, slot: int, ranks: Sequence[int]) -> None:
         """Write the true ranks of a slot in place, where captured graphs read them."""
+        self.ranked.discard(slot)
+        if any(ranks):
+            self.ranked.add(slot)
         if self.b is not None:
             _write(self.b, slot, ranks)
         if self.a is not None and self.a is not self.b:

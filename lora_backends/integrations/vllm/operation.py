@@ -24,6 +24,7 @@ PROMPT = "prompt"  # the same for rows whose adapters vLLM does not announce, as
 SHRINK = "shrink"  # y = h of x
 EXPAND = "expand"  # y[:, offset:] += LoRA of h, which is x
 EMBEDDING = "embedding"  # the same for an embedding, which a drafter may share
+PLAIN_PRODUCT = "UnquantizedLinearMethod"  # vLLM's name for weights that are not quantized
 FULL = "full"  # y = x times a whole matrix of the adapter, for the rows that are sampled
 
 
@@ -52,12 +53,22 @@ def _run(
     wrapper = layer.wrapper
     plans = wrapper.sampled if operation in (LOGITS, FULL) else wrapper.tokens
     plans = wrapper.prompt if operation == PROMPT else plans
+    if not layer.ranked and _is_by_itself(operation, x, plans):
+        return
     if operation == EMBEDDING and x.shape[1] < plans.num_rows:
         return  # a drafter's own rows, which have no adapter; the model verifies what it drafts
     if operation in (SHRINK, FULL):
         _shrink(layer, y, x, plans)
     elif not plans.is_idle:
         _add(layer, y, x, plans, operation, offset)
+
+
+def _is_by_itself(operation: str, x: torch.Tensor, plans: Plans) -> bool:
+    """Return whether neither a graph nor one to be captured runs the call for other adapters."""
+    if is_capturing(x.device):
+        return False
+    is_linear = operation == LINEAR and not plans.may_be_captured(x.shape[0])
+    return is_linear or operation in (LOGITS, PROMPT)
 
 
 def _shrink(layer: Layer, y: torch.Tensor, x: torch.Tensor, plans: Plans) -> None:
@@ -95,6 +106,10 @@ def overlap(module: Any) -> None:
         return
     if _owner(module, "_apply_sync") is not _owner(module, "_apply_lora_to_output"):
         return  # it adds LoRA in a way of its own, as to the rows of requests
+    # One product of torch, launched when x is complete. Kernels for quantized weights may launch
+    # each other early.
+    quant_method = getattr(module.base_layer, "quant_method", None)
+    layer.is_behind = type(quant_method).__name__ == PLAIN_PRODUCT
     stack = module.lora_a_stacked[0]
 
     def apply_overlapped(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -148,13 +163,28 @@ def _finish(y: torch.Tensor, x: torch.Tensor, stack: torch.Tensor, token: torch.
     if started is not None:
         plans.backend.finish_linear(started, x, y, plans.stream)
         return
+    if plans.is_idle:
+        return
+    rows = x.shape[0]
+    capturing, is_behind = is_capturing(x.device), layer.is_behind and plans.can_be_behind(rows)
+    if capturing and is_behind and plans.backend.run_behind(x, layer.b, plans.of(rows), y):
+        return
     _run(y, x, stack, LINEAR, 0)
-    if plans.can_overlap(x.shape[0]) and not plans.is_idle:
-        plan = plans.of(x.shape[0])  # a capture may follow
-        key = x.shape[0], plan.active_slots
-        if key not in layer.prepared and not is_capturing(x.device):
-            layer.prepared.add(key)
-            plans.backend.prepare_overlap(x, layer.b, plan)
+    if not capturing and plans.may_be_captured(rows):
+        _prepare(layer, x, plans, is_behind)
+
+
+def _prepare(layer: Layer, x: torch.Tensor, plans: Any, is_behind: bool) -> None:
+    """Compile what graphs run; a capture, which may follow, cannot compile."""
+    plan, is_overlapped = plans.of(x.shape[0]), plans.can_overlap(x.shape[0])
+    key = x.shape[0], getattr(plan, "active_slots", 0)
+    if key in layer.prepared or not (is_behind or is_overlapped):
+        return
+    layer.prepared.add(key)
+    if is_overlapped:
+        plans.backend.prepare_overlap(x, layer.b, plan)
+    if is_behind:
+        plans.backend.prepare_behind(x, layer.b, plan)
 
 
 # vLLM compiles one program for many layers and drops guards, so tracing must meet neither Python

@@ -19,6 +19,10 @@ MOST_OVERLAPPED = 32
 """Rows at most whose shrink runs beside the base product. The two kernels of a site take 6.3
 instead of 7.8 us at 8 rows of 8 adapters, but 7.5 instead of 7.1 us at 64 (docs, experiments)."""
 
+MOST_BEHIND = 512
+"""Rows at most of a graph that launches LoRA before the base product has ended; more rows wait for
+memory, not for launches."""
+
 
 class _Room:
     """A plan for up to `capacity` rows, and whether it holds the current batch."""
@@ -42,11 +46,16 @@ class Plans:
         backend: that makes the plans.
         num_slots: of every layer.
         capacity: rows at most.
+        compilation: vLLM's settings, which name the rows of the graphs that it captures; None
+            where they are not known, so that any rows may be captured.
     """
 
-    def __init__(self, backend: LoRABackend, num_slots: int, capacity: int) -> None:
+    def __init__(
+        self, backend: LoRABackend, num_slots: int, capacity: int, compilation: Any = None
+    ) -> None:
         self.backend = backend
         self.num_slots = num_slots
+        self._compilation = compilation
         self._stream: torch.cuda.Stream | None = None
         self._rooms = [_Room(size) for size in _sizes(backend.device.type, capacity)]
         self.set_slots([])
@@ -86,6 +95,12 @@ class Plans:
             self._stream = new_stream(self.backend.device)
         return self._stream
 
+    def may_be_captured(self, rows: int) -> bool:
+        """Return whether vLLM captures a graph of so many rows."""
+        if self._compilation is None:
+            return True
+        return rows in (self._compilation.cudagraph_capture_sizes or ())
+
     def can_overlap(self, rows: int) -> bool:
         """Return whether a graph of `rows` rows runs shrinks beside base products."""
         return (
@@ -93,6 +108,13 @@ class Plans:
             and self.backend.device.type == "cuda"
             and hasattr(self.backend, "start_linear")
         )
+
+    def can_be_behind(self, rows: int) -> bool:
+        """Return whether a graph of `rows` rows launches LoRA before the base product has ended.
+
+        Not one of a single row: a compiler may make its product part of the kernel that writes x.
+        """
+        return 1 < rows <= MOST_BEHIND and hasattr(self.backend, "run_behind")
 
     def overlaps(self, rows: int) -> bool:
         """Return whether the shrink of a call with `rows` rows runs beside its base product.

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
@@ -61,7 +62,9 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
                 f"backend {backend.name!r} cannot run inside vLLM\n"
                 f"  it lacks: {', '.join(sorted(missing))}\n  to do: choose another backend"
             )
-        self.tokens = Plans(backend, num_slots, max_num_batched_tokens)
+        config = get_current_vllm_config_or_none()
+        compilation = None if config is None else config.compilation_config
+        self.tokens = Plans(backend, num_slots, max_num_batched_tokens, compilation)
         self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
         self.prompt = Plans(backend, num_slots, max_num_batched_tokens)
         plugin.logger().info(

@@ -3,7 +3,7 @@
 Kernels take one base address. Where the tensors of a tuple lie at equal distances, as those of A
 often do, that distance is the stride of slices, and the tuple is a stack. Else kernels read a table
 on the device, int64 [num_slices, 3]: the distance of a slice's tensor from the base, and its own
-strides of slots and rows.
+strides of slots and rows, all in units of their `alignment`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Located(NamedTuple):
     base: torch.Tensor  # the stack; of a tuple, the tensor that distances start from
     strides: tuple[int, ...]  # in elements: slots, slices (A only), rows
     table: torch.Tensor  # [num_slices, 3] int64; the base where no table is read
-    alignment: int = 0  # a power of two that divides the table's entries; 0: no table is read
+    alignment: int = 0  # the unit of the table's entries, a power of two; 0: no table is read
     rows: int = 0  # with a table: rows of B's width from the base to the end; 0: not a whole number
     addresses: tuple[int, ...] = ()  # of a tuple's tensors, to notice that one has moved
 
@@ -111,10 +111,12 @@ def _with_table(
     row_stride = entries[0][2]
     is_whole = row_stride > 0 and not any(number % row_stride for number in numbers)
     is_whole = is_whole and all(entry[2] == row_stride for entry in entries)
+    alignment = gcd(MOST_ALIGNMENT, base.data_ptr() // size, *numbers)
+    units = [[number // alignment for number in entry] for entry in entries]
     return Located(
         base,
         tuple([0] * (3 if name == "lora_a" else 2)),
-        torch.tensor(entries, dtype=torch.int64, device=device),
-        gcd(MOST_ALIGNMENT, base.data_ptr() // size, *numbers),
+        torch.tensor(units, dtype=torch.int64, device=device),
+        alignment,
         max(ends) // row_stride if is_whole else 0,
     )
