@@ -10,8 +10,15 @@ import sys
 from pathlib import Path
 
 TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
-SHARED_BYTES = {("cuda", 80): 163 << 10, ("cuda", 90): 227 << 10, ("cuda", 100): 227 << 10}
-SHARED_BYTES["hip", "gfx942"] = 64 << 10  # for a program
+GPUS = {  # multiprocessors, and shared memory of a program
+    ("cuda", 80): (108, 163 << 10),
+    ("cuda", 89): (58, 99 << 10),
+    ("cuda", 90): (132, 227 << 10),
+    ("cuda", 100): (148, 227 << 10),
+    ("cuda", 120): (170, 99 << 10),
+    ("hip", "gfx942"): (304, 64 << 10),
+}
+BARRIERS = 64  # bytes
 POINTERS = {
     "ranks_ptr": "*i32",
     "scalings_ptr": "*fp32",
@@ -57,6 +64,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
         (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
         (ODD, (64, 8), None, ("linear blocks",)),
         (DOWN, (2048, 8), None, ("linear int8",)),  # wgmma in the shrink
+        (DOWN, (512, 8), None, ("linear blocks",)),  # the most shared memory
         (QKV, (8192, 8), None, ("linear int8",)),  # B through TMA
     ],
     ("triton", "fp16"): [(DOWN, (8192, 8), None, ("factors",))],
@@ -98,6 +106,12 @@ def target_of(name):
     return GPUTarget("hip", arch, 64)
 
 
+def gpu_of(target):
+    from lora_backends.sgmv.tiles.gpu import Gpu
+
+    return Gpu(*GPUS[target.backend, target.arch])
+
+
 def compile_kernel(found, dtype, target):
     """Compile a `SpecializedKernel` for weights of a dtype, all strides multiples of 16."""
     import triton
@@ -123,10 +137,25 @@ def compile_kernel(found, dtype, target):
     named = {name: constants.get(name) for name in signature if signature[name] == "constexpr"}
     source = ASTSource(kernel, signature, named, attributes)
     compiled = triton.compile(source, target=target, options=options)
-    assert compiled.metadata.shared <= SHARED_BYTES[target.backend, target.arch]
+    assert compiled.metadata.shared <= gpu_of(target).shared_bytes
+    if "BLOCK_N" in constants:
+        assert compiled.metadata.shared <= BARRIERS + most_shared_bytes(found, dtype)
     if kernel.__name__ == "expand_kernel" and is_wide(constants) and target.backend == "cuda":
         assert "ld.global.b16" not in compiled.asm["ptx"], "B and y are read 2 bytes at a time"
     return compiled
+
+
+def most_shared_bytes(found, dtype):
+    """Return what the rules take for the shared memory of a shrink."""
+    from lora_backends.sgmv.tiles.sizes import ShrinkTiles, shrink_bytes
+
+    sizes = found.constants
+    names = ("BLOCK_N", "BLOCK_K", "SPLIT_K", "WARPS_K")
+    shrink = ShrinkTiles(*(sizes[name] for name in names), num_stages=found.options["num_stages"])
+    rows = sizes.get("TILE") or sizes.get("ROWS") or sizes["SEGMENT"] * sizes["GROUP"]
+    item_bytes = {"i8": 1, "bf16": 2, "fp16": 2, "fp32": 4}[dtype]
+    scaled = sizes["GROUP_K"] > 0
+    return shrink_bytes(shrink, rows, 2 if scaled else item_bytes, scaled)
 
 
 def is_wide(constants):
@@ -135,7 +164,7 @@ def is_wide(constants):
     return constants["SLICE_ALIGN"] == 16 and constants["EVEN_R"] and not odd
 
 
-def kernels(engine, dtype, programmatic):
+def kernels(engine, dtype, programmatic, gpu):
     """Yield every kernel that the engine launches for the layers and batches above."""
     import torch
 
@@ -144,10 +173,11 @@ def kernels(engine, dtype, programmatic):
     from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
     from lora_backends.sgmv.tiles import rules
     from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
-    from lora_backends.sgmv.tiles.source import RULES
+    from lora_backends.sgmv.tiles.source import rules_for
 
     cls = backend_class(engine)
-    options = launch.Options(cls, "ieee", programmatic, False, RULES, programmatic)
+    source = rules_for(gpu)
+    options = launch.Options(cls, "ieee", programmatic, False, source, programmatic, gpu)
     item_bytes = 4 if dtype == "fp32" else 2
     for (slices, inputs, rank), (tokens, active), segment_size, forms in CASES[engine, dtype]:
         layer = LayerShape(len(slices), rank, inputs, sum(slices), item_bytes)
@@ -184,7 +214,7 @@ def main():
     target, done = target_of(sys.argv[1]), set()
     programmatic = target.backend == "cuda" and target.arch >= 90
     for engine, dtype in CASES:
-        for found in kernels(engine, dtype, programmatic):
+        for found in kernels(engine, dtype, programmatic, gpu_of(target)):
             name = found.kernel.__name__
             key = (engine, dtype, name, str(found.constants), str(found.options))
             if key not in done:

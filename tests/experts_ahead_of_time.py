@@ -57,14 +57,14 @@ def routing_kernels(programmatic):
     yield routing._scatter(128, 64, 8192, 32768, programmatic)
 
 
-def site_kernels(dtype, programmatic):
+def site_kernels(dtype, programmatic, gpu):
     import torch
 
     from lora_backends.sgmv.experts import launch
     from lora_backends.sgmv.experts.rules import PairShape, SiteShape
     from lora_backends.sgmv.storage import Storage, storage_kind
 
-    options = launch.Options("ieee", programmatic, programmatic)
+    options = launch.Options("ieee", programmatic, programmatic, gpu)
     for pairs, layer, top_k, fresh, *stored in CASES[dtype]:
         num_a, rank, inputs, slices, interleaved = layer
         widths = (sum(slices),) if interleaved or num_a == 1 else slices
@@ -90,7 +90,7 @@ def main():
     programmatic = target.backend == "cuda" and target.arch >= 90
     common = dict(ahead_of_time.POINTERS)
     for dtype in CASES:
-        found = list(site_kernels(dtype, programmatic))
+        found = list(site_kernels(dtype, programmatic, ahead_of_time.gpu_of(target)))
         if dtype == "bf16":
             found += [(kernel, {}) for kernel in routing_kernels(programmatic)]
         for kernel, pointers in found:

@@ -25,6 +25,7 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.registry import backend_class, unavailable_reasons
 from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.sgmv.tiles import rules
+from lora_backends.sgmv.tiles.gpu import gpu_of
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, BatchShape, LayerShape, tile_faults
 from lora_backends.sgmv.tiles.source import TileSource, user_folder
 from lora_backends.sgmv.tiles.table import (
@@ -134,10 +135,11 @@ def _search(
     end: float,
 ) -> Found:
     batch = BatchShape(point.cell.tokens, point.active_slots, point.tile_tokens)
+    gpu = gpu_of(job.device)
     return search(
-        rules.choose_tiles(batch, point.layer),
+        rules.choose_tiles(batch, point.layer, gpu),
         in_use.choose_tiles(batch, point.layer),
-        lambda tiles: not tile_faults(tiles, point.tile_tokens, point.layer),
+        lambda tiles: not tile_faults(tiles, point.tile_tokens, point.layer, gpu),
         lab,
         lambda: now() >= end,
     )

@@ -31,6 +31,7 @@ from lora_backends.sgmv.launching.kernel import (
 from lora_backends.sgmv.launching.streams import beside, is_capturing, join
 from lora_backends.sgmv.launching.tma import has_tma
 from lora_backends.sgmv.layout import SgmvPlan
+from lora_backends.sgmv.tiles.gpu import gpu_of
 from lora_backends.sgmv.tiles.source import TileSource, tile_source
 from lora_backends.weights import LoRAWeights
 
@@ -90,6 +91,7 @@ class SgmvBackend(LoRABackend):
             batch_invariant=batch_invariant,
             source=source,
             tma=has_tma(self.device),
+            gpu=gpu_of(self.device),
         )
 
     @property
@@ -320,7 +322,7 @@ class SgmvBackend(LoRABackend):
             factors = scales * routing.topk_weights if weighted else scales.contiguous()
             routing, weighted = copy.copy(routing), True
             routing.topk_weights = factors
-        fixed = ExpertOptions(options.precision, options.programmatic, options.tma)
+        fixed = ExpertOptions(options.precision, options.programmatic, options.tma, options.gpu)
         add_experts(y, x, weights, routing, fixed, rows=rows, weighted=weighted, reduce=reduce)
         return y
 

@@ -18,7 +18,8 @@ from lora_backends.sgmv.launching.slice_tables import located_a, located_b, slic
 from lora_backends.sgmv.launching.tma import allows_tma, descriptor
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.storage import PLAIN, WIDE, Storage, storage_kind, stored_bytes
-from lora_backends.sgmv.tiles.rules import of_8_bits
+from lora_backends.sgmv.tiles.gpu import Gpu
+from lora_backends.sgmv.tiles.rules import of_8_bits, of_scaled_blocks
 from lora_backends.sgmv.tiles.sizes import (
     BatchShape,
     ExpandTiles,
@@ -53,6 +54,7 @@ class Options(NamedTuple):
     batch_invariant: bool
     source: TileSource
     tma: bool  # whether the device has TMA
+    gpu: Gpu
     behind: bool = False  # whether the kernel in front of the shrink writes y alone
 
 
@@ -134,7 +136,7 @@ def _kernels(
     form: Form,
     tma: bool,
 ) -> Kernels:
-    shrink, expand = _tiles(batch, layer, storage, options.source, form)
+    shrink, expand = _tiles(batch, layer, storage, options, form)
     linear, exact = form in ("linear", "behind", "overlapped"), form == "separate"
     if form == "overlapped":  # an early launch follows its own stream alone
         options = options._replace(programmatic=False)
@@ -163,14 +165,18 @@ def _kernels(
 
 
 def _tiles(
-    batch: BatchShape, layer: LayerShape, storage: Storage, source: TileSource, form: Form
+    batch: BatchShape, layer: LayerShape, storage: Storage, options: Options, form: Form
 ) -> tuple[ShrinkTiles, ExpandTiles]:
+    choose_tiles = options.source.choose_tiles
+
     def choose(layer: LayerShape) -> TileConfig:
-        if not storage.kind or storage.block[1] is not None:
-            return source.choose_tiles(batch, layer)
+        if not storage.kind:
+            return choose_tiles(batch, layer)
+        if storage.block[1] is not None:
+            return of_scaled_blocks(choose_tiles(batch, layer), batch, layer, options.gpu)
         if layer.item_bytes == 2:
-            return source.choose_tiles(batch, replace(layer, item_bytes=1))
-        return of_8_bits(source.choose_tiles(batch, layer), batch, layer)
+            return choose_tiles(batch, replace(layer, item_bytes=1))
+        return of_8_bits(choose_tiles(batch, layer), batch, layer, options.gpu)
 
     chosen = choose(layer)
     if form != "separate":

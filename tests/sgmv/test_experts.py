@@ -17,6 +17,8 @@ from lora_backends import (
 from lora_backends.eight_bit import LARGEST
 from lora_backends.sgmv.experts import launch, routing, rules
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape
+from lora_backends.sgmv.tiles.gpu import H200, Gpu
+from lora_backends.sgmv.tiles.sizes import TMA_BYTES, shrink_bytes
 from lora_backends.testing import ExpertCase
 
 kit = importlib.import_module("lora_backends.testing.properties.experts")
@@ -170,8 +172,8 @@ def test_split_inputs_and_tma_give_the_one_right_result(make, monkeypatch, split
     monkeypatch.setattr(routing, "tile_pairs", lambda *_: 128)
     original = rules.choose_tiles
 
-    def choose(pairs, site):
-        tiles = original(pairs, site)
+    def choose(pairs, site, gpu):
+        tiles = original(pairs, site, gpu)
         shrink = dataclasses.replace(tiles.shrink, block_k=16, split_k=split_k)
         expand = dataclasses.replace(tiles.expand, num_stages=3 if tma else 1)
         return dataclasses.replace(tiles, shrink=shrink, expand=expand)
@@ -253,23 +255,35 @@ def test_sizes_are_fixed_for_a_batch_invariant_engine(make):
 
 
 @pytest.mark.parametrize("site", [QWEN, WIDE, ODD])
+@pytest.mark.parametrize("keys", [2, 8, 100])
+def test_a_gpu_of_half_the_size_takes_the_sizes_for_twice_the_tiles(site, keys):
+    half = Gpu(H200.multiprocessors // 2, H200.shared_bytes)
+    small, large = PairShape(keys, keys, 16), PairShape(2 * keys, 2 * keys, 16)
+    tiles = rules.choose_tiles(small, site, half), rules.choose_tiles(large, site)
+    assert tiles[0] == tiles[1]
+    narrow = [rules.of_8_bits(tiles[0], small, site, half), rules.of_8_bits(tiles[1], large, site)]
+    assert narrow[0] == narrow[1]
+
+
+@pytest.mark.parametrize("site", [QWEN, WIDE, ODD])
 @pytest.mark.parametrize("tile", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize("keys", [1, 8, 120, 4000])
 @pytest.mark.parametrize("a_bytes", [None, 1])
-def test_sizes_fit_the_devices_and_the_kernels(site, tile, keys, a_bytes):
+@pytest.mark.parametrize("gpu", [H200, Gpu(58, 99 << 10), Gpu(304, 64 << 10)])
+def test_sizes_fit_the_devices_and_the_kernels(site, tile, keys, a_bytes, gpu):
     pairs = PairShape(keys * max(1, tile // 2), keys, tile)
-    tiles = rules.choose_tiles(pairs, site)
+    tiles = rules.choose_tiles(pairs, site, gpu)
     if a_bytes:
-        tiles = rules.of_8_bits(tiles, pairs, site)
+        tiles = rules.of_8_bits(tiles, pairs, site, gpu)
         assert tiles.expand.num_stages == 1 or site.item_bytes == 4
-    a_bytes = a_bytes or site.item_bytes
+    item_bytes = a_bytes if a_bytes and site.item_bytes == 2 else site.item_bytes
     shrink, expand = tiles.shrink, tiles.expand
     for size in (shrink.block_n, shrink.block_k, expand.block_c, expand.block_r):
         assert size >= 16 and size & (size - 1) == 0
     assert tiles.shrink_rows >= 16 and tile % tiles.expand_rows * (tile > 16) == 0
     assert shrink.block_k >= 16 * shrink.warps_k
-    stage = shrink.block_k * (shrink.block_n * a_bytes + tiles.shrink_rows * site.item_bytes)
-    assert stage * shrink.num_stages <= 160 * 1024 and 2 * stage <= 64 * 1024
+    assert shrink_bytes(shrink, tiles.shrink_rows, item_bytes) <= gpu.shared_bytes
+    assert expand.num_stages == 1 or gpu.shared_bytes >= TMA_BYTES
     assert 1 <= shrink.split_k <= 32
     if tiles.expand_rows == 1:
         assert expand.block_r >= site.max_rank

@@ -7,8 +7,9 @@ import pytest
 import torch
 import triton
 from triton.backends.nvidia import driver
+from triton.runtime.errors import OutOfResources
 
-from lora_backends import LoRAWeights
+from lora_backends import LoRAWeights, UnsupportedInputError
 from lora_backends.sgmv.launching import kernel as launching
 from lora_backends.sgmv.launching.kernel import Arguments, BoundKernel, SpecializedKernel
 from lora_backends.sgmv.launching.slice_tables import Located, located_b
@@ -136,6 +137,19 @@ def test_options_are_those_of_the_kernel(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert options(num_stages=4)["num_stages"] == launching.STAGES_ON_ROCM == 2
     assert options(num_stages=1)["num_stages"] == 1
+
+
+def test_a_kernel_that_does_not_fit_on_the_gpu_is_refused_with_its_bytes_and_the_limit():
+    class TooLarge(Kernel):
+        def __getitem__(self, grid):
+            raise OutOfResources(237568, 101376, "shared memory")
+
+    kernel = SpecializedKernel(TooLarge(), CONSTANTS, 5, num_stages=4)
+    for _ in range(2):
+        with pytest.raises(UnsupportedInputError, match="237568 bytes of shared memory") as error:
+            kernel.launch(3, arguments())
+        assert "allowed: 101376" in str(error.value) and "num_stages=4" in str(error.value)
+    assert not kernel.is_compiled
 
 
 def test_a_launch_on_another_device_makes_it_the_current_one(monkeypatch):

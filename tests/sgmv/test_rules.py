@@ -3,21 +3,38 @@
 import doctest
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
+from engines import ENGINES
 
-from lora_backends.sgmv.tiles import sizes
-from lora_backends.sgmv.tiles.rules import choose_tiles, of_8_bits, tile_tokens
+from lora_backends.sgmv.tiles import gpu, sizes
+from lora_backends.sgmv.tiles.gpu import H200, Gpu, gpu_of
+from lora_backends.sgmv.tiles.rules import (
+    choose_tiles,
+    of_8_bits,
+    of_scaled_blocks,
+    tile_tokens,
+)
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
     TILE_TOKENS,
+    TMA_BYTES,
     BatchShape,
     LayerShape,
     padded_rank,
+    shrink_bytes,
     tile_faults,
 )
 
 TOKENS = [(0, 0), (1, 1), (16, 8), (64, 64), (256, 8), (512, 512), (2048, 8), (100_000, 3)]
+A100, L4, RTX_5090, MI300X = (
+    Gpu(108, 163 << 10),
+    Gpu(58, 99 << 10),
+    Gpu(170, 99 << 10),
+    Gpu(304, 64 << 10),
+)
 SLICES, RANKS = (1, 2, 3, 7), (1, 8, 16, 33, 64, 128, 512)
 WIDTHS = [(1, 1), (5, 3), (4096, 4096), (4096, 28672), (14336, 4096), (128_256, 4096)]
 
@@ -37,7 +54,7 @@ def _is_power_of_two(value):
     return value & (value - 1) == 0
 
 
-def _check(batch, layer, tiles):
+def _check(batch, layer, tiles, on=H200):
     shrink, expand, rank_pad = tiles.shrink, tiles.expand, padded_rank(layer.max_rank)
     for size in (batch.tile_tokens, shrink.block_n, expand.block_c, expand.block_r):
         assert size >= 16 and _is_power_of_two(size)
@@ -45,16 +62,23 @@ def _check(batch, layer, tiles):
     assert 1 <= shrink.split_k <= 32 and shrink.warps_k <= shrink.num_warps
     assert expand.block_r <= min(rank_pad, MAX_BLOCK_R)
     assert expand.chunks == 1 or expand.block_r == rank_pad
-    stage = shrink.block_k * (shrink.block_n + batch.tile_tokens) * layer.item_bytes
-    assert stage * shrink.num_stages <= 160 * 1024  # shared memory of the smallest target
-    assert expand.num_stages == 1 or layer.item_bytes == 2
-    assert not tile_faults(tiles, batch.tile_tokens, layer)
+    assert expand.num_stages == 1 or (layer.item_bytes <= 2 and on.shared_bytes >= TMA_BYTES)
+    assert not tile_faults(tiles, batch.tile_tokens, layer, on)
 
 
-@pytest.mark.parametrize("item_bytes", [2, 4])
-def test_sizes_of_any_shape_are_ones_that_the_kernels_take(item_bytes):
+@pytest.mark.parametrize("on", [H200, A100, L4, RTX_5090, MI300X])
+@pytest.mark.parametrize("item_bytes", [1, 2, 4])
+def test_sizes_of_any_shape_are_ones_that_the_kernels_take_and_the_gpu_has_room_for(item_bytes, on):
     for batch, layer in _shapes([item_bytes]):
-        _check(batch, layer, choose_tiles(batch, layer))
+        tiles = choose_tiles(batch, layer, on)
+        _check(batch, layer, tiles, on)
+        if item_bytes > 1:
+            scaled = of_scaled_blocks(tiles, batch, layer, on)
+            _check(batch, layer, scaled, on)
+            sizes = (batch.tile_tokens, item_bytes, True)
+            assert shrink_bytes(scaled.shrink, *sizes) <= on.shared_bytes
+            if shrink_bytes(tiles.shrink, *sizes) <= on.shared_bytes:
+                assert scaled == tiles
 
 
 @pytest.mark.parametrize("item_bytes", [2, 4])
@@ -66,6 +90,56 @@ def test_sizes_for_8_bits_are_ones_that_the_kernels_take(item_bytes):
             narrow = replace(layer, item_bytes=1)
             assert choose_tiles(batch, narrow) == tiles
             assert not tile_faults(tiles, batch.tile_tokens, narrow)
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2, 4])
+def test_a_gpu_of_half_the_size_takes_the_sizes_for_twice_the_rows(item_bytes):
+    half = Gpu(H200.multiprocessors // 2, H200.shared_bytes)
+    for active, rank, width in itertools.product((40, 100, 250), (16, 64), (4096, 28672)):
+        layer = LayerShape(2, rank, 4096, width, item_bytes)
+        small, large = BatchShape(500, active, 16), BatchShape(500, 2 * active, 16)
+        assert choose_tiles(small, layer, half) == choose_tiles(large, layer)
+    alone = BatchShape(1, 1, 16)
+    assert choose_tiles(alone, layer, half) == choose_tiles(alone, layer)
+
+
+def test_a_gpu_with_little_shared_memory_has_fewer_loads_in_flight_and_no_tma():
+    batch, layer = BatchShape(8192, 8, 64), LayerShape(1, 64, 4096, 14336, 2)
+    large, small = choose_tiles(batch, layer), choose_tiles(batch, layer, RTX_5090)
+    assert (large.expand.num_stages, small.expand.num_stages) == (3, 1)
+    batch, layer = BatchShape(512, 8, 64), LayerShape(1, 64, 14336, 4096, 2)
+    large, small = choose_tiles(batch, layer), choose_tiles(batch, layer, L4)
+    assert (large.shrink.num_stages, small.shrink.num_stages) == (4, 3)
+
+
+def test_a_table_for_a_gpu_holds_no_sizes_that_another_has_no_room_for():
+    batch, layer = BatchShape(512, 8, 64), LayerShape(1, 64, 14336, 4096, 2)
+    tiles = choose_tiles(batch, layer)
+    assert not tile_faults(tiles, 64, layer, H200)
+    (fault,) = tile_faults(tiles, 64, layer, L4)
+    assert fault == "loads of the shrink take 131072 bytes of shared memory; the GPU has 101376"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("options", [{"tiles": "rules"}, {"batch_invariant": True}, {}])
+def test_a_backend_takes_the_rules_for_its_gpu(engine, options, monkeypatch):
+    batch, layer = BatchShape(64, 64, 16), LayerShape(1, 16, 4096, 4096, 2)
+    for module in ("source", "table"):
+        monkeypatch.setattr(f"lora_backends.sgmv.tiles.{module}.gpu_of", lambda _: L4)
+    monkeypatch.setattr("lora_backends.sgmv.engine.gpu_of", lambda _: L4)
+    backend = ENGINES[engine]("cpu", **options)
+    chosen = backend.tile_source.choose_tiles(batch, layer)
+    assert chosen == choose_tiles(batch, layer, L4) != choose_tiles(batch, layer)
+    assert backend._options.gpu == L4
+
+
+def test_the_figures_of_a_gpu_are_those_that_its_driver_names(monkeypatch):
+    assert gpu_of("cpu") == H200 == Gpu(132, 232448)
+    named = {"multi_processor_count": 304, "shared_memory_per_block": 65536}
+    for optin, shared in ({}, 65536), ({"shared_memory_per_block_optin": 101376}, 101376):
+        found = SimpleNamespace(**named, **optin)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+        assert gpu_of("cuda") == Gpu(304, shared)
 
 
 def test_a_tile_has_as_many_tokens_as_an_active_slot_has_on_average():
@@ -103,5 +177,6 @@ def test_padded_rank(rank, padded):
 
 
 def test_worked_examples_of_sizes():
-    failed, attempted = doctest.testmod(sizes)
-    assert attempted and not failed
+    for module in (sizes, gpu):
+        failed, attempted = doctest.testmod(module)
+        assert attempted and not failed

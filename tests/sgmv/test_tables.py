@@ -11,6 +11,7 @@ from engines import ENGINES
 
 from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.tiles import rules, source
+from lora_backends.sgmv.tiles.gpu import H200, Gpu
 from lora_backends.sgmv.tiles.sizes import (
     BatchShape,
     ExpandTiles,
@@ -149,6 +150,7 @@ def test_the_librarys_own_table_lies_in_the_folder_of_its_engine(engine, tmp_pat
     monkeypatch.setenv("LORA_BACKENDS_TILES", str(tmp_path))
     described = ("NVIDIA H200", "9.0")
     monkeypatch.setattr("lora_backends.sgmv.tiles.table.device_of", lambda device: described)
+    monkeypatch.setattr("lora_backends.sgmv.tiles.table.gpu_of", lambda device: H200)
     chosen = _source("auto", engine)
     (path,) = chosen.files
     assert path.endswith(f"{engine}/tables/{engine}-nvidia-h200.json")
@@ -253,6 +255,13 @@ def test_sizes_that_kernels_cannot_take_are_refused(write, change):
     tiles = replace(TILES, **{half: replace(getattr(TILES, half), **sizes)})
     with pytest.raises(InvalidInputError, match=r"entries\[0\].tiles cannot be run"):
         _source(write(_table(_entry(64, 8, tiles))))
+
+
+def test_sizes_that_the_gpu_has_no_room_for_are_refused(write, monkeypatch):
+    small = Gpu(58, 16 * 1024)
+    monkeypatch.setattr("lora_backends.sgmv.tiles.table.gpu_of", lambda device: small)
+    with pytest.raises(InvalidInputError, match="30720 bytes of shared memory; the GPU has 16384"):
+        _source(write(_table()))
 
 
 def test_chunks_with_a_narrow_block_of_ranks_are_refused(write):

@@ -17,6 +17,7 @@ from lora_backends.sgmv.experts.routing import SgmvRouting, sort_tokens
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape, SiteTiles
 from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
 from lora_backends.sgmv.storage import PLAIN, WIDE, Storage, storage_kind, stored_bytes
+from lora_backends.sgmv.tiles.gpu import Gpu
 from lora_backends.sgmv.tiles.sizes import column_programs, padded_rank
 
 
@@ -26,6 +27,7 @@ class Options(NamedTuple):
     precision: str  # of float32 products, as `tl.dot` names it
     programmatic: bool  # whether a kernel launches before the one in front has ended
     tma: bool  # whether the device has TMA
+    gpu: Gpu
 
 
 class Site(NamedTuple):
@@ -250,20 +252,22 @@ def kernels_of(
     pairs: PairShape, shrunk: PairShape, site: Site, fresh: bool, options: Options
 ) -> Kernels:
     """Return both kernels of a site; `fresh`: the expand writes deltas instead of adding them."""
-    tiles = _choose_tiles(pairs, site)
+    tiles = _choose_tiles(pairs, site, options.gpu)
     if site.by_token:
-        of_tokens = _choose_tiles(shrunk, site)
+        of_tokens = _choose_tiles(shrunk, site, options.gpu)
         rows = of_tokens.shrink_rows
         tiles = replace(tiles, shrink=of_tokens.shrink, shrink_rows=rows, eager_a=True)
     return kernels_with(tiles, pairs.tile, shrunk.tile, site, fresh, options)
 
 
-def _choose_tiles(pairs: PairShape, site: Site) -> SiteTiles:
-    if not site.storage.kind:
-        return rules.choose_tiles(pairs, site.shape)
-    if site.storage.block[1] is not None:  # products of such blocks are float32
-        return rules.choose_tiles(pairs, replace(site.shape, item_bytes=4))
-    return rules.of_8_bits(rules.choose_tiles(pairs, site.shape), pairs, site.shape)
+def _choose_tiles(pairs: PairShape, site: Site, gpu: Gpu) -> SiteTiles:
+    shape = site.shape
+    if site.storage.kind and site.storage.block[1] is not None:  # such products are float32
+        shape = replace(shape, item_bytes=4)
+    tiles = rules.choose_tiles(pairs, shape, gpu)
+    if site.storage.kind and site.storage.block[1] is None:
+        return rules.of_8_bits(tiles, pairs, shape, gpu)
+    return tiles
 
 
 def kernels_with(

@@ -1,6 +1,7 @@
-"""Sizes for experts: pure functions of shapes, fitted to one H200 in bfloat16.
+"""Sizes for experts: pure functions of shapes and a GPU, fitted to one H200 in bfloat16.
 
-Any result is correct on any shape.
+Any result is correct on any shape. For another GPU, which is untried, they count tiles as an H200
+would and take no more shared memory than it has.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lora_backends.sgmv.tiles.gpu import H200, Gpu
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
     MIN_DOT,
+    TMA_BYTES,
     ExpandTiles,
     ShrinkTiles,
+    fitting,
     padded_rank,
     power_of_two,
 )
 
-_MULTIPROCESSORS = 132  # of an H200
 _STAGE_BYTES = 32 * 1024  # of one step of the shrink: fits on every device
 _SHARED_BYTES = 96 * 1024  # for the loads of a shrink in flight
 _FEW_TILES = 16  # so few that programs wait for loads that follow each other, not for bytes
@@ -104,16 +107,17 @@ def tile_pairs(pairs: int, keys: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def choose_tiles(pairs: PairShape, site: SiteShape) -> SiteTiles:
-    """Return the sizes for one site and routing."""
-    rank_pad, few = padded_rank(site.max_rank), pairs.tiles <= _FEW_TILES
+def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTiles:
+    """Return the sizes for one site and routing on a GPU."""
+    tiles = gpu.as_on_h200(pairs.tiles)
+    rank_pad, few = padded_rank(site.max_rank), tiles <= _FEW_TILES
     shrink_rows = max(MIN_DOT, min(64, pairs.tile))
     expand_rows = max(MIN_DOT, min(32 if rank_pad <= 32 else 64, pairs.tile))
     if pairs.tile == 1 and rank_pad <= _MOST_SINGLE_RANKS:
         expand_rows = 1
     return SiteTiles(
-        _shrink(pairs, site, shrink_rows),
-        _expand(pairs, site, expand_rows),
+        fitting(_shrink(tiles, pairs, site, shrink_rows), shrink_rows, site.item_bytes, gpu),
+        _expand(tiles, site, expand_rows, gpu.shared_bytes >= TMA_BYTES),
         shrink_rows,
         expand_rows,
         eager_a=few,
@@ -121,7 +125,7 @@ def choose_tiles(pairs: PairShape, site: SiteShape) -> SiteTiles:
     )
 
 
-def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape) -> SiteTiles:
+def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTiles:
     """Return sizes for stacks of 8 bits with a scale per row, made from those for 16 bits.
 
     Twice as many inputs a step keep as many bytes in flight, unless a step is mostly beyond the
@@ -135,7 +139,7 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape) -> SiteTiles:
     block_k = min(512, 2 * shrink.block_k)
     stage = block_k * (shrink.block_n + 2 * tiles.shrink_rows)
     wasteful = -(-site.in_features // block_k) * block_k * 8 > site.in_features * 9
-    if pairs.tiles > _FEW_TILES and stage <= _STAGE_BYTES and not wasteful:
+    if gpu.as_on_h200(pairs.tiles) > _FEW_TILES and stage <= _STAGE_BYTES and not wasteful:
         most_stages = 3 if tiles.shrink_rows >= 32 else 4
         shrink = replace(
             shrink,
@@ -151,12 +155,13 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape) -> SiteTiles:
     if block_c != expand.block_c and not site.general:
         chunks = chunks_of(site.widest, block_c, expand.chunks)
         expand = replace(expand, block_c=block_c, chunks=chunks)
+    shrink = fitting(shrink, tiles.shrink_rows, 1, gpu)
     return replace(tiles, shrink=shrink, expand=replace(expand, num_stages=1))
 
 
-def _shrink(pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
+def _shrink(tiles: int, pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
     """Split the inputs until every multiprocessor has work; the expand reads every plane back."""
-    tiles, stacked = pairs.tiles, power_of_two(site.stacked)
+    stacked = power_of_two(site.stacked)
     if site.item_bytes == 4:
         block_n = min(32, stacked)
         blocks = -(-site.stacked // block_n) * tiles
@@ -170,7 +175,7 @@ def _shrink(pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
         block_n, programs, planes = min(64, stacked), 512, 8
     parts_of_tile = max(1, pairs.tile // rows)
     blocks = -(-site.stacked // block_n) * tiles * parts_of_tile
-    many = blocks >= (2 * _MULTIPROCESSORS if block_n <= 32 else _MANY_TILES)
+    many = blocks >= (2 * H200.multiprocessors if block_n <= 32 else _MANY_TILES)
     most = 1 if many else min(planes, programs // blocks)
     shared_out = tiles >= _MANY_TILES or site.in_features >= _LONG_INPUT
     if block_n == 16 and rows == MIN_DOT and tiles > _FEW_TILES and shared_out:
@@ -180,18 +185,18 @@ def _shrink(pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
     while block_k * (block_n + rows) * site.item_bytes > _STAGE_BYTES:
         block_k //= 2
     stage = block_k * (block_n + rows) * site.item_bytes
-    most_stages = 3 if block_n == 32 and blocks > 4 * _MULTIPROCESSORS else 4
+    most_stages = 3 if block_n == 32 and blocks > 4 * H200.multiprocessors else 4
     stages = max(2, min(most_stages, _SHARED_BYTES // stage))
     return ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
 
 
-def _expand(pairs: PairShape, site: SiteShape, rows: int) -> ExpandTiles:
+def _expand(tiles: int, site: SiteShape, rows: int, tma: bool) -> ExpandTiles:
     rank_pad = padded_rank(site.max_rank)
     block_r, narrow = min(rank_pad, MAX_BLOCK_R), rank_pad == MIN_DOT
-    many = pairs.tiles * site.out_features >= 400_000  # elements of y, about
+    many = tiles * site.out_features >= 400_000  # elements of y, about
     if rows == 1:
         block_c = _SINGLE_VALUES // rank_pad
-        if pairs.tiles * site.out_features > 4 * _MULTIPROCESSORS * block_c:
+        if tiles * site.out_features > 4 * H200.multiprocessors * block_c:
             block_c *= 2
         return ExpandTiles(min(block_c, power_of_two(site.widest)), rank_pad)
     if site.item_bytes == 4:  # float32 products take more registers and shared memory
@@ -200,7 +205,7 @@ def _expand(pairs: PairShape, site: SiteShape, rows: int) -> ExpandTiles:
         return ExpandTiles(128, block_r)
     even = 64 if site.widest % 128 and site.widest % 64 == 0 else 128
     if rows >= 32:
-        return ExpandTiles(even, block_r, chunks_of(site.widest, even, 8), 4, 3)
+        return ExpandTiles(even, block_r, chunks_of(site.widest, even, 8), 4, 3 if tma else 1)
     if not many:
         return ExpandTiles(256 if narrow else even, block_r)
     if narrow and even < 128:

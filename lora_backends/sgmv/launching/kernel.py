@@ -14,12 +14,20 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from triton import knobs
+from triton.runtime.errors import OutOfResources
+
+from lora_backends.errors import UnsupportedInputError
 
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on the CPU."""
 
 STAGES_ON_ROCM = 2
 """The most loop steps in flight on ROCm: a workgroup of an MI300 has 64 KB of shared memory."""
+
+_SIZES = (
+    *("TILE", "SEGMENT", "GROUP", "ROWS", "BLOCK_N", "BLOCK_K", "WARPS_K"),
+    *("BLOCK_C", "BLOCK_R", "STAGES", "num_warps", "num_stages"),
+)  # that an error names
 
 
 class Arguments(NamedTuple):
@@ -84,6 +92,9 @@ class SpecializedKernel:
         Args:
             rows: rows of the grid, at least 1.
             arguments: all but the constants.
+
+        Raises:
+            UnsupportedInputError: the kernel takes more shared memory or threads than the GPU has.
         """
         device = arguments.tensors[0].device
         if INTERPRETED:
@@ -121,15 +132,29 @@ class SpecializedKernel:
             return self._programs * rows, 1, 1
         return self._programs, rows, 1
 
+    def _too_large(self, error: OutOfResources) -> UnsupportedInputError:
+        unit = "bytes of shared memory" if error.name == "shared memory" else error.name
+        sizes = {**self.constants, **self.options}
+        given = ", ".join(f"{name}={sizes[name]}" for name in _SIZES if name in sizes)
+        return UnsupportedInputError(
+            f"{self.kernel.__name__} does not fit on the GPU: it takes {error.required} {unit}\n"
+            f"  given: {given}\n"
+            f"  allowed: {error.limit}\n"
+            f"  to do: pass tiles='rules', or a table tuned on this GPU (lora-backends tune)"
+        )
+
     def _launch(self, device: int, rows: int, arguments: Arguments) -> None:
         tensors, descriptors, numbers = arguments
         pointers = [tensor.data_ptr() for tensor in tensors]
         kind, grid = _kind(tensors, pointers, numbers), self._grid(rows)
         compiled = self._compiled.get(kind)
         if compiled is None:
-            self._compiled[kind] = self.kernel[grid](
-                *tensors, *descriptors, *numbers, **self.constants, **self.options
-            )
+            try:
+                self._compiled[kind] = self.kernel[grid](
+                    *tensors, *descriptors, *numbers, **self.constants, **self.options
+                )
+            except OutOfResources as error:
+                raise self._too_large(error) from error
         else:
             values = [*pointers, *descriptors, *numbers, *self._values]
             _run(compiled, grid, current_stream(device), values, has_launch_hooks())

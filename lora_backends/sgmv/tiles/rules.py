@@ -1,7 +1,8 @@
-"""The rules for tile sizes: pure functions of shapes, fitted to one H200 in bfloat16.
+"""The rules for tile sizes: pure functions of shapes and a GPU, fitted to one H200 in bfloat16.
 
 They generalise the sizes that measured fastest on the layers of Llama-3-8B. Any result is correct
-on any shape.
+on any shape. For another GPU, which is untried, they count rows as an H200 would and take no more
+shared memory than it has; memory bandwidth enters no rule.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from lora_backends.sgmv.tiles.gpu import H200, Gpu
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
     MIN_DOT,
+    TMA_BYTES,
     BatchShape,
     ExpandTiles,
     LayerShape,
     ShrinkTiles,
     TileConfig,
+    fitting,
     padded_rank,
     power_of_two,
 )
 
 _PREFILL_TOKENS = 512
-_MULTIPROCESSORS = 132  # of an H200
 _MANY_ROWS = 32  # of the grid: about a quarter of an H200's multiprocessors
 _LONG_INPUT = 8192  # in_features from which more parts are faster
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
@@ -42,23 +45,25 @@ def tile_tokens(num_tokens: int, active_slots: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def choose_tiles(batch: BatchShape, layer: LayerShape) -> TileConfig:
-    """Return the sizes for one layer and batch."""
+def choose_tiles(batch: BatchShape, layer: LayerShape, gpu: Gpu = H200) -> TileConfig:
+    """Return the sizes for one layer and batch on a GPU."""
     if layer.item_bytes == 1:
         wide = replace(layer, item_bytes=2)
-        return of_8_bits(choose_tiles(batch, wide), batch, wide)
+        return of_8_bits(choose_tiles(batch, wide, gpu), batch, wide, gpu)
+    rows = gpu.as_on_h200(batch.rows)
     if batch.num_tokens < _PREFILL_TOKENS:
-        shrink = _shrink_decode(batch, layer)
+        shrink = _shrink_decode(rows, batch, layer)
     elif batch.tile_tokens == 16:
-        shrink = _shrink_many_adapters(batch, layer)
+        shrink = _shrink_many_adapters(rows, layer)
     else:
-        shrink = _shrink_prefill(batch, layer)
-    return TileConfig(fitting(shrink, batch, layer), _expand(batch, layer))
+        shrink = _shrink_prefill(rows, batch, layer)
+    shrink = fitting(_bounded(shrink, batch, layer), batch.tile_tokens, layer.item_bytes, gpu)
+    return TileConfig(shrink, _expand(rows, batch, layer, gpu.shared_bytes >= TMA_BYTES))
 
 
-def _shrink_decode(batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
+def _shrink_decode(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
     """Split the inputs until every multiprocessor has work; the expand reads every plane back."""
-    stacked, rows = power_of_two(layer.stacked), batch.rows
+    stacked = power_of_two(layer.stacked)
     long, narrow = layer.in_features >= _LONG_INPUT, padded_rank(layer.max_rank) == 16
     single = layer.num_slices == 1
     if rows == 1:
@@ -79,22 +84,22 @@ def _shrink_decode(batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
     return ShrinkTiles(block_n, 128, split_k, num_stages=4)
 
 
-def _shrink_many_adapters(batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
+def _shrink_many_adapters(rows: int, layer: LayerShape) -> ShrinkTiles:
     """Keep hundreds of programs in flight: reading every row of A once dominates."""
     block_n, narrow = min(64, power_of_two(layer.stacked)), padded_rank(layer.max_rank) == 16
     single, wide = layer.num_slices == 1, layer.out_features >= _WIDE_OUTPUT
     planes = 4 if narrow and (single or wide) else 2
     programs = 512 if narrow and single else 256
-    planes = min(planes, programs // (-(-layer.stacked // block_n) * batch.rows))
+    planes = min(planes, programs // (-(-layer.stacked // block_n) * rows))
     split_k = equal_parts(layer.in_features, planes)
     if block_n == 16 and layer.in_features >= _LONG_INPUT:
         return ShrinkTiles(block_n, 256, split_k, warps_k=4)
     return ShrinkTiles(block_n, 128, split_k, num_stages=4)
 
 
-def _shrink_prefill(batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
+def _shrink_prefill(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
     """Take wide blocks of A: x is read again for every block."""
-    stacked, rows = power_of_two(layer.stacked), batch.rows
+    stacked = power_of_two(layer.stacked)
     wide, narrow = layer.out_features >= _WIDE_OUTPUT, padded_rank(layer.max_rank) == 16
     single, long = layer.num_slices == 1, layer.in_features >= _LONG_INPUT
     programs = -(-layer.stacked // min(64, stacked)) * rows
@@ -108,7 +113,7 @@ def _shrink_prefill(batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
         block_n, block_k = (128 if rows >= 64 and batch.tile_tokens == 64 else 64), 64
     programs = -(-layer.stacked // block_n) * rows * split_k
     step = 4 * (block_n + batch.tile_tokens) * layer.item_bytes  # of four loads in flight
-    if programs <= _MULTIPROCESSORS and 128 * step <= _SHARED_BYTES:
+    if programs <= H200.multiprocessors and 128 * step <= _SHARED_BYTES:
         return ShrinkTiles(
             block_n, 128, split_k, num_stages=4
         )  # one per SM: all shared memory is its own
@@ -116,7 +121,7 @@ def _shrink_prefill(batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
     return ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
 
 
-def _expand(batch: BatchShape, layer: LayerShape) -> ExpandTiles:
+def _expand(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) -> ExpandTiles:
     rank_pad = padded_rank(layer.max_rank)
     block_r = min(rank_pad, MAX_BLOCK_R)
     wide = layer.out_features >= _WIDE_OUTPUT
@@ -126,33 +131,35 @@ def _expand(batch: BatchShape, layer: LayerShape) -> ExpandTiles:
     elif batch.tile_tokens > 64:
         block_c, chunks = 64, 8 if prefill else 2
     elif prefill:
-        block_c = 64 if batch.rows < 64 and not wide else 128
+        block_c = 64 if rows < 64 and not wide else 128
         least = 256 if batch.tile_tokens == 16 else 128  # programs
-        chunks = _chunks(batch.rows * (layer.out_features // block_c) // least)
+        chunks = _chunks(rows * (layer.out_features // block_c) // least)
     elif rank_pad == 16:
-        many = batch.rows * layer.out_features >= 200_000  # elements of y, about
+        many = rows * layer.out_features >= 200_000  # elements of y, about
         block_c, chunks = (128, 4) if many else (256, 1)
     else:
         block_c, chunks = 128, 4 if wide and batch.tile_tokens > 16 else 1
-    if prefill and layer.item_bytes == 2 and block_r == rank_pad:
+    if tma and prefill and layer.item_bytes == 2 and block_r == rank_pad:
         # TMA is faster where each multiprocessor runs two programs or more, or just one
-        kibi = batch.rows * layer.out_features // 1024
+        kibi = rows * layer.out_features // 1024
         if batch.tile_tokens == 64 or (wide and batch.tile_tokens == 32):
-            if kibi >= 2 * _MULTIPROCESSORS:
+            if kibi >= 2 * H200.multiprocessors:
                 return ExpandTiles(128, block_r, 8, num_warps=8, num_stages=3)
             if 128 <= 2 * kibi <= 200:
                 return ExpandTiles(128, block_r, 4, num_stages=3)
     return ExpandTiles(block_c, block_r, chunks if block_r == rank_pad else 1)
 
 
-def of_8_bits(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileConfig:
+def of_8_bits(
+    tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu = H200
+) -> TileConfig:
     """Return sizes for a stack of 8 bits with a scale per row, made from those for one of 16 bits.
 
     Twice as many inputs a step keep as many bytes in flight. In decode blocks of 16 ranks are 256
     columns wide, since Triton lays a narrower one out by columns and then stores values one by one;
     a single row of the grid is faster with twice as many programs of 128.
     """
-    shrink, expand = tiles.shrink, tiles.expand
+    shrink, expand, rows = tiles.shrink, tiles.expand, gpu.as_on_h200(batch.rows)
     if layer.in_features >= 2 * shrink.block_k * shrink.split_k:
         shrink = replace(shrink, block_k=min(512, 2 * shrink.block_k))
     if batch.num_tokens >= _PREFILL_TOKENS:
@@ -160,9 +167,9 @@ def of_8_bits(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileCo
         if expand.num_stages == 1:
             expand = replace(expand, block_c=64)
     elif expand.block_r == MIN_DOT:
-        block_c = max(expand.block_c, 128 if batch.rows == 1 else 256)
+        block_c = max(expand.block_c, 128 if rows == 1 else 256)
         chunks = expand.chunks
-        if block_c > expand.block_c and batch.rows < _MANY_ROWS:
+        if block_c > expand.block_c and rows < _MANY_ROWS:
             chunks = max(1, chunks // 2)
         expand = replace(expand, block_c=block_c, chunks=chunks)
     else:
@@ -170,7 +177,19 @@ def of_8_bits(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileCo
         expand = replace(expand, num_stages=1)
     stage = shrink.block_k * (shrink.block_n + batch.tile_tokens * layer.item_bytes)
     stages = max(2, min(shrink.num_stages, _SHARED_BYTES // stage))
-    return TileConfig(replace(shrink, num_stages=stages), expand)
+    shrink, item_bytes = replace(shrink, num_stages=stages), 4 if layer.item_bytes == 4 else 1
+    return TileConfig(fitting(shrink, batch.tile_tokens, item_bytes, gpu), expand)
+
+
+def of_scaled_blocks(
+    tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu = H200
+) -> TileConfig:
+    """Return sizes for a stack of 8 bits whose scales change along the inputs.
+
+    Loads of scales, float32, take more shared memory than those of A.
+    """
+    shrink = fitting(tiles.shrink, batch.tile_tokens, layer.item_bytes, gpu, scaled=True)
+    return replace(tiles, shrink=shrink)
 
 
 def _chunks(most: int) -> int:
@@ -178,8 +197,8 @@ def _chunks(most: int) -> int:
     return next((chunks for chunks in (8, 4, 2) if chunks <= most), 1)
 
 
-def fitting(shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
-    """Shrink sizes until loads in flight fit in shared memory and sums fit in registers."""
+def _bounded(shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
+    """Lower sizes until loads in flight fit in shared memory and sums fit in registers."""
     if layer.item_bytes == 4:
         shrink = ShrinkTiles(min(shrink.block_n, 64), 32, shrink.split_k, num_stages=2)
     if batch.tile_tokens > 64:

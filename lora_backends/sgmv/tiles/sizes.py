@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
+
+from lora_backends.sgmv.tiles.gpu import H200, Gpu
 
 MIN_DOT = 16
 """The smallest side of a `tl.dot`: no tile size is below it."""
@@ -15,7 +17,9 @@ MAX_BLOCK_R = 64
 TILE_TOKENS = (16, 32, 64)
 """Tokens per tile that the rules choose from."""
 
-_SHARED_BYTES = 224 * 1024  # per program, on the devices with the most
+TMA_BYTES = 192 * 1024
+"""Shared memory that any expand of the rules with TMA fits in: the largest has B of 8 bits and y of
+float32. A GPU with less expands without TMA."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,42 @@ def padded_rank(max_rank: int) -> int:
     return max(MIN_DOT, power_of_two(max_rank))
 
 
-def tile_faults(tiles: TileConfig, tile_tokens: int, layer: LayerShape) -> list[str]:
+def shrink_bytes(
+    shrink: ShrinkTiles, tile_tokens: int, item_bytes: int, scaled: bool = False
+) -> int:
+    """Return the most shared memory that a shrink takes, without some bytes for barriers.
+
+    Args:
+        shrink: its sizes.
+        tile_tokens: rows of x per program.
+        item_bytes: as in `LayerShape`; 1 counts a block of A widened to 16 bits, too.
+        scaled: A has 8 bits and a scale per value, both loaded, and the product is float32.
+    """
+    block_n, x_bytes = shrink.block_n, max(2, item_bytes)
+    if scaled:
+        step = 5 * block_n + tile_tokens * x_bytes
+        loads, operands = (shrink.num_stages - 1) * step, 4 * (block_n + tile_tokens)
+    else:
+        loads = shrink.num_stages * (block_n * item_bytes + tile_tokens * x_bytes)
+        operands = block_n if item_bytes == 1 else 0
+    return shrink.block_k * (loads + operands)
+
+
+def fitting(
+    shrink: ShrinkTiles, tile_tokens: int, item_bytes: int, gpu: Gpu, scaled: bool = False
+) -> ShrinkTiles:
+    """Return sizes that fit on a GPU: fewer loads in flight, then shorter steps."""
+    while shrink_bytes(shrink, tile_tokens, item_bytes, scaled) > gpu.shared_bytes:
+        if shrink.num_stages > 2:
+            shrink = replace(shrink, num_stages=shrink.num_stages - 1)
+        else:
+            shrink = replace(shrink, block_k=shrink.block_k // 2)
+    return shrink
+
+
+def tile_faults(
+    tiles: TileConfig, tile_tokens: int, layer: LayerShape, gpu: Gpu = H200
+) -> list[str]:
     """Return why the kernels cannot run these sizes or would compute wrong results; [] if neither.
 
     Every size that a file gives passes through here before it runs.
@@ -140,11 +179,11 @@ def tile_faults(tiles: TileConfig, tile_tokens: int, layer: LayerShape) -> list[
     for name, stages in (("shrink", shrink.num_stages), ("expand", expand.num_stages)):
         if not 1 <= stages <= 8:
             faults.append(f"{name}.num_stages is {stages}, not 1 to 8")
-    return faults or _joint_faults(shrink, expand, tile_tokens, layer)
+    return faults or _joint_faults(shrink, expand, tile_tokens, layer, gpu)
 
 
 def _joint_faults(
-    shrink: ShrinkTiles, expand: ExpandTiles, tile_tokens: int, layer: LayerShape
+    shrink: ShrinkTiles, expand: ExpandTiles, tile_tokens: int, layer: LayerShape, gpu: Gpu
 ) -> list[str]:
     """Return the faults of sizes that are allowed one by one, but not together."""
     rank_pad, faults = padded_rank(layer.max_rank), []
@@ -160,9 +199,13 @@ def _joint_faults(
         faults.append("expand.num_stages is above 1 for one step, or for weights of 32 bits")
     size, x_size = layer.item_bytes, max(2, layer.item_bytes)
     loads = expand.num_stages * expand.block_c * (expand.block_r * size + tile_tokens * x_size)
-    if expand.num_stages > 1 and loads > _SHARED_BYTES:
-        faults.append(f"the expand takes {loads} bytes of shared memory")
-    stage = shrink.block_k * (shrink.block_n * size + tile_tokens * x_size)
-    if stage * shrink.num_stages > _SHARED_BYTES:
-        faults.append(f"the shrink takes {stage * shrink.num_stages} bytes of shared memory")
+    bytes_of = {
+        "shrink": shrink_bytes(shrink, tile_tokens, size),
+        "expand": loads if expand.num_stages > 1 else 0,
+    }
+    faults += [
+        f"loads of the {name} take {taken} bytes of shared memory; the GPU has {gpu.shared_bytes}"
+        for name, taken in bytes_of.items()
+        if taken > gpu.shared_bytes
+    ]
     return faults

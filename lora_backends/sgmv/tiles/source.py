@@ -11,7 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from lora_backends.errors import InvalidInputError
 from lora_backends.files import as_path
 from lora_backends.names import TILES_VARIABLE
 from lora_backends.sgmv.tiles import rules
+from lora_backends.sgmv.tiles.gpu import H200, Gpu, gpu_of
 from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, TileConfig
 from lora_backends.sgmv.tiles.table import Entry, TileTable, file_name, read_table
 
@@ -38,8 +39,10 @@ class TileSource:
     files: tuple[str, ...] = ()  # tables in use, the strongest first; () means the rules alone
 
 
-RULES = TileSource(rules.tile_tokens, rules.choose_tiles)
-"""The rules, without a table."""
+@lru_cache(maxsize=64)
+def rules_for(gpu: Gpu = H200) -> TileSource:
+    """Return the rules for a GPU, without a table."""
+    return TileSource(rules.tile_tokens, partial(rules.choose_tiles, gpu=gpu))
 
 
 def tile_source(
@@ -71,16 +74,17 @@ def tile_source(
             f"  given: batch_invariant=True, tiles={str(tiles)!r}\n"
             f"  to do: drop one of the two; a table's sizes vary with the batch"
         )
+    gpu = gpu_of(device)
     if batch_invariant or tiles == "rules":
-        return RULES
+        return rules_for(gpu)
     if tiles == "auto":
         paths = [path for path in _automatic(backend, package, device) if path.is_file()]
     else:
         paths = [as_path(tiles, f"the table of tiles of backend {backend!r}")]
     if not paths:
-        return RULES
+        return rules_for(gpu)
     tables = [read_table(path, backend, device) for path in paths]
-    return _from_tables(tables, tuple(map(str, paths)))
+    return _from_tables(tables, tuple(map(str, paths)), gpu)
 
 
 def fixed_source(tile_tokens: int, tiles: TileConfig) -> TileSource:
@@ -129,7 +133,7 @@ def _automatic(backend: str, package: str, device: torch.device) -> list[Path]:
     return [folder / name, Path(str(files(package) / "tables" / name))]
 
 
-def _from_tables(tables: Sequence[TileTable], paths: tuple[str, ...]) -> TileSource:
+def _from_tables(tables: Sequence[TileTable], paths: tuple[str, ...], gpu: Gpu) -> TileSource:
     indexes = [_index(table) for table in tables]
 
     @lru_cache(maxsize=4096)
@@ -150,8 +154,8 @@ def _from_tables(tables: Sequence[TileTable], paths: tuple[str, ...]) -> TileSou
                 return found
         if layer.item_bytes == 1:
             wide = replace(layer, item_bytes=2)
-            return rules.of_8_bits(choose_tiles(batch, wide), batch, wide)
-        return rules.choose_tiles(batch, layer)
+            return rules.of_8_bits(choose_tiles(batch, wide), batch, wide, gpu)
+        return rules.choose_tiles(batch, layer, gpu)
 
     return TileSource(tile_tokens, choose_tiles, paths)
 

@@ -18,6 +18,7 @@ import torch
 
 from lora_backends.errors import InvalidInputError
 from lora_backends.files import read_text
+from lora_backends.sgmv.tiles.gpu import Gpu, gpu_of
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, LayerShape, TileConfig, tile_faults
 from lora_backends.sgmv.tiles.strict_json import StrictError, parse
 
@@ -82,7 +83,7 @@ def read_table(path: Path, backend: str, device: torch.device | str) -> TileTabl
     try:
         table = _parse(read_text(path))
         _check_owner(table, backend, device)
-        _check_entries(table)
+        _check_entries(table, gpu_of(device))
     except OSError as error:
         raise _broken(path, backend, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, OverflowError, RecursionError) as error:
@@ -132,7 +133,7 @@ def _check_owner(table: TileTable, backend: str, device: torch.device | str) -> 
         )
 
 
-def _check_entries(table: TileTable) -> None:
+def _check_entries(table: TileTable, gpu: Gpu) -> None:
     """Refuse sizes that kernels would run wrongly, and two entries for one layer and batch."""
     seen: set[Any] = set()
     for i, batch in enumerate(table.batches):
@@ -145,7 +146,7 @@ def _check_entries(table: TileTable) -> None:
             raise StrictError(f"{where}.layer is not a layer: {layer}")
         if not (_is_time(entry.tuned_us) and _is_time(entry.rules_us)):
             raise StrictError(f"{where}: microseconds are numbers above 0")
-        faults = tile_faults(entry.tiles, entry.tile_tokens, entry.layer)
+        faults = tile_faults(entry.tiles, entry.tile_tokens, entry.layer, gpu)
         if faults:
             raise StrictError(f"{where}.tiles cannot be run: {'; '.join(faults)}")
         key = (entry.layer, entry.num_tokens, entry.active_slots, entry.tile_tokens)
