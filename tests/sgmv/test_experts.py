@@ -265,11 +265,14 @@ def test_sizes_fit_the_devices_and_the_kernels(site, tile, keys, a_bytes):
     a_bytes = a_bytes or site.item_bytes
     shrink, expand = tiles.shrink, tiles.expand
     for size in (shrink.block_n, shrink.block_k, expand.block_c, expand.block_r):
-        assert size >= 16 and size & (size - 1) == 0
-    assert tiles.shrink_rows >= 16 and tile % tiles.expand_rows * (tile > 16) == 0
+        assert size >= 8 and size & (size - 1) == 0
+    for rows, side in ((tiles.shrink_rows, shrink.block_n), (tiles.expand_rows, expand.block_c)):
+        assert rows == 1 == tile or min(rows, side) >= 16  # 1: without a matrix product
+    assert tile % tiles.expand_rows * (tile > 16) == 0
     assert shrink.block_k >= 16 * shrink.warps_k
     stage = shrink.block_k * (shrink.block_n * a_bytes + tiles.shrink_rows * site.item_bytes)
-    assert stage * shrink.num_stages <= 160 * 1024 and 2 * stage <= 64 * 1024
+    if tiles.shrink_rows > 1:  # else A goes to registers
+        assert stage * shrink.num_stages <= 160 * 1024 and 2 * stage <= 64 * 1024
     assert 1 <= shrink.split_k <= 32
     if tiles.expand_rows == 1:
         assert expand.block_r >= site.max_rank

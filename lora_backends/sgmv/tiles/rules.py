@@ -170,7 +170,10 @@ def of_8_bits(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileCo
         expand = replace(expand, num_stages=1)
     stage = shrink.block_k * (shrink.block_n + batch.tile_tokens * layer.item_bytes)
     stages = max(2, min(shrink.num_stages, _SHARED_BYTES // stage))
-    return TileConfig(replace(shrink, num_stages=stages), expand)
+    return TileConfig(  # sizes without a matrix product serve bytes as they are
+        replace(shrink, num_stages=stages) if shrink.warps_k else tiles.shrink,
+        expand if tiles.expand.num_stages else tiles.expand,
+    )
 
 
 def _chunks(most: int) -> int:

@@ -55,7 +55,8 @@ class ShrinkTiles:
     block_n: int  # rows of A per program, all slices stacked; a power of two >= 16
     block_k: int  # inputs per loop step; a power of two >= 16 * warps_k
     split_k: int  # parts of the inputs; each part writes its own plane of h
-    warps_k: int = 1  # parts of a step, one for each group of warps; 1: all warps share a step
+    warps_k: int = 1  # parts of a step, one for each group of warps; 1: all warps share a step;
+    # 0: token by token, without a matrix product
     num_warps: int = 4
     num_stages: int = 3  # loop steps whose loads are in flight together
 
@@ -68,7 +69,8 @@ class ExpandTiles:
     block_r: int  # ranks per product; a power of two >= 16
     chunks: int = 1  # steps per program; 1 where block_r is narrower than the padded rank
     num_warps: int = 4
-    num_stages: int = 1  # above 1: TMA loads of B in flight together, where B allows TMA
+    num_stages: int = 1  # above 1: TMA loads of B in flight together, where B allows TMA; 0: token
+    # by token, without a matrix product, all ranks at once whatever block_r
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def tile_faults(tiles: TileConfig, tile_tokens: int, layer: LayerShape) -> list[
     sizes = {
         "shrink.block_n": (shrink.block_n, MIN_DOT, 256),
         "shrink.block_k": (shrink.block_k, MIN_DOT, 1024),
-        "shrink.warps_k": (shrink.warps_k, 1, 8),
+        "shrink.warps_k": (shrink.warps_k or 1, 1, 8),
         "shrink.num_warps": (shrink.num_warps, 1, 16),
         "expand.block_c": (expand.block_c, MIN_DOT, 512),
         "expand.block_r": (expand.block_r, MIN_DOT, MAX_BLOCK_R),
@@ -137,9 +139,9 @@ def tile_faults(tiles: TileConfig, tile_tokens: int, layer: LayerShape) -> list[
     ]
     if not 1 <= shrink.split_k <= 64:
         faults.append(f"shrink.split_k is {shrink.split_k}, not 1 to 64")
-    for name, stages in (("shrink", shrink.num_stages), ("expand", expand.num_stages)):
-        if not 1 <= stages <= 8:
-            faults.append(f"{name}.num_stages is {stages}, not 1 to 8")
+    for name, stages, least in (("shrink", shrink.num_stages, 1), ("expand", expand.num_stages, 0)):
+        if not least <= stages <= 8:
+            faults.append(f"{name}.num_stages is {stages}, not {least} to 8")
     return faults or _joint_faults(shrink, expand, tile_tokens, layer)
 
 
@@ -163,6 +165,6 @@ def _joint_faults(
     if expand.num_stages > 1 and loads > _SHARED_BYTES:
         faults.append(f"the expand takes {loads} bytes of shared memory")
     stage = shrink.block_k * (shrink.block_n * size + tile_tokens * x_size)
-    if stage * shrink.num_stages > _SHARED_BYTES:
+    if shrink.warps_k > 0 and stage * shrink.num_stages > _SHARED_BYTES:
         faults.append(f"the shrink takes {stage * shrink.num_stages} bytes of shared memory")
     return faults
