@@ -77,7 +77,7 @@ def save(folder: Path, seed: int) -> None:
 
 @dataclass
 class Load:
-    """What runs, and what it has seen."""
+    """The model under load, and the counts so far."""
 
     model: MultiLoRAModel
     store: AdapterStore

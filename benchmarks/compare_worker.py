@@ -54,7 +54,7 @@ class Worker:
         self._count = 1
 
     def hello(self, _: Request) -> Reply:
-        """Return what runs here."""
+        """Return the versions and the device of this process."""
         gpu = self.torch.cuda.get_device_name() if self.device == "cuda" else self.device
         versions = {"python": platform.python_version(), "torch": self.torch.__version__}
         with contextlib.suppress(ImportError):

@@ -130,7 +130,7 @@ def measure_cells(
 
 
 def call_of(backend: LoRABackend, work: Workload, layers: list[LoRAWeights], plan: Any) -> Call:
-    """Return what runs the layer of an index."""
+    """Return a function that runs the layer of an index."""
     return lambda layer: backend.run_linear(work.x, layers[layer], plan, work.y)
 
 

@@ -126,7 +126,7 @@ def in_turns(calls: dict[str, Call], num_layers: int) -> dict[str, float]:
 
 
 def captured(call: Call, num_layers: int) -> Callable[[], None]:
-    """Return what replays a graph that runs every layer once, `REPLAYS` times."""
+    """Return a function that replays, `REPLAYS` times, a graph that runs every layer once."""
     for layer in range(num_layers):
         call(layer)
     torch.cuda.synchronize()

@@ -160,7 +160,7 @@ def measure_routing(
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return geometric means of efficiency over the cells that have peers, and who is slower."""
+    """Return geometric means of efficiency over the cells that have peers, and the slower cells."""
     rows = [row for row in rows if "best_peer_us" in row]
     groups = {
         f"{phase}{rank}": [

@@ -1,4 +1,4 @@
-"""What a swap of adapters costs a decode step: in its slot, prefetched, from memory.
+"""Times a decode step with a new adapter that is in its slot, prefetched, or in memory.
 
 python benchmarks/prefetch_h200.py [--layers 16] [--output FILE]
 

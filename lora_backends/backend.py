@@ -40,9 +40,9 @@ class LoRABackend(Dispatched, ABC):
     wider, and each element of y is rounded once, for each adapter of its token.
 
     A subclass implements `prepare_batch`, `run_lora_a` and `run_lora_b`, and overrides the other
-    methods only to fuse. Whatever of the interface it defines is wrapped so that the arguments
-    are checked before its body runs: a backend never checks them and cannot forget to. What it
-    supports is class data, below.
+    methods only to fuse. Each method of the interface that it defines is wrapped, so that the
+    arguments are checked before its body runs: a backend need not check them and cannot forget to.
+    The attributes below declare what it supports.
 
     Args:
         device: where weights and activations live. Options of a backend are keyword arguments of
@@ -60,7 +60,7 @@ class LoRABackend(Dispatched, ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
     """Dtypes of x, the weights and base_output."""
     features: ClassVar[frozenset[str]] = frozenset()
-    """Names of `lora_backends.features` that it supports; what needs another is refused."""
+    """Names of `lora_backends.features` that it supports; calls that need another are refused."""
     differentiable: ClassVar[bool] = False
     """Whether gradients flow to x, lora_a, lora_b and base_output."""
     cuda_graphs: ClassVar[bool] = False
@@ -70,14 +70,14 @@ class LoRABackend(Dispatched, ABC):
     auto_priority: ClassVar[Mapping[str, int]] = {}
     """Device type to priority for "auto", the highest wins; a type not listed is never chosen."""
     plan_type: ClassVar[type] = object
-    """What `prepare_batch` returns; a plan of another type is refused."""
+    """The type of plan that `prepare_batch` returns; another type is refused."""
     routing_type: ClassVar[type] = ExpertRouting
-    """What `prepare_experts` returns; a routing of another type is refused."""
+    """The type of routing that `prepare_experts` returns; another type is refused."""
 
     deterministic: bool = False
-    """Two runs on equal inputs are equal bit for bit. An option may set it on the instance."""
+    """Whether two runs on equal inputs are equal bit for bit. An option may set it."""
     batch_invariant: bool = False
-    """A row's result does not depend, bit for bit, on the rest of the batch."""
+    """Whether a row's result has the same bits in any batch. An option may set it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -149,8 +149,8 @@ class LoRABackend(Dispatched, ABC):
         """Expand: ``y[t, o:o'] += scalings[l, s] * (h[s, t, :r] @ lora_b[l, o:o', :r].T) + bias``.
 
         Args:
-            h: [num_slices, num_tokens, max_rank], from `run_lora_a`. Values beyond a rank are
-                never read.
+            h: [num_slices, num_tokens, max_rank], from `run_lora_a`. Values beyond a rank may be
+                anything, NaN included.
             weights: the layer.
             plan: from `prepare_batch`.
             base_output: [num_tokens, out_features], any row stride: added to in place and
@@ -334,7 +334,8 @@ class LoRABackend(Dispatched, ABC):
             base_output: [num_tokens, k, out_features], or [num_tokens, out_features] with
                 `reduce`: added to in place and returned. Without it y starts from zero, in the
                 dtype of x.
-            rows: "tokens" or "pairs": what has a row of x. The row of pair (t, j) is t * k + j.
+            rows: "tokens": each token has a row of x; "pairs": each pair has one, (t, j) the row
+                t * k + j.
             weighted: multiply by the router's weights.
             reduce: sum over the pairs of a token, in float32.
 

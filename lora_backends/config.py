@@ -92,7 +92,7 @@ class _EnvSource(EnvSettingsSource):
 
 
 class LoRAConfig(BaseSettings):
-    """What to run and with which adapters.
+    """The backend, the device, the slots and the adapters of a run.
 
     Every field may be given as an argument, as an environment variable with the prefix
     ``LORA_BACKENDS_`` (tables as JSON), or in a TOML file (`from_file`), in this order of
@@ -131,7 +131,7 @@ class LoRAConfig(BaseSettings):
     adapters: dict[str, Path] = Field(default_factory=dict)
     """Name to the folder of a PEFT checkpoint."""
     limits: LoadLimits = Field(default_factory=LoadLimits)
-    """What a checkpoint may cost before it is refused: a table of `LoadLimits`."""
+    """Limits beyond which a checkpoint is refused: a table of `LoadLimits`."""
 
     def __init__(self, /, **values: Any) -> None:
         self._check_environment()

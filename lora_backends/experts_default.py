@@ -1,9 +1,9 @@
 """`run_experts` in plain torch, for every backend: right on any device, and slow.
 
 Each pair gathers its own A and B. All products are summed by halves with elementwise additions,
-whose order depends on the widths alone, so a row's result is the same bit for bit in any batch:
-whatever a backend claims for `run_linear` holds here. Nothing waits for the device, but for the
-first call with a number of slots (`token_slots`).
+whose order depends on the widths alone. So a row's result has the same bits in any batch, and every
+backend keeps its claims here. Only the first call with a number of slots waits for the device
+(`token_slots`).
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def token_slots(
 ) -> torch.Tensor:
     """Return the slot of every token, [num_tokens] int64 on the device, -1 for none.
 
-    A plan is opaque, so its engine is asked: it shrinks ones with a layer whose h is the number of
-    the slot. Making that layer waits for the device, once for each number of slots.
+    The function cannot look into a plan. So it lets the engine shrink ones with a layer whose h is
+    the number of the slot. Making that layer waits for the device, once for each number of slots.
 
     Args:
         shrink: the engine's `run_lora_a`.

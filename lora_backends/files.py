@@ -27,7 +27,7 @@ TEXT_BYTES = 2**24
 
 
 def as_path(given: object, meaning: str) -> Path:
-    """Return what a user gave as a path, with "~" expanded.
+    """Return a given path, with "~" expanded.
 
     Args:
         given: a str or Path.
@@ -55,10 +55,10 @@ def as_path(given: object, meaning: str) -> Path:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return what a path leads to, "a file" or "a folder" for instance, or None for nothing.
+    """Return the kind of thing at a path, "a file" or "a folder" for instance, or None for nothing.
 
     Raises:
-        InvalidInputError: the system does not tell, e.g. for want of permission.
+        InvalidInputError: the system does not tell, e.g. because a permission is missing.
     """
     try:
         mode = os.stat(path).st_mode
@@ -154,7 +154,7 @@ def is_from_outside(error: BaseException) -> bool:
 
 
 def unreadable(path: Path, error: Exception) -> InvalidInputError:
-    """Return the error for a path at which the system, not the content, is in the way."""
+    """Return the error for a path that the system does not let us read."""
     reason = getattr(error, "strerror", None) or str(error)
     return InvalidInputError(
         f"cannot read {_text(path)}\n  given: {type(error).__name__}: {reason}\n"

@@ -3,7 +3,7 @@
 AUTO = "auto"
 """The backend, device or dtype that the library chooses."""
 ENV_PREFIX = "LORA_BACKENDS_"
-"""What environment variables of the library begin with."""
+"""The prefix of the library's environment variables."""
 TILES_VARIABLE = ENV_PREFIX + "TILES"
 """The environment variable that names the user's folder of tile tables."""
 

@@ -15,11 +15,11 @@ from lora_backends.errors import InvalidInputError, did_you_mean
 
 
 class Input(Enum):
-    """What an operation reads per token."""
+    """The input that an operation reads."""
 
     ROWS = "rows"  # [num_tokens, in_features]
     TOKEN_IDS = "token ids"  # [num_tokens] integers: the rows are one-hot
-    H = "h"  # [num_slices, num_tokens, max_rank], what `run_lora_a` returns
+    H = "h"  # [num_slices, num_tokens, max_rank], from `run_lora_a`
     ROUTED_ROWS = "routed rows"  # a row per token or per (token, expert) pair, with a routing
 
 
@@ -76,7 +76,7 @@ DENSE = MappingProxyType({name: found for name, found in BY_NAME.items() if foun
 
 
 def find_operation(name: str) -> Operation:
-    """Return the operation of a dense layer of a name.
+    """Return the operation on dense layers that has a name.
 
     Raises:
         InvalidInputError: there is none.

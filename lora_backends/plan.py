@@ -16,9 +16,9 @@ class LoRAPlan(Handled):
     num_tokens: int  # tokens of the batch, those without an adapter included
     num_slots: int  # slots of the weights that the plan fits
     capacity: int = field(default=0, kw_only=True)
-    # tokens that a refill may have; at least num_tokens, which it is unless given
+    # tokens that a refill may have, at least num_tokens; num_tokens if not given
     token_scales: torch.Tensor | None = field(default=None, kw_only=True, repr=False)
-    # [capacity] float32 on the device, one beyond num_tokens; None where no token has a scale
+    # [capacity] float32 on the device, 1 beyond num_tokens; None if the batch has no scales
 
     def __post_init__(self) -> None:
         self.capacity = max(self.capacity, self.num_tokens)

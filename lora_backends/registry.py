@@ -136,7 +136,7 @@ def plugin_code(
     KeyboardInterrupt passes: it comes from the user.
 
     Args:
-        failure: what has failed, e.g. ``backend 'x' does not import``.
+        failure: of the plugin, e.g. ``backend 'x' does not import``.
         origin: the package that the plugin comes from.
         passes: errors that are meant for the caller.
 
@@ -155,7 +155,7 @@ def plugin_code(
 
 
 def _declaration_faults(found: type[LoRABackend]) -> list[str]:
-    """Return which class data the checks of a call cannot work with."""
+    """Return the class attributes that the checks of a call cannot work with, and why."""
     faults = []
     for field, kind, allowed in (
         ("dtypes", torch.dtype, "a tuple of torch.dtype"),

@@ -39,8 +39,8 @@ def get_backend(
 ) -> LoRABackend:
     """Return a backend by name, by configuration, or the best that runs on the device.
 
-    What is not given comes from the environment (``LORA_BACKENDS_BACKEND``,
-    ``LORA_BACKENDS_DEVICE``, ...), else it is "auto".
+    An argument that is left out comes from the environment (``LORA_BACKENDS_BACKEND``,
+    ``LORA_BACKENDS_DEVICE``, ...), or else is "auto".
 
     Args:
         name: a registered name, "auto", a `LoRAConfig`, or None.
@@ -101,7 +101,7 @@ def _create(
                 f"backend {name!r} fails: its constructor does not call "
                 f"super().__init__(device), or makes a {type(backend).__name__}"
             )
-        backend.name = name  # commands and errors name what can be asked for
+        backend.name = name  # commands and errors show the registered name
     return backend
 
 

@@ -1,4 +1,4 @@
-"""What every engine needs of a tensor that it reads by address."""
+"""Checks that an engine can read a tensor by its address."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from lora_backends.errors import InvalidInputError, shown
 from lora_backends.tensors import unusable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What weights may be made of; a backend supports some of them."""
+"""Dtypes of weights; a backend supports some of them."""
 
 MOST = torch.iinfo(torch.int32).max
 """Columns of y at most: kernels count them in int32."""
@@ -331,7 +331,7 @@ def _check_ranks(ranks: torch.Tensor, max_rank: int) -> None:
 
 
 def _check_tensors(weights: LoRAWeights) -> None:
-    """Check what every stack of A and B has in common, whatever its shape."""
+    """Check the types, dtypes and devices of the stacks of A and B."""
     given = {"lora_a": weights.lora_a, "lora_b": weights.lora_b}
     if weights.lora_a is None and weights.lora_b is None:
         raise InvalidInputError(
@@ -479,7 +479,7 @@ def quantize_weights(weights: Any, dtype: torch.dtype, scale_block: ScaleBlock =
 
     The scale of a group is its largest magnitude over the largest value of `dtype` (127, 448 or
     57344), and 1 for zeros; stored = value / scale, int8 rounded to nearest, half to even. Values
-    beyond a rank are not looked at and become zero.
+    beyond a rank may be anything, and become zero.
 
     Args:
         weights: a `LoRAWeights` or `ExpertWeights` of float16, bfloat16 or float32.

@@ -21,7 +21,7 @@ HELP_OPTION = "* `--help`: Show this message and exit.\n"
 
 
 def backend_list() -> str:
-    """Return a line per backend, what "auto" prefers first: its devices and how it works."""
+    """Return a line per backend, in the order of "auto": its devices and how it works."""
     found = _own_backends().items()
     order = sorted(found, key=lambda item: -max(item[1].auto_priority.values(), default=0))
     rows = [[f"`{name}`", ", ".join(cls.auto_priority), _first_line(cls)] for name, cls in order]
@@ -47,7 +47,7 @@ def support() -> str:
 
 
 def backends() -> str:
-    """Return the reference of every backend's class: its options, and what it adds."""
+    """Return the reference of every backend's class: its options and further members."""
     entries = []
     for name, cls in _own_backends().items():
         own = [n for n in vars(cls) if not (n.startswith("_") or hasattr(LoRABackend, n))]
@@ -66,7 +66,7 @@ def configuration() -> str:
 
 
 def generate_configuration() -> str:
-    """Return what the file of `generate` has beside those fields."""
+    """Return the fields that only the file of `generate` has."""
     module = "lora_backends.cli.generate_config"
     tables = (("", "GenerateConfig"), ("model.", "ModelConfig"), ("prompts.", "PromptConfig"))
     rows = [

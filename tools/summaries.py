@@ -48,7 +48,7 @@ def h200() -> str:
 
 
 def decode_step_on_a_cpu() -> str:
-    """Return what LoRA costs a decode step of a small model on the CPU."""
+    """Return the cost of LoRA in a decode step of a small model on the CPU."""
     ratios = figures.smollm2_ratios()
     rows = [
         [name if "PEFT" in name else f"`{name}`", f"{ratio:.2f}"]
@@ -59,7 +59,7 @@ def decode_step_on_a_cpu() -> str:
 
 
 def decode_step_on_the_h200() -> str:
-    """Return what LoRA costs a decode step of a Llama of 8B shape on the GPU."""
+    """Return the cost of LoRA in a decode step of a Llama of 8B shape on the GPU."""
     measured = figures.result("h200_whole_model")["rows"]
     by_name = {
         (row["mode"], row["contender"]): row
@@ -161,7 +161,7 @@ def numba_cpu() -> str:
 
 
 def eight_bit_quality() -> str:
-    """Return what 8-bit adapters cost in quality, by dtype."""
+    """Return the errors of 8-bit adapters, by dtype."""
     found = figures.result("eight_bit_quality")
     rows = []
     for dtype in ("int8", "float8_e4m3fn", "float8_e5m2"):

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 
 def outcome(case: Callable[[], Any], split: Callable[[], Any] | None = None) -> dict[str, Any]:
-    """Return what a case gives: the worst difference of a row, or why it is refused."""
+    """Return the outcome of a case: the worst difference of a row, or why it is refused."""
     found = case()
     if isinstance(found, float):
         return {"worst": found}

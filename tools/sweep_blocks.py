@@ -12,7 +12,7 @@ RESULT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "peft_
 
 
 def architectures() -> str:
-    """Return the models of the sweep by what a mixed batch of them gives."""
+    """Return the models of the sweep by the outcome of a mixed batch."""
     found = read_result(RESULT)
     return f"{_listed(found, 'architectures')}\n\n{_versions(found)}"
 

@@ -88,7 +88,7 @@ class Recorder:
             self.found[report.nodeid] = "failed", str(report.longrepr)[-2000:]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Keep what a test ends with; a fixture that fails counts as its test."""
+        """Keep the outcome of a test; a fixture that fails counts as its test."""
         if report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
             self.found[report.nodeid] = "skipped", reason.removeprefix("Skipped: ")

@@ -91,7 +91,7 @@ class _Source:
     max_rank: int | None
 
     def rule(self, module: str) -> ModuleRule:
-        """Return what the configuration says about a module, or about its weight alone."""
+        """Return the rule of a module, or of its weight alone."""
         rule = self.rules[module]
         weight = f"{module}.weight"
         if rule.targeted or not targets_parameter(self.config, weight):
@@ -125,9 +125,9 @@ def read_checkpoint(
     Args:
         folder: holds `adapter_config.json` and `adapter_model.safetensors`, else
             `adapter_model.bin`; "~" is expanded.
-        modules: what the base model has at each path; None skips the comparison with it.
+        modules: of the base model, by path; None skips the comparison with it.
         max_rank: the largest rank that the caller has room for; None sets no limit.
-        limits: what the files may cost; None takes the defaults.
+        limits: of the size and cost of the files; None takes the defaults.
         experts: what the base model has at each stacked parameter of experts; None where `modules`
             is given says that it has none.
         max_expert_rank: as `max_rank`, of experts; None is the same as `max_rank`.

@@ -44,7 +44,7 @@ class AdaptersReport:
 
 
 def described(name: str, place: str, checkpoint: Checkpoint) -> AdapterInfo:
-    """Return what a checkpoint holds."""
+    """Return the description of a checkpoint."""
     deltas: list[ModuleDelta | ExpertDelta] = [
         *checkpoint.modules.values(),
         *checkpoint.experts.values(),

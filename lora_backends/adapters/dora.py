@@ -22,7 +22,7 @@ BLOCK = 2**22
 
 @dataclass(frozen=True, eq=False)
 class BaseLayer:
-    """What DoRA reads of one module of the base model."""
+    """The weight and bias of one module of the base model, which DoRA reads."""
 
     weight: Tensor  # [out_features, in_features], floating, any strides; an embedding's transposed
     bias: Tensor | None  # [out_features]; None where the module has none
@@ -35,7 +35,7 @@ BaseLayers: TypeAlias = Callable[[str], BaseLayer]
 def dora_terms(
     delta: ModuleDelta, spec: ModuleSpec, base_layers: BaseLayers | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what turns base(x) = W x + b into DoRA: `scales * (base(x) + delta(x)) + bias`.
+    """Return the terms that make base(x) = W x + b DoRA: `scales * (base(x) + delta(x)) + bias`.
 
         scales = magnitude / ||W + scaling B A||    the norm of each output's row
         bias   = (1 - scales) * b

@@ -1,4 +1,4 @@
-"""What the LoRA of experts is read from, and what it is checked against."""
+"""The source of the LoRA of experts, and the base model that it is checked against."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExpertSource:
         return InvalidInputError(problem(self.path, what, given, allowed, to_do))
 
     def spec(self, name: str) -> ExpertSpec | None:
-        """Return what the base model has at a parameter; None where it is not known."""
+        """Return the layout of a parameter of the base model; None where it is not known."""
         if self.specs is None:
             return None
         spec = self.specs.get(name)

@@ -5,9 +5,9 @@ A parameter has two matrices for all of its experts:
     A [E * r, in]    A.reshape(E, r, in)     expert after expert
     B [out, r * E]   B.reshape(out, r, E)    rank after rank
 
-Some of its versions took the wrong axis of the parameter for the input, so that A has the output's
-width and B the input's, and the update is `(A[e].T @ B[:, :, e].T)` instead of `B[:, :, e] @ A[e]`:
-the matrices are exchanged. Shapes tell it where the widths differ.
+Some versions of PEFT took the wrong axis of the parameter for the input. Then A has the width of
+the output and B that of the input, and the update is `(A[e].T @ B[:, :, e].T)` instead of
+`B[:, :, e] @ A[e]`: the matrices are exchanged. If the two widths differ, the shapes show it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _fits(source: ExpertSource, name: str, group: ExpertGroup) -> tuple[bool, bo
 def told_by_shapes(
     source: ExpertSource, stacked: Sequence[tuple[str, ExpertGroup]]
 ) -> dict[bool, bool]:
-    """Return by way of storage whether the matrices are exchanged, where any shape tells it.
+    """Return whether the matrices are exchanged, by order of the axes, where a shape shows it.
 
     One version of PEFT has saved all of them.
     """
@@ -147,8 +147,8 @@ def _misshapen(
 def _exchanged_by_version(source: ExpertSource, name: str, is_transposed: bool) -> bool:
     """Return whether the version of PEFT that saved a file has exchanged its matrices.
 
-    Up to 0.18 PEFT took every parameter for [experts, in, out], 0.19.0 those of [experts, in, out]
-    for the other kind, if Transformers told it; from 0.19.1 on it follows Transformers.
+    Up to 0.18 PEFT took every parameter for [experts, in, out]. 0.19.0 took those that Transformers
+    marks as [experts, in, out] for [experts, out, in]. From 0.19.1 on it follows the mark.
     """
     saved_by = source.config.peft_version
     match = re.match(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})(.*)", str(saved_by))

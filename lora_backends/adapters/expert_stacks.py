@@ -29,7 +29,7 @@ class ExpertStacks:
     first adapter of its form is loaded, and keeps its address from then on.
 
     Args:
-        specs: what the base model has, by path of the parameter.
+        specs: the parameters of the base model, by path.
         num_slots: slots of every stack.
         max_rank: width of every stack.
         dtype: dtype of the model, and of the stacks unless they have 8 bits.
@@ -112,7 +112,7 @@ class ExpertStacks:
 
     @torch.inference_mode(False)  # else no thread outside that mode could write them
     def reserve(self, deltas: Iterable[StagedExperts]) -> None:
-        """Allocate what the deltas need and is not there yet: all of it, or nothing."""
+        """Allocate the stacks that the deltas need and that do not exist yet: all, or none."""
         stacks = dict(self._stacks)
         for delta in deltas:
             key = (delta.module, self._form(delta))

@@ -26,7 +26,7 @@ def read_experts(
 
     Raises:
         InvalidInputError: tensors contradict each other, the configuration or the base model.
-        UnsupportedInputError: which way PEFT laid the matrices out cannot be told, or a bias.
+        UnsupportedInputError: the file does not show how PEFT laid the matrices out, or has a bias.
     """
     deltas: dict[str, ExpertDelta] = {}
     stacked: list[tuple[str, ExpertGroup]] = []

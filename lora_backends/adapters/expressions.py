@@ -1,9 +1,9 @@
 """Regular expressions of strangers, matched in a process that can be ended.
 
-Python's `re` has no bound on time: `(a+)+!` doubles it with every letter, and the interpreter's
-lock is held meanwhile. Other engines are bounded and decide otherwise in corners (lookarounds,
-counted repeats), which would give a module another rank than PEFT does. So `re` itself runs, in a
-child process.
+Python's `re` has no time limit: `(a+)+!` takes twice as long with every letter, and holds the
+interpreter's lock meanwhile. Engines with a limit differ from `re` in corners (lookarounds, counted
+repeats), which would give a module another rank than PEFT does. So `re` itself runs, in a child
+process.
 """
 
 from __future__ import annotations

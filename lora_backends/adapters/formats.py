@@ -1,4 +1,4 @@
-"""What a folder or file is that is no PEFT checkpoint: the advice in an error follows from it."""
+"""Recognises folders and files that are no PEFT checkpoints, so that errors can give advice."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def format_of(names: Iterable[str]) -> str | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse what is no folder.
+    """Refuse a path that is no folder.
 
     Raises:
         InvalidInputError: nothing is there, a file or device; it names hub ids and single files.

@@ -1,4 +1,4 @@
-"""What a checkpoint may cost: adapters may come from strangers."""
+"""Limits for checkpoints, which may come from strangers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lora_backends.errors import InvalidInputError, shown
 
 @dataclass(frozen=True)
 class LoadLimits:
-    """What a checkpoint may cost before it is refused.
+    """Limits beyond which a checkpoint is refused.
 
     Raises:
         InvalidInputError: a limit is no number, or not above 0.
@@ -49,7 +49,7 @@ class LoadLimits:
         Args:
             name: of the field.
             path: the file.
-            given: what is beyond the limit.
+            given: the value beyond the limit.
             needed: the value that would have been enough.
         """
         what = f"the checkpoint is beyond the limit {name}"

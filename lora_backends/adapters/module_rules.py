@@ -39,7 +39,7 @@ _NUMBERED = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """What a configuration says about one module."""
+    """Whether a configuration targets a module, and its rank and scaling."""
 
     targeted: bool  # PEFT would put LoRA on it
     rank: int
@@ -49,7 +49,7 @@ class ModuleRule:
 def module_rules(
     config: PeftLoraConfig, modules: Sequence[str], path: Path, limits: LoadLimits
 ) -> dict[str, ModuleRule]:
-    """Return what a configuration says about modules, as PEFT reads it.
+    """Return the rule of each module, as PEFT reads it from a configuration.
 
     Args:
         config: of the adapter.

@@ -113,8 +113,8 @@ def read_config(path: Path, limits: LoadLimits, own_modules: bool = False) -> Pe
 
     Args:
         path: the file.
-        limits: what it may cost.
-        own_modules: whether what it brings besides LoRA is taken.
+        limits: of its size and cost.
+        own_modules: whether its parts that are not LoRA are taken.
 
     Returns:
         The fields that decide what the adapter computes.
@@ -127,7 +127,7 @@ def read_config(path: Path, limits: LoadLimits, own_modules: bool = False) -> Pe
 
 
 def checked_config(values: dict[str, Any], path: Path, own_modules: bool = False) -> PeftLoraConfig:
-    """Return what a JSON object says, or why its adapter cannot be reproduced exactly.
+    """Return the configuration in a JSON object; refuse one that cannot be reproduced exactly.
 
     Args:
         values: the contents of `adapter_config.json`.
@@ -225,7 +225,7 @@ def _unknown_keys(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_dora(values: Mapping[str, Any], config: PeftLoraConfig, path: Path) -> None:
-    """Refuse what PEFT refuses together with DoRA: nothing says what it would compute."""
+    """Refuse the features that PEFT refuses beside DoRA: their result is not defined."""
     others = [key for key in _NOT_WITH_DORA if values.get(key) not in (None, False, [])]
     if str(config.init_lora_weights).lower() == "mica":
         others.append("init_lora_weights")

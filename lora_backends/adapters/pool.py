@@ -48,7 +48,7 @@ class Staged:
     """An adapter as the slots take it: on their device, in their dtype."""
 
     deltas: Sequence[StagedDelta | StagedExperts]
-    own: Mapping[str, Any]  # by path, what takes the place of modules of the base model
+    own: Mapping[str, Any]  # by path, its replacements of modules of the base model
 
 
 class Active(NamedTuple):
@@ -78,15 +78,15 @@ class AdapterPool:
     or a signal interrupts while it writes leaves a slot without a name, which no row can ask for.
 
     Args:
-        modules: what the base model has, by module path.
+        modules: the linear modules and embeddings of the base model, by path.
         max_adapters: number of slots.
         max_rank: width of every stack.
         dtype: dtype of the stacks, the model's; a checkpoint is rounded to it.
         device: where the stacks live.
         groups: paths of linear modules that share an input and a stack, in the order of its
             slices; a module is in one group at most.
-        limits: what the files of a checkpoint may cost; None takes the defaults.
-        experts: what the base model has, by path of a stacked parameter of experts.
+        limits: of the size and cost of a checkpoint's files; None takes the defaults.
+        experts: the stacked parameters of experts of the base model, by path.
         max_expert_rank: width of the stacks of experts; None is the same as `max_rank`.
         base_layers: returns the weight and bias of the base model's module at a path. It is asked
             when an adapter with DoRA is loaded; None refuses those.
@@ -163,7 +163,7 @@ class AdapterPool:
         """Read a PEFT checkpoint into a slot: a free one, else the least recently used.
 
         Args:
-            name: what the adapter is called from now on.
+            name: of the adapter.
             folder: with adapter_config.json and the weights.
             accept: looks at what was read and raises to refuse it.
             replace_existing: whether a loaded adapter of this name may be overwritten.
@@ -246,11 +246,11 @@ class AdapterPool:
         )
 
     def put(self, name: str, staged: Staged, then: Callable[[], None] | None = None) -> Loaded:
-        """Write what `stage` returned into a slot, as `add`.
+        """Write a staged adapter into a slot, as `add`.
 
         Args:
             name: of the adapter.
-            staged: what `stage` returned.
+            staged: from `stage`.
             then: called behind the last write and before the slot gets its name, with the slots
                 locked.
 
@@ -277,7 +277,7 @@ class AdapterPool:
     def put_ahead(
         self, name: str, staged: Staged, is_wanted: Callable[[], bool], then: Callable[[], None]
     ) -> bool:
-        """Write what `stage` returned into a slot that can be spared, before a batch asks for it.
+        """Write a staged adapter into a slot that can be spared, before a batch asks for it.
 
         Batches run while the slot is written: they wait for the lock of the slots only while the
         slot is taken, and while it gets its name. It gets the name when its writes are over, so
@@ -422,7 +422,7 @@ class AdapterPool:
         with self._writing(slot):
             failure, interrupt = run_whole(overwrite, self.device)
         if failure is not None:
-            self.slots.vacate(name, slot)  # nobody asks for what is torn
+            self.slots.vacate(name, slot)  # no row may use a slot that is half overwritten
             raise failure
         if interrupt is not None:
             raise interrupt
@@ -642,7 +642,7 @@ class AdapterPool:
         self._experts.reserve(d for d in staged.deltas if isinstance(d, StagedExperts))
 
     def _note(self, slot: int, staged: Staged) -> None:
-        """Note what a slot is about to hold; the slots are locked."""
+        """Note the adapter that is about to be written into a slot; the slots are locked."""
         for delta in staged.deltas:
             self._users.setdefault(delta.module, set()).add(slot)
             self._kept[slot, delta.module] = Kept(delta.nbytes, delta.error)
@@ -668,7 +668,7 @@ class AdapterPool:
                 users.discard(slot)  # last: an interrupt before it leaves the module to forget
 
     def _write(self, slot: int, deltas: Sequence[StagedDelta | StagedExperts]) -> None:
-        """Write tensors of a slot that nobody reads, whether the slots are locked or not."""
+        """Write tensors of a slot that no call reads; the slots need not be locked."""
         for delta in deltas:
             if isinstance(delta, StagedExperts):
                 self._experts.write(slot, delta)
@@ -677,7 +677,7 @@ class AdapterPool:
         self._stacks.write_tables(slot, [d for d in deltas if isinstance(d, StagedDelta)])
 
     def _zero(self, slot: int) -> None:
-        """Let a slot count as rank 0 in every stack, whatever an interrupted load has left."""
+        """Set the ranks of a slot to 0 in every stack, also after an interrupted load."""
         self._experts.zero(slot)
         self._stacks.zero(slot)
 
@@ -691,7 +691,7 @@ class AdapterPool:
 
 
 def check_checkpoint(checkpoint: object) -> None:
-    """Refuse what is no `Checkpoint`."""
+    """Refuse anything but a `Checkpoint`."""
     if not isinstance(checkpoint, Checkpoint):
         raise InvalidInputError(
             f"the checkpoint is {shown(checkpoint)}\n  allowed: a Checkpoint, e.g. of "

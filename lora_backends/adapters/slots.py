@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lora_backends.adapters.streams import SlotStreams
 
 REMEMBERED = 1024
-"""Names of adapters without a slot that are remembered, to say what took it."""
+"""Names of evicted adapters that are remembered: errors say which name took the slot."""
 
 Holder: TypeAlias = Literal["call", "prepared", "request"]
 
@@ -50,9 +50,9 @@ class SlotTable:
         self._slots: OrderedDict[str, int] = OrderedDict()  # oldest use first
         self._pins: Counter[str] = Counter()  # by pin()
         self._holds: dict[object, _Hold] = {}  # by calls in flight and prepared adapters
-        self._lost: OrderedDict[str, str] = OrderedDict()  # name -> what was loaded into its slot
+        self._lost: OrderedDict[str, str] = OrderedDict()  # name -> the name that took its slot
         self.provider: Callable[[Sequence[str]], Commit] | None = None
-        """Gets names ready that are about to be used, e.g. those without a slot."""
+        """Prepares names that are about to be used, e.g. brings those without a slot."""
         self.lock = RLock()
         """Held while slots change; a pool holds it from `candidate` to `assign`."""
         self._written_ahead: set[int] = set()  # slots from `reserve` to `settle`
@@ -201,9 +201,9 @@ class SlotTable:
             return not self._pins[name] and self._holder(name) is None
 
     def updatable(self, name: str) -> int:
-        """Return the slot of `name`, whose weights may be overwritten by newer ones of its own.
+        """Return the slot of `name`, where an update may overwrite its weights.
 
-        Pins and prepared adapters keep the slot, which this leaves to them.
+        Pins and prepared adapters do not stand in the way: they keep the slot.
 
         Raises:
             InvalidInputError: `name` is not loaded, or a running call or request uses it.
@@ -242,7 +242,7 @@ class SlotTable:
 
         Args:
             names: loaded adapters.
-            by: what holds them, for the error that an attempt to take one raises.
+            by: names the holder in the error that an attempt to take a slot raises.
 
         Raises:
             InvalidInputError: a name is not loaded.
@@ -255,7 +255,8 @@ class SlotTable:
 
         provider = self.provider  # read once: another thread may detach the model
         try:
-            # What is loaded now stays so for the provider, unless another call takes its slot.
+            # Names that are loaded here stay loaded while the provider works, unless another call
+            # takes their slots.
             self._holds[token] = _Hold("coming", frozenset(names), frozenset())
             commit = None if provider is None or not names else provider(names)
             with self.lock:
@@ -279,7 +280,7 @@ class SlotTable:
     def _holder(
         self, name: str, kinds: tuple[str, ...] = ("call", "request", "prepared")
     ) -> str | None:
-        """Return what holds `name` now, the first of `kinds` that does."""
+        """Return the first of `kinds` that holds `name`, or None."""
         # A copy, since other threads end their calls without the lock.
         holders = {hold.by for hold in list(self._holds.values()) if name in hold.names}
         return next((kind for kind in kinds if kind in holders), None)

@@ -14,7 +14,7 @@ Kind = Literal["linear", "embedding"]
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """What the base model has at one module path."""
+    """The kind and the widths of one module of the base model."""
 
     kind: Kind
     in_features: int  # embedding: the size of the vocabulary
@@ -25,7 +25,7 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """What the base model has at one stacked parameter of its experts."""
+    """The layout of one stacked parameter of the base model's experts."""
 
     num_experts: int
     in_features: int
@@ -57,7 +57,7 @@ class ModuleDelta:
     lora_b: Tensor  # [out_features, rank], floating, finite, on the CPU
     bias: Tensor | None  # [out_features] float32, scaling is folded in
     magnitude: Tensor | None = None  # [out_features] floating, finite: DoRA; it has no bias
-    init: str | None = None  # "pissa" or "olora": what it started from is off the base's weight
+    init: str | None = None  # "pissa" or "olora": PEFT takes its start off the base's weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class ExpertDelta:
 
 @dataclass(frozen=True, eq=False)
 class OwnParameter:
-    """A parameter of the base model that an adapter has a value of its own for."""
+    """A parameter of the base model for which an adapter has a value of its own."""
 
     value: Tensor  # floating, on the CPU; of a head, its rows may be more or fewer than the base's
     alone: bool  # of this module alone (modules_to_save); else wherever the base model shares it
@@ -98,7 +98,7 @@ class TokenRows:
 
 @dataclass(frozen=True, eq=False)
 class OwnModules:
-    """What an adapter brings besides LoRA."""
+    """The parts of an adapter that are not LoRA."""
 
     parameters: Mapping[str, OwnParameter] = field(default_factory=dict)  # by path of the parameter
     tokens: Mapping[str, TokenRows] = field(default_factory=dict)  # by path of the embedding
@@ -121,4 +121,4 @@ class Checkpoint:
     experts: Mapping[str, ExpertDelta] = field(default_factory=dict)
     """By path of the parameter, in sorted order."""
     own: OwnModules = field(default_factory=OwnModules)
-    """What it brings besides LoRA; `read_checkpoint` refuses it unless `own_modules` is True."""
+    """Its parts that are not LoRA; `read_checkpoint` refuses them unless `own_modules` is True."""

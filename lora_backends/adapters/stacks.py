@@ -37,7 +37,7 @@ class StagedDelta:
 
 @dataclass(frozen=True)
 class _Stacks:
-    """What is allocated; replaced as one object, so an interrupt leaves the old or the new."""
+    """The allocated stacks; replaced as one object, so an interrupt leaves the old or the new."""
 
     whole: Mapping[tuple[str, ...], LoRAWeights]  # by group
     parts: Mapping[str, LoRAWeights]  # by path, of the modules that were ever touched
@@ -46,13 +46,14 @@ class _Stacks:
 class Stacks:
     """Stacks of modules by path; those of a group are views of one stack with a slice a module.
 
-    Matrices, biases and output_scales are there once, so both see a slot that is written in place.
-    The latter two are allocated with the first adapter that brings them, for its group. Ranks and
-    scalings are there twice: engines take contiguous tables without a copy, and a column of a
-    group's table is not. The tables of all stacks lie in one tensor, which one launch writes.
+    A group's stack and its views share matrices, biases and output_scales, so a slot is written
+    once for both. Biases and output_scales are allocated with the first adapter of the group that
+    brings them. Ranks and scalings exist twice, because engines need contiguous tables, and a
+    column of the group's table is not contiguous. The tables of all stacks lie in one tensor, which
+    one launch writes.
 
     Args:
-        modules: what the base model has, by module path.
+        modules: of the base model, by path.
         groups: paths of modules with the same input.
         num_slots: slots of every stack.
         max_rank: width of every stack.
@@ -109,7 +110,7 @@ class Stacks:
 
     @torch.inference_mode(False)  # else no thread outside that mode could write them
     def reserve(self, deltas: Iterable[StagedDelta]) -> None:
-        """Allocate what the deltas need and is not there yet: all of it, or nothing."""
+        """Allocate the stacks that the deltas need and that do not exist yet: all, or none."""
         if self._tables is None:
             self._tables = Tables(self._groups, self._num_slots, self._device)
         tables = self._tables

@@ -70,7 +70,7 @@ _OPCODES, _OPCODES_PER_TENSOR = 1000, 100
 
 
 def evaluate(stream: BinaryIO, check: Callable[[int, int], None], extra: int = 0) -> Any:
-    """Return what the pickle at the position of a stream stands for.
+    """Return the value of the pickle at the position of a stream.
 
     Args:
         stream: is left behind the pickle.

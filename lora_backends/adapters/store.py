@@ -1,8 +1,8 @@
 """Adapters that wait outside the slots: in memory up to a budget, and in a folder.
 
-A name that a batch asks for comes into a slot by itself: from memory, where every adapter that was
-read stays until the budget is spent, else from its folder. Loading ahead (`prefetch`) reads and
-writes slots while batches run, on a stream of its own.
+The store brings a name that a batch asks for into a slot: from memory, where every adapter that was
+read stays until the budget is spent, else from its folder. `prefetch` reads adapters and writes
+slots while batches run, in a thread and on a CUDA stream of its own.
 """
 
 from __future__ import annotations
@@ -171,11 +171,12 @@ class AdapterStore:
     def prefetch(self, names: Iterable[str]) -> None:
         """Write adapters into slots while batches run, so that a batch finds them there.
 
-        Returns at once. An adapter takes a free slot, else the least recently used slot whose own
-        adapter no call, request, prepared adapters or pin holds, the last batch did not use, and no
-        earlier prefetch brought for a batch that is still to come. If there is none, or the adapter
-        has modules of its own, it waits on the device, where it takes further memory, and the batch
-        that asks for it writes its slot. If it fails to load, that batch gets the error.
+        Returns at once. An adapter takes a free slot, else the least recently used one that can be
+        spared: no call, request, prepared adapters or pin holds its adapter, the last batch did not
+        use it, and no earlier prefetch brought it for a batch that is still to come. If there is no
+        such slot, or the adapter has modules of its own, it waits on the device, in further memory,
+        and the batch that asks for it writes the slot. If it fails to load, that batch gets the
+        error.
 
         Raises:
             InvalidInputError: `names` is no list of names, or the model was detached.
@@ -230,7 +231,7 @@ class AdapterStore:
         missing: Mapping[str, _Ready],
         hold: Callable[[], None],
     ) -> None:
-        if given != self._given:  # what is ready may be older than what another thread has loaded
+        if given != self._given:  # another thread may have loaded newer weights of these names
             changed, missing = {}, {}
         for name, ready in changed.items():
             if name in self._pool.slots and self._pool.slots.is_free(name):
@@ -271,7 +272,7 @@ class AdapterStore:
         return None if kept is None else self._staged(name, kept)
 
     def _prefetched(self, name: str, wait: bool) -> _Ready | None:
-        """Return what a prefetch has left on the device, and end the prefetch if it has not begun.
+        """Return the adapter that a prefetch left on the device; cancel one that has not begun.
 
         Raises:
             Exception: what the prefetch raised.
@@ -287,7 +288,7 @@ class AdapterStore:
         except CancelledError:  # the model is being detached
             return None
         finally:
-            with self._lock:  # only now: a prefetch that nobody knows of writes no slot
+            with self._lock:  # only now: a prefetch that is not in `_ahead` writes no slot
                 if self._ahead.get(name) is job:
                     del self._ahead[name]
 
@@ -324,7 +325,7 @@ class AdapterStore:
 
         if not self._pool.put_ahead(name, ready.staged, is_wanted, then) and is_wanted():
             return ready
-        with self._lock:  # nobody takes what is ready, so it keeps no memory
+        with self._lock:  # forget the job, so that its tensors are freed
             if self._ahead.get(name) is job:
                 del self._ahead[name]
         return None
@@ -353,7 +354,7 @@ class AdapterStore:
         return Kept(*_counted(checkpoint, self._pool.device), before)
 
     def _changed(self, name: str) -> _Ready | None:
-        """Return newer files of an adapter in a slot or in memory, once nobody writes them."""
+        """Return newer files of an adapter in a slot or in memory, once they have been quiet."""
         with self._lock:
             kept = self._kept.get(name)
             folder, stamp = self._folders.get(name), self._in_slots.get(name)

@@ -12,7 +12,7 @@ from lora_backends.errors import InvalidInputError
 
 
 class SlotStreams:
-    """Lets a write of a slot wait for what reads it, and a read for what writes it.
+    """Lets writes of a slot wait for its reads on other streams, and reads for its writes.
 
     Work on one stream runs in its order and needs none of this. `SlotTable` and `AdapterPool` hold
     the lock of the slots when they call a method, unless it says otherwise.
@@ -44,7 +44,7 @@ class SlotStreams:
         stream = torch.cuda.current_stream(self._device)
         for slot in slots:
             writer, event = self._written.get(slot, (stream, None))
-            # nothing of a capture runs now, and it cannot wait for what runs
+            # a capture runs nothing, and it cannot wait for work outside of it
             if writer != stream and not torch.cuda.is_current_stream_capturing():
                 stream.wait_event(event)
 
@@ -62,7 +62,7 @@ class SlotStreams:
             event = self._used.get(stream)
             if event is None:
                 event = self._used.setdefault(stream, torch.cuda.Event())  # type: ignore[no-untyped-call]
-            event.record(stream)  # anew: who waits for it already waits for what was before
+            event.record(stream)  # moves the event; earlier waits keep the earlier record
 
     @contextmanager
     def writing(self, slot: int) -> Iterator[None]:

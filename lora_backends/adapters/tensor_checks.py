@@ -1,4 +1,4 @@
-"""What every tensor of a checkpoint is checked for, whatever it belongs to."""
+"""The checks of every tensor of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_backends.errors import InvalidInputError, shown
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Refusal = Callable[[str, str, str, str], InvalidInputError]
-"""Makes an error of what is wrong, what is given, what is allowed, and what to do."""
+"""Makes an error from the problem, the given value, the allowed ones and the remedy."""
 
 
 def described(key: str, tensor: Tensor) -> str:

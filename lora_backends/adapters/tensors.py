@@ -10,7 +10,7 @@ import torch
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in a checkpoint, or in what became of it."""
+    """Yield every tensor in a checkpoint, or in a staged one."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, torch.nn.Module):

@@ -17,7 +17,7 @@ def run_whole(
     Signals raise in the main thread alone, so an interrupt waits until the work is done.
 
     Returns:
-        What `work` raised, and what interrupted the waiting; None for nothing.
+        The error of `work`, and the one that interrupted the waiting; None where there is none.
     """
     failure: list[BaseException] = []
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

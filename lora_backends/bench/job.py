@@ -150,7 +150,7 @@ def _ints(text: str | None, what: str) -> list[int]:
 
 
 def _size(word: str) -> int:
-    """Return a size, or 0 for what is none; Python converts no more than 4300 digits."""
+    """Return a size, or 0 for other text; Python converts no more than 4300 digits."""
     size = int(word) if word.isdecimal() and len(word) < 20 else 0
     return size if size <= MOST else 0
 

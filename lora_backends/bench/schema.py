@@ -1,4 +1,4 @@
-"""What a file of timed cells must hold before it is shown: it may come from anywhere."""
+"""Checks of a file of timed cells before it is shown: it may come from anywhere."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The search for tile sizes: which sizes are tried, and when one counts as faster.
 
-Nothing here knows a GPU: a `Lab` compiles, checks and times. Timings are noisy, so sizes are timed
-in turns, the slower part is dropped round by round (successive halving), and the winner has to beat
-the sizes of the rules once more, in new timings.
+Nothing here knows a GPU: a `Lab` compiles, checks and times. Timings are noisy. So sizes are timed
+in turns, each round drops the slower ones (successive halving), and the winner has to beat the
+sizes of the rules in new timings.
 
 Source:
     Jamieson and Talwalkar, Non-stochastic Best Arm Identification, arXiv 1502.07943.

@@ -1,8 +1,8 @@
 """Compiling, checking and timing tile sizes on a GPU: the `Lab` of a search.
 
-Candidates are compiled one by one. Triton takes 0.5 to 1 s for a kernel, but a candidate changes
-one kernel of two, and kernels depend on neither the number of tokens nor of adapters, so the
-batches of a layer share them.
+Candidates are compiled one by one, in 0.5 to 1 s for a kernel. A candidate changes one kernel of
+two, and the batches of a layer share kernels, which do not depend on the numbers of tokens and
+adapters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `lora-backends generate` reads from its file: `LoRAConfig` and the job."""
+"""The configuration file of `lora-backends generate`: `LoRAConfig` and the job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelConfig(BaseModel):
     """The GGUF file in that folder, where the model is one."""
 
     def location(self) -> str:
-        """Return what `from_pretrained` takes."""
+        """Return the first argument of `from_pretrained`."""
         if (self.path is None) == (self.package is None):
             raise InvalidInputError(
                 f"which model?\n  given: path={shown(self.path)}, package={shown(self.package)}\n"
@@ -40,7 +40,7 @@ class ModelConfig(BaseModel):
                 )
             return str(path)
         assert self.package is not None
-        if not self.package.isidentifier():  # a dotted name would import what is in front of it
+        if not self.package.isidentifier():  # a dotted name would import its parent package
             raise InvalidInputError(
                 f"model.package is {shown(self.package)}\n  allowed: the name of a package"
             )
@@ -58,7 +58,7 @@ class PromptConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     text: str = Field(min_length=1)
-    """What the user says."""
+    """The prompt."""
     adapter: Annotated[Entry, BeforeValidator(checked)] = None
     """The adapter that answers, or a blend: a table of names to strengths, or
     "pirate:0.7+json:0.3"; the base model if left out."""

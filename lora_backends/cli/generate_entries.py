@@ -1,4 +1,4 @@
-"""What a prompt asks for: an adapter, a blend such as pirate:0.7+json:0.3, or the base model."""
+"""The adapter of a prompt: a name, a blend such as pirate:0.7+json:0.3, or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALLOWED = 'an adapter\'s name, "NAME:STRENGTH+NAME:STRENGTH", or a table of name
 
 
 def checked(value: Any) -> Any:
-    """Return what a configuration has as a prompt's adapter.
+    """Return a prompt's adapter as a configuration has it.
 
     Raises:
         ValueError: it is no name and no table of names to strengths.

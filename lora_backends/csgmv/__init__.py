@@ -26,9 +26,9 @@ class CsgmvBackend(SgmvBackend):
 
     Tokens are permuted once per batch so that those of one adapter lie together, and cut into
     segments of `segment_size`. h lies in the permuted order between the kernels. A program serves
-    one segment, or a group of neighbouring segments of one slot where a batch has many tokens, and
-    reads no further than the adapter's own rank. The shrink writes partial sums that the expand
-    adds up in order, so results are deterministic.
+    one segment, or a group of neighbouring segments of one slot where a batch has many tokens. It
+    computes with nothing beyond the adapter's own rank, and loads next to nothing there. The shrink
+    writes partial sums that the expand adds up in order, so results are deterministic.
 
     `run_linear` rounds h to the dtype of the weights between the two products; `run_lora_a` and
     `run_lora_b` keep it in float32. With float16 weights, h beyond 65504 overflows in run_linear.

@@ -32,13 +32,13 @@ class CachedCall(Protocol):
     def run(self, x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
         """Add to y, or return False where nothing was written and the method has to run.
 
-        The layer's tensors lie where they lay when the call was stored; their values, and the
-        plan's, may have changed. It is the engine that knows whether its tile sizes have.
+        The layer's tensors have the same addresses as when the call was stored; their values, and
+        the plan's, may have changed. The engine checks whether its tile sizes still fit.
         """
 
 
 class _Entry:
-    """One stored call, and what another call must have in common with it."""
+    """One stored call, and the properties that another call must share with it."""
 
     __slots__ = ("addresses", "apart", "call", "key", "kind", "x_extent", "y_extent")
 
@@ -83,7 +83,7 @@ class CallCache:
     """The cached calls of one plan."""
 
     def __init__(self) -> None:
-        # what stored calls depend on besides their arguments; an engine sets it when it refills
+        # stored calls depend on it besides their arguments; an engine sets it when it refills
         self.key: Any = None
         # by operation, backend and layer; a handle stands for one object while the process lives
         self._calls: dict[tuple[str, int, int], list[_Entry]] = {}

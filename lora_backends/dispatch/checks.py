@@ -414,7 +414,7 @@ def _check_apart(
     others: dict[str, torch.Tensor],
     written: str = "base_output",
 ) -> None:
-    """Refuse to write to a tensor that lies on what the call reads."""
+    """Refuse to write to a tensor that overlaps one that the call reads."""
     if problems.invalid or not base_output.numel():
         return
     for name, tensor in others.items():

@@ -1,4 +1,4 @@
-"""What dispatch asks of a backend and of a layer, of whatever class they are."""
+"""Protocols: the attributes of a backend and of a layer that dispatch reads."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Engine(Protocol):
 
     @property
     def plan_type(self) -> type[Any]:
-        """What `prepare_batch` returns."""
+        """The type that `prepare_batch` returns."""
 
     @property
     def routing_type(self) -> type[Any]:
-        """What `prepare_experts` returns."""
+        """The type that `prepare_experts` returns."""
 
     @property
     def features(self) -> frozenset[str]:

@@ -30,7 +30,7 @@ def output_shape(
 
 
 def added_to(base_output: torch.Tensor | None, weights: Layer, num_tokens: int) -> torch.Tensor:
-    """Return what an engine adds to: base_output, else zeros in the dtype of results."""
+    """Return the y that an engine adds to: base_output, else zeros in the dtype of results."""
     if base_output is not None:
         return base_output
     shape = (num_tokens, weights.out_features)

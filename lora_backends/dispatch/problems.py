@@ -1,4 +1,4 @@
-"""Collecting what is wrong with one call, so that one error tells the whole story."""
+"""Collects all problems of one call, so that one error lists them."""
 
 from __future__ import annotations
 

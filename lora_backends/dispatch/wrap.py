@@ -52,7 +52,7 @@ class Dispatched(Handled):
         for operation in OPERATIONS:
             method = getattr(cls, operation.name, None)
             if method is not None and _wrapped(method) is None:
-                # the interface's own body of an operation that is a case of another calls that one
+                # e.g. the interface's own `run_qkv`, which calls `run_linear`
                 is_default = Dispatched in cls.__bases__ and operation.same_as is not None
                 setattr(cls, operation.name, _wrap(operation, method, is_default))
         for name, wrap in PREPARATIONS.items():
@@ -80,7 +80,7 @@ class _Wrapped(NamedTuple):
 
 
 def _wrapped(method: Any) -> _Wrapped | None:
-    """Return what a function wraps; None for one that is no wrapper."""
+    """Return the `_Wrapped` of a wrapper; None for another function."""
     found: _Wrapped | None = getattr(method, "wrapped", None)
     return found if found is not None and found.call is method else None
 
@@ -107,7 +107,7 @@ def _stored_as(operation: Operation, is_default: bool) -> str:
 
 
 def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
-    """Return what a class has in place of its method for an operation."""
+    """Return the wrapper that takes the place of a class's method for an operation."""
     if operation.input is Input.ROUTED_ROWS:
         call = _wrap_routed(operation, method)
     elif operation.result == "h":

@@ -18,7 +18,7 @@ KEYS = ("slots", "sequences", "num_slots", "ranks")
 """Keys of a file: slots or sequences, the number of slots, and ranks per slot."""
 
 MOST = {"slots": 1024, "tokens": 65_536, "slices": 16, "width": 2**20, "rank": 2048}
-"""How large a batch and a layer may be: a drawing of more takes minutes, and nobody looks at it."""
+"""Limits of a batch and a layer: a larger drawing takes minutes and cannot be read."""
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -125,7 +125,7 @@ def _batch(found: dict[str, Any]) -> LoRABatch:
 
 
 def _check_most(what: str, count: Any) -> None:
-    """Refuse what takes too long to draw; values of other types are refused where they are used."""
+    """Refuse sizes that take too long to draw; other types are refused where they are used."""
     if isinstance(count, int) and count > MOST[what]:
         raise InvalidInputError(
             f"the batch or the layer is too large to be drawn\n  given: {shown(count)} {what}\n"

@@ -1,4 +1,4 @@
-"""What can be wrapped: a Transformers model itself, and nothing around it."""
+"""Checks of a base model: it is a Transformers model itself, not a wrapper around one."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Transformers' continuous batching packs the tokens of all requests into one row, [1, tokens], and
 runs the model in a thread of its own. `RequestManager` is its manager, which also knows the adapter
 of every request. `RequestsCall` tells the hooks, at every forward pass, which adapter each of those
-tokens uses: one plan with room for the largest batch, refilled in place.
+tokens uses, by two plans that it refills: one for all tokens, one for those whose logits are asked
+for.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class _Forward:
 
     def __call__(self, **inputs: Any) -> Any:
         self._wrapped.check()
-        # Transformers writes it into the configuration during the pass, where the passes of other
-        # threads find it and look ahead. The masks of the requests are complete without it.
+        # Transformers writes is_causal (False with SDPA) into the model's configuration for the
+        # time of the pass, and passes of other threads would then attend to later tokens. The masks
+        # that the manager passes need no flag.
         inputs.pop("is_causal", None)
         with running(self._call):
             return self._wrapped.base(**inputs)
@@ -332,7 +334,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         if new is not None and (type(new) is not int or new < 1):
             raise InvalidInputError(f"max_new_tokens is {shown(new)}\n  allowed: an int, 1 or more")
         config = self.continuous_batching_config
-        page = vars(config).get("page_size") or vars(config).get("block_size")  # its name of old
+        page = vars(config).get("page_size") or vars(config).get("block_size")  # the older name
         room = None if config.num_blocks is None or page is None else config.num_blocks * page
         if room is not None and len(ids) + (new or 0) > room:
             raise InvalidInputError(

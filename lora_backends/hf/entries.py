@@ -1,4 +1,4 @@
-"""What rows ask for: one adapter, a blend of several with a strength for each, or none."""
+"""The entry of a row: one adapter, a blend of several with a strength for each, or none."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _is_strength(value: Any) -> bool:
 
 
 class Choices:
-    """The entries of a batch as numbers, which lie in a model's inputs as slots do.
+    """The entries of a batch as numbers, which layouts spread over positions as they do slots.
 
     `NO_ADAPTER` is no adapter, a slot is its adapter with strength 1, and every other blend has a
     number from num_slots on.

@@ -27,7 +27,7 @@ Experts = Any
 
 
 class Additions(Protocol):
-    """What is added to the products of experts, in place."""
+    """Adds to the products of experts, in place."""
 
     def add_up(self, x: torch.Tensor, pre: torch.Tensor) -> None:
         """Add to pre [tokens * top_k, width]; x [tokens, in_features]."""

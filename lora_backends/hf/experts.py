@@ -21,7 +21,7 @@ from lora_backends.hf.sites import Site
 from lora_backends.hf.twin import twin_of
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "config")
-"""What Transformers' `use_experts_implementation` and its classes say about a module."""
+"""Attributes that Transformers' `use_experts_implementation` and its classes set on a module."""
 
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Most that a trial may differ, relative to the largest value; of 16-bit dtypes `ROUNDING`."""
@@ -203,7 +203,7 @@ def experts_forward(
         model: whose calls it serves.
         site: the module.
         layout: of its hidden states.
-        backend: what adds.
+        backend: that adds the LoRA.
 
     Returns:
         A function of the module, hidden states [tokens, hidden], ids and weights [tokens, top_k].
@@ -244,7 +244,7 @@ def _unknown_call(path: str, given: str) -> UnsupportedInputError:
 
 
 def expert_specs(sites: Mapping[str, ExpertSite]) -> dict[str, ExpertSpec]:
-    """Return what the base model has at each stacked parameter, by its path."""
+    """Return the layout of each stacked parameter, by its path."""
     return dict(_pairs(sites))
 
 

@@ -47,7 +47,7 @@ def check_generate(
 
 
 def _check_sound(name: str, config: Any, inputs: Mapping[str, Any]) -> None:
-    """Refuse what drops or repeats rows in Whisper's `generate`."""
+    """Refuse inputs for which Whisper's `generate` drops or repeats rows."""
     frames = 2 * config.max_source_positions
     features = inputs.get("input_features")
     reasons = {

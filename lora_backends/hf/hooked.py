@@ -29,7 +29,7 @@ class Hooked:
 
     Args:
         model: key of the wrapper, whose calls the hooks serve.
-        backend: what adds the LoRA.
+        backend: that adds the LoRA.
         sites: modules that an adapter may touch, by path; those of routers included.
         experts: stacked parameters of experts, by path.
         routers: paths of the sites that are routers.

@@ -1,4 +1,4 @@
-"""The forward hooks: what runs at every module that an adapter may touch, thus short."""
+"""The forward hooks. They run at every module that an adapter may touch, so they do little."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def lora_hook(model: str, site: Site, layout: Layout, backend: LoRABackend) -> H
         model: whose calls it serves.
         site: the module.
         layout: of its input.
-        backend: what adds.
+        backend: that adds the LoRA.
 
     Returns:
         A forward hook.
@@ -112,7 +112,7 @@ def add_deltas(
 
 
 def adder(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:
-    """Return what adds a layer's LoRA to y [..., out_features] by an operation of the backend."""
+    """Return a function that adds a layer's LoRA to y [..., out_features] by an operation."""
     return over_rows(backend, operation, partial(add_deltas, getattr(backend, operation)))
 
 

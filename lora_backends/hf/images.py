@@ -1,4 +1,4 @@
-"""Which row of the batch every image belongs to, for models that show it by placeholder tokens."""
+"""Finds the row of the batch that an image belongs to, for models with placeholder tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 class ImageModules:
     """The modules of one architecture whose input has images in order along its first axis.
 
-    The features of all images replace the placeholder tokens of all rows, in order. So the images
-    of a row are as many elements of the axis as the row has of all placeholders.
+    The features of all images replace the placeholder tokens of all rows, in order. So a row has
+    the same share of the axis as of all placeholders.
     """
 
     parts: tuple[str, ...]  # of the model that hold these modules

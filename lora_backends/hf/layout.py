@@ -10,8 +10,8 @@ from typing import Literal
 from lora_backends.errors import UnsupportedInputError
 
 Order = Literal["rows", "rows of tokens", "tokens of rows", "rows of parts"]
-"""What one axis counts: rows, or rows * length tokens, row after row or token after token, or as
-many parts of every row, row after row: windows of images for instance."""
+"""The meaning of the positions of one axis: rows; the rows * length tokens, row after row or token
+after token; or as many parts of every row, row after row: windows of images for instance."""
 
 Spread = tuple[int, int]
 """(before, after): position p of a flat input belongs to row (p // after) % rows.
@@ -53,7 +53,7 @@ class Form:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What is known of a module's input; one object for all modules that are alike.
+    """The forms in which a module's input was seen; one object for all modules that are alike.
 
     Without forms, `reason` says why nothing is known.
     """

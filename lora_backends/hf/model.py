@@ -60,33 +60,32 @@ _NUMBERS = count()
 class MultiLoRAModel(ModelWords):
     """Every row of a batch uses its own LoRA adapter, or none.
 
-    The base model is changed in place by forward hooks on the modules that an adapter may
-    touch; the values of its weights stay, `detach` takes the hooks off, and a call of the base
-    model itself runs without adapters, except in a block of `using`. Row by row the result is what
-    PEFT computes with that row's adapter alone, in eval mode. Everything runs under
-    `torch.no_grad()`.
+    Each row gets the result that PEFT computes with that row's adapter alone, in eval mode. The
+    wrapper adds forward hooks to the modules of the base model that an adapter may touch. It never
+    changes the values of weights, and `detach` removes the hooks. A call of the base model itself
+    runs without adapters, except in a block of `using`. Everything runs under `torch.no_grad()`.
 
         model = MultiLoRAModel(base, backend="auto", max_adapters=8, max_rank=64)
         model.load_adapter("pirate", "adapters/pirate")
         model(adapters=["pirate", None], **inputs).logits
 
-    The model is run on a few tokens when it is wrapped, without hooks and in eval mode, to see how
-    each module's input holds the rows. A call whose rows use different adapters in a module of
-    which this is not known is refused by the name of the module; rows that all use one adapter
-    never are.
+    The constructor runs the model on a few tokens, without hooks and in eval mode, to find out how
+    each module's input holds the rows. If it cannot tell for a module, calls whose rows use
+    different adapters there are refused, and the error names the module. Calls with one adapter for
+    all rows always run.
 
     Args:
         base: a Transformers model, on one device.
         backend: a backend's name, "auto", a `LoRABackend`, or None for the environment's choice.
-        max_adapters: slots; loading more evicts the least recently used that is not pinned.
+        max_adapters: slots; loading more evicts the least recently used adapter that is not pinned.
         max_rank: the largest rank of an adapter.
         backend_options: the backend's own options.
-        fuse: multiply by q, k and v of a layer at once, and by gate and up, and add their LoRA in
-            one call of the backend. Their weights become parts of one tensor until `detach`, the
-            same parameters with the same values; a product of another size may round otherwise.
-            On a GPU their outputs are columns of one buffer, which a model can view by heads
-            and not flatten. None: on a GPU, for on a CPU it does not pay.
-        limits: what the files of an adapter may cost; None takes the defaults.
+        fuse: compute q, k and v of a layer with one matrix product, and gate and up with another,
+            and add their LoRA in one call of the backend. Until `detach` their weights are parts of
+            one tensor: the same parameters with the same values. A larger product may round
+            differently. On a GPU the outputs are columns of one buffer, so a model can view them by
+            heads, but not flatten them. None: on a GPU only, because it is slower on a CPU.
+        limits: of the size and cost of an adapter's files; None takes the defaults.
         max_expert_rank: the largest rank of an adapter at a mixture's experts, whose stacks are
             large: they have room for that rank times the number of experts. None: `max_rank`.
         adapter_dtype: "int8", "float8_e4m3fn" or "float8_e5m2": adapters are quantised to it when
@@ -290,10 +289,10 @@ class MultiLoRAModel(ModelWords):
         adapter_name: str | None = None,
         timeout_s: float = 10.0,
     ) -> None:
-        """Give a loaded adapter newer weights where it lies, e.g. after each step of its training.
+        """Give a loaded adapter newer weights in its slot, e.g. after each step of its training.
 
-        Its slot and pins stay, and so do prepared adapters and graphs with it, which follow. Do not
-        replay a graph with it meanwhile.
+        It keeps its slot and pins. Prepared adapters and captured graphs use the new weights. Do
+        not replay a graph with it meanwhile.
 
             model.update_adapter("live", peft_model)
 
@@ -399,8 +398,8 @@ class MultiLoRAModel(ModelWords):
     def prepare(self, adapters: Sequence[Entry], *, tokens: int = 1) -> PreparedAdapters:
         """Prepare the adapters of forward passes of one shape, to be refilled in place.
 
-        A CUDA graph or a program of `torch.compile` captures a call with what this returns, and
-        follows its `update`. It also spares a loop of decode steps the plan of every call.
+        A CUDA graph or a program of `torch.compile` that captures a call with the prepared adapters
+        follows their `update`. A loop of decode steps also saves the time of a plan for each call.
 
             step = model.prepare(["pirate", None])
             model(adapters=step, **inputs)
@@ -413,7 +412,7 @@ class MultiLoRAModel(ModelWords):
             tokens: tokens per row of every forward pass, 1 for decode steps.
 
         Returns:
-            What a call takes as `adapters`, and `using`.
+            Prepared adapters, for `adapters` of a call and for `using`.
 
         Raises:
             InvalidInputError: an unknown name, or not one entry per row.
@@ -431,11 +430,11 @@ class MultiLoRAModel(ModelWords):
         """Let every forward pass of the base model in this block use prepared adapters.
 
         The base model may be called in any way, e.g. as ``torch.compile(model.base)``. The block
-        belongs to the thread that enters it and is under `torch.no_grad()`. While it is open, a
-        thread that runs the base model without a call or a block of its own is refused, because it
-        may work for the block and would compute without adapters: `base.generate_batch` and
-        servers run the model in a thread of their own. For the base model's answers such a thread
-        calls ``model(adapters=[None] * rows, ...)``.
+        belongs to the thread that enters it and is under `torch.no_grad()`. While it is open, other
+        threads that run the base model without a call or a block of their own are refused:
+        `base.generate_batch` and servers run the model in threads of their own, which would compute
+        without adapters and without an error. For the base model's answers such a thread calls
+        ``model(adapters=[None] * rows, ...)``.
 
         Args:
             step: from `prepare` of this model.
@@ -472,8 +471,8 @@ class MultiLoRAModel(ModelWords):
             adapters: per row an adapter's name, a blend or None. A blend is a dict of names to
                 strengths, ``{"pirate": 0.7, "json": 0.3}``: a strength multiplies the delta of
                 its adapter, and the deltas are added. A row may also be a sequence with one of
-                these per token of this call, for adapters that apply to a part of the row. What
-                `prepare` returned stands for the adapters that it holds.
+                these per token of this call, for adapters that apply to a part of the row. Or the
+                adapters of all rows, from `prepare`.
             adapter_names: the same under PEFT's name; "__base__" stands for None in both.
             logits_as_list: return the logits as a list with a tensor per row, for adapters whose
                 heads have different numbers of labels.
@@ -700,7 +699,7 @@ class MultiLoRAModel(ModelWords):
         self._structure.check_modules()
 
     def _accept(self, checkpoint: Checkpoint) -> None:
-        """Refuse what a row-by-row delta cannot reproduce."""
+        """Refuse a checkpoint that row-by-row deltas cannot reproduce."""
         refused = [
             f"\n  - {path}: {site.refusal}"
             for path in checkpoint.modules

@@ -174,7 +174,7 @@ class OwnModules:
         values: Mapping[str, torch.Tensor],
         rows: TokenRows | None,
     ) -> OwnModule:
-        """Return what takes the place of one module."""
+        """Return the replacement of one module."""
         module = self._modules[path]
         self._check_kind(checkpoint, path, module)
         width = self._check_shapes(checkpoint, path, module, values)
@@ -298,7 +298,8 @@ class OwnModules:
             module, layout = self._modules[path], self._layouts[path]
             embeds = isinstance(module, nn.Embedding)
             for late in (False, True):
-                # The hooks themselves tell: an interrupt may end a load behind any of these lines.
+                # An interrupt may end a load after any of these lines, so only the hooks themselves
+                # tell which of them exist.
                 marks = [getattr(hook, "own_of", None) for hook in module._forward_hooks.values()]
                 if (self._model, late) not in marks:
                     hook = own_hook(self._model, path, layout, embeds, late)

@@ -23,8 +23,8 @@ class OwnModule:
     module: nn.Module | None = None  # computes the output: the base's kind, with own parameters
     bias: torch.Tensor | None = None  # [out_features], own minus base: added to the base's output
     tokens: torch.Tensor | None = None  # [n] ids whose rows are replaced
-    token_module: nn.Module | None = None  # computes what these rows give: an embedding of n rows,
-    # or a head with n outputs
+    token_module: nn.Module | None = None  # computes the outputs of these rows: an embedding of n
+    # rows, or a head with n outputs
     width: int | None = None  # out_features, where they differ from the base's
     nbytes: int = 0  # of the adapter's own values; the rest is shared with the base model
 

@@ -1,4 +1,4 @@
-"""Whether replacing outputs of modules gives what replacing their parameters gives: it is tried.
+"""Tries whether replacing a module's output gives the same as replacing its parameters.
 
 A model may read a parameter without calling its module, `self.embed.weight` for instance. A hook on
 the module misses that, so an adapter is run on a trial input in both ways when it is loaded.

@@ -27,7 +27,7 @@ Packed = Sequence[tuple[Entry, Mapping[str, int], int]]
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What continuous batching needs of a `MultiLoRAModel`."""
+    """The parts of a `MultiLoRAModel` that continuous batching uses."""
 
     key: str  # of the model, see `running`
     base: nn.Module
@@ -197,7 +197,10 @@ class RequestsCall:
 
 
 class _Plan:
-    """A plan with room, refilled for every forward pass, and replaced when it is too small."""
+    """A plan with room, refilled for every forward pass.
+
+    Another one takes its place when there are more tokens, or blends of another form.
+    """
 
     def __init__(self, backend: LoRABackend) -> None:
         self._backend = backend

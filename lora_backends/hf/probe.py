@@ -27,7 +27,8 @@ PAIR, BATCH = ("a", "d"), ("a", "b", "a", "a", "ac", "b")
 """The rows of the two passes, see `hf/trial.py`."""
 
 EQUAL, UNEQUAL = ((0, 2), (0, 3), (1, 5)), ((0, 1), (1, 4))
-"""Rows of the batch. Only an exchange of equal rows would keep all these pairs as they are."""
+"""Pairs of rows of the batch. A wrong order of the rows breaks one of them, unless it exchanges
+rows that are equal anyway."""
 
 UNREACHED = "no pass of plain text reaches it"
 
@@ -135,7 +136,7 @@ class _Passes:
                 self.step_failure = _failure("a step after plain text", error)
 
     def _seen_part(self, x: torch.Tensor | None) -> torch.Tensor:
-        """Return what is looked at of an input."""
+        """Return the part of an input that is compared."""
         if x is None or self._trial is None:
             return torch.empty(0)
         return x if self._trial.length is not None else x[..., :FEATURES]

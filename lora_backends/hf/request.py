@@ -68,7 +68,7 @@ class Request:
         images: of the base model.
         adapters: the entry of each row, or of each of its tokens.
         slots: name to slot.
-        backend: what makes the plans.
+        backend: that makes the plans.
         after_cache: entries per token start behind what the key-value cache holds when the call
             begins; otherwise they count from the start of the row.
 
@@ -161,7 +161,7 @@ class Request:
         return numbers
 
     def _forget(self) -> None:
-        """Forget the forward pass of before."""
+        """Forget the previous forward pass."""
         self._image_plans: dict[tuple[int, ...], _Planned | None] = {}  # None: rows not known
         self._layout: Layout | None = None  # of the last plan
         self._shape: tuple[int, ...] = ()

@@ -152,7 +152,7 @@ def router_forward(
         model: whose calls it serves.
         site: the module.
         layout: of its input.
-        backend: what adds.
+        backend: that adds the LoRA.
 
     Returns:
         A function of the module and its input.

@@ -36,8 +36,8 @@ class Call(Protocol):
     stacks: Mapping[str, LoRAWeights]  # path to stack of the modules that are adapted
     shared: Mapping[str, LoRAWeights]  # a leader's path to the stack of it and its siblings
     experts: Mapping[str, tuple[ExpertWeights, ...]]  # path of a parameter of experts to stacks
-    own: Mapping[str, OwnRows]  # path to what rows have in the place of a module
-    joined: Mapping[str, Joined]  # a leader's path to what a compiled program may multiply by
+    own: Mapping[str, OwnRows]  # path to the modules that replace the base's for some rows
+    joined: Mapping[str, Joined]  # a leader's path to the weights that a compiled program may use
     is_traced: bool  # whether a compiled program has
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
@@ -98,8 +98,8 @@ class Kept:
 
 
 class _Running(threading.local):
-    # Thread-local and no context variable: torch.compile traces the one and not the other, and a
-    # forward pass never awaits. No attribute of the class: torch 2.11 would trace that instead.
+    # A thread-local, because torch.compile traces no context variables, and a forward pass never
+    # awaits. `call` is no class attribute: torch 2.11 would trace that instead of the thread's own.
     def __init__(self) -> None:
         self.call = NOTHING
         self.kept: Kept | None = None
@@ -129,10 +129,11 @@ def running(call: Call) -> Iterator[None]:
 
 @contextmanager
 def open_block(call: Call) -> Iterator[None]:
-    """Let the forward passes of this thread belong to `call`, and refuse those of threads without.
+    """Let the forward passes of this thread belong to `call`.
 
-    The base model may be run by anyone in such a block, thus by a thread that the caller does not
-    know of. That thread would compute the base model's answers without an error.
+    Meanwhile `check_thread` refuses a thread that runs the model without a call. Code such as
+    `generate_batch` starts threads that the caller does not know of, and these would compute the
+    base model's answers without an error.
     """
     with _OPEN_LOCK:
         _OPEN[call.model] = _OPEN.get(call.model, 0) + 1

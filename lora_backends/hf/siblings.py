@@ -5,9 +5,9 @@ all of it, adds the LoRA of all in one call of the backend, and keeps what belon
 A sibling that is called with the very same tensor takes its part and computes nothing; called with
 anything else it runs alone. So a model may call them in any order and with any input.
 
-A program of `torch.compile` does the same while it is traced: it holds one product and one
-operation for all of them. It cannot see that a weight was moved, so `MultiLoRAModel` looks before
-each call, and leaves the group out of `Call.joined`; what is read from there is guarded.
+`torch.compile` traces the same: the program has one product and one operation for all of them. It
+does not notice when a weight is moved. So `MultiLoRAModel` looks before each call. It takes groups
+whose weights were moved out of `Call.joined`, which the program guards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRACED = -1
 """Version of an input in a traced program, which an eager call never meets."""
 
 _Part = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int]
-"""Who holds a parameter, under which name, the parameter, and where its values were put."""
+"""A module's dict of parameters, the name there, the parameter, and the address of its values."""
 
 
 class Siblings:
@@ -76,7 +76,7 @@ class Siblings:
         for holder, name, parameter, address in self._parts:
             moved = parameter.data_ptr() != address or not parameter.is_contiguous()
             if moved or holder.get(name) is not parameter:
-                self.joined = None  # free them, where nobody else holds a part
+                self.joined = None  # frees the memory, unless other code holds a part
                 return False
         return True
 
@@ -107,7 +107,7 @@ class Siblings:
 
 
 def find_siblings(sites: Mapping[str, Site]) -> list[Siblings]:
-    """Return the groups of plain linear modules with nothing of anybody else's on them."""
+    """Return the groups of plain linear modules, without foreign hooks or a replaced `forward`."""
     groups = []
     for path in sites:
         parent, dot, name = path.rpartition(".")
@@ -121,7 +121,7 @@ def find_siblings(sites: Mapping[str, Site]) -> list[Siblings]:
 
 
 def are_plain(modules: tuple[nn.Module, ...]) -> bool:
-    """Return whether one product may compute what calling each of the modules would."""
+    """Return whether one product gives the same as calling each of the modules."""
     kinds = set()
     for module in modules:
         if (
@@ -153,7 +153,7 @@ def leader_forward(
         model: whose calls it serves.
         group: the leader and its siblings.
         layout: of the leader's input.
-        backend: what adds.
+        backend: that adds the LoRA.
         alone: the leader's hook where it runs without the others.
 
     Returns:
@@ -185,7 +185,7 @@ def leader_forward(
         if is_traced:
             joined = call.joined.get(paths[0])
         else:
-            # no version tells of a change in inference mode; somebody may have moved a weight
+            # tensors of inference mode have no version; a weight may have been moved
             joined = None if input.is_inference() or not group.are_joined() else group.joined
         if joined is None:
             return _run_alone(self, input, alone)
@@ -205,15 +205,15 @@ def leader_forward(
 def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
     """Return the columns of every module.
 
-    Copies on a CPU: activations round the ends of strided rows in another way than those of
-    contiguous ones there.
+    On a CPU they are copied: there torch's activations round the ends of strided rows differently
+    from the ends of contiguous ones.
     """
     columns = torch.split_with_sizes(y, widths, -1)
     return tuple(c.contiguous() for c in columns) if y.device.type == "cpu" else columns
 
 
 def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
-    """Return a sibling's `forward`: what the leader has kept for it, else as if it were alone.
+    """Return a sibling's `forward`: it returns the output that the leader kept, or runs alone.
 
     Args:
         model: whose calls it serves.
@@ -240,7 +240,7 @@ def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
 
 
 def _is_unchanged(kept: Kept, input: torch.Tensor) -> bool:
-    """Return whether a leader's input holds what it held; both calls are traced, or none is."""
+    """Return whether a leader's input is unchanged; both calls are traced, or neither is."""
     if torch.compiler.is_compiling():
         return kept.version == TRACED and traced.is_unchanged(input)
     return kept.version == input._version
@@ -249,13 +249,13 @@ def _is_unchanged(kept: Kept, input: torch.Tensor) -> bool:
 def linear_forward(
     model: str, site: Site, layout: Layout, backend: LoRABackend, alone: Hook
 ) -> Callable[..., torch.Tensor]:
-    """Return a `forward` that does what a hook would, and takes less time than torch's hooks do.
+    """Return a `forward` that does the same as a hook, in less time than torch's hooks take.
 
     Args:
         model: whose calls it serves.
         site: a plain linear module.
         layout: of its input.
-        backend: what adds.
+        backend: that adds the LoRA.
         alone: its hook.
 
     Returns:
@@ -294,6 +294,6 @@ class ForwardOverride:
         module.forward = self._forward
 
     def remove(self) -> None:
-        """Give the module its own `forward` back, unless somebody has put another one there."""
+        """Give the module its own `forward` back, unless other code has replaced this one."""
         if vars(self._module).get("forward") is self._forward:
             del self._module.forward

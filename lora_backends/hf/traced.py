@@ -1,9 +1,10 @@
-"""Whether a tensor has changed between two places of a program that `torch.compile` traces.
+"""Tells, while `torch.compile` traces, whether a tensor changes between two places of the program.
 
-A sibling may take what its leader has computed only if it is called with the same values. An eager
-call compares `_version`, which counts changes in place; in a traced program that is a number that
-nobody knows yet. The tensors that torch traces with do have versions, and the fake half of an
-operation sees them. It answers by the shape of its result, which is a constant of the program.
+A sibling may take the output that its leader has computed for it only if both get the same values.
+An eager call compares `_version`, which counts changes in place. Code that is traced cannot: its
+tensors have no version that it could branch on. But the fake implementation of a custom operation
+runs on the tensors that torch traces with, and those count their changes too. So `_note` compares
+versions there, and answers by the shape of its result, which is a constant of the program.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _NOTED = "_lora_backends_noted"
 
 @torch.library.custom_op("lora_backends::note", mutates_args=())
 def _note(x: torch.Tensor, first: bool) -> torch.Tensor:
-    return x.new_empty(0)  # nobody reads it
+    return x.new_empty(0)  # not used: the program has the shape of the fake result
 
 
 @_note.register_fake
@@ -34,7 +35,7 @@ def note(x: torch.Tensor) -> None:
 
 
 def is_unchanged(x: torch.Tensor) -> bool:
-    """Return whether x, of the same traced program, holds what it held when it was noted.
+    """Return whether x, of the same traced program, is unchanged since it was noted.
 
     False after a break of the program, whose next part is traced with other tensors.
     """

@@ -67,7 +67,7 @@ class Trial:
 
 
 def trial_of(base: nn.Module) -> Trial:
-    """Return what a model is tried on.
+    """Return the trial passes of a model.
 
     Raises:
         TypeError: it takes neither text nor images nor sound that is known here.

@@ -11,7 +11,7 @@ from torch import nn
 
 
 def twin_of(base: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
-    """Return a model that computes what `base` does in eval mode, and the twin of every module.
+    """Return a model that computes the same as `base` in eval mode, and the twin of every module.
 
     A forward pass may change a module, as BigBird's does with its kind of attention after a short
     one, and hooks of others may have any effect. The twin changes alone and has no hooks.

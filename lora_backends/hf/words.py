@@ -1,4 +1,4 @@
-"""What people and libraries call on a model: PEFT's words, and those that `pipeline` needs."""
+"""Attributes and methods that other code expects of a model: PEFT's, and those of `pipeline`."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class OneAdapter(ModelWords):
 
 
 def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:
-    """Return what rows ask for, in this library's words or in PEFT's.
+    """Return the entries of rows, which are given under this library's name or under PEFT's.
 
     Raises:
         InvalidInputError: neither is given, or both are.

@@ -17,8 +17,8 @@ function = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
 each caller in its own callers: deep chains of functions compile for long."""
 
 inlined = njit(inline="always", **_OPTIONS)
-"""A function that becomes part of its caller before types are inferred, so that it is optimised
-there alone. Copying takes time too: it suits functions with few callers."""
+"""A function that numba copies into its caller before it infers types, so that LLVM optimises it
+there alone. Every copy takes time, so it suits functions with few callers."""
 
 
 def digest_of(folder: Path) -> int:
@@ -30,8 +30,8 @@ def digest_of(folder: Path) -> int:
 
 
 SOURCES = digest_of(Path(__file__).parent)
-"""Each function that is kept on disk has this in its closure. numba's key for it holds the values
-there and its own file alone; without the number it would load code from older callees."""
+"""Each function that is kept on disk has this number in its closure. numba's key consists of the
+closure and the function's own file; without the number it would load code with older callees."""
 
 
 def compiled(run: Any) -> Any:

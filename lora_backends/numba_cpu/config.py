@@ -14,21 +14,22 @@ MAX_SEGMENT = 64
 them and a column of y spans no more pages than the first-level TLB holds (64 to 96)."""
 
 FETCH_COST = 6
-"""What fetching a block of weights costs, in units of one token's arithmetic on it: 64 bytes take
+"""Cost of fetching a block of weights, in units of one token's arithmetic on it: 64 bytes take
 1.5 to 4 ns from memory, 16 multiply-adds 0.25 to 0.4 ns. It only balances threads."""
 
 EXPAND_COST = 8
-"""What updating 16 elements of y costs besides the rank, in columns of B. It only balances."""
+"""Cost of updating 16 elements of y, in columns of B. It only balances threads."""
 
 EXPAND_TILES = 16
 """Groups of 16 rows of B that all tokens of a segment meet before the next: 16 to 64 KiB of B at
 rank 16 to 64, which stays in the second-level cache."""
 
 LONG_SEGMENT = 16
-"""Tokens from which weights are widened to a scratch buffer once, not for a few tokens each."""
+"""From this many tokens on a segment is long: weights are widened once, into a scratch buffer, not
+again for every few tokens."""
 
 LONG_RANKS = 8
-"""Rows of A per pass over x in a long segment: with 3 tokens 24 sums, one of every vector loaded
+"""Rows of A per pass over x in a long segment: with 3 tokens 24 sums. Each vector that is loaded
 feeds 3 or 8 of them, and a chunk of 8 rows, 16 KiB, stays in the first-level cache."""
 
 LONG_CHUNK = 512
@@ -44,16 +45,16 @@ LONG_TILES = 4
 whole cache lines, are updated at once."""
 
 SHRINK_AHEAD = 1024
-"""Bytes ahead in a row of A that are asked for: reading A took 1.1 times as long without, because
+"""Distance in bytes of prefetches in a row of A: reading A took 1.1 times as long without, because
 hardware does not prefetch across pages; 512 and 2048 were no better."""
 
 EXPAND_AHEAD = 4096
-"""How many bytes ahead of its use B is asked for: reading it from memory took 1.2 to 1.4 times as
-long without, since 16 rows a few bytes wide are no pattern that hardware prefetches."""
+"""Distance in bytes of prefetches of B: reading it from memory took 1.2 to 1.4 times as long
+without, since hardware does not prefetch 16 rows of a few bytes each."""
 
 SERIAL_BYTES = 150_000
-"""Weights to read, and an eighth of it per token, below which one thread does all: starting another
-takes 2 us, and from 135 kB on (13 us with one thread or with two) two read them sooner."""
+"""Bytes below which one thread does all: the weights of all segments, and an eighth of a segment's
+weights per token. Starting a thread takes 2 us; from 135 kB on two threads are as fast as one."""
 
 SEGMENTS_PER_THREAD = 4
 """Segments per thread from which a thread does both halves of whole segments, so that threads meet

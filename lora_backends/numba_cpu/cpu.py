@@ -1,4 +1,4 @@
-"""What the compiled kernels need of a CPU."""
+"""The features that the compiled kernels need of a CPU."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The kernel: shrink, expand and both, over the segments of a plan, whatever the dtype.
+"""The kernel: shrink, expand and both, over the segments of a plan, for 16- and 32-bit dtypes.
 
 A part (one thread's share) owns whole blocks of h and y, cut from the segments in proportion to
-their cost, so nothing is shared between threads and nothing is atomic. The kernel shares out the
-work and finds the weights; what reads them are routines (`kernels_short`, `kernels_long`), each
-compiled for its dtypes and called through its address. A sum over the inputs runs in 16 lanes, 32
-inputs at a time, and one over the rank in two (even and odd columns of b), whatever the routine.
+their cost, so threads share nothing and need no atomics. The kernel shares out the work and finds
+the weights. Routines (`kernels_short`, `kernels_long`), each compiled for its dtypes and called
+through its address, read them. Every routine sums over the inputs in 16 lanes, 32 inputs at a time,
+and over the rank in two lanes (even and odd columns of b).
 
 x and y are (address, bytes from row to row, address of the row of each position), h has the bytes
 from slice to slice behind its address; a segment is a key and a range of positions.
@@ -41,7 +41,7 @@ SLOT_MASK = (1 << EXPERT_BITS) - 1
 
 
 class Call(NamedTuple):
-    """What a kernel is called with, as int64 one after the other."""
+    """The arguments of a kernel, as int64 one after the other."""
 
     first: int  # SHRINK, GATHER or 0
     routines: int  # address of the fields of a `Routines`
@@ -124,11 +124,11 @@ def entry() -> Any:
 
 @function
 def share_of(call, layer):
-    """Return this thread's part of how many, the barrier between the halves or 0, and segments.
+    """Return (part, parts, barrier, low, high): the share of this thread.
 
-    Where `whole` is set a thread does both halves of its own segments, of which the first and the
-    last + 1 are returned; else it does a part of every segment, 0 to -1, and all threads end the
-    first half before one begins the second.
+    With `whole` it does both halves of segments low to high - 1, as part 0 of 1, without a barrier.
+    Else it does part `part` of `parts` of every segment (low 0, high -1), and all threads meet at
+    the barrier between the halves, unless there is one thread or no first half (barrier 0).
     """
     if call.threads == 1:
         return 0, 1, 0, 0, -1
@@ -159,7 +159,7 @@ def own_segments(part, parts, layer, segments, count):
 
 @function
 def segment_cost(layer, segment):
-    """Return what a segment costs, in some unit."""
+    """Return the cost of a segment, in arbitrary units."""
     key, start, stop = v.fields(Segment, segment)
     cost = 0
     for s in range(layer.num_slices):

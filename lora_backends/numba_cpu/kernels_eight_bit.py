@@ -1,9 +1,14 @@
 """Shrink and expand for 8-bit stacks: one set of kernels for every dtype and every block of scales.
 
-All segments take the way of the long ones: rows of A and tiles of B are widened, multiplied by
-their scales and stored as float32, and so are rows of x and tiles of y. The innermost loops meet
-nothing but float32: dtypes are asked for once a row, and no kernel is compiled for each. What comes
-next in memory is fetched while the present is widened.
+int8 with a scale per row is widened in registers: A in segments below `LONG_SEGMENT` tokens, B in
+segments of any length where the layer has no output_scales. The scales of A multiply h, those of B
+the sums of a column.
+
+All else takes the way of long segments of 16 bits: rows of A and tiles of B are widened, multiplied
+by their scales and stored as float32. While one row is widened, the next is prefetched.
+
+Both work on float32 copies of x, and of y unless it is float32 already. So the innermost loops meet
+no other dtype of x and y, and kernels are compiled once for all of them.
 """
 
 # numba infers the types of kernels
@@ -400,7 +405,7 @@ def expand_part(part, parts, call, layer, routines, low, high):
 
 @function
 def stored_of(call, layer, item, key, to_y):
-    """Return how B is stored and scaled, and what y is."""
+    """Return the dtype and the scales of B, the dtype of y, and where y is copied to."""
     at, (step, other), (rows, columns) = b_scales_of(layer, item, key)
     return layer.stored, at, step, other, rows, columns, call.y_dtype, to_y
 

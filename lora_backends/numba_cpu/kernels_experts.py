@@ -1,4 +1,4 @@
-"""What experts add to the kernels: pairs in groups of one slot and expert, and sums over pairs."""
+"""Two kernels for experts alone: one groups pairs by slot and expert, one sums over pairs."""
 
 # numba infers the types of kernels
 # ruff: noqa: ANN001, ANN003, ANN201, ANN202
@@ -22,7 +22,7 @@ LANES = v.LANES
 
 
 class Grouping(NamedTuple):
-    """What `run_grouping` is called with, as int64 one after the other; arrays by address."""
+    """The arguments of `run_grouping`, as int64 one after the other; arrays by address."""
 
     given: int  # [num_tokens, top_k]: the expert of each pair as the router names it
     given_size: int  # bytes of an element, 4 or 8; then strides in bytes
@@ -46,7 +46,7 @@ class Grouping(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """What `run_reduction` is called with, as int64 one after the other; arrays by address."""
+    """The arguments of `run_reduction`, as int64 one after the other; arrays by address."""
 
     threads: int
     thread_num: int

@@ -102,11 +102,10 @@ def shrink_long(kind: Any) -> Any:
 
 @function
 def next_block(size, rows, count, x, j, k):
-    """Return what to fetch during a block: rows of a that come next, this block's share of x.
+    """Return the next rows of a and this block's share of the next x, to be fetched meanwhile.
 
-    That is the address of the next rows of a, how many they are, the bytes between them and the
-    lines of each, then the first and last + 1 of the lines of each row of x, and x as of the next
-    chunk.
+    Of a: the address, the number of rows, the bytes between them and the lines of each. Of x: the
+    first and last + 1 of the lines of each row, then x as of the next chunk.
     """
     a, a_row, n = rows
     lines = min(n - k, LONG_CHUNK) * size // LINE
@@ -296,7 +295,7 @@ def fetch_ahead(y, first, end, t, offset, width):
 
 @inlined
 def stored_sums(tiles, stored, h_rows):
-    """Return what `b_sums` of the short segments returns, from the stored columns of b."""
+    """Return the sums of `b_sums` of the short segments, from the stored columns of b."""
     columns, paired, rank = stored
     sums = v.zeros(v.zeros(tiles, (0, 0)), h_rows)
     step = LINE * len(tiles)

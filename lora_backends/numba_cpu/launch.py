@@ -35,8 +35,8 @@ class Kernel:
 
     run: Callable[[bytes], None]
     address: int  # for OpenMP
-    compiled: Any  # what keeps the machine code
-    table: Table | None = None  # of what it calls; another thread may replace it in its cache
+    compiled: Any  # keeps the machine code alive
+    table: Table | None = None  # keeps its routines alive: another thread may replace a cached one
     routines: int = 0  # address of its entries
 
 

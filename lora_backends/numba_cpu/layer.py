@@ -90,7 +90,7 @@ class Located:
     dtype: torch.dtype  # of A and B
     num_slices: int  # of h
     layer: Ints  # the fields of a `Layer`
-    slices: Ints  # what its first field points to
+    slices: Ints  # its first field points here
     address: int  # of `layer`
     needs: int  # the flags of `needs` that weights have
     bytes_read: int  # of A and B, per active slot, if every rank were max_rank

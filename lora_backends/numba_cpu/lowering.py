@@ -1,4 +1,4 @@
-"""What vectors become in LLVM: instructions that a builder is told to add, on its values."""
+"""Lowers operations on vectors to LLVM: each function lets a builder add instructions."""
 
 # mypy: disable-error-code="import-untyped, misc"
 
@@ -275,6 +275,6 @@ def prefetch_line(builder: Any, address: Any) -> None:
 
 
 def call_function(builder: Any, address: Any, result: Any, *args: Any) -> Any:
-    """Return what the C function at an address, of these arguments, returns."""
+    """Call the C function at an address with these arguments; return its result."""
     signature = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(builder.inttoptr(address, signature.as_pointer()), args)

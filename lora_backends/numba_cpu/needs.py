@@ -1,4 +1,4 @@
-"""What a call needs of the compiled routines: flags that add up, cheap to combine in every call."""
+"""Flags that say which compiled routines a call needs; a call combines them by a cheap `|`."""
 
 from __future__ import annotations
 

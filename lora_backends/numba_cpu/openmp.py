@@ -27,7 +27,7 @@ class OpenMP:
 def torch_openmp() -> OpenMP | None:
     """Return the OpenMP in this process, or None where it has no such entry points."""
     names = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
-    for library in (None, torch._C.__file__):  # what all may use comes first, as it does for torch
+    for library in (None, torch._C.__file__):  # global symbols come first, as they do for torch
         try:
             loaded = ctypes.CDLL(library)
             parallel: Any = loaded.GOMP_parallel

@@ -26,9 +26,9 @@ NO_SCALES = _ONE.ctypes.data, 0  # the factor of every row
 
 
 class Work(NamedTuple):
-    """What both halves of a call run over: a segment is a key and a range of positions.
+    """The segments of both halves of a call: each is a key and a range of positions.
 
-    Each array is named by its address. The row of x, h or y at a position stands in `..._order`.
+    Arrays are given by their addresses. `..._order` has the row of x, h or y at each position.
     """
 
     a_count: int  # segments of the first half
@@ -49,7 +49,7 @@ PACK_WORK = struct.Struct(f"{len(Work._fields)}q").pack
 
 
 class Job(NamedTuple):
-    """What `launch.run` takes besides tensors; a `NumbaPlan` has all attributes but the last."""
+    """The plan of `launch.run`, for experts; a `NumbaPlan` has all attributes but the last."""
 
     packed_work: bytes  # a `Work`
     halves_match: bool  # whether both halves run over the same segments
@@ -57,7 +57,7 @@ class Job(NamedTuple):
     num_positions: int  # of the second half
     h_rows: int  # of h
     needs: int  # LONG or 0
-    buffer: Ints  # what addresses of the work point into; another thread may group pairs anew
+    buffer: Ints  # keeps alive what the work points into: another thread may group pairs anew
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ class Groups(NamedTuple):
     """The live pairs of a routing, sorted by slot, then expert, then position."""
 
     made_for: Work  # the plan's, which a refill replaces
-    buffer: Ints  # what the addresses below point into
+    buffer: Ints  # the addresses below point into it
     num_pairs: int
     pairs: int  # address of [num_pairs] int64: t * top_k + j
     tokens: int  # address of [num_pairs] int64: t
@@ -126,7 +126,7 @@ def _group(routing: NumbaRouting, given: torch.Tensor, expert_map: torch.Tensor 
 def job_of(
     routing: NumbaRouting, weights: ExpertWeights, rows: str, scales: torch.Tensor | None
 ) -> Job:
-    """Return what a call runs over; `scales` are the factors of the pairs, or None.
+    """Return the job of a call; `scales` are the factors of the pairs, or None.
 
     Where experts share an A, the first half shrinks each token once (or each slot's pairs
     together), and the pairs read the token's h. Where they share B, rank and scaling, the second

@@ -11,10 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
-    """Return what a table of separate tensors has for slice s.
+    """Return the entry of slice s in a table of separate tensors, in elements.
 
-    That is the distance of its tensor from the first slice's, and the strides of slots and rows,
-    in elements. Each is a multiple of ALIGN, so that loads stay wide.
+    It has the distance of the slice's tensor from the base, and the strides of slots and rows. Each
+    is a multiple of ALIGN, so that loads stay wide.
     """
     at = slices_ptr + s * 3
     own = tl.load(at, mask=mask, other=0)
@@ -234,13 +234,15 @@ def group_of(index, SIZE: tl.constexpr):
 def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr, IN_PLACE: tl.constexpr = False):
     """Return stored values in a wider dtype, exactly.
 
-    IN_PLACE: before the values are laid out for a product. Behind a load from global memory that
-    layout is made in shared memory, where single bytes are slow to store and load.
+    STORAGE is 0 for values that are not widened; 1 for int8, 2 for float8_e4m3fn and 3 for
+    float8_e5m2 on any device; 4, 5 and 6 for the same on CUDA devices of capability 9.0 and later,
+    where inline PTX converts four values at a time. float8 comes as int8. 2 and 3 decode its bits,
+    because not every device converts it: e5m2 is the upper half of a float16, and e4m3fn becomes a
+    float16 whose exponent is 8 too low.
 
-    STORAGE is 0 for values stored as they are, 1 for int8, 2 for float8_e4m3fn, 3 for float8_e5m2;
-    4, 5 and 6 for these on a CUDA device of capability 9.0 or later. float8 comes as int8 and is
-    decoded by its bits, since not every device converts it: e5m2 is the upper half of a float16,
-    e4m3fn one with three bits of mantissa and an exponent 8 too low.
+    IN_PLACE widens in the layout of the load, before Triton lays the values out for the product.
+    Behind a load from global memory Triton does that through shared memory, where single bytes are
+    slow to store and load.
     """
     if STORAGE == 0:
         return raw.to(dtype)
@@ -265,7 +267,7 @@ def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr, IN_PLACE: tl.conste
 
 @triton.jit
 def _bfloat16_of_int8(raw, PURE: tl.constexpr):
-    """Convert four at a time, without the conversion unit, which has an eighth of the rate.
+    """Convert four at a time by bit operations: the conversion unit has an eighth of their rate.
 
     With the byte v below 0x43, the bits 0x4300 | (v & 127) are 128 + (v & 127), and
     0x4300 | (v & 128) are 128, or 256 where v is negative: their difference is v. No instruction

@@ -1,4 +1,4 @@
-"""What `triton` and `csgmv` do alike: a shrink and an expand launch per layer."""
+"""The base class of `triton` and `csgmv`: a shrink and an expand launch per layer."""
 
 from __future__ import annotations
 

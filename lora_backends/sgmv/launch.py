@@ -35,13 +35,13 @@ INVARIANT_BATCH = (64, 8)
 """A batch-invariant backend takes the sizes for this many tokens and active slots, always."""
 
 Form = Literal["linear", "overlapped", "separate", "embedding"]
-"""What h is between the kernels. linear: partial sums, rounded before the second product;
-overlapped: the same, on two streams; separate: a row for every token, exact, as callers of
-`run_lora_a` see it; embedding: one plane."""
+"""The form of h between the kernels. linear: planes of partial sums, their sum rounded before the
+second product; overlapped: the same, on two streams; separate: a row for every token, float32, as
+callers of `run_lora_a` see it; embedding: one plane."""
 
 
 class Options(NamedTuple):
-    """What a backend fixes for all of its launches."""
+    """Options of a backend, equal in all of its launches."""
 
     engine: Any  # the class, which names the entry kernels; a module cannot be copied or pickled
     precision: str  # of float32 products, as `tl.dot` names it
@@ -65,7 +65,7 @@ class Kernels(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What an expand does to the sum of y and delta, or to the delta, of a layer and a plan."""
+    """Which further factors and terms an expand applies."""
 
     bias: bool
     output_scales: bool
@@ -229,8 +229,8 @@ def _expand_kernel(
     options: Options,
 ) -> SpecializedKernel:
     columns = column_programs(output_slices, tiles)
-    # Two programs fit on a multiprocessor with TMA. Widening B takes 138 registers, and then one
-    # fits; ptxas gets by with 126 without spills.
+    # With 128 registers or fewer, two programs of 8 warps fit on a multiprocessor. A kernel that
+    # widens B behind TMA takes 138 if ptxas may choose, and 126, without spills, under this limit.
     widens = storage.kind > 0 and tiles.num_stages > 1 and tiles.num_warps == 8
     group = 16 if storage.kind and layer.max_rank % 16 == 0 else 8  # ranks of a wide load
     constants = {
@@ -364,7 +364,7 @@ def expand(
     """
     located, sizes = located_b(weights), kernel.constants
     bias, scales, of_tokens = weights.bias, weights.output_scales, plan.token_scales
-    # stands, too, for what layer and plan do not have and the kernel not read
+    # also passed for the tensors that the layer or the plan lacks: the kernel does not read those
     b = stored_bytes(located.base)
     tma = None
     if sizes["STAGES"] > 1:

@@ -46,7 +46,7 @@ class SgmvPlan(CachingPlan):
     packed: torch.Tensor  # [size] int32, on the device; the tables are views of it
     has_room: bool = field(default=False, kw_only=True)  # whether it was made with `capacity`
     is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the plan
-    cut: tuple[int, ...] = field(default=(), kw_only=True)  # what kernels were last chosen by
+    cut: tuple[int, ...] = field(default=(), kw_only=True)  # sizes that the kernels follow from
     refills: int = field(default=0, kw_only=True)  # how often the tables were written
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class SgmvPlan(CachingPlan):
         self.packed.copy_(staged.tensor, non_blocking=True)
 
     def sizes_key(self, batch: LoRABatch) -> tuple[int, int]:
-        """Return what kernels are chosen by besides the tile; like batches repeat calls."""
+        """Return the sizes that kernels follow from besides the tile: like batches repeat calls."""
         return bucket(batch.num_tokens), bucket(self.active_slots)
 
     def may_cut_anew(self) -> bool:
@@ -153,7 +153,7 @@ class Staged(NamedTuple):
 
 
 def bucket(count: int) -> int:
-    """Return the power of two at or above a count: what tile sizes are cached by."""
+    """Return the power of two at or above a count: the key under which tile sizes are cached."""
     return 1 << max(0, count - 1).bit_length()
 
 

@@ -20,7 +20,7 @@ class Storage(NamedTuple):
 
 PLAIN = Storage()
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
-_BY_PTX = 3  # further on
+_BY_PTX = 3  # from a kind to the same with conversions in PTX
 WIDE = {
     None: None,
     torch.float16: tl.float16,
@@ -40,5 +40,5 @@ def storage_kind(stored: torch.dtype, programmatic: bool = False) -> int:
 
 
 def stored_bytes(stack: torch.Tensor) -> torch.Tensor:
-    """Return a float8 stack as int8, since kernels decode its bits."""
+    """Return an 8-bit stack as int8: kernels load bytes, and `widened` converts them."""
     return stack.view(torch.int8) if stack.dtype in _KINDS else stack

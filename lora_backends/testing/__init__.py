@@ -1,4 +1,4 @@
-"""The conformance kit: what a backend has to keep, as properties, strategies and assertions.
+"""The conformance kit: the rules of a backend as properties, strategies and assertions.
 
 ``verify("my_backend")`` runs all of it; it needs ``pip install lora-backends[test]``.
 """

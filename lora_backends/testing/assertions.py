@@ -14,7 +14,7 @@ def assert_close(actual: torch.Tensor, expected: Expected, inputs: LoRAInputs) -
     Args:
         actual: y, [num_tokens, out_features], or h, [num_slices, num_tokens, max_rank].
         expected: value and bound, of the same shape.
-        inputs: what the call was given, to name slot, slice and rank.
+        inputs: of the call, to name slot, slice and rank.
 
     Raises:
         AssertionError: names the worst element, both values, error and bound.

@@ -20,7 +20,7 @@ LARGEST_EXACT = 256
 
 
 class ReproducibleCase:
-    """What cases of dense layers and of experts have in common; both are dataclasses."""
+    """The base of cases of dense layers and of experts, which are dataclasses."""
 
     slots: tuple[int, ...]
     ranks: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Stacks of 8 bits for cases: stored values and scales, and what stands where none is read."""
+"""Stacks of 8 bits for cases: stored values and scales, and the filling that none may use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lora_backends.eight_bit import ScaleBlock, b_row_groups, groups_of
 from lora_backends.testing.inputs import guarded
 
 ANY_BYTE = 0x7F
-"""What stands beyond ranks and around stacks: NaN of both float8, the largest of int8."""
+"""The byte beyond ranks and around stacks: NaN in both float8, the largest value of int8."""
 
 _UNITS = {torch.int8: 40.0, torch.float8_e4m3fn: 16.0, torch.float8_e5m2: 16.0}
 

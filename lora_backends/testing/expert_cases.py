@@ -85,7 +85,7 @@ class ExpertCase(ReproducibleCase):
     shared_b: bool = False  # all experts have one lora_b
     interleaved: bool = False  # column o belongs to slice o % num_slices
     mapped: bool = False  # ids are given as global ones, with an expert_map
-    rows: Literal["tokens", "pairs"] = "tokens"  # what has a row of x
+    rows: Literal["tokens", "pairs"] = "tokens"  # whether each token or each pair has a row of x
     weighted: bool = False
     reduce: bool = False
     dtype: torch.dtype = torch.float32  # of x and the weights

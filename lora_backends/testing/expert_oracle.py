@@ -1,4 +1,4 @@
-"""What a result of experts must be: each pair is a token of a dense layer, one slot per expert.
+"""The right result of experts: each pair is a token of a dense layer, one slot per expert.
 
 The bound of the dense oracle is that of a pair. The router's weight adds one rounding, the scale of
 the token another, and a sum over k pairs at most k - 1 additions. base_output adds two operations,

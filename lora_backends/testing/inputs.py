@@ -1,4 +1,4 @@
-"""What one call of a backend takes, made so that a wrong access shows.
+"""The arguments of one call of a backend, laid out so that a wrong access shows.
 
 Every tensor is a view inside a larger buffer: a read past it meets NaN, a write past it changes
 a sentinel.
@@ -17,7 +17,7 @@ from lora_backends.eight_bit import b_row_groups, spread
 from lora_backends.weights import LoRAWeights
 
 SENTINEL = 77.0
-"""What stands around a y; adding anything to it shows, at every dtype."""
+"""The value around a y; adding anything to it shows, at every dtype."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -18,7 +18,7 @@ Case: TypeAlias = LoRACase | ExpertCase
 
 
 class Kind(NamedTuple):
-    """What the suite needs to know of a kind of cases."""
+    """A kind of cases, as the suite draws it and reads it back."""
 
     strategy: Callable[..., SearchStrategy[Any]]  # of (dtypes, *, profile, ...)
     edges: Mapping[str, Callable[[Any], bool]]  # name to the predicate on a case

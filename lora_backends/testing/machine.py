@@ -123,7 +123,7 @@ class Flight:
 
 
 class Observer(Protocol):
-    """Who is told of every run of the machine, and of the steps of those that fail."""
+    """Is told of every run of the machine, and of the steps of those that fail."""
 
     def begin(self) -> None:
         """Note that a run begins."""

@@ -1,4 +1,4 @@
-"""What a result must be: float64 with a bound on the error, or exact for small integers.
+"""The right result: in float64 with a bound on the error, or exact for small integers.
 
 The formula is that of the interface, written as a gather over tokens; no backend is used. The
 derivation of the bound is in docs/explanation/numerics.md.
@@ -21,7 +21,7 @@ _UNIT_ROUNDOFF = {
     torch.float32: 2.0**-24,
     torch.float64: 2.0**-53,
 }
-_SMALLEST = {  # what an underflow may lose; denormals count as lost but for float16
+_SMALLEST = {  # most that an underflow loses; except in float16, denormals count as lost
     torch.float16: 2.0**-24,
     torch.bfloat16: 2.0**-126,
     torch.float32: 2.0**-126,
@@ -95,7 +95,7 @@ def expected_expand(
 
 
 def _start(weights: LoRAWeights, batch: LoRABatch, base_output: torch.Tensor | None) -> Expected:
-    """Return what a call adds to."""
+    """Return the value that a call adds to: base_output, or zeros."""
     zeros = torch.zeros(batch.num_tokens, weights.out_features, dtype=torch.float64, device="cpu")
     return Expected(zeros if base_output is None else base_output.detach().cpu().double(), zeros)
 
@@ -157,7 +157,7 @@ def _finish(
 
 
 def rounding_bound(value: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what one rounding to `dtype` adds to the bound of a value."""
+    """Return the error that one rounding to `dtype` adds to the bound of a value."""
     return _UNIT_ROUNDOFF[dtype] * (value.abs() + bound) + _SMALLEST[dtype]
 
 

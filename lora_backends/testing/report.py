@@ -1,4 +1,4 @@
-"""What `verify` found: one result per property, as text and as JSON."""
+"""The report of `verify`: one result per property, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class PropertyResult:
-    """What one property said about a backend."""
+    """The result of one property on a backend."""
 
     name: str
     rule: str

@@ -101,14 +101,14 @@ def tables(values: SearchStrategy[Any], *shape: int) -> SearchStrategy[Any]:
 
 
 def drawn_if(draw: DrawFn, is_allowed: bool, fixed: bool | None) -> bool:
-    """Return what is fixed, else a drawn bool where it may be True."""
+    """Return `fixed`, unless it is None; then a drawn bool where True is allowed."""
     if fixed is None:
         return is_allowed and draw(st.booleans())
     return fixed
 
 
 def drawn_split(draw: DrawFn, is_allowed: bool, fixed: str | None) -> Split:
-    """Return what is fixed, else which stacks are tuples, where that is allowed."""
+    """Return `fixed`, unless it is None; then drawn stacks that are tuples, where allowed."""
     if fixed is None:
         return draw(st.sampled_from(SPLITS)) if is_allowed else ""
     return cast(Split, fixed)

@@ -276,7 +276,7 @@ def _failure(attempt: _Attempt, error: Exception, case: str) -> Failure:
 
 
 def _message(error: Exception) -> str:
-    """Return what an assertion says; for another exception, its type and where it was raised."""
+    """Return the message of an assertion; of other exceptions, the type and where it was raised."""
     if isinstance(error, AssertionError):
         return str(error)
     last = traceback.extract_tb(error.__traceback__)[-1]

@@ -18,8 +18,9 @@ class TritonBackend(SgmvBackend):
     """Shrinks and expands with two Triton kernels over tiles of tokens that share a slot.
 
     Tokens are sorted by slot once per batch. A program takes one tile, so few programs read each
-    adapter's A and B, and it reads no further than the adapter's own rank. The shrink writes
-    partial sums that the expand adds up in order, so results are deterministic.
+    adapter's A and B. It computes with nothing beyond the adapter's own rank, and loads next to
+    nothing there. The shrink writes partial sums that the expand adds up in order, so results are
+    deterministic.
 
     `run_linear` rounds h to the dtype of the weights between the two products; `run_lora_a` and
     `run_lora_b` keep it in float32. With float16 weights, h beyond 65504 overflows in run_linear.

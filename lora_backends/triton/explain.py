@@ -17,8 +17,8 @@ _LEGEND = (
     "has one row of programs per tile. A program of the shrink takes a block of the stacked rows "
     "of A (each slice padded to a power of two of at least 16 ranks) and a part of the inputs; a "
     "program of the expand takes some columns of one slice. Empty places, ranks beyond the "
-    "adapter's own and columns beyond the layer are masked: they are not read from memory, but "
-    "they occupy lanes."
+    "adapter's own and columns beyond the layer are masked: they cost next to no memory traffic, "
+    "but they occupy lanes."
 )
 
 

@@ -1,4 +1,4 @@
-"""What a layer runs, and the one operation that stands for it in compiled programs.
+"""Runs a layer of vLLM, in compiled programs as one operation.
 
 The operation takes the first stack of a layer in the layer's place. It is an input that vLLM's
 compiler treats like any weight, so equal layers share one compiled program, and a program that is

@@ -21,7 +21,7 @@ instead of 7.8 us at 8 rows of 8 adapters, but 7.5 instead of 7.1 us at 64 (docs
 
 
 class _Room:
-    """A plan for up to `capacity` rows, and whether it holds the batch of now."""
+    """A plan for up to `capacity` rows, and whether it holds the current batch."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -16,7 +16,7 @@ OLDEST = (0, 26)
 """The first version of vLLM whose interface for LoRA the wrapper implements."""
 
 WRAPPER = "lora_backends.integrations.vllm.wrapper.BackendWrapper"
-"""What vLLM imports and instantiates in place of its own wrapper."""
+"""The class that vLLM imports and instantiates in place of its own wrapper."""
 
 
 def activate() -> None:
@@ -56,7 +56,7 @@ def backend_asked_for() -> str:
     """
     name = os.environ.get(VLLM_VARIABLE, "")
     if name != AUTO and name not in backend_names():
-        backend_class(name)  # raises what names all that are registered
+        backend_class(name)  # its error lists the registered names
     return name
 
 

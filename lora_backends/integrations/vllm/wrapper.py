@@ -20,11 +20,11 @@ from lora_backends.integrations.vllm.plans import Plans
 from lora_backends.selection import get_backend
 
 NEEDED = frozenset({features.CAPACITY, features.SLICE_TENSORS})
-"""What a backend must have: vLLM pads x without telling, and keeps a tensor per slice."""
+"""Features that a backend must have: vLLM pads x without telling, and keeps a tensor per slice."""
 
 
 class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dependency
-    """Holds the batch of now, and runs vLLM's LoRA layers on it.
+    """Holds the current batch, and runs vLLM's LoRA layers on it.
 
     vLLM makes one for a model, announces each batch to it by `update_metadata`, and calls it from
     each layer. What it does not take over runs on vLLM's own wrapper, which it makes when the
@@ -51,7 +51,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         prompts.follow()
         self._arguments = (max_num_batched_tokens, max_batches, device), kwargs
-        self._own: Any = None  # vLLM's own wrapper, for what is not taken over
+        self._own: Any = None  # vLLM's own wrapper, for layers that are not taken over
         self._announced: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         num_slots = kwargs["lora_config"].max_loras
         backend = get_backend(plugin.backend_asked_for(), device=device)
@@ -173,7 +173,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Add what h, which is x, expands to, to the columns of y from `offset_start` on."""
+        """Expand h, which vLLM passes as x, into the columns of y from `offset_start` on."""
         self._clear(y, output_slices, offset_start, add_inputs, kwargs)
         run(_rows(y), x, lora_b_stacked[0], operation.EXPAND, offset_start)
         return y
@@ -294,7 +294,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         """Return vLLM's own wrapper, which follows the batch from now on.
 
         Args:
-            reason: what is not taken over, for the log.
+            reason: names the layers that are not taken over, for the log.
         """
         if self._own is None:
             module, _, name = plugin.own_wrapper_name().rpartition(".")
@@ -307,7 +307,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         return self._own
 
     def __getattr__(self, name: str) -> Any:
-        """Return what vLLM looks for in its own wrapper beside its experts."""
+        """Return an attribute of vLLM's own wrapper, which vLLM reads where it runs the experts."""
         own = self.__dict__.get("_own")
         if own is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -319,7 +319,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_plain(scale: float, buffer: Any = None) -> None:
-    """Refuse what no caller in vLLM passes: a scaling beside B, or memory for h."""
+    """Refuse arguments that no caller in vLLM passes: a scaling beside B, or memory for h."""
     if scale != 1.0 or buffer is not None:
         raise UnsupportedInputError(
             f"LoRA with a scale or a buffer of the caller's is not supported\n"

@@ -21,7 +21,7 @@ from lora_backends.sgmv.tiles.sizes import column_programs, padded_rank
 
 
 class Options(NamedTuple):
-    """What a backend fixes for all of its launches."""
+    """Options of a backend, equal in all of its launches."""
 
     precision: str  # of float32 products, as `tl.dot` names it
     programmatic: bool  # whether a kernel launches before the one in front has ended
@@ -29,7 +29,7 @@ class Options(NamedTuple):
 
 
 class Site(NamedTuple):
-    """What the kernels of a site are compiled for, besides sizes."""
+    """The constants of a site's kernels, besides tile sizes."""
 
     shape: SiteShape
     slices: tuple[int, ...]  # widths that the expand tells apart; one where a single A feeds all
@@ -204,7 +204,7 @@ def site_of(
     by_pair: bool,
     weighted: bool,
 ) -> Site:
-    """Return what the kernels of a site are compiled for; `dtype` is that of x."""
+    """Return the site of a call: the constants of its kernels; `dtype` is that of x."""
     shared = weights.lora_a.shape[1] == 1 and routing.tokens is not None and not by_pair
     if weights.a_scales is not None:  # a row of h is shared only with its scale
         shared = shared and weights.a_scales.shape[1] == 1
@@ -235,7 +235,7 @@ def site_of(
 
 
 def with_scales(site: Site, storage: Storage, widths: tuple[int, ...], spread: bool) -> Site:
-    """Return the site of 8-bit stacks; `widths` are those of all slices, whatever feeds them."""
+    """Return the site of 8-bit stacks; `widths` has all slices, also where one A feeds them."""
     groups = b_row_groups(widths, storage.block)
     return site._replace(
         storage=storage,

@@ -44,7 +44,7 @@ class SgmvRouting(ExpertRouting):
     order: torch.Tensor  # [num_tokens * top_k] int32, the pair at every place
     tiles: torch.Tensor  # [max_tiles, 8] int32; three values are unused
     count: torch.Tensor  # [1] int32, tiles in use
-    scratch: tuple[torch.Tensor, ...]  # what sorting keeps between launches
+    scratch: tuple[torch.Tensor, ...]  # counters and keys that the sort keeps between launches
     tokens: SgmvRouting | None  # the tokens sorted by slot, for an A that all experts share
     refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
 
@@ -68,7 +68,7 @@ def make_routing(
         plan: of the tokens.
         topk_ids: the choice, for its shape and device.
         num_experts: of this rank.
-        fixed: what sizes follow from, whatever the batch; None: what a uniform router would do.
+        fixed: the shape that tile sizes follow from in every batch; None: that of a uniform router.
     """
     tokens, top_k = topk_ids.shape
     if fixed is None:

@@ -73,7 +73,7 @@ class SiteShape:
     in_features: int
     out_features: int
     widest: int  # columns of the widest slice that the expand tells apart
-    item_bytes: int  # bytes of one weight: 2, or 4 for float32
+    item_bytes: int  # of a value of x, to which 8-bit weights are widened: 2, or 4 for float32
     general: bool  # interleaved columns, or ranks beyond one product
 
     @property
@@ -135,7 +135,8 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape) -> SiteTiles:
 
     Twice as many inputs a step keep as many bytes in flight, unless a step is mostly beyond the
     inputs, or programs are so few that they wait for one load anyway. As for dense layers, blocks
-    of 16 ranks are 256 columns wide where a product takes them, and B does not come through TMA.
+    of 16 ranks are 256 columns wide where a product takes them. Unlike there, B never comes through
+    TMA: `expand_tma` of experts does not widen.
     """
     shrink, expand, rows = tiles.shrink, tiles.expand, tiles.expand_rows
     if site.item_bytes == 4:

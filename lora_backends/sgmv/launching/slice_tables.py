@@ -75,7 +75,8 @@ def _as_stack(
 ) -> Located | None:
     """Return tensors at equal distances as a stack; None where they are not.
 
-    Slices of B follow each other in the columns of a stack, which only one slice does as it is.
+    In a stack the slices of B follow each other as columns, so a tuple of B is one only if it has a
+    single slice.
     """
     first, size = tensors[0], tensors[0].element_size()
     slot_stride, row_stride, _ = first.stride()

@@ -28,9 +28,10 @@ def has_tma(device: torch.device) -> bool:
 def allows_tma(lora_b: Located, max_rank: int, max_rows: int) -> bool:
     """Return whether B can be loaded through TMA by a grid of up to `max_rows` rows.
 
-    B of all slots and slices must form one matrix of values of 8 or 16 bits, its rows aligned, with
-    any distance between slots and slices. Where slices are tensors of their own, a block must not
-    reach beyond a slice, since the memory behind it may be nobody's: the launch sees to that.
+    B of all slots and slices must form one matrix of 8- or 16-bit values with aligned rows; slots
+    and slices may lie at any distance. If slices are separate tensors, a block must not reach
+    beyond a slice, because the memory behind it may be unmapped: `launch` then takes TMA only where
+    blocks divide the slices.
     """
     base = lora_b.base
     slot_stride, row_stride = base.stride()[0], base.stride()[1]
@@ -66,7 +67,7 @@ def descriptor(lora_b: Located, max_rank: int, block_c: int, block_r: int) -> An
 
 @dataclass(frozen=True)
 class _Address:
-    """What a launch asks a descriptor's tensor for."""
+    """Stands for a descriptor's tensor: a launch asks it for no more than this."""
 
     address: int
     dtype: torch.dtype

@@ -148,7 +148,7 @@ def tile_faults(tiles: TileConfig, tile_tokens: int, layer: LayerShape) -> list[
 def _joint_faults(
     shrink: ShrinkTiles, expand: ExpandTiles, tile_tokens: int, layer: LayerShape
 ) -> list[str]:
-    """Return what is wrong with sizes that are allowed one by one."""
+    """Return the faults of sizes that are allowed one by one, but not together."""
     rank_pad, faults = padded_rank(layer.max_rank), []
     if shrink.block_k < MIN_DOT * shrink.warps_k:
         faults.append("shrink.block_k is less than 16 for each of shrink.warps_k")

@@ -27,7 +27,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured for one layer shape and batch."""
+    """The measurement of one layer shape and batch."""
 
     layer: LayerShape
     num_tokens: int

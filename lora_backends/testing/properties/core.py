@@ -1,4 +1,4 @@
-"""What a property is, and the registry that `verify` runs in order."""
+"""`Property`, and the registry that `verify` runs in order."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BY_CLAIM = "bit for bit on integers and where claimed, else within the bound"
 
 NONE: frozenset[str] = frozenset()
 SCALES = frozenset({TOKEN_SCALES, OUTPUT_SCALES})
-"""What cases of most properties may need."""
+"""Features that cases of most properties may need."""
 ANY_LAYER = SCALES | {SLICE_TENSORS, EIGHT_BIT}
 """The same for properties that do not look into lora_a and lora_b."""
 ANY_EXPERTS = frozenset({TOKEN_SCALES, EIGHT_BIT})
-"""What cases of experts may need."""
+"""Features that cases of experts may need."""
 
 
 @dataclass(frozen=True)

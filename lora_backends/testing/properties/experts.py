@@ -58,7 +58,7 @@ def experts(backend: LoRABackend, inputs: ExpertInputs, routing: Any | None = No
 
 
 def expected(backend: LoRABackend, inputs: ExpertInputs) -> Expected:
-    """Return what `experts` must return, for the intermediate dtype that the backend declares."""
+    """Return the right result of `experts`, for the intermediate dtype of the backend."""
     narrow = inputs.weights.compute_dtype if backend.narrow_intermediate else None
     return expected_experts(inputs, intermediate=narrow or torch.float32)
 

@@ -80,14 +80,14 @@ def _spread(weights: LoRAWeights, which: str) -> LoRAWeights:
 
 
 @prop(
-    "A layer without lora_b shrinks, one without lora_a expands, and no more.",
+    "A layer without lora_b runs run_lora_a alone, one without lora_a run_lora_b alone.",
     values="either",
     agreement=BY_CLAIM,
     examples=15,
     features=ANY_LAYER,
 )
 def halves_of_a_layer_run_alone(backend: LoRABackend, case: LoRACase) -> None:
-    """Whatever reads the other half is refused before anything is written."""
+    """Operations that read the missing half are refused before anything is written."""
     inputs = case.build(backend.device)
     plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
     only_a = replace(inputs.weights, lora_b=None, b_scales=None)

@@ -107,7 +107,7 @@ def _collect(value: Any, path: str, found: dict[str, int]) -> None:
 
 @prop("A refilled plan equals a fresh one.", values="either", agreement=BY_CLAIM, examples=13)
 def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> None:
-    """Nothing of the former batch is left, in a batch of any other composition."""
+    """A refilled plan keeps nothing of its former batch, whatever the new one."""
     inputs = case.build(backend.device)
     for former in compositions(case)[1:4]:
         plan = backend.prepare_batch(inputs.replace(slots=former).batch)

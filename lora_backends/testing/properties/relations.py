@@ -1,4 +1,4 @@
-"""How the results of two related calls are related, whatever the values.
+"""Relations between the results of two calls, for any values.
 
 On integer cases every relation holds bit for bit; on normal values it does where the backend
 claims it, and within the bound otherwise.
@@ -61,7 +61,7 @@ def rows_do_not_depend_on_the_batch(backend: LoRABackend, case: LoRACase) -> Non
 
 @prop("Permuting tokens permutes rows.", values="either", agreement=BY_CLAIM)
 def permuting_tokens_permutes_rows(backend: LoRABackend, case: LoRACase) -> None:
-    """Row for row the same result in another order of the batch."""
+    """Each row has the same result in a batch of another order."""
     inputs = case.build(backend.device)
     order = list(range(case.num_tokens))
     random.Random(case.seed).shuffle(order)

@@ -1,4 +1,4 @@
-"""What is written and what is returned: shape, dtype, identity, and everything left alone."""
+"""Which memory is written and which tensor is returned: shape, dtype, identity, and the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def results_have_the_promised_shape_and_dtype(backend: LoRABackend, case: LoRACa
             )
 
 
-@prop("base_output is added to in place and is itself what is returned.", examples=20, base=True)
+@prop("Operations add to base_output in place and return it.", examples=20, base=True)
 def base_output_is_returned_itself(backend: LoRABackend, case: LoRACase) -> None:
     """The object given is the object returned."""
     for operation, y, base in every_result(backend, case, case.build(backend.device)):
@@ -37,7 +37,7 @@ def base_output_is_returned_itself(backend: LoRABackend, case: LoRACase) -> None
             )
 
 
-@prop("Nothing outside the view that base_output is gets written.", examples=25, base=True)
+@prop("Where base_output is a view, nothing outside of it is written.", examples=25, base=True)
 def only_the_view_is_written(backend: LoRABackend, case: LoRACase) -> None:
     """Guard rows and columns around y keep their sentinels."""
     for _, _, base in every_result(backend, case, case.build(backend.device)):

@@ -26,7 +26,7 @@ from lora_backends.testing.properties.runs import (
 
 @dataclass(frozen=True, eq=False)
 class Roomy:
-    """What a call on a plan with room is given: the rows of a batch, and rows behind them."""
+    """The arguments of a call on a plan with room: the rows of a batch, and rows behind them."""
 
     inputs: LoRAInputs  # of the batch alone
     rows: int  # of x, h, token_ids and base_output, at least the tokens of the batch

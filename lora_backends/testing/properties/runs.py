@@ -1,4 +1,4 @@
-"""Running operations of a backend on the inputs of a case, and judging what comes out."""
+"""Runs operations of a backend on the inputs of a case, and checks their results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def linear(
 
 
 def expected(backend: LoRABackend, inputs: LoRAInputs) -> Expected:
-    """Return what `linear` must return, for the intermediate dtype that the backend declares."""
+    """Return the right result of `linear`, for the intermediate dtype that the backend declares."""
     return oracles.expected_linear(
         inputs.x,
         inputs.weights,
@@ -73,7 +73,7 @@ def expected(backend: LoRABackend, inputs: LoRAInputs) -> Expected:
 def expected_of(
     backend: LoRABackend, operation: Operation, inputs: LoRAInputs, h: torch.Tensor
 ) -> Expected:
-    """Return what an operation must return, whatever it reads; `h` as in `run`."""
+    """Return the right result of any operation; `h` as in `run`."""
     if operation.input is Input.TOKEN_IDS:
         return oracles.expected_embedding(
             inputs.token_ids,

@@ -84,7 +84,7 @@ def shrink_is_right(backend: LoRABackend, case: LoRACase) -> None:
 
 
 @prop(
-    "run_lora_b never reads h or lora_b beyond a rank.",
+    "run_lora_b makes no use of h or lora_b beyond a rank.",
     values="either",
     agreement=BY_CLAIM,
     features=ANY_LAYER,
@@ -120,7 +120,7 @@ def two_steps_equal_run_linear(backend: LoRABackend, case: LoRACase) -> None:
 
 
 def _register_case_of(operation: Operation) -> None:
-    """Add the property that an operation computes what the one does that it is a case of."""
+    """Add the property that a case of an operation, e.g. run_qkv, computes the same as it."""
 
     def check(backend: LoRABackend, case: LoRACase) -> None:
         inputs = case.build(backend.device)
@@ -165,7 +165,7 @@ def run_embedding_is_right(backend: LoRABackend, case: LoRACase) -> None:
 
 
 class _PoisonedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fills what `torch.empty` and its kin return with NaN, or with a large integer."""
+    """Fills the tensors that `torch.empty` and its kin return with NaN, or with a large integer."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -186,7 +186,7 @@ _EMPTY = (
 
 
 @prop(
-    "What torch.empty returns is written before it is read.",
+    "Memory from torch.empty is written before it is read.",
     values="either",
     agreement=BY_CLAIM,
     features=ANY_LAYER,

@@ -1,11 +1,13 @@
 """Wrong experts: matrices, pairs, routings and sums of others."""
 
+import copy
 from dataclasses import replace
 
 import torch
 
 from lora_backends.features import EIGHT_BIT
 from mutants.base import TwoSteps, caught_by
+from mutants.features import Featured, SecondAdapterForgotten
 
 
 class SeeingExperts(TwoSteps):
@@ -145,6 +147,27 @@ class ExpertSumsByBatchSize(SeeingExperts):
         return replace(weights, lora_a=weights.lora_a[..., self.order])
 
 
+@caught_by("experts_follow_a_plan_with_room")
+class RoutingKeepsThePlan(Featured):
+    """A routing keeps the tokens of its plan as they were when it was made."""
+
+    def prepare_experts(self, plan, *args, out=None):
+        kept = copy.copy(plan) if out is None else out.plan
+        return super().prepare_experts(kept, *args, out=out)
+
+
+@caught_by("run_experts_is_within_the_bound")
+class ExpertsWithoutTokenScales(Featured):
+    """Experts ignore the scales of tokens."""
+
+    def run_experts(self, x, weights, routing, base_output=None, **options):
+        kept, routing.plan.token_scales = routing.plan.token_scales, None
+        try:
+            return super().run_experts(x, weights, routing, base_output, **options)
+        finally:
+            routing.plan.token_scales = kept
+
+
 class UncheckedExperts(TwoSteps):
     """run_experts is put in place behind the checks, and writes before it fails."""
 
@@ -156,3 +179,4 @@ def _write_then_fail(self, x, weights, routing, base_output=None, **options):
 
 UncheckedExperts.run_experts = _write_then_fail
 caught_by("bad_experts_are_refused_before_anything_is_written")(UncheckedExperts)
+caught_by("experts_of_several_adapters_are_a_sum")(SecondAdapterForgotten)

@@ -1,6 +1,5 @@
 """Wrong plans with room, tensors per slice, halves, and scales of tokens and columns."""
 
-import copy
 from dataclasses import replace
 
 import torch
@@ -116,7 +115,6 @@ def _behind(name):
 SecondAdaptersScaleIgnored.prepare_batch = _behind("scale")
 caught_by("several_adapters_are_the_sum_of_single_runs")(SecondAdaptersScaleIgnored)
 SecondAdapterForgotten.prepare_batch = _behind("adapter")
-caught_by("experts_of_several_adapters_are_a_sum")(SecondAdapterForgotten)
 
 
 @caught_by("dora_equals_the_merged_weight")
@@ -206,27 +204,6 @@ class LongerBatchStays(Featured):
 
     def run_lora_b(self, h, weights, plan, base_output=None):
         return super().run_lora_b(h, weights, self.cut(plan, h.shape[1]), base_output)
-
-
-@caught_by("experts_follow_a_plan_with_room")
-class RoutingKeepsThePlan(Featured):
-    """A routing keeps the tokens of its plan as they were when it was made."""
-
-    def prepare_experts(self, plan, *args, out=None):
-        kept = copy.copy(plan) if out is None else out.plan
-        return super().prepare_experts(kept, *args, out=out)
-
-
-@caught_by("run_experts_is_within_the_bound")
-class ExpertsWithoutTokenScales(Featured):
-    """Experts ignore the scales of tokens."""
-
-    def run_experts(self, x, weights, routing, base_output=None, **options):
-        kept, routing.plan.token_scales = routing.plan.token_scales, None
-        try:
-            return super().run_experts(x, weights, routing, base_output, **options)
-        finally:
-            routing.plan.token_scales = kept
 
 
 @caught_by("tensors_per_slice_equal_the_stack")

@@ -176,7 +176,7 @@ def lora_expand_fp8(
 
 @dataclass(frozen=True)
 class _Mode:
-    """What shares a scale."""
+    """The groups of elements that share a scale."""
 
     name: str  # tensor, channel or block
     block: tuple[int | None, int | None]  # rows and columns of a matrix that share a scale
@@ -232,7 +232,7 @@ class _Mode:
         return torch.cat(self._of_slices(stacks, given), 1)
 
     def activation_scales(self, given: Any, tokens: int, width: int) -> torch.Tensor:
-        """Return what multiplies x or h: [1, 1], [tokens, 1] or [tokens, width]."""
+        """Return the factors of x or h: [1, 1], [tokens, 1] or [tokens, width]."""
         group = self.block[1] or 1
         axes = {
             "tensor": (1,),
@@ -246,7 +246,7 @@ class _Mode:
 
 
 def _shaped(name: str, scale: Any, axes: tuple[int, ...], mode: str) -> torch.Tensor:
-    """Return scales whose axes, but for those of 1, are the ones wanted."""
+    """Return scales as float32 of shape `axes`; those given may have other axes of size 1."""
     given = list(scale.shape) if isinstance(scale, torch.Tensor) else None
     wide = [size for size in axes if size != 1]
     if given is None or [size for size in given if size != 1] != wide:

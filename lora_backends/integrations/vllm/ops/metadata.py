@@ -1,4 +1,4 @@
-"""What the operators share: vLLM's metadata of a batch, and checks of its tensors."""
+"""Shared by the operators: vLLM's metadata of a batch, and checks of its tensors."""
 
 from __future__ import annotations
 
