@@ -124,7 +124,7 @@ def compile_kernel(found, dtype, target):
         options["num_stages"] = min(options["num_stages"], STAGES_ON_ROCM)
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
-        if name.isupper() or (name.endswith("_tma") and constants["STAGES"] == 1):
+        if name.isupper() or (name.endswith("_tma") and constants["STAGES"] <= 1):
             signature[name] = "constexpr"
         elif name.endswith("_tma"):
             signature[name] = f"tensordesc<{dtype}[{constants['BLOCK_C']}, {constants['BLOCK_R']}]>"

@@ -16,12 +16,16 @@ from lora_backends.sgmv.elements import (
     group_of,
     in_groups,
     load_b,
+    load_b_rows,
     load_b_scales,
     load_columns,
     load_h,
+    load_h_row,
     load_y,
     multiply,
     product,
+    row_product,
+    row_sums,
     scaled_product,
     slice_entry,
     store_y,
@@ -58,6 +62,12 @@ def columns_of(program, STARTS: tl.constexpr, FIRST_PROGRAMS: tl.constexpr, STRI
         first = tl.where(beyond, STARTS[i] + (program - FIRST_PROGRAMS[i]) * STRIDE, first)
         end = tl.where(beyond, STARTS[i + 1], end)
     return s, first, end
+
+
+@triton.jit
+def entry(values, t, i):
+    """Return element i of a block [T] of integers."""
+    return tl.sum(tl.where(t == i, values, 0))
 
 
 @triton.jit
@@ -134,21 +144,38 @@ def shrink_tile(
     )  # fmt: skip
     if STORAGE > 0 and GROUP_K == 0:  # one scale for a row of A: it multiplies the sum
         row_scale = tl.load(scale_rows, mask=used, other=0.0)
-    h = partial_sums(
-        x_rows, a_rows, scale_rows, has_token, used, part * (STEPS * BLOCK_K), in_features,
-        STORAGE, GROUP_K, BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
-    )  # [T, N] # fmt: skip
-    if STORAGE > 0 and GROUP_K == 0:
-        h *= row_scale[None, :]
     plane = NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
     h_columns = h_ptr + part * plane + s.to(tl.int64) * h_stride_s + r  # [N]
-    written = in_groups(r, rank, EVEN_R)  # zeros beyond the rank, up to the end of its group
-    mask = has_token[:, None] & written[None, :]
-    if FLAT > 0:
-        h = tl.where((r < rank)[None, :], h, 0.0)
-    if WAITS:
-        gdc_wait()
-    tl.store(h_columns[None, :] + (h_row * h_stride_t)[:, None], h, mask=mask)
+    # zeros are written beyond the rank, up to the end of its group
+    if WARPS_K == 0:  # token by token, without a matrix product
+        if WAITS:
+            gdc_wait()
+        t = tl.arange(0, x_row.shape[0])  # [T]
+        for i in tl.range(0, tl.max(tl.where(has_token, t + 1, 0)), num_stages=1):
+            x_at, h_at = entry(x_row, t, i), entry(h_row, t, i)
+            h = row_sums(
+                x_ptr + tl.maximum(x_at, 0) * x_stride_t, a_rows, scale_rows, used,
+                part * (STEPS * BLOCK_K), in_features, STORAGE, GROUP_K, BLOCK_K, STEPS, EVEN_K,
+            )  # [1, N] # fmt: skip
+            if STORAGE > 0 and GROUP_K == 0:
+                h *= row_scale[None, :]
+            if FLAT > 0:
+                h = tl.where((r < rank)[None, :], h, 0.0)
+            written = in_groups(r, tl.where(x_at >= 0, rank, 0), EVEN_R)
+            tl.store(h_columns[None, :] + h_at * h_stride_t, h, mask=written[None, :])
+    else:
+        h = partial_sums(
+            x_rows, a_rows, scale_rows, has_token, used, part * (STEPS * BLOCK_K), in_features,
+            STORAGE, GROUP_K, BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
+        )  # [T, N] # fmt: skip
+        if STORAGE > 0 and GROUP_K == 0:
+            h *= row_scale[None, :]
+        mask = has_token[:, None] & in_groups(r, rank, EVEN_R)[None, :]
+        if FLAT > 0:
+            h = tl.where((r < rank)[None, :], h, 0.0)
+        if WAITS:
+            gdc_wait()
+        tl.store(h_columns[None, :] + (h_row * h_stride_t)[:, None], h, mask=mask)
 
 
 @triton.jit
@@ -349,7 +376,15 @@ def expand_tile(
             s_start = tl.where(s == i, STARTS[i], s_start)
     # A low rank in a small tile takes 16 lanes instead of BLOCK_R: decode waits on products.
     NARROW: tl.constexpr = y_row.shape[0] <= 32 and RANK_PAD > 16
-    if STAGES > 1:
+    if STAGES == 0:
+        _expand_rows(
+            h_ptr + s.to(tl.int64) * h_stride_s, h_row, h_stride_t, plane, b_slot, b_stride,
+            group_rows, b_scales_stride_c, s_group, s_start, y_ptr, y_row, y_stride_t, bias_row,
+            scales_row, first, end, rank, scaling, RANK_PAD, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C,
+            EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, HAS_TOKEN_SCALES, STORAGE, GROUP_C, GROUP_R, WIDE,
+            EXACT_H, INTERPRETED, PROGRAMMATIC,
+        )  # fmt: skip
+    elif STAGES > 1:
         if SLICE_ALIGN > 0:
             b_row = ((own + slot * slot_stride) // b_stride).to(tl.int32)
         else:
@@ -453,6 +488,89 @@ def _expand_columns(
             y_rows, c_now, y_now, delta, bias_row, scales_now, has_token, end, HAS_BIAS,
             HAS_OUTPUT_SCALES, EVEN_C, INTERPRETED,
         )  # fmt: skip
+
+
+@triton.jit
+def _expand_rows(
+    h_slice,
+    h_row,
+    h_stride_t,
+    plane,
+    b_slot,
+    b_stride_c,
+    group_rows,
+    group_stride,
+    s_group,
+    s_start,
+    y_ptr,
+    y_row,
+    y_stride_t,
+    bias_row,
+    scales_row,
+    first,
+    end,
+    rank,
+    scaling,
+    RANK_PAD: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_R: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
+    HAS_TOKEN_SCALES: tl.constexpr,
+    STORAGE: tl.constexpr,
+    GROUP_C: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
+    EXACT_H: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Add CHUNKS blocks of columns token by token, without a matrix product.
+
+    B goes from memory straight to the registers that multiply it; loads run one block ahead.
+    """
+    r = tl.arange(0, RANK_PAD)  # [R]
+    t = tl.arange(0, y_row.shape[0])  # [T]
+    tokens = tl.max(tl.where(y_row >= 0, t + 1, 0))
+    c = first + tl.arange(0, BLOCK_C)  # [C]
+    b = load_b_rows(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
+    own = load_b_scales(
+        group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C, GROUP_R
+    )
+    scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
+    if PROGRAMMATIC:
+        gdc_wait()
+        gdc_launch_dependents()
+    for chunk in tl.static_range(CHUNKS):
+        c_now, b_now, own_now, scales_now = c, b, own, scales
+        if chunk + 1 < CHUNKS:
+            c = c + BLOCK_C
+            b = load_b_rows(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
+            own = load_b_scales(
+                group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C,
+                GROUP_R,
+            )  # fmt: skip
+            scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
+        for i in tl.range(0, tokens, num_stages=1):
+            y_at = entry(y_row, t, i)
+            y_at += tl.zeros((1,), dtype=tl.int64)
+            y_rows, has_token = y_ptr + y_at * y_stride_t, y_at >= 0  # [1]
+            y = load_y(y_rows, c_now, has_token, end, EVEN_C)  # [1, C]
+            h = load_h_row(h_slice + entry(h_row, t, i) * h_stride_t, plane, r, rank, SPLIT_K)
+            sums = row_product(
+                h, b_now, own_now, r, rank, STORAGE, GROUP_R, WIDE, EXACT_H, INTERPRETED
+            )  # [C]
+            if HAS_TOKEN_SCALES:
+                factor = tl.sum(tl.where((t == i)[:, None], scaling, 0.0))
+            else:
+                factor = scaling
+            store_y(
+                y_rows, c_now, y, (factor * sums)[None, :], bias_row, scales_now, has_token, end,
+                HAS_BIAS, HAS_OUTPUT_SCALES, EVEN_C, INTERPRETED,
+            )  # fmt: skip
 
 
 @triton.jit

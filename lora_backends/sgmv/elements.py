@@ -50,6 +50,104 @@ def load_h(h_rows, plane, r, rank, has_token, SPLIT_K: tl.constexpr, EVEN_R: tl.
 
 
 @triton.jit
+def load_h_row(h_at, plane, r, rank, SPLIT_K: tl.constexpr):
+    """Return h of one row [R], its planes summed, zero beyond the rank.
+
+    One load takes all planes: code for each of up to 32 would not stay in the caches.
+    """
+    PLANES: tl.constexpr = triton.next_power_of_2(SPLIT_K)
+    k = tl.arange(0, PLANES)  # [planes]
+    mask = (k < SPLIT_K)[:, None] & (r < rank)[None, :]
+    h = tl.load(h_at + k[:, None] * plane + r[None, :], mask=mask, other=0.0)
+    # gather: Triton lays out no value behind it as h was loaded, so B is multiplied in the
+    # registers that it was loaded to, instead of passing through shared memory
+    return tl.gather(tl.sum(h.to(tl.float32), axis=0), r, 0)
+
+
+@triton.jit
+def load_b_rows(b_key, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl.constexpr):
+    """Return a block of B as it lies in memory; values beyond the rank are arbitrary."""
+    mask = in_groups(r, rank, EVEN_R)[None, :]
+    if not EVEN_C:
+        mask = mask & (c < end)[:, None]
+    offsets = c.to(tl.int64)[:, None] * b_stride_c + r[None, :]
+    return tl.load(b_key + offsets, mask=mask, other=0.0)  # [C, R]
+
+
+@triton.jit
+def row_product(
+    h,
+    b,
+    own,
+    r,
+    rank,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
+    EXACT_H: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Return b @ h [C] in float32 for one row h [R], with the scales of an 8-bit b [C, R].
+
+    h is zero beyond the rank, where b may hold anything.
+    """
+    if not EXACT_H:
+        if STORAGE == 0:
+            h = rounded(h, b.dtype, INTERPRETED).to(tl.float32)
+        else:
+            h = rounded(h, WIDE, INTERPRETED).to(tl.float32)
+    if STORAGE >= 5:
+        b = only_bytes(b, (r < rank)[None, :])
+    values = widened(b, tl.float32, STORAGE)
+    if STORAGE > 0 and GROUP_R > 0:
+        values *= tl.trans(own)
+    # a byte of int8 is finite, all else may be NaN
+    if GROUP_R > 0 or STORAGE == 0 or STORAGE == 2 or STORAGE == 3:
+        values = tl.where((r < rank)[None, :], values, 0.0)
+    sums = tl.sum(values * h[None, :], axis=1)  # [C]
+    if STORAGE > 0 and GROUP_R == 0:
+        sums *= own
+    return sums
+
+
+@triton.jit
+def row_sums(
+    x_row,
+    a_rows,
+    scale_rows,
+    used,
+    k_first,
+    in_features,
+    STORAGE: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Return x @ A.T of one row over STEPS blocks of inputs, [1, N], without a matrix product.
+
+    A goes from memory straight to the registers that multiply it, all of a program's at once. It
+    is loaded behind x: Triton lays out the product as its last load.
+    """
+    sums = tl.zeros((a_rows.shape[0],), dtype=tl.float32)
+    for step in tl.static_range(STEPS):
+        k = k_first + step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [1, K]
+        if EVEN_K:
+            x = tl.load(x_row + k)
+            a = tl.load(a_rows[:, None] + k, mask=used[:, None], other=0.0)  # [N, K]
+        else:
+            inside = k < in_features
+            x = tl.load(x_row + k, mask=inside, other=0.0)
+            a = tl.load(a_rows[:, None] + k, mask=used[:, None] & inside, other=0.0)
+        a = widened(a, tl.float32, STORAGE)
+        if STORAGE > 0 and GROUP_K > 0:
+            mask = used[:, None] & (k < in_features)
+            a *= tl.load(scale_rows[:, None] + k // GROUP_K, mask=mask, other=0.0)
+        sums += tl.sum(a * x.to(tl.float32), axis=1)
+    return sums[None, :]
+
+
+@triton.jit
 def load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl.constexpr):
     """Return a block of B, transposed; values beyond the rank are arbitrary."""
     mask = in_groups(r, rank, EVEN_R)[:, None]
@@ -170,7 +268,8 @@ def _bfloat16_of_int8(raw, PURE: tl.constexpr):
     """Convert four at a time by bit operations: the conversion unit has an eighth of their rate.
 
     With the byte v below 0x43, the bits 0x4300 | (v & 127) are 128 + (v & 127), and
-    0x4300 | (v & 128) are 128, or 256 where v is negative: their difference is v.
+    0x4300 | (v & 128) are 128, or 256 where v is negative: their difference is v. No instruction
+    takes two constants: ptxas would move one of them to a register each time.
     """
     return tl.inline_asm_elementwise(
         """
@@ -178,12 +277,12 @@ def _bfloat16_of_int8(raw, PURE: tl.constexpr):
         .reg .b32 low, high, base;
         prmt.b32 low, $2, 0x43434343, 0x4140;
         prmt.b32 high, $2, 0x43434343, 0x4342;
-        lop3.b32 base, low, 0xFF80FF80, 0x80008000, 0xEA;
+        and.b32 base, low, 0xFF80FF80;
         and.b32 low, low, 0xFF7FFF7F;
-        add.rn.bf16x2 $0, low, base;
-        lop3.b32 base, high, 0xFF80FF80, 0x80008000, 0xEA;
+        sub.rn.bf16x2 $0, low, base;
+        and.b32 base, high, 0xFF80FF80;
         and.b32 high, high, 0xFF7FFF7F;
-        add.rn.bf16x2 $1, high, base;
+        sub.rn.bf16x2 $1, high, base;
         }
         """,
         "=r,=r,r",

@@ -149,7 +149,7 @@ def _kernels(
             layer,
             output_slices,
             # the expand with TMA rounds h
-            expand if tma and not exact else replace(expand, num_stages=1),
+            expand if tma and not exact else replace(expand, num_stages=min(1, expand.num_stages)),
             shrink.split_k if linear else 1,
             epilogue,
             slice_aligns[1],
@@ -251,12 +251,13 @@ def _expand_kernel(
     # With 128 registers or fewer, two programs of 8 warps fit on a multiprocessor. A kernel that
     # widens B behind TMA takes 138 if ptxas may choose, and 126, without spills, under this limit.
     widens = storage.kind > 0 and tiles.num_stages > 1 and tiles.num_warps == 8
+    group = 16 if storage.kind and layer.max_rank % 16 == 0 else 8  # ranks of a wide load
     constants = {
         "STARTS": columns.starts,
         "FIRST_PROGRAMS": columns.firsts,
         # With TMA two axes: finding the row by division takes up to 24 registers, with which one
         # program fits on a multiprocessor instead of two.
-        "PROGRAMS": columns.programs if tiles.num_stages == 1 else 0,
+        "PROGRAMS": columns.programs if tiles.num_stages <= 1 else 0,
         "NUM_SLICES": layer.num_slices,
         "SLICE_ALIGN": slice_align,
         "STORAGE": storage.kind,
@@ -271,7 +272,7 @@ def _expand_kernel(
         "CHUNKS": tiles.chunks,
         "STAGES": tiles.num_stages,
         "EVEN_C": columns.even,
-        "EVEN_R": layer.max_rank % 8 == 0,
+        "EVEN_R": group if layer.max_rank % group == 0 else 0,
         "HAS_BIAS": epilogue.bias,
         "HAS_OUTPUT_SCALES": epilogue.output_scales,
         "HAS_TOKEN_SCALES": epilogue.token_scales,

@@ -279,10 +279,13 @@ def test_sizes_fit_the_devices_and_the_kernels(site, tile, keys, a_bytes, gpu):
     item_bytes = a_bytes if a_bytes and site.item_bytes == 2 else site.item_bytes
     shrink, expand = tiles.shrink, tiles.expand
     for size in (shrink.block_n, shrink.block_k, expand.block_c, expand.block_r):
-        assert size >= 16 and size & (size - 1) == 0
-    assert tiles.shrink_rows >= 16 and tile % tiles.expand_rows * (tile > 16) == 0
+        assert size >= 8 and size & (size - 1) == 0
+    for rows, side in ((tiles.shrink_rows, shrink.block_n), (tiles.expand_rows, expand.block_c)):
+        assert rows == 1 == tile or min(rows, side) >= 16  # 1: without a matrix product
+    assert tile % tiles.expand_rows * (tile > 16) == 0
     assert shrink.block_k >= 16 * shrink.warps_k
-    assert shrink_bytes(shrink, tiles.shrink_rows, item_bytes) <= gpu.shared_bytes
+    if tiles.shrink_rows > 1:  # else A goes to registers
+        assert shrink_bytes(shrink, tiles.shrink_rows, item_bytes) <= gpu.shared_bytes
     assert expand.num_stages == 1 or gpu.shared_bytes >= TMA_BYTES
     assert 1 <= shrink.split_k <= 32
     if tiles.expand_rows == 1:

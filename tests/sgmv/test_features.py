@@ -8,6 +8,8 @@ from engines import UNITS, VARIANTS, device_or_skip, make_engine
 
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, get_backend, quantize_weights
 from lora_backends.sgmv import launch
+from lora_backends.sgmv.tiles.sizes import ExpandTiles, ShrinkTiles, TileConfig
+from lora_backends.sgmv.tiles.source import fixed_source
 
 SLOTS, RANK, INPUTS, WIDTHS = 3, 8, 48, (32, 17, 40)
 OUT = sum(WIDTHS)
@@ -18,9 +20,14 @@ def device():
     return device_or_skip()
 
 
-@pytest.fixture(params=VARIANTS)
+ROW_BY_ROW = TileConfig(ShrinkTiles(16, 16, 2, warps_k=0), ExpandTiles(16, 16, 1, num_stages=0))
+
+
+@pytest.fixture(params=[*VARIANTS, "row by row"])
 def engine(request, device):
-    return make_engine(request.param, device)
+    if request.param in VARIANTS:
+        return make_engine(request.param, device)
+    return make_engine("triton", device, tiles=fixed_source(16, ROW_BY_ROW))
 
 
 def layer(device, dtype=torch.float32, **extra):

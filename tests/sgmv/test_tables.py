@@ -242,6 +242,8 @@ ILLEGAL = {
     "warps": {"shrink": {"num_warps": 1}},
     "no part": {"shrink": {"split_k": 0}},
     "stages": {"shrink": {"num_stages": 0}},
+    "fewer stages than none": {"expand": {"num_stages": -1}},
+    "negative groups": {"shrink": {"warps_k": -1}},
     "shared memory": {"shrink": {"block_k": 1024, "block_n": 256}},
     "block_c": {"expand": {"block_c": 8}},
     "block_r": {"expand": {"block_r": 32}},  # wider than the padded rank of 16

@@ -13,11 +13,12 @@ from lora_backends.sgmv.elements import (
     group_of,
     in_groups,
     load_b,
-    only_bytes,
+    load_b_rows,
+    load_h_row,
     product,
     rounded,
+    row_product,
     scaled_product,
-    widened,
     within,
 )
 from lora_backends.sgmv.experts.routing_kernels import RECORD
@@ -131,10 +132,10 @@ def expand_single(
     SLICES: tl.constexpr = NUM_A if INTERLEAVED else 1
     r = tl.arange(0, RANK_PAD)  # [R]
     c = first + tl.arange(0, BLOCK_C)  # [C]
-    end = tl.where(rank > 0, end, 0)
-    b = _load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+    written, end = tl.where(rank > 0, end, 0), tl.where(read > 0, end, 0)
+    b = load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
     at = rows_of_scales(scales, scales_stride, c, STARTS, FIRST_GROUPS, SPREAD, GROUP_C)
-    own = load_scales(at, c, r, end, rank, rank, STORAGE, GROUP_R)
+    own = load_scales(at, c, r, end, read, rank, STORAGE, GROUP_R)
     y = _load_y_row(y_row, c, end, FRESH)
     if PROGRAMMATIC:
         gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
@@ -143,32 +144,20 @@ def expand_single(
         c_now, y_now, b_now, own_now = c, y, b, own
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
-            b = _load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
+            b = load_b_rows(b_key, b_stride_c, c, r, end, read, EVEN_C, EVEN_R)
             at = rows_of_scales(scales, scales_stride, c, STARTS, FIRST_GROUPS, SPREAD, GROUP_C)
-            own = load_scales(at, c, r, end, rank, rank, STORAGE, GROUP_R)
+            own = load_scales(at, c, r, end, read, rank, STORAGE, GROUP_R)
             y = _load_y_row(y_row, c, end, FRESH)
         delta = tl.zeros((BLOCK_C,), dtype=tl.float32)
-        touched = c_now < end  # [C]
+        touched = c_now < written  # [C]
         for s in tl.static_range(SLICES):
             used, scaling = rank, 1.0
             if INTERLEAVED:
                 used, scaling = tl.load(ranks_at + s), tl.load(scalings_at + s)
-            h = _load_h_row(h_at + s * RANK_PAD, plane, r, used, SPLIT_K)  # [R]
-            if STORAGE == 0:
-                h = rounded(h, b.dtype, INTERPRETED).to(tl.float32)
-            else:
-                h = rounded(h, WIDE, INTERPRETED).to(tl.float32)
-            if STORAGE >= 5:
-                b_now = only_bytes(b_now, (r < used)[None, :])
-            values = widened(b_now, tl.float32, STORAGE)
-            if STORAGE > 0 and GROUP_R > 0:
-                values *= tl.trans(own_now)
-            # beyond the rank h is zero and a byte of int8 finite, all else may be NaN
-            if GROUP_R > 0 or STORAGE == 0 or STORAGE == 2 or STORAGE == 3:
-                values = tl.where((r < used)[None, :], values, 0.0)
-            sums = scaling * tl.sum(values * h[None, :], axis=1)  # [C]
-            if STORAGE > 0 and GROUP_R == 0:
-                sums *= own_now
+            h = load_h_row(h_at + s * RANK_PAD, plane, r, used, SPLIT_K)  # [R]
+            sums = scaling * row_product(
+                h, b_now, own_now, r, used, STORAGE, GROUP_R, WIDE, False, INTERPRETED
+            )  # [C]
             if INTERLEAVED:
                 mine = c_now % NUM_A == s
                 delta = tl.where(mine, sums, delta)
@@ -177,19 +166,6 @@ def expand_single(
                 delta = sums
         total = y_now.to(tl.float32) + factor * delta
         tl.store(y_row + c_now, rounded(total, y_now.dtype, INTERPRETED), mask=touched)
-
-
-@triton.jit
-def _load_h_row(h_at, plane, r, rank, SPLIT_K: tl.constexpr):
-    """Return h of one pair, its planes summed, zero beyond the rank.
-
-    One load takes all planes: code for each of up to 32 would not stay in the caches.
-    """
-    PLANES: tl.constexpr = triton.next_power_of_2(SPLIT_K)
-    k = tl.arange(0, PLANES)  # [planes]
-    mask = (k < SPLIT_K)[:, None] & (r < rank)[None, :]
-    h = tl.load(h_at + k[:, None] * plane + r[None, :], mask=mask, other=0.0)
-    return tl.sum(h.to(tl.float32), axis=0)
 
 
 @triton.jit
@@ -417,16 +393,6 @@ def _load_h(h_at, plane, r, rank, has_pair, SPLIT_K: tl.constexpr):
     for k in tl.static_range(1, SPLIT_K):
         h += tl.load(h_at[:, None] + k * plane + r[None, :], mask=mask, other=0.0)
     return tl.where((r < rank)[None, :], h, 0.0)
-
-
-@triton.jit
-def _load_b_rows(b_key, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl.constexpr):
-    """Return a block of B as it lies in memory; values beyond the rank are arbitrary."""
-    mask = in_groups(r, rank, EVEN_R)[None, :]
-    if not EVEN_C:
-        mask = mask & (c < end)[:, None]
-    offsets = c.to(tl.int64)[:, None] * b_stride_c + r[None, :]
-    return tl.load(b_key + offsets, mask=mask, other=0.0)  # [C, R]
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lora_backends.sgmv.blocks import columns_of, partial_sums
-from lora_backends.sgmv.elements import group_of, in_groups, rounded
+from lora_backends.sgmv.elements import group_of, in_groups, rounded, row_sums
 from lora_backends.sgmv.experts.blocks import (
     expand_columns,
     expand_general,
@@ -99,7 +99,6 @@ def shrink_kernel(
         used = r < rank
         if tl.max(rank - r) <= 0:
             return
-    x_rows = x_ptr + (pair // TOP_K).to(tl.int64) * x_stride_t  # [T]
     a_rows = a_ptr + slot * a_stride_l + expert * a_stride_e
     a_rows = a_rows + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r  # [N]
     scale_rows = (
@@ -108,10 +107,18 @@ def shrink_kernel(
     )  # [N] # fmt: skip
     if STORAGE > 0 and GROUP_K == 0:  # one scale for a row of A: it multiplies the sum
         row_scale = tl.load(scale_rows, mask=used, other=0.0)
-    h = partial_sums(
-        x_rows, a_rows, scale_rows, t < count, used, part * (STEPS * BLOCK_K), in_features,
-        STORAGE, GROUP_K, BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
-    )  # [T, N] # fmt: skip
+    if ROWS == 1:
+        x_row = x_ptr + (tl.sum(pair) // TOP_K).to(tl.int64) * x_stride_t
+        h = row_sums(
+            x_row, a_rows, scale_rows, used, part * (STEPS * BLOCK_K), in_features, STORAGE,
+            GROUP_K, BLOCK_K, STEPS, EVEN_K,
+        )  # [1, N] # fmt: skip
+    else:
+        x_rows = x_ptr + (pair // TOP_K).to(tl.int64) * x_stride_t  # [T]
+        h = partial_sums(
+            x_rows, a_rows, scale_rows, t < count, used, part * (STEPS * BLOCK_K), in_features,
+            STORAGE, GROUP_K, BLOCK_K, WARPS_K, STEPS, EVEN_K, PRECISION, INTERPRETED,
+        )  # [T, N] # fmt: skip
     if STORAGE > 0 and GROUP_K == 0:
         h *= row_scale[None, :]
     h_row = pair if BY_TOKEN else place + t  # [T]

@@ -32,6 +32,11 @@ _LONG_INPUT = 8192  # in_features from which groups of warps share out a step
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
 _MOST_SINGLE_RANKS = 128  # up to which a pair alone is expanded without a matrix product
 _SINGLE_VALUES = 4096  # of B per program there
+_SINGLE_ROWS = 8  # of A per program of a pair alone
+_SINGLE_PROGRAMS = 96  # so few leave multiprocessors idle
+_MOST_SINGLE_TILES = 16  # whose shrink takes no matrix product
+_MOST_SINGLE_INPUTS = 32768  # of a shrink without a matrix product: its code has every step
+_MOST_PLANES = 32  # of h
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class SiteTiles:
 
     shrink: ShrinkTiles
     expand: ExpandTiles
-    shrink_rows: int  # pairs per program of the shrink: MIN_DOT at least
+    shrink_rows: int  # pairs per program of the shrink: 1, without a matrix product, or MIN_DOT up
     expand_rows: int  # pairs per program of the expand: 1, without a matrix product, or MIN_DOT up
     eager_a: bool = False  # read A before the rank is known
     eager_b: bool = False  # read B before the rank is known
@@ -115,8 +120,13 @@ def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTile
     expand_rows = max(MIN_DOT, min(32 if rank_pad <= 32 else 64, pairs.tile))
     if pairs.tile == 1 and rank_pad <= _MOST_SINGLE_RANKS:
         expand_rows = 1
+    shrink = _shrink(tiles, pairs, site, shrink_rows)
+    shrink = fitting(shrink, shrink_rows, site.item_bytes, gpu)
+    few_pairs = pairs.tile == 1 and pairs.tiles <= _MOST_SINGLE_TILES
+    if few_pairs and site.in_features <= _MOST_SINGLE_INPUTS:
+        shrink, shrink_rows = _shrink_single(tiles, site), 1
     return SiteTiles(
-        fitting(_shrink(tiles, pairs, site, shrink_rows), shrink_rows, site.item_bytes, gpu),
+        shrink,
         _expand(tiles, site, expand_rows, gpu.shared_bytes >= TMA_BYTES),
         shrink_rows,
         expand_rows,
@@ -139,7 +149,8 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
     block_k = min(512, 2 * shrink.block_k)
     stage = block_k * (shrink.block_n + 2 * tiles.shrink_rows)
     wasteful = -(-site.in_features // block_k) * block_k * 8 > site.in_features * 9
-    if gpu.as_on_h200(pairs.tiles) > _FEW_TILES and stage <= _STAGE_BYTES and not wasteful:
+    many = tiles.shrink_rows > 1 and gpu.as_on_h200(pairs.tiles) > _FEW_TILES
+    if many and stage <= _STAGE_BYTES and not wasteful:
         most_stages = 3 if tiles.shrink_rows >= 32 else 4
         shrink = replace(
             shrink,
@@ -155,7 +166,8 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
     if block_c != expand.block_c and not site.general:
         chunks = chunks_of(site.widest, block_c, expand.chunks)
         expand = replace(expand, block_c=block_c, chunks=chunks)
-    shrink = fitting(shrink, tiles.shrink_rows, 1, gpu)
+    if tiles.shrink_rows > 1:  # else A goes to registers
+        shrink = fitting(shrink, tiles.shrink_rows, 1, gpu)
     return replace(tiles, shrink=shrink, expand=replace(expand, num_stages=1))
 
 
@@ -188,6 +200,22 @@ def _shrink(tiles: int, pairs: PairShape, site: SiteShape, rows: int) -> ShrinkT
     most_stages = 3 if block_n == 32 and blocks > 4 * H200.multiprocessors else 4
     stages = max(2, min(most_stages, _SHARED_BYTES // stage))
     return ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
+
+
+def _shrink_single(tiles: int, site: SiteShape) -> ShrinkTiles:
+    """Take wide blocks of A that leave no multiprocessor idle; a program loads all of its own.
+
+    The sizes serve weights of 8 bits as they are: their programs wait for one load, too.
+    """
+    blocks = -(-site.stacked // _SINGLE_ROWS) * tiles
+    for block_k in (1024, 512):
+        split_k = parts(site.in_features, block_k, _MOST_PLANES)
+        if blocks * split_k >= _SINGLE_PROGRAMS:
+            break
+    else:
+        block_k = 256
+        split_k = parts(site.in_features, block_k, _MOST_PLANES)
+    return ShrinkTiles(_SINGLE_ROWS, block_k, split_k)
 
 
 def _expand(tiles: int, site: SiteShape, rows: int, tma: bool) -> ExpandTiles:

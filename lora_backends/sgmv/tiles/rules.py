@@ -177,8 +177,11 @@ def of_8_bits(
         expand = replace(expand, num_stages=1)
     stage = shrink.block_k * (shrink.block_n + batch.tile_tokens * layer.item_bytes)
     stages = max(2, min(shrink.num_stages, _SHARED_BYTES // stage))
+    tiles = replace(tiles, expand=expand if tiles.expand.num_stages else tiles.expand)
+    if shrink.warps_k == 0:  # sizes without a matrix product serve bytes as they are
+        return tiles
     shrink, item_bytes = replace(shrink, num_stages=stages), 4 if layer.item_bytes == 4 else 1
-    return TileConfig(fitting(shrink, batch.tile_tokens, item_bytes, gpu), expand)
+    return replace(tiles, shrink=fitting(shrink, batch.tile_tokens, item_bytes, gpu))
 
 
 def of_scaled_blocks(

@@ -59,7 +59,8 @@ class ShrinkTiles:
     block_n: int  # rows of A per program, all slices stacked; a power of two >= 16
     block_k: int  # inputs per loop step; a power of two >= 16 * warps_k
     split_k: int  # parts of the inputs; each part writes its own plane of h
-    warps_k: int = 1  # parts of a step, one for each group of warps; 1: all warps share a step
+    warps_k: int = 1  # parts of a step, one for each group of warps; 1: all warps share a step;
+    # 0: token by token, without a matrix product
     num_warps: int = 4
     num_stages: int = 3  # loop steps whose loads are in flight together
 
@@ -72,7 +73,8 @@ class ExpandTiles:
     block_r: int  # ranks per product; a power of two >= 16
     chunks: int = 1  # steps per program; 1 where block_r is narrower than the padded rank
     num_warps: int = 4
-    num_stages: int = 1  # above 1: TMA loads of B in flight together, where B allows TMA
+    num_stages: int = 1  # above 1: TMA loads of B in flight together, where B allows TMA; 0: token
+    # by token, without a matrix product, all ranks at once whatever block_r
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ def shrink_bytes(
         scaled: A has 8 bits and a scale per value, both loaded, and the product is float32.
     """
     block_n, x_bytes = shrink.block_n, max(2, item_bytes)
+    if shrink.warps_k == 0:  # A and x go to registers, the sums of warps through shared memory
+        return 4 * shrink.num_warps * block_n
     if scaled:
         step = 5 * block_n + tile_tokens * x_bytes
         loads, operands = (shrink.num_stages - 1) * step, 4 * (block_n + tile_tokens)
@@ -162,7 +166,7 @@ def tile_faults(
     sizes = {
         "shrink.block_n": (shrink.block_n, MIN_DOT, 256),
         "shrink.block_k": (shrink.block_k, MIN_DOT, 1024),
-        "shrink.warps_k": (shrink.warps_k, 1, 8),
+        "shrink.warps_k": (shrink.warps_k or 1, 1, 8),
         "shrink.num_warps": (shrink.num_warps, 1, 16),
         "expand.block_c": (expand.block_c, MIN_DOT, 512),
         "expand.block_r": (expand.block_r, MIN_DOT, MAX_BLOCK_R),
@@ -176,9 +180,9 @@ def tile_faults(
     ]
     if not 1 <= shrink.split_k <= 64:
         faults.append(f"shrink.split_k is {shrink.split_k}, not 1 to 64")
-    for name, stages in (("shrink", shrink.num_stages), ("expand", expand.num_stages)):
-        if not 1 <= stages <= 8:
-            faults.append(f"{name}.num_stages is {stages}, not 1 to 8")
+    for name, stages, least in (("shrink", shrink.num_stages, 1), ("expand", expand.num_stages, 0)):
+        if not least <= stages <= 8:
+            faults.append(f"{name}.num_stages is {stages}, not {least} to 8")
     return faults or _joint_faults(shrink, expand, tile_tokens, layer, gpu)
 
 
