@@ -32,8 +32,9 @@ _LONG_INPUT = 8192  # in_features from which groups of warps share out a step
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
 _MOST_SINGLE_RANKS = 128  # up to which a pair alone is expanded without a matrix product
 _SINGLE_VALUES = 4096  # of B per program there
-_SINGLE_ROWS = 8  # of A per program of a pair alone
+_SINGLE_ROWS = 8  # of A per program of a pair alone, where tiles are few
 _SINGLE_PROGRAMS = 96  # so few leave multiprocessors idle
+_SINGLE_LONG_PROGRAMS = 200  # the same where ranks above 16 in 16 bits are bytes to wait for
 _MOST_SINGLE_TILES = 16  # whose shrink takes no matrix product
 _MOST_SINGLE_INPUTS = 32768  # of a shrink without a matrix product: its code has every step
 _MOST_PLANES = 32  # of h
@@ -124,7 +125,8 @@ def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTile
     shrink = fitting(shrink, shrink_rows, site.item_bytes, gpu)
     few_pairs = pairs.tile == 1 and pairs.tiles <= _MOST_SINGLE_TILES
     if few_pairs and site.in_features <= _MOST_SINGLE_INPUTS:
-        shrink, shrink_rows = _shrink_single(tiles, site), 1
+        programs = _SINGLE_PROGRAMS if rank_pad == MIN_DOT else _SINGLE_LONG_PROGRAMS
+        shrink, shrink_rows = _shrink_single(tiles, site, _SINGLE_ROWS, programs), 1
     return SiteTiles(
         shrink,
         _expand(tiles, site, expand_rows, gpu.shared_bytes >= TMA_BYTES),
@@ -140,16 +142,23 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
 
     Twice as many inputs a step keep as many bytes in flight, unless a step is mostly beyond the
     inputs, or programs are so few that they wait for one load anyway. As for dense layers, blocks
-    of 16 ranks are 256 columns wide where a product takes them. Unlike there, B never comes through
-    TMA: `expand_tma` of experts does not widen.
+    of 16 ranks are 256 columns wide where a product takes them, and pairs alone are multiplied
+    without one. Unlike there, B never comes through TMA: `expand_tma` of experts does not widen.
     """
-    shrink, expand, rows = tiles.shrink, tiles.expand, tiles.expand_rows
     if site.item_bytes == 4:
         return tiles
+    count = gpu.as_on_h200(pairs.tiles)
+    few = pairs.tiles <= _MOST_SINGLE_TILES
+    short = pairs.tile == 1 and site.in_features <= _MOST_SINGLE_INPUTS
+    if short and (few or padded_rank(site.max_rank) == MIN_DOT):
+        block_n = _SINGLE_ROWS if few else 2 * _SINGLE_ROWS
+        shrink = _shrink_single(count, site, block_n, _SINGLE_PROGRAMS)
+        tiles = replace(tiles, shrink=shrink, shrink_rows=1)
+    shrink, expand, rows = tiles.shrink, tiles.expand, tiles.expand_rows
     block_k = min(512, 2 * shrink.block_k)
     stage = block_k * (shrink.block_n + 2 * tiles.shrink_rows)
     wasteful = -(-site.in_features // block_k) * block_k * 8 > site.in_features * 9
-    many = tiles.shrink_rows > 1 and gpu.as_on_h200(pairs.tiles) > _FEW_TILES
+    many = tiles.shrink_rows > 1 and count > _FEW_TILES
     if many and stage <= _STAGE_BYTES and not wasteful:
         most_stages = 3 if tiles.shrink_rows >= 32 else 4
         shrink = replace(
@@ -202,20 +211,17 @@ def _shrink(tiles: int, pairs: PairShape, site: SiteShape, rows: int) -> ShrinkT
     return ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
 
 
-def _shrink_single(tiles: int, site: SiteShape) -> ShrinkTiles:
-    """Take wide blocks of A that leave no multiprocessor idle; a program loads all of its own.
-
-    The sizes serve weights of 8 bits as they are: their programs wait for one load, too.
-    """
-    blocks = -(-site.stacked // _SINGLE_ROWS) * tiles
+def _shrink_single(tiles: int, site: SiteShape, block_n: int, programs: int) -> ShrinkTiles:
+    """Take wide blocks of A that make at least so many programs; each loads all of its own."""
+    blocks = -(-site.stacked // block_n) * tiles
     for block_k in (1024, 512):
         split_k = parts(site.in_features, block_k, _MOST_PLANES)
-        if blocks * split_k >= _SINGLE_PROGRAMS:
+        if blocks * split_k >= programs:
             break
     else:
         block_k = 256
         split_k = parts(site.in_features, block_k, _MOST_PLANES)
-    return ShrinkTiles(_SINGLE_ROWS, block_k, split_k)
+    return ShrinkTiles(block_n, block_k, split_k)
 
 
 def _expand(tiles: int, site: SiteShape, rows: int, tma: bool) -> ExpandTiles:

@@ -29,6 +29,7 @@ _PREFILL_TOKENS = 512
 _MANY_ROWS = 32  # of the grid: about a quarter of an H200's multiprocessors
 _LONG_INPUT = 8192  # in_features from which more parts are faster
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
+_ROW_INPUTS = 1024  # per step of a shrink of 8 bits without a matrix product
 _SHARED_BYTES = 128 * 1024  # shared memory for the loads in flight
 
 
@@ -157,15 +158,25 @@ def of_8_bits(
 
     Twice as many inputs a step keep as many bytes in flight. In decode blocks of 16 ranks are 256
     columns wide, since Triton lays a narrower one out by columns and then stores values one by one;
-    a single row of the grid is faster with twice as many programs of 128.
+    a single row of the grid is faster with twice as many programs of 128. Where most tokens have
+    their slot for themselves, widening for a matrix product takes longer than to multiply without.
+    In prefill two programs per multiprocessor hide each other's widening.
     """
     shrink, expand, rows = tiles.shrink, tiles.expand, gpu.as_on_h200(batch.rows)
-    if layer.in_features >= 2 * shrink.block_k * shrink.split_k:
+    prefill = batch.num_tokens >= _PREFILL_TOKENS
+    alone = not prefill and batch.num_tokens < 2 * batch.active_slots
+    if alone and layer.item_bytes == 2 and padded_rank(layer.max_rank) == MIN_DOT:
+        block_c = 128 if rows == 1 else 256
+        return TileConfig(_shrink_rows(layer, rows), ExpandTiles(block_c, MIN_DOT, num_stages=0))
+    wide = prefill and shrink.block_n >= 64
+    if layer.in_features >= 2 * shrink.block_k * shrink.split_k and not wide:
         shrink = replace(shrink, block_k=min(512, 2 * shrink.block_k))
-    if batch.num_tokens >= _PREFILL_TOKENS:
+    if prefill:
         shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
         if expand.num_stages == 1:
             expand = replace(expand, block_c=64)
+        elif expand.num_stages > 1:
+            expand = replace(expand, num_warps=4)
     elif expand.block_r == MIN_DOT:
         block_c = max(expand.block_c, 128 if rows == 1 else 256)
         chunks = expand.chunks
@@ -182,6 +193,14 @@ def of_8_bits(
         return tiles
     shrink, item_bytes = replace(shrink, num_stages=stages), 4 if layer.item_bytes == 4 else 1
     return replace(tiles, shrink=fitting(shrink, batch.tile_tokens, item_bytes, gpu))
+
+
+def _shrink_rows(layer: LayerShape, rows: int) -> ShrinkTiles:
+    """Read wide blocks of A straight to registers; split the inputs until programs are many."""
+    block_k = min(_ROW_INPUTS, power_of_two(layer.in_features))
+    steps, most = max(1, layer.in_features // block_k), 8 if rows >= _MANY_ROWS else 16
+    split_k = max(parts for parts in range(1, most + 1) if steps % parts == 0)
+    return ShrinkTiles(MIN_DOT, max(MIN_DOT, block_k), split_k, warps_k=0, num_stages=1)
 
 
 def of_scaled_blocks(
