@@ -60,6 +60,7 @@ def load(settings: GenerateConfig) -> tuple[MultiLoRAModel, Any]:
 def encoded(model: MultiLoRAModel, tokenizer: Any, settings: GenerateConfig) -> Prompts:
     """Return the prompts as the model takes them."""
     from lora_backends.hf.generation import encode
+    from lora_backends.hf.sites import vocabulary_of
 
     texts = [prompt.text for prompt in settings.prompts]
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
@@ -71,8 +72,7 @@ def encoded(model: MultiLoRAModel, tokenizer: Any, settings: GenerateConfig) -> 
         "the tokenizer cannot encode the prompts", "correct its chat template, or set chat = false"
     ):
         prompts = encode(tokenizer, texts, settings.chat, model.backend.device)
-    embedding: Any = model.base.get_input_embeddings()  # type: ignore[operator]
-    vocabulary, ids = len(embedding.weight), prompts.input_ids
+    vocabulary, ids = vocabulary_of(model.base), prompts.input_ids
     if ids.numel() == 0 or int(ids.max()) >= vocabulary:
         raise InvalidInputError(
             f"the tokenizer does not belong to the model\n"

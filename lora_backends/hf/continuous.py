@@ -25,6 +25,7 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.hf.entries import ALLOWED, Entry, adapter_names, is_per_token
 from lora_backends.hf.packed import RequestsCall, Wrapped, find_packed
 from lora_backends.hf.running import running
+from lora_backends.hf.sites import vocabulary_of
 
 CPU_BLOCKS, CPU_BATCH_TOKENS = 64, 256
 """Of the cache on a CPU unless the caller says otherwise: Transformers would take 0.6 of the free
@@ -99,7 +100,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         self._held_lock = threading.Lock()
         self._cancelled: set[str] = set()
         self._numbers = count()
-        self._vocabulary = len(base.get_input_embeddings().weight)
+        self._vocabulary = vocabulary_of(base)
         super().__init__(
             model=base, generation_config=generation_config, continuous_batching_config=config
         )

@@ -21,7 +21,7 @@ from lora_backends.hf.layout import Layout
 from lora_backends.hf.own_rows import Hook, OwnModule, replace_rows
 from lora_backends.hf.own_trial import reason_against
 from lora_backends.hf.probe import UNREACHED, probe
-from lora_backends.hf.quantized_base import features, is_plain
+from lora_backends.hf.quantized_base import is_plain, packed_size
 from lora_backends.hf.running import RUNNING
 from lora_backends.hf.sites import Site, token_embedding_of
 
@@ -136,7 +136,7 @@ class OwnModules:
         path = renamed(given_path, self._modules)
         module = self._modules.get(path)
         base = None if module is None else module._parameters.get(name)
-        if base is None and module is not None and features(module) is not None:
+        if base is None and module is not None and packed_size(module) is not None:
             raise _quantized(checkpoint, path)
         if base is None:
             raise InvalidInputError(
@@ -147,7 +147,7 @@ class OwnModules:
             )
         places = [(path, name)] if alone else self._holders[id(base)]
         for place, called in places:
-            yield place, called, base.detach()
+            yield place, called, base
 
     def _tokens(self, checkpoint: Checkpoint) -> dict[str, TokenRows]:
         """Return the rows of embeddings that are replaced, by path; tied heads follow."""

@@ -1,4 +1,4 @@
-"""Quantised layers of a base model: what tells them, their sizes, and their values where known.
+"""Quantised layers of a base model: how they are known, their sizes, their values where possible.
 
 A layer that stands in for a linear one takes and returns what that did, so LoRA is added to its
 output as usual. Only DoRA needs the values of its weight.
@@ -15,22 +15,27 @@ from lora_backends.weights import DTYPES
 
 
 def is_plain(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Return whether a tensor holds the values of a weight: no subclass, no bits, no scales."""
+    """Return whether a tensor holds values: floats of 16 bits or more, of no package's own class.
+
+    bitsandbytes may keep its bits in a float dtype (`bnb_4bit_quant_storage`); the class of the
+    parameter then tells.
+    """
     return (
         tensor is not None
+        and type(tensor) in (torch.Tensor, nn.Parameter)
         and type(tensor.data) is torch.Tensor
         and tensor.dtype in DTYPES
         and not tensor.is_meta
     )
 
 
-def features(module: nn.Module) -> tuple[int, int] | None:
+def packed_size(module: nn.Module) -> tuple[int, int] | None:
     """Return in_features and out_features of a layer with a packed weight, or None.
 
-    Its class is that of a package, e.g. hqq's `HQQLinear`, and no `nn.Linear`. A class with sizes
-    and a plain matrix as weight is none: it may compute anything.
+    Such a layer, e.g. hqq's `HQQLinear`, need be no `nn.Linear`. It holds bits, and no plain
+    weight: any other class with sizes may compute anything.
     """
-    if _holds_matrix(module):
+    if not _holds_bits(module):
         return None
     for wide, high in (("in_features", "out_features"), ("infeatures", "outfeatures")):
         sizes = (getattr(module, wide, None), getattr(module, high, None))
@@ -44,7 +49,7 @@ def features(module: nn.Module) -> tuple[int, int] | None:
 
 def embedding_size(module: nn.Module | None) -> tuple[int, int] | None:
     """Return tokens and width of an embedding, packed or not, or None."""
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) and is_plain(module.weight):
         count, width = module.weight.shape
         return count, width
     sizes = tuple(getattr(module, name, None) for name in ("num_embeddings", "embedding_dim"))
@@ -52,7 +57,7 @@ def embedding_size(module: nn.Module | None) -> tuple[int, int] | None:
 
 
 def dequantized(module: Any) -> torch.Tensor | None:
-    """Return the values of a quantised weight [out_features, in_features], or None if unknown.
+    """Return the values of a quantised weight as the plain layer has them, or None if unknown.
 
     They are those that PEFT takes for DoRA.
     """
@@ -61,13 +66,16 @@ def dequantized(module: Any) -> torch.Tensor | None:
         values = module.dequantize()
     elif type(weight).__name__ == "Params4bit":
         state = weight.quant_state
-        if getattr(state, "packing_format_for_cpu", False):  # laid out for another product
+        # without a state not quantised yet; or laid out anew, for a product on a CPU
+        if state is None or getattr(state, "packing_format_for_cpu", False):
             return None
         from bitsandbytes.functional import dequantize_4bit
 
         values = dequantize_4bit(weight.data, state)
     elif type(weight).__name__ == "Int8Params":
         scales = weight.SCB if module.state.SCB is None else module.state.SCB
+        if scales is None:  # not quantised
+            return None
         values = weight.data * (scales[:, None] / 127)
     elif weight is not None and type(weight.data).dequantize is not torch.Tensor.dequantize:
         values = weight.dequantize()  # torchao, quanto
@@ -76,6 +84,9 @@ def dequantized(module: Any) -> torch.Tensor | None:
     return values.detach() if is_plain(values) else None
 
 
-def _holds_matrix(module: nn.Module) -> bool:
+def _holds_bits(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
-    return is_plain(weight) and weight.ndim == 2
+    if is_plain(weight) and weight.ndim > 1:
+        return False
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and not is_plain(tensor) for tensor in tensors)

@@ -22,7 +22,7 @@ from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.errors import UnsupportedInputError, told
 from lora_backends.hf.hooks import add_deltas
 from lora_backends.hf.layout import Layout
-from lora_backends.hf.quantized_base import features, is_plain
+from lora_backends.hf.quantized_base import is_plain, packed_size
 from lora_backends.hf.running import RUNNING, check_thread
 from lora_backends.hf.sites import Site
 from lora_backends.hf.twin import twin_of
@@ -95,7 +95,7 @@ def find_routers(
         block = base.get_submodule(parent)
         for name, module in block.named_children():
             weight = module._parameters.get("weight")
-            is_layer = isinstance(module, (Conv1D, nn.Embedding)) or features(module) is not None
+            is_layer = isinstance(module, (Conv1D, nn.Embedding)) or packed_size(module) is not None
             if isinstance(module, nn.Linear):  # or a quantised layer in the place of one
                 is_layer = type(module).forward is nn.Linear.forward or not is_plain(weight)
             if weight is None or weight.ndim != 2 or is_layer:

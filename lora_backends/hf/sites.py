@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from lora_backends.adapters.dora import BaseLayer
 from lora_backends.adapters.specs import Checkpoint, ModuleSpec
 from lora_backends.errors import UnsupportedInputError
-from lora_backends.hf.quantized_base import dequantized, embedding_size, features, is_plain
+from lora_backends.hf.quantized_base import dequantized, embedding_size, is_plain, packed_size
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,13 @@ def token_embedding_of(base: nn.Module) -> nn.Module | None:
     return embedding
 
 
+def vocabulary_of(base: nn.Module) -> int:
+    """Return how many tokens the embedding of a model of text has."""
+    embedding: Any = token_embedding_of(base)
+    size = embedding_size(embedding)
+    return len(embedding.weight) if size is None else size[0]
+
+
 def base_layer(sites: Mapping[str, Site], path: str) -> BaseLayer:
     """Return the weight and bias of a module, as DoRA reads them.
 
@@ -75,23 +82,20 @@ def base_layer(sites: Mapping[str, Site], path: str) -> BaseLayer:
     module: Any = sites[path].module
     bias = getattr(module, "bias", None)
     given = getattr(module, "weight", None)
-    if not is_plain(given):
-        values = dequantized(module)
-        if values is None:
-            raise UnsupportedInputError(
-                f"DoRA (use_dora) cannot scale module {path}: its base weight is quantized, and "
-                f"its values are unknown\n  given: {type(module).__name__}, "
-                f"{type(given).__name__} {getattr(given, 'dtype', '')}\n"
-                f"  allowed: a weight of float16, bfloat16 or float32, or quantized by torchao, "
-                f"quanto, hqq or bitsandbytes (4 bits: unless a CPU has packed them anew)\n"
-                f"  to do: load the base model without quantization, or merge the adapter into it"
-            )
-        return BaseLayer(values, bias)
-    weight = given.detach()
-    if isinstance(module, nn.Linear):
-        return BaseLayer(weight, bias)
+    weight = given.detach() if is_plain(given) else dequantized(module)
+    if weight is None:
+        raise UnsupportedInputError(
+            f"DoRA (use_dora) cannot scale module {path}: its base weight is quantized, and "
+            f"its values are unknown\n  given: {type(module).__name__}, "
+            f"{type(given).__name__} {getattr(given, 'dtype', '')}\n"
+            f"  allowed: a weight of float16, bfloat16 or float32, or quantized by torchao, "
+            f"quanto, hqq or bitsandbytes (4 bits: unless a CPU has packed them anew)\n"
+            f"  to do: load the base model without quantization, or merge the adapter into it"
+        )
     if isinstance(module, (Conv1D, nn.Embedding)):
         return BaseLayer(weight.T, bias)
+    if isinstance(module, nn.Linear) or packed_size(module) is not None:
+        return BaseLayer(weight, bias)
     raise UnsupportedInputError(
         f"DoRA (use_dora) cannot scale module {path}, a {type(module).__name__}\n"
         f"  allowed: Linear, Conv1D and the token embedding"
@@ -124,7 +128,7 @@ def _spec(module: nn.Module) -> ModuleSpec | None:
     if isinstance(module, nn.Embedding):
         scale = float(getattr(module, "embed_scale", 1.0))
         return ModuleSpec("embedding", module.num_embeddings, module.embedding_dim, scale)
-    if (packed := features(module)) is not None:
+    if (packed := packed_size(module)) is not None:
         return ModuleSpec("linear", *packed)
     return None
 
@@ -142,10 +146,9 @@ def _refusal(
         return f"it is a {type(module).__name__}, an embedding that is quantized"
     if "experts" in path.split("."):
         return "it is an expert, whose tokens are routed and no longer in rows of the batch"
-    weight = getattr(module, "weight", None) if features(module) is None else None
-    if isinstance(weight, torch.Tensor) and weight.is_floating_point():
-        if weight.dtype != dtype and weight.dtype.itemsize > 1:  # of 1 byte: quantised
-            return f"its weight is {weight.dtype}, the model's dtype is {dtype}"
+    weight = getattr(module, "weight", None) if packed_size(module) is None else None
+    if is_plain(weight) and weight.dtype != dtype:
+        return f"its weight is {weight.dtype}, the model's dtype is {dtype}"
     for tensor in (weight, *module._parameters.values(), *module._buffers.values()):
         if isinstance(tensor, torch.Tensor) and tensor.device != device:
             return f"its weight is on {tensor.device}, the model on {device}"

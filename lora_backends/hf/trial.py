@@ -121,7 +121,7 @@ def _tokens(base: nn.Module) -> dict[str, torch.Tensor]:
     ]
     a, b, c, d = ([ordinary[place[letter]] for place in places] for letter in range(4))
     rows = {"a": a, "b": b, "ac": a[:SHARED] + c[SHARED:], "d": d}
-    device = next(embedding.parameters()).device
+    device = next(base.parameters()).device  # a packed embedding may have buffers alone
     return {name: torch.tensor(row, device=device) for name, row in rows.items()}
 
 

@@ -14,6 +14,8 @@ from torch import nn
 from lora_backends import UnsupportedInputError
 from lora_backends.bench.results import read_result
 from lora_backends.hf import MultiLoRAModel
+from lora_backends.hf.quantized_base import packed_size
+from lora_backends.hf.sites import base_layer, find_sites, vocabulary_of
 
 IDS = torch.randint(4, 58, (4, 6), generator=torch.Generator().manual_seed(1))
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "peft_sweep.json"
@@ -160,6 +162,121 @@ def test_a_quantised_linear_layer_beside_experts_is_no_router():
     with torch.no_grad():
         expected = truth(input_ids=IDS).logits
     torch.testing.assert_close(logits(model, ["a"] * 4), expected, rtol=0, atol=sweep.BOUND)
+
+
+class Params4bit(nn.Parameter):
+    """bitsandbytes' parameter; `bnb_4bit_quant_storage` chooses the dtype that its bits lie in."""
+
+    quant_state = None
+
+
+def test_bits_in_a_float_dtype_are_no_values(tmp_path):
+    base = sweep_bases.plain().to(torch.bfloat16)
+    projection = base.model.layers[0].self_attn.q_proj
+    projection.weight = Params4bit(torch.zeros(1024, 1), requires_grad=False)
+    sites = find_sites(base, torch.bfloat16, torch.device("cpu"))
+    site = sites["model.layers.0.self_attn.q_proj"]
+    assert site.refusal is None  # its dtype is that of the storage
+    with pytest.raises(UnsupportedInputError, match="DoRA.*its base weight is quantized"):
+        base_layer(sites, site.path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_bits_of_bitsandbytes_in_a_float_dtype_are_those_in_bytes(storage, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    model, same = (
+        MultiLoRAModel(sweep_bases._nf4(rows_as_on_a_gpu=True, **settings), "torch_ref")
+        for settings in ({"bnb_4bit_quant_storage": storage}, {})
+    )
+    for each in (model, same):
+        each.add_adapter("a", adapter(["q_proj", "up_proj"], use_dora=True))
+    assert torch.equal(logits(model, ["a"] * 4), logits(same, ["a"] * 4))
+    for config in (sweep_bases.SAVED, sweep_bases.PISSA):
+        sweep.adapt(sweep_bases.plain(), str(tmp_path), 1, **config)
+        with pytest.raises(UnsupportedInputError, match="is quantized"):
+            model.load_adapter("b", tmp_path)
+
+
+class Projector(nn.Module):
+    """A block of a model with the sizes of a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_features, self.out_features = 8, 4
+        self.inner = nn.Linear(8, 4)
+
+
+class Stacked(nn.Module):
+    """A product for each of several inputs, with the sizes of a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_features, self.out_features = 8, 4
+        self.weight = nn.Parameter(torch.zeros(3, 4, 8))
+        self.register_buffer("places", torch.arange(3))
+
+
+@pytest.mark.parametrize("make", [Projector, Stacked, lambda: nn.Bilinear(8, 8, 4)])
+def test_a_module_with_sizes_but_without_bits_is_no_linear_layer(make):
+    assert packed_size(make()) is None
+
+
+class BufferEmbedding(nn.Module):
+    """A packed token embedding without parameters."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = embedding.weight.shape
+        bits, scales = sweep_bases._bits(embedding)
+        self.register_buffer("bits", bits)
+        self.register_buffer("scales", scales)
+
+    def forward(self, ids):
+        return self.bits[ids] * self.scales[ids]
+
+
+class FlatEmbedding(nn.Embedding):
+    """bitsandbytes' Embedding4bit: the shape of its weight is that of the bits."""
+
+    def __init__(self, embedding):
+        super().__init__(*embedding.weight.shape)
+        bits, self.scales = sweep_bases._bits(embedding)
+        self.weight = nn.Parameter(bits.view(-1, 1), requires_grad=False)
+
+    def forward(self, ids):
+        return self.weight.view(self.num_embeddings, -1)[ids] * self.scales[ids]
+
+
+@pytest.mark.parametrize("make", [BufferEmbedding, FlatEmbedding])
+def test_a_packed_embedding_tells_its_tokens(make):
+    base, same = sweep_bases.plain(), sweep_bases.plain()
+    packed = make(base.get_input_embeddings()).eval()
+    base.set_input_embeddings(packed)
+    same.get_input_embeddings().weight.data = packed(torch.arange(64)).detach()
+    assert vocabulary_of(base) == vocabulary_of(same) == 64
+    torch.testing.assert_close(
+        logits(wrapped(base)), logits(wrapped(same)), rtol=0, atol=sweep.BOUND
+    )
+
+
+class QuantizedEmbedding(nn.Embedding):
+    """An embedding whose values are read as hqq's are."""
+
+    W_q = None
+
+    def dequantize(self):
+        return self.weight * torch.full((64, 1), 0.5)
+
+
+def test_dora_reads_a_quantised_embedding_as_it_reads_a_plain_one():
+    base = sweep_bases.plain()
+    embedding = QuantizedEmbedding(64, 64)
+    embedding.weight = nn.Parameter(torch.arange(64 * 64).view(64, 64), requires_grad=False)
+    base.set_input_embeddings(embedding)
+    sites = find_sites(base, torch.float32, torch.device("cpu"))
+    found = base_layer(sites, "model.embed_tokens").weight
+    assert torch.equal(found, embedding.dequantize().T)
 
 
 def test_weights_that_a_cpu_has_packed_anew_refuse_dora():
