@@ -9,6 +9,7 @@ import pytest
 import torch
 from engines import ENGINES
 
+from lora_backends.sgmv.experts import rules as expert_rules
 from lora_backends.sgmv.tiles import gpu, sizes
 from lora_backends.sgmv.tiles.gpu import H200, Gpu, gpu_of
 from lora_backends.sgmv.tiles.rules import (
@@ -90,6 +91,18 @@ def test_sizes_for_8_bits_are_ones_that_the_kernels_take(item_bytes):
             narrow = replace(layer, item_bytes=1)
             assert choose_tiles(batch, narrow) == tiles
             assert not tile_faults(tiles, batch.tile_tokens, narrow)
+
+
+@pytest.mark.parametrize("active", [1, 30, 64])
+def test_a_shrink_without_a_matrix_product_has_few_steps_of_inputs(active):
+    """Its code has every step, and the loads of all of them are in flight together."""
+    for inputs in (*range(1024, 32769, 512), 5120, 18944, 25600):
+        batch, layer = BatchShape(active, active, 16), LayerShape(1, 16, inputs, 4096, 1)
+        shrink = choose_tiles(batch, layer).shrink
+        steps = -(-inputs // (shrink.block_k * shrink.split_k))
+        assert shrink.warps_k == 0 and steps <= (5 if active >= 32 else 3)
+        read = shrink.block_k * shrink.split_k * steps
+        assert read - inputs < shrink.block_k + inputs // 8
 
 
 @pytest.mark.parametrize("item_bytes", [1, 2, 4])
@@ -177,6 +190,6 @@ def test_padded_rank(rank, padded):
 
 
 def test_worked_examples_of_sizes():
-    for module in (sizes, gpu):
+    for module in (sizes, gpu, expert_rules):
         failed, attempted = doctest.testmod(module)
         assert attempted and not failed

@@ -19,6 +19,7 @@ from lora_backends.sgmv.tiles.sizes import (
     ShrinkTiles,
     fitting,
     padded_rank,
+    parts,
     power_of_two,
 )
 
@@ -90,7 +91,7 @@ def expected_keys(tokens: int, top_k: int, num_experts: int, active_slots: int) 
     """Return how many (slot, expert) pairs a uniform router would use.
 
     >>> expected_keys(16, 8, 128, 1), expected_keys(4096, 2, 8, 8)
-    (81, 64)
+    (82, 64)
     """
     slots = max(1, min(active_slots, tokens))
     missed = math.pow(1 - min(1.0, top_k / num_experts), tokens / slots)
@@ -248,24 +249,11 @@ def _expand(tiles: int, site: SiteShape, rows: int, tma: bool) -> ExpandTiles:
     return ExpandTiles(block_c, block_r, chunks_of(site.widest, block_c, 4))
 
 
-def parts(in_features: int, block_k: int, most: int) -> int:
-    """Return the most parts of the inputs, up to `most`, that waste under an eighth of the steps.
-
-    >>> parts(2048, 128, 16), parts(2880, 128, 6), parts(77, 128, 4)
-    (16, 4, 1)
-    """
-    steps = -(-in_features // block_k)
-    for split in range(min(most, steps), 1, -1):
-        if -(-steps // split) * split * 8 <= steps * 9:
-            return split
-    return 1
-
-
 def chunks_of(width: int, block_c: int, most: int) -> int:
     """Return the chunks per program, up to `most`, that cover `width` with the least waste.
 
     >>> chunks_of(768, 128, 8), chunks_of(2880, 128, 8), chunks_of(64, 128, 8)
-    (6, 8, 1)
+    (6, 1, 1)
     """
     blocks = -(-width // block_c)
     return min(range(min(most, blocks), 0, -1), key=lambda n: -(-blocks // n) * n)

@@ -22,6 +22,7 @@ from lora_backends.sgmv.tiles.sizes import (
     TileConfig,
     fitting,
     padded_rank,
+    parts,
     power_of_two,
 )
 
@@ -156,51 +157,63 @@ def of_8_bits(
 ) -> TileConfig:
     """Return sizes for a stack of 8 bits with a scale per row, made from those for one of 16 bits.
 
-    Twice as many inputs a step keep as many bytes in flight. In decode blocks of 16 ranks are 256
-    columns wide, since Triton lays a narrower one out by columns and then stores values one by one;
-    a single row of the grid is faster with twice as many programs of 128. Where most tokens have
-    their slot for themselves, widening for a matrix product takes longer than to multiply without.
-    In prefill two programs per multiprocessor hide each other's widening.
+    Where most tokens have their slot for themselves, widening for a matrix product takes longer
+    than to multiply without. Sizes without a product serve bytes as they are.
     """
-    shrink, expand, rows = tiles.shrink, tiles.expand, gpu.as_on_h200(batch.rows)
-    prefill = batch.num_tokens >= _PREFILL_TOKENS
-    alone = not prefill and batch.num_tokens < 2 * batch.active_slots
+    rows, shrink, expand = gpu.as_on_h200(batch.rows), tiles.shrink, tiles.expand
+    alone = batch.num_tokens < min(_PREFILL_TOKENS, 2 * batch.active_slots)
     if alone and layer.item_bytes == 2 and padded_rank(layer.max_rank) == MIN_DOT:
         block_c = 128 if rows == 1 else 256
         return TileConfig(_shrink_rows(layer, rows), ExpandTiles(block_c, MIN_DOT, num_stages=0))
+    if shrink.warps_k:
+        shrink = _shrink_of_8_bits(tiles, batch, layer, gpu)
+    if expand.num_stages:
+        expand = _expand_of_8_bits(expand, batch, rows)
+    return TileConfig(shrink, expand)
+
+
+def _shrink_of_8_bits(
+    tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu
+) -> ShrinkTiles:
+    """Twice as many inputs a step keep as many bytes in flight."""
+    shrink, prefill = tiles.shrink, batch.num_tokens >= _PREFILL_TOKENS
     wide = prefill and shrink.block_n >= 64
     if layer.in_features >= 2 * shrink.block_k * shrink.split_k and not wide:
         shrink = replace(shrink, block_k=min(512, 2 * shrink.block_k))
     if prefill:
         shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
-        if expand.num_stages == 1:
-            expand = replace(expand, block_c=64)
-        elif expand.num_stages > 1:
-            expand = replace(expand, num_warps=4)
-    elif expand.block_r == MIN_DOT:
-        block_c = max(expand.block_c, 128 if rows == 1 else 256)
-        chunks = expand.chunks
-        if block_c > expand.block_c and rows < _MANY_ROWS:
-            chunks = max(1, chunks // 2)
-        expand = replace(expand, block_c=block_c, chunks=chunks)
-    else:
+    elif tiles.expand.block_r > MIN_DOT:
         shrink = replace(shrink, block_n=min(shrink.block_n, 32))
-        expand = replace(expand, num_stages=1)
     stage = shrink.block_k * (shrink.block_n + batch.tile_tokens * layer.item_bytes)
     stages = max(2, min(shrink.num_stages, _SHARED_BYTES // stage))
-    tiles = replace(tiles, expand=expand if tiles.expand.num_stages else tiles.expand)
-    if shrink.warps_k == 0:  # sizes without a matrix product serve bytes as they are
-        return tiles
     shrink, item_bytes = replace(shrink, num_stages=stages), 4 if layer.item_bytes == 4 else 1
-    return replace(tiles, shrink=fitting(shrink, batch.tile_tokens, item_bytes, gpu))
+    return fitting(shrink, batch.tile_tokens, item_bytes, gpu)
+
+
+def _expand_of_8_bits(expand: ExpandTiles, batch: BatchShape, rows: int) -> ExpandTiles:
+    """In prefill two programs per multiprocessor hide each other's widening.
+
+    In decode blocks of 16 ranks are 256 columns wide, since Triton lays a narrower one out by
+    columns and then stores values one by one; a single row of the grid is faster with twice as many
+    programs of 128.
+    """
+    if batch.num_tokens >= _PREFILL_TOKENS:
+        if expand.num_stages == 1:
+            return replace(expand, block_c=64)
+        return replace(expand, num_warps=4)
+    if expand.block_r > MIN_DOT:
+        return replace(expand, num_stages=1)
+    block_c, chunks = max(expand.block_c, 128 if rows == 1 else 256), expand.chunks
+    if block_c > expand.block_c and rows < _MANY_ROWS:
+        chunks = max(1, chunks // 2)
+    return replace(expand, block_c=block_c, chunks=chunks)
 
 
 def _shrink_rows(layer: LayerShape, rows: int) -> ShrinkTiles:
     """Read wide blocks of A straight to registers; split the inputs until programs are many."""
-    block_k = min(_ROW_INPUTS, power_of_two(layer.in_features))
-    steps, most = max(1, layer.in_features // block_k), 8 if rows >= _MANY_ROWS else 16
-    split_k = max(parts for parts in range(1, most + 1) if steps % parts == 0)
-    return ShrinkTiles(MIN_DOT, max(MIN_DOT, block_k), split_k, warps_k=0, num_stages=1)
+    block_k = max(MIN_DOT, min(_ROW_INPUTS, power_of_two(layer.in_features)))
+    split_k = parts(layer.in_features, block_k, 8 if rows >= _MANY_ROWS else 16)
+    return ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=0, num_stages=1)
 
 
 def of_scaled_blocks(
@@ -232,4 +245,4 @@ def _bounded(shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape) -> Shrin
 def equal_parts(in_features: int, most: int) -> int:
     """Return the largest number of equal parts, in steps of 256, that does not exceed `most`."""
     steps = max(1, in_features // 256)
-    return max(parts for parts in range(1, max(1, most) + 1) if steps % parts == 0)
+    return max(split for split in range(1, max(1, most) + 1) if steps % split == 0)

@@ -120,6 +120,19 @@ def padded_rank(max_rank: int) -> int:
     return max(MIN_DOT, power_of_two(max_rank))
 
 
+def parts(in_features: int, block_k: int, most: int) -> int:
+    """Return the most parts of the inputs, up to `most`, that waste under an eighth of the steps.
+
+    >>> parts(2048, 128, 16), parts(17408, 1024, 8), parts(77, 128, 4)
+    (16, 6, 1)
+    """
+    steps = -(-in_features // block_k)
+    for split in range(min(most, steps), 1, -1):
+        if -(-steps // split) * split * 8 <= steps * 9:
+            return split
+    return 1
+
+
 def shrink_bytes(
     shrink: ShrinkTiles, tile_tokens: int, item_bytes: int, scaled: bool = False
 ) -> int:
