@@ -62,6 +62,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ],
     ("triton", "i8"): [
         (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
+        (QKV, (64, 64), None, ("linear int8",)),  # row by row, without a matrix product
         (ODD, (64, 8), None, ("linear blocks",)),
         (DOWN, (2048, 8), None, ("linear int8",)),  # wgmma in the shrink
         (DOWN, (512, 8), None, ("linear blocks",)),  # the most shared memory
@@ -160,6 +161,8 @@ def most_shared_bytes(found, dtype):
 
 def is_wide(constants):
     """Return whether an expand of slices' tensors has nothing to read but in 16 bytes."""
+    if "HAS_BIAS" not in constants:  # a kernel of experts
+        return False
     odd = constants["HAS_BIAS"] or constants["STORAGE"] or not constants["EVEN_C"]
     return constants["SLICE_ALIGN"] == 16 and constants["EVEN_R"] and not odd
 
