@@ -149,6 +149,7 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_refused_with_its_bytes_and_the
         with pytest.raises(UnsupportedInputError, match="237568 bytes of shared memory") as error:
             kernel.launch(3, arguments())
         assert "allowed: 101376" in str(error.value) and "num_stages=4" in str(error.value)
+        assert "if the rules chose these sizes, take another backend" in str(error.value)
     assert not kernel.is_compiled
 
 

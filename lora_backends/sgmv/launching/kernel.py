@@ -140,7 +140,8 @@ class SpecializedKernel:
             f"{self.kernel.__name__} does not fit on the GPU: it takes {error.required} {unit}\n"
             f"  given: {given}\n"
             f"  allowed: {error.limit}\n"
-            f"  to do: pass tiles='rules', or a table tuned on this GPU (lora-backends tune)"
+            f"  to do: pass tiles='rules', or a table tuned on this GPU (lora-backends tune); if "
+            f"the rules chose these sizes, take another backend, e.g. torch_ref"
         )
 
     def _launch(self, device: int, rows: int, arguments: Arguments) -> None:
