@@ -140,10 +140,10 @@ def _quanto(weights):
     return _loaded(transformers.QuantoConfig(weights=weights))
 
 
-def _hqq(bits):
+def _hqq(bits, **settings):
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
-    config = BaseQuantizeConfig(nbits=bits, group_size=64)
+    config = BaseQuantizeConfig(nbits=bits, group_size=64, **settings)
     return _replaced(
         lambda linear: HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu")
     )

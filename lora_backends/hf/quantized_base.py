@@ -88,5 +88,7 @@ def _holds_bits(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     if is_plain(weight) and weight.ndim > 1:
         return False
+    if hasattr(module, "W_q"):  # hqq's bits, whose dtype may be a float (`view_as_float`)
+        return True
     tensors = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None and not is_plain(tensor) for tensor in tensors)

@@ -198,6 +198,30 @@ def test_bits_of_bitsandbytes_in_a_float_dtype_are_those_in_bytes(storage, tmp_p
             model.load_adapter("b", tmp_path)
 
 
+def test_bits_of_hqq_in_a_float_dtype_are_those_in_bytes():
+    pytest.importorskip("hqq")
+    model, same = (
+        MultiLoRAModel(sweep_bases._hqq(4, view_as_float=as_float), "torch_ref")
+        for as_float in (True, False)
+    )
+    for each in (model, same):
+        each.add_adapter("a", adapter(["q_proj", "up_proj"], use_dora=True))
+    assert torch.equal(logits(model, ["a"] * 4), logits(same, ["a"] * 4))
+
+
+class FloatBits(nn.Module):
+    """hqq's layer, whose bits lie in a float dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_features, self.out_features = 8, 4
+        self.W_q = nn.Parameter(torch.zeros(8, 1), requires_grad=False)
+
+
+def test_a_layer_of_hqq_is_known_by_its_bits_in_any_dtype():
+    assert packed_size(FloatBits()) == (8, 4)
+
+
 class Projector(nn.Module):
     """A block of a model with the sizes of a linear layer."""
 
