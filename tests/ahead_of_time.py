@@ -63,6 +63,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ],
     ("triton", "i8"): [
         (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
+        (QKV, (64, 64), None, ("linear int8",)),  # row by row, without a matrix product
         (ODD, (64, 8), None, ("linear blocks",)),
         (DOWN, (2048, 8), None, ("linear int8",)),  # wgmma in the shrink
         (DOWN, (512, 8), None, ("linear blocks",)),  # the most shared memory

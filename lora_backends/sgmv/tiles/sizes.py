@@ -132,8 +132,8 @@ def shrink_bytes(
         scaled: A has 8 bits and a scale per value, both loaded, and the product is float32.
     """
     block_n, x_bytes = shrink.block_n, max(2, item_bytes)
-    if shrink.warps_k == 0:  # A and x go to registers, the sums of warps through shared memory
-        return 4 * shrink.num_warps * block_n
+    if shrink.warps_k == 0:  # A goes to registers, a row of x and sums of warps through here
+        return 4 * (shrink.block_k + shrink.num_warps * block_n)
     if scaled:
         step = 5 * block_n + tile_tokens * x_bytes
         loads, operands = (shrink.num_stages - 1) * step, 4 * (block_n + tile_tokens)
