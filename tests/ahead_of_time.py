@@ -5,6 +5,7 @@ layers and batches.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     # the engines differ in how an entry kernel finds its row: tests/sgmv/test_engines.py
     ("csgmv", "bf16"): [
         (ODD, (1, 1), 16, ALL),
-        (QKV, (64, 64), 128, ("linear",)),
+        (QKV, (64, 64), 128, ("linear", "behind")),
         (DOWN, (8192, 8), 16, ("linear",)),  # groups of four segments
     ],
 }
@@ -143,7 +144,19 @@ def compile_kernel(found, dtype, target):
         assert compiled.metadata.shared <= BARRIERS + most_shared_bytes(found, dtype)
     if kernel.__name__ == "expand_kernel" and is_wide(constants) and target.backend == "cuda":
         assert "ld.global.b16" not in compiled.asm["ptx"], "B and y are read 2 bytes at a time"
+    if constants.get("BEHIND") and constants["PROGRAMMATIC"]:
+        check_waits(kernel.__name__, compiled.asm["ptx"])
     return compiled
+
+
+def check_waits(name, ptx):
+    """Check that a kernel that starts early writes behind a wait, and also waits where it ends."""
+    seen = re.findall(r"griddepcontrol\.\w+|st\.global", ptx)
+    wait, launch = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    assert seen.index(wait) < seen.index("st.global"), f"{name} writes before it waits"
+    assert seen.count(wait) > 1, f"{name} ends without a wait where it has no work"
+    is_first = seen.index(launch) < seen.index(wait)
+    assert is_first == (name == "shrink_kernel"), "the shrink alone launches before it waits"
 
 
 def most_shared_bytes(found, dtype):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -23,12 +23,8 @@ from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
 from lora_backends.sgmv.experts.rules import PairShape
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
-from lora_backends.sgmv.launching.kernel import (
-    INTERPRETED,
-    SpecializedKernel,
-    has_programmatic_launch,
-)
-from lora_backends.sgmv.launching.streams import beside, is_capturing, join
+from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch
+from lora_backends.sgmv.launching.streams import is_capturing
 from lora_backends.sgmv.launching.tma import has_tma
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.tiles.gpu import gpu_of
@@ -41,16 +37,6 @@ capture that follows with other adapters cannot compile."""
 
 INVARIANT_PAIRS = PairShape(pairs=256, keys=64, tile=16)
 """A batch-invariant backend takes the sizes for this routing, always."""
-
-
-class StartedLinear(NamedTuple):
-    """A shrink under way on another stream."""
-
-    h: torch.Tensor  # its planes
-    weights: LoRAWeights  # with contiguous tables
-    plan: SgmvPlan
-    rows: int  # of the expand's grid
-    expand: SpecializedKernel
 
 
 class SgmvBackend(LoRABackend):
@@ -171,14 +157,20 @@ class SgmvBackend(LoRABackend):
             self._cache("run_linear", plan, x, weights, laid, y, shrink, expand)
         return y
 
+    @property
+    def can_run_behind(self) -> bool:
+        """Whether kernels of the device can start early, as `run_behind` needs."""
+        return self._options.programmatic or INTERPRETED
+
     def run_behind(
         self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, y: torch.Tensor
     ) -> bool:
         """Run `run_linear` behind the kernel that writes y, in a CUDA graph.
 
-        x and the layer must have been complete when that kernel was launched, as they are for a
-        base product, and it must not have been launched early itself. The shrink then reads them
-        while that kernel still runs, A of a narrow stack (`FLAT_RANK`) beyond an adapter's rank.
+        x, the layer and the plan must have been complete when that kernel was launched, and it must
+        not have been launched early itself: `torch.nn.functional.linear` of x is such a kernel, or
+        several of which the first is. The shrink reads them while it still runs, A of a narrow
+        stack (`FLAT_RANK`) beyond an adapter's rank. Only when it has ended is h written or y read.
 
         Returns:
             False if nothing has been launched: the arguments are not ordinary, kernels of the
@@ -187,7 +179,7 @@ class SgmvBackend(LoRABackend):
         """
         if not is_ordinary(self, None, x, weights, plan, y):
             return False
-        if not (self._options.programmatic or INTERPRETED):
+        if not self.can_run_behind:
             return False
         tables = weights.ranks, weights.scalings
         if not all(table.is_contiguous() for table in tables):  # a copy would be in front
@@ -202,60 +194,11 @@ class SgmvBackend(LoRABackend):
         return True
 
     def prepare_behind(self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan) -> None:
-        """Compile what `run_behind` launches in a graph of so many rows."""
-        kernels = launch.kernels_of(weights, plan, len(x), x.dtype, self._options, "behind")
-        if not kernels.are_compiled:
-            self.run_behind(x, weights, plan, x.new_zeros(len(x), weights.out_features))
+        """Compile what `run_behind` launches in a graph of so many rows.
 
-    def start_linear(
-        self,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: SgmvPlan,
-        stream: torch.cuda.Stream | None,
-    ) -> StartedLinear | None:
-        """Launch the shrink of `run_linear` on another stream, which overlaps what follows here.
-
-        x must live until `finish_linear`.
-
-        Returns:
-            What `finish_linear` takes. None if nothing has been started: the arguments are not
-            ordinary, or a graph is captured for which `prepare_overlap` has not compiled.
+        It is launched: a kernel that is compiled for other rows may lack the one for these strides.
         """
-        tokens = x.shape[0]
-        if not is_ordinary(self, None, x, weights, plan, None) or not self._rows(plan, tokens):
-            return None
-        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options, "overlapped")
-        if is_capturing(self.device) and not kernels.are_compiled:
-            return None
-        h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
-        laid, rows = launch.with_contiguous_tables(weights), self._rows(plan, tokens)
-        with beside(stream):
-            launch.shrink(x, laid, plan, h, rows, kernels.shrink)
-        return StartedLinear(h, laid, plan, rows, kernels.expand)
-
-    def prepare_overlap(self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan) -> None:
-        """Compile what a graph with so many rows captures; a capture cannot compile."""
-        kernels = launch.kernels_of(weights, plan, len(x), x.dtype, self._options, "overlapped")
-        if not kernels.are_compiled:
-            started = self.start_linear(x, weights, plan, None)
-            if started is not None:
-                self.finish_linear(started, x, x.new_zeros(len(x), weights.out_features), None)
-
-    def finish_linear(
-        self,
-        started: StartedLinear,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        stream: torch.cuda.Stream | None,
-    ) -> torch.Tensor:
-        """Wait for the shrink on the other stream, and add its LoRA to y, as `run_linear` does."""
-        join(stream)
-        h, weights, plan, rows, kernel = started
-        if not is_ordinary(self, None, x, weights, plan, y):
-            return self.run_linear(x, weights, plan, y)  # which names what is wrong
-        launch.expand(h, weights, plan, y, rows, kernel)
-        return y
+        self.run_behind(x, weights, plan, x.new_zeros(len(x), weights.out_features))
 
     @override
     @stores_calls

@@ -38,11 +38,10 @@ INVARIANT_BATCH = (64, 8)
 FLAT_RANK = 16
 """Stacks of up to this rank are read whole behind a base product: two loads fewer in a row."""
 
-Form = Literal["linear", "behind", "overlapped", "separate", "embedding"]
+Form = Literal["linear", "behind", "separate", "embedding"]
 """The form of h between the kernels. linear: planes of partial sums, their sum rounded before the
-second product; behind: the same, where the kernel in front writes y alone; overlapped: the same, on
-two streams; separate: a row for every token, float32, as callers of `run_lora_a` see it; embedding:
-one plane."""
+second product; behind: the same, where the kernel in front writes y alone; separate: a row for
+every token, float32, as callers of `run_lora_a` see it; embedding: one plane."""
 
 
 class Options(NamedTuple):
@@ -137,9 +136,7 @@ def _kernels(
     tma: bool,
 ) -> Kernels:
     shrink, expand = _tiles(batch, layer, storage, options, form)
-    linear, exact = form in ("linear", "behind", "overlapped"), form == "separate"
-    if form == "overlapped":  # an early launch follows its own stream alone
-        options = options._replace(programmatic=False)
+    linear, exact = form in ("linear", "behind"), form == "separate"
     options = options._replace(behind=form == "behind")
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         tma = tma and column_programs(output_slices, expand).even

@@ -453,113 +453,180 @@ def test_compiled_programs_have_one_operation_a_layer(wrapper, x, dynamic):
     assert len([node for node in called if node.op == "placeholder"]) == 2
 
 
-@pytest.fixture
-def overlapped(wrapper, monkeypatch):
-    """Return a layer whose shrink starts beside its base product, and what ran in which order."""
-    from lora_backends.integrations.vllm import operation
-
-    order, backend = [], wrapper.tokens.backend
-
-    def start_linear(x, weights, plan, stream):
-        order.append("shrink")
-        return x, weights, plan
-
-    def finish_linear(started, x, y, stream):
-        order.append("expand")
-        _, weights, plan = started
-        return backend.run_linear(x, weights, plan, y)
-
-    def apply(base, x, bias):
-        if not torch.compiler.is_compiling():
-            order.append("base")
-        return x @ base.weight
-
-    monkeypatch.setattr(backend, "start_linear", start_linear, raising=False)
-    monkeypatch.setattr(backend, "finish_linear", finish_linear, raising=False)
-    monkeypatch.setattr(wrapper.tokens, "overlaps", lambda rows: rows <= 8)
-    quant_method = SimpleNamespace(apply=apply)
-    module = make_module(
-        wrapper,
-        base_layer=SimpleNamespace(weight=torch.ones(WIDTH, sum(SLICES))),
-        _get_quant_method=lambda: quant_method,
-        _apply_sync=None,
-    )
-    operation.overlap(module)
-    return module, order
-
-
-def test_a_shrink_starts_before_the_base_product(wrapper, overlapped, x):
-    module, order = overlapped
-    base = x @ module.base_layer.weight
-    torch.testing.assert_close(module._apply_sync(x), base + delta(module, x, IDS))
-    assert order == ["shrink", "base", "expand"]
-    padded = torch.cat([x, x])
-    torch.testing.assert_close(module._apply_sync(padded)[:7], base + delta(module, x, IDS))
-    assert order[3:] == ["base"], "many rows run one after the other"
-    three_axes = module._apply_sync(x[None])
-    torch.testing.assert_close(three_axes[0], base + delta(module, x, IDS))
-    wrapper.update_metadata(mapping([0] * 7), INDEX_TO_ID, SLOTS + 1, 100)
-    assert torch.equal(module._apply_sync(x), base)
-    assert module.lora_backends_layers[0].started is None
-
-
 class UnquantizedLinearMethod:
-    def apply(self, base, x, bias):
-        return x @ base.weight
+    def __init__(self, product="default_unquantized_gemm"):
+        self._gemm_impl = SimpleNamespace(__name__=product)
 
 
 class Fp8LinearMethod(UnquantizedLinearMethod):
     pass
 
 
-@pytest.mark.parametrize(
-    "method, rows, is_behind",
-    [
-        (UnquantizedLinearMethod, 6, True),
-        (UnquantizedLinearMethod, 1, False),
-        (Fp8LinearMethod, 6, False),
-    ],
-)
-def test_in_graphs_lora_is_launched_behind_one_plain_product(
-    wrapper, monkeypatch, x, method, rows, is_behind
-):
+def vllm_adds(module):
+    """Return vLLM's own way: the base product, and LoRA in an operation of its own."""
+
+    def apply_sync(x, bias=None):
+        y = torch.nn.functional.linear(x, module.base_layer.weight, bias)
+        rows = y.view(-1, y.shape[-1]), x.flatten(0, -2)
+        stacks = module.lora_a_stacked, module.lora_b_stacked
+        module.lora_backends_layers[0].wrapper.add_lora_linear(*rows, *stacks, 1.0, SLICES)
+        return y
+
+    return apply_sync
+
+
+@pytest.fixture
+def fuse(wrapper, monkeypatch):
+    """Return a function that fuses a layer, what ran in which order, and where x lay each time."""
     from lora_backends.integrations.vllm import operation
 
-    order, backend = [], wrapper.tokens.backend
+    order, places, backend = [], [], wrapper.tokens.backend
+    linear = torch.nn.functional.linear
+
+    def base(x, weight, bias=None):
+        if not torch.compiler.is_compiling():
+            order.append("base")
+            places.append(x.data_ptr())
+        return linear(x, weight, bias)
 
     def run_behind(x, weights, plan, y):
         order.append("behind")
+        places.append(x.data_ptr())
         backend.run_linear(x, weights, plan, y)
-        return "compiled" in order
+        return True
 
-    ids = IDS[1 : 1 + rows]
-    wrapper.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
+    def prepare_behind(*_):
+        order.append("compiled")
+
+    monkeypatch.setattr(torch.nn.functional, "linear", base)
+    monkeypatch.setattr(backend, "can_run_behind", True, raising=False)
     monkeypatch.setattr(backend, "run_behind", run_behind, raising=False)
-    monkeypatch.setattr(
-        backend, "prepare_behind", lambda *_: order.append("compiled"), raising=False
-    )
-    base_layer = SimpleNamespace(weight=torch.ones(WIDTH, sum(SLICES)), quant_method=method())
-    module = make_module(wrapper, base_layer=base_layer, _get_quant_method=method, _apply_sync=None)
-    operation.overlap(module)
-    x = x[1 : 1 + rows]
-    wanted = x @ base_layer.weight + delta(module, x, ids)
-    monkeypatch.setattr(
-        wrapper.tokens, "_compilation", SimpleNamespace(cudagraph_capture_sizes=[64])
-    )
-    torch.testing.assert_close(module._apply_sync(x), wanted)
-    assert not order, "no graph has so many rows"
-    monkeypatch.setattr(
-        wrapper.tokens, "_compilation", SimpleNamespace(cudagraph_capture_sizes=[rows])
-    )
+    monkeypatch.setattr(backend, "prepare_behind", prepare_behind, raising=False)
+
+    def fused(method):
+        weight = torch.randn(sum(SLICES), WIDTH, generator=torch.Generator().manual_seed(3))
+        base_layer = SimpleNamespace(weight=weight, quant_method=method)
+        module = make_module(wrapper, base_layer=base_layer)
+        module._apply_sync = vllm_adds(module)
+        operation.fuse(module)
+        return module
+
+    return fused, order, places
+
+
+@pytest.mark.parametrize(
+    "method, is_fused",
+    [
+        (UnquantizedLinearMethod(), True),
+        (UnquantizedLinearMethod("cuda_flashinfer_bf16_gemm"), False),
+        (Fp8LinearMethod(), False),
+    ],
+)
+def test_in_graphs_lora_is_launched_behind_a_product_of_torch(
+    wrapper, fuse, monkeypatch, x, method, is_fused
+):
+    """Other products may be launched before x is complete."""
+    from lora_backends.integrations.vllm import operation
+
+    fused, order, _ = fuse
+    module = fused(method)
+    bias = torch.randn(sum(SLICES), generator=torch.Generator().manual_seed(4))
+    wanted = x @ module.base_layer.weight.T + bias + delta(module, x, IDS)
+    sizes = SimpleNamespace(cudagraph_capture_sizes=[64])
+    monkeypatch.setattr(wrapper.tokens, "_compilation", sizes)
+    torch.testing.assert_close(module._apply_sync(x, bias), wanted)
+    assert order == ["base"], "no graph has so many rows"
+    sizes.cudagraph_capture_sizes = [len(x)]
     for _ in range(2):
-        torch.testing.assert_close(module._apply_sync(x), wanted)
-    assert order == ["compiled"] * is_behind, "it is compiled once, before a capture"
+        torch.testing.assert_close(module._apply_sync(x, bias), wanted)
+    assert order[1:] == ["base", *["compiled"] * is_fused, "base"], "compiled once, beforehand"
     monkeypatch.setattr(operation, "is_capturing", lambda device: True)
-    torch.testing.assert_close(module._apply_sync(x), wanted)
-    assert order == ["compiled", "behind"] * is_behind
+    torch.testing.assert_close(module._apply_sync(x, bias), wanted)
+    assert order[-2:] == (["base", "behind"] if is_fused else ["base", "base"])
+    longer = module._apply_sync(torch.cat([x, x[:1]]), bias)
+    torch.testing.assert_close(longer[: len(x)], wanted)
+    assert order[-1] == "base", "kernels for so many rows may not be compiled"
+    wrapper.update_metadata(mapping([0] * len(x)), INDEX_TO_ID, SLOTS + 1, 100)
+    base = x @ module.base_layer.weight.T
+    torch.testing.assert_close(module._apply_sync(x), base)
+    assert order[-1] == "base"
 
 
-def test_a_layer_that_adds_lora_in_its_own_way_keeps_it(wrapper):
+def test_graphs_of_many_rows_run_lora_after_the_product(wrapper, fuse, monkeypatch, x):
+    from lora_backends.integrations.vllm import operation, plans
+
+    fused, order, _ = fuse
+    monkeypatch.setattr(plans, "MOST_BEHIND", len(x) - 1)
+    module = fused(UnquantizedLinearMethod())
+    wanted = x @ module.base_layer.weight.T + delta(module, x, IDS)
+    for capturing in (False, True):
+        monkeypatch.setattr(operation, "is_capturing", lambda device, now=capturing: now)
+        torch.testing.assert_close(module._apply_sync(x), wanted)
+    assert order == ["base", "base"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_programs_put_nothing_between_the_product_and_lora(
+    wrapper, fuse, monkeypatch, x, dynamic
+):
+    """Behind a copy of x, which comes after the product, LoRA would read x before it is written."""
+    from lora_backends.integrations.vllm import operation
+
+    fused, order, places = fuse
+    module, graphs = fused(UnquantizedLinearMethod()), []
+
+    def inductor(graph, inputs):
+        from torch._inductor.compile_fx import compile_fx
+
+        graphs.append(graph)
+        return compile_fx(graph, inputs)
+
+    def forward(x):  # rows that are copied to lie together
+        return module._apply_sync(x.sin().view(2, 3, WIDTH).transpose(0, 1)) * 2
+
+    ids, x = IDS[:6], x[:6]
+    wrapper.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
+    rows = x.sin().view(2, 3, WIDTH).transpose(0, 1).reshape(6, WIDTH)
+    wanted = 2 * (rows @ module.base_layer.weight.T + delta(module, rows, ids))
+    torch.testing.assert_close(forward(x), wanted.view(3, 2, -1))
+    assert order == ["base", "compiled"]
+    order.clear(), places.clear()
+    monkeypatch.setattr(operation, "is_capturing", lambda device: True)
+    with torch.inference_mode():
+        compiled = torch.compile(forward, backend=inductor, fullgraph=True, dynamic=dynamic)
+        torch.testing.assert_close(compiled(x), wanted.view(3, 2, -1))
+    assert order == ["base", "behind"] and places[0] == places[1]
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert called.count("lora_backends_vllm.linear") == 1
+    assert not any(name in " ".join(called) for name in ("matmul", "nn.linear", "vllm.run"))
+
+
+def test_the_product_of_this_vllm_is_recognised(monkeypatch):
+    import functools
+
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from lora_backends.integrations.vllm.operation import _multiplies_by_torch
+
+    method = UnquantizedLinearMethod()
+    layer = SimpleNamespace(quant_method=method)
+    assert not _multiplies_by_torch(layer), "on a CPU its weights are packed"
+    torchs = utils.default_unquantized_gemm
+    monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda: torchs)
+    if hasattr(method, "_gemm_impl"):
+        method._gemm_impl = torchs
+    assert _multiplies_by_torch(layer)
+    method._gemm_impl = functools.partial(torchs)
+    assert not _multiplies_by_torch(layer), "an unknown product"
+    method._gemm_impl = torchs
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not _multiplies_by_torch(layer)
+    assert not _multiplies_by_torch(SimpleNamespace())
+
+
+def test_a_layer_that_adds_lora_in_its_own_way_keeps_it(wrapper, monkeypatch):
     from lora_backends.integrations.vllm import operation
 
     class Linear(SimpleNamespace):
@@ -573,20 +640,12 @@ def test_a_layer_that_adds_lora_in_its_own_way_keeps_it(wrapper):
         def _apply_lora_to_output(self, x, y):
             return y + 1
 
+    monkeypatch.setattr(wrapper.tokens.backend, "can_run_behind", True, raising=False)
+    base_layer = SimpleNamespace(quant_method=UnquantizedLinearMethod())
     for kind, is_replaced in ((Linear, True), (Head, False)):
-        module = kind(**vars(make_module(wrapper, base_layer=None)))
-        operation.overlap(module)
+        module = kind(**vars(make_module(wrapper, base_layer=base_layer)))
+        operation.fuse(module)
         assert ("_apply_sync" in vars(module)) is is_replaced
-
-
-def test_compiled_programs_keep_the_order(wrapper, overlapped, x):
-    module, order = overlapped
-    wanted = x @ module.base_layer.weight + delta(module, x, IDS)
-    with torch.inference_mode():
-        compiled = torch.compile(lambda x: module._apply_sync(x) * 2, fullgraph=True)
-        order.clear()
-        torch.testing.assert_close(compiled(x), wanted * 2)
-    assert order == ["shrink", "expand"]
 
 
 def test_inductor_runs_the_operation_in_place(wrapper, x):

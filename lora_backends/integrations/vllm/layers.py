@@ -29,8 +29,6 @@ class Layer:
     wrapper: Any  # the `BackendWrapper` whose batch the layer runs on
     first_rank: int = 0  # of the adapter's ranks, the first that the A of this process holds
     ranked: set[int] = field(default_factory=set)  # slots whose adapter has a rank above 0 here
-    started: Any = None  # a shrink under way beside the base product
-    is_behind: bool = False  # whether LoRA is launched behind one product that writes y alone
     prepared: set[tuple[int, int]] = field(default_factory=set)  # rows and active slots whose
     # kernels for graphs are compiled
 

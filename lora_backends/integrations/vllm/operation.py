@@ -1,6 +1,6 @@
 """Runs a layer of vLLM, in compiled programs as one operation.
 
-The operation takes the first stack of a layer in the layer's place. It is an input that vLLM's
+An operation takes the first stack of a layer in the layer's place. It is an input that vLLM's
 compiler treats like any weight, so equal layers share one compiled program, and a program that is
 loaded from disk finds the layers of its own process.
 """
@@ -24,8 +24,11 @@ PROMPT = "prompt"  # the same for rows whose adapters vLLM does not announce, as
 SHRINK = "shrink"  # y = h of x
 EXPAND = "expand"  # y[:, offset:] += LoRA of h, which is x
 EMBEDDING = "embedding"  # the same for an embedding, which a drafter may share
-PLAIN_PRODUCT = "UnquantizedLinearMethod"  # vLLM's name for weights that are not quantized
 FULL = "full"  # y = x times a whole matrix of the adapter, for the rows that are sampled
+
+UNQUANTIZED = "UnquantizedLinearMethod"
+TORCH_LINEAR = "default_unquantized_gemm"
+"""vLLM's names for weights that are not quantized, and for their product by torch."""
 
 
 def run(
@@ -49,7 +52,12 @@ def run(
 def _run(
     y: torch.Tensor, x: torch.Tensor, stack: torch.Tensor, operation: str, offset: int
 ) -> None:
-    layer = find(stack)
+    _run_layer(find(stack), y, x, operation, offset)
+
+
+def _run_layer(
+    layer: Layer, y: torch.Tensor, x: torch.Tensor, operation: str, offset: int = 0
+) -> None:
     wrapper = layer.wrapper
     plans = wrapper.sampled if operation in (LOGITS, FULL) else wrapper.tokens
     plans = wrapper.prompt if operation == PROMPT else plans
@@ -95,31 +103,30 @@ def _add(
         backend.run_linear(x, layer.b, plans.of(x.shape[0]), part)
 
 
-def overlap(module: Any) -> None:
-    """Start a layer's shrink before its base product, and finish its LoRA behind that.
+def fuse(module: Any) -> None:
+    """Run a layer's base product and its LoRA as one operation, where LoRA can start early.
 
-    vLLM calls LoRA when the base product has been launched. The method is private; a layer without
-    it, or of one half, runs one after the other. With vLLM's own second stream it is not called.
+    The shrink then reads x while the kernel in front of it still runs. That kernel must be a base
+    product which was launched when x was complete. So the operation makes the product by itself: a
+    compiler could put a copy of x between two operations, and vLLM has products for quantized
+    weights and for some GPUs that are launched early themselves.
+
+    The method replaced is private; a layer without it, or of one half, keeps what it has. With
+    vLLM's own second stream it is not called.
     """
     layer: Layer = module.lora_backends_layers[0]
     if layer.a is not layer.b or not hasattr(module, "_apply_sync"):
         return
     if _owner(module, "_apply_sync") is not _owner(module, "_apply_lora_to_output"):
         return  # it adds LoRA in a way of its own, as to the rows of requests
-    # One product of torch, launched when x is complete. Kernels for quantized weights may launch
-    # each other early.
-    quant_method = getattr(module.base_layer, "quant_method", None)
-    layer.is_behind = type(quant_method).__name__ == PLAIN_PRODUCT
+    if not (layer.wrapper.tokens.can_run_behind and _multiplies_by_torch(module.base_layer)):
+        return
     stack = module.lora_a_stacked[0]
 
-    def apply_overlapped(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows = x.flatten(0, 1) if x.ndim == 3 else x  # as Transformers' models pass them
-        token = start(rows, stack)
-        y: torch.Tensor = module._get_quant_method().apply(module.base_layer, x, bias)
-        finish(y.view(-1, y.shape[-1]), rows, stack, token)
-        return y
+    def apply_fused(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, module.base_layer.weight, bias, stack)
 
-    module._apply_sync = apply_overlapped
+    module._apply_sync = apply_fused
 
 
 def _owner(module: Any, name: str) -> type | None:
@@ -127,68 +134,77 @@ def _owner(module: Any, name: str) -> type | None:
     return next((cls for cls in type(module).__mro__ if name in vars(cls)), None)
 
 
-def start(x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
-    """Start a linear layer's shrink on a second stream, where that gains time.
+def _multiplies_by_torch(base_layer: Any) -> bool:
+    """Return whether vLLM computes a base layer by `torch.nn.functional.linear`."""
+    from vllm import envs
+    from vllm.model_executor.layers import utils
 
-    Returns:
-        An empty tensor to hand to `finish`, so that a compiler keeps the order.
+    method = getattr(base_layer, "quant_method", None)
+    if type(method).__name__ != UNQUANTIZED or getattr(envs, "VLLM_BATCH_INVARIANT", True):
+        return False
+    product = getattr(method, "_gemm_impl", None)
+    if product is None:  # versions without the attribute choose in each call
+        product = getattr(utils, "dispatch_unquantized_gemm", lambda: None)()
+    return getattr(product, "__name__", "") == TORCH_LINEAR
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stack: torch.Tensor
+) -> torch.Tensor:
+    """Return ``x @ weight.T + bias`` with the LoRA of the batch's tokens added.
+
+    Args:
+        x: [..., in_features]; its rows are the batch's tokens.
+        weight: [out_features, in_features].
+        bias: [out_features].
+        stack: the first A of the layer.
     """
     if torch.compiler.is_compiling():
-        token: torch.Tensor = torch.ops.lora_backends_vllm.start(x, stack)
-        return token
-    return _start(x, stack)
+        y: torch.Tensor = torch.ops.lora_backends_vllm.linear(x, weight, bias, stack)
+        return y
+    return _linear(x, weight, bias, stack)
 
 
-def finish(y: torch.Tensor, x: torch.Tensor, stack: torch.Tensor, token: torch.Tensor) -> None:
-    """Add a linear layer's LoRA to y, in place; x is as in `start`, and lives until here."""
-    if torch.compiler.is_compiling():
-        torch.ops.lora_backends_vllm.finish(y, x, stack, token)
-    else:
-        _finish(y, x, stack, token)
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stack: torch.Tensor
+) -> torch.Tensor:
+    rows = x.flatten(0, -2)  # as Transformers' models pass them; any copy comes before the product
+    y = torch.nn.functional.linear(rows, weight, bias)
+    _add_behind(find(stack), y, rows)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _start(x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
-    layer = find(stack)
-    plans = layer.wrapper.tokens
-    layer.started = None
-    if not plans.is_idle and plans.overlaps(x.shape[0]):
-        plan = plans.of(x.shape[0])
-        layer.started = plans.backend.start_linear(x, layer.b, plan, plans.stream)
-    return x.new_empty(0)
-
-
-def _finish(y: torch.Tensor, x: torch.Tensor, stack: torch.Tensor, token: torch.Tensor) -> None:
-    layer = find(stack)
-    plans, started, layer.started = layer.wrapper.tokens, layer.started, None
-    if started is not None:
-        plans.backend.finish_linear(started, x, y, plans.stream)
-        return
+def _add_behind(layer: Layer, y: torch.Tensor, x: torch.Tensor) -> None:
+    """Add LoRA to y, whose product is the last that was launched."""
+    plans, rows = layer.wrapper.tokens, x.shape[0]
     if plans.is_idle:
         return
-    rows = x.shape[0]
-    capturing, is_behind = is_capturing(x.device), layer.is_behind and plans.can_be_behind(rows)
-    if capturing and is_behind and plans.backend.run_behind(x, layer.b, plans.of(rows), y):
-        return
-    _run(y, x, stack, LINEAR, 0)
-    if not capturing and plans.may_be_captured(rows):
-        _prepare(layer, x, plans, is_behind)
+    if plans.is_behind(rows) and is_capturing(x.device):
+        plan = plans.of(rows)
+        is_prepared = _key(plan, rows) in layer.prepared
+        if is_prepared and plans.backend.run_behind(x, layer.b, plan, y):
+            return
+    _run_layer(layer, y, x, LINEAR)
+    if plans.is_behind(rows) and plans.may_be_captured(rows) and not is_capturing(x.device):
+        _prepare(layer, x, plans)
 
 
-def _prepare(layer: Layer, x: torch.Tensor, plans: Any, is_behind: bool) -> None:
+def _prepare(layer: Layer, x: torch.Tensor, plans: Any) -> None:
     """Compile what graphs run; a capture, which may follow, cannot compile."""
-    plan, is_overlapped = plans.of(x.shape[0]), plans.can_overlap(x.shape[0])
-    key = x.shape[0], getattr(plan, "active_slots", 0)
-    if key in layer.prepared or not (is_behind or is_overlapped):
-        return
-    layer.prepared.add(key)
-    if is_overlapped:
-        plans.backend.prepare_overlap(x, layer.b, plan)
-    if is_behind:
+    plan = plans.of(x.shape[0])
+    key = _key(plan, x.shape[0])
+    if key not in layer.prepared:
+        layer.prepared.add(key)
         plans.backend.prepare_behind(x, layer.b, plan)
 
 
+def _key(plan: Any, rows: int) -> tuple[int, int]:
+    """Return what the kernels of a layer follow from."""
+    return rows, getattr(plan, "active_slots", 0)
+
+
 # vLLM compiles one program for many layers and drops guards, so tracing must meet neither Python
-# state nor shapes: nothing but this operation.
+# state nor shapes: nothing but these operations.
 _LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "run(Tensor(a!) y, Tensor x, Tensor stack, str operation, int offset) -> ()",
@@ -197,13 +213,12 @@ _LIBRARY.define(
 _LIBRARY.impl("run", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::run", lambda *_: None, lib=_LIBRARY)
 _LIBRARY.define(
-    "start(Tensor x, Tensor stack) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,)
-)
-_LIBRARY.impl("start", _start, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::start", lambda x, _: x.new_empty(0), lib=_LIBRARY)
-_LIBRARY.define(
-    "finish(Tensor(a!) y, Tensor x, Tensor stack, Tensor token) -> ()",
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor stack) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_LIBRARY.impl("finish", _finish, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::finish", lambda *_: None, lib=_LIBRARY)
+_LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    f"{NAMESPACE}::linear",
+    lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    lib=_LIBRARY,
+)

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.sgmv.launching.streams import is_capturing, new_stream
+from lora_backends.sgmv.launching.streams import is_capturing
 
 SMALLEST = 8
 """Rows that the smallest plan on a GPU has room for."""
-
-MOST_OVERLAPPED = 32
-"""Rows at most whose shrink runs beside the base product. The two kernels of a site take 6.3
-instead of 7.8 us at 8 rows of 8 adapters, but 7.5 instead of 7.1 us at 64 (docs, experiments)."""
 
 MOST_BEHIND = 512
 """Rows at most of a graph that launches LoRA before the base product has ended; more rows wait for
@@ -56,7 +50,6 @@ class Plans:
         self.backend = backend
         self.num_slots = num_slots
         self._compilation = compilation
-        self._stream: torch.cuda.Stream | None = None
         self._rooms = [_Room(size) for size in _sizes(backend.device.type, capacity)]
         self.set_slots([])
         self._is_announced = False
@@ -88,40 +81,20 @@ class Plans:
             )
         return self._is_idle
 
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """For what runs beside the base products; None on the CPU."""
-        if self._stream is None:
-            self._stream = new_stream(self.backend.device)
-        return self._stream
-
     def may_be_captured(self, rows: int) -> bool:
         """Return whether vLLM captures a graph of so many rows."""
         if self._compilation is None:
             return True
         return rows in (self._compilation.cudagraph_capture_sizes or ())
 
-    def can_overlap(self, rows: int) -> bool:
-        """Return whether a graph of `rows` rows runs shrinks beside base products."""
-        return (
-            rows <= MOST_OVERLAPPED
-            and self.backend.device.type == "cuda"
-            and hasattr(self.backend, "start_linear")
-        )
+    @property
+    def can_run_behind(self) -> bool:
+        """Whether the backend can launch LoRA before a base product has ended."""
+        return getattr(self.backend, "can_run_behind", False)
 
-    def can_be_behind(self, rows: int) -> bool:
-        """Return whether a graph of `rows` rows launches LoRA before the base product has ended.
-
-        Not one of a single row: a compiler may make its product part of the kernel that writes x.
-        """
-        return 1 < rows <= MOST_BEHIND and hasattr(self.backend, "run_behind")
-
-    def overlaps(self, rows: int) -> bool:
-        """Return whether the shrink of a call with `rows` rows runs beside its base product.
-
-        It does in graphs alone: without one, a step of few rows waits for the host.
-        """
-        return self.can_overlap(rows) and is_capturing(self.backend.device)
+    def is_behind(self, rows: int) -> bool:
+        """Return whether a graph of `rows` rows launches LoRA before the base product has ended."""
+        return rows <= MOST_BEHIND and self.can_run_behind
 
     def of(self, rows: int) -> Any:
         """Return the plan for x of `rows` rows; rows behind the batch have no adapter.

@@ -358,7 +358,7 @@ def _follow_mapping() -> None:
                 experts.adopt(self, punica_wrapper)
             else:
                 layers.adopt(self, punica_wrapper)
-                operation.overlap(self)
+                operation.fuse(self)
 
     BaseLayerWithLoRA.set_mapping = set_mapping_and_adopt
 
