@@ -266,12 +266,15 @@ def test_requests_on_a_gpu_use_adapters_that_were_just_loaded(make_base):
         max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     model = MultiLoRAModel(base, max_adapters=1, max_rank=4)
+    checkpoints = [random_checkpoint(make_base("llama"), TARGETS, seed=seed) for seed in range(8)]
+    answers = []
     with model.continuous_batching(continuous_batching_config=settings()) as requests:
-        for seed in range(8):
-            checkpoint = random_checkpoint(make_base("llama"), TARGETS, seed=seed)
+        for checkpoint in checkpoints:
             model.add_adapter("a", checkpoint)  # on another stream than the manager's
             name = requests.add_request([3, 4, 5], adapter="a")
-            answer = requests.collect([name])[name].generated_tokens
-            ids = torch.tensor([[3, 4, 5]]).cuda()
-            tokens = model.generate(adapters=["a"], input_ids=ids, max_new_tokens=NEW)
-            assert answer == tokens[0, 3:].tolist()
+            answers.append(requests.collect([name])[name].generated_tokens)
+    ids = torch.tensor([[3, 4, 5]]).cuda()
+    for checkpoint, answer in zip(checkpoints, answers, strict=True):
+        model.add_adapter("a", checkpoint)
+        tokens = model.generate(adapters=["a"], input_ids=ids, max_new_tokens=NEW)
+        assert answer == tokens[0, 3:].tolist()

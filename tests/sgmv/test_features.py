@@ -97,7 +97,7 @@ def test_factors_follow_the_formula(engine, device, dtype, has_bias):
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_tensors_per_slice_give_the_bits_of_one_stack(engine, device, spread):
+def test_tensors_per_slice_give_the_bits_of_one_stack(engine, device, spread, request):
     weights = layer(device)
     parts = per_slice(weights, spread=spread)
     batch = LoRABatch([0, 1, 2, 2, -1, 0, 1], SLOTS)
@@ -105,10 +105,15 @@ def test_tensors_per_slice_give_the_bits_of_one_stack(engine, device, spread):
     x, base = rows(7, INPUTS, device), rows(7, OUT, device, seed=2)
     for first in (x, torch.arange(7, device=device)):
         run = engine.run_linear if first is x else engine.run_embedding
-        assert torch.equal(
-            run(first, parts, plan, base.clone()), run(first, weights, plan, base.clone())
-        )
-    assert torch.equal(engine.run_lora_a(x, parts, plan), engine.run_lora_a(x, weights, plan))
+        one, other = (run(first, layout, plan, base.clone()) for layout in (weights, parts))
+        agree(other, one, base)
+        # without a matrix product, the layout of the loads decides the order of sums
+        assert torch.equal(other, one) or request.node.callspec.params["engine"] == "row by row"
+    one, other = (engine.run_lora_a(x, layout, plan) for layout in (weights, parts))
+    torch.testing.assert_close(
+        other, one, rtol=0, atol=float(one.abs().max()) * 16 * UNITS[x.dtype]
+    )
+    assert torch.equal(other, one) or request.node.callspec.params["engine"] == "row by row"
 
 
 def test_scales_of_an_adapter_without_ranks_are_not_read(engine, device):

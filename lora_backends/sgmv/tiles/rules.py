@@ -175,13 +175,21 @@ def of_8_bits(
 def _shrink_of_8_bits(
     tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu
 ) -> ShrinkTiles:
-    """Twice as many inputs a step keep as many bytes in flight."""
+    """Twice as many inputs a step keep as many bytes in flight.
+
+    In prefill steps are shorter and programs are at least two per multiprocessor, which hide each
+    other's widening.
+    """
     shrink, prefill = tiles.shrink, batch.num_tokens >= _PREFILL_TOKENS
-    wide = prefill and shrink.block_n >= 64
-    if layer.in_features >= 2 * shrink.block_k * shrink.split_k and not wide:
-        shrink = replace(shrink, block_k=min(512, 2 * shrink.block_k))
+    most = 128 if prefill and shrink.block_n >= 64 else 512
+    long = layer.in_features >= 2 * shrink.block_k * shrink.split_k
+    if long and shrink.block_k < most:
+        shrink = replace(shrink, block_k=min(most, 2 * shrink.block_k))
     if prefill:
-        shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
+        programs = -(-layer.stacked // shrink.block_n) * gpu.as_on_h200(batch.rows)
+        split = 2 if shrink.split_k == 1 and long and programs <= H200.multiprocessors else 1
+        split_k, stages = split * shrink.split_k, min(shrink.num_stages, 3)
+        shrink = replace(shrink, split_k=split_k, num_stages=stages)
     elif tiles.expand.block_r > MIN_DOT:
         shrink = replace(shrink, block_n=min(shrink.block_n, 32))
     stage = shrink.block_k * (shrink.block_n + batch.tile_tokens * layer.item_bytes)
