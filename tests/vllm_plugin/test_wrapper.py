@@ -605,6 +605,7 @@ def test_compiled_programs_put_nothing_between_the_product_and_lora(
 def test_the_product_of_this_vllm_is_recognised(monkeypatch):
     import functools
 
+    from vllm import envs
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -621,7 +622,8 @@ def test_the_product_of_this_vllm_is_recognised(monkeypatch):
     method._gemm_impl = functools.partial(torchs)
     assert not _multiplies_by_torch(layer), "an unknown product"
     method._gemm_impl = torchs
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    # not the variable: an engine of this process has made vLLM remember it
+    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)
     assert not _multiplies_by_torch(layer)
     assert not _multiplies_by_torch(SimpleNamespace())
 
