@@ -1,4 +1,4 @@
-"""Devices: from text to `torch.device`, and whether this machine has them."""
+"""Devices: from text to `torch.device`, whether this machine has them, and graph captures."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def as_device(device: torch.device | str) -> torch.device:
     if parsed.type == "cuda" and parsed.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return parsed
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph captures the current stream of the device; none does on a CPU."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def device_reasons(name: str, device_types: Sequence[str], device: torch.device | str) -> list[str]:

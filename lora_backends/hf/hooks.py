@@ -142,8 +142,3 @@ def rows_and_length(inputs: Mapping[str, Any], main_input: str) -> tuple[int, in
         + f", or {main_input} [rows, ...]"
         * (main_input != "input_ids")
     )
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph captures what is launched now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

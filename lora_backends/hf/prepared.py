@@ -13,9 +13,9 @@ import torch
 from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
+from lora_backends.devices import is_capturing
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.entries import Choices, Entry, adapter_names, is_per_token
-from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
 from lora_backends.hf.own_rows import OwnRows
 from lora_backends.hf.request import slot_of_all, spread_slots, uses_one_slot

@@ -12,9 +12,9 @@ import torch
 from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
+from lora_backends.devices import is_capturing
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.entries import Choices, RowAdapters, entries_of
-from lora_backends.hf.hooks import is_capturing
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
 from lora_backends.hf.own_rows import OwnRows, own_rows

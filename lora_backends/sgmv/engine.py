@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
-from lora_backends.devices import as_device
+from lora_backends.devices import as_device, is_capturing
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.ordinary import is_ordinary
 from lora_backends.dispatch.output import added_to, new_output
@@ -24,7 +24,6 @@ from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_p
 from lora_backends.sgmv.experts.rules import PairShape
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch
-from lora_backends.sgmv.launching.streams import is_capturing
 from lora_backends.sgmv.launching.tma import has_tma
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.tiles.gpu import gpu_of

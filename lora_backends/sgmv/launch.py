@@ -71,7 +71,7 @@ class Kernels(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """Which further factors and terms an expand applies."""
+    """The factors and terms that an expand applies, besides the scaling."""
 
     bias: bool
     output_scales: bool

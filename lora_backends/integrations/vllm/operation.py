@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from lora_backends.devices import is_capturing
 from lora_backends.errors import InvalidInputError
 from lora_backends.integrations.vllm.layers import Layer, find
 from lora_backends.integrations.vllm.plans import Plans
-from lora_backends.sgmv.launching.streams import is_capturing
 
 NAMESPACE = "lora_backends_vllm"
 

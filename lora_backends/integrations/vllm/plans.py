@@ -7,8 +7,8 @@ from typing import Any
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.devices import is_capturing
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.sgmv.launching.streams import is_capturing
 
 SMALLEST = 8
 """Rows that the smallest plan on a GPU has room for."""

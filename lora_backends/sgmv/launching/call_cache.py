@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from lora_backends.devices import is_capturing
 from lora_backends.sgmv.launching.kernel import (
     Arguments,
     BoundKernel,
@@ -21,7 +22,6 @@ from lora_backends.sgmv.launching.kernel import (
     has_launch_hooks,
     is_current,
 )
-from lora_backends.sgmv.launching.streams import is_capturing
 from lora_backends.sgmv.launching.tma import without_tensor
 from lora_backends.weights import LoRAWeights
 

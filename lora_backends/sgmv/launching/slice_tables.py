@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from lora_backends.devices import is_capturing
 from lora_backends.errors import InvalidInputError
-from lora_backends.sgmv.launching.streams import is_capturing
 from lora_backends.weights import LoRAWeights, Stack
 
 MOST_ALIGNMENT = 16

@@ -8,10 +8,10 @@ import torch
 
 
 class Gpu(NamedTuple):
-    """What the rules ask of a GPU."""
+    """The figures that the rules read."""
 
     multiprocessors: int
-    shared_bytes: int  # of shared memory, that a program may take
+    shared_bytes: int  # of shared memory that one program may take
 
     def as_on_h200(self, rows: int) -> int:
         """Return the rows of a grid that keep an H200 as busy as `rows` keep this GPU.
@@ -35,6 +35,6 @@ def gpu_of(device: torch.device | str) -> Gpu:
     if device.type != "cuda":
         return H200
     found = torch.cuda.get_device_properties(device)
-    # ROCm has no share beyond what every program may take
+    # on CUDA a kernel may ask for more than the default; ROCm has no such limit beside it
     shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
     return Gpu(found.multi_processor_count, shared)

@@ -1,4 +1,4 @@
-"""Which memory is written and which tensor is returned: shape, dtype, identity, and the rest."""
+"""The memory that is written and the tensor that is returned: its shape, dtype and identity."""
 
 from __future__ import annotations
 
