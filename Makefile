@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
-export PYTHONDONTWRITEBYTECODE := # written: dozens of processes of the tests import the same modules
+export PYTHONDONTWRITEBYTECODE := # empty: Python writes bytecode, as many processes of the tests import the same modules
 
 .PHONY: help demo test sweep test-floors test-blas test-surroundings test-vllm test-quantized lint docs setup benchmark clean
 

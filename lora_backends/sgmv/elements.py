@@ -59,8 +59,8 @@ def load_h_row(h_at, plane, r, rank, SPLIT_K: tl.constexpr):
     k = tl.arange(0, PLANES)  # [planes]
     mask = (k < SPLIT_K)[:, None] & (r < rank)[None, :]
     h = tl.load(h_at + k[:, None] * plane + r[None, :], mask=mask, other=0.0)
-    # gather: Triton lays out no value behind it as h was loaded, so B is multiplied in the
-    # registers that it was loaded to, instead of passing through shared memory
+    # The gather keeps the layout of this load from spreading to the product. So B is multiplied in
+    # the registers that it was loaded to, instead of passing through shared memory.
     return tl.gather(tl.sum(h.to(tl.float32), axis=0), r, 0)
 
 

@@ -168,8 +168,9 @@ class SgmvBackend(LoRABackend):
 
         x, the layer and the plan must have been complete when that kernel was launched, and it must
         not have been launched early itself: `torch.nn.functional.linear` of x is such a kernel, or
-        several of which the first is. The shrink reads them while it still runs, A of a narrow
-        stack (`FLAT_RANK`) beyond an adapter's rank. Only when it has ended is h written or y read.
+        several of which the first is. The shrink reads x and A while that kernel still runs,
+        and A of a stack of up to `FLAT_RANK` ranks whole. It writes h, and the expand reads y, only
+        when that kernel has ended.
 
         Returns:
             False if nothing has been launched: the arguments are not ordinary, kernels of the
@@ -195,7 +196,7 @@ class SgmvBackend(LoRABackend):
     def prepare_behind(self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan) -> None:
         """Compile what `run_behind` launches in a graph of so many rows.
 
-        It is launched: a kernel that is compiled for other rows may lack the one for these strides.
+        It launches them: strides of h differ with the rows, and Triton compiles for alignments.
         """
         self.run_behind(x, weights, plan, x.new_zeros(len(x), weights.out_features))
 
