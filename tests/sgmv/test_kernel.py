@@ -256,7 +256,7 @@ def test_a_descriptor_without_its_tensor_is_launched_as_the_one_with_it(installe
     noted = []
     compiled = Compiled(installed(lambda *given: noted.append(given), signature))
     for given in (whole, without_tensor(whole)):
-        bound = BoundKernel(compiled, [1, 2, 3, given, 7], 2, lambda rows: (2, rows, 1))
+        bound = BoundKernel(compiled, [1, 2, 3, given, 7], 2, (2, 1, 1), axis=1)
         for _ in range(2):
             bound.launch(9, 11, 64, 128, hooks=False)
     first, *others = (flattened(given) for given in noted)
