@@ -191,12 +191,14 @@ def leader_forward(
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
         y = add(input, weights, plan, functional.linear(input, *joined))
-        mine, *theirs = _columns(y, widths)
-        others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
+        outputs: dict[nn.Module, torch.Tensor] = dict(
+            zip(group.modules, _columns(y, widths), strict=True)
+        )
+        mine = outputs.pop(self)
         if is_traced:
             call.is_traced = True
             traced.note(input)
-        RUNNING.kept = Kept(group, input, TRACED if is_traced else input._version, others)
+        RUNNING.kept = Kept(group, input, TRACED if is_traced else input._version, outputs)
         return mine
 
     return forward
@@ -271,8 +273,13 @@ def linear_forward(
         weights = call.stacks.get(path)
         if weights is None or torch.compiler.is_compiling():
             return _run_alone(self, input, alone)
+        parameters: dict[str, Any] = self._parameters  # not by nn.Module's slow `__getattr__`
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # other code has put something else in its place: pruning for instance
+            return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
-        return add(input, weights, plan, functional.linear(input, self.weight, self.bias))
+        return add(input, weights, plan, functional.linear(input, weight, bias))
 
     return forward
 
