@@ -242,7 +242,8 @@ def installed(monkeypatch):
         return launcher
 
     KINDS = ("global", "profile")
-    utilities = SimpleNamespace(fill_tma_descriptor_tiled=lambda *given: ("map of", *given))
+    names = ("fill_tma_descriptor", "fill_tma_descriptor_tiled")  # of Triton 3.6, and later
+    utilities = SimpleNamespace(**dict.fromkeys(names, lambda *given: ("map of", *given)))
     active = SimpleNamespace(utils=utilities)
     monkeypatch.setattr(triton.runtime.driver, "_active", active, raising=False)
     return make
