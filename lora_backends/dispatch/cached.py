@@ -151,7 +151,8 @@ class CallCache:
             for entry in self._calls.get(key, ())
             if (entry.key, entry.kind) != (stored.key, stored.kind)
         ]
-        self._calls[key] = [*others[-(MOST_KINDS - 1) :], stored]
+        # the newest first: a model's shapes come after the rows that they are
+        self._calls[key] = [stored, *others[: MOST_KINDS - 1]]
 
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))
