@@ -34,8 +34,8 @@ feeds 3 or 8 of them, and a chunk of 8 rows, 24 KiB, stays in the first-level ca
 
 LONG_CHUNK = 768
 """Inputs of A that a long segment widens at a time, a multiple of 32. On an AMD EPYC (Zen 5, 48 KiB
-of first-level cache), shrink over 576 and 1536 inputs took 1.01 to 1.1 times as long with 512, and as
-long with 1024."""
+of first-level cache) shrink over 576 and 1536 inputs took 1.01 to 1.1 times as long with 512, and
+as long with 1024."""
 
 LONG_PANEL = 64
 """Rows of A whose sums wait in the scratch buffer between chunks."""

@@ -114,8 +114,8 @@ def next_block(size, rows, count, j, k):
 def add_block(kind_x: Any) -> Any:
     """Compile the products of a chunk of a block of rows and all tokens; h after the last chunk.
 
-    x is read once per block of rows and widened in registers. The last token fills up a group. Where
-    x is `fresh`, not in a cache yet, the rows of the next group are fetched.
+    x is widened in registers. The last token fills up a group. Where x is `fresh`, not in a cache
+    yet, the rows of the next group are fetched.
     """
     sources = SOURCES
 
