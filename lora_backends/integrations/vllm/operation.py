@@ -184,7 +184,8 @@ def _run_with_base(
     if plans.is_idle:
         return None
     plan = plans.of(x.shape[0])
-    y: torch.Tensor | None = plans.backend.run_with_base(x, weight, bias, layer.b, plan)
+    base = weight.data, None if bias is None else bias.data  # vLLM has parameter classes of its own
+    y: torch.Tensor | None = plans.backend.run_with_base(x, *base, layer.b, plan)
     return y
 
 
