@@ -482,6 +482,8 @@ def vllm_adds(module):
 @pytest.fixture
 def fuse(wrapper, monkeypatch):
     """Return a function that fuses a layer, and what ran in which order."""
+    from lora_backends.integrations.vllm import operation
+
     order, backend = [], wrapper.tokens.backend
     linear = torch.nn.functional.linear
 
