@@ -1,4 +1,4 @@
-"""Multiplies few rows by a base layer's weight beside a shrink: sizes, checks and the launch."""
+"""Multiplies few rows by a base layer's weight beside a shrink: sizes, checks and arguments."""
 
 from __future__ import annotations
 
@@ -136,16 +136,17 @@ def _kernel(
     return SpecializedKernel(base_kernel, constants, programs, programmatic=programmatic)
 
 
-def multiply(
+def base_arguments(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     y: torch.Tensor,
     kernel: SpecializedKernel,
-) -> None:
-    """Write ``x @ weight.T + bias`` into y, [rows, out_features] and contiguous.
+) -> Arguments:
+    """Return the arguments with which `kernel` writes ``x @ weight.T + bias``.
 
-    A programmatic kernel must follow `launch.shrink`, which waits for all earlier kernels.
+    y is [rows, out_features], contiguous. The launch has one row of programs. A programmatic kernel
+    must follow `launch.shrink`, which waits for all earlier kernels.
     """
     sizes = kernel.constants
     descriptors = (
@@ -153,7 +154,7 @@ def multiply(
         _descriptor(weight, sizes["BLOCK_C"], sizes["BLOCK_K"]),
     )
     numbers = (x.shape[0], x.shape[1], weight.shape[0])
-    kernel.launch(1, Arguments((y, y if bias is None else bias), descriptors, numbers))
+    return Arguments((y, y if bias is None else bias), descriptors, numbers)
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
