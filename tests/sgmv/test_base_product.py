@@ -90,6 +90,7 @@ def test_what_it_does_not_take_it_leaves_to_others(device, narrow):
     wider = whole(sum(SLICES), INPUTS + 8, seed=5).to(device)
     assert backend.run_with_base(x, wider[:, 8:], bias, weights, plan) is not None
     wide_x = whole(batch.num_tokens, INPUTS + 8, seed=4).to(device)
+    learned = torch.nn.Parameter(weight)
     for given in (
         (x.float(), weight.float(), None, on(device, layer(torch.float32)), plan),
         (x, weight.half(), bias, weights, plan),
@@ -101,9 +102,13 @@ def test_what_it_does_not_take_it_leaves_to_others(device, narrow):
         (x, wider[:, 4:-4], bias, weights, plan),  # nor does the first of these
         (wide_x[:, 4:-4], weight, bias, weights, plan),
         (x[:, :16], weight, bias, weights, plan),
+        (x, learned, bias, weights, plan),  # no gradient would reach it
+        (x, weight, torch.nn.Parameter(bias), weights, plan),
         (x, weight, bias, strided, plan),  # a copy of the ranks would be launched between
     ):
         assert backend.run_with_base(*given) is None
+    with torch.no_grad():
+        assert backend.run_with_base(x, learned, bias, weights, plan) is not None
     invariant = make_engine("triton", device, batch_invariant=True)
     assert not invariant.multiplies_bases
     plan = invariant.prepare_batch(batch)

@@ -96,9 +96,11 @@ def base_kernel_of(
 
 
 def _is_like(tensor: torch.Tensor, x: torch.Tensor) -> bool:
-    """Return whether a tensor is a plain one, of the dtype and on the device of x."""
+    """Return whether a tensor is plain, of x's dtype and device, and needs no gradient."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.dtype == x.dtype and tensor.device == x.device and not tensor.is_neg()
+    learns = tensor.requires_grad and torch.is_grad_enabled()
+    same = tensor.dtype == x.dtype and tensor.device == x.device
+    return plain and same and not learns and not tensor.is_neg()
 
 
 def _is_matrix(weight: torch.Tensor, x: torch.Tensor) -> bool:
