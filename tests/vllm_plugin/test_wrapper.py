@@ -453,10 +453,6 @@ def test_compiled_programs_have_one_operation_a_layer(wrapper, x, dynamic):
     assert len([node for node in called if node.op == "placeholder"]) == 2
 
 
-class ModelWeightParameter(torch.nn.Parameter):
-    """Of a class of its own, as vLLM's weights are."""
-
-
 class UnquantizedLinearMethod:
     def __init__(self, product="default_unquantized_gemm"):
         self._gemm_impl = SimpleNamespace(__name__=product)
