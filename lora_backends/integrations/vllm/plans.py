@@ -17,10 +17,6 @@ LINEAR = "run_linear"
 SMALLEST = 8
 """Rows that the smallest plan on a GPU has room for."""
 
-MOST_BEHIND = 512
-"""Rows at most of a graph that launches LoRA before the base product has ended; more rows wait for
-memory, not for launches."""
-
 
 class _Room:
     """A plan for up to `capacity` rows, and whether it holds the current batch."""
@@ -98,13 +94,9 @@ class Plans:
         return None if is_stored else unchecked(self.backend, LINEAR)
 
     @property
-    def can_run_behind(self) -> bool:
-        """Whether the backend can launch LoRA before a base product has ended."""
-        return getattr(self.backend, "can_run_behind", False)
-
-    def is_behind(self, rows: int) -> bool:
-        """Return whether a graph of `rows` rows launches LoRA before the base product has ended."""
-        return rows <= MOST_BEHIND and self.can_run_behind
+    def multiplies_bases(self) -> bool:
+        """Whether the backend can run a base product beside its LoRA."""
+        return getattr(self.backend, "multiplies_bases", False)
 
     def of(self, rows: int) -> Any:
         """Return the plan for x of `rows` rows; rows behind the batch have no adapter.
