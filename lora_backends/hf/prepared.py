@@ -15,6 +15,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.devices import is_capturing
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.beside import multiplies_bases
 from lora_backends.hf.entries import Choices, Entry, adapter_names, is_per_token
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
 from lora_backends.hf.own_rows import OwnRows
@@ -75,6 +76,7 @@ class PreparedAdapters:
         self.is_traced = False
         self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
+        self.multiplies_bases = multiplies_bases(backend, self.rows * tokens)
         self._pool = pool
         self._layout = layout
         self._shape: tuple[int, ...] | None = None  # of most inputs with that layout

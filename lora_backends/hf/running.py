@@ -39,6 +39,7 @@ class Call(Protocol):
     own: Mapping[str, OwnRows]  # path to the modules that replace the base's for some rows
     joined: Mapping[str, Joined]  # a leader's path to the weights that a compiled program may use
     is_traced: bool  # whether a compiled program has
+    multiplies_bases: bool  # whether its graphs may leave base products to the backend
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""
@@ -60,6 +61,7 @@ class _WithoutAdapters:
     own: Mapping[str, OwnRows] = {}
     joined: Mapping[str, Joined] = {}
     is_traced = False
+    multiplies_bases = False
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Never called: no model has the key ""."""
