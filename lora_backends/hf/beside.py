@@ -43,22 +43,25 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torc
         operation: `run_linear`, or what stands for it in a group of modules.
 
     Returns:
-        A function of the call, x [..., in_features], the LoRA's weights, the plan, the base weight
-        [out_features, in_features] and its bias or None. It returns y [..., out_features].
+        A function of the call, whether torch traces it, x [..., in_features], the LoRA's weights,
+        the plan, the base weight [out_features, in_features] and its bias or None. It returns y
+        [..., out_features].
     """
     add = adder(backend, operation)
 
     def run(
         call: Call,
+        is_traced: bool,
         x: torch.Tensor,
         weights: LoRAWeights,
         plan: Any,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        if not (call.multiplies_bases and _may_multiply(x, plan, weight)):
+        multiplies = call.multiplies_bases if is_traced else call.asks_backend
+        if not (multiplies and _may_multiply(x, plan, weight)):
             return add(x, weights, plan, functional.linear(x, weight, bias))
-        if torch.compiler.is_compiling():
+        if is_traced:
             handles = backend.handle, weights.handle, plan.handle
             traced: torch.Tensor = _linear(x, weight, bias, operation, *handles)
             return traced

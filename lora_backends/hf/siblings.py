@@ -191,7 +191,7 @@ def leader_forward(
         if joined is None:
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
-        y = run(call, input, weights, plan, *joined)
+        y = run(call, is_traced, input, weights, plan, *joined)
         mine, *theirs = _columns(y, widths)
         others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
         if is_traced:
@@ -270,10 +270,11 @@ def linear_forward(
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         weights = call.stacks.get(path)
-        if weights is None or (torch.compiler.is_compiling() and not call.multiplies_bases):
+        is_traced = torch.compiler.is_compiling()
+        if weights is None or (is_traced and not call.multiplies_bases):
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
-        return run(call, input, weights, plan, self.weight, self.bias)
+        return run(call, is_traced, input, weights, plan, self.weight, self.bias)
 
     return forward
 

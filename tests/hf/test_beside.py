@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 from lora_backends import LoRABatch, LoRAWeights
-from lora_backends.hf import MultiLoRAModel, beside
+from lora_backends.hf import MultiLoRAModel, beside, prepared
 from lora_backends.sgmv.base import product
 from lora_backends.torch_ref import TorchRefBackend
 
@@ -45,7 +45,12 @@ class Multiplying(TorchRefBackend):
 @pytest.fixture
 def capturing(monkeypatch):
     """Return a function that says whether a graph captures."""
-    return lambda now: monkeypatch.setattr(beside, "is_capturing", lambda device: now)
+
+    def set(now):
+        for module in (beside, prepared):
+            monkeypatch.setattr(module, "is_capturing", lambda device: now)
+
+    return set
 
 
 def wrapped(backend, base):
@@ -77,6 +82,7 @@ def test_a_graph_multiplies_by_the_backend_and_follows_updates(make, capturing):
         for _ in range(2):
             assert torch.equal(logits(model, step), expected)
         assert noted == layer * LAYERS, "compiled once, before the capture"
+        assert not step.asks_backend, "later eager passes spend no time on it"
         capturing(True)
         for rows in COMPOSITIONS:
             step.update(rows)
@@ -180,7 +186,7 @@ def whole(*shape, seed):
     return torch.randint(-2, 3, shape, generator=generator).bfloat16()
 
 
-PREPARED = SimpleNamespace(multiplies_bases=True)
+PREPARED = SimpleNamespace(asks_backend=True)
 """Of a call, what a layer asks it."""
 
 
@@ -218,9 +224,9 @@ def test_an_engine_gives_what_both_give_in_turn(capturing, narrow, monkeypatch, 
     layer = beside.linear_with_lora(backend, "run_linear")
     given = x, weights, plan, weight, base_bias if "bias" in terms else None
     with torch.no_grad():
-        wanted = layer(PREPARED, *given)
+        wanted = layer(PREPARED, False, *given)
         capturing(True)
-        assert torch.equal(layer(PREPARED, *given), wanted)
+        assert torch.equal(layer(PREPARED, False, *given), wanted)
     assert wanted.shape == (3, 2, 14)
     assert len(launched) == 2 and all(y is not None for y in launched)
 
