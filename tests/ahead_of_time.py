@@ -159,9 +159,20 @@ def compile_kernel(found, dtype, target):
         assert compiled.metadata.shared <= BARRIERS + most_shared_bytes(found, dtype)
     if kernel.__name__ == "expand_kernel" and is_wide(constants) and target.backend == "cuda":
         assert "ld.global.b16" not in compiled.asm["ptx"], "B and y are read 2 bytes at a time"
-    if constants.get("PROGRAMMATIC") and (constants.get("LATE_Y") or "BLOCK_T" in constants):
+    if constants.get("PROGRAMMATIC") and kernel.__name__ == "shrink_kernel":
+        check_waits_first(compiled.asm["ptx"])
+    elif constants.get("PROGRAMMATIC") and (constants.get("LATE_Y") or "BLOCK_T" in constants):
         check_waits(kernel.__name__, compiled.asm["ptx"])
     return compiled
+
+
+def check_waits_first(ptx):
+    """Check that each program of a shrink waits before it can end or let the next kernel start.
+
+    A base product relies on it: it reads x without a wait of its own.
+    """
+    seen = re.findall(r"griddepcontrol\.\w+|st\.global|\bbra\b|\bret;", ptx)
+    assert seen[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"], seen[:2]
 
 
 def check_waits(name, ptx):
@@ -171,7 +182,8 @@ def check_waits(name, ptx):
     assert seen.index(wait) < seen.index("st.global"), f"{name} writes before it waits"
     is_base = name == "base_kernel"  # each of its programs has work
     assert is_base or seen.count(wait) > 1, f"{name} ends without a wait where it has no work"
-    assert (seen.index(launch) < seen.index(wait)) == is_base, "it alone need not wait for x"
+    is_first = seen.index(launch) < seen.index(wait)
+    assert is_first == is_base, "the base product alone lets the next kernel start before it waits"
 
 
 def most_shared_bytes(found, dtype):

@@ -18,7 +18,7 @@ from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.operations import BY_NAME
 from lora_backends.sgmv import launch
-from lora_backends.sgmv.base.product import base_kernel_of, multiply
+from lora_backends.sgmv.base.product import base_arguments, base_kernel_of
 from lora_backends.sgmv.experts.launch import Options as ExpertOptions
 from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
@@ -172,9 +172,9 @@ class SgmvBackend(LoRABackend):
     ) -> torch.Tensor | None:
         """Return ``x @ base_weight.T + base_bias`` with the LoRA of x added: `run_linear` of both.
 
-        Three launches: the base product runs beside the shrink, and while it ends, the expand
-        already reads B. The product rounds as any of x's dtype, but it may sum in another order
-        than torch's.
+        Three launches: the base product runs beside the shrink, and the expand reads B before the
+        product has ended. The product is rounded to x's dtype, as torch's is, but it may sum in
+        another order.
 
         Args:
             x: [rows, in_features] bfloat16 or float16, up to 64 rows.
@@ -186,7 +186,7 @@ class SgmvBackend(LoRABackend):
         Returns:
             [rows, out_features] of x's dtype. None if nothing has been launched: the arguments are
             not ordinary, another kernel is faster (more rows, few columns), the device has no TMA,
-            or a graph is captured for which no call outside of it has compiled.
+            or a graph captures what no call outside of it has compiled.
         """
         if base_weight.shape[0] != weights.out_features or not self.multiplies_bases:
             return None
@@ -200,12 +200,18 @@ class SgmvBackend(LoRABackend):
             return None  # no copy of a table may come between the kernels
         tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
         kernels = launch.kernels_of(weights, plan, tokens, x.dtype, options, "beside")
-        if is_capturing(self.device) and not (kernels.are_compiled and base.is_compiled):
-            return None
         h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
-        launch.shrink(x, weights, plan, h, rows, kernels.shrink)
-        multiply(x, base_weight, base_bias, y, base)
-        launch.expand(h, weights, plan, y, rows, kernels.expand)
+        launches = (
+            (rows, kernels.shrink, launch.shrink_arguments(x, weights, plan, h)),
+            (1, base, base_arguments(x, base_weight, base_bias, y, base)),
+            (rows, kernels.expand, launch.expand_arguments(h, weights, plan, y, kernels.expand)),
+        )
+        if is_capturing(self.device) and not all(
+            kernel.is_compiled(arguments) for _, kernel, arguments in launches
+        ):
+            return None
+        for programs, kernel, arguments in launches:
+            kernel.launch(programs, arguments)
         return y
 
     @override

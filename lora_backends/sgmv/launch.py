@@ -36,8 +36,8 @@ INVARIANT_BATCH = (64, 8)
 """A batch-invariant backend takes the sizes for this many tokens and active slots, always."""
 
 PLANES_BESIDE = 4
-"""Planes of h at most beside a base product, behind which a longer shrink is hidden: the expand
-reads fewer."""
+"""The most planes of h beside a base product. The product hides a longer shrink, and the expand
+reads fewer planes."""
 
 Form = Literal["linear", "beside", "separate", "embedding"]
 """The form of h between the kernels. linear: planes of partial sums, their sum rounded before the
@@ -63,11 +63,6 @@ class Kernels(NamedTuple):
     shrink: SpecializedKernel
     expand: SpecializedKernel
     split_k: int  # planes of h that the shrink writes
-
-    @property
-    def are_compiled(self) -> bool:
-        """Whether a CUDA graph can capture both."""
-        return self.shrink.is_compiled and self.expand.is_compiled
 
 
 class Epilogue(NamedTuple):
@@ -335,14 +330,21 @@ def shrink(
     The layer's tables are contiguous. Nothing is written for tokens without an adapter; beyond a
     rank, at most zeros up to the end of its group of 8.
     """
+    arguments = shrink_arguments(x, weights, plan, h)
+    kernel.launch(rows, arguments)
+    return Launched(kernel, arguments)
+
+
+def shrink_arguments(
+    x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, h: torch.Tensor
+) -> Arguments:
+    """Return the arguments of `shrink`'s kernel."""
     a = located_a(weights)
     scales = a.base if weights.a_scales is None else weights.a_scales
     tensors = (x, stored_bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
     scale_strides = scales.stride()[:3] if scales is weights.a_scales else (0, 0, 0)
     numbers = (weights.in_features, x.stride(0), *a.strides, *scale_strides, *_layout_of(h))
-    arguments = Arguments(tensors, (), numbers)
-    kernel.launch(rows, arguments)
-    return Launched(kernel, arguments)
+    return Arguments(tensors, (), numbers)
 
 
 def gather(
@@ -376,6 +378,19 @@ def expand(
     A programmatic kernel must follow `shrink`, which waits for all earlier kernels. With LATE_Y
     a base product that writes y may lie between them.
     """
+    arguments = expand_arguments(h, weights, plan, y, kernel)
+    kernel.launch(rows, arguments)
+    return Launched(kernel, arguments)
+
+
+def expand_arguments(
+    h: torch.Tensor,
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    y: torch.Tensor,
+    kernel: SpecializedKernel,
+) -> Arguments:
+    """Return the arguments of `expand`'s kernel."""
     located, sizes = located_b(weights), kernel.constants
     bias, scales, of_tokens = weights.bias, weights.output_scales, plan.token_scales
     # also passed for the tensors that the layer or the plan lacks: the kernel does not read those
@@ -405,9 +420,7 @@ def expand(
         0 if scales is None else scales.stride(0),
         *((0, 0) if weights.b_scales is None else weights.b_scales.stride()[:2]),
     )
-    arguments = Arguments(tensors, (tma,), numbers)
-    kernel.launch(rows, arguments)
-    return Launched(kernel, arguments)
+    return Arguments(tensors, (tma,), numbers)
 
 
 def _layout_of(h: torch.Tensor) -> tuple[int, int, int]:

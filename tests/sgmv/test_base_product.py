@@ -6,8 +6,10 @@ from engines import VARIANTS, make_engine, on, poisoned
 from layers import small_batch
 
 from lora_backends import NO_ADAPTER, LoRABatch, LoRAWeights
+from lora_backends.sgmv import engine
 from lora_backends.sgmv.base import product
 from lora_backends.sgmv.base.product import base_kernel_of, base_tiles
+from lora_backends.sgmv.launching.kernel import SpecializedKernel
 from lora_backends.sgmv.tiles.gpu import H200, Gpu
 
 INPUTS, SLICES = 24, (9, 5)
@@ -85,6 +87,10 @@ def test_what_it_does_not_take_it_leaves_to_others(device, narrow):
     strided = on(device, layer())
     object.__setattr__(strided, "ranks", strided.ranks.T.contiguous().T)
     wide = whole(sum(SLICES), INPUTS + 4, seed=5).to(device)
+    wider = whole(sum(SLICES), INPUTS + 8, seed=5).to(device)
+    assert backend.run_with_base(x, wider[:, 8:], bias, weights, plan) is not None
+    wide_x = whole(batch.num_tokens, INPUTS + 8, seed=4).to(device)
+    learned = torch.nn.Parameter(weight)
     for given in (
         (x.float(), weight.float(), None, on(device, layer(torch.float32)), plan),
         (x, weight.half(), bias, weights, plan),
@@ -93,15 +99,41 @@ def test_what_it_does_not_take_it_leaves_to_others(device, narrow):
         (x, weight[:-1], bias, weights, plan),
         (x, weight.T.contiguous().T, bias, weights, plan),
         (x, wide[:, :INPUTS], bias, weights, plan),  # its rows begin at no multiple of 16 bytes
-        (x, wide[:, 4:], bias, weights, plan),
+        (x, wider[:, 4:-4], bias, weights, plan),  # nor does the first of these
+        (wide_x[:, 4:-4], weight, bias, weights, plan),
         (x[:, :16], weight, bias, weights, plan),
+        (x, learned, bias, weights, plan),  # no gradient would reach it
+        (x, weight, torch.nn.Parameter(bias), weights, plan),
         (x, weight, bias, strided, plan),  # a copy of the ranks would be launched between
     ):
         assert backend.run_with_base(*given) is None
+    with torch.no_grad():
+        assert backend.run_with_base(x, learned, bias, weights, plan) is not None
     invariant = make_engine("triton", device, batch_invariant=True)
     assert not invariant.multiplies_bases
     plan = invariant.prepare_batch(batch)
     assert invariant.run_with_base(x, weight, bias, weights, plan) is None
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_a_graph_captures_only_what_is_compiled(device, monkeypatch, narrow, missing):
+    """Of three kernels; Triton cannot compile one while a graph captures."""
+    backend = make_engine("triton", device)
+    if not backend.multiplies_bases:
+        pytest.skip("the device has no TMA")
+    weights, batch = on(device, layer()), small_batch()
+    x = whole(batch.num_tokens, INPUTS, seed=4).to(device)
+    weight = whole(sum(SLICES), INPUTS, seed=5).to(device)
+    plan, asked = backend.prepare_batch(batch), []
+
+    def is_compiled(kernel, arguments):
+        asked.append(arguments)
+        return len(asked) != missing + 1
+
+    monkeypatch.setattr(engine, "is_capturing", lambda device: True)
+    monkeypatch.setattr(SpecializedKernel, "is_compiled", is_compiled)
+    y = backend.run_with_base(x, weight, None, weights, plan)
+    assert (y is None) == (missing < 3) and len(asked) == min(3, missing + 1)
 
 
 def test_it_takes_what_it_multiplies_faster_than_cublas():

@@ -107,8 +107,8 @@ def fuse(module: Any) -> None:
     """Run a layer's base product and its LoRA as one operation, where they can run side by side.
 
     In a graph of few rows the backend multiplies by the base weight itself, with the first kernel
-    of the LoRA beside it. Weights that are quantized, or that vLLM multiplies by another way than
-    torch's, keep their product.
+    of the LoRA beside it. Weights that are quantized, or that vLLM does not multiply by torch's
+    linear, keep their product.
 
     The method replaced is private; a layer without it, or of one half, keeps what it has. With
     vLLM's own second stream it is not called.
@@ -184,7 +184,9 @@ def _run_with_base(
     if plans.is_idle:
         return None
     plan = plans.of(x.shape[0])
-    y: torch.Tensor | None = plans.backend.run_with_base(x, weight, bias, layer.b, plan)
+    # vLLM's classes of parameters only load weights; the backend takes plain tensors
+    plain = weight.data, None if bias is None else bias.data
+    y: torch.Tensor | None = plans.backend.run_with_base(x, *plain, layer.b, plan)
     return y
 
 

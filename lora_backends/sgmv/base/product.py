@@ -1,4 +1,4 @@
-"""Multiplies few rows by a base layer's weight beside a shrink: sizes, checks and the launch."""
+"""Multiplies few rows by a base layer's weight beside a shrink: sizes, checks and arguments."""
 
 from __future__ import annotations
 
@@ -96,9 +96,11 @@ def base_kernel_of(
 
 
 def _is_like(tensor: torch.Tensor, x: torch.Tensor) -> bool:
-    """Return whether a tensor is a plain one, of the dtype and on the device of x."""
+    """Return whether a tensor is plain, of x's dtype and device, and needs no gradient."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.dtype == x.dtype and tensor.device == x.device and not tensor.is_neg()
+    learns = tensor.requires_grad and torch.is_grad_enabled()
+    same = tensor.dtype == x.dtype and tensor.device == x.device
+    return plain and same and not learns and not tensor.is_neg()
 
 
 def _is_matrix(weight: torch.Tensor, x: torch.Tensor) -> bool:
@@ -136,16 +138,17 @@ def _kernel(
     return SpecializedKernel(base_kernel, constants, programs, programmatic=programmatic)
 
 
-def multiply(
+def base_arguments(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     y: torch.Tensor,
     kernel: SpecializedKernel,
-) -> None:
-    """Write ``x @ weight.T + bias`` into y, [rows, out_features] and contiguous.
+) -> Arguments:
+    """Return the arguments with which `kernel` writes ``x @ weight.T + bias``.
 
-    A programmatic kernel must follow `launch.shrink`, which waits for all earlier kernels.
+    y is [rows, out_features], contiguous. The launch has one row of programs. A programmatic kernel
+    must follow `launch.shrink`, which waits for all earlier kernels.
     """
     sizes = kernel.constants
     descriptors = (
@@ -153,7 +156,7 @@ def multiply(
         _descriptor(weight, sizes["BLOCK_C"], sizes["BLOCK_K"]),
     )
     numbers = (x.shape[0], x.shape[1], weight.shape[0])
-    kernel.launch(1, Arguments((y, y if bias is None else bias), descriptors, numbers))
+    return Arguments((y, y if bias is None else bias), descriptors, numbers)
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
