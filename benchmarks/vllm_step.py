@@ -1,6 +1,6 @@
 """A step of the real vLLM: LoRA off, vLLM's own operators and this library, in turns.
 
-python benchmarks/vllm_step.py [--dtypes float32] [--rounds 5] [--output FILE]
+python benchmarks/vllm_step.py [--dtypes float32] [--cells 64x8 8x8] [--rounds 5] [--output FILE]
 
 Run it where vLLM is installed: `make test-vllm` makes .venv-vllm for CPUs. On a GPU the model is a
 Llama of the 8B shape with random weights.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -199,32 +200,42 @@ def measure(arguments: argparse.Namespace, dtype: str, folder: Path) -> list[dic
         contenders[name] = Contender(name, options, adapters)
         if on_gpu:
             contenders[name].draw_weights()
-    entries = {name: (engine, arguments.adapters) for name, engine in contenders.items()}
+    entries = {name: (engine, True) for name, engine in contenders.items()}
     if not on_gpu:  # the engine of this library, whose LoRA layers then add nothing
-        entries = {"adding nothing": (contenders[arguments.engines[-1]], 0), **entries}
+        entries = {"adding nothing": (contenders[arguments.engines[-1]], False), **entries}
     clock = time.perf_counter if on_gpu else time.process_time
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in entries}
-    size = arguments.rows, arguments.prompt, arguments.steps
+    cells = arguments.cells
+    times: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {
+        cell: {name: [] for name in entries} for cell in cells
+    }
     for turn in range(arguments.rounds + 1):  # the first compiles and warms up
         order = list(entries) if turn % 2 else list(entries)[::-1]
-        for name in order:
-            engine, active = entries[name]
-            found = engine.round(clock, size[0], active, *size[1:])
+        for (rows, active), name in itertools.product(cells, order):
+            engine, adds = entries[name]
+            size = active if adds else 0, arguments.prompt, arguments.steps
+            found = engine.round(clock, rows, *size)
             if turn:
-                times[name].append(found)
+                times[rows, active][name].append(found)
         print(f"round {turn} of {arguments.rounds}", flush=True)
-    return rows_of(times, dtype, arguments)
+    return [row for cell in cells for row in rows_of(times[cell], dtype, cell, arguments)]
+
+
+def cell_of(text: str) -> tuple[int, int]:
+    """Return the rows and the adapters of a cell such as 64x8."""
+    rows, adapters = map(int, text.split("x"))
+    return rows, adapters
 
 
 def engine_options(
     arguments: argparse.Namespace, dtype: str, folder: Path, on_gpu: bool
 ) -> dict[str, Any]:
     """Return vLLM's options, the same for every engine but for LoRA."""
-    tokens = arguments.rows * arguments.prompt
+    most = max(rows for rows, _ in arguments.cells)
+    tokens = most * arguments.prompt
     options = dict(
         dtype=dtype,
         max_model_len=1024,
-        max_num_seqs=max(16, arguments.rows),
+        max_num_seqs=max(16, most),
         max_num_batched_tokens=max(tokens, 1024),
         enable_prefix_caching=False,
         disable_log_stats=True,
@@ -251,7 +262,10 @@ def engine_options(
 
 
 def rows_of(
-    times: dict[str, list[tuple[float, float]]], dtype: str, arguments: argparse.Namespace
+    times: dict[str, list[tuple[float, float]]],
+    dtype: str,
+    cell: tuple[int, int],
+    arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Return the rows of the result, each contender's ratio to the first one included."""
     base, *_ = times.values()
@@ -260,12 +274,12 @@ def rows_of(
         for name, series in times.items():
             ms = [each[index] for each in series]
             ratios = [own / first[index] for own, first in zip(ms, base, strict=True)]
-            cell = {"step": step, "contender": name, "dtype": dtype}
-            cell |= {"rows": arguments.rows, "adapters": arguments.adapters}
-            cell |= {"rank": arguments.rank, "prompt": arguments.prompt}
-            cell |= {"ms": round(statistics.median(ms), 3), "ms_min": round(min(ms), 3)}
-            cell |= {"ms_max": round(max(ms), 3)}
-            rows.append(cell | {"ratio": round(statistics.median(ratios), 3)})
+            row = {"step": step, "contender": name, "dtype": dtype}
+            row |= {"rows": cell[0], "adapters": cell[1]}
+            row |= {"rank": arguments.rank, "prompt": arguments.prompt}
+            row |= {"ms": round(statistics.median(ms), 3), "ms_min": round(min(ms), 3)}
+            row |= {"ms_max": round(max(ms), 3)}
+            rows.append(row | {"ratio": round(statistics.median(ratios), 3)})
     return rows
 
 
@@ -276,8 +290,10 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=["off", "own", "auto"])
     dtypes = ["bfloat16"] if on_gpu else ["float32", "bfloat16"]
     parser.add_argument("--dtypes", nargs="+", default=dtypes)
-    parser.add_argument("--rows", type=int, default=64 if on_gpu else 32)
-    parser.add_argument("--adapters", type=int, default=8)
+    default = [(64, 8), (8, 8), (64, 1)] if on_gpu else [(32, 8)]
+    rows_by_adapters = {"nargs": "+", "type": cell_of, "metavar": "ROWSxADAPTERS"}
+    parser.add_argument("--cells", default=default, **rows_by_adapters)
+    parser.add_argument("--adapters", type=int, default=8, help="that engines have room for")
     parser.add_argument("--rank", type=int, default=16 if on_gpu else 8)
     parser.add_argument("--prompt", type=int, default=128 if on_gpu else 32)
     parser.add_argument("--steps", type=int, default=40 if on_gpu else 10)
@@ -297,13 +313,15 @@ def main() -> None:
     for row in rows:
         ratio = f"{row['ratio']:6.2f} times"
         name = f"{row['dtype']} {row['step']} {row['contender']}"
-        print(f"{name:36} {row['ms']:10.2f} ms {ratio}")
+        print(f"{name:36} {row['rows']:3} x {row['adapters']:<3}{row['ms']:10.2f} ms {ratio}")
     load = round(os.getloadavg()[0], 1)  # other processes share caches and memory
     result = new_result(METHOD, "cuda" if on_gpu else "cpu", mode=arguments.mode, load=load)
     result["versions"] |= {"vllm": vllm.__version__, **versions("lora-backends")}
     result["rows"] = rows
     result["summary"] = {
-        f"{row['dtype']} {row['step']} {row['contender']}": row["ratio"] for row in rows
+        f"{row['dtype']} {row['step']} {row['contender']}"
+        + f" {row['rows']}x{row['adapters']}" * on_gpu: row["ratio"]
+        for row in rows
     }
     write_result(arguments.output, result)
     print(f"written to {arguments.output}")

@@ -35,6 +35,11 @@ POINTERS = {
     "a_scales_ptr": "*fp32",
     "b_scales_ptr": "*fp32",
 }
+BLOCKS = {  # of TMA
+    "b_tma": ("BLOCK_C", "BLOCK_R"),
+    "x_tma": ("BLOCK_T", "BLOCK_K"),
+    "w_tma": ("BLOCK_C", "BLOCK_K"),
+}
 KEEP_FREED_MEMORY = (
     "glibc.malloc.tcache_count=2000:glibc.malloc.trim_threshold=1073741824:"
     "glibc.malloc.top_pad=67108864"
@@ -49,15 +54,15 @@ STORAGE = {  # the dtype, and the block of a scale
 }
 FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slices' tables
     "linear": ((False, False, False), (0, 0)),
-    "behind": ((False, False, False), (16, 16)),
+    "beside": ((False, False, False), (16, 16)),
     "factors": ((True, True, True), (16, 16)),
     "separate": ((True, False, True), (16, 16)),
     "embedding": ((True, True, False), (0, 0)),
 }
 CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ("triton", "bf16"): [
-        (QKV, (1, 1), None, ("linear", "behind")),
-        (ODD, (1, 1), None, (*ALL, "behind")),
+        (QKV, (1, 1), None, ("linear", "beside")),
+        (ODD, (1, 1), None, (*ALL, "beside")),
         (DOWN, (2048, 8), None, ("linear", "separate")),
         (DOWN, (8192, 8), None, ("linear",)),  # B through TMA, where there is any
     ],
@@ -74,10 +79,19 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     # the engines differ in how an entry kernel finds its row: tests/sgmv/test_engines.py
     ("csgmv", "bf16"): [
         (ODD, (1, 1), 16, ALL),
-        (QKV, (64, 64), 128, ("linear", "behind")),
+        (QKV, (64, 64), 128, ("linear", "beside")),
         (DOWN, (8192, 8), 16, ("linear",)),  # groups of four segments
     ],
 }
+
+
+BASES = [  # rows, columns, and whether there is a bias
+    (1, 4096, False),
+    (64, 4096, True),
+    (16, 14336, False),
+    (64, 14336, False),
+    (64, 65536, True),
+]
 
 
 def compiled_by_a_process(target, cache):
@@ -129,7 +143,8 @@ def compile_kernel(found, dtype, target):
         if name.isupper() or (name.endswith("_tma") and constants["STAGES"] <= 1):
             signature[name] = "constexpr"
         elif name.endswith("_tma"):
-            signature[name] = f"tensordesc<{dtype}[{constants['BLOCK_C']}, {constants['BLOCK_R']}]>"
+            block = [constants[size] for size in BLOCKS[name]]
+            signature[name] = f"tensordesc<{dtype}{block}>"
         else:
             own = "bf16" if dtype == "i8" and name not in ("a_ptr", "b_ptr") else dtype
             default = f"*{own}" if name.endswith("_ptr") else "i32"
@@ -144,9 +159,20 @@ def compile_kernel(found, dtype, target):
         assert compiled.metadata.shared <= BARRIERS + most_shared_bytes(found, dtype)
     if kernel.__name__ == "expand_kernel" and is_wide(constants) and target.backend == "cuda":
         assert "ld.global.b16" not in compiled.asm["ptx"], "B and y are read 2 bytes at a time"
-    if constants.get("BEHIND") and constants["PROGRAMMATIC"]:
+    if constants.get("PROGRAMMATIC") and kernel.__name__ == "shrink_kernel":
+        check_waits_first(compiled.asm["ptx"])
+    elif constants.get("PROGRAMMATIC") and (constants.get("LATE_Y") or "BLOCK_T" in constants):
         check_waits(kernel.__name__, compiled.asm["ptx"])
     return compiled
+
+
+def check_waits_first(ptx):
+    """Check that each program of a shrink waits before it can end or let the next kernel start.
+
+    A base product relies on it: it reads x without a wait of its own.
+    """
+    seen = re.findall(r"griddepcontrol\.\w+|st\.global|\bbra\b|\bret;", ptx)
+    assert seen[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"], seen[:2]
 
 
 def check_waits(name, ptx):
@@ -154,9 +180,10 @@ def check_waits(name, ptx):
     seen = re.findall(r"griddepcontrol\.\w+|st\.global", ptx)
     wait, launch = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     assert seen.index(wait) < seen.index("st.global"), f"{name} writes before it waits"
-    assert seen.count(wait) > 1, f"{name} ends without a wait where it has no work"
+    is_base = name == "base_kernel"  # each of its programs has work
+    assert is_base or seen.count(wait) > 1, f"{name} ends without a wait where it has no work"
     is_first = seen.index(launch) < seen.index(wait)
-    assert is_first == (name == "shrink_kernel"), "the shrink alone launches before it waits"
+    assert is_first == is_base, "the base product alone lets the next kernel start before it waits"
 
 
 def most_shared_bytes(found, dtype):
@@ -206,13 +233,23 @@ def kernels(engine, dtype, programmatic, gpu):
                 stored, block = STORAGE[form]
                 kind = storage_kind(getattr(torch, stored), programmatic)
                 storage = Storage(kind, block, torch.bfloat16)
-            form = form if form in (*ALL, "behind") else "linear"
+            form = form if form in (*ALL, "beside") else "linear"
             yield from launch._kernels(
                 batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, options,
                 form, programmatic and storage.block[1] is None,
             )[:2]  # fmt: skip
         if "embedding" in forms:
             yield launch.gather_kernel(cls, len(slices), rank, 0, PLAIN, constants(False))
+
+
+def base_kernels(gpu):
+    """Yield the kernels that multiply by base weights of several widths."""
+    from lora_backends.sgmv.base.product import _block_t, _kernel, base_tiles
+
+    for rows, out_features, has_bias in BASES:
+        tiles = base_tiles(rows, out_features, gpu)
+        programs = -(-out_features // tiles.block_c)
+        yield _kernel(tiles, _block_t(rows), programs, has_bias, True)
 
 
 def row_constants(engine, segment_size, tile):
@@ -237,6 +274,9 @@ def main():
                 done.add(key)
                 compile_kernel(found, dtype, target)
                 print("compiled", engine, dtype, name, flush=True)
+    for found in base_kernels(gpu_of(target)) if programmatic else ():
+        compile_kernel(found, "bf16", target)
+        print("compiled", "bf16", found.kernel.__name__, flush=True)
 
 
 if __name__ == "__main__":

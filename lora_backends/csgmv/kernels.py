@@ -85,8 +85,6 @@ def shrink_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
-    BEHIND: tl.constexpr,
-    FLAT: tl.constexpr,
 ):
     """h[k, s, p, :r] = x[t, part k] @ a[l, s, :r, part k].T for token t at place p.
 
@@ -97,20 +95,16 @@ def shrink_kernel(
         row, slot_table_ptr, token_table_ptr, group_starts_ptr, SEGMENT, GROUP
     )
     if PROGRAMMATIC:
-        if not BEHIND:
-            gdc_wait()  # before reading x, A and ranks, which an earlier kernel may write
+        gdc_wait()  # before reading x, A and ranks, which an earlier kernel may write
         gdc_launch_dependents()
     if slot < 0:
-        if PROGRAMMATIC and BEHIND:
-            gdc_wait()  # so that this grid ends after the kernel in front, on which y relies
         return
     shrink_tile(
         x_ptr, a_ptr, ranks_ptr, a_slices_ptr, a_scales_ptr, h_ptr, slot, tokens,
         tokens if BY_TOKEN else places, program, in_features, x_stride_t, a_stride_l, a_stride_s,
         a_stride_r, a_scales_stride_l, a_scales_stride_s, a_scales_stride_r, h_rows, h_stride_s,
         h_stride_t, NUM_SLICES, SLICE_ALIGN, STORAGE, GROUP_R, GROUP_K, RANK_PAD, BLOCK_N, BLOCK_K,
-        WARPS_K, SPLIT_K, STEPS, EVEN_K, EVEN_R, PRECISION, INTERPRETED, FLAT,
-        PROGRAMMATIC and BEHIND,
+        WARPS_K, SPLIT_K, STEPS, EVEN_K, EVEN_R, PRECISION, INTERPRETED,
     )  # fmt: skip
 
 
@@ -213,7 +207,7 @@ def expand_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
-    BEHIND: tl.constexpr,
+    LATE_Y: tl.constexpr,
 ):
     """y[t, c] += scaling * (h[s, p, :r] @ b[l, c, :r].T) + bias for token t at place p.
 
@@ -240,5 +234,5 @@ def expand_kernel(
         bias_stride_l, output_scales_stride_l, b_scales_stride_l, b_scales_stride_c, STARTS,
         NUM_SLICES, SLICE_ALIGN, STORAGE, FIRST_GROUPS, GROUP_C, GROUP_R, WIDE, SPLIT_K, RANK_PAD,
         BLOCK_C, BLOCK_R, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES,
-        HAS_TOKEN_SCALES, EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC, BEHIND,
+        HAS_TOKEN_SCALES, EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC, LATE_Y,
     )  # fmt: skip

@@ -143,7 +143,7 @@ class RequestsCall:
         self._kept: torch.Tensor | None = None  # positions whose logits are asked for
         self.own: Mapping[str, Any] = {}  # `check_adapters` refuses them
         self.joined: Mapping[str, Any] = {}  # compilation is refused, too
-        self.is_traced = False
+        self.is_traced = self.multiplies_bases = self.asks_backend = False
         self._note_stacks()
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:

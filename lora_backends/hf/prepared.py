@@ -15,6 +15,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.devices import is_capturing
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.beside import multiplies_bases
 from lora_backends.hf.entries import Choices, Entry, adapter_names, is_per_token
 from lora_backends.hf.layout import Layout, Spread, unknown_rows
 from lora_backends.hf.own_rows import OwnRows
@@ -75,6 +76,9 @@ class PreparedAdapters:
         self.is_traced = False
         self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
+        self.multiplies_bases = multiplies_bases(backend, self.rows * tokens)
+        self.asks_backend = self.multiplies_bases
+        self._compiled: set[int] = set()  # active slots of passes that asked the backend
         self._pool = pool
         self._layout = layout
         self._shape: tuple[int, ...] | None = None  # of most inputs with that layout
@@ -150,9 +154,15 @@ class PreparedAdapters:
                 f"  given: {rows} rows of {length} tokens\n"
                 f"  to do: prepare one for each shape, or pad the batch with rows of None"
             )
-        if not torch.compiler.is_compiling() and is_capturing(self.backend.device):
-            self._check_capture()
-            self._captured = True
+        if not torch.compiler.is_compiling():
+            capturing = is_capturing(self.backend.device)
+            if capturing:
+                self._check_capture()
+                self._captured = True
+            if self.multiplies_bases:  # asked once a pass: an eager one waits for the host
+                active = getattr(self._plan, "active_slots", 0)
+                self.asks_backend = capturing or active not in self._compiled
+                self._compiled.add(active)
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis.

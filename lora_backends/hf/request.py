@@ -90,7 +90,7 @@ class Request:
         self.model = model
         self.stacks, self.shared, self.experts = pool.active
         self.joined: Mapping[str, Joined] = {}  # a plan per call cannot be part of a program
-        self.is_traced = False
+        self.is_traced = self.multiplies_bases = self.asks_backend = False
         self.backend = backend
         self._pool = pool
         self._images = images

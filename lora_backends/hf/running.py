@@ -39,6 +39,8 @@ class Call(Protocol):
     own: Mapping[str, OwnRows]  # path to the modules that replace the base's for some rows
     joined: Mapping[str, Joined]  # a leader's path to the weights that a compiled program may use
     is_traced: bool  # whether a compiled program has
+    multiplies_bases: bool  # whether graphs of its programs leave base products to the backend
+    asks_backend: bool  # the same of this eager pass: captured, or a kind that is yet to compile
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""
@@ -60,6 +62,7 @@ class _WithoutAdapters:
     own: Mapping[str, OwnRows] = {}
     joined: Mapping[str, Joined] = {}
     is_traced = False
+    multiplies_bases = asks_backend = False
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Never called: no model has the key ""."""

@@ -23,7 +23,8 @@ from torch.utils.dlpack import from_dlpack
 
 from lora_backends.backend import LoRABackend
 from lora_backends.hf import traced
-from lora_backends.hf.hooks import Hook, adder
+from lora_backends.hf.beside import linear_with_lora
+from lora_backends.hf.hooks import Hook
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, Joined, Kept, check_thread
 from lora_backends.hf.sites import Site
@@ -161,7 +162,7 @@ def leader_forward(
     """
     paths, widths = group.paths, group.widths
     device_type = group.modules[0].weight.device.type
-    add = adder(backend, group.operation)
+    run = linear_with_lora(backend, group.operation)
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
@@ -190,7 +191,7 @@ def leader_forward(
         if joined is None:
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
-        y = add(input, weights, plan, functional.linear(input, *joined))
+        y = run(call, is_traced, input, weights, plan, *joined)
         mine, *theirs = _columns(y, widths)
         others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
         if is_traced:
@@ -261,7 +262,7 @@ def linear_forward(
     Returns:
         A function of the module and its input.
     """
-    path, paths, add = site.path, (site.path,), adder(backend, "run_linear")
+    path, paths, run = site.path, (site.path,), linear_with_lora(backend, "run_linear")
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
@@ -269,10 +270,11 @@ def linear_forward(
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         weights = call.stacks.get(path)
-        if weights is None or torch.compiler.is_compiling():
+        is_traced = torch.compiler.is_compiling()
+        if weights is None or (is_traced and not call.multiplies_bases):
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
-        return add(input, weights, plan, functional.linear(input, self.weight, self.bias))
+        return run(call, is_traced, input, weights, plan, self.weight, self.bias)
 
     return forward
 

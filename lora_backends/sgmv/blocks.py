@@ -108,14 +108,11 @@ def shrink_tile(
     EVEN_R: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    FLAT: tl.constexpr,
-    WAITS: tl.constexpr,
 ):
     """h[k, s, h_row, :r] = x[x_row, part k] @ a[slot, s, :r, part k].T for one block of rows of A.
 
     Each part k of the inputs writes its own plane of partial sums; x_row [T] is -1 where the tile
-    has no token. FLAT > 0: A is read up to this rank, before the adapter's own is known. WAITS: the
-    kernel in front may still run until h is written.
+    has no token.
     """
     part = program % SPLIT_K
     n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
@@ -123,11 +120,8 @@ def shrink_tile(
     r = n % RANK_PAD  # [N]
     ranks_at = ranks_ptr + slot * NUM_SLICES + s
     rank = tl.load(ranks_at, mask=s < NUM_SLICES, other=0, cache_modifier=".cg")  # [N]
-    if FLAT == 0:
-        if tl.max(rank - r) <= 0:
-            if WAITS:
-                gdc_wait()
-            return
+    if tl.max(rank - r) <= 0:
+        return
     has_token = x_row >= 0  # [T]
     x_rows = x_ptr + x_row * x_stride_t  # [T]
     if SLICE_ALIGN > 0:
@@ -137,7 +131,7 @@ def shrink_tile(
         a_rows = (
             a_ptr + slot * a_stride_l + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r
         )
-    used = (r < FLAT) & (s < NUM_SLICES) if FLAT > 0 else r < rank
+    used = r < rank
     scale_rows = (
         a_scales_ptr + slot * a_scales_stride_l + s.to(tl.int64) * a_scales_stride_s
         + group_of(r, GROUP_R) * a_scales_stride_r
@@ -148,8 +142,6 @@ def shrink_tile(
     h_columns = h_ptr + part * plane + s.to(tl.int64) * h_stride_s + r  # [N]
     # zeros are written beyond the rank, up to the end of its group
     if WARPS_K == 0:  # token by token, without a matrix product
-        if WAITS:
-            gdc_wait()
         t = tl.arange(0, x_row.shape[0])  # [T]
         for i in tl.range(0, tl.max(tl.where(has_token, t + 1, 0)), num_stages=1):
             x_at, h_at = entry(x_row, t, i), entry(h_row, t, i)
@@ -159,8 +151,6 @@ def shrink_tile(
             )  # [1, N] # fmt: skip
             if STORAGE > 0 and GROUP_K == 0:
                 h *= row_scale[None, :]
-            if FLAT > 0:
-                h = tl.where((r < rank)[None, :], h, 0.0)
             written = in_groups(r, tl.where(x_at >= 0, rank, 0), EVEN_R)
             tl.store(h_columns[None, :] + h_at * h_stride_t, h, mask=written[None, :])
     else:
@@ -171,10 +161,6 @@ def shrink_tile(
         if STORAGE > 0 and GROUP_K == 0:
             h *= row_scale[None, :]
         mask = has_token[:, None] & in_groups(r, rank, EVEN_R)[None, :]
-        if FLAT > 0:
-            h = tl.where((r < rank)[None, :], h, 0.0)
-        if WAITS:
-            gdc_wait()
         tl.store(h_columns[None, :] + (h_row * h_stride_t)[:, None], h, mask=mask)
 
 

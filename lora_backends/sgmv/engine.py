@@ -18,6 +18,7 @@ from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.operations import BY_NAME
 from lora_backends.sgmv import launch
+from lora_backends.sgmv.base.product import base_arguments, base_kernel_of
 from lora_backends.sgmv.experts.launch import Options as ExpertOptions
 from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
@@ -157,48 +158,61 @@ class SgmvBackend(LoRABackend):
         return y
 
     @property
-    def can_run_behind(self) -> bool:
-        """Whether kernels of the device can start early, as `run_behind` needs."""
-        return self._options.programmatic or INTERPRETED
+    def multiplies_bases(self) -> bool:
+        """Whether `run_with_base` can multiply on the device."""
+        return self._options.tma and not self.batch_invariant  # its sizes follow the rows
 
-    def run_behind(
-        self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, y: torch.Tensor
-    ) -> bool:
-        """Run `run_linear` behind the kernel that writes y, in a CUDA graph.
+    def run_with_base(
+        self,
+        x: torch.Tensor,
+        base_weight: torch.Tensor,
+        base_bias: torch.Tensor | None,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+    ) -> torch.Tensor | None:
+        """Return ``x @ base_weight.T + base_bias`` with the LoRA of x added: `run_linear` of both.
 
-        x, the layer and the plan must have been complete when that kernel was launched, and it must
-        not have been launched early itself: `torch.nn.functional.linear` of x is such a kernel, or
-        several of which the first is. The shrink reads x and A while that kernel still runs,
-        and A of a stack of up to `FLAT_RANK` ranks whole. It writes h, and the expand reads y, only
-        when that kernel has ended.
+        Three launches: the base product runs beside the shrink, and the expand reads B before the
+        product has ended. The product is rounded to x's dtype, as torch's is, but it may sum in
+        another order.
+
+        Args:
+            x: [rows, in_features] bfloat16 or float16, up to 64 rows.
+            base_weight: [out_features, in_features] of x's dtype.
+            base_bias: [out_features] of x's dtype, or None.
+            weights: of the layer.
+            plan: of the batch.
 
         Returns:
-            False if nothing has been launched: the arguments are not ordinary, kernels of the
-            device cannot start early, or a graph is captured for which `prepare_behind` has not
-            compiled.
+            [rows, out_features] of x's dtype. None if nothing has been launched: the arguments are
+            not ordinary, another kernel is faster (more rows, few columns), the device has no TMA,
+            or a graph captures what no call outside of it has compiled.
         """
+        if base_weight.shape[0] != weights.out_features or not self.multiplies_bases:
+            return None
+        y = x.new_empty((x.shape[0], weights.out_features))
         if not is_ordinary(self, None, x, weights, plan, y):
-            return False
-        if not self.can_run_behind:
-            return False
+            return None
+        options = self._options
+        base = base_kernel_of(x, base_weight, base_bias, options.gpu, options.programmatic)
         tables = weights.ranks, weights.scalings
-        if not all(table.is_contiguous() for table in tables):  # a copy would be in front
-            return False
+        if base is None or not all(table.is_contiguous() for table in tables):
+            return None  # no copy of a table may come between the kernels
         tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
-        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options, "behind")
-        if is_capturing(self.device) and not kernels.are_compiled:
-            return False
+        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, options, "beside")
         h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
-        launch.shrink(x, weights, plan, h, rows, kernels.shrink)
-        launch.expand(h, weights, plan, y, rows, kernels.expand)
-        return True
-
-    def prepare_behind(self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan) -> None:
-        """Compile what `run_behind` launches in a graph of so many rows.
-
-        It launches them: strides of h differ with the rows, and Triton compiles for alignments.
-        """
-        self.run_behind(x, weights, plan, x.new_zeros(len(x), weights.out_features))
+        launches = (
+            (rows, kernels.shrink, launch.shrink_arguments(x, weights, plan, h)),
+            (1, base, base_arguments(x, base_weight, base_bias, y, base)),
+            (rows, kernels.expand, launch.expand_arguments(h, weights, plan, y, kernels.expand)),
+        )
+        if is_capturing(self.device) and not all(
+            kernel.is_compiled(arguments) for _, kernel, arguments in launches
+        ):
+            return None
+        for programs, kernel, arguments in launches:
+            kernel.launch(programs, arguments)
+        return y
 
     @override
     @stores_calls

@@ -35,13 +35,14 @@ from lora_backends.weights import LoRAWeights
 INVARIANT_BATCH = (64, 8)
 """A batch-invariant backend takes the sizes for this many tokens and active slots, always."""
 
-FLAT_RANK = 16
-"""Stacks of up to this rank are read whole behind a base product: two loads fewer in a row."""
+PLANES_BESIDE = 4
+"""The most planes of h beside a base product. The product hides a longer shrink, and the expand
+reads fewer planes."""
 
-Form = Literal["linear", "behind", "separate", "embedding"]
+Form = Literal["linear", "beside", "separate", "embedding"]
 """The form of h between the kernels. linear: planes of partial sums, their sum rounded before the
-second product; behind: the same, where the kernel in front writes y alone; separate: a row for
-every token, float32, as callers of `run_lora_a` see it; embedding: one plane."""
+second product; beside: the same, with a base product between shrink and expand; separate: a row
+for every token, float32, as callers of `run_lora_a` see it; embedding: one plane."""
 
 
 class Options(NamedTuple):
@@ -54,7 +55,6 @@ class Options(NamedTuple):
     source: TileSource
     tma: bool  # whether the device has TMA
     gpu: Gpu
-    behind: bool = False  # whether the kernel in front of the shrink writes y alone
 
 
 class Kernels(NamedTuple):
@@ -63,11 +63,6 @@ class Kernels(NamedTuple):
     shrink: SpecializedKernel
     expand: SpecializedKernel
     split_k: int  # planes of h that the shrink writes
-
-    @property
-    def are_compiled(self) -> bool:
-        """Whether a CUDA graph can capture both."""
-        return self.shrink.is_compiled and self.expand.is_compiled
 
 
 class Epilogue(NamedTuple):
@@ -136,8 +131,9 @@ def _kernels(
     tma: bool,
 ) -> Kernels:
     shrink, expand = _tiles(batch, layer, storage, options, form)
-    linear, exact = form in ("linear", "behind"), form == "separate"
-    options = options._replace(behind=form == "behind")
+    linear, exact = form in ("linear", "beside"), form == "separate"
+    if form == "beside" and shrink.warps_k:  # else the kernel unrolls its steps
+        shrink = replace(shrink, split_k=min(shrink.split_k, PLANES_BESIDE))
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         tma = tma and column_programs(output_slices, expand).even
     return Kernels(
@@ -156,6 +152,7 @@ def _kernels(
             row,
             # only the shrink of run_linear lets the expand start early
             options._replace(programmatic=options.programmatic and linear),
+            late_y=form == "beside",
         ),
         shrink.split_k,
     )
@@ -213,8 +210,6 @@ def _shrink_kernel(
         "PRECISION": options.precision,
         "INTERPRETED": INTERPRETED,
         "PROGRAMMATIC": options.programmatic,
-        "BEHIND": options.behind,
-        "FLAT": layer.max_rank if _is_flat(layer, storage, options) else 0,
     }
     return SpecializedKernel(
         options.engine.entry_kernels.shrink_kernel,
@@ -224,11 +219,6 @@ def _shrink_kernel(
         tiles.num_stages,
         options.programmatic,
     )
-
-
-def _is_flat(layer: LayerShape, storage: Storage, options: Options) -> bool:
-    """Return whether A is read before the rank is known, where that reads little in vain."""
-    return options.behind and storage is PLAIN and layer.max_rank <= FLAT_RANK
 
 
 @lru_cache(maxsize=4096)
@@ -243,6 +233,7 @@ def _expand_kernel(
     exact: bool,
     row: tuple[tuple[str, int], ...],
     options: Options,
+    late_y: bool,
 ) -> SpecializedKernel:
     columns = column_programs(output_slices, tiles)
     # With 128 registers or fewer, two programs of 8 warps fit on a multiprocessor. A kernel that
@@ -277,7 +268,7 @@ def _expand_kernel(
         "PRECISION": "ieee" if exact else options.precision,
         "INTERPRETED": INTERPRETED,
         "PROGRAMMATIC": options.programmatic,
-        "BEHIND": options.behind,
+        "LATE_Y": late_y,
     }
     return SpecializedKernel(
         options.engine.entry_kernels.expand_kernel,
@@ -339,14 +330,21 @@ def shrink(
     The layer's tables are contiguous. Nothing is written for tokens without an adapter; beyond a
     rank, at most zeros up to the end of its group of 8.
     """
+    arguments = shrink_arguments(x, weights, plan, h)
+    kernel.launch(rows, arguments)
+    return Launched(kernel, arguments)
+
+
+def shrink_arguments(
+    x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, h: torch.Tensor
+) -> Arguments:
+    """Return the arguments of `shrink`'s kernel."""
     a = located_a(weights)
     scales = a.base if weights.a_scales is None else weights.a_scales
     tensors = (x, stored_bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
     scale_strides = scales.stride()[:3] if scales is weights.a_scales else (0, 0, 0)
     numbers = (weights.in_features, x.stride(0), *a.strides, *scale_strides, *_layout_of(h))
-    arguments = Arguments(tensors, (), numbers)
-    kernel.launch(rows, arguments)
-    return Launched(kernel, arguments)
+    return Arguments(tensors, (), numbers)
 
 
 def gather(
@@ -377,8 +375,22 @@ def expand(
 ) -> Launched:
     """Add the LoRA to y; h is as in `shrink`, of which only the last axis need be contiguous.
 
-    A programmatic kernel must follow `shrink`, which waits for all earlier kernels.
+    A programmatic kernel must follow `shrink`, which waits for all earlier kernels. With LATE_Y
+    a base product that writes y may lie between them.
     """
+    arguments = expand_arguments(h, weights, plan, y, kernel)
+    kernel.launch(rows, arguments)
+    return Launched(kernel, arguments)
+
+
+def expand_arguments(
+    h: torch.Tensor,
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    y: torch.Tensor,
+    kernel: SpecializedKernel,
+) -> Arguments:
+    """Return the arguments of `expand`'s kernel."""
     located, sizes = located_b(weights), kernel.constants
     bias, scales, of_tokens = weights.bias, weights.output_scales, plan.token_scales
     # also passed for the tensors that the layer or the plan lacks: the kernel does not read those
@@ -408,9 +420,7 @@ def expand(
         0 if scales is None else scales.stride(0),
         *((0, 0) if weights.b_scales is None else weights.b_scales.stride()[:2]),
     )
-    arguments = Arguments(tensors, (tma,), numbers)
-    kernel.launch(rows, arguments)
-    return Launched(kernel, arguments)
+    return Arguments(tensors, (tma,), numbers)
 
 
 def _layout_of(h: torch.Tensor) -> tuple[int, int, int]:

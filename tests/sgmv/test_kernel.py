@@ -109,8 +109,10 @@ def test_a_kernel_is_compiled_once_for_each_kind_of_arguments():
         [arguments(x=torch.zeros(64, dtype=torch.bfloat16))],
     ]
     for kind in kinds:
+        assert not kernel.is_compiled(kind[0])
         for given in kind * 2:
             kernel.launch(3, given)
+            assert kernel.is_compiled(given)
     assert len(jitted.compiled) == len(kinds)
     assert [len(made.noted) for made, *_ in jitted.compiled] == [2 * len(k) - 1 for k in kinds]
 
@@ -150,7 +152,7 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_is_refused_with_its_bytes_and_the
             kernel.launch(3, arguments())
         assert "allowed: 101376" in str(error.value) and "num_stages=4" in str(error.value)
         assert "if the rules chose these sizes, take another backend" in str(error.value)
-    assert not kernel.is_compiled
+    assert not kernel.is_compiled(arguments())
 
 
 def test_a_launch_on_another_device_makes_it_the_current_one(monkeypatch):

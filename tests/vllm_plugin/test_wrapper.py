@@ -105,6 +105,44 @@ def test_a_linear_layer_of_several_slices_is_added_to_y(wrapper, x):
     torch.testing.assert_close(alone, delta(module, x, IDS))
 
 
+def test_a_layer_that_has_passed_the_checks_is_refused_what_they_refuse(wrapper, x):
+    from lora_backends import InvalidInputError, UnsupportedInputError
+
+    module = make_module(wrapper)
+    args = module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES
+    y = torch.zeros(len(IDS), sum(SLICES))
+    wrapper.add_lora_linear(y, x, *args)
+    expected = y.clone()
+    for given_x, given_y in [
+        (x.bfloat16(), y),
+        (x[:, :-1], y),
+        (x, y[:-1]),
+        (x[None], y[None]),
+        (x, y.to(torch.int32)),
+    ]:
+        with pytest.raises((InvalidInputError, UnsupportedInputError)):
+            wrapper.add_lora_linear(given_y, given_x, *args)
+    wide_x, wide_y = torch.zeros(len(IDS), WIDTH + 1), torch.zeros(len(IDS), sum(SLICES) + 1)
+    wide_x[:, :-1] = x
+    wrapper.add_lora_linear(wide_y[:, :-1], wide_x[:, :-1], *args)
+    torch.testing.assert_close(wide_y[:, :-1], expected)
+    assert wide_y[:, -1].eq(0).all()
+
+
+def test_the_checks_of_a_layer_are_made_once(wrapper, x, monkeypatch):
+    module, calls = make_module(wrapper), []
+    monkeypatch.setattr(wrapper.tokens, "run_checked", lambda *_: calls.append(_))
+    args = module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES
+    y = torch.zeros(len(IDS), sum(SLICES))
+    wrapper.add_lora_linear(y, x, *args)
+    torch.testing.assert_close(y, delta(module, x, IDS))
+    assert not calls
+    wrapper.add_lora_linear(y, x, *args)
+    assert len(calls) == 1
+    wrapper.add_lora_linear(y.double(), x, *args)
+    assert len(calls) == 1, "y of another dtype has not passed them"
+
+
 def test_rows_that_pad_a_captured_graph_have_no_adapter(wrapper, x):
     module = make_module(wrapper)
     padded = torch.cat([x, x[1:4]])
@@ -260,6 +298,7 @@ def test_layers_that_no_adapter_has_run_in_graphs_alone(wrapper, x, monkeypatch)
     module, calls, backend = make_module(wrapper, slices=(20,)), [], wrapper.tokens.backend
     for name in ("run_linear", "run_logits"):
         monkeypatch.setattr(backend, name, lambda *_, name=name: calls.append(name))
+    monkeypatch.setattr(wrapper.tokens, "run_checked", backend.run_linear)
 
     def call():
         calls.clear()
@@ -462,6 +501,14 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
     pass
 
 
+class ModelWeightParameter(torch.nn.Parameter):
+    """The class in which vLLM keeps a weight that is not quantized."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def vllm_adds(module):
     """Return vLLM's own way: the base product, and LoRA in an operation of its own."""
 
@@ -477,41 +524,38 @@ def vllm_adds(module):
 
 @pytest.fixture
 def fuse(wrapper, monkeypatch):
-    """Return a function that fuses a layer, what ran in which order, and where x lay each time."""
+    """Return a function that fuses a layer, and what ran in which order."""
     from lora_backends.integrations.vllm import operation
 
-    order, places, backend = [], [], wrapper.tokens.backend
+    order, backend = [], wrapper.tokens.backend
     linear = torch.nn.functional.linear
 
     def base(x, weight, bias=None):
         if not torch.compiler.is_compiling():
             order.append("base")
-            places.append(x.data_ptr())
         return linear(x, weight, bias)
 
-    def run_behind(x, weights, plan, y):
-        order.append("behind")
-        places.append(x.data_ptr())
+    def run_with_base(x, weight, bias, weights, plan):
+        assert {type(weight), type(bias)} <= {torch.Tensor, type(None)}, "it takes plain tensors"
+        order.append("both")
+        y = linear(x, weight, bias)
         backend.run_linear(x, weights, plan, y)
-        return True
-
-    def prepare_behind(*_):
-        order.append("compiled")
+        return y
 
     monkeypatch.setattr(torch.nn.functional, "linear", base)
-    monkeypatch.setattr(backend, "can_run_behind", True, raising=False)
-    monkeypatch.setattr(backend, "run_behind", run_behind, raising=False)
-    monkeypatch.setattr(backend, "prepare_behind", prepare_behind, raising=False)
+    monkeypatch.setattr(backend, "multiplies_bases", True, raising=False)
+    monkeypatch.setattr(backend, "run_with_base", run_with_base, raising=False)
 
     def fused(method):
         weight = torch.randn(sum(SLICES), WIDTH, generator=torch.Generator().manual_seed(3))
+        weight = ModelWeightParameter(weight, requires_grad=False)
         base_layer = SimpleNamespace(weight=weight, quant_method=method)
         module = make_module(wrapper, base_layer=base_layer)
         module._apply_sync = vllm_adds(module)
         operation.fuse(module)
         return module
 
-    return fused, order, places
+    return fused, order
 
 
 @pytest.mark.parametrize(
@@ -522,15 +566,16 @@ def fuse(wrapper, monkeypatch):
         (Fp8LinearMethod(), False),
     ],
 )
-def test_in_graphs_lora_is_launched_behind_a_product_of_torch(
+def test_in_graphs_the_backend_multiplies_beside_its_lora(
     wrapper, fuse, monkeypatch, x, method, is_fused
 ):
-    """Other products may be launched before x is complete."""
+    """Other products of vLLM, as of quantized weights, stay as they are."""
     from lora_backends.integrations.vllm import operation
 
-    fused, order, _ = fuse
+    fused, order = fuse
     module = fused(method)
     bias = torch.randn(sum(SLICES), generator=torch.Generator().manual_seed(4))
+    bias = torch.nn.Parameter(bias, requires_grad=False)
     wanted = x @ module.base_layer.weight.T + bias + delta(module, x, IDS)
     sizes = SimpleNamespace(cudagraph_capture_sizes=[64])
     monkeypatch.setattr(wrapper.tokens, "_compilation", sizes)
@@ -539,25 +584,22 @@ def test_in_graphs_lora_is_launched_behind_a_product_of_torch(
     sizes.cudagraph_capture_sizes = [len(x)]
     for _ in range(2):
         torch.testing.assert_close(module._apply_sync(x, bias), wanted)
-    assert order[1:] == ["base", *["compiled"] * is_fused, "base"], "compiled once, beforehand"
+    assert order[1:] == ["base", *["both"] * is_fused, "base"], "compiled once, beforehand"
     monkeypatch.setattr(operation, "is_capturing", lambda device: True)
     torch.testing.assert_close(module._apply_sync(x, bias), wanted)
-    assert order[-2:] == (["base", "behind"] if is_fused else ["base", "base"])
-    longer = module._apply_sync(torch.cat([x, x[:1]]), bias)
-    torch.testing.assert_close(longer[: len(x)], wanted)
-    assert order[-1] == "base", "kernels for so many rows may not be compiled"
+    assert order[-1] == ("both" if is_fused else "base")
     wrapper.update_metadata(mapping([0] * len(x)), INDEX_TO_ID, SLOTS + 1, 100)
     base = x @ module.base_layer.weight.T
     torch.testing.assert_close(module._apply_sync(x), base)
     assert order[-1] == "base"
 
 
-def test_graphs_of_many_rows_run_lora_after_the_product(wrapper, fuse, monkeypatch, x):
-    from lora_backends.integrations.vllm import operation, plans
+def test_what_the_backend_does_not_multiply_runs_in_turn(wrapper, fuse, monkeypatch, x):
+    from lora_backends.integrations.vllm import operation
 
-    fused, order, _ = fuse
-    monkeypatch.setattr(plans, "MOST_BEHIND", len(x) - 1)
+    fused, order = fuse
     module = fused(UnquantizedLinearMethod())
+    monkeypatch.setattr(wrapper.tokens.backend, "run_with_base", lambda *_: None)
     wanted = x @ module.base_layer.weight.T + delta(module, x, IDS)
     for capturing in (False, True):
         monkeypatch.setattr(operation, "is_capturing", lambda device, now=capturing: now)
@@ -566,13 +608,12 @@ def test_graphs_of_many_rows_run_lora_after_the_product(wrapper, fuse, monkeypat
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_programs_put_nothing_between_the_product_and_lora(
+def test_a_compiled_program_has_one_operation_for_the_product_and_lora(
     wrapper, fuse, monkeypatch, x, dynamic
 ):
-    """Behind a copy of x, which comes after the product, LoRA would read x before it is written."""
     from lora_backends.integrations.vllm import operation
 
-    fused, order, places = fuse
+    fused, order = fuse
     module, graphs = fused(UnquantizedLinearMethod()), []
 
     def inductor(graph, inputs):
@@ -589,13 +630,13 @@ def test_compiled_programs_put_nothing_between_the_product_and_lora(
     rows = x.sin().view(2, 3, WIDTH).transpose(0, 1).reshape(6, WIDTH)
     wanted = 2 * (rows @ module.base_layer.weight.T + delta(module, rows, ids))
     torch.testing.assert_close(forward(x), wanted.view(3, 2, -1))
-    assert order == ["base", "compiled"]
-    order.clear(), places.clear()
+    assert order == ["base", "both"]
+    order.clear()
     monkeypatch.setattr(operation, "is_capturing", lambda device: True)
     with torch.inference_mode():
         compiled = torch.compile(forward, backend=inductor, fullgraph=True, dynamic=dynamic)
         torch.testing.assert_close(compiled(x), wanted.view(3, 2, -1))
-    assert order == ["base", "behind"] and places[0] == places[1]
+    assert order == ["both"]
     (graph,) = graphs
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert called.count("lora_backends_vllm.linear") == 1
@@ -642,7 +683,7 @@ def test_a_layer_that_adds_lora_in_its_own_way_keeps_it(wrapper, monkeypatch):
         def _apply_lora_to_output(self, x, y):
             return y + 1
 
-    monkeypatch.setattr(wrapper.tokens.backend, "can_run_behind", True, raising=False)
+    monkeypatch.setattr(wrapper.tokens.backend, "multiplies_bases", True, raising=False)
     base_layer = SimpleNamespace(quant_method=UnquantizedLinearMethod())
     for kind, is_replaced in ((Linear, True), (Head, False)):
         module = kind(**vars(make_module(wrapper, base_layer=base_layer)))

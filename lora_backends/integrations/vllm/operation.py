@@ -93,23 +93,47 @@ def _add(
 ) -> None:
     if layer.b is None:
         raise InvalidInputError("vLLM expands with a layer that has no lora_b_stacked")
-    part = y[:, offset : offset + layer.b.out_features]  # logits may be padded to a wider table
+    columns = layer.b.out_features
+    if y.shape[1] != columns:  # logits may be padded to a wider table
+        y = y[:, offset : offset + columns]
     backend = plans.backend
     if operation in (EXPAND, EMBEDDING):
-        backend.run_lora_b(x, layer.b, plans.of(x.shape[1]), part)
+        backend.run_lora_b(x, layer.b, plans.of(x.shape[1]), y)
     elif operation in (LOGITS, PROMPT):
-        backend.run_logits(x, layer.b, plans.of(x.shape[0]), part)
+        backend.run_logits(x, layer.b, plans.of(x.shape[0]), y)
     else:
-        backend.run_linear(x, layer.b, plans.of(x.shape[0]), part)
+        _add_linear(layer, y, x, plans)
+
+
+def _add_linear(layer: Layer, y: torch.Tensor, x: torch.Tensor, plans: Plans) -> None:
+    """Run a whole layer; after its first call only what vLLM can vary is checked.
+
+    The backend's checks take as long as a small kernel. They compare addresses as well, but vLLM
+    has just made y, so it overlaps nothing.
+    """
+    weights: Any = layer.b
+    rows, dtypes = x.shape[0], (x.dtype, y.dtype)
+    plan = plans.of(rows)
+    if (
+        plans.run_checked is not None
+        and layer.checked == dtypes
+        and x.shape == (rows, weights.in_features)
+        and y.shape == (rows, weights.out_features)
+        and x.is_contiguous()
+        and y.is_contiguous()
+    ):
+        plans.run_checked(x, weights, plan, y)
+    else:
+        plans.backend.run_linear(x, weights, plan, y)
+        layer.checked = dtypes
 
 
 def fuse(module: Any) -> None:
-    """Run a layer's base product and its LoRA as one operation, where LoRA can start early.
+    """Run a layer's base product and its LoRA as one operation, where they can run side by side.
 
-    The shrink then reads x while the kernel in front of it still runs. That kernel must be a base
-    product which was launched when x was complete. So the operation makes the product by itself: a
-    compiler could put a copy of x between two operations, and vLLM has products for quantized
-    weights and for some GPUs that are launched early themselves.
+    In a graph of few rows the backend multiplies by the base weight itself, with the first kernel
+    of the LoRA beside it. Weights that are quantized, or that vLLM does not multiply by torch's
+    linear, keep their product.
 
     The method replaced is private; a layer without it, or of one half, keeps what it has. With
     vLLM's own second stream it is not called.
@@ -119,7 +143,7 @@ def fuse(module: Any) -> None:
         return
     if _owner(module, "_apply_sync") is not _owner(module, "_apply_lora_to_output"):
         return  # it adds LoRA in a way of its own, as to the rows of requests
-    if not (layer.wrapper.tokens.can_run_behind and _multiplies_by_torch(module.base_layer)):
+    if not (layer.wrapper.tokens.multiplies_bases and _multiplies_by_torch(module.base_layer)):
         return
     stack = module.lora_a_stacked[0]
 
@@ -168,39 +192,40 @@ def linear(
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stack: torch.Tensor
 ) -> torch.Tensor:
-    rows = x.flatten(0, -2)  # as Transformers' models pass them; any copy comes before the product
-    y = torch.nn.functional.linear(rows, weight, bias)
-    _add_behind(find(stack), y, rows)
+    rows = x.flatten(0, -2)  # as Transformers' models pass them
+    layer = find(stack)
+    y = _run_with_base(layer, rows, weight, bias) if is_capturing(x.device) else None
+    if y is None:
+        y = torch.nn.functional.linear(rows, weight, bias)
+        _run_layer(layer, y, rows, LINEAR)
+        _prepare(layer, rows, weight, bias)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _add_behind(layer: Layer, y: torch.Tensor, x: torch.Tensor) -> None:
-    """Add LoRA to y, whose product is the last that was launched."""
-    plans, rows = layer.wrapper.tokens, x.shape[0]
+def _run_with_base(
+    layer: Layer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    plans = layer.wrapper.tokens
     if plans.is_idle:
-        return
-    if plans.is_behind(rows) and is_capturing(x.device):
-        plan = plans.of(rows)
-        is_prepared = _key(plan, rows) in layer.prepared
-        if is_prepared and plans.backend.run_behind(x, layer.b, plan, y):
-            return
-    _run_layer(layer, y, x, LINEAR)
-    if plans.is_behind(rows) and plans.may_be_captured(rows) and not is_capturing(x.device):
-        _prepare(layer, x, plans)
-
-
-def _prepare(layer: Layer, x: torch.Tensor, plans: Any) -> None:
-    """Compile what graphs run; a capture, which may follow, cannot compile."""
+        return None
     plan = plans.of(x.shape[0])
-    key = _key(plan, x.shape[0])
+    # vLLM's classes of parameters only load weights; the backend takes plain tensors
+    plain = weight.data, None if bias is None else bias.data
+    y: torch.Tensor | None = plans.backend.run_with_base(x, *plain, layer.b, plan)
+    return y
+
+
+def _prepare(
+    layer: Layer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Compile what a graph of so many rows runs; a capture, which may follow, cannot compile."""
+    plans, rows = layer.wrapper.tokens, x.shape[0]
+    if is_capturing(x.device) or plans.is_idle or not plans.may_be_captured(rows):
+        return
+    key = rows, getattr(plans.of(rows), "active_slots", 0)  # what the kernels follow from
     if key not in layer.prepared:
         layer.prepared.add(key)
-        plans.backend.prepare_behind(x, layer.b, plan)
-
-
-def _key(plan: Any, rows: int) -> tuple[int, int]:
-    """Return what the kernels of a layer follow from."""
-    return rows, getattr(plan, "active_slots", 0)
+        _run_with_base(layer, x, weight, bias)
 
 
 # vLLM compiles one program for many layers and drops guards, so tracing must meet neither Python

@@ -81,10 +81,11 @@ class SpecializedKernel:
             self.options["maxnreg"] = max_registers
         self._compiled: dict[Any, Any] = {}
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether it has been launched before, so that a CUDA graph can capture it."""
-        return INTERPRETED or bool(self._compiled)
+    def is_compiled(self, arguments: Arguments) -> bool:
+        """Return whether it is compiled for such arguments, so that a CUDA graph can capture it."""
+        tensors, _, numbers = arguments
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        return INTERPRETED or _kind(tensors, pointers, numbers) in self._compiled
 
     def launch(self, rows: int, arguments: Arguments) -> None:
         """Launch on the device of the first tensor, on its current stream.

@@ -1,0 +1,146 @@
+"""A linear layer with its LoRA, as one call of the backend in CUDA graphs of few rows.
+
+There the backend multiplies by the base weight itself, beside the LoRA (`run_with_base`). Elsewhere
+torch multiplies, and the LoRA is added. A program of `torch.compile` is traced before its graphs
+are captured, so it has one operation for both, which decides whenever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from lora_backends.backend import LoRABackend
+from lora_backends.devices import is_capturing
+from lora_backends.dispatch.any_axes import as_rows
+from lora_backends.dispatch.handles import lookup
+from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
+from lora_backends.hf.hooks import adder
+from lora_backends.hf.running import Call
+from lora_backends.plan import LoRAPlan
+from lora_backends.weights import LoRAWeights
+
+MOST_ROWS = 64
+"""Rows of a forward pass up to which the backend is asked: `run_with_base` takes no more."""
+
+_COMPILED = "_compiled_beside"
+"""Attribute of a plan: what a graph can capture, as handles of layers, rows and active slots."""
+
+
+def multiplies_bases(backend: LoRABackend, rows: int) -> bool:
+    """Return whether graphs of so many rows may leave base products to the backend."""
+    return rows <= MOST_ROWS and backend.cuda_graphs and getattr(backend, "multiplies_bases", False)
+
+
+def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:
+    """Return a function that computes a linear layer and adds its LoRA by an operation.
+
+    Args:
+        backend: that adds the LoRA.
+        operation: `run_linear`, or what stands for it in a group of modules.
+
+    Returns:
+        A function of the call, whether torch traces it, x [..., in_features], the LoRA's weights,
+        the plan, the base weight [out_features, in_features] and its bias or None. It returns y
+        [..., out_features].
+    """
+    add = adder(backend, operation)
+
+    def run(
+        call: Call,
+        is_traced: bool,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        multiplies = call.multiplies_bases if is_traced else call.asks_backend
+        if not (multiplies and _may_multiply(x, plan, weight)):
+            return add(x, weights, plan, functional.linear(x, weight, bias))
+        if is_traced:
+            handles = backend.handle, weights.handle, plan.handle
+            traced: torch.Tensor = _linear(x, weight, bias, operation, *handles)
+            return traced
+        y = _captured(backend, x, weights, plan, weight, bias)
+        if y is None:
+            y = add(x, weights, plan, functional.linear(x, weight, bias))
+            _compile(backend, x, weights, plan, weight, bias)
+        return y
+
+    return run
+
+
+def _may_multiply(x: torch.Tensor, plan: Any, weight: torch.Tensor) -> bool:
+    """Return whether a graph may run the layer by `run_with_base`, and a program by `_linear`."""
+    return (
+        weight.dtype in (torch.bfloat16, torch.float16)
+        and x.dtype == weight.dtype
+        and isinstance(plan, LoRAPlan)
+        and not isinstance(plan, ManyAdaptersPlan)
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)  # the product might have another dtype
+    )
+
+
+def _captured(
+    backend: Any,
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    plan: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Return y where a graph captures it and the backend multiplies, else None."""
+    if not is_capturing(x.device):
+        return None
+    y: torch.Tensor | None = backend.run_with_base(as_rows(x), weight, bias, weights, plan)
+    return None if y is None else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _compile(
+    backend: Any,
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    plan: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """Compile, once, what a graph of such a call runs; a capture, which may follow, cannot."""
+    compiled = vars(plan).setdefault(_COMPILED, set())
+    key = weights.handle, x.shape, getattr(plan, "active_slots", 0)  # what the kernels follow from
+    if key not in compiled and not is_capturing(x.device):
+        compiled.add(key)
+        backend.run_with_base(as_rows(x), weight, bias, weights, plan)
+
+
+@torch.library.custom_op(
+    "lora_backends::linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, str operation, int backend, int weights, "
+    "int plan) -> Tensor",
+)
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    operation: str,
+    backend: int,
+    weights: int,
+    plan: int,
+) -> torch.Tensor:
+    engine, layer, batch = lookup(backend), lookup(weights), lookup(plan)
+    y = _captured(engine, x, layer, batch, weight, bias)
+    if y is None:
+        y = functional.linear(x, weight, bias).contiguous()
+        getattr(engine, operation)(as_rows(x), layer, batch, y.view(-1, y.shape[-1]))
+        _compile(engine, x, layer, batch, weight, bias)
+    return y
+
+
+@_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))

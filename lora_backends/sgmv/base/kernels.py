@@ -1,0 +1,57 @@
+# mypy: ignore-errors
+"""The product of few rows with a base layer's weight, in a kernel that other kernels can overlap.
+
+Decode reads each weight once for a few rows, so the kernel is as fast as it keeps loads in flight:
+a program owns BLOCK_C columns of y for all rows, and TMA loads STAGES blocks of the weight ahead.
+The weight is the left operand, because a wgmma takes 64 of its rows and as few columns as 8.
+
+Axes are named as in `sgmv.blocks`: T (rows of x), C (columns of y), K (inputs).
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lora_backends.sgmv.elements import multiply, rounded
+
+
+@triton.jit(do_not_specialize=["rows"])
+def base_kernel(
+    y_ptr,
+    bias_ptr,
+    x_tma,
+    w_tma,
+    rows,
+    in_features,
+    out_features,
+    PROGRAMS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Write ``x @ w.T + bias`` into y [rows, out_features], contiguous; sums are float32.
+
+    PROGRAMMATIC: the kernel in front must have waited for all earlier ones before it let this one
+    start. It may still run until this one ends.
+    """
+    if PROGRAMMATIC:
+        gdc_launch_dependents()
+    first = tl.program_id(0) * BLOCK_C
+    c = first + tl.arange(0, BLOCK_C)  # [C]
+    t = tl.arange(0, BLOCK_T)  # [T]
+    acc = tl.zeros((BLOCK_C, BLOCK_T), dtype=tl.float32)
+    for k in tl.range(0, in_features, BLOCK_K, num_stages=STAGES):  # beyond an end TMA loads zeros
+        w, x = w_tma.load([first, k]), x_tma.load([0, k])  # [C, K], [T, K]
+        acc = multiply(w, x.T, acc, "ieee", INTERPRETED)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + c, mask=c < out_features, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    if PROGRAMMATIC:
+        gdc_wait()  # so that this grid ends after the one in front
+    at = y_ptr + t.to(tl.int64)[None, :] * out_features + c[:, None]
+    mask = (t < rows)[None, :] & (c < out_features)[:, None]
+    tl.store(at, rounded(acc, y_ptr.dtype.element_ty, INTERPRETED), mask=mask)

@@ -1,0 +1,163 @@
+"""Multiplies few rows by a base layer's weight beside a shrink: sizes, checks and arguments."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lora_backends.sgmv.base.kernels import base_kernel
+from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
+from lora_backends.sgmv.tiles.gpu import Gpu
+
+MOST_ROWS = 64
+"""Rows up to which the kernel is at least as fast as cuBLAS; with 128 it takes 1.01 to 1.17 times
+as long (H200)."""
+
+FEWEST_PROGRAMS = 3
+"""A third of the multiprocessors must have a program: with fewer, cuBLAS is up to twice as fast,
+because it splits the sum."""
+
+ALIGNMENT = 16
+"""Bytes, of a matrix and of its rows, as TMA reads them."""
+
+
+class BaseTiles(NamedTuple):
+    """Sizes of the kernel."""
+
+    block_c: int  # columns of y per program
+    block_k: int  # inputs per loop step
+    num_stages: int  # loop steps whose loads are in flight together
+
+
+def base_tiles(rows: int, out_features: int, gpu: Gpu) -> BaseTiles | None:
+    """Return the sizes for x of so many rows, or None where cuBLAS is faster.
+
+    Measured on an H200 with 41 weights from 3,072 x 1,024 to 28,672 x 4,096: 0.96 to 0.98 of
+    cuBLAS's time.
+
+    >>> from lora_backends.sgmv.tiles.gpu import H200
+    >>> base_tiles(8, 4096, H200), base_tiles(65, 4096, H200), base_tiles(8, 1024, H200)
+    (BaseTiles(block_c=64, block_k=128, num_stages=6), None, None)
+    """
+    programs = -(-out_features // 64)
+    if rows > MOST_ROWS or programs * FEWEST_PROGRAMS < gpu.multiprocessors:
+        return None
+    if programs <= gpu.multiprocessors:  # one program each, with all of its shared memory
+        tiles = BaseTiles(64, 128, 6)
+    elif programs > 2 * gpu.multiprocessors:
+        tiles = BaseTiles(128, 64, 4)
+    elif rows <= 32:
+        tiles = BaseTiles(64, 128, 4)  # two programs each
+    else:
+        tiles = BaseTiles(128, 64, 6)
+    step = (tiles.block_c + _block_t(rows)) * tiles.block_k * 2  # bytes
+    stages = min(tiles.num_stages, (gpu.shared_bytes - 1024) // step)
+    return tiles._replace(num_stages=stages) if stages > 1 else None
+
+
+def _block_t(rows: int) -> int:
+    return max(16, 1 << max(0, rows - 1).bit_length())
+
+
+def base_kernel_of(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gpu: Gpu,
+    programmatic: bool,
+) -> SpecializedKernel | None:
+    """Return the kernel for ``x @ weight.T + bias``, or None if torch has to multiply.
+
+    Args:
+        x: [rows, in_features], checked as the x of a layer.
+        weight: [out_features, in_features].
+        bias: [out_features], or None.
+        gpu: figures of the device.
+        programmatic: whether it is launched before the kernel in front has ended.
+    """
+    if not (_is_matrix(weight, x) and x.dtype in (torch.bfloat16, torch.float16)):
+        return None
+    if weight.shape[1] != x.shape[1] or not (_is_aligned(x) and _is_aligned(weight)):
+        return None
+    if bias is not None and not (
+        _is_like(bias, x) and bias.shape == weight.shape[:1] and bias.is_contiguous()
+    ):
+        return None
+    rows, out_features = x.shape[0], weight.shape[0]
+    tiles = base_tiles(rows, out_features, gpu) if rows else None
+    if tiles is None:
+        return None
+    return _kernel(
+        tiles, _block_t(rows), -(-out_features // tiles.block_c), bias is not None, programmatic
+    )
+
+
+def _is_like(tensor: torch.Tensor, x: torch.Tensor) -> bool:
+    """Return whether a tensor is plain, of x's dtype and device, and needs no gradient."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    learns = tensor.requires_grad and torch.is_grad_enabled()
+    same = tensor.dtype == x.dtype and tensor.device == x.device
+    return plain and same and not learns and not tensor.is_neg()
+
+
+def _is_matrix(weight: torch.Tensor, x: torch.Tensor) -> bool:
+    return _is_like(weight, x) and weight.layout is torch.strided and weight.ndim == 2
+
+
+def _is_aligned(matrix: torch.Tensor) -> bool:
+    row, step = matrix.stride()
+    return (
+        step == 1
+        and row >= matrix.shape[1]
+        and row * matrix.itemsize % ALIGNMENT == 0
+        and matrix.data_ptr() % ALIGNMENT == 0
+    )
+
+
+@lru_cache(maxsize=1024)
+def _kernel(
+    tiles: BaseTiles,
+    block_t: int,
+    programs: int,
+    has_bias: bool,
+    programmatic: bool,
+) -> SpecializedKernel:
+    constants = {
+        "PROGRAMS": 1,  # the grid has one axis
+        "BLOCK_T": block_t,
+        "BLOCK_C": tiles.block_c,
+        "BLOCK_K": tiles.block_k,
+        "STAGES": tiles.num_stages,
+        "HAS_BIAS": has_bias,
+        "INTERPRETED": INTERPRETED,
+        "PROGRAMMATIC": programmatic,
+    }
+    return SpecializedKernel(base_kernel, constants, programs, programmatic=programmatic)
+
+
+def base_arguments(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    kernel: SpecializedKernel,
+) -> Arguments:
+    """Return the arguments with which `kernel` writes ``x @ weight.T + bias``.
+
+    y is [rows, out_features], contiguous. The launch has one row of programs. A programmatic kernel
+    must follow `launch.shrink`, which waits for all earlier kernels.
+    """
+    sizes = kernel.constants
+    descriptors = (
+        _descriptor(x, sizes["BLOCK_T"], sizes["BLOCK_K"]),
+        _descriptor(weight, sizes["BLOCK_C"], sizes["BLOCK_K"]),
+    )
+    numbers = (x.shape[0], x.shape[1], weight.shape[0])
+    return Arguments((y, y if bias is None else bias), descriptors, numbers)
+
+
+def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
