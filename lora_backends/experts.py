@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Self
@@ -26,6 +27,7 @@ from lora_backends.weights import (
     _as_widths,
     _check_ranks,
     _check_usable,
+    extent_of,
     keep_compute_dtype,
 )
 
@@ -74,6 +76,8 @@ class ExpertWeights(Handled):
     max_rank: int = field(init=False)  # padded rank width of the stack
     in_features: int = field(init=False)  # width of x
     out_features: int = field(init=False)  # width of y, all slices together
+    tensors: Mapping[str, torch.Tensor] = field(init=False, repr=False)  # every tensor by name
+    extents: tuple[int, ...] = field(init=False, repr=False)  # as in `LoRAWeights`
     input_dtypes: tuple[torch.dtype, ...] = field(init=False, repr=False)  # that x may have
     needs: frozenset[str] = field(init=False, repr=False)  # features of a backend that runs it
 
@@ -96,6 +100,8 @@ class ExpertWeights(Handled):
         _check_shapes(self)
         _check_ranks(ranks, self.lora_a.shape[3])
         object.__setattr__(self, "ranks", ranks.to(torch.int32))
+        names = ("lora_a", "lora_b", "ranks", "scalings", "a_scales", "b_scales")
+        tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         sizes = {
             "num_slots": self.lora_a.shape[0],
             "num_slices": len(self.output_slices),
@@ -103,6 +109,8 @@ class ExpertWeights(Handled):
             "max_rank": self.lora_a.shape[3],
             "in_features": self.lora_a.shape[4],
             "out_features": self.lora_b.shape[2],
+            "tensors": tensors,
+            "extents": tuple(map(extent_of, tensors.values())),
         }
         for name, size in sizes.items():
             object.__setattr__(self, name, size)

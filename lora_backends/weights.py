@@ -160,7 +160,8 @@ class LoRAWeights(Handled):
 
     @property
     def _first(self) -> torch.Tensor:
-        first: torch.Tensor = (*_parts(self.lora_a), *_parts(self.lora_b))[0]
+        stack: Any = self.lora_b if self.lora_a is None else self.lora_a
+        first: torch.Tensor = stack[0] if isinstance(stack, tuple) else stack
         return first
 
     def a_of(self, s: int) -> torch.Tensor:

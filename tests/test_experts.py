@@ -20,10 +20,11 @@ from lora_backends import (
     UnsupportedInputError,
     backend_names,
     get_backend,
+    quantize_weights,
     unavailable_reasons,
 )
 from lora_backends import experts_default as default
-from lora_backends.dispatch.ordinary import is_ordinary_routed
+from lora_backends.dispatch.ordinary import is_ordinary_choice, is_ordinary_routed
 from lora_backends.dispatch.wrap import unchecked
 from lora_backends.experts import local_ids
 from lora_backends.torch_ref import TorchRefBackend
@@ -155,6 +156,13 @@ def test_base_output_may_not_lie_on_what_is_read(job):
             job(weights=weights, base_output=base)
 
 
+def test_base_output_may_not_lie_on_scales(job):
+    weights = quantize_weights(small_experts(), torch.int8, (1, 1))
+    base = weights.a_scales.as_strided((7, 2, 6), (12, 6, 1))
+    with pytest.raises(InvalidInputError, match="base_output overlaps a_scales"):
+        job(weights=weights, base_output=base)
+
+
 def test_an_unknown_option_is_a_type_error(job):
     with pytest.raises(TypeError, match="weigthed"):
         job(weigthed=True)
@@ -169,6 +177,10 @@ BAD_ROUTINGS = [
     ({"topk_ids": IDS + 1}, r"topk_ids holds 3; allowed: 0..2, or a negative id for none"),
     ({"topk_weights": FACTORS[:, :1]}, "one weight per id"),
     ({"topk_weights": FACTORS.double()}, "float32, one weight per id"),
+    ({"topk_weights": FACTORS.to_sparse()}, "allowed: a dense tensor"),
+    ({"topk_weights": torch._neg_view(FACTORS)}, "topk_weights is a lazy negation"),
+    ({"topk_ids": IDS.to("meta")}, "topk_ids is on meta"),
+    ({"num_experts": True}, "num_experts is True"),
     ({"num_experts": 0}, "num_experts is 0"),
     ({"num_experts": 10**30}, "allowed: 1 to 2147483647"),
     ({"expert_map": torch.zeros(2, dtype=torch.int32)}, "topk_ids holds 2; allowed: 0..1"),
@@ -472,12 +484,28 @@ def reduced(call):
     call.y, call.options["reduce"] = torch.zeros(3, 8), True
 
 
-@pytest.mark.parametrize("change", [lambda call: None, pairs, reduced])
+def eight_bit(call):
+    call.weights = quantize_weights(call.weights, torch.int8)
+
+
+@pytest.mark.parametrize("change", [lambda call: None, pairs, reduced, eight_bit])
 @pytest.mark.parametrize("with_base", [True, False])
 def test_ordinary_calls_are_recognised(call, change, with_base):
     change(call)
     call.y = call.y if with_base else None
     assert ordinary(call)
+
+
+def test_ordinary_choices_are_recognised(call):
+    plan, ids, factors = call.routing.plan, torch.tensor([[0, 2], [1, 1], [0, 1]]), torch.rand(2, 3)
+    for own in (ids, ids.int(), ids.repeat(2, 2)[::2, ::2], torch.full((4, 1), -1)):
+        choice = (plan, own, torch.rand(own.shape), 3, None)
+        out = call.backend.prepare_experts(*choice)
+        assert is_ordinary_choice(call.backend, *choice, None)
+        assert is_ordinary_choice(call.backend, *choice, out)
+    assert is_ordinary_choice(call.backend, plan, ids, factors.T, 3, None, None)
+    assert not is_ordinary_choice(call.backend, plan, ids, factors, 3, None, None)
+    assert not is_ordinary_choice(call.backend, plan, ids, factors.T, 2, None, None)
 
 
 def nested():
@@ -497,6 +525,10 @@ SPOILED = {
     "y on x": lambda call: setattr(call, "x", call.y.flatten()[:18].view(3, 6)),
     "y on lora_b": lambda call: setattr(
         call, "y", call.weights.lora_b.flatten()[8:56].view(3, 2, 8)
+    ),
+    "y on a scale": lambda call: (
+        eight_bit(call),
+        setattr(call, "y", call.weights.b_scales.as_strided((3, 2, 8), (16, 8, 1))),
     ),
     "y a leaf": lambda call: setattr(call, "y", call.y.requires_grad_()),
     "rows unknown": lambda call: call.options.update(rows="experts"),

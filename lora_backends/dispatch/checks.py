@@ -122,7 +122,7 @@ def check_operation(
                 check_input_dtype(problems, engine, name, first)
         if not problems.invalid:
             shape = output_shape(operation, first, weights, plan)
-            read = tensors_of(weights) | {name: first}
+            read = {**weights.tensors, name: first}
             check_writing(problems, engine, read, base_output, shape)
             if out is not None:
                 _check_out(problems, engine, out, (weights.num_slices, *shape[:1]), weights, read)
@@ -312,15 +312,6 @@ def _rows_for(plan: Any, given: int) -> int:
     if tokens is None or room is None or tokens <= given <= room:
         return given
     return tokens
-
-
-def tensors_of(weights: Layer) -> dict[str, torch.Tensor]:
-    """Return the tensors of a layer by name."""
-    if isinstance(weights, LoRAWeights):
-        return dict(weights.tensors)
-    names = ("lora_a", "lora_b", "ranks", "scalings")
-    tensors = {name: getattr(weights, name, None) for name in names}
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def check_tensor(problems: Problems, engine: Engine, name: str, value: Any) -> bool:

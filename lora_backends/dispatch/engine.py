@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +82,10 @@ class Layer(Protocol):
     @property
     def out_features(self) -> int:
         """Width of y."""
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Every tensor by name."""
 
     @property
     def handle(self) -> int:

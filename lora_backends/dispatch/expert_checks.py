@@ -136,7 +136,7 @@ def check_experts(
             checks.check_input_dtype(problems, engine, operation.argument, x)
         if not problems.invalid:
             shape = output_shape(operation, x, weights, routing, options)
-            read = checks.tensors_of(weights) | {operation.argument: x}
+            read = {**weights.tensors, operation.argument: x}
             checks.check_writing(problems, engine, read, base_output, shape)
     problems.raise_if_any(
         engine.name,

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from lora_backends.dispatch.checks import tensors_of
 from lora_backends.dispatch.engine import Engine, Layer
 from lora_backends.dispatch.handles import Handled, lookup
 from lora_backends.dispatch.output import NO_OPTIONS, new_output
@@ -131,5 +130,5 @@ def _needs_python(
         return True
     if not torch.is_grad_enabled():  # asked first: looking at weights makes them guarded inputs
         return False
-    tensors = (x, *tensors_of(weights).values(), base_output)
+    tensors = (x, *weights.tensors.values(), base_output)
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)

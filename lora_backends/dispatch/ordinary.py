@@ -16,7 +16,7 @@ from lora_backends.dispatch.engine import Engine
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.features import CAPACITY
 from lora_backends.plan import LoRAPlan
-from lora_backends.weights import LoRAWeights, extent_of
+from lora_backends.weights import MOST, LoRAWeights
 
 
 def is_ordinary(
@@ -100,6 +100,53 @@ def is_ordinary_batch(engine: Engine, batch: Any, out: Any, capacity: Any) -> bo
     )
 
 
+def is_ordinary_choice(
+    engine: Engine, plan: Any, ids: Any, factors: Any, num_experts: Any, expert_map: Any, out: Any
+) -> bool:
+    """Return True only where the guard of `prepare_experts` would find no problem.
+
+    `ids` and `factors` are topk_ids and topk_weights.
+    """
+    if (
+        type(ids) is not torch.Tensor
+        or type(factors) is not torch.Tensor
+        or not isinstance(plan, LoRAPlan)
+        or not isinstance(plan, engine.plan_type)
+        or type(num_experts) is not int
+        or not 1 <= num_experts <= MOST
+        or expert_map is not None
+    ):
+        return False
+    device = engine.device
+    try:
+        shape = ids.shape
+        if (
+            ids.dtype not in (torch.int64, torch.int32)
+            or factors.dtype is not torch.float32
+            or len(shape) != 2
+            or shape[1] < 1
+            or factors.shape != shape
+            or not plan.num_tokens <= shape[0] <= plan.capacity
+            or ids.device != device
+            or factors.device != device
+            or ids.is_neg()
+            or factors.is_neg()
+            or (factors.requires_grad and torch.is_grad_enabled())
+            or ids.layout is not torch.strided
+            or factors.layout is not torch.strided
+        ):
+            return False
+        if device.type == "cpu" and shape[0] and int(ids.max()) >= num_experts:
+            return False
+    except RuntimeError:  # as in `is_ordinary`
+        return False
+    if out is None:
+        return True
+    if not isinstance(out, engine.routing_type):
+        return False
+    return bool(out.num_experts == num_experts and out.topk_ids.shape == shape)
+
+
 def is_ordinary_routed(
     engine: Engine,
     x: torch.Tensor,
@@ -115,62 +162,62 @@ def is_ordinary_routed(
         or not isinstance(routing, ExpertRouting)
         or not isinstance(routing, engine.routing_type)
         or not isinstance(routing.plan, LoRAPlan)
+        or routing.plan.num_slots != weights.num_slots
+        or routing.num_experts != weights.num_experts
+        or options["rows"] not in ("tokens", "pairs")
+        or type(options["weighted"]) is not bool
+        or type(options["reduce"]) is not bool
+        or not weights.needs <= engine.features
     ):
+        return False
+    with_gradients = torch.is_grad_enabled()
+    if with_gradients and requires_gradient(weights, x):
         return False
     tokens, top_k = routing.topk_ids.shape
     rows = tokens * top_k if options["rows"] == "pairs" else tokens
-    pairs = (tokens,) if options["reduce"] else (tokens, top_k)
-    device, dtype = engine.device, weights.dtype
-    tensors = (weights.lora_a, weights.lora_b, weights.ranks, weights.scalings)
-    if (
-        options["rows"] not in ("tokens", "pairs")
-        or type(options["weighted"]) is not bool
-        or type(options["reduce"]) is not bool
-        or routing.plan.num_slots != weights.num_slots
-        or routing.plan.num_tokens > tokens
-        or routing.num_experts != weights.num_experts
-        or dtype not in engine.dtypes
-        or x.dtype is not dtype
-        or x.device != device
-        or weights.device != device
-        or x.layout is not torch.strided
-        or x.is_nested
-        or x.is_neg()
-        or x.shape != (rows, weights.in_features)
-        or not x.is_contiguous()
-        or getattr(weights, "needs", None)
-    ):
+    device, dtype = engine.device, x.dtype
+    try:
+        if (
+            dtype not in weights.input_dtypes
+            or dtype not in engine.dtypes
+            or x.device != device
+            or weights.device != device
+            or routing.plan.num_tokens > tokens
+            or x.shape != (rows, weights.in_features)
+            or x.is_neg()
+            or x.layout is not torch.strided
+            or not x.is_contiguous()
+        ):
+            return False
+        if y is None:
+            return True
+        pairs = (tokens,) if options["reduce"] else (tokens, top_k)
+        if (
+            type(y) is not torch.Tensor
+            or y.dtype not in engine.dtypes
+            or y.device != device
+            or y.shape != (*pairs, weights.out_features)
+            or y.is_neg()
+            or (with_gradients and y.requires_grad)
+            or y.layout is not torch.strided
+            or not y.is_contiguous()
+        ):
+            return False
+        first, x_first = y.data_ptr(), x.data_ptr()
+        end, x_end = first + y.nbytes, x_first + x.nbytes
+    except RuntimeError:  # as in `is_ordinary`
         return False
-    if torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (x, *tensors, x if y is None else y)
-    ):
-        return False
-    if y is None:
-        return True
-    if (
-        type(y) is not torch.Tensor
-        or y.dtype not in engine.dtypes
-        or y.device != device
-        or y.layout is not torch.strided
-        or y.is_nested
-        or y.is_neg()
-        or y.shape != (*pairs, weights.out_features)
-        or not y.is_contiguous()
-    ):
-        return False
-    read = (x, *tensors)
-    extents = [t.nbytes if t.is_contiguous() else extent_of(t) for t in read]
-    first = y.data_ptr()
-    return not lies_on(tuple([t.data_ptr() for t in read]), tuple(extents), first, first + y.nbytes)
+    apart = x_first >= end or first >= x_end
+    return apart and not lies_on(addresses_of(weights), weights.extents, first, end)
 
 
-def requires_gradient(weights: LoRAWeights, *others: torch.Tensor) -> bool:
+def requires_gradient(weights: LoRAWeights | ExpertWeights, *others: torch.Tensor) -> bool:
     """Return whether a tensor of a call requires a gradient."""
     return any(tensor.requires_grad for tensor in (*others, *weights.tensors.values()))
 
 
-def addresses_of(weights: LoRAWeights) -> tuple[int, ...]:
-    """Return where the tensors of a layer lie now, in the order of `LoRAWeights.extents`."""
+def addresses_of(weights: LoRAWeights | ExpertWeights) -> tuple[int, ...]:
+    """Return where the tensors of a layer lie now, in the order of its `extents`."""
     return tuple(map(torch.Tensor.data_ptr, weights.tensors.values()))
 
 

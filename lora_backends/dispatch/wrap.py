@@ -29,7 +29,12 @@ from lora_backends.dispatch.many_adapters import (
     refuse,
     routings_of,
 )
-from lora_backends.dispatch.ordinary import is_ordinary, is_ordinary_batch, is_ordinary_routed
+from lora_backends.dispatch.ordinary import (
+    is_ordinary,
+    is_ordinary_batch,
+    is_ordinary_choice,
+    is_ordinary_routed,
+)
 from lora_backends.dispatch.output import new_output
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import CAPACITY
@@ -296,7 +301,8 @@ def _wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
             parts = zip(plan.plans, outs, strict=True)
             made = tuple([call(self, part, *choice, own) for part, own in parts])
             return ManyAdaptersRouting(made) if out is None else out
-        check_prepare_experts(self, plan, *choice, out)
+        if not is_ordinary_choice(self, plan, *choice, out):
+            check_prepare_experts(self, plan, *choice, out)
         return method(self, plan, *choice, out=out)
 
     return call

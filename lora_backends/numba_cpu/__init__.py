@@ -105,7 +105,7 @@ class NumbaCPUBackend(LoRABackend):
         if h is None:
             h = torch.empty(weights.num_slices, x.shape[0], weights.max_rank, device="cpu")
         h.zero_()
-        launch.run(SHRINK, weights, self._layers, plan, x=x, h=h)
+        launch.run(SHRINK, self._layers.locate(weights), plan, x=x, h=h)
         return h
 
     @override
@@ -117,7 +117,7 @@ class NumbaCPUBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = added_to(base_output, weights, h.shape[1])
-        launch.run(0, weights, self._layers, plan, h=h, y=y)
+        launch.run(0, self._layers.locate(weights), plan, h=h, y=y)
         return y
 
     @override
@@ -129,7 +129,7 @@ class NumbaCPUBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = added_to(base_output, weights, x.shape[0])
-        launch.run(SHRINK, weights, self._layers, plan, x=x, y=y)
+        launch.run(SHRINK, self._layers.locate(weights), plan, x=x, y=y)
         return y
 
     @override
@@ -171,5 +171,5 @@ class NumbaCPUBackend(LoRABackend):
     ) -> torch.Tensor:
         y = added_to(base_output, weights, token_ids.shape[0])
         ids = token_ids.to(torch.int64).reshape(-1, 1)
-        launch.run(GATHER, weights, self._layers, plan, x=ids, y=y)
+        launch.run(GATHER, self._layers.locate(weights), plan, x=ids, y=y)
         return y

@@ -1,7 +1,7 @@
 """Sizes of blocks and thresholds, each with its source.
 
 The figures were measured on two cores of an Intel Xeon with AVX-512 (2.6 GHz, 2 MiB of L2 cache
-a core); benchmarks/cpu_cells.py measures what they add up to.
+a core), where nothing else is said; benchmarks/cpu_cells.py measures what they add up to.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ LONG_TILES = 4
 """Groups of 16 rows of B per pass over a long segment: with 3 tokens 24 sums, and 64 columns of y,
 whole cache lines, are updated at once."""
 
-SHRINK_AHEAD = 1024
-"""Distance in bytes of prefetches in a row of A: reading A took 1.1 times as long without, because
-hardware does not prefetch across pages; 512 and 2048 were no better."""
+SHRINK_AHEAD = 2048
+"""Distance in bytes of prefetches in a row of A, and at its end in the row that follows. On two
+cores of an AMD EPYC, 1024 took 1.0 to 1.15 times as long, 4096 1.05 to 1.1, and prefetches that
+stop at the end of a row 1.0 to 1.2."""
 
-EXPAND_AHEAD = 4096
-"""Distance in bytes of prefetches of B: reading it from memory took 1.2 to 1.4 times as long
-without, since hardware does not prefetch 16 rows of a few bytes each."""
+EXPAND_AHEAD = 8192
+"""Distance in bytes of prefetches of B, of which each vector of columns makes four. On the AMD
+EPYC 4096 took 1.1 to 1.3 times as long, 16384 1.0 to 1.2, and prefetches of 16 whole rows at once
+1.4 to 2.2: a core waits for its oldest requests."""
 
 SERIAL_BYTES = 150_000
 """Bytes below which one thread does all: the weights of all segments, and an eighth of a segment's

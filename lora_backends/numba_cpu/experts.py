@@ -7,7 +7,7 @@ import torch
 from lora_backends.dispatch.output import new_output
 from lora_backends.experts import ExpertWeights
 from lora_backends.numba_cpu import launch
-from lora_backends.numba_cpu.layer import Layers, slices_apart
+from lora_backends.numba_cpu.layer import Layers
 from lora_backends.numba_cpu.needs import SHRINK
 from lora_backends.numba_cpu.routing import NumbaRouting, job_of
 from lora_backends.operations import BY_NAME
@@ -28,19 +28,20 @@ def run(
     if y is None:
         y = new_output(BY_NAME["run_experts"], x, weights, routing, {"reduce": reduce})
     scales = _scales(routing, weighted)  # has to outlive the kernel, which knows its address
-    job = job_of(routing, weights, rows, scales)
+    located = layers.locate(weights)
+    job = job_of(routing, located, rows, scales)
     if not job.num_segments:
         return y
-    in_blocks = weights.interleaved and slices_apart(weights)
-    target = _row_by_row(y, weights.num_slices if in_blocks else 1)
+    blocks = located.column_blocks
+    target = y if blocks == 1 and y.is_contiguous() else _row_by_row(y, blocks)
     if reduce:
         delta = torch.zeros(routing.num_pairs, weights.out_features, device="cpu")
-        launch.run(SHRINK, weights, layers, job, x=x, y=delta)
-        launch.reduce(target, delta, weights, layers, routing)
+        launch.run(SHRINK, located, job, x=x, y=delta)
+        launch.reduce(target, delta, located, routing)
     else:
-        launch.run(SHRINK, weights, layers, job, x=x, y=target)
+        launch.run(SHRINK, located, job, x=x, y=target)
     if target.data_ptr() != y.data_ptr():
-        y.copy_(_column_by_column(target, weights.num_slices if in_blocks else 1).view(y.shape))
+        y.copy_(_column_by_column(target, blocks).view(y.shape))
     return y
 
 

@@ -63,13 +63,13 @@ from lora_backends.numba_cpu.kernels_short import (
     FOUR,
     ONE,
     TWO,
-    prefetch_rows,
     read_scaling,
 )
 from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT32, E4M3, INT8, Layer, Slice
 from lora_backends.numba_cpu.needs import GATHER, SHRINK
 
 LANES = v.LANES
+TILE_AHEAD = 4096  # distance in bytes of prefetches of B, whose 16 rows are few bytes
 ORDER_BYTES = 8 * MAX_SEGMENT  # the order of a copy of x or y
 X_ROW = 4 * LONG_CHUNK  # bytes of a row of the copy of x
 TILE_BYTES = LINE * len(MANY_TILES)  # of a row of it
@@ -556,6 +556,20 @@ def int8_rows(stored, place, tiles, factors, fresh, t, tokens, h, y):
         b += LANES * b_row
         row += LANES
         column += LANES
+
+
+@function
+def prefetch_rows(b, b_row, width):
+    """Ask for the `width` bytes of each of 16 rows that are needed in a while."""
+    if 2 * width > b_row:  # hardly a gap: line by line
+        b += LANES * b_row * max(1, TILE_AHEAD // max(LANES * b_row, 1))
+        for line in range(0, LANES * b_row, LINE):
+            v.prefetch((b,), line)
+    else:
+        b += LANES * b_row * max(1, TILE_AHEAD // (LANES * width + 1))
+        for i in range(LANES):
+            for line in range(0, width, LINE):
+                v.prefetch((b,), i * b_row + line)
 
 
 @function

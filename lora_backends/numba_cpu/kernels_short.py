@@ -21,7 +21,9 @@ from lora_backends.numba_cpu.config import EXPAND_AHEAD, SHRINK_AHEAD, SHRINK_RA
 from lora_backends.numba_cpu.kernels_bias import load_bias, read_bias
 
 LANES = v.LANES
+LINE = 64  # bytes of a cache line
 ONE, TWO, FOUR, EIGHT = ((0,) * count for count in (1, 2, 4, 8))  # tokens at a time
+NO_STEPS = (0, 0, 0, 0, LANES, 0)  # of `steps_of`: the rows are in a cache
 PLAIN, MULTIPLIED = (), (0,)  # vectors of output_scales per 16 columns of y
 
 
@@ -69,18 +71,18 @@ def expand_short(kind: Any, kind_y: Any) -> Any:
         place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
         factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
         own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
-        kinds, fresh, i = (kind, kind_y), True, t  # fresh: b is not in a cache yet
+        kinds, steps, i = (kind, kind_y), steps_of(b_row, rank * v.size(kind)), t
         while i + 8 <= end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, EIGHT, own_h, own_y)
-            i, fresh = i + 8, False
+            expand_rows(PLAIN, kinds, place, tiles, factors, steps, i, EIGHT, own_h, own_y)
+            i, steps = i + 8, NO_STEPS
         if i + 4 <= end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, FOUR, own_h, own_y)
-            i, fresh = i + 4, False
+            expand_rows(PLAIN, kinds, place, tiles, factors, steps, i, FOUR, own_h, own_y)
+            i, steps = i + 4, NO_STEPS
         if i + 2 <= end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, TWO, own_h, own_y)
-            i, fresh = i + 2, False
+            expand_rows(PLAIN, kinds, place, tiles, factors, steps, i, TWO, own_h, own_y)
+            i, steps = i + 2, NO_STEPS
         if i < end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, fresh, i, ONE, own_h, own_y)
+            expand_rows(PLAIN, kinds, place, tiles, factors, steps, i, ONE, own_h, own_y)
 
     return compiled(run)
 
@@ -97,13 +99,13 @@ def expand_multiplied(kind: Any, kind_y: Any) -> Any:
         place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
         factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
         own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
-        kinds, fresh, i = (kind, kind_y), True, t  # fresh: b is not in a cache yet
+        kinds, steps, i = (kind, kind_y), steps_of(b_row, rank * v.size(kind)), t
         while i + 4 <= end:
-            expand_rows(MULTIPLIED, kinds, place, tiles, factors, fresh, i, FOUR, own_h, own_y)
-            i, fresh = i + 4, False
+            expand_rows(MULTIPLIED, kinds, place, tiles, factors, steps, i, FOUR, own_h, own_y)
+            i, steps = i + 4, NO_STEPS
         while i < end:
-            expand_rows(MULTIPLIED, kinds, place, tiles, factors, fresh, i, ONE, own_h, own_y)
-            i, fresh = i + 1, False
+            expand_rows(MULTIPLIED, kinds, place, tiles, factors, steps, i, ONE, own_h, own_y)
+            i, steps = i + 1, NO_STEPS
 
     return compiled(run)
 
@@ -134,34 +136,41 @@ def shrink_block(kinds, rows, count, t, end, x, h):
     a, a_row, n = rows
     last = count - 1
     a_rows = (a, a + min(1, last) * a_row, a + min(2, last) * a_row, a + last * a_row)
+    to_next = SHRINK_RANKS * a_row
     i = t
     while i + 4 <= end:
-        sums = dot_rows(kinds, a_rows, v.rows(x, i, FOUR), n, i == t)
+        sums = dot_rows(kinds, a_rows, v.rows(x, i, FOUR), n, i == t, to_next)
         v.write_totals(v.rows(h, i, FOUR), count, sums)
         i += 4
     if i + 2 <= end:
-        sums2 = dot_rows(kinds, a_rows, v.rows(x, i, TWO), n, i == t)
+        sums2 = dot_rows(kinds, a_rows, v.rows(x, i, TWO), n, i == t, to_next)
         v.write_totals(v.rows(h, i, TWO), count, sums2)
         i += 2
     if i < end:
-        sums1 = dot_rows(kinds, a_rows, v.rows(x, i, ONE), n, i == t)
+        sums1 = dot_rows(kinds, a_rows, v.rows(x, i, ONE), n, i == t, to_next)
         v.write_totals(v.rows(h, i, ONE), count, sums1)
 
 
 @inlined
-def dot_rows(kinds, a_rows, x_rows, n, fresh):
+def dot_rows(kinds, a_rows, x_rows, n, fresh, to_next):
     """Return a vector of partial sums of ``a @ x`` per pair of rows.
 
-    a is prefetched if it is `fresh`, not in a cache yet.
+    a is prefetched if it is `fresh`, not in a cache yet, and towards the end the rows that lie
+    `to_next` bytes on.
     """
     kind, kind_x = kinds
+    width = n * v.size(kind)
+    ahead = min(SHRINK_AHEAD, width)
     sums = v.zeros(a_rows, x_rows)
     k = 0
     while k + 2 * LANES <= n:
         if fresh:
-            v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD)
-            if v.size(kind) > 1:  # 32 elements are more than one line
-                v.prefetch(a_rows, k * v.size(kind) + SHRINK_AHEAD + 64)
+            at = k * v.size(kind) + ahead
+            if at >= width:
+                at += to_next - width
+            v.prefetch(a_rows, at)
+            if v.size(kind) > 2:  # 32 elements are two lines
+                v.prefetch(a_rows, at + LINE)
         a = v.load_rows(kind, a_rows, k)  # 32 of every row
         x = v.load_rows(kind_x, x_rows, k)
         sums = v.add_products(sums, a, x)
@@ -182,7 +191,7 @@ def read_scaling(rank, scaling):
 
 
 @inlined
-def expand_rows(multiplied, kinds, place, tiles, factors, fresh, t, tokens, h, y):
+def expand_rows(multiplied, kinds, place, tiles, factors, steps, t, tokens, h, y):
     """Add to `tiles` times 16 columns of some rows of y; `multiplied`: PLAIN or MULTIPLIED."""
     kind, kind_y = kinds
     b, b_row, (bias_dtype, bias, bias_size), output_scale, column = place
@@ -191,12 +200,10 @@ def expand_rows(multiplied, kinds, place, tiles, factors, fresh, t, tokens, h, y
     h_rows, y_rows = v.rows(h, t, tokens), v.rows(y, t, tokens)
     added = v.zeros((0,), (0,))
     for _ in range(tiles):
-        if fresh:
-            prefetch_rows(b, b_row, rank * v.size(kind))
         if bias != 0:
             added = (load_bias(bias_dtype, bias),)
             bias += LANES * bias_size
-        sums = b_sums(kind, b, b_row, rank, h_rows)
+        sums = b_sums(kind, b, b_row, rank, h_rows, steps)
         output_scales = v.load_all(output_scale, multiplied)
         v.update_rows(kind_y, y_rows, column, sums, scalings, added, output_scales)
         output_scale += LANES * 4 * len(multiplied)
@@ -205,16 +212,25 @@ def expand_rows(multiplied, kinds, place, tiles, factors, fresh, t, tokens, h, y
 
 
 @inlined
-def b_sums(kind, b, b_row, rank, h_rows):
-    """Return ``h @ b.T`` for 16 rows of b: an even and an odd sum per row of h."""
+def b_sums(kind, b, b_row, rank, h_rows, steps):
+    """Return ``h @ b.T`` for 16 rows of b: an even and an odd sum per row of h.
+
+    Meanwhile other rows are prefetched, in `steps_of`.
+    """
     sums = v.zeros((0, 0), h_rows)
     j, step = 0, 16 // v.size(kind)
+    distance, apart, on, turn, row, column = steps
+    ahead = b + distance
+    for i in range(row, LANES):
+        v.prefetch((ahead,), i * b_row + column)
     while j + step <= rank:
+        v.prefetch((ahead, ahead + apart, ahead + 2 * apart, ahead + 3 * apart), 0)
         sums = v.add_columns(sums, v.load_columns(kind, b + j * v.size(kind), b_row), h_rows, j)
         j += step
+        ahead += on if j * v.size(kind) % LINE > 0 else turn
     while j < rank:
-        column = (v.load_column(kind, b + j * v.size(kind), b_row),)
-        sums = v.add_columns(sums, column, h_rows, j)
+        last = (v.load_column(kind, b + j * v.size(kind), b_row),)
+        sums = v.add_columns(sums, last, h_rows, j)
         j += 1
     return sums
 
@@ -250,14 +266,17 @@ def add_column(kinds, place, factors, t, end, h, y):
 
 
 @function
-def prefetch_rows(b, b_row, width):
-    """Ask for the `width` bytes of each of 16 rows that are needed in a while."""
-    if 2 * width > b_row:  # hardly a gap: line by line
-        b += LANES * b_row * max(1, EXPAND_AHEAD // max(LANES * b_row, 1))
-        for line in range(0, LANES * b_row, 64):
-            v.prefetch((b,), line)
-    else:
-        b += LANES * b_row * max(1, EXPAND_AHEAD // (LANES * width + 1))
-        for i in range(LANES):
-            for line in range(0, width, 64):
-                v.prefetch((b,), i * b_row + line)
+def steps_of(b_row, width):
+    """Return how rows of b that are needed in a while are prefetched while others are multiplied.
+
+    (distance, apart, on, turn, row, column): the first vector of columns asks for four lines,
+    `apart` bytes apart, from `distance` on; the next one `on` bytes further; every fourth time it
+    is `turn` bytes. The lines at `column` of the 16 rows from `row` on are left out, and asked for
+    before. All lines of 16 rows at once would keep other loads waiting.
+    """
+    if b_row == width:  # no gaps: line after line
+        return EXPAND_AHEAD, LINE, 4 * LINE, 4 * LINE, LANES, 0
+    distance = LANES * b_row * max(1, EXPAND_AHEAD // (LANES * width + 1))
+    rest = width % LINE
+    row = rest // 16 * 4 if rest > 0 else LANES
+    return distance, b_row, 4 * b_row, LINE - 3 * 4 * b_row, row, width - rest

@@ -12,18 +12,16 @@ from typing import Any
 import torch
 from numba import config
 
-from lora_backends.eight_bit import is_eight_bit
-from lora_backends.experts import ExpertWeights
 from lora_backends.numba_cpu import kernels, kernels_eight_bit, kernels_experts
 from lora_backends.numba_cpu.config import SEGMENTS_PER_THREAD, SERIAL_BYTES
-from lora_backends.numba_cpu.layer import BIAS_DTYPES, Layers, Located
+from lora_backends.numba_cpu.layer import BIAS_DTYPES, Located
 from lora_backends.numba_cpu.needs import EXPAND
 from lora_backends.numba_cpu.openmp import OpenMP, torch_openmp
 from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan
 from lora_backends.numba_cpu.routines import MARKERS, Table, eight_bit_table, table_of
-from lora_backends.weights import LoRAWeights
 
 NO_FUNCTIONS = (0, 0, 0)
+_CPU = torch.device("cpu")
 _PACK_START = struct.Struct("9q").pack  # the fields of a `kernels.Call` before those of a `Work`
 _PACK_TENSORS = struct.Struct("9q").pack  # and behind them
 _PACK_REDUCTION = struct.Struct(f"{len(kernels_experts.Reduction._fields)}q").pack
@@ -88,8 +86,7 @@ def _address_of(data: bytes) -> int:
 
 def run(
     first: int,
-    weights: LoRAWeights | ExpertWeights,
-    layers: Layers,
+    located: Located,
     job: NumbaPlan | Job,
     *,
     x: torch.Tensor | None = None,
@@ -98,45 +95,31 @@ def run(
 ) -> None:
     """Write h from x (`SHRINK`) or token ids (`GATHER`), if asked, and add its expansion to y.
 
-    x has two axes, and ids are int64. An h that is not given lives for this call.
+    Rows of x and y are the last axis but one and those before it, at equal distances. Ids are
+    int64. An h that is not given lives for this call.
     """
     if not job.num_segments:
         return
-    located = layers.locate(weights)
     threads = num_threads(located, job)
     needs = first | located.needs | job.needs | (0 if y is None else EXPAND)
-    if is_eight_bit(located.dtype):
+    if located.eight_bit:
         kernel = eight_bit_kernel(needs)
     else:
         kernel = kernel_for(located.dtype, located.dtype if y is None else y.dtype, needs)
     if h is None:
-        h_row = 4 * weights.max_rank
+        h_row = 4 * located.max_rank
         h_slice = h_row * job.h_rows
-        h = torch.empty(h_slice * located.num_slices // 4, device="cpu")
+        h = torch.empty(h_slice * located.num_slices // 4, device=_CPU)
     else:
         h_slice, h_row = 4 * h.stride(0), 4 * h.stride(1)
+    x_at, x_row, x_dtype = _rows_of(x)
+    y_at, y_row, y_dtype = _rows_of(y)
+    whole = job.halves_match and job.num_segments >= SEGMENTS_PER_THREAD * threads
     openmp = torch_openmp() if threads > 1 else None
-    call = _PACK_START(
-        first,
-        kernel.routines,
-        y is not None,
-        job.halves_match and job.num_segments >= SEGMENTS_PER_THREAD * threads,
-        threads,
-        *(NO_FUNCTIONS if openmp is None else openmp.functions),
-        located.address,
-    )
-    call = (
-        call
-        + job.packed_work
-        + _PACK_TENSORS(
-            *_address_and_row(x),
-            h.data_ptr(),
-            h_slice,
-            h_row,
-            *_address_and_row(y),
-            *[0 if rows is None else BIAS_DTYPES.get(rows.dtype, 0) for rows in (x, y)],
-        )
-    )
+    functions = NO_FUNCTIONS if openmp is None else openmp.functions
+    start = (first, kernel.routines, y is not None, whole, threads, *functions, located.address)
+    tensors = (x_at, x_row, h.data_ptr(), h_slice, h_row, y_at, y_row, x_dtype, y_dtype)
+    call = _PACK_START(*start) + job.packed_work + _PACK_TENSORS(*tensors)
     _start(kernel, call, threads, openmp)
 
 
@@ -147,22 +130,18 @@ def _start(kernel: Kernel, call: bytes, threads: int, openmp: OpenMP | None) -> 
         openmp.parallel(kernel.address, call, threads, 0)
 
 
-def reduce(
-    y: torch.Tensor, delta: torch.Tensor, weights: ExpertWeights, layers: Layers, routing: Any
-) -> None:
+def reduce(y: torch.Tensor, delta: torch.Tensor, located: Located, routing: Any) -> None:
     """Add to each row of y the deltas of its token's pairs, in order of the pairs.
 
     Args:
         y: [num_tokens, out_features].
         delta: [num_tokens * top_k, out_features] float32, contiguous.
-        weights: the experts; where a pair's rank is 0, y keeps its bits.
-        layers: where the weights lie.
+        located: where the experts lie; where a pair's rank is 0, y keeps its bits.
         routing: a `NumbaRouting`.
     """
     work = routing.plan.work
     if not work.b_count:
         return
-    located = layers.locate(weights)
     threads = torch.get_num_threads() if delta.nbytes > SERIAL_BYTES else 1
     openmp = torch_openmp() if threads > 1 and not config.DISABLE_JIT else None
     call = _PACK_REDUCTION(
@@ -175,18 +154,19 @@ def reduce(
         work.b_segments,
         work.y_order,
         delta.data_ptr(),
-        weights.out_features,
+        delta.shape[1],
         NO_SCALES[0],
-        *_address_and_row(y),
+        *_rows_of(y)[:2],
     )
     _start(reduction_kernel(y.dtype), call, threads, openmp)
 
 
-def _address_and_row(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Return where a matrix lies and the bytes from row to row."""
+def _rows_of(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+    """Return where rows lie, the bytes from one to the next, and the dtype as kernels name it."""
     if tensor is None:
-        return 0, 0
-    return tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
+        return 0, 0, 0
+    dtype = BIAS_DTYPES.get(tensor.dtype, 0)
+    return tensor.data_ptr(), tensor.stride(-2) * tensor.itemsize, dtype
 
 
 def num_threads(located: Located, job: NumbaPlan | Job) -> int:

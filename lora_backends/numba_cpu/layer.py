@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from lora_backends.dispatch.ordinary import addresses_of
-from lora_backends.eight_bit import b_row_groups
+from lora_backends.eight_bit import b_row_groups, is_eight_bit
 from lora_backends.experts import ExpertWeights
 from lora_backends.numba_cpu.needs import BIAS, IN_REGISTERS, MULTIPLIED, RAGGED
 from lora_backends.numba_cpu.vectors import LANES
@@ -88,12 +88,18 @@ class Located:
 
     addresses: tuple[int, ...]  # of the tensors, to notice that one has moved
     dtype: torch.dtype  # of A and B
+    eight_bit: bool
     num_slices: int  # of h
+    max_rank: int
     layer: Ints  # the fields of a `Layer`
     slices: Ints  # its first field points here
     address: int  # of `layer`
     needs: int  # the flags of `needs` that weights have
     bytes_read: int  # of A and B, per active slot, if every rank were max_rank
+    shares_a: bool = False  # whether experts share A
+    a_span: int = 1  # ranks that a shared A has, one after the other
+    shares_b: bool = False  # whether experts share B, rank and scaling
+    column_blocks: int = 1  # that kernels want interleaved columns of y sorted into
 
 
 class Layers:
@@ -112,10 +118,7 @@ class Layers:
 
     def locate(self, weights: Weights) -> Located:
         """Return where the weights lie now."""
-        if isinstance(weights, LoRAWeights):
-            addresses = addresses_of(weights)
-        else:
-            addresses = _expert_addresses(weights)
+        addresses = addresses_of(weights)
         found = self._located.get(weights)
         if found is None or found.addresses != addresses:
             if isinstance(weights, LoRAWeights):
@@ -162,9 +165,18 @@ def _located(
     layer = np.array(Layer(slices=table.ctypes.data, **fields, **sizes), dtype=np.int64)
     bytes_read = (len(slices) * in_features + weights.out_features) * max_rank
     bytes_read *= weights.dtype.itemsize
-    address = layer.ctypes.data
-    needs = _needs(slices, fields, weights.dtype is torch.int8 and columns is None)
-    return Located(addresses, weights.dtype, len(slices), layer, table, address, needs, bytes_read)
+    return Located(
+        addresses,
+        weights.dtype,
+        is_eight_bit(weights.dtype),
+        len(slices),
+        max_rank,
+        layer,
+        table,
+        layer.ctypes.data,
+        _needs(slices, fields, weights.dtype is torch.int8 and columns is None),
+        bytes_read,
+    )
 
 
 def _needs(slices: list[Slice], fields: dict[str, int], in_registers: bool) -> int:
@@ -173,12 +185,6 @@ def _needs(slices: list[Slice], fields: dict[str, int], in_registers: bool) -> i
     needs |= BIAS if fields["bias"] else 0
     ragged = any((item.last - item.first) % LANES for item in slices)
     return needs | (RAGGED if ragged else 0)
-
-
-def _expert_addresses(weights: ExpertWeights) -> tuple[int, ...]:
-    tensors = [weights.lora_a, weights.lora_b, weights.ranks, weights.scalings]
-    tensors += [t for t in (weights.a_scales, weights.b_scales) if t is not None]
-    return tuple([tensor.data_ptr() for tensor in tensors])
 
 
 def _locate_experts(weights: ExpertWeights, addresses: tuple[int, ...]) -> Located:
@@ -190,7 +196,7 @@ def _locate_experts(weights: ExpertWeights, addresses: tuple[int, ...]) -> Locat
         column = column if weights.num_a > 1 else 0
         fields |= _table(name, getattr(weights, name), (slot, expert, column))
     ends = (0, *accumulate(weights.output_slices))
-    split = slices_apart(weights)
+    split = _slices_apart(weights)
     if not split:  # one A, rank and scaling for all columns
         ends = (0, weights.out_features)
     slices = []
@@ -205,7 +211,18 @@ def _locate_experts(weights: ExpertWeights, addresses: tuple[int, ...]) -> Locat
         a_scales = None if weights.a_scales is None else weights.a_scales[:, :, nth]
         scales = (*_scale_places(a_scales, 1), *_scale_places(_own_groups(weights, s, 2), 1))
         slices.append(Slice(*places[0], *places[1], *scales, *ends[s : s + 2]))
-    return _located(weights, addresses, slices, fields)
+    found = _located(weights, addresses, slices, fields)
+    found.shares_a = _experts_of(weights.lora_a, weights.a_scales) == 1
+    found.a_span = weights.ranks.shape[1] if found.shares_a else 1
+    of_b = (weights.lora_b, weights.ranks, weights.scalings, weights.b_scales)
+    found.shares_b = _experts_of(*of_b) == 1
+    found.column_blocks = weights.num_slices if weights.interleaved and split else 1
+    return found
+
+
+def _experts_of(*tensors: torch.Tensor | None) -> int:
+    """Return the experts that tensors differ for; 1: all experts share them."""
+    return max(tensor.shape[1] for tensor in tensors if tensor is not None)
 
 
 def _expert_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -250,7 +267,7 @@ def _scale_places(scales: torch.Tensor | None, experts: int) -> tuple[int, ...]:
     return scales.data_ptr(), slot, expert, row, column
 
 
-def slices_apart(weights: ExpertWeights) -> bool:
+def _slices_apart(weights: ExpertWeights) -> bool:
     """Return whether kernels see a slice of columns at a time, not all columns as one slice.
 
     Groups of scales never cross slices, so slices of 8 bits stay apart even if one A feeds all.

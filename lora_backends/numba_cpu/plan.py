@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ class Job(NamedTuple):
     num_positions: int  # of the second half
     h_rows: int  # of h
     needs: int  # LONG or 0
-    buffer: Ints  # keeps alive what the work points into: another thread may group pairs anew
+    buffer: array[int]  # keeps alive what the work points into: another thread may group pairs anew
 
 
 @dataclass(eq=False)

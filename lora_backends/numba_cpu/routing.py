@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 
-from lora_backends.experts import ExpertRouting, ExpertWeights
+from lora_backends.experts import ExpertRouting
 from lora_backends.numba_cpu import launch
 from lora_backends.numba_cpu.config import LONG_SEGMENT
 from lora_backends.numba_cpu.kernels_experts import Grouping
+from lora_backends.numba_cpu.layer import Located
 from lora_backends.numba_cpu.needs import LONG
-from lora_backends.numba_cpu.plan import NO_SCALES, PACK_WORK, Ints, Job, Work
+from lora_backends.numba_cpu.plan import NO_SCALES, PACK_WORK, Job, Work
 
 _PACK = struct.Struct(f"{len(Grouping._fields)}q").pack
 
@@ -23,7 +24,7 @@ class Groups(NamedTuple):
     """The live pairs of a routing, sorted by slot, then expert, then position."""
 
     made_for: Work  # the plan's, which a refill replaces
-    buffer: Ints  # the addresses below point into it
+    buffer: array[int]  # the addresses below point into it
     num_pairs: int
     pairs: int  # address of [num_pairs] int64: t * top_k + j
     tokens: int  # address of [num_pairs] int64: t
@@ -85,14 +86,14 @@ class NumbaRouting(ExpertRouting):
 
 def _group(routing: NumbaRouting, given: torch.Tensor, expert_map: torch.Tensor | None) -> Groups:
     """Write the local ids of the router's choice, and group the pairs."""
-    work, size, most = routing.plan.work, given.element_size(), routing.num_pairs
-    steps = [size * stride for stride in given.stride()]
+    work, size, most = routing.plan.work, given.itemsize, routing.num_pairs
+    row, step = given.stride()
     mapped = (0, 0)
     if expert_map is not None:
         expert_map = expert_map.contiguous()
         mapped = expert_map.data_ptr(), expert_map.numel()
-    buffer = np.empty(routing.num_experts + 8 * most + 3, np.int64)
-    counts: int = buffer.__array_interface__["data"][0]
+    buffer = array("q", bytes(8 * (routing.num_experts + 8 * most + 3)))
+    counts, length = buffer.buffer_info()
     pairs = counts + 8 * routing.num_experts
     tokens = pairs + 8 * most
     by_expert = tokens + 8 * most
@@ -101,7 +102,8 @@ def _group(routing: NumbaRouting, given: torch.Tensor, expert_map: torch.Tensor 
         _PACK(
             given.data_ptr(),
             size,
-            *steps,
+            size * row,
+            size * step,
             *mapped,
             routing.topk_ids.data_ptr(),
             routing.top_k,
@@ -118,14 +120,12 @@ def _group(routing: NumbaRouting, given: torch.Tensor, expert_map: torch.Tensor 
             by_slot + 24 * most,
         )
     )
-    num_pairs, num_by_expert, num_by_slot = buffer[-3:].tolist()
+    num_pairs, num_by_expert, num_by_slot = buffer[length - 3 :]
     slots = (num_by_slot, by_slot)
     return Groups(work, buffer, num_pairs, pairs, tokens, (num_by_expert, by_expert), slots)
 
 
-def job_of(
-    routing: NumbaRouting, weights: ExpertWeights, rows: str, scales: torch.Tensor | None
-) -> Job:
+def job_of(routing: NumbaRouting, located: Located, rows: str, scales: torch.Tensor | None) -> Job:
     """Return the job of a call; `scales` are the factors of the pairs, or None.
 
     Where experts share an A, the first half shrinks each token once (or each slot's pairs
@@ -133,30 +133,21 @@ def job_of(
     half takes each slot's pairs together.
     """
     groups, plan = routing.groups(), routing.plan
-    a_shared = weights.lora_a.shape[1] == 1 == _experts(weights.a_scales)
-    span = weights.ranks.shape[1] if a_shared else 1
-    b_segments = groups.by_expert
-    tables = (weights.lora_b, weights.ranks, weights.scalings)
-    if all(table.shape[1] == 1 for table in tables) and _experts(weights.b_scales) == 1:
-        b_segments = groups.by_slot
-    x_order = to_order = h_order = groups.pairs
-    a_segments, h_rows = (groups.by_slot if a_shared else groups.by_expert), routing.num_pairs
+    pairs = groups.pairs
+    a_segments = groups.by_slot if located.shares_a else groups.by_expert
+    b_segments = groups.by_slot if located.shares_b else groups.by_expert
+    x_order = to_order = h_order = pairs
+    h_rows = routing.num_pairs
     if rows == "tokens":
         x_order = groups.tokens
-    if rows == "tokens" and a_shared:
+    if rows == "tokens" and located.shares_a:
         a_segments = plan.work.b_count, plan.work.b_segments
         x_order = to_order = plan.work.y_order
         h_order, h_rows = groups.tokens, routing.num_tokens
     factors = NO_SCALES if scales is None else (scales.data_ptr(), 4)
-    orders = (x_order, to_order, h_order, groups.pairs)
-    work = Work(*a_segments, span, *b_segments, *orders, *factors, groups.pairs)
-    same = work.a_segments == work.b_segments
+    orders = (x_order, to_order, h_order, pairs)
+    work = (*a_segments, located.a_span, *b_segments, *orders, *factors, pairs)  # a `Work`
     longest = max(groups.num_pairs, plan.num_positions)  # that a segment may be
     needs = LONG if longest >= LONG_SEGMENT else 0
     sizes = groups.by_expert[0], groups.num_pairs, h_rows
-    return Job(PACK_WORK(*work), same, *sizes, needs, groups.buffer)
-
-
-def _experts(scales: torch.Tensor | None) -> int:
-    """Return the experts that scales differ for."""
-    return 1 if scales is None else scales.shape[1]
+    return Job(PACK_WORK(*work), a_segments == b_segments, *sizes, needs, groups.buffer)

@@ -137,7 +137,8 @@ def test_dead_pairs_do_not_hide_a_long_segment_of_tokens():
         plan = backend.prepare_batch(LoRABatch([0] * tokens, 1))
         routing = backend.prepare_experts(plan, ids, torch.ones(tokens, 1), 2)
         if isinstance(backend, NumbaCPUBackend):
-            assert job_of(routing, weights, "tokens", None).needs == needs.LONG
+            located = backend._layers.locate(weights)
+            assert job_of(routing, located, "tokens", None).needs == needs.LONG
         results.append(backend.run_experts(x, weights, routing))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
@@ -182,7 +183,7 @@ def test_a_call_of_experts_keeps_its_pairs_when_another_thread_groups_them_anew(
     backend = NumbaCPUBackend()
     plan = backend.prepare_batch(LoRABatch([0, 0], 1))
     routing = backend.prepare_experts(plan, torch.tensor([[0], [1]]), torch.ones(2, 1), 2)
-    job = job_of(routing, weights, "tokens", None)
+    job = job_of(routing, backend._layers.locate(weights), "tokens", None)
     buffer = weakref.ref(routing.groups().buffer)
     backend.prepare_batch(LoRABatch([0], 1), out=plan)
     routing.groups()
