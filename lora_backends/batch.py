@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ class LoRABatch:
     token_slots: torch.Tensor  # [num_tokens] or [num_tokens, n >= 2] int64, CPU, contiguous
     num_slots: int  # >= 1
     token_scales: torch.Tensor | None  # in the shape of token_slots, float32, CPU, contiguous
+    num_tokens: int = field(init=False)  # tokens, those without an adapter included
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class LoRABatch:
         object.__setattr__(self, "token_slots", slots)
         object.__setattr__(self, "num_slots", num_slots)
         object.__setattr__(self, "token_scales", scales)
+        object.__setattr__(self, "num_tokens", slots.shape[0])
 
     @classmethod
     def from_sequences(
@@ -119,11 +121,6 @@ class LoRABatch:
         return cls(slots, num_slots, per_sequence)
 
     @property
-    def num_tokens(self) -> int:
-        """Number of tokens, those without an adapter included."""
-        return self.token_slots.shape[0]
-
-    @property
     def adapters_per_token(self) -> int:
         """Adapters that a token can have: 1, or n for token_slots of [num_tokens, n]."""
         return 1 if self.token_slots.ndim == 1 else self.token_slots.shape[1]
@@ -173,8 +170,11 @@ def _check_num_tokens(num_tokens: int) -> None:
 
 
 def _check_range(slots: torch.Tensor, num_slots: int) -> None:
-    wrong = (slots < NO_ADAPTER) | (slots >= num_slots)
-    if bool(wrong.any()):
+    if slots.numel() == 0:
+        return
+    lowest, highest = map(int, slots.aminmax())
+    if lowest < NO_ADAPTER or highest >= num_slots:
+        wrong = (slots < NO_ADAPTER) | (slots >= num_slots)
         index = wrong.nonzero()[0].tolist()
         raise InvalidInputError(
             f"token_slots names a slot that does not exist\n"

@@ -36,7 +36,7 @@ ENTRIES = {
     "expand_multiplied": (kernels_short, lambda: kernels_short.expand_multiplied(0, 0)),
     "expand_column": (kernels_short, lambda: kernels_short.expand_column(0, 0)),
     "shrink_long": (kernels_long, lambda: kernels_long.shrink_long(0)),
-    "add_block": (kernels_long, kernels_long.add_block),
+    "add_block": (kernels_long, lambda: kernels_long.add_block(0)),
     "expand_long": (kernels_long, lambda: kernels_long.expand_long(0)),
     "add_stored": (kernels_long, lambda: kernels_long.add_stored(0)),
     "eight bits": (kernels_eight_bit, kernels_eight_bit.entry),

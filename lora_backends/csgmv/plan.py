@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv import layout
-from lora_backends.sgmv.layout import Counted, Ints, SgmvPlan
+from lora_backends.sgmv.layout import Counted, Ints, SgmvPlan, Tables
 
 
 @dataclass(eq=False)
@@ -34,9 +34,11 @@ class CsgmvPlan(SgmvPlan):
     num_groups: int  # groups in use now, <= max_groups
     max_segments: int  # segments that any composition of `capacity` tokens can need
     max_groups: int  # groups that any such composition can need
-    slot_table: torch.Tensor  # [max_segments] int32, slot or -1
-    token_table: torch.Tensor  # [max_segments, segment_size] int32, token or -1
-    group_starts: torch.Tensor  # [max_groups + 1] int32, ascending
+
+    @property
+    def group_starts(self) -> torch.Tensor:
+        """The first segment of every group: [max_groups + 1] int32, ascending."""
+        return self.tables()[2]
 
     @override
     def grid_rows(self, capturing: bool, rows: int) -> int:
@@ -56,16 +58,11 @@ class CsgmvPlan(SgmvPlan):
         return (*sizes, ("BY_TOKEN", by_token))
 
     @override
-    def tables(self) -> tuple[torch.Tensor, ...]:
-        return self.slot_table, self.token_table, self.group_starts
-
-    @override
-    def _view_tables(self) -> None:
+    def _view_tables(self) -> Tables:
         first, size = self.tables_at(), self.segment_size
-        tables = layout.run_tables(self.packed, first, size, self.max_segments)
-        self.slot_table, self.token_table = tables
         at = first + layout.run_tables_size(size, self.max_segments)
-        self.group_starts = self.packed.as_strided((self.max_groups + 1,), (1,), at)
+        starts = self.packed.as_strided((self.max_groups + 1,), (1,), at)
+        return *layout.run_tables(self.packed, first, size, self.max_segments), starts
 
     def fill(self, batch: LoRABatch, counted: Counted, segment_size: int, group_size: int) -> None:
         """Cut a batch into segments; the copy of the tables to the device is under way.
@@ -82,17 +79,21 @@ class CsgmvPlan(SgmvPlan):
                 self.tile_tokens = tile = segment_size * group_size
                 self.max_segments = layout.max_runs(self.capacity, self.num_slots, segment_size)
                 self.max_groups = layout.max_runs(self.capacity, self.num_slots, tile)
-                self._view_tables()
+                self._views = None
             self.cut = (segment_size, group_size, *self.sizes_key(batch))
         size, room = self.segment_size, self.max_segments
         groups_at = layout.run_tables_size(size, room)
-        staged = self._stage(batch, counted)
-        runs, self.num_segments = layout.fill_runs(staged.tables, counted, size, room)
-        starts = starts_of_groups(runs, self.group_size)
+        staged, tables = self._stage(batch, counted, groups_at)
+        self.num_segments = layout.fill_runs(tables, counted, size, room)
+        if self.group_size == 1:
+            starts = np.arange(self.num_segments)
+        else:
+            segments = layout.split(counted.counts[1:], size)
+            starts = starts_of_groups(segments, self.group_size)
         self.num_tokens, self.num_groups = batch.num_tokens, starts.size
-        group_starts = staged.tables[groups_at : groups_at + self.max_groups + 1]
+        group_starts = tables[groups_at : groups_at + self.max_groups + 1]
+        group_starts.fill(self.num_segments)
         group_starts[: starts.size] = starts
-        group_starts[starts.size :] = self.num_segments
         self._send(staged)
 
 
@@ -103,10 +104,8 @@ def starts_of_groups(segments: Ints, group_size: int) -> Ints:
     [0, 1, 3]
     """
     groups = layout.split(segments, group_size)
-    ends = groups.cumsum()
-    # A slot's first group starts at its first segment.
-    moved = (segments.cumsum() - segments) - (ends - groups) * group_size
-    starts: Ints = np.arange(int(ends[-1])) * group_size + moved.repeat(groups)
+    starts: Ints = np.arange(int(groups.sum())) * group_size
+    starts -= layout.padding_before(segments, group_size).repeat(groups)
     return starts
 
 
@@ -136,7 +135,4 @@ def new_plan(
         num_groups=0,
         max_segments=0,
         max_groups=0,
-        slot_table=packed,
-        token_table=packed,
-        group_starts=packed,
     )

@@ -52,9 +52,7 @@ class _Entry:
         self.apart = (0, 0)  # addresses of x and y that were last found apart
 
     def is_apart(self, weights: LoRAWeights, x_first: int, y_first: int) -> bool:
-        """Return whether y overlaps neither x nor the layer; an allocator repeats addresses."""
-        if self.apart == (x_first, y_first):
-            return True
+        """Return whether y overlaps neither x nor the layer, and remember where it does not."""
         y_end = y_first + self.y_extent
         if x_first < y_end and y_first < x_first + self.x_extent:
             return False
@@ -122,7 +120,8 @@ class CallCache:
             return None
         if (
             entry.addresses != addresses_of(weights)
-            or not entry.is_apart(weights, x_first, y_first)
+            # an allocator repeats addresses
+            or (entry.apart != (x_first, y_first) and not entry.is_apart(weights, x_first, y_first))
             or x.is_neg()
             or y.is_neg()
             or (torch.is_grad_enabled() and requires_gradient(weights, x, y))
@@ -152,7 +151,8 @@ class CallCache:
             for entry in self._calls.get(key, ())
             if (entry.key, entry.kind) != (stored.key, stored.kind)
         ]
-        self._calls[key] = [*others[-(MOST_KINDS - 1) :], stored]
+        # the newest first: a model's shapes come after the rows that they are
+        self._calls[key] = [stored, *others[: MOST_KINDS - 1]]
 
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))

@@ -192,12 +192,14 @@ def leader_forward(
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
         y = run(call, is_traced, input, weights, plan, *joined)
-        mine, *theirs = _columns(y, widths)
-        others: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], theirs, strict=True))
+        outputs: dict[nn.Module, torch.Tensor] = dict(
+            zip(group.modules, _columns(y, widths), strict=True)
+        )
+        mine = outputs.pop(self)
         if is_traced:
             call.is_traced = True
             traced.note(input)
-        RUNNING.kept = Kept(group, input, TRACED if is_traced else input._version, others)
+        RUNNING.kept = Kept(group, input, TRACED if is_traced else input._version, outputs)
         return mine
 
     return forward
@@ -273,8 +275,16 @@ def linear_forward(
         is_traced = torch.compiler.is_compiling()
         if weights is None or (is_traced and not call.multiplies_bases):
             return _run_alone(self, input, alone)
+        if is_traced:
+            plan = call.plan(input.shape[:-1], layout, paths)
+            return run(call, is_traced, input, weights, plan, self.weight, self.bias)
+        parameters: dict[str, Any] = self._parameters  # not by nn.Module's slow `__getattr__`
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # other code has put something else in its place: pruning for instance
+            return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
-        return run(call, is_traced, input, weights, plan, self.weight, self.bias)
+        return run(call, is_traced, input, weights, plan, weight, bias)
 
     return forward
 

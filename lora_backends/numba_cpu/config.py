@@ -30,12 +30,12 @@ again for every few tokens."""
 
 LONG_RANKS = 8
 """Rows of A per pass over x in a long segment: with 3 tokens 24 sums. Each vector that is loaded
-feeds 3 or 8 of them, and a chunk of 8 rows, 16 KiB, stays in the first-level cache."""
+feeds 3 or 8 of them, and a chunk of 8 rows, 24 KiB, stays in the first-level cache."""
 
-LONG_CHUNK = 512
-"""Inputs that a long segment widens at a time, a multiple of 32: 64 tokens take 128 KiB of the
-second-level cache, twice that for the sums of `LONG_PANEL` rows. With 1024, shrink in bfloat16
-took 1.08 times as long."""
+LONG_CHUNK = 768
+"""Inputs of A that a long segment widens at a time, a multiple of 32. On an AMD EPYC (Zen 5, 48 KiB
+of first-level cache) shrink over 576 and 1536 inputs took 1.01 to 1.1 times as long with 512, and
+as long with 1024."""
 
 LONG_PANEL = 64
 """Rows of A whose sums wait in the scratch buffer between chunks."""

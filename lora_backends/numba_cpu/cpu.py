@@ -1,4 +1,4 @@
-"""The features that the compiled kernels need of a CPU."""
+"""The features of a CPU that the compiled kernels need, or use where they exist."""
 
 from __future__ import annotations
 
@@ -14,11 +14,23 @@ def missing_features() -> list[str]:
     Without F16C LLVM calls a function of the C runtime for float16, does not find it, and ends the
     process. Virtual machines may hide F16C from their guests.
     """
-    if config.DISABLE_JIT or platform.machine().lower() not in ("x86_64", "amd64"):
+    if config.DISABLE_JIT or not _is_x86() or "+f16c" in _features():
         return []
+    return ["numba_cpu converts float16 with F16C, which this CPU or NUMBA_CPU_FEATURES lacks."]
+
+
+def rounds_to_bfloat16() -> bool:
+    """Return whether an instruction rounds float32 to bfloat16."""
+    return _is_x86() and "+avx512bf16" in _features()
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _features() -> list[str]:
     features = config.CPU_FEATURES  # of NUMBA_CPU_FEATURES; none at all for the CPU "generic"
     if features is None:
         features = llvm.get_host_cpu_features().flatten()
-    if "+f16c" in features.split(","):
-        return []
-    return ["numba_cpu converts float16 with F16C, which this CPU or NUMBA_CPU_FEATURES lacks."]
+    found: list[str] = features.split(",")
+    return found

@@ -55,8 +55,8 @@ from lora_backends.numba_cpu.kernels_long import (
     MANY_TILES,
     SUMS_BYTES,
     TOKENS,
-    X_BYTES,
     aligned,
+    sums_bytes,
 )
 from lora_backends.numba_cpu.kernels_short import (
     EIGHT,
@@ -70,7 +70,8 @@ from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT32, E4M3, INT
 from lora_backends.numba_cpu.needs import GATHER, SHRINK
 
 LANES = v.LANES
-ORDER_BYTES = 8 * MAX_SEGMENT  # the order of the copy of y
+ORDER_BYTES = 8 * MAX_SEGMENT  # the order of a copy of x or y
+X_ROW = 4 * LONG_CHUNK  # bytes of a row of the copy of x
 TILE_BYTES = LINE * len(MANY_TILES)  # of a row of it
 SCRATCH = (ORDER_BYTES + TILE_BYTES * MAX_SEGMENT + LINE) // 4
 
@@ -183,11 +184,11 @@ def gather() -> Any:
 def shrink_part(part, parts, call, layer, routines, low, high):
     """Write this part's blocks of ``h[s, t, :r] = x[t] @ a[l, s, :r].T``."""
     total, longest = shrink_work(layer, call.a_segments, low, high, call.a_span, LONG_RANKS)
-    groups = (longest + TOKENS - 1) // TOKENS
-    sums = LONG_PANEL // LONG_RANKS * SUMS_BYTES
     whole_x = min(longest, LONG_SEGMENT) * (4 * layer.in_features + LINE)
-    long = groups * (X_BYTES + sums) + A_BYTES
-    scratch = np.empty((max(long, whole_x + ORDER_BYTES) + LINE) // 4, np.float32)
+    long = longest * X_ROW + A_BYTES + sums_bytes(longest)
+    scratch = np.empty((ORDER_BYTES + max(long, whole_x) + LINE) // 4, np.float32)
+    for t in range(longest):
+        v.write_id(aligned(scratch) + 8 * t, t)
     before = 0
     for i in range(low, high):
         key, start, stop = v.fields(Segment, call.a_segments + i * SEGMENT_BYTES)
@@ -225,9 +226,8 @@ def shrink_part(part, parts, call, layer, routines, low, high):
 
 @function
 def copy_x(x_dtype, x, tokens, width, to):
-    """Store rows of x as float32, behind their order: the numbers from 0."""
+    """Store rows of x as float32, behind their order."""
     for t in range(tokens):
-        v.write_id(to + 8 * t, t)
         row = to + ORDER_BYTES + t * row_bytes(width)
         pack_x(x_dtype, v.rows(x, t, ONE)[0], (0, width), row, LINE)
 
@@ -251,26 +251,26 @@ def scale_h(scales, first, last, tokens, h):
 def shrink_panel() -> Any:
     """Compile up to `LONG_PANEL` columns of h, by chunks of the inputs.
 
-    The last token fills up a group of tokens, the last row of a a block of rows.
+    x is copied as float32 behind its order: the numbers from 0. The last row of a fills up a block
+    of rows.
     """
     sources = SOURCES
 
     def run(
-        add_block, packed_x, stored, a, a_row, n, at, scales_row, scales_column, block_rows,
+        add_block, order, stored, a, a_row, n, at, scales_row, scales_column, block_rows,
         block_columns, first, count, tokens, x_dtype, x, x_row, x_order, h, h_row, h_order,
     ):  # fmt: skip
         _ = sources
         scales = (at, (scales_row, scales_column), (block_rows, block_columns))
-        groups = (tokens + TOKENS - 1) // TOKENS
-        packed_a = packed_x + groups * X_BYTES  # [groups, vectors, TOKENS, 16] float32 before
+        copy, sums_step = order + ORDER_BYTES, (tokens + TOKENS - 1) // TOKENS * SUMS_BYTES
+        packed_a = copy + tokens * X_ROW
         all_sums = packed_a + A_BYTES  # [vectors, LONG_RANKS, 16] float32 before
         a += first * a_row
         for k in range(0, n, LONG_CHUNK):
             columns = (k, min(n - k, LONG_CHUNK))
-            for i in range(groups * TOKENS):
-                to = packed_x + i // TOKENS * X_BYTES + i % TOKENS * LINE
-                (row_x,) = v.rows((x, x_row, x_order), min(i, tokens - 1), ONE)
-                pack_x(x_dtype, row_x, columns, to, TOKENS * LINE)
+            for t in range(tokens):
+                (row_x,) = v.rows((x, x_row, x_order), t, ONE)
+                pack_x(x_dtype, row_x, columns, copy + t * X_ROW, LINE)
             sums = all_sums  # [blocks, groups, TOKENS, LONG_RANKS, 16] float32
             for j in range(0, count, LONG_RANKS):
                 ahead = LONG_RANKS * a_row
@@ -281,11 +281,12 @@ def shrink_panel() -> Any:
                     of_row = (group_scales(scales, first + row), scales_column, block_columns)
                     to = packed_a + i * LINE
                     pack_a(stored, a + row * a_row, columns, of_row, to, ahead)
-                block = (packed_a, packed_x, sums, (columns[1] + LANES - 1) // LANES)
-                fetch = (0, 0, 0, 0, 0, 0, x, x_row, x_order)  # `pack_a` has fetched
+                whole = (columns[1] + LANES - 1) // LANES * LANES  # zeros fill up the last vector
+                fetch = (0, 0, 0, 0, 0)  # `pack_a` has fetched
                 state = (int(k > 0), int(k + LONG_CHUNK >= n), count - j, tokens)
-                v.invoke(add_block, block + fetch + state + (h + 4 * j, h_row, h_order))
-                sums += groups * SUMS_BYTES
+                rows = (copy, X_ROW, order, h + 4 * j, h_row, h_order)
+                v.invoke(add_block, (packed_a, sums, whole, *fetch, *state, *rows))
+                sums += sums_step
 
     return compiled(run)
 

@@ -1,9 +1,10 @@
 """Routines for segments of `LONG_SEGMENT` tokens and more, where arithmetic is the limit.
 
-What many products need is widened once and stored in the order in which it is used, so that the
-innermost loops only load whole vectors, one after the other, multiply and add. Sums have the order
-of the short segments' routines: those of the inputs wait in memory between two chunks of the
-inputs. While a block is worked on, the next one is fetched.
+Weights are widened once and stored in the order in which they are used, so that the innermost
+loops load whole vectors, one after the other. x is widened in registers: a copy of it would cost
+more stores than it saves conversions. Sums have the order of the short segments' routines: those of
+the inputs wait in memory between two chunks of the inputs. While a block is worked on, the next one
+is fetched.
 
 The two that multiply and add, `add_block` and `add_stored`, do not depend on the dtype of the
 weights; the others call them through their addresses.
@@ -25,7 +26,6 @@ from lora_backends.numba_cpu.config import (
     LONG_RANKS,
     LONG_SEGMENT,
     LONG_TILES,
-    MAX_SEGMENT,
 )
 from lora_backends.numba_cpu.kernels_bias import load_bias
 from lora_backends.numba_cpu.kernels_short import ONE, read_scaling
@@ -34,13 +34,11 @@ LANES = v.LANES
 LINE = 64  # bytes of a cache line, and of a vector
 TOKENS = 3  # at a time
 RANKS_EACH, TOKENS_EACH = (0,) * LONG_RANKS, (0,) * TOKENS
-SUMS_EACH = (0,) * (LONG_RANKS * TOKENS)
+PAIRS_EACH, SUMS_EACH = (0,) * (2 * LONG_RANKS), (0,) * (LONG_RANKS * TOKENS)
 MANY_TILES = (0,) * LONG_TILES
 
-MAX_GROUPS = (MAX_SEGMENT + TOKENS - 1) // TOKENS
-X_BYTES = 4 * LONG_CHUNK * TOKENS  # of a group of tokens
 A_BYTES = 4 * LONG_CHUNK * LONG_RANKS
-SUMS_BYTES = LINE * LONG_RANKS * TOKENS
+SUMS_BYTES = LINE * LONG_RANKS * TOKENS  # of a group of tokens
 
 
 @function
@@ -48,8 +46,13 @@ def shrink_scratch(longest):
     """Return how many float32 `shrink_long` needs for segments of so many tokens."""
     if longest < LONG_SEGMENT:
         return 0
-    blocks = LONG_PANEL // LONG_RANKS
-    return (MAX_GROUPS * (X_BYTES + blocks * SUMS_BYTES) + A_BYTES + LINE) // 4
+    return (A_BYTES + sums_bytes(longest) + LINE) // 4
+
+
+@function
+def sums_bytes(tokens):
+    """Return the bytes of the sums that wait between chunks."""
+    return (tokens + TOKENS - 1) // TOKENS * (LONG_PANEL // LONG_RANKS) * SUMS_BYTES
 
 
 @function
@@ -69,97 +72,99 @@ def aligned(scratch):
 def shrink_long(kind: Any) -> Any:
     """Compile up to `LONG_PANEL` columns of ``h = x @ a.T``, by chunks of the inputs.
 
-    The last token fills up a group of tokens, the last row of a a block of rows.
+    The last row of a fills up a block of rows.
     """
     sources = SOURCES
 
     def run(
-        add_block, packed_x, a, a_row, n, count, tokens, x, x_row, x_order, h, h_row, h_order
+        add_block, packed_a, a, a_row, n, count, tokens, x, x_row, x_order, h, h_row, h_order
     ):  # fmt: skip
         _ = sources
-        groups = (tokens + TOKENS - 1) // TOKENS
-        packed_a = packed_x + MAX_GROUPS * X_BYTES  # [groups, vectors, TOKENS, 16] float32 before
         all_sums = packed_a + A_BYTES  # [vectors, LONG_RANKS, 16] float32 before
         for k in range(0, n, LONG_CHUNK):
             at, width = k * v.size(kind), min(n - k, LONG_CHUNK)
-            for i in range(groups * TOKENS):
-                (row,) = v.rows((x, x_row, x_order), min(i, tokens - 1), ONE)
-                to = packed_x + i // TOKENS * X_BYTES + i % TOKENS * LINE
-                pack_row(kind, row + at, width, to, TOKENS * LINE)
             sums = all_sums  # [blocks, groups, TOKENS, LONG_RANKS, 16] float32
             for j in range(0, count, LONG_RANKS):
                 for i in range(LONG_RANKS):
                     row = a + min(j + i, count - 1) * a_row + at
                     pack_row(kind, row, width, packed_a + i * LINE, LONG_RANKS * LINE)
-                state = (int(k > 0), int(k + LONG_CHUNK >= n), count - j, tokens)
-                block = (packed_a, packed_x, sums, (width + LANES - 1) // LANES)
-                fetch = next_block(v.size(kind), (a, a_row, n), count, (x, x_row), j, k)
-                v.invoke(add_block, block + fetch + (x_order, *state, h + 4 * j, h_row, h_order))
-                sums += groups * SUMS_BYTES
+                state = (int(j == 0), int(k > 0), int(k + LONG_CHUNK >= n), count - j, tokens)
+                fetch = next_block(v.size(kind), (a, a_row, n), count, j, k)
+                rows = (x + at, x_row, x_order, h + 4 * j, h_row, h_order)
+                v.invoke(add_block, (packed_a, sums, width, *fetch, *state, *rows))
+                sums += (tokens + TOKENS - 1) // TOKENS * SUMS_BYTES
 
     return compiled(run)
 
 
 @function
-def next_block(size, rows, count, x, j, k):
-    """Return the next rows of a and this block's share of the next x, to be fetched meanwhile.
+def next_block(size, rows, count, j, k):
+    """Return the next rows of a, to be fetched meanwhile.
 
-    Of a: the address, the number of rows, the bytes between them and the lines of each. Of x: the
-    first and last + 1 of the lines of each row, then x as of the next chunk.
+    They are given by the address, the number of rows, the bytes between them and the lines of each.
     """
     a, a_row, n = rows
-    lines = min(n - k, LONG_CHUNK) * size // LINE
-    following = max(0, min(n - k - LONG_CHUNK, LONG_CHUNK) * size // LINE)
-    next_x = (x[0] + (k + LONG_CHUNK) * size, x[1])
     if j + LONG_RANKS < count:
-        shares = (j * following // count, (j + LONG_RANKS) * following // count)
-        next_a = (a + (j + LONG_RANKS) * a_row + k * size, count - j - LONG_RANKS, a_row, lines)
-    else:
-        shares = (j * following // count, following)
-        next_a = (a + (k + LONG_CHUNK) * size, count, a_row, following)
-    return next_a + shares + next_x
+        lines = min(n - k, LONG_CHUNK) * size // LINE
+        return a + (j + LONG_RANKS) * a_row + k * size, count - j - LONG_RANKS, a_row, lines
+    following = max(0, min(n - k - LONG_CHUNK, LONG_CHUNK) * size // LINE)
+    return a + (k + LONG_CHUNK) * size, count, a_row, following
 
 
-def add_block() -> Any:
-    """Compile the products of a chunk of a block of rows and all tokens; h after the last chunk."""
+def add_block(kind_x: Any) -> Any:
+    """Compile the products of a chunk of a block of rows and all tokens; h after the last chunk.
+
+    x is widened in registers. The last token fills up a group. Where x is `fresh`, not in a cache
+    yet, the rows of the next group are fetched.
+    """
     sources = SOURCES
 
     def run(
-        packed_a, packed_x, all_sums, vectors, a, a_rows, a_row, a_lines, x_first, x_last,
-        x, x_row, x_order, begun, ends, count, tokens, h, h_row, h_order,
+        packed_a, all_sums, width, a, a_rows, a_row, a_lines, fresh, begun, ends, count, tokens,
+        x, x_row, x_order, h, h_row, h_order,
     ):  # fmt: skip
         _ = sources
-        last = tokens - TOKENS
         groups = (tokens + TOKENS - 1) // TOKENS
         share = (a_lines * LONG_RANKS + groups - 1) // groups
+        x_lines = width * v.size(kind_x) // LINE if fresh else 0
         for g in range(groups):
             for i in range(g * share, (g + 1) * share):
                 v.prefetch((a,), min(i % LONG_RANKS, a_rows - 1) * a_row + i // LONG_RANKS * LINE)
-            for line in range(x_first, x_last):
-                rows = v.rows((x, x_row, x_order), min(g * TOKENS, last), TOKENS_EACH)
-                v.prefetch(rows, line * LINE)
+            following = three_rows((x, x_row, x_order), (g + 1) * TOKENS, tokens)
+            for line in range(x_lines):
+                v.prefetch(following, line * LINE)
             if begun:
                 sums = v.load_all(all_sums, SUMS_EACH)
             else:
                 sums = v.zeros(RANKS_EACH, TOKENS_EACH)
-            row_a, row_x = packed_a, packed_x
-            for _ in range(vectors):
-                row = v.load_all(row_a, RANKS_EACH)
-                sums = v.add_products(sums, row, v.load_all(row_x, TOKENS_EACH))
-                row_a += LINE * LONG_RANKS
-                row_x += LINE * TOKENS
+            x_rows, row, k = three_rows((x, x_row, x_order), g * TOKENS, tokens), packed_a, 0
+            while k + 2 * LANES <= width:
+                products = (v.load_all(row, PAIRS_EACH), v.load_rows(kind_x, x_rows, k))
+                sums = v.add_products(sums, *products)
+                row += 2 * LINE * LONG_RANKS
+                k += 2 * LANES
+            while k < width:
+                x_tail = v.load_some(kind_x, x_rows, k, min(width - k, LANES))
+                sums = v.add_products(sums, v.load_all(row, RANKS_EACH), x_tail)
+                row += LINE * LONG_RANKS
+                k += LANES
             if ends:
-                t, base = g * TOKENS, (h, h_row, h_order)
-                (row_0,) = v.rows(base, t, ONE)
-                (row_1,) = v.rows(base, min(t + 1, tokens - 1), ONE)  # the last one fills up
-                (row_2,) = v.rows(base, min(t + 2, tokens - 1), ONE)
-                v.write_totals((row_0, row_1, row_2), count, sums)
+                v.write_totals(three_rows((h, h_row, h_order), g * TOKENS, tokens), count, sums)
             else:
                 v.store_all(all_sums, LINE, sums)
-            packed_x += X_BYTES
             all_sums += SUMS_BYTES
 
     return compiled(run)
+
+
+@inlined
+def three_rows(base, t, tokens):
+    """Return the addresses of a group of rows from t on; the last one fills up."""
+    last = tokens - 1
+    (row_0,) = v.rows(base, min(t, last), ONE)
+    (row_1,) = v.rows(base, min(t + 1, last), ONE)
+    (row_2,) = v.rows(base, min(t + 2, last), ONE)
+    return row_0, row_1, row_2
 
 
 @function

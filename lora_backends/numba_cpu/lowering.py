@@ -10,9 +10,26 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from lora_backends.numba_cpu.cpu import rounds_to_bfloat16
+
+
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no type for."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
 LANES = 16
 F32, I8, I16 = ir.FloatType(), ir.IntType(8), ir.IntType(16)
 I32, I64 = ir.IntType(32), ir.IntType(64)
+BF16 = BFloat()
 VECTOR = ir.VectorType(F32, LANES)
 ZEROS = ir.Constant(VECTOR, None)
 EIGHT_BIT = (types.int8, types.uint8, types.boolean)  # int8, float8_e4m3fn, float8_e5m2
@@ -108,12 +125,17 @@ def widen_float8(builder: Any, kind: Any, raw: Any) -> Any:
 
 
 def narrow(builder: Any, kind: Any, vector: Any) -> Any:
-    """Round float32 to the nearest element of `kind`, ties to even; NaN stays NaN."""
+    """Round float32 to the nearest element of `kind`, ties to even; NaN stays NaN.
+
+    The instruction for vectors of bfloat16 returns 0 for results below 2**-126.
+    """
     if kind == types.float32:
         return vector
-    if kind == types.int16:  # float16
-        half = builder.fptrunc(vector, with_element(vector.type, ir.HalfType()))
-        return builder.bitcast(half, with_element(vector.type, I16))
+    half = ir.HalfType() if kind == types.int16 else BF16
+    is_vector = isinstance(vector.type, ir.VectorType)
+    if kind == types.int16 or (is_vector and rounds_to_bfloat16()):
+        rounded = builder.fptrunc(vector, with_element(vector.type, half))
+        return builder.bitcast(rounded, with_element(vector.type, I16))
     bits = builder.bitcast(vector, with_element(vector.type, I32))
     upper = builder.lshr(bits, constant(bits.type, 16))
     odd = builder.and_(upper, constant(bits.type, 1))

@@ -55,7 +55,7 @@ def table_of(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Table:
         found["shrink_short"] = address_of(short.shrink_short, dtype, dtype)
         if needs & LONG:
             found["shrink_long"] = address_of(long.shrink_long, dtype)
-            found["add_block"] = address_of(long.add_block)
+            found["add_block"] = address_of(long.add_block, dtype)
     if needs & GATHER:
         found["gather"] = address_of(short.gather, dtype)
     if needs & EXPAND:
@@ -79,7 +79,7 @@ def eight_bit_table(needs: int) -> Table:
             found["shrink_short"] = address_of(kernels_short.shrink_short, torch.int8, wide)
         if needs & LONG or not in_registers:
             found["shrink_panel"] = address_of(eight.shrink_panel)
-            found["add_block"] = address_of(kernels_long.add_block)
+            found["add_block"] = address_of(kernels_long.add_block, wide)
     if needs & GATHER:
         found["gather"] = address_of(eight.gather)
     if needs & EXPAND:

@@ -466,8 +466,12 @@ def product(h, b, EXACT_H: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: t
 def multiply(left, right, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return ``left @ right + acc`` in float32; acc may be None."""
     if INTERPRETED:  # its tl.dot multiplies the bit patterns of bfloat16
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, acc, input_precision=PRECISION)
+        # numpy sums in an order that depends on the tile and the machine: float64 hides it
+        part = tl.dot(left.to(tl.float64), right.to(tl.float64), out_dtype=tl.float64)
+        part = part.to(tl.float32)
+        return part if acc is None else acc + part
+    else:
+        return tl.dot(left, right, acc, input_precision=PRECISION)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,8 @@ ALIGNMENT = 32
 
 Ints = npt.NDArray[Any]
 """int64"""
+
+Tables: TypeAlias = tuple[torch.Tensor, ...]
 
 
 @dataclass(eq=False)
@@ -49,12 +52,16 @@ class SgmvPlan(CachingPlan):
     cut: tuple[int, ...] = field(default=(), kw_only=True)  # sizes that the kernels follow from
     refills: int = field(default=0, kw_only=True)  # how often the tables were written
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._views: Tables | None = None  # of the buffer, once a launch has needed them
+
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"is_captured": False}  # a graph does not use the copy
+        # a graph does not use the copy, and the copy has a buffer of its own
+        return super().__getstate__() | {"is_captured": False, "_views": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._view_tables()
         if self.token_scales is not None:
             self.token_scales = self._scales()
 
@@ -76,12 +83,24 @@ class SgmvPlan(CachingPlan):
         """
         raise NotImplementedError
 
-    def tables(self) -> tuple[torch.Tensor, ...]:
+    def tables(self) -> Tables:
         """Return the tables that every entry kernel takes, in order."""
-        raise NotImplementedError
+        if self._views is None:  # a repeated call has their addresses
+            self._views = self._view_tables()
+        return self._views
 
-    def _view_tables(self) -> None:
-        """Set the tables to where they lie in the buffer for the current tile size."""
+    @property
+    def slot_table(self) -> torch.Tensor:
+        """The slot of every run or -1: [most runs] int32."""
+        return self.tables()[0]
+
+    @property
+    def token_table(self) -> torch.Tensor:
+        """The tokens of every run or -1: [most runs, tokens of a run] int32."""
+        return self.tables()[1]
+
+    def _view_tables(self) -> Tables:
+        """Return views of the tables where they lie in the buffer for the current tile size."""
         raise NotImplementedError
 
     def token_slots(self) -> torch.Tensor:
@@ -96,32 +115,37 @@ class SgmvPlan(CachingPlan):
         """Return where the buffer has token_scales."""
         return self.packed[: self.capacity].view(torch.float32)
 
-    def _stage(self, batch: LoRABatch, counted: Counted) -> Staged:
-        """Return host memory for the buffer, with the slots and any token_scales written."""
-        tokens, room = counted.slots.size, aligned(self.capacity)
+    def _stage(
+        self, batch: LoRABatch, counted: Counted, tables: int
+    ) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+        """Return host memory for the buffer, and the part of it for the tables of the engine.
+
+        The slots and any token_scales are written, and that many values of the tables are EMPTY.
+        """
+        tokens, slots_at = counted.slots.size, aligned(self.capacity)
         has_scales = batch.token_scales is not None
         has_scales = has_scales or (self.is_captured and self.token_scales is not None)
-        pinned = self.packed.device.type != "cpu"
+        pinned = not self.packed.is_cpu
         # New each time: torch's allocator reuses pinned memory after the copies from it have ended.
         staged = torch.empty(
-            self.packed.shape[0], dtype=torch.int32, device="cpu", pin_memory=pinned
+            self.packed.numel(), dtype=torch.int32, device="cpu", pin_memory=pinned
         )
         array = staged.numpy()
-        array[room : room + tokens] = counted.slots
-        array[room + tokens : 2 * room] = EMPTY
+        array[slots_at : slots_at + tokens] = counted.slots
+        array[slots_at + tokens : 2 * slots_at + tables].fill(EMPTY)
         if has_scales:
             scales = array[: self.capacity].view(np.float32)
             scales[:] = 1
             if batch.token_scales is not None:
                 scales[:tokens] = batch.token_scales.numpy()
         self.token_scales = self._scales() if has_scales else None
-        return Staged(staged, array[2 * room :])
+        return staged, array[2 * slots_at :]
 
-    def _send(self, staged: Staged) -> None:
+    def _send(self, staged: torch.Tensor) -> None:
         """Copy staged memory to the device, asynchronously; calls stored so far fit this cut."""
         self.refills += 1
         self.call_cache.key = (*self.cut, self.token_scales is not None)
-        self.packed.copy_(staged.tensor, non_blocking=True)
+        self.packed.copy_(staged, non_blocking=True)
 
     def sizes_key(self, batch: LoRABatch) -> tuple[int, int]:
         """Return the sizes that kernels follow from besides the tile: like batches repeat calls."""
@@ -145,18 +169,12 @@ class SgmvPlan(CachingPlan):
             )
 
 
-class Staged(NamedTuple):
-    """Host memory for a copy to a device."""
-
-    tensor: torch.Tensor  # [size] int32
-    tables: npt.NDArray[np.int32]  # its part for the tables of the engine
-
-
 def bucket(count: int) -> int:
     """Return the power of two at or above a count: the key under which tile sizes are cached."""
     return 1 << max(0, count - 1).bit_length()
 
 
+@lru_cache(maxsize=4096)
 def max_runs(num_tokens: int, num_slots: int, size: int) -> int:
     """Return the most runs of at most `size` tokens of one slot that a batch can need, at least 1.
 
@@ -205,43 +223,41 @@ def permutation(counted: Counted) -> Ints:
     [2, 0, 3, 4, 5, 6]
     """
     slots, counts, _ = counted
-    if counts.size < 1 << 15:
-        slots = slots.astype(np.int16)  # numpy sorts 16-bit integers by radix
+    if counts.size < 1 << 15:  # numpy sorts integers of 8 and 16 bits by radix
+        slots = slots.astype(np.int8 if counts.size < 1 << 7 else np.int16)
     return slots.argsort(kind="stable")[counts[0] :]
 
 
-def places(counts: Ints, firsts: Ints, size: int) -> Ints:
-    """Return the place of every token of the permutation; a slot begins with run `firsts`.
+def padding_before(counts: Ints, size: int) -> Ints:
+    """Return the places that stay empty before each slot where every slot fills whole runs.
 
-    >>> places(np.array([1, 0, 5]), np.array([0, 1, 1]), 2).tolist()
-    [0, 2, 3, 4, 5, 6]
+    `size` is a power of two.
+
+    >>> padding_before(np.array([1, 0, 5]), 2).tolist()
+    [0, 1, 1]
     """
-    ends = counts.cumsum()
-    # A slot's tokens move from their position in the permutation to that of its first run.
-    moved = firsts * size - ends
-    moved += counts
-    found: Ints = moved.repeat(counts)
-    found += np.arange(found.size)
-    return found
+    padding = -counts & (size - 1)
+    before: Ints = np.add.accumulate(padding)
+    before -= padding
+    return before
 
 
-def fill_runs(
-    packed: npt.NDArray[np.int32], counted: Counted, size: int, room: int
-) -> tuple[Ints, int]:
+def fill_runs(packed: npt.NDArray[np.int32], counted: Counted, size: int, room: int) -> int:
     """Write the slot and the tokens of every run, laid out as `run_tables` finds them.
 
-    `packed` has room for `room` runs of `size` tokens; both tables are overwritten to their ends.
-    Returns the runs of each slot, and how many they are; runs in use come first.
+    `packed` has room for `room` runs of `size` tokens and is EMPTY. Returns how many runs are in
+    use; they come first.
     """
-    of_slots = counted.counts[1:]
-    runs = split(of_slots, size)
-    ends = runs.cumsum()
-    used, tokens_at = int(ends[-1]), aligned(room)
-    packed[: tokens_at + room * size] = EMPTY
-    packed[:used] = np.arange(of_slots.size).repeat(runs)
-    order = permutation(counted).astype(np.int32)  # numpy scatters values of one dtype faster
-    packed[tokens_at:][places(of_slots, ends - runs, size)] = order
-    return runs, used
+    order = permutation(counted)
+    if not order.size:
+        return 0
+    of_slots, tokens = counted.counts[1:], packed[aligned(room) :]
+    places = padding_before(of_slots, size).repeat(of_slots)
+    places += np.arange(order.size)
+    tokens[places] = order.astype(np.int32)  # numpy scatters values of one dtype faster
+    used = int(places[-1]) // size + 1
+    packed[:used] = counted.slots.take(tokens[: used * size : size])  # of each run's first token
+    return used
 
 
 def run_tables(

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv import layout
-from lora_backends.sgmv.layout import Counted, SgmvPlan
+from lora_backends.sgmv.layout import Counted, SgmvPlan, Tables
 
 
 @dataclass(eq=False)
@@ -25,8 +25,6 @@ class TritonPlan(SgmvPlan):
 
     num_tiles: int  # tiles in use now, <= max_tiles
     max_tiles: int  # tiles that any composition of `capacity` tokens can need
-    slot_table: torch.Tensor  # [max_tiles] int32, slot of the tile or -1
-    token_table: torch.Tensor  # [max_tiles, tile_tokens] int32, token or -1
 
     @override
     def grid_rows(self, capturing: bool, rows: int) -> int:
@@ -43,14 +41,9 @@ class TritonPlan(SgmvPlan):
         return (("TILE", self.tile_tokens),)
 
     @override
-    def tables(self) -> tuple[torch.Tensor, ...]:
-        return self.slot_table, self.token_table
-
-    @override
-    def _view_tables(self) -> None:
+    def _view_tables(self) -> Tables:
         first = self.tables_at()
-        tables = layout.run_tables(self.packed, first, self.tile_tokens, self.max_tiles)
-        self.slot_table, self.token_table = tables
+        return layout.run_tables(self.packed, first, self.tile_tokens, self.max_tiles)
 
     def fill(self, batch: LoRABatch, counted: Counted, tile_tokens: int) -> None:
         """Cut a batch into tiles; the copy of the tables to the device is under way.
@@ -65,11 +58,11 @@ class TritonPlan(SgmvPlan):
             if self.tile_tokens != tile_tokens:
                 self.tile_tokens = tile_tokens
                 self.max_tiles = layout.max_runs(self.capacity, self.num_slots, tile_tokens)
-                self._view_tables()
+                self._views = None
             self.cut = (tile_tokens, *self.sizes_key(batch))
         size, room = self.tile_tokens, self.max_tiles
-        staged = self._stage(batch, counted)
-        _, self.num_tiles = layout.fill_runs(staged.tables, counted, size, room)
+        staged, tables = self._stage(batch, counted, layout.run_tables_size(size, room))
+        self.num_tiles = layout.fill_runs(tables, counted, size, room)
         self.num_tokens = batch.num_tokens
         self._send(staged)
 
@@ -91,6 +84,4 @@ def new_plan(
         has_room=has_room,
         num_tiles=0,
         max_tiles=0,
-        slot_table=packed,
-        token_table=packed,
     )

@@ -394,6 +394,18 @@ def test_a_weight_transposed_in_place_is_seen(make, products):
     assert len(products) == 2 * len(model.base.model.layers) - 1
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_module_whose_parameter_was_pruned_runs_with_what_is_left(make, name):
+    model, plain = make("llama_bias"), make("llama_bias")
+    pruned, written = (each.base.model.layers[0].self_attn.o_proj for each in (model, plain))
+    pruned.bias.data.normal_()
+    written.bias.data.copy_(pruned.bias)
+    prune.l1_unstructured(pruned, name, 0.5)
+    assert torch.equal(getattr(pruned, name) == 0, getattr(pruned, f"{name}_mask") == 0)
+    getattr(written, name).data.copy_(getattr(pruned, name))
+    assert torch.equal(logits(model), logits(plain))
+
+
 def test_what_was_kept_for_siblings_goes_with_an_update(make):
     model, alone = make(), make(fuse=False)
     x, found = torch.randn(3, 5, 16), []

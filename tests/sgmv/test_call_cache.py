@@ -8,7 +8,6 @@ import gc
 import pickle
 import threading
 import weakref
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -575,18 +574,14 @@ def test_threads_repeat_one_call_with_their_own_arguments(log, backend, operatio
     calls = [(first_argument(operation), torch.zeros(7, 14)) for _ in range(2)]
     barrier, found = threading.Barrier(2), {"0": [], "1": []}
 
-    def meet(grid, rows):
+    def note(*given):
         barrier.wait(timeout=30)  # both threads have set their addresses, neither has launched
-        return grid(rows)
-
-    def note(self, *given):
         found[threading.current_thread().name].append(given[9:])
 
     made(log, backend, operation, calls[0][0], weights, plan, calls[0][1])
     cached = plan.call_cache.find(operation, backend, calls[0][0], weights, calls[0][1])
     for bound in (cached.shrink, cached.expand):
-        monkeypatch.setattr(bound, "_grid", partial(meet, bound._grid))
-    monkeypatch.setattr(Compiled, "run", note)
+        monkeypatch.setattr(bound, "_run", note)
     threads = [
         threading.Thread(
             target=repeat,

@@ -244,7 +244,8 @@ def installed(monkeypatch):
         return launcher
 
     KINDS = ("global", "profile")
-    utilities = SimpleNamespace(fill_tma_descriptor_tiled=lambda *given: ("map of", *given))
+    names = ("fill_tma_descriptor", "fill_tma_descriptor_tiled")  # of Triton 3.6, and later
+    utilities = SimpleNamespace(**dict.fromkeys(names, lambda *given: ("map of", *given)))
     active = SimpleNamespace(utils=utilities)
     monkeypatch.setattr(triton.runtime.driver, "_active", active, raising=False)
     return make
@@ -258,7 +259,7 @@ def test_a_descriptor_without_its_tensor_is_launched_as_the_one_with_it(installe
     noted = []
     compiled = Compiled(installed(lambda *given: noted.append(given), signature))
     for given in (whole, without_tensor(whole)):
-        bound = BoundKernel(compiled, [1, 2, 3, given, 7], 2, lambda rows: (2, rows, 1))
+        bound = BoundKernel(compiled, [1, 2, 3, given, 7], 2, (2, 1, 1), axis=1)
         for _ in range(2):
             bound.launch(9, 11, 64, 128, hooks=False)
     first, *others = (flattened(given) for given in noted)

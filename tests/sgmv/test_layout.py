@@ -1,6 +1,9 @@
 """How plans cut a batch: what both engines share, and that their tables agree."""
 
+import copy
+import dataclasses
 import doctest
+import pickle
 import random
 
 import numpy as np
@@ -24,15 +27,15 @@ CUTS = {  # tokens per segment, segments per group; None: the tiles of triton
 }
 
 
-def make_plan(slots, num_slots, size=16, group=None):
-    """Return the plan of triton, or of csgmv where `group` is given."""
+def make_plan(slots, num_slots, size=16, group=None, room=()):
+    """Return the plan of triton, or of csgmv where `group` is given; `room` for other sizes."""
     batch = LoRABatch(slots, num_slots)
     counts = layout.count_tokens(batch)
     if group is None:
-        plan = triton_plan.new_plan(batch, batch.num_tokens, (size,), CPU)
+        plan = triton_plan.new_plan(batch, batch.num_tokens, (size, *room), CPU)
         plan.fill(batch, counts, size)
     else:
-        plan = csgmv_plan.new_plan(batch, batch.num_tokens, (size,), CPU)
+        plan = csgmv_plan.new_plan(batch, batch.num_tokens, (size, *room), CPU)
         plan.fill(batch, counts, size, group)
     return plan
 
@@ -101,6 +104,47 @@ def test_unused_rows_have_no_slot_and_no_token(size, group):
         assert (plan.slot_table[:used] >= 0).all() and (plan.slot_table[used:] == -1).all()
         assert (plan.token_table[used:] == -1).all()
         assert (plan.token_table[:used, 0] >= 0).all()
+
+
+@pytest.mark.parametrize("num_slots", [126, 127, 128, 129, 32766, 32767, 40000])
+def test_slots_of_any_number_are_sorted(num_slots):
+    """They are sorted as the narrowest integers that hold them."""
+    slots = random.Random(num_slots).choices([-1, 0, 125, 126, 127, num_slots - 1], k=300)
+    slots = [min(slot, num_slots - 1) for slot in slots]
+    found = layout.permutation(layout.count_tokens(LoRABatch(slots, num_slots)))
+    tokens = [token for token, slot in enumerate(slots) if slot >= 0]
+    assert found.tolist() == sorted(tokens, key=slots.__getitem__)
+
+
+@pytest.mark.parametrize("group", [None, 1, 4])
+def test_tables_are_seen_where_the_last_refill_put_them(group):
+    """A plan with room cuts each batch into runs of another size."""
+    plan = make_plan([0, 1, 1] * 30, 3, 32, group, room=(16, 32))
+    assert plan.token_table.shape[1] == 32
+    batch = LoRABatch([2, 2, -1] * 20, 3)
+    plan.fill(batch, layout.count_tokens(batch), 16, *([] if group is None else [group]))
+    fresh = make_plan(batch.token_slots, 3, 16, group)
+    assert plan.token_table.shape[1] == 16
+    assert [row for row in rows_of(plan) if row[1]] == [row for row in rows_of(fresh) if row[1]]
+
+
+@pytest.mark.parametrize("group", [None, 4])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+def test_the_tables_of_a_copied_plan_follow_its_refills(how, group):
+    plan = make_plan([0, 1, 2] * 30, 3, 16, group)
+    before = [table.clone() for table in plan.tables()]
+    copied, fresh = refill(how(plan), [2, -1] * 45), make_plan([2, -1] * 45, 3, 16, group)
+    assert all(map(torch.equal, copied.tables(), fresh.tables()))
+    assert all(map(torch.equal, plan.tables(), before))
+
+
+@pytest.mark.parametrize("group", [None, 4])
+def test_a_launch_changes_no_field_of_a_plan(group):
+    """Properties of graphs compare the addresses of tensors in fields, before and after calls."""
+    plan = make_plan([0, 1, 2] * 30, 3, 16, group)
+    before = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    assert len(plan.tables()) >= 2
+    assert all(getattr(plan, name) is value for name, value in before.items())
 
 
 @pytest.mark.parametrize("group", [None, 1])

@@ -105,6 +105,44 @@ def test_a_linear_layer_of_several_slices_is_added_to_y(wrapper, x):
     torch.testing.assert_close(alone, delta(module, x, IDS))
 
 
+def test_a_layer_that_has_passed_the_checks_is_refused_what_they_refuse(wrapper, x):
+    from lora_backends import InvalidInputError, UnsupportedInputError
+
+    module = make_module(wrapper)
+    args = module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES
+    y = torch.zeros(len(IDS), sum(SLICES))
+    wrapper.add_lora_linear(y, x, *args)
+    expected = y.clone()
+    for given_x, given_y in [
+        (x.bfloat16(), y),
+        (x[:, :-1], y),
+        (x, y[:-1]),
+        (x[None], y[None]),
+        (x, y.to(torch.int32)),
+    ]:
+        with pytest.raises((InvalidInputError, UnsupportedInputError)):
+            wrapper.add_lora_linear(given_y, given_x, *args)
+    wide_x, wide_y = torch.zeros(len(IDS), WIDTH + 1), torch.zeros(len(IDS), sum(SLICES) + 1)
+    wide_x[:, :-1] = x
+    wrapper.add_lora_linear(wide_y[:, :-1], wide_x[:, :-1], *args)
+    torch.testing.assert_close(wide_y[:, :-1], expected)
+    assert wide_y[:, -1].eq(0).all()
+
+
+def test_the_checks_of_a_layer_are_made_once(wrapper, x, monkeypatch):
+    module, calls = make_module(wrapper), []
+    monkeypatch.setattr(wrapper.tokens, "run_checked", lambda *_: calls.append(_))
+    args = module.lora_a_stacked, module.lora_b_stacked, 1.0, SLICES
+    y = torch.zeros(len(IDS), sum(SLICES))
+    wrapper.add_lora_linear(y, x, *args)
+    torch.testing.assert_close(y, delta(module, x, IDS))
+    assert not calls
+    wrapper.add_lora_linear(y, x, *args)
+    assert len(calls) == 1
+    wrapper.add_lora_linear(y.double(), x, *args)
+    assert len(calls) == 1, "y of another dtype has not passed them"
+
+
 def test_rows_that_pad_a_captured_graph_have_no_adapter(wrapper, x):
     module = make_module(wrapper)
     padded = torch.cat([x, x[1:4]])
@@ -260,6 +298,7 @@ def test_layers_that_no_adapter_has_run_in_graphs_alone(wrapper, x, monkeypatch)
     module, calls, backend = make_module(wrapper, slices=(20,)), [], wrapper.tokens.backend
     for name in ("run_linear", "run_logits"):
         monkeypatch.setattr(backend, name, lambda *_, name=name: calls.append(name))
+    monkeypatch.setattr(wrapper.tokens, "run_checked", backend.run_linear)
 
     def call():
         calls.clear()

@@ -93,14 +93,39 @@ def _add(
 ) -> None:
     if layer.b is None:
         raise InvalidInputError("vLLM expands with a layer that has no lora_b_stacked")
-    part = y[:, offset : offset + layer.b.out_features]  # logits may be padded to a wider table
+    columns = layer.b.out_features
+    if y.shape[1] != columns:  # logits may be padded to a wider table
+        y = y[:, offset : offset + columns]
     backend = plans.backend
     if operation in (EXPAND, EMBEDDING):
-        backend.run_lora_b(x, layer.b, plans.of(x.shape[1]), part)
+        backend.run_lora_b(x, layer.b, plans.of(x.shape[1]), y)
     elif operation in (LOGITS, PROMPT):
-        backend.run_logits(x, layer.b, plans.of(x.shape[0]), part)
+        backend.run_logits(x, layer.b, plans.of(x.shape[0]), y)
     else:
-        backend.run_linear(x, layer.b, plans.of(x.shape[0]), part)
+        _add_linear(layer, y, x, plans)
+
+
+def _add_linear(layer: Layer, y: torch.Tensor, x: torch.Tensor, plans: Plans) -> None:
+    """Run a whole layer; after its first call only what vLLM can vary is checked.
+
+    The backend's checks take as long as a small kernel. They compare addresses as well, but vLLM
+    has just made y, so it overlaps nothing.
+    """
+    weights: Any = layer.b
+    rows, dtypes = x.shape[0], (x.dtype, y.dtype)
+    plan = plans.of(rows)
+    if (
+        plans.run_checked is not None
+        and layer.checked == dtypes
+        and x.shape == (rows, weights.in_features)
+        and y.shape == (rows, weights.out_features)
+        and x.is_contiguous()
+        and y.is_contiguous()
+    ):
+        plans.run_checked(x, weights, plan, y)
+    else:
+        plans.backend.run_linear(x, weights, plan, y)
+        layer.checked = dtypes
 
 
 def fuse(module: Any) -> None:

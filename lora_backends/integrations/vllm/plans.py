@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.devices import is_capturing
+from lora_backends.dispatch.wrap import stored_as, unchecked
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+
+LINEAR = "run_linear"
 
 SMALLEST = 8
 """Rows that the smallest plan on a GPU has room for."""
@@ -83,6 +87,12 @@ class Plans:
             return True
         return rows in (self._compilation.cudagraph_capture_sizes or ())
 
+    @cached_property
+    def run_checked(self) -> Callable[..., Any] | None:
+        """`run_linear` without its checks; None where the backend remembers calls that passed."""
+        is_stored = stored_as(self.backend, LINEAR) is not None
+        return None if is_stored else unchecked(self.backend, LINEAR)
+
     @property
     def multiplies_bases(self) -> bool:
         """Whether the backend can run a base product beside its LoRA."""
@@ -95,8 +105,10 @@ class Plans:
             InvalidInputError: x has fewer rows than the batch, or more than there is room for.
             UnsupportedInputError: a CUDA graph captures what cannot be captured.
         """
-        room = next((room for room in self._rooms if room.capacity >= rows), None)
-        if room is None or rows < self.num_rows:
+        for room in self._rooms:
+            if room.capacity >= rows:
+                break
+        if not self.num_rows <= rows <= room.capacity:
             raise InvalidInputError(
                 f"x does not fit the batch that vLLM has announced\n  given: {rows} rows\n"
                 f"  allowed: {self.num_rows} to {self._rooms[-1].capacity} rows"

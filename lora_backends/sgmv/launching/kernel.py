@@ -30,6 +30,10 @@ _SIZES = (
 )  # that an error names
 
 
+_FIRST = 9
+"""Values that Triton's launcher takes in front of a kernel's arguments."""
+
+
 class Arguments(NamedTuple):
     """A kernel's arguments besides its constants, in the order of its signature."""
 
@@ -119,9 +123,13 @@ class SpecializedKernel:
         tensors, descriptors, numbers = arguments
         pointers = [tensor.data_ptr() for tensor in tensors]
         compiled = self._compiled[_kind(tensors, pointers, numbers)]
-        return BoundKernel(
-            compiled, [*pointers, *descriptors, *numbers, *self._values], second, self._grid
-        )
+        values = [*pointers, *descriptors, *numbers, *self._values]
+        return BoundKernel(compiled, values, second, self._grid(1), self._axis)
+
+    @property
+    def _axis(self) -> int:
+        """The axis of the grid along which rows follow each other."""
+        return 0 if self.constants["PROGRAMS"] else 1
 
     def _grid(self, rows: int) -> tuple[int, int, int]:
         """Return one axis in which the programs of a row follow each other, or two axes.
@@ -129,7 +137,7 @@ class SpecializedKernel:
         Programs of a grid of one axis start sooner. A kernel with PROGRAMS=0 takes two axes,
         because the division that finds its row would cost it registers.
         """
-        if self.constants["PROGRAMS"]:
+        if self._axis == 0:
             return self._programs * rows, 1, 1
         return self._programs, rows, 1
 
@@ -163,13 +171,31 @@ class SpecializedKernel:
 
 
 class BoundKernel:
-    """A compiled kernel with all of its arguments but two addresses."""
+    """A compiled kernel with all of its arguments but two addresses.
 
-    __slots__ = ("_arguments", "_compiled", "_grid", "_second")
+    Args:
+        compiled: of Triton, launched before.
+        arguments: of the kernel.
+        second: place of the address that changes besides the first argument's.
+        grid: of one row.
+        axis: of the grid along which rows follow each other.
+    """
 
-    def __init__(self, compiled: Any, arguments: list[Any], second: int, grid: Any) -> None:
-        self._compiled, self._arguments, self._second = compiled, arguments, second
-        self._grid = grid
+    __slots__ = ("_axis", "_compiled", "_given", "_programs", "_run", "_second")
+
+    def __init__(
+        self,
+        compiled: Any,
+        arguments: list[Any],
+        second: int,
+        grid: tuple[int, int, int],
+        axis: int = 0,
+    ) -> None:
+        # found once: `run` is a property of Triton's, and each part of the list a step of a launch
+        self._compiled, self._run = compiled, compiled.run
+        fixed = compiled.function, compiled.packed_metadata, None, None, None
+        self._given = [*grid, 0, *fixed, *arguments]
+        self._axis, self._programs, self._second = axis, grid[axis], _FIRST + second
 
     def launch(self, rows: int, stream: int, first: int, second: int, hooks: bool) -> None:
         """Launch on a stream of the current device.
@@ -181,9 +207,13 @@ class BoundKernel:
             second: the address of the other tensor that changes.
             hooks: `has_launch_hooks`.
         """
-        arguments = self._arguments.copy()
-        arguments[0], arguments[self._second] = first, second
-        _run(self._compiled, self._grid(rows), stream, arguments, hooks)
+        given = self._given.copy()  # threads share the kernel
+        given[self._axis] = self._programs * rows
+        given[3], given[_FIRST], given[self._second] = stream, first, second
+        if hooks:
+            _run(self._compiled, tuple(given[:3]), stream, given[_FIRST:], hooks)
+        else:
+            self._run(*given)
 
 
 def _run(
