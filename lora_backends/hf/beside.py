@@ -1,8 +1,9 @@
 """A linear layer with its LoRA, as one call of the backend in CUDA graphs of few rows.
 
-There the backend multiplies by the base weight itself, beside the LoRA (`run_with_base`). Elsewhere
-torch multiplies, and the LoRA is added. A program of `torch.compile` is traced before its graphs
-are captured, so it has one operation for both, which decides whenever it runs.
+There `run_with_base` overlaps the base product with the LoRA. Elsewhere torch computes the base
+product, and the backend adds the LoRA to it. A program of `torch.compile` is traced before its
+graphs are captured. So it calls one operation for the layer and its LoRA, which chooses between
+these ways each time it runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MOST_ROWS = 64
 """Rows of a forward pass up to which the backend is asked: `run_with_base` takes no more."""
 
 _COMPILED = "_compiled_beside"
-"""Attribute of a plan: what a graph can capture, as handles of layers, rows and active slots."""
+"""Attribute of a plan: the calls whose kernels are compiled, each as the layer's handle, the shape
+of x and the number of active slots."""
 
 
 def multiplies_bases(backend: LoRABackend, rows: int) -> bool:
@@ -40,7 +42,7 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torc
 
     Args:
         backend: that adds the LoRA.
-        operation: `run_linear`, or what stands for it in a group of modules.
+        operation: `run_linear`; `run_qkv` or `run_gate_up` for a group of modules.
 
     Returns:
         A function of the call, whether torch traces it, x [..., in_features], the LoRA's weights,
@@ -75,7 +77,7 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torc
 
 
 def _may_multiply(x: torch.Tensor, plan: Any, weight: torch.Tensor) -> bool:
-    """Return whether a graph may run the layer by `run_with_base`, and a program by `_linear`."""
+    """Return whether a graph may call `run_with_base` for the layer, and a program `_linear`."""
     return (
         weight.dtype in (torch.bfloat16, torch.float16)
         and x.dtype == weight.dtype
@@ -94,7 +96,7 @@ def _captured(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Return y where a graph captures it and the backend multiplies, else None."""
+    """Return y if a graph captures the call and `run_with_base` takes it, else None."""
     if not is_capturing(x.device):
         return None
     y: torch.Tensor | None = backend.run_with_base(as_rows(x), weight, bias, weights, plan)
@@ -109,9 +111,9 @@ def _compile(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """Compile, once, what a graph of such a call runs; a capture, which may follow, cannot."""
+    """Compile the kernels that a graph of this call launches, once: a capture cannot compile."""
     compiled = vars(plan).setdefault(_COMPILED, set())
-    key = weights.handle, x.shape, getattr(plan, "active_slots", 0)  # what the kernels follow from
+    key = weights.handle, x.shape, getattr(plan, "active_slots", 0)  # the kernels depend on these
     if key not in compiled and not is_capturing(x.device):
         compiled.add(key)
         backend.run_with_base(as_rows(x), weight, bias, weights, plan)

@@ -38,9 +38,9 @@ class Call(Protocol):
     experts: Mapping[str, tuple[ExpertWeights, ...]]  # path of a parameter of experts to stacks
     own: Mapping[str, OwnRows]  # path to the modules that replace the base's for some rows
     joined: Mapping[str, Joined]  # a leader's path to the weights that a compiled program may use
-    is_traced: bool  # whether a compiled program has
+    is_traced: bool  # whether a compiled program uses those
     multiplies_bases: bool  # whether graphs of its programs leave base products to the backend
-    asks_backend: bool  # the same of this eager pass: captured, or a kind that is yet to compile
+    asks_backend: bool  # the same in this pass: a graph captures it, or kernels are yet to compile
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""

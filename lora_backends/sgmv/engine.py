@@ -160,7 +160,8 @@ class SgmvBackend(LoRABackend):
     @property
     def multiplies_bases(self) -> bool:
         """Whether `run_with_base` can multiply on the device."""
-        return self._options.tma and not self.batch_invariant  # its sizes follow the rows
+        # the sizes of the product's kernel depend on the rows of the batch
+        return self._options.tma and not self.batch_invariant
 
     def run_with_base(
         self,
@@ -170,11 +171,11 @@ class SgmvBackend(LoRABackend):
         weights: LoRAWeights,
         plan: SgmvPlan,
     ) -> torch.Tensor | None:
-        """Return ``x @ base_weight.T + base_bias`` with the LoRA of x added: `run_linear` of both.
+        """Return ``x @ base_weight.T + base_bias`` with the LoRA of x added.
 
-        Three launches: the base product runs beside the shrink, and the expand reads B before the
-        product has ended. The product is rounded to x's dtype, as torch's is, but it may sum in
-        another order.
+        Three kernels overlap: the base product runs beside the shrink, and the expand reads B
+        before the product has ended. The product is rounded to x's dtype before the LoRA is added,
+        as torch's is, but its sums may have another order.
 
         Args:
             x: [rows, in_features] bfloat16 or float16, up to 64 rows.
@@ -184,9 +185,11 @@ class SgmvBackend(LoRABackend):
             plan: of the batch.
 
         Returns:
-            [rows, out_features] of x's dtype. None if nothing has been launched: the arguments are
-            not ordinary, another kernel is faster (more rows, few columns), the device has no TMA,
-            or a graph captures what no call outside of it has compiled.
+            [rows, out_features] of x's dtype. None if nothing was launched, so that torch has to
+            multiply: `run_linear` may refuse an argument or has to copy one, the base's tensors are
+            not as above or need a gradient, cuBLAS is faster (more rows, few columns), the device
+            has no TMA, the backend is batch-invariant, or a graph captures a kernel that is not
+            compiled yet.
         """
         if base_weight.shape[0] != weights.out_features or not self.multiplies_bases:
             return None

@@ -193,7 +193,7 @@ PREPARED = SimpleNamespace(asks_backend=True)
 @pytest.fixture
 def narrow(monkeypatch):
     """Let the engines multiply by small weights, which cuBLAS would multiply faster."""
-    monkeypatch.setattr(product, "FEWEST_PROGRAMS", 1 << 20)
+    monkeypatch.setattr(product, "MULTIPROCESSORS_PER_PROGRAM", 1 << 20)
 
 
 @pytest.mark.gpu

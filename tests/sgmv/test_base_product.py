@@ -18,7 +18,7 @@ INPUTS, SLICES = 24, (9, 5)
 @pytest.fixture
 def narrow(monkeypatch):
     """Let the kernel run on layers that cuBLAS would multiply faster."""
-    monkeypatch.setattr(product, "FEWEST_PROGRAMS", H200.multiprocessors)
+    monkeypatch.setattr(product, "MULTIPROCESSORS_PER_PROGRAM", H200.multiprocessors)
 
 
 def whole(*shape, seed, dtype=torch.bfloat16):

@@ -1,1 +1,1 @@
-"""A base layer's product with few rows, beside which its LoRA runs."""
+"""The product of few rows with a base layer's weight, which overlaps the layer's LoRA."""

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 """The product of few rows with a base layer's weight, in a kernel that other kernels can overlap.
 
-Decode reads each weight once for a few rows, so the kernel is as fast as it keeps loads in flight:
-a program owns BLOCK_C columns of y for all rows, and TMA loads STAGES blocks of the weight ahead.
-The weight is the left operand, because a wgmma takes 64 of its rows and as few columns as 8.
+In decode the time is that of reading the weight once, so many loads must be in flight: a program
+computes BLOCK_C columns of y for all rows, and TMA loads STAGES blocks of the weight ahead. The
+weight is the left operand, because a wgmma has 64 rows of the left operand and as few as 8 columns
+of the right one.
 
 Axes are named as in `sgmv.blocks`: T (rows of x), C (columns of y), K (inputs).
 """
@@ -35,8 +36,8 @@ def base_kernel(
 ):
     """Write ``x @ w.T + bias`` into y [rows, out_features], contiguous; sums are float32.
 
-    PROGRAMMATIC: the kernel in front must have waited for all earlier ones before it let this one
-    start. It may still run until this one ends.
+    PROGRAMMATIC: this kernel may start before the one in front has ended, and reads x at once. So
+    the one in front must wait for all earlier kernels before it lets this one start.
     """
     if PROGRAMMATIC:
         gdc_launch_dependents()
@@ -51,7 +52,7 @@ def base_kernel(
         bias = tl.load(bias_ptr + c, mask=c < out_features, other=0.0)
         acc += bias.to(tl.float32)[:, None]
     if PROGRAMMATIC:
-        gdc_wait()  # so that this grid ends after the one in front
+        gdc_wait()  # the next kernel waits for this one alone, but reads what both have written
     at = y_ptr + t.to(tl.int64)[None, :] * out_features + c[:, None]
     mask = (t < rows)[None, :] & (c < out_features)[:, None]
     tl.store(at, rounded(acc, y_ptr.dtype.element_ty, INTERPRETED), mask=mask)

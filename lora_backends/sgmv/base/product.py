@@ -13,15 +13,15 @@ from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, Speciali
 from lora_backends.sgmv.tiles.gpu import Gpu
 
 MOST_ROWS = 64
-"""Rows up to which the kernel is at least as fast as cuBLAS; with 128 it takes 1.01 to 1.17 times
-as long (H200)."""
+"""Rows up to which the kernel is at least as fast as cuBLAS on an H200; with 128 rows it takes 1.01
+to 1.17 times as long."""
 
-FEWEST_PROGRAMS = 3
-"""A third of the multiprocessors must have a program: with fewer, cuBLAS is up to twice as fast,
-because it splits the sum."""
+MULTIPROCESSORS_PER_PROGRAM = 3
+"""The most multiprocessors for each program of the grid: with fewer programs cuBLAS is up to twice
+as fast, because it splits the sum."""
 
 ALIGNMENT = 16
-"""Bytes, of a matrix and of its rows, as TMA reads them."""
+"""Bytes to which TMA needs a matrix and its rows aligned."""
 
 
 class BaseTiles(NamedTuple):
@@ -33,7 +33,9 @@ class BaseTiles(NamedTuple):
 
 
 def base_tiles(rows: int, out_features: int, gpu: Gpu) -> BaseTiles | None:
-    """Return the sizes for x of so many rows, or None where cuBLAS is faster.
+    """Return the sizes for x of so many rows, or None if torch has to multiply.
+
+    None: cuBLAS is faster, or the device has too little shared memory.
 
     Measured on an H200 with 41 weights from 3,072 x 1,024 to 28,672 x 4,096: 0.96 to 0.98 of
     cuBLAS's time.
@@ -43,7 +45,7 @@ def base_tiles(rows: int, out_features: int, gpu: Gpu) -> BaseTiles | None:
     (BaseTiles(block_c=64, block_k=128, num_stages=6), None, None)
     """
     programs = -(-out_features // 64)
-    if rows > MOST_ROWS or programs * FEWEST_PROGRAMS < gpu.multiprocessors:
+    if rows > MOST_ROWS or programs * MULTIPROCESSORS_PER_PROGRAM < gpu.multiprocessors:
         return None
     if programs <= gpu.multiprocessors:  # one program each, with all of its shared memory
         tiles = BaseTiles(64, 128, 6)
@@ -148,7 +150,7 @@ def base_arguments(
     """Return the arguments with which `kernel` writes ``x @ weight.T + bias``.
 
     y is [rows, out_features], contiguous. The launch has one row of programs. A programmatic kernel
-    must follow `launch.shrink`, which waits for all earlier kernels.
+    must follow a shrink, which waits for all earlier kernels.
     """
     sizes = kernel.constants
     descriptors = (
