@@ -44,7 +44,8 @@ METHOD = (
     "linear layers. ms is the median over the rounds, of a round's median decode step or of its "
     "prefill; ratio is the median of each round's ratio to the first engine. On a CPU the time is "
     "the CPU time of the process, on one thread, and the first engine is this library's serving "
-    "requests without adapters; on a GPU it is wall time, and LoRA is off in the first engine."
+    "requests without adapters; on a GPU it is wall time, LoRA is off in the first engine, and "
+    "prefills are left out, since vLLM returns from a step before the GPU has run it."
 )
 
 
@@ -271,6 +272,8 @@ def rows_of(
     base, *_ = times.values()
     rows = []
     for index, step in enumerate(("prefill", "decode")):
+        if step == "prefill" and torch.cuda.is_available():
+            continue  # vLLM returns from a step before the GPU has run it
         for name, series in times.items():
             ms = [each[index] for each in series]
             ratios = [own / first[index] for own, first in zip(ms, base, strict=True)]

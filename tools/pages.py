@@ -40,6 +40,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decode-step-h200": summaries.decode_step_on_the_h200,
     "host-time": summaries.host_time,
     "wide-stacks": summaries.wide_stacks,
+    "vllm-steps": summaries.vllm_steps,
     "h200-factors": summaries.factors,
     "h200-experts": summaries.experts,
     "numba-cpu": summaries.numba_cpu,

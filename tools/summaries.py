@@ -73,6 +73,20 @@ def decode_step_on_the_h200() -> str:
     return table(["", ">base model, ms", ">with adapters / base model"], rows)
 
 
+def vllm_steps() -> str:
+    """Return the time of a decode step inside vLLM on the GPU, over the time with LoRA off."""
+    measured = figures.result("vllm_step_gpu")["rows"]
+    cells: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
+    for row in measured:
+        cells.setdefault((row["rows"], row["adapters"]), {})[row["contender"]] = row
+    rows = []
+    for (count, adapters), found in cells.items():
+        step, own, ours = (found[name] for name in ("off", "own", "triton"))
+        cell = f"{count} rows, {adapters} adapter{'s' * (adapters > 1)}"
+        rows.append([cell, f"{step['ms']:.2f}", f"{own['ratio']:.2f}", f"{ours['ratio']:.2f}"])
+    return table(["", ">LoRA off, ms", ">vLLM's operators / off", ">`triton` / off"], rows)
+
+
 def host_time() -> str:
     """Return microseconds of host time of each GPU backend's calls."""
     columns = ("run_linear", "prepare_batch", "prepare_batch_refill")
