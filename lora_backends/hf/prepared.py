@@ -162,7 +162,8 @@ class PreparedAdapters:
             if self.multiplies_bases:  # asked once a pass: an eager one waits for the host
                 active = getattr(self._plan, "active_slots", 0)
                 self.asks_backend = capturing or active not in self._compiled
-                self._compiled.add(active)
+                if not capturing:  # a capture compiles nothing
+                    self._compiled.add(active)
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis.

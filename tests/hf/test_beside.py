@@ -91,6 +91,17 @@ def test_a_graph_multiplies_by_the_backend_and_follows_updates(make, capturing):
             assert noted == layer * LAYERS
 
 
+def test_a_pass_after_a_capture_without_one_compiles(make, capturing):
+    model = make()
+    noted = model.backend.noted
+    with model.prepare(ROWS, tokens=5) as step:
+        for now, count in ((True, CALLS), (False, CALLS), (False, 0)):
+            capturing(now)
+            noted.clear()
+            logits(model, step)
+            assert len(noted) == count
+
+
 def test_what_the_backend_does_not_multiply_runs_in_turn(make, capturing):
     model, noted = make(), []
     with model.prepare(ROWS, tokens=5) as step:
