@@ -27,6 +27,9 @@ from lora_backends.weights import LoRAWeights
 MOST_ROWS = 64
 """Rows of a forward pass up to which the backend is asked: `run_with_base` takes no more."""
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors whose product is torch's: another class may have its own `linear`."""
+
 _COMPILED = "_compiled_beside"
 """Attribute of a plan: the calls whose kernels are compiled, each as the layer's handle, the shape
 of x and the number of active slots."""
@@ -61,7 +64,7 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torc
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         multiplies = call.multiplies_bases if is_traced else call.asks_backend
-        if not (multiplies and _may_multiply(x, plan, weight)):
+        if not (multiplies and _may_multiply(x, plan, weight, bias)):
             return add(x, weights, plan, functional.linear(x, weight, bias))
         if is_traced:
             handles = backend.handle, weights.handle, plan.handle
@@ -76,10 +79,13 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torc
     return run
 
 
-def _may_multiply(x: torch.Tensor, plan: Any, weight: torch.Tensor) -> bool:
+def _may_multiply(
+    x: torch.Tensor, plan: Any, weight: torch.Tensor, bias: torch.Tensor | None
+) -> bool:
     """Return whether a graph may call `run_with_base` for the layer, and a program `_linear`."""
     return (
-        weight.dtype in (torch.bfloat16, torch.float16)
+        all(tensor is None or type(tensor) in _PLAIN for tensor in (x, weight, bias))
+        and weight.dtype in (torch.bfloat16, torch.float16)
         and x.dtype == weight.dtype
         and isinstance(plan, LoRAPlan)
         and not isinstance(plan, ManyAdaptersPlan)
@@ -144,5 +150,6 @@ def _linear(
 
 
 @_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
+    # not merely an empty tensor of the shape: it refuses devices and sizes as torch does
+    return functional.linear(x, weight, bias).contiguous()

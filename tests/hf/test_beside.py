@@ -191,6 +191,46 @@ def test_a_program_reads_weights_that_were_moved(make, fresh_programs):
             module.weight.data = module.weight.data * 2
 
 
+class Tripled(torch.Tensor):
+    """Multiplies as three times its values."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is functional.linear:
+            args = [a.as_subclass(torch.Tensor) * 3 if type(a) is cls else a for a in args]
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def given(module, name, value):
+    """Return a compiled call of a module, traced and then given another parameter, and its x."""
+    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    program = torch.compile(lambda: module(x), backend="eager")
+    program()
+    setattr(module, name, torch.nn.Parameter(value(getattr(module, name)), requires_grad=False))
+    return program, x
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_program_leaves_parameters_of_another_class_to_torch(make, fresh_programs, name):
+    model = make()
+    module = model.base.model.layers[0].self_attn.o_proj
+    with model.prepare(ROWS, tokens=5) as step, model.using(step):
+        program, x = given(module, name, lambda plain: (plain.data + 1).as_subclass(Tripled))
+        found = program()
+        assert torch.equal(found, module(x))
+        setattr(module, name, torch.nn.Parameter(getattr(module, name).as_subclass(torch.Tensor)))
+        assert not torch.allclose(found, module(x))
+
+
+def test_a_program_refuses_a_weight_on_another_device(make, fresh_programs):
+    model = make()
+    module = model.base.model.layers[0].self_attn.o_proj
+    with model.prepare(ROWS, tokens=5) as step, model.using(step):
+        program, _ = given(module, "weight", lambda plain: plain.to("meta"))
+        with pytest.raises(RuntimeError, match=r"(?i)device"):
+            program()
+
+
 def whole(*shape, seed):
     """Return small whole numbers: their products and sums are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
