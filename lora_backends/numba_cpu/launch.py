@@ -95,7 +95,7 @@ def run(
 ) -> None:
     """Write h from x (`SHRINK`) or token ids (`GATHER`), if asked, and add its expansion to y.
 
-    Rows of x and y are the last axis but one and those before it, at equal distances. Ids are
+    x and y have two axes, or more where they are contiguous; rows lie along the last. Ids are
     int64. An h that is not given lives for this call.
     """
     if not job.num_segments:
@@ -165,8 +165,9 @@ def _rows_of(tensor: torch.Tensor | None) -> tuple[int, int, int]:
     """Return where rows lie, the bytes from one to the next, and the dtype as kernels name it."""
     if tensor is None:
         return 0, 0, 0
-    dtype = BIAS_DTYPES.get(tensor.dtype, 0)
-    return tensor.data_ptr(), tensor.stride(-2) * tensor.itemsize, dtype
+    # a contiguous tensor may have any stride along an axis of 1
+    row = tensor.shape[-1] if tensor.is_contiguous() else tensor.stride(0)
+    return tensor.data_ptr(), row * tensor.itemsize, BIAS_DTYPES.get(tensor.dtype, 0)
 
 
 def num_threads(located: Located, job: NumbaPlan | Job) -> int:

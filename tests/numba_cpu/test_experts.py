@@ -147,6 +147,22 @@ def test_a_routing_follows_its_plan_and_its_copies_are_their_own():
     assert torch.equal(backend.run_experts(x, weights, copied, base.clone()), before)
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_axis_of_a_single_pair_may_have_any_stride(form):
+    """torch calls base_output contiguous, although its tokens are not that stride apart."""
+    weights, options = experts(torch.float32, **form), OPTIONS[0]
+    slots, ids, factors, x, base = call_of(20, torch.float32, options)
+    ids, factors, base = ids[:, :1], factors[:, :1], base[:, :1]
+    backend = NumbaCPUBackend()
+    plan = backend.prepare_batch(LoRABatch(slots, SLOTS))
+    routing = backend.prepare_experts(plan, ids, factors, EXPERTS)
+    expected = backend.run_experts(x, weights, routing, base.clone())
+    room = torch.zeros(20 * base.numel())  # as far as that stride would reach
+    y = room[: base.numel()].as_strided(base.shape, (base.shape[2], base.numel(), 1)).copy_(base)
+    assert y.is_contiguous()
+    assert torch.equal(backend.run_experts(x, weights, routing, y), expected)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_base_output_may_have_any_strides_of_tokens_and_pairs(interleaved):
     """Where the pairs are not rows of one matrix, what lies between them stays as it is."""
