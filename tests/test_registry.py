@@ -324,3 +324,19 @@ def test_a_cpu_for_which_llvm_would_end_the_process_is_refused(features, monkeyp
     assert get_backend("auto", device="cpu").name != "numba_cpu"
     with pytest.raises(BackendUnavailableError, match="F16C"):
         NumbaCPUBackend()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX-512 is a feature of x86")
+@pytest.mark.parametrize("enabled", [0, 1])
+def test_an_instruction_that_numba_is_told_not_to_use_is_not_asked_for(enabled, monkeypatch):
+    from llvmlite import binding
+    from numba.core import config
+
+    from lora_backends.numba_cpu.cpu import missing_features, rounds_to_bfloat16
+
+    found = binding.FeatureMap({"f16c": True, "avx512bf16": True})
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: found)
+    monkeypatch.setattr(config, "CPU_FEATURES", None)
+    monkeypatch.setattr(config, "ENABLE_AVX", enabled)  # of NUMBA_ENABLE_AVX
+    assert rounds_to_bfloat16() == bool(enabled)
+    assert not missing_features()

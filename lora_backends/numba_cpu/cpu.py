@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 
-import llvmlite.binding as llvm
 from numba.core import config
+from numba.core.codegen import get_host_cpu_features
 
 
 def missing_features() -> list[str]:
@@ -31,6 +31,6 @@ def _is_x86() -> bool:
 def _features() -> list[str]:
     features = config.CPU_FEATURES  # of NUMBA_CPU_FEATURES; none at all for the CPU "generic"
     if features is None:
-        features = llvm.get_host_cpu_features().flatten()
+        features = get_host_cpu_features()  # without those that NUMBA_ENABLE_AVX switches off
     found: list[str] = features.split(",")
     return found
