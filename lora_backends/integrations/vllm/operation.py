@@ -94,7 +94,7 @@ def _add(
     if layer.b is None:
         raise InvalidInputError("vLLM expands with a layer that has no lora_b_stacked")
     columns = layer.b.out_features
-    if y.shape[1] != columns:  # logits may be padded to a wider table
+    if offset or y.shape[1] != columns:  # logits may be padded to a wider table
         y = y[:, offset : offset + columns]
     backend = plans.backend
     if operation in (EXPAND, EMBEDDING):
