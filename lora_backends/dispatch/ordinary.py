@@ -1,4 +1,4 @@
-"""The quick checks: True for an ordinary call of rows, in about 2 us of host time.
+"""The quick checks: True for ordinary arguments, in about 2 us of host time.
 
 A model makes this check for each of its layers in every step. It explains nothing: the guards in
 `checks` do, and they decide about every call that is not recognised here.

@@ -271,8 +271,9 @@ def steps_of(b_row, width):
 
     (distance, apart, on, turn, row, column): the first vector of columns asks for four lines,
     `apart` bytes apart, from `distance` on; the next one `on` bytes further; every fourth time it
-    is `turn` bytes. The lines at `column` of the 16 rows from `row` on are left out, and asked for
-    before. All lines of 16 rows at once would keep other loads waiting.
+    is `turn` bytes. Where rows end within a line, these steps reach the last line, at `column`, of
+    the first `row` rows alone; those of the other rows are asked for first. All lines of 16 rows at
+    once would keep other loads waiting.
     """
     if b_row == width:  # no gaps: line after line
         return EXPAND_AHEAD, LINE, 4 * LINE, 4 * LINE, LANES, 0

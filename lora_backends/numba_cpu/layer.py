@@ -99,7 +99,7 @@ class Located:
     shares_a: bool = False  # whether experts share A
     a_span: int = 1  # ranks that a shared A has, one after the other
     shares_b: bool = False  # whether experts share B, rank and scaling
-    column_blocks: int = 1  # that kernels want interleaved columns of y sorted into
+    column_blocks: int = 1  # into which interleaved columns of y are sorted for kernels
 
 
 class Layers:

@@ -85,7 +85,7 @@ class SgmvPlan(CachingPlan):
 
     def tables(self) -> Tables:
         """Return the tables that every entry kernel takes, in order."""
-        if self._views is None:  # a repeated call has their addresses
+        if self._views is None:  # late: stored calls hold the addresses
             self._views = self._view_tables()
         return self._views
 
