@@ -305,6 +305,8 @@ def main() -> None:
     name = "vllm_step_gpu.json" if on_gpu else "vllm_step_cpu.json"
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / name)
     arguments = parser.parse_args()
+    if any(adapters > arguments.adapters for _, adapters in arguments.cells):
+        parser.error(f"a cell has more adapters than --adapters {arguments.adapters}")
     import vllm
 
     allow_a_second_engine()
