@@ -70,11 +70,10 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torc
             handles = backend.handle, weights.handle, plan.handle
             traced: torch.Tensor = _linear(x, weight, bias, operation, *handles)
             return traced
-        y = _captured(backend, x, weights, plan, weight, bias)
-        if y is None:
-            y = add(x, weights, plan, functional.linear(x, weight, bias))
-            _compile(backend, x, weights, plan, weight, bias)
-        return y
+        return _overlapped(
+            backend, x, weight, bias, weights, plan,
+            lambda: add(x, weights, plan, functional.linear(x, weight, bias)),
+        )  # fmt: skip
 
     return run
 
@@ -94,35 +93,29 @@ def _may_multiply(
     )
 
 
-def _captured(
+def _overlapped(
     backend: Any,
     x: torch.Tensor,
-    weights: LoRAWeights,
-    plan: Any,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """Return y if a graph captures the call and `run_with_base` takes it, else None."""
-    if not is_capturing(x.device):
-        return None
-    y: torch.Tensor | None = backend.run_with_base(as_rows(x), weight, bias, weights, plan)
-    return None if y is None else y.view(*x.shape[:-1], y.shape[-1])
-
-
-def _compile(
-    backend: Any,
-    x: torch.Tensor,
     weights: LoRAWeights,
     plan: Any,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> None:
-    """Compile the kernels that a graph of this call launches, once: a capture cannot compile."""
+    in_turn: Callable[[], torch.Tensor],
+) -> torch.Tensor:
+    """Return y by `run_with_base` if a graph captures the call and it takes it, else by `in_turn`.
+
+    A capture cannot compile, so the first call outside of one compiles what a graph launches.
+    """
+    if is_capturing(x.device):
+        y = backend.run_with_base(as_rows(x), weight, bias, weights, plan)
+        return in_turn() if y is None else y.view(*x.shape[:-1], y.shape[-1])
+    y = in_turn()
     compiled = vars(plan).setdefault(_COMPILED, set())
     key = weights.handle, x.shape, getattr(plan, "active_slots", 0)  # the kernels depend on these
-    if key not in compiled and not is_capturing(x.device):
+    if key not in compiled:
         compiled.add(key)
         backend.run_with_base(as_rows(x), weight, bias, weights, plan)
+    return y
 
 
 @torch.library.custom_op(
@@ -141,12 +134,13 @@ def _linear(
     plan: int,
 ) -> torch.Tensor:
     engine, layer, batch = lookup(backend), lookup(weights), lookup(plan)
-    y = _captured(engine, x, layer, batch, weight, bias)
-    if y is None:
+
+    def in_turn() -> torch.Tensor:
         y = functional.linear(x, weight, bias).contiguous()
         getattr(engine, operation)(as_rows(x), layer, batch, y.view(-1, y.shape[-1]))
-        _compile(engine, x, layer, batch, weight, bias)
-    return y
+        return y
+
+    return _overlapped(engine, x, weight, bias, layer, batch, in_turn)
 
 
 @_linear.register_fake
