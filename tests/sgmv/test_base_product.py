@@ -38,6 +38,13 @@ def layer(dtype=torch.bfloat16, bias=False):
     )
 
 
+def given(device, rows):
+    """Return a layer, x, the base weight and its bias."""
+    x, weight = whole(rows, INPUTS, seed=4), whole(sum(SLICES), INPUTS, seed=5)
+    bias = whole(sum(SLICES), seed=6)
+    return on(device, layer()), x.to(device), weight.to(device), bias.to(device)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -62,9 +69,7 @@ def test_rows_behind_the_batch_and_without_adapters_are_the_product(device, narr
     backend = make_engine(variant, device)
     if not backend.multiplies_bases:
         pytest.skip("the device has no TMA, or the backend is batch-invariant")
-    weights = on(device, layer())
-    weight = whole(sum(SLICES), INPUTS, seed=5).to(device)
-    x = whole(20, INPUTS, seed=4).to(device)
+    weights, x, weight, _ = given(device, 20)
     for slots in ([NO_ADAPTER] * 3, [2, 2], [0, NO_ADAPTER, 3]):
         plan = backend.prepare_batch(LoRABatch(slots, 4), capacity=20)
         wanted = torch.nn.functional.linear(x, weight)
@@ -78,10 +83,8 @@ def test_what_it_does_not_take_it_leaves_to_others(device, narrow):
     backend = make_engine("triton", device)
     if not backend.multiplies_bases:
         pytest.skip("the device has no TMA")
-    weights, batch = on(device, layer()), small_batch()
-    x = whole(batch.num_tokens, INPUTS, seed=4).to(device)
-    weight = whole(sum(SLICES), INPUTS, seed=5).to(device)
-    bias = whole(sum(SLICES), seed=6).to(device)
+    batch = small_batch()
+    weights, x, weight, bias = given(device, batch.num_tokens)
     plan = backend.prepare_batch(batch)
     assert backend.run_with_base(x, weight, bias, weights, plan) is not None
     strided = on(device, layer())
@@ -91,7 +94,7 @@ def test_what_it_does_not_take_it_leaves_to_others(device, narrow):
     assert backend.run_with_base(x, wider[:, 8:], bias, weights, plan) is not None
     wide_x = whole(batch.num_tokens, INPUTS + 8, seed=4).to(device)
     learned = torch.nn.Parameter(weight)
-    for given in (
+    for refused in (
         (x.float(), weight.float(), None, on(device, layer(torch.float32)), plan),
         (x, weight.half(), bias, weights, plan),
         (x, weight, bias.half(), weights, plan),
@@ -106,7 +109,7 @@ def test_what_it_does_not_take_it_leaves_to_others(device, narrow):
         (x, weight, torch.nn.Parameter(bias), weights, plan),
         (x, weight, bias, strided, plan),  # a copy of the ranks would be launched between
     ):
-        assert backend.run_with_base(*given) is None
+        assert backend.run_with_base(*refused) is None
     with torch.no_grad():
         assert backend.run_with_base(x, learned, bias, weights, plan) is not None
     invariant = make_engine("triton", device, batch_invariant=True)
@@ -121,9 +124,8 @@ def test_a_graph_captures_only_what_is_compiled(device, monkeypatch, narrow, mis
     backend = make_engine("triton", device)
     if not backend.multiplies_bases:
         pytest.skip("the device has no TMA")
-    weights, batch = on(device, layer()), small_batch()
-    x = whole(batch.num_tokens, INPUTS, seed=4).to(device)
-    weight = whole(sum(SLICES), INPUTS, seed=5).to(device)
+    batch = small_batch()
+    weights, x, weight, _ = given(device, batch.num_tokens)
     plan, asked = backend.prepare_batch(batch), []
 
     def is_compiled(kernel, arguments):
