@@ -52,7 +52,7 @@ class _Entry:
         self.apart = (0, 0)  # addresses of x and y that were last found apart
 
     def is_apart(self, weights: LoRAWeights, x_first: int, y_first: int) -> bool:
-        """Return whether y overlaps neither x nor the layer, and remember where it does not."""
+        """Return whether y overlaps neither x nor the layer; if so, remember the addresses."""
         y_end = y_first + self.y_extent
         if x_first < y_end and y_first < x_first + self.x_extent:
             return False

@@ -78,7 +78,7 @@ class PreparedAdapters:
         self.rows, self.tokens = len(adapters), tokens
         self.multiplies_bases = multiplies_bases(backend, self.rows * tokens)
         self.asks_backend = self.multiplies_bases
-        self._compiled: set[int] = set()  # active slots of eager passes that asked
+        self._compiled: set[int] = set()  # active slots whose kernels are compiled
         self._pool = pool
         self._layout = layout
         self._shape: tuple[int, ...] | None = None  # of most inputs with that layout
@@ -159,7 +159,7 @@ class PreparedAdapters:
             if capturing:
                 self._check_capture()
                 self._captured = True
-            if self.multiplies_bases:  # an eager pass waits for the host: only the first asks
+            if self.multiplies_bases:  # eager passes are host-bound: they ask only to compile
                 active = getattr(self._plan, "active_slots", 0)
                 self.asks_backend = capturing or active not in self._compiled
                 if not capturing:  # a capture compiles nothing

@@ -66,7 +66,7 @@ def dequantized(module: Any) -> torch.Tensor | None:
         values = module.dequantize()
     elif type(weight).__name__ == "Params4bit":
         state = weight.quant_state
-        # without a state not quantised yet; or laid out anew, for a product on a CPU
+        # no state: not quantised yet; packing_format_for_cpu: repacked for the CPU
         if state is None or getattr(state, "packing_format_for_cpu", False):
             return None
         from bitsandbytes.functional import dequantize_4bit

@@ -89,7 +89,7 @@ def base_layer(sites: Mapping[str, Site], path: str) -> BaseLayer:
             f"its values are unknown\n  given: {type(module).__name__}, "
             f"{type(given).__name__} {getattr(given, 'dtype', '')}\n"
             f"  allowed: a weight of float16, bfloat16 or float32, or quantized by torchao, "
-            f"quanto, hqq or bitsandbytes (4 bits: unless a CPU has packed them anew)\n"
+            f"quanto, hqq or bitsandbytes (4 bits: unless repacked for a CPU)\n"
             f"  to do: load the base model without quantization, or merge the adapter into it"
         )
     if isinstance(module, (Conv1D, nn.Embedding)):

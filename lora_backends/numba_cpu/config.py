@@ -50,7 +50,7 @@ cores of an AMD EPYC, 1024 took 1.0 to 1.15 times as long, 4096 1.05 to 1.1, and
 stop at the end of a row 1.0 to 1.2."""
 
 EXPAND_AHEAD = 8192
-"""Distance in bytes of prefetches of B, of which each vector of columns makes four. On the AMD
+"""Prefetch distance in B, in bytes; each vector of columns issues four prefetches. On the AMD
 EPYC 4096 took 1.1 to 1.3 times as long, 16384 1.0 to 1.2, and prefetches of 16 whole rows at once
 1.4 to 2.2: a core waits for its oldest requests."""
 

@@ -251,7 +251,7 @@ def scale_h(scales, first, last, tokens, h):
 def shrink_panel() -> Any:
     """Compile up to `LONG_PANEL` columns of h, by chunks of the inputs.
 
-    x is copied as float32 behind its order: the numbers from 0. The last row of a fills up a block
+    x is copied as float32 behind its order: the numbers from 0. The last row of a pads its block
     of rows.
     """
     sources = SOURCES

@@ -72,7 +72,7 @@ def aligned(scratch):
 def shrink_long(kind: Any) -> Any:
     """Compile up to `LONG_PANEL` columns of ``h = x @ a.T``, by chunks of the inputs.
 
-    The last row of a fills up a block of rows.
+    The last row of a pads its block of rows.
     """
     sources = SOURCES
 
@@ -112,9 +112,9 @@ def next_block(size, rows, count, j, k):
 
 
 def add_block(kind_x: Any) -> Any:
-    """Compile the products of a chunk of a block of rows and all tokens; h after the last chunk.
+    """Compile the product of one block of A and all tokens; the last chunk writes h.
 
-    x is widened in registers. The last token fills up a group. Where x is `fresh`, not in a cache
+    x is widened in registers. The last token pads its group. Where x is `fresh`, not in a cache
     yet, the rows of the next group are fetched.
     """
     sources = SOURCES

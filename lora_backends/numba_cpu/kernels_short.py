@@ -267,13 +267,13 @@ def add_column(kinds, place, factors, t, end, h, y):
 
 @function
 def steps_of(b_row, width):
-    """Return how rows of b that are needed in a while are prefetched while others are multiplied.
+    """Return how to prefetch later rows of b: (distance, apart, on, turn, row, column).
 
-    (distance, apart, on, turn, row, column): the first vector of columns asks for four lines,
-    `apart` bytes apart, from `distance` on; the next one `on` bytes further; every fourth time it
-    is `turn` bytes. Where rows end within a line, these steps reach the last line, at `column`, of
-    the first `row` rows alone; those of the other rows are asked for first. All lines of 16 rows at
-    once would keep other loads waiting.
+    Each vector of columns prefetches four lines, `apart` bytes apart. The first vector starts
+    `distance` bytes ahead, each next one `on` bytes further, every fourth one `turn` bytes. If rows
+    end within a line, these steps reach the last line, at `column`, only in the first `row` rows;
+    the last lines of the other rows are prefetched first. Prefetching all lines of 16 rows at once
+    would stall other loads.
     """
     if b_row == width:  # no gaps: line after line
         return EXPAND_AHEAD, LINE, 4 * LINE, 4 * LINE, LANES, 0

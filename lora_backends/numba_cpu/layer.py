@@ -221,7 +221,7 @@ def _locate_experts(weights: ExpertWeights, addresses: tuple[int, ...]) -> Locat
 
 
 def _experts_of(*tensors: torch.Tensor | None) -> int:
-    """Return the experts that tensors differ for; 1: all experts share them."""
+    """Return how many experts tensors hold; 1 means all share them."""
     return max(tensor.shape[1] for tensor in tensors if tensor is not None)
 
 

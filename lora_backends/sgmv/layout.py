@@ -120,7 +120,7 @@ class SgmvPlan(CachingPlan):
     ) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
         """Return host memory for the buffer, and the part of it for the tables of the engine.
 
-        The slots and any token_scales are written, and that many values of the tables are EMPTY.
+        Writes the slots and any token_scales, and fills `tables` values of the tables with EMPTY.
         """
         tokens, slots_at = counted.slots.size, aligned(self.capacity)
         has_scales = batch.token_scales is not None

@@ -72,7 +72,7 @@ def _run_layer(
 
 
 def _is_by_itself(operation: str, x: torch.Tensor, plans: Plans) -> bool:
-    """Return whether no graph, captured or yet to be, can repeat the call for other adapters."""
+    """Return whether no CUDA graph can replay the call for other adapters."""
     if is_capturing(x.device):
         return False
     is_linear = operation == LINEAR and not plans.may_be_captured(x.shape[0])

@@ -191,7 +191,7 @@ class BoundKernel:
         grid: tuple[int, int, int],
         axis: int = 0,
     ) -> None:
-        # found once: `run` is a property of Triton's, and each part of the list a step of a launch
+        # built once: reading Triton's `run` property and filling the list would slow each launch
         self._compiled, self._run = compiled, compiled.run
         fixed = compiled.function, compiled.packed_metadata, None, None, None
         self._given = [*grid, 0, *fixed, *arguments]

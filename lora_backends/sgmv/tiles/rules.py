@@ -157,8 +157,8 @@ def of_8_bits(
 ) -> TileConfig:
     """Return sizes for a stack of 8 bits with a scale per row, made from those for one of 16 bits.
 
-    Where most tokens have their slot for themselves, widening for a matrix product takes longer
-    than to multiply without. Sizes without a product stay as they are.
+    At ranks up to 16 with about one token per slot, kernels without matrix instructions are
+    faster. Sizes without a product stay as they are.
     """
     rows, shrink, expand = gpu.as_on_h200(batch.rows), tiles.shrink, tiles.expand
     alone = batch.num_tokens < min(_PREFILL_TOKENS, 2 * batch.active_slots)

@@ -121,7 +121,7 @@ def padded_rank(max_rank: int) -> int:
 
 
 def parts(in_features: int, block_k: int, most: int) -> int:
-    """Return the most parts of the inputs, up to `most`, that waste under an eighth of the steps.
+    """Return the most parts of the inputs, up to `most`, wasting at most an eighth of the steps.
 
     >>> parts(2048, 128, 16), parts(17408, 1024, 8), parts(77, 128, 4)
     (16, 6, 1)
