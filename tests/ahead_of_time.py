@@ -172,6 +172,7 @@ def check_waits_first(ptx):
     A base product relies on it: it reads x without a wait of its own.
     """
     seen = re.findall(r"griddepcontrol\.\w+|st\.global|\bbra\b|\bret;", ptx)
+    assert ptx.index("prefetch.global.L2") < ptx.index(seen[0]), "A is prefetched behind the wait"
     assert seen[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"], seen[:2]
 
 
