@@ -8,8 +8,9 @@ every check: what the checks depend on is part of the key, or is compared in `Ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -37,6 +38,19 @@ class CachedCall(Protocol):
         """
 
 
+_Value = TypeVar("_Value", bound=Hashable)
+
+
+@lru_cache(maxsize=65536, typed=True)
+def shared(value: _Value) -> _Value:
+    """Return one object for equal values.
+
+    Between two calls of a layer a model runs so much other code that a repeated call waits for
+    most of what it reads. It waits less for what other layers have just read.
+    """
+    return value
+
+
 class _Entry:
     """One stored call, and the properties that another call must share with it."""
 
@@ -46,9 +60,10 @@ class _Entry:
         self, key: Any, call: CachedCall, x: torch.Tensor, weights: LoRAWeights, y: torch.Tensor
     ) -> None:
         self.call = call
-        self.key, self.kind = key, _kind_of(x, x.data_ptr(), y, y.data_ptr())
+        self.key, self.kind = key, shared(_kind_of(x, x.data_ptr(), y, y.data_ptr()))
         self.x_extent, self.y_extent = extent_of(x), extent_of(y)  # bytes, first to last element
-        self.addresses = addresses_of(weights)  # to notice that a tensor of the layer has moved
+        # to notice that a tensor of the layer has moved
+        self.addresses = tuple(map(shared, addresses_of(weights)))
         self.apart = (0, 0)  # addresses of x and y that were last found apart
 
     def is_apart(self, weights: LoRAWeights, x_first: int, y_first: int) -> bool:

@@ -24,6 +24,9 @@ from lora_backends.hf.running import Call
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights
 
+Run = Callable[..., torch.Tensor]
+"""Computes a linear layer with its LoRA: what `linear_with_lora` returns."""
+
 MOST_ROWS = 64
 """Rows of a forward pass up to which the backend is asked: `run_with_base` takes no more."""
 
@@ -40,7 +43,7 @@ def multiplies_bases(backend: LoRABackend, rows: int) -> bool:
     return rows <= MOST_ROWS and backend.cuda_graphs and getattr(backend, "multiplies_bases", False)
 
 
-def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:
+def linear_with_lora(backend: LoRABackend, operation: str) -> Run:
     """Return a function that computes a linear layer and adds its LoRA by an operation.
 
     Args:
