@@ -190,14 +190,13 @@ def leader_forward(
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
         y = run(call, is_traced, input, weights, plan, *joined)
-        outputs: dict[nn.Module, torch.Tensor] = dict(
-            zip(group.modules, _columns(y, widths), strict=True)
-        )
-        mine = outputs.pop(self)
+        mine, *others = _columns(y, widths)
         if is_traced:
             call.is_traced = True
             traced.note(input)
-        RUNNING.kept = Kept(group, input, TRACED if is_traced else input._version, outputs)
+        version = TRACED if is_traced else input._version
+        outputs: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], others, strict=True))
+        RUNNING.kept = Kept(group, input, version, outputs)
         return mine
 
     return forward
