@@ -10,12 +10,14 @@ from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
+from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to
 from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import BackendUnavailableError
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.numba_cpu import experts, launch
+from lora_backends.numba_cpu.call_cache import CachedRun
 from lora_backends.numba_cpu.cpu import missing_features
 from lora_backends.numba_cpu.layer import Layers
 from lora_backends.numba_cpu.needs import (
@@ -92,6 +94,7 @@ class NumbaCPUBackend(LoRABackend):
         if out is None:
             sizes = (batch.num_tokens, batch.num_slots)
             out = NumbaPlan(*sizes, order, segments, capacity=capacity or 0)
+            out.call_cache = self._layers.calls
         scales = batch.token_scales
         out.num_tokens = batch.num_tokens
         out.refill(order, segments, None if scales is None else padded(scales, out.capacity))
@@ -121,6 +124,7 @@ class NumbaCPUBackend(LoRABackend):
         return y
 
     @override
+    @stores_calls
     def run_linear(
         self,
         x: torch.Tensor,
@@ -129,7 +133,11 @@ class NumbaCPUBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = added_to(base_output, weights, x.shape[0])
-        launch.run(SHRINK, self._layers.locate(weights), plan, x=x, y=y)
+        if plan.num_segments:
+            bound = launch.bind(SHRINK, self._layers.locate(weights), plan.needs, x, None, y)
+            launch.start(bound, plan, x.data_ptr(), y.data_ptr())
+            cached = CachedRun(bound, x.shape[0], plan.num_slots, plan.needs)
+            plan.call_cache.store("run_linear", self, x, weights, y, cached)
         return y
 
     @override

@@ -61,3 +61,6 @@ weights per token. Starting a thread takes 2 us; from 135 kB on two threads are 
 SEGMENTS_PER_THREAD = 4
 """Segments per thread from which a thread does both halves of whole segments, so that threads meet
 once: 1 to 4% less time at 8 segments of 2 tokens. With fewer, one would wait for another."""
+
+SCRATCH_BYTES = 1 << 18
+"""Bytes of h up to which the calls of a thread use one buffer in turn; a larger h is allocated."""

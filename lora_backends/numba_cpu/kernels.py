@@ -46,12 +46,15 @@ class Call(NamedTuple):
     first: int  # SHRINK, GATHER or 0
     routines: int  # address of the fields of a `Routines`
     expand: int  # whether that is followed by the second half
-    whole: int  # whether a thread does both halves of its share of the segments
-    threads: int  # 1: OpenMP is not asked
     thread_num: int  # addresses of OpenMP's functions
     num_threads: int
     barrier: int
     layer: int  # address of the fields of a `Layer`
+    x_row: int
+    h_row: int
+    y_row: int
+    x_dtype: int  # BIAS_FLOAT32, ...; kernels of 8-bit stacks ask for it
+    y_dtype: int
     a_count: int  # from here on the fields of a `Work`
     a_segments: int
     a_span: int
@@ -64,15 +67,12 @@ class Call(NamedTuple):
     scales: int
     scales_row: int
     scales_order: int
+    whole: int  # whether a thread does both halves of its share of the segments
+    threads: int  # 1: OpenMP is not asked
     x: int
-    x_row: int
     h: int
     h_slice: int
-    h_row: int
     y: int
-    y_row: int
-    x_dtype: int  # BIAS_FLOAT32, ...; kernels of 8-bit stacks ask for it
-    y_dtype: int
 
 
 class Routines(NamedTuple):

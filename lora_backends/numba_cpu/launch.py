@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numba import config
 
 from lora_backends.numba_cpu import kernels, kernels_eight_bit, kernels_experts
-from lora_backends.numba_cpu.config import SEGMENTS_PER_THREAD, SERIAL_BYTES
+from lora_backends.numba_cpu.config import SCRATCH_BYTES, SEGMENTS_PER_THREAD, SERIAL_BYTES
 from lora_backends.numba_cpu.layer import BIAS_DTYPES, Located
 from lora_backends.numba_cpu.needs import EXPAND
-from lora_backends.numba_cpu.openmp import OpenMP, torch_openmp
+from lora_backends.numba_cpu.openmp import torch_openmp
 from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan
 from lora_backends.numba_cpu.routines import MARKERS, Table, eight_bit_table, table_of
 
 NO_FUNCTIONS = (0, 0, 0)
 _CPU = torch.device("cpu")
-_PACK_START = struct.Struct("9q").pack  # the fields of a `kernels.Call` before those of a `Work`
-_PACK_TENSORS = struct.Struct("9q").pack  # and behind them
+_LINE = 64  # bytes of a cache line
+_PACK_BOUND = struct.Struct("12q").pack  # the fields of a `kernels.Call` before those of a `Work`
+_PACK_REST = struct.Struct("6q").pack  # and behind them
 _PACK_REDUCTION = struct.Struct(f"{len(kernels_experts.Reduction._fields)}q").pack
 
 
@@ -80,8 +83,28 @@ def grouping_kernel() -> Kernel:
     return _kernel(kernels_experts.grouping_entry())
 
 
+class _Scratch(threading.local):
+    """Memory for h, which each thread's calls use in turn; NumPy's, whatever modes torch is in."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(SCRATCH_BYTES + _LINE, np.uint8)
+        address = self.memory.ctypes.data
+        self.address = address + -address % _LINE
+
+
+_SCRATCH = _Scratch()
+
+
 def _address_of(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+class Bound(NamedTuple):
+    """A kernel with all of its arguments but the batch's and the addresses of x, h and y."""
+
+    located: Located
+    kernel: Kernel
+    fields: bytes  # the fields of a `kernels.Call` before those of a `Work`
 
 
 def run(
@@ -100,30 +123,56 @@ def run(
     """
     if not job.num_segments:
         return
-    threads = num_threads(located, job)
-    needs = first | located.needs | job.needs | (0 if y is None else EXPAND)
+    bound = bind(first, located, job.needs, x, h, y)
+    x_at, y_at = (0 if tensor is None else tensor.data_ptr() for tensor in (x, y))
+    if h is None:
+        start(bound, job, x_at, y_at)
+    else:
+        _start(bound, job, x_at, h.data_ptr(), 4 * h.stride(0), y_at)
+
+
+def bind(
+    first: int,
+    located: Located,
+    needs: int,
+    x: torch.Tensor | None,
+    h: torch.Tensor | None,
+    y: torch.Tensor | None,
+) -> Bound:
+    """Return the kernel for such calls of `run`; `needs` are the batch's."""
+    needs |= first | located.needs | (0 if y is None else EXPAND)
     if located.eight_bit:
         kernel = eight_bit_kernel(needs)
     else:
         kernel = kernel_for(located.dtype, located.dtype if y is None else y.dtype, needs)
-    if h is None:
-        h_row = 4 * located.max_rank
-        h_slice = h_row * job.h_rows
-        h = torch.empty(h_slice * located.num_slices // 4, device=_CPU)
-    else:
-        h_slice, h_row = 4 * h.stride(0), 4 * h.stride(1)
-    x_at, x_row, x_dtype = _rows_of(x)
-    y_at, y_row, y_dtype = _rows_of(y)
-    whole = job.halves_match and job.num_segments >= SEGMENTS_PER_THREAD * threads
-    openmp = torch_openmp() if threads > 1 else None
+    openmp = torch_openmp()
     functions = NO_FUNCTIONS if openmp is None else openmp.functions
-    start = (first, kernel.routines, y is not None, whole, threads, *functions, located.address)
-    tensors = (x_at, x_row, h.data_ptr(), h_slice, h_row, y_at, y_row, x_dtype, y_dtype)
-    call = _PACK_START(*start) + job.packed_work + _PACK_TENSORS(*tensors)
-    _start(kernel, call, threads, openmp)
+    h_row = 4 * (located.max_rank if h is None else h.stride(1))
+    rows, dtypes = (_row_of(x), h_row, _row_of(y)), (_dtype_of(x), _dtype_of(y))
+    start = (first, kernel.routines, y is not None, *functions, located.address)
+    return Bound(located, kernel, _PACK_BOUND(*start, *rows, *dtypes))
 
 
-def _start(kernel: Kernel, call: bytes, threads: int, openmp: OpenMP | None) -> None:
+def start(bound: Bound, job: NumbaPlan | Job, x: int, y: int) -> None:
+    """Run a kernel whose h lives for this call; x and y are addresses."""
+    h_slice = 4 * bound.located.max_rank * job.h_rows
+    size = h_slice * bound.located.num_slices
+    if size <= SCRATCH_BYTES:
+        _start(bound, job, x, _SCRATCH.address, h_slice, y)
+    else:
+        h = torch.empty(size // 4, device=_CPU)
+        _start(bound, job, x, h.data_ptr(), h_slice, y)
+
+
+def _start(bound: Bound, job: NumbaPlan | Job, x: int, h: int, h_slice: int, y: int) -> None:
+    threads = num_threads(bound.located, job)
+    whole = job.halves_match and job.num_segments >= SEGMENTS_PER_THREAD * threads
+    call = bound.fields + job.packed_work + _PACK_REST(whole, threads, x, h, h_slice, y)
+    _call(bound.kernel, call, threads)
+
+
+def _call(kernel: Kernel, call: bytes, threads: int) -> None:
+    openmp = torch_openmp() if threads > 1 else None
     if openmp is None:
         kernel.run(call)
     else:
@@ -156,18 +205,24 @@ def reduce(y: torch.Tensor, delta: torch.Tensor, located: Located, routing: Any)
         delta.data_ptr(),
         delta.shape[1],
         NO_SCALES[0],
-        *_rows_of(y)[:2],
+        y.data_ptr(),
+        _row_of(y),
     )
-    _start(reduction_kernel(y.dtype), call, threads, openmp)
+    _call(reduction_kernel(y.dtype), call, threads)
 
 
-def _rows_of(tensor: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return where rows lie, the bytes from one to the next, and the dtype as kernels name it."""
+def _row_of(tensor: torch.Tensor | None) -> int:
+    """Return the bytes from one row to the next."""
     if tensor is None:
-        return 0, 0, 0
+        return 0
     # a contiguous tensor may have any stride along an axis of 1
-    row = tensor.shape[-1] if tensor.is_contiguous() else tensor.stride(0)
-    return tensor.data_ptr(), row * tensor.itemsize, BIAS_DTYPES.get(tensor.dtype, 0)
+    row: int = tensor.shape[-1] if tensor.is_contiguous() else tensor.stride(0)
+    return row * tensor.itemsize
+
+
+def _dtype_of(tensor: torch.Tensor | None) -> int:
+    """Return the dtype as kernels name it."""
+    return 0 if tensor is None else BIAS_DTYPES.get(tensor.dtype, 0)
 
 
 def num_threads(located: Located, job: NumbaPlan | Job) -> int:

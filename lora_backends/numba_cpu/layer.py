@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lora_backends.dispatch.cached import CallCache
 from lora_backends.dispatch.ordinary import addresses_of
 from lora_backends.eight_bit import b_row_groups, is_eight_bit
 from lora_backends.experts import ExpertWeights
@@ -103,15 +104,16 @@ class Located:
 
 
 class Layers:
-    """The `Located` of all weights in use.
+    """The `Located` of all weights in use, and the calls that were made of them.
 
-    Kept by the weights object itself, for as long as it lives, and made anew when one of its
+    A `Located` is kept for as long as the weights object lives, and made anew when one of its
     tensors has moved. Shapes and strides are those of the same tensors, ranks and scalings are
     read by the kernels, so a slot that is rewritten in place needs nothing.
     """
 
     def __init__(self) -> None:
         self._located: WeakKeyDictionary[Weights, Located] = WeakKeyDictionary()
+        self.calls = CallCache()  # of all plans: a model that is given names makes one per pass
 
     def __reduce__(self) -> tuple[type[Layers], tuple[()]]:
         return Layers, ()  # addresses mean nothing to a copy

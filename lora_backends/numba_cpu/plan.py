@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lora_backends.backend import LoRAPlan
 from lora_backends.batch import LoRABatch
+from lora_backends.dispatch.cached import CachingPlan, CallCache
 from lora_backends.numba_cpu.config import LONG_SEGMENT, MAX_SEGMENT
 from lora_backends.numba_cpu.needs import LONG
 
@@ -62,7 +62,7 @@ class Job(NamedTuple):
 
 
 @dataclass(eq=False)
-class NumbaPlan(LoRAPlan):
+class NumbaPlan(CachingPlan):
     """The tokens in order of their slots, cut into segments of one slot each.
 
     Slots ``[2, -1, 0, 2]`` make the order ``[2, 0, 3]`` and the segments
@@ -77,7 +77,8 @@ class NumbaPlan(LoRAPlan):
         self.refill(self.order, self.segments, self.token_scales)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        return state | {"call_cache": CallCache()}  # addresses die with a copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
