@@ -161,6 +161,8 @@ def compile_kernel(found, dtype, target):
         assert "ld.global.b16" not in compiled.asm["ptx"], "B and y are read 2 bytes at a time"
     if constants.get("PROGRAMMATIC") and kernel.__name__ == "shrink_kernel":
         check_waits_first(compiled.asm["ptx"])
+        prefetched = "prefetch.global.L2" in compiled.asm["ptx"].partition("griddepcontrol")[0]
+        assert prefetched == ("experts" not in kernel.__module__), "A is prefetched late"
     elif constants.get("PROGRAMMATIC") and (constants.get("LATE_Y") or "BLOCK_T" in constants):
         check_waits(kernel.__name__, compiled.asm["ptx"])
     return compiled

@@ -23,6 +23,7 @@ from lora_backends.sgmv.elements import (
     load_h_row,
     load_y,
     multiply,
+    prefetch_lines,
     product,
     row_product,
     row_sums,
@@ -68,6 +69,71 @@ def columns_of(program, STARTS: tl.constexpr, FIRST_PROGRAMS: tl.constexpr, STRI
 def entry(values, t, i):
     """Return element i of a block [T] of integers."""
     return tl.sum(tl.where(t == i, values, 0))
+
+
+@triton.jit
+def _rows_of_a(
+    a_ptr,
+    a_slices_ptr,
+    slot,
+    s,
+    r,
+    a_stride_l,
+    a_stride_s,
+    a_stride_r,
+    NUM_SLICES: tl.constexpr,
+    SLICE_ALIGN: tl.constexpr,
+):
+    """Return the addresses of rows r [N] of a slot's A, in slices s [N]."""
+    if SLICE_ALIGN > 0:
+        own, slot_stride, row_stride = slice_entry(a_slices_ptr, s, s < NUM_SLICES, SLICE_ALIGN)
+        a_rows = a_ptr + own + slot * slot_stride + r.to(tl.int64) * row_stride
+    else:
+        a_rows = (
+            a_ptr + slot * a_stride_l + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r
+        )
+    return a_rows
+
+
+@triton.jit
+def prefetch_a(
+    a_ptr,
+    ranks_ptr,
+    a_slices_ptr,
+    slot,
+    program,
+    in_features,
+    a_stride_l,
+    a_stride_s,
+    a_stride_r,
+    NUM_SLICES: tl.constexpr,
+    SLICE_ALIGN: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Bring into L2 the first 512 bytes that `shrink_tile` will read of each of its rows of A.
+
+    It may run while an earlier kernel writes A and the ranks: L2 takes the new values, and with a
+    rank from before that write it brings too many rows or too few. It has no branch, because every
+    program must wait before it may end.
+    """
+    LINE: tl.constexpr = 1024 // a_ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
+    PART: tl.constexpr = STEPS * BLOCK_K
+    n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    s, r = n // RANK_PAD, n % RANK_PAD  # [N]
+    has_rank = (s < NUM_SLICES) & (slot >= 0)
+    ranks_at = ranks_ptr + slot * NUM_SLICES + s
+    rank = tl.load(ranks_at, mask=has_rank, other=0, cache_modifier=".cg")  # [N]
+    a_rows = _rows_of_a(
+        a_ptr, a_slices_ptr, slot, s, r, a_stride_l, a_stride_s, a_stride_r, NUM_SLICES, SLICE_ALIGN
+    )
+    own = tl.arange(0, 4) * LINE
+    k = program % SPLIT_K * PART + own
+    wanted = (r < rank)[:, None] & ((own < PART) & (k < in_features))[None, :]
+    prefetch_lines(a_rows[:, None] + k[None, :], wanted)
 
 
 @triton.jit
@@ -124,13 +190,9 @@ def shrink_tile(
         return
     has_token = x_row >= 0  # [T]
     x_rows = x_ptr + x_row * x_stride_t  # [T]
-    if SLICE_ALIGN > 0:
-        own, slot_stride, row_stride = slice_entry(a_slices_ptr, s, s < NUM_SLICES, SLICE_ALIGN)
-        a_rows = a_ptr + own + slot * slot_stride + r.to(tl.int64) * row_stride
-    else:
-        a_rows = (
-            a_ptr + slot * a_stride_l + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r
-        )
+    a_rows = _rows_of_a(
+        a_ptr, a_slices_ptr, slot, s, r, a_stride_l, a_stride_s, a_stride_r, NUM_SLICES, SLICE_ALIGN
+    )
     used = r < rank
     scale_rows = (
         a_scales_ptr + slot * a_scales_stride_l + s.to(tl.int64) * a_scales_stride_s

@@ -25,6 +25,26 @@ def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def prefetch_lines(pointers, wanted):
+    """Bring the lines of 128 bytes at some addresses into L2; CUDA only."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred wanted;
+        setp.ne.s32 wanted, $2, 0;
+        @wanted prefetch.global.L2 [$1];
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [pointers.to(tl.int64), wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def in_groups(r, rank, EVEN_R: tl.constexpr):
     """Return r < rank, rounded up to groups of 8 where max_rank is a multiple of 8.
 

@@ -16,6 +16,7 @@ import triton
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 
+from lora_backends.dispatch.cached import shared
 from lora_backends.errors import UnsupportedInputError
 
 INTERPRETED: bool = knobs.runtime.interpret
@@ -123,7 +124,7 @@ class SpecializedKernel:
         tensors, descriptors, numbers = arguments
         pointers = [tensor.data_ptr() for tensor in tensors]
         compiled = self._compiled[_kind(tensors, pointers, numbers)]
-        values = [*pointers, *descriptors, *numbers, *self._values]
+        values = [*map(shared, pointers), *descriptors, *map(shared, numbers), *self._values]
         return BoundKernel(compiled, values, second, self._grid(1), self._axis)
 
     @property
