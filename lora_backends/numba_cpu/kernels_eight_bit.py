@@ -277,7 +277,8 @@ def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
     whole, step = n - n % (2 * LANES), LINE * len(tokens)
     for chunk in range(0, max(whole, 1), DOT_CHUNK):
         end, at = min(chunk + DOT_CHUNK, whole), scratch
-        ahead = min(SHRINK_AHEAD, end - chunk)
+        width = end - chunk
+        ahead, turns = min(SHRINK_AHEAD, width), max(1, SHRINK_AHEAD // max(width, 1))
         for k in range(chunk, end, 2 * LANES):
             v.store_all(at, LINE, v.load_bfloat16(v.BFLOAT16, x_rows, k))
             at += step
@@ -286,7 +287,9 @@ def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
             begun, sums = scratch + 2 * DOT_CHUNK * len(tokens) + j * step, v.zeros(ranks, tokens)
             if chunk > 0:
                 sums = v.load_all(begun, sums)
-            to_next = len(ranks) * a_row - (end - chunk) if j + len(ranks) < count else -j * a_row
+            to_next = turns * len(ranks) * a_row - width  # in short rows, some rows further
+            if end < whole and j + len(ranks) >= count:  # the next chunk
+                to_next = -j * a_row
             k, at = chunk, scratch
             while k < end:
                 if t == 0:  # a is not in a cache yet
