@@ -69,6 +69,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ("triton", "i8"): [
         (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
         (QKV, (64, 64), None, ("linear int8",)),  # row by row, without a matrix product
+        (DOWN, (64, 8), None, ("linear int8",)),  # blocks of 16 ranks and 128 columns, too
         (ODD, (64, 8), None, ("linear blocks",)),
         (DOWN, (2048, 8), None, ("linear int8",)),  # wgmma in the shrink
         (DOWN, (512, 8), None, ("linear blocks",)),  # the most shared memory
@@ -159,10 +160,13 @@ def compile_kernel(found, dtype, target):
         assert compiled.metadata.shared <= BARRIERS + most_shared_bytes(found, dtype)
     if kernel.__name__ == "expand_kernel" and is_wide(constants) and target.backend == "cuda":
         assert "ld.global.b16" not in compiled.asm["ptx"], "B and y are read 2 bytes at a time"
+    if kernel.__name__ == "expand_kernel" and dtype == "i8" and target.backend == "cuda":
+        check_widening(compiled.asm["ptx"], constants)
     if constants.get("PROGRAMMATIC") and kernel.__name__ == "shrink_kernel":
         check_waits_first(compiled.asm["ptx"])
         prefetched = "prefetch.global.L2" in compiled.asm["ptx"].partition("griddepcontrol")[0]
-        assert prefetched == ("experts" not in kernel.__module__), "A is prefetched late"
+        is_dense = "experts" not in kernel.__module__
+        assert prefetched == (is_dense and constants["WARPS_K"] > 0), "A is prefetched late"
     elif constants.get("PROGRAMMATIC") and (constants.get("LATE_Y") or "BLOCK_T" in constants):
         check_waits(kernel.__name__, compiled.asm["ptx"])
     return compiled
@@ -186,6 +190,18 @@ def check_waits(name, ptx):
     assert is_base or seen.count(wait) > 1, f"{name} ends without a wait where it has no work"
     is_first = seen.index(launch) < seen.index(wait)
     assert is_first == is_base, "the base product alone lets the next kernel start before it waits"
+
+
+def check_widening(ptx, constants):
+    """Check that widened values of B are stored many at a time, and before the wait for h."""
+    if "HAS_BIAS" not in constants or constants["STAGES"] != 1 or constants["GROUP_R"]:
+        return  # a kernel of experts, or one that widens behind the wait
+    if constants["BLOCK_R"] < constants["RANK_PAD"] or constants["EVEN_R"] != 16:
+        return
+    assert ptx.count("st.shared.b16") < 8, "widened values are stored one by one"
+    seen = re.findall(r"griddepcontrol\.wait|sub\.rn\.bf16x2|cvt\.rn\.f16x2\.e4m3x2", ptx)
+    if constants["PROGRAMMATIC"]:
+        assert seen[0] != "griddepcontrol.wait", "B is widened behind the wait for the shrink"
 
 
 def most_shared_bytes(found, dtype):

@@ -96,10 +96,11 @@ def shrink_kernel(
         row, slot_table_ptr, token_table_ptr, group_starts_ptr, SEGMENT, GROUP
     )
     if PROGRAMMATIC:
-        prefetch_a(
-            a_ptr, ranks_ptr, a_slices_ptr, slot, program, in_features, a_stride_l, a_stride_s,
-            a_stride_r, NUM_SLICES, SLICE_ALIGN, RANK_PAD, BLOCK_N, BLOCK_K, SPLIT_K, STEPS,
-        )  # fmt: skip
+        if WARPS_K > 0:  # token by token it costs more than it gains
+            prefetch_a(
+                a_ptr, ranks_ptr, a_slices_ptr, slot, program, in_features, a_stride_l, a_stride_s,
+                a_stride_r, NUM_SLICES, SLICE_ALIGN, RANK_PAD, BLOCK_N, BLOCK_K, SPLIT_K, STEPS,
+            )  # fmt: skip
         gdc_wait()  # before reading x, A and ranks, which an earlier kernel may write
         gdc_launch_dependents()
     if slot < 0:

@@ -24,7 +24,8 @@ from lora_backends.sgmv.elements import (
     load_y,
     multiply,
     prefetch_lines,
-    product,
+    product_of_operands,
+    right_operand,
     row_product,
     row_sums,
     scaled_product,
@@ -281,8 +282,25 @@ def partial_sums(
                 a = widened(a, x.dtype, STORAGE)
         acc = multiply(x, a, acc, PRECISION, INTERPRETED)
     if WARPS_K > 1:
-        acc = tl.sum(acc, axis=0)
+        acc = sum_of_groups(acc)
     return acc
+
+
+@triton.jit
+def sum_of_groups(parts):
+    """Return the sum of parts [W, T, N] over W, pair by pair.
+
+    `tl.sum` would send every value through shared memory by itself, `tl.split` sends four.
+    """
+    sums = tl.permute(parts, (1, 2, 0))
+    if parts.shape[0] == 8:
+        low, high = tl.split(tl.reshape(sums, (parts.shape[1], parts.shape[2], 4, 2)))
+        sums = low + high
+    if parts.shape[0] >= 4:
+        low, high = tl.split(tl.reshape(sums, (parts.shape[1], parts.shape[2], 2, 2)))
+        sums = low + high
+    low, high = tl.split(sums)
+    return low + high
 
 
 @triton.jit
@@ -512,6 +530,8 @@ def _expand_columns(
     if not LATE_Y:
         y = load_y(y_rows, c, has_token, end, EVEN_C)
     scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
+    if STORAGE > 0:  # widened while the shrink still runs
+        b = right_operand(b, own, r, rank, STORAGE, GROUP_R, WIDE)
     if PROGRAMMATIC:
         gdc_wait()  # only h needs the wait: the shrink waits for all earlier kernels itself
         gdc_launch_dependents()
@@ -519,9 +539,11 @@ def _expand_columns(
         y = load_y(y_rows, c, has_token, end, EVEN_C)
     h = load_h(h_rows, plane, r, rank, has_token, SPLIT_K, EVEN_R)  # [T, R]
     for chunk in tl.static_range(CHUNKS):
-        delta = scaled_product(
-            scaling, h, b, own, r, rank, STORAGE, GROUP_R, WIDE, EXACT_H, PRECISION, INTERPRETED
-        )  # [T, C] # fmt: skip
+        if STORAGE == 0 or chunk > 0:
+            b = right_operand(b, own, r, rank, STORAGE, GROUP_R, WIDE)
+        delta = product_of_operands(
+            scaling, h, b, own, STORAGE, GROUP_R, EXACT_H, PRECISION, INTERPRETED
+        )  # [T, C]
         c_now, y_now, scales_now = c, y, scales
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
@@ -723,7 +745,7 @@ def _expand_tma(
         gdc_wait()
         gdc_launch_dependents()
     h = load_h(h_rows, plane, tl.arange(0, BLOCK_R), rank, has_token, SPLIT_K, EVEN_R)
-    if rank < BLOCK_R:
+    if STORAGE == 0 and rank < BLOCK_R:
         _add_tma_blocks(
             b_tma, b_row, h, group_rows, group_stride, s_group, s_start, y_rows, bias_row,
             scales_row, first, end, rank, scaling, has_token, BLOCK_R, BLOCK_C, CHUNKS, STAGES,
@@ -781,13 +803,14 @@ def _add_tma_blocks(
             own = load_b_scales(
                 group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C, 0
             )
-            delta = scaled_product(
-                scaling, h, b, own, r, rank, STORAGE, 0, WIDE, False, PRECISION, INTERPRETED
-            )
+            b = right_operand(b, own, r, rank, STORAGE, 0, WIDE)
         else:
+            own = 0.0
             if MASKED:
                 b = within(b, r, rank)
-            delta = scaling * product(h, b, False, PRECISION, INTERPRETED)  # [T, C]
+        delta = product_of_operands(
+            scaling, h, b, own, STORAGE, 0, False, PRECISION, INTERPRETED
+        )  # [T, C]
         # here, not with y: among the pipelined loads it costs a stage of shared memory
         scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
         store_y(

@@ -174,6 +174,10 @@ def load_b(b_slot, b_stride_c, c, r, end, rank, EVEN_C: tl.constexpr, EVEN_R: tl
     if not EVEN_C:
         mask = mask & (c < end)[None, :]
     offsets = c.to(tl.int64)[None, :] * b_stride_c + r[:, None]
+    if EVEN_R == 16 and r.shape[0] == 16 and c.shape[0] <= 128:
+        # Two threads a column: where each has one whole column, Triton lays the widened values out
+        # by rank, and stores them one by one.
+        offsets = tl.max_contiguous(offsets, (8, 1))
     return tl.load(b_slot + offsets, mask=mask, other=0.0)  # [R, C]
 
 
@@ -223,20 +227,51 @@ def scaled_product(
 ):
     """Return scaling * (h @ b) in float32, with the scales of an 8-bit b, widened to WIDE.
 
-    h is zero beyond the rank, where b may hold anything: as int8 it is finite at least.
+    h is zero beyond the rank, where b may hold anything.
+    """
+    b = right_operand(b, own, r, rank, STORAGE, GROUP_R, WIDE)
+    return product_of_operands(
+        scaling, h, b, own, STORAGE, GROUP_R, EXACT_H, PRECISION, INTERPRETED
+    )
+
+
+@triton.jit
+def right_operand(
+    b, own, r, rank, STORAGE: tl.constexpr, GROUP_R: tl.constexpr, WIDE: tl.constexpr
+):
+    """Return a block of B as it is multiplied: finite beyond the rank, and 8 bits widened to WIDE.
+
+    Scales that change along the sum are multiplied in: then it is float32.
     """
     if STORAGE >= 5:
         b = only_bytes(b, (r < rank)[:, None])
-    elif STORAGE == 0 or STORAGE == 2 or STORAGE == 3:
+    elif STORAGE == 0 or STORAGE == 2 or STORAGE == 3:  # int8 is finite anyway
         b = within(b, r, rank)
     if STORAGE == 0:
-        return scaling * product(h, b, EXACT_H, PRECISION, INTERPRETED)
+        return b
     elif GROUP_R == 0:
-        wide = widened(b, WIDE, STORAGE, True)
-        return (scaling * own[None, :]) * product(h, wide, EXACT_H, PRECISION, INTERPRETED)
-    else:  # scales change along the sum: products are float32
-        wide = widened(b, tl.float32, STORAGE) * own
-        return scaling * product(h, wide, True, PRECISION, INTERPRETED)
+        return widened(b, WIDE, STORAGE, True)
+    else:
+        return widened(b, tl.float32, STORAGE) * own
+
+
+@triton.jit
+def product_of_operands(
+    scaling,
+    h,
+    b,
+    own,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    EXACT_H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Return `scaled_product` of a `right_operand`."""
+    if STORAGE > 0 and GROUP_R == 0:
+        scaling = scaling * own[None, :]
+    EXACT: tl.constexpr = EXACT_H or (STORAGE > 0 and GROUP_R > 0)
+    return scaling * product(h, b, EXACT, PRECISION, INTERPRETED)
 
 
 @triton.jit

@@ -71,10 +71,11 @@ def shrink_kernel(
     row, program = row_and_program(PROGRAMS)
     slot, tokens = _tile(row, slot_table_ptr, token_table_ptr, TILE)
     if PROGRAMMATIC:
-        prefetch_a(
-            a_ptr, ranks_ptr, a_slices_ptr, slot, program, in_features, a_stride_l, a_stride_s,
-            a_stride_r, NUM_SLICES, SLICE_ALIGN, RANK_PAD, BLOCK_N, BLOCK_K, SPLIT_K, STEPS,
-        )  # fmt: skip
+        if WARPS_K > 0:  # token by token it costs more than it gains
+            prefetch_a(
+                a_ptr, ranks_ptr, a_slices_ptr, slot, program, in_features, a_stride_l, a_stride_s,
+                a_stride_r, NUM_SLICES, SLICE_ALIGN, RANK_PAD, BLOCK_N, BLOCK_K, SPLIT_K, STEPS,
+            )  # fmt: skip
         gdc_wait()  # before reading x, A and ranks, which an earlier kernel may write
         gdc_launch_dependents()
     if slot < 0:

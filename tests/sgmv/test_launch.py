@@ -103,7 +103,7 @@ def legal_tiles(generator, tile_tokens, layer):
             block_n=generator.choice([16, 32, 64, 128]),
             block_k=generator.choice([16, 32, 64, 128, 256]),
             split_k=generator.randint(1, 9),
-            warps_k=generator.choice([1, 2, 4]),
+            warps_k=generator.choice([1, 2, 4, 8]),
             num_warps=generator.choice([4, 8]),
             num_stages=generator.randint(1, 5),
         )

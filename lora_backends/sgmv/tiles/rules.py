@@ -168,29 +168,24 @@ def of_8_bits(
     if shrink.warps_k:
         shrink = _shrink_of_8_bits(tiles, batch, layer, gpu)
     if expand.num_stages:
-        expand = _expand_of_8_bits(expand, batch, rows)
+        expand = _expand_of_8_bits(expand, batch, layer, rows)
     return TileConfig(shrink, expand)
 
 
 def _shrink_of_8_bits(
     tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu
 ) -> ShrinkTiles:
-    """Twice as many inputs a step keep as many bytes in flight.
-
-    In prefill steps are shorter and programs are at least two per multiprocessor, which hide each
-    other's widening.
-    """
+    """Twice as many inputs a step keep as many bytes in flight; wide tiles have their own rule."""
     shrink, prefill = tiles.shrink, batch.num_tokens >= _PREFILL_TOKENS
     most = 128 if prefill and shrink.block_n >= 64 else 512
     long = layer.in_features >= 2 * shrink.block_k * shrink.split_k
-    if long and shrink.block_k < most:
+    if prefill and batch.tile_tokens >= 64 and shrink.warps_k == 1:
+        shrink = _long_shrink_of_8_bits(shrink, batch, layer, gpu)
+    elif long and shrink.block_k < most:
         shrink = replace(shrink, block_k=min(most, 2 * shrink.block_k))
-    if prefill:
-        programs = -(-layer.stacked // shrink.block_n) * gpu.as_on_h200(batch.rows)
-        split = 2 if shrink.split_k == 1 and long and programs <= H200.multiprocessors else 1
-        split_k, stages = split * shrink.split_k, min(shrink.num_stages, 3)
-        shrink = replace(shrink, split_k=split_k, num_stages=stages)
-    elif tiles.expand.block_r > MIN_DOT:
+    if prefill and batch.tile_tokens < 64:
+        shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
+    elif not prefill and tiles.expand.block_r > MIN_DOT:
         shrink = replace(shrink, block_n=min(shrink.block_n, 32))
     stage = shrink.block_k * (shrink.block_n + batch.tile_tokens * layer.item_bytes)
     stages = max(2, min(shrink.num_stages, _SHARED_BYTES // stage))
@@ -198,17 +193,43 @@ def _shrink_of_8_bits(
     return fitting(shrink, batch.tile_tokens, item_bytes, gpu)
 
 
-def _expand_of_8_bits(expand: ExpandTiles, batch: BatchShape, rows: int) -> ExpandTiles:
-    """In prefill two programs per multiprocessor hide each other's widening.
+def _long_shrink_of_8_bits(
+    shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape, gpu: Gpu
+) -> ShrinkTiles:
+    """Take blocks of up to 64 rows of A, and programs enough to hide each other's widening.
 
-    In decode blocks of 16 ranks are 256 columns wide, since Triton lays a narrower one out by
-    columns and then stores values one by one; a single row of the grid is faster with twice as many
-    programs of 128.
+    These are two per multiprocessor, or one of rank 16; the split becomes at most twice that of 16
+    bits, and half of it where a wide expand would read more planes than that needs.
+    """
+    block_n, narrow = min(64, shrink.block_n), padded_rank(layer.max_rank) == MIN_DOT
+    blocks = -(-layer.stacked // block_n)
+    block_k, stages = (128, 5) if narrow else (128, 3) if blocks <= 2 else (64, 5)
+    programs = blocks * gpu.as_on_h200(batch.rows) * shrink.split_k
+    split_k, wanted = shrink.split_k, 128 if narrow else 256
+    if programs < wanted and layer.in_features >= 4 * block_k * split_k:
+        split_k *= 2
+    elif split_k % 2 == 0 and programs >= 2 * wanted and layer.out_features >= _WIDE_OUTPUT:
+        split_k //= 2
+    return replace(
+        shrink, block_n=block_n, block_k=block_k, split_k=split_k, num_warps=4, num_stages=stages
+    )
+
+
+def _expand_of_8_bits(
+    expand: ExpandTiles, batch: BatchShape, layer: LayerShape, rows: int
+) -> ExpandTiles:
+    """In prefill programs of 4 warps hide each other's widening; through TMA 8 at rank 16.
+
+    In decode blocks of 16 ranks are 256 columns wide; a single row of the grid is faster with twice
+    as many programs of 128.
     """
     if batch.num_tokens >= _PREFILL_TOKENS:
         if expand.num_stages == 1:
-            return replace(expand, block_c=64)
-        return replace(expand, num_warps=4)
+            return replace(expand, block_c=64, num_warps=4)
+        if expand.block_r > MIN_DOT:
+            return replace(expand, num_warps=4)
+        wide = layer.out_features >= _WIDE_OUTPUT
+        return replace(expand, num_stages=4) if wide else expand
     if expand.block_r > MIN_DOT:
         return replace(expand, num_stages=1)
     block_c, chunks = max(expand.block_c, 128 if rows == 1 else 256), expand.chunks
