@@ -332,11 +332,11 @@ def test_an_instruction_that_numba_is_told_not_to_use_is_not_asked_for(enabled, 
     from llvmlite import binding
     from numba.core import config
 
-    from lora_backends.numba_cpu.cpu import missing_features, rounds_to_bfloat16
+    from lora_backends.numba_cpu.cpu import has_bfloat16, missing_features
 
     found = binding.FeatureMap({"f16c": True, "avx512bf16": True})
     monkeypatch.setattr(binding, "get_host_cpu_features", lambda: found)
     monkeypatch.setattr(config, "CPU_FEATURES", None)
     monkeypatch.setattr(config, "ENABLE_AVX", enabled)  # of NUMBA_ENABLE_AVX
-    assert rounds_to_bfloat16() == bool(enabled)
+    assert has_bfloat16() == bool(enabled)
     assert not missing_features()

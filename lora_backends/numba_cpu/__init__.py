@@ -82,7 +82,8 @@ class NumbaCPUBackend(LoRABackend):
                 needs = own | EXPAND | LONG | RAGGED
                 if is_eight_bit(dtype):  # one kernel for all
                     needs |= IN_REGISTERS if dtype is torch.int8 else 0
-                    launch.eight_bit_kernel(needs | BIAS)
+                    for wide in self.dtypes:  # of x and y
+                        launch.eight_bit_kernel(wide, wide, needs | BIAS)
                 else:
                     launch.kernel_for(dtype, dtype, needs)
 

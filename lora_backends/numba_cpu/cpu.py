@@ -19,8 +19,8 @@ def missing_features() -> list[str]:
     return ["numba_cpu converts float16 with F16C, which this CPU or NUMBA_CPU_FEATURES lacks."]
 
 
-def rounds_to_bfloat16() -> bool:
-    """Return whether an instruction rounds float32 to bfloat16."""
+def has_bfloat16() -> bool:
+    """Return whether instructions round float32 to bfloat16, and multiply pairs of bfloat16."""
     return _is_x86() and "+avx512bf16" in _features()
 
 

@@ -2,13 +2,15 @@
 
 int8 with a scale per row is widened in registers: A in segments below `LONG_SEGMENT` tokens, B in
 segments of any length where the layer has no output_scales. The scales of A multiply h, those of B
-the sums of a column.
+the sums of a column. Where x is bfloat16 and the CPU multiplies pairs of it, int8 of A becomes
+bfloat16, for segments of any length: products are exact, and sums stay float32.
 
 All else takes the way of long segments of 16 bits: rows of A and tiles of B are widened, multiplied
 by their scales and stored as float32. While one row is widened, the next is prefetched.
 
-Both work on float32 copies of x, and of y unless it is float32 already. So the innermost loops meet
-no other dtype of x and y, and kernels are compiled once for all of them.
+Two routines meet bfloat16 and float16 where they lie: `shrink_dots` and `expand_int8`. All others
+work on float32 copies of x, and of y unless it is float32 already, and so are compiled once for
+any dtypes of x and y.
 """
 
 # numba infers the types of kernels
@@ -24,6 +26,7 @@ import numpy as np
 from lora_backends.numba_cpu import vectors as v
 from lora_backends.numba_cpu.compiling import SOURCES, compiled, function, inlined
 from lora_backends.numba_cpu.config import (
+    DOT_CHUNK,
     EXPAND_COST,
     FETCH_COST,
     LONG_CHUNK,
@@ -31,6 +34,7 @@ from lora_backends.numba_cpu.config import (
     LONG_RANKS,
     LONG_SEGMENT,
     MAX_SEGMENT,
+    SHRINK_AHEAD,
 )
 from lora_backends.numba_cpu.kernels import (
     SEGMENT_BYTES,
@@ -61,9 +65,11 @@ from lora_backends.numba_cpu.kernels_long import (
 from lora_backends.numba_cpu.kernels_short import (
     EIGHT,
     FOUR,
+    NO_STEPS,
     ONE,
     TWO,
     read_scaling,
+    steps_of,
 )
 from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT32, E4M3, INT8, Layer, Slice
 from lora_backends.numba_cpu.needs import GATHER, SHRINK
@@ -71,19 +77,22 @@ from lora_backends.numba_cpu.needs import GATHER, SHRINK
 LANES = v.LANES
 TILE_AHEAD = 4096  # distance in bytes of prefetches of B, whose 16 rows are few bytes
 ORDER_BYTES = 8 * MAX_SEGMENT  # the order of a copy of x or y
+DOT_BYTES = 8 * (2 * DOT_CHUNK + LONG_PANEL * LINE)  # copies of 8 rows of x, and sums
 X_ROW = 4 * LONG_CHUNK  # bytes of a row of the copy of x
 TILE_BYTES = LINE * len(MANY_TILES)  # of a row of it
+SCALES_BYTES = 4 * LANES * len(MANY_TILES)  # of the rows of b that meet all tokens in turn
 SCRATCH = (ORDER_BYTES + TILE_BYTES * MAX_SEGMENT + LINE) // 4
 
 
 class Routines(NamedTuple):
     """The addresses of routines; 0 where a call needs none."""
 
+    shrink_dots: int  # of int8 by bfloat16
     shrink_short: int  # of int8 by float32
     shrink_panel: int
     add_block: int
     gather: int
-    expand_int8: int
+    expand_int8: int  # for the dtype of y
     expand_stored: int
     add_many: int  # `add_stored` to float32, for 4 tiles and for one
     add_one: int
@@ -186,7 +195,7 @@ def shrink_part(part, parts, call, layer, routines, low, high):
     total, longest = shrink_work(layer, call.a_segments, low, high, call.a_span, LONG_RANKS)
     whole_x = min(longest, LONG_SEGMENT) * (4 * layer.in_features + LINE)
     long = longest * X_ROW + A_BYTES + sums_bytes(longest)
-    scratch = np.empty((ORDER_BYTES + max(long, whole_x) + LINE) // 4, np.float32)
+    scratch = np.empty((ORDER_BYTES + max(long, whole_x, DOT_BYTES) + LINE) // 4, np.float32)
     for t in range(longest):
         v.write_id(aligned(scratch) + 8 * t, t)
     before = 0
@@ -205,7 +214,12 @@ def shrink_part(part, parts, call, layer, routines, low, high):
             (a, a_row, n), scales = a_of(layer, item, key)
             own_scratch = aligned(scratch)
             h = (call.h + s * call.h_slice, call.h_row, call.to_order + 8 * start)
-            if layer.stored == INT8 and layer.block_columns == 0 and tokens < LONG_SEGMENT:
+            if routines.shrink_dots != 0:
+                for j in range(first, last, LONG_PANEL):
+                    part_of_a = (a + j * a_row, a_row, n, min(last - j, LONG_PANEL), tokens)
+                    own_h = (h[0] + 4 * j, h[1], h[2])
+                    v.invoke(routines.shrink_dots, (own_scratch,) + part_of_a + x + own_h)
+            elif layer.stored == INT8 and layer.block_columns == 0 and tokens < LONG_SEGMENT:
                 if not copied:
                     copy_x(call.x_dtype, x, tokens, n, own_scratch)
                     copied = True
@@ -222,6 +236,89 @@ def shrink_part(part, parts, call, layer, routines, low, high):
                 copied = False
             if layer.block_columns == 0:
                 scale_h(scales, first, last, tokens, h)
+
+
+def shrink_dots() -> Any:
+    """Compile up to `LONG_PANEL` columns of ``h = x @ a.T`` for a of int8 and x of bfloat16.
+
+    The CPU multiplies pairs of bfloat16, which int8 is widened to. Segments of any length are cut
+    into 8, 4, 2 and 1 tokens, which meet all rows of a, chunk by chunk of the inputs.
+    """
+    sources = SOURCES
+
+    def run(scratch, a, a_row, n, count, tokens, x, x_row, x_order, h, h_row, h_order):
+        _ = sources
+        rows, own_x, own_h = (a, a_row, n, count), (x, x_row, x_order), (h, h_row, h_order)
+        t = 0
+        while t + 8 <= tokens:
+            dot_columns(two_rows, TWO, scratch, rows, t, EIGHT, own_x, own_h)
+            t += 8
+        if t + 4 <= tokens:
+            dot_columns(four_rows, FOUR, scratch, rows, t, FOUR, own_x, own_h)
+            t += 4
+        if t + 2 <= tokens:
+            dot_columns(four_rows, FOUR, scratch, rows, t, TWO, own_x, own_h)
+            t += 2
+        if t < tokens:
+            dot_columns(four_rows, FOUR, scratch, rows, t, ONE, own_x, own_h)
+
+    return compiled(run)
+
+
+@inlined
+def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
+    """Write columns of h, as many at a time as `ranks` has items, for some tokens from t on.
+
+    A chunk of x is copied in the order of its use: rows apart by a power of two share few places
+    in the first-level cache. Sums wait behind the copy for the next chunk.
+    """
+    a, a_row, n, count = rows
+    x_rows, h_rows = v.rows(x, t, tokens), v.rows(h, t, tokens)
+    whole, step = n - n % (2 * LANES), LINE * len(tokens)
+    for chunk in range(0, max(whole, 1), DOT_CHUNK):
+        end, at = min(chunk + DOT_CHUNK, whole), scratch
+        width = end - chunk
+        ahead, turns = min(SHRINK_AHEAD, width), max(1, SHRINK_AHEAD // max(width, 1))
+        for k in range(chunk, end, 2 * LANES):
+            v.store_all(at, LINE, v.load_bfloat16(v.BFLOAT16, x_rows, k))
+            at += step
+        for j in range(0, count, len(ranks)):
+            a_rows = rows_of_a(a + j * a_row, a_row, count - j)
+            begun, sums = scratch + 2 * DOT_CHUNK * len(tokens) + j * step, v.zeros(ranks, tokens)
+            if chunk > 0:
+                sums = v.load_all(begun, sums)
+            to_next = turns * len(ranks) * a_row - width  # in short rows, some rows further
+            if end < whole and j + len(ranks) >= count:  # the next chunk
+                to_next = -j * a_row
+            k, at = chunk, scratch
+            while k < end:
+                if t == 0:  # a is not in a cache yet
+                    v.prefetch(a_rows, k + ahead + (to_next if k + ahead >= end else 0))
+                sums = v.add_dots(sums, v.load_bfloat16(v.INT8, a_rows, k), v.load_all(at, tokens))
+                k += 2 * LANES
+                at += step
+            if end < whole:
+                v.store_all(begun, LINE, sums)
+                continue
+            while k < n:
+                rest = min(n - k, LANES)
+                a_rest = v.load_some(v.INT8, a_rows, k, rest)
+                sums = v.add_products(sums, a_rest, v.load_some(v.BFLOAT16, x_rows, k, rest))
+                k += LANES
+            v.write_totals(v.shifted(h_rows, 4 * j), count - j, sums)
+
+
+@function
+def two_rows(a, a_row, count):
+    """Return the addresses of two rows of a; the last one fills up."""
+    return a, a + min(1, count - 1) * a_row
+
+
+@function
+def four_rows(a, a_row, count):
+    """Return the addresses of four rows of a; the last one fills up."""
+    last = count - 1
+    return a, a + min(1, last) * a_row, a + min(2, last) * a_row, a + min(3, last) * a_row
 
 
 @function
@@ -367,7 +464,7 @@ def pack(kind, row, columns, factor, to, step, ahead):
 def expand_part(part, parts, call, layer, routines, low, high):
     """Add this part's columns of ``scale * scaling * h @ b.T + bias`` to y."""
     total, _ = expand_work(layer, call.b_segments, low, high)
-    scratch = np.empty(SCRATCH + LANES * len(MANY_TILES) * (layer.max_rank + 1), np.float32)
+    scratch = np.empty(SCRATCH + SCALES_BYTES // 4 + MAX_SEGMENT * layer.max_rank, np.float32)
     to_y = aligned(scratch)
     for t in range(MAX_SEGMENT):
         v.write_id(to_y + 8 * t, t)
@@ -485,7 +582,7 @@ def expand_stored() -> Any:
     return compiled(run)
 
 
-def expand_int8() -> Any:
+def expand_int8(kind_y: Any) -> Any:
     """Compile what `expand_stored` does for int8 with a scale per row, widened in registers."""
     sources = SOURCES
 
@@ -496,66 +593,100 @@ def expand_int8() -> Any:
     ):  # fmt: skip
         _ = sources
         own_scales = (at, (scales_row, scales_column), (block_rows, block_columns))
-        spare, own_y = to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT, (y_dtype, (y, y_row, y_order))
-        stored, own_h = (own_scales, spare), (h, h_row, h_order)
-        factors = (rank, read_scaling(rank, scaling), (scales, scales_step, scales_order))
+        spare = to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT
+        packed, own_y = spare + SCALES_BYTES, (y, y_row, y_order)
+        factors = (read_scaling(rank, scaling), (scales, scales_step, scales_order))
+        pack_h((h, h_row, h_order), rank, factors, t, end, packed)
         while row < end_row:
-            width = min(end_row - row, LANES * len(MANY_TILES))
-            tiles = width // LANES
-            target, within = widen_y(own_y, (t, end), column, width, to_y)
-            place = (b, b_row, (bias_dtype, bias, bias_size), row, within)
-            fresh, i = True, t  # fresh: b is not in a cache yet
+            tiles = min(end_row - row, LANES * len(MANY_TILES)) // LANES
+            of_rows = rows_of_scales(own_scales, row, LANES * tiles, spare)
+            place = (b, b_row, (bias_dtype, bias, bias_size), of_rows, column)
+            steps, i, own_h = steps_of(b_row, rank), t, packed
             while i + 8 <= end:
-                int8_rows(stored, place, tiles, factors, fresh, i, EIGHT, own_h, target)
-                i, fresh = i + 8, False
+                int8_rows(kind_y, place, tiles, rank, steps, i, EIGHT, own_h, own_y)
+                i, own_h, steps = i + 8, own_h + 32 * rank, NO_STEPS
             if i + 4 <= end:
-                int8_rows(stored, place, tiles, factors, fresh, i, FOUR, own_h, target)
-                i, fresh = i + 4, False
+                int8_rows(kind_y, place, tiles, rank, steps, i, FOUR, own_h, own_y)
+                i, own_h, steps = i + 4, own_h + 16 * rank, NO_STEPS
             if i + 2 <= end:
-                int8_rows(stored, place, tiles, factors, fresh, i, TWO, own_h, target)
-                i, fresh = i + 2, False
+                int8_rows(kind_y, place, tiles, rank, steps, i, TWO, own_h, own_y)
+                i, own_h, steps = i + 2, own_h + 8 * rank, NO_STEPS
             if i < end:
-                int8_rows(stored, place, tiles, factors, fresh, i, ONE, own_h, target)
-            narrow_y(own_y, (t, end), column, width, to_y)
-            b += width * b_row
-            row += width
-            column += width
+                int8_rows(kind_y, place, tiles, rank, steps, i, ONE, own_h, own_y)
+            b += LANES * tiles * b_row
+            row += LANES * tiles
+            column += LANES * tiles
             if bias != 0:
-                bias += width * bias_size
+                bias += LANES * tiles * bias_size
 
     return compiled(run)
 
 
+@function
+def pack_h(h, rank, factors, t, end, to):
+    """Store h times the scalings as `add_interleaved` takes it, 8, 4, 2 and 1 tokens at a time.
+
+    Rows of h apart by a power of two share few places in the first-level cache.
+    """
+    scaling, scales = factors
+    while t < end:
+        tokens = 8
+        while t + tokens > end:
+            tokens //= 2
+        for i in range(tokens):
+            (row,) = v.rows(h, t + i, ONE)
+            (own,) = v.read_scaled(v.rows(scales, t + i, ONE), scaling)
+            for j in range(rank):
+                v.write(v.FLOAT32, to + 4 * (j * tokens + i), v.read(v.FLOAT32, row + 4 * j) * own)
+        to += 4 * rank * tokens
+        t += tokens
+
+
 @inlined
-def int8_rows(stored, place, tiles, factors, fresh, t, tokens, h, y):
-    """Add to `tiles` times 16 columns of some rows of y, which are float32."""
-    b, b_row, (bias_dtype, bias, bias_size), row, column = place
-    rank, scaling, scales = factors
-    scalings = v.read_scaled(v.rows(scales, t, tokens), scaling)
-    h_rows, y_rows = v.rows(h, t, tokens), v.rows(y, t, tokens)
-    added = v.zeros((0,), (0,))
+def int8_rows(kind_y, place, tiles, rank, steps, t, tokens, h, y):
+    """Add to `tiles` times 16 columns of some rows of y; `h` has been packed."""
+    b, b_row, (bias_dtype, bias, bias_size), of_rows, column = place
+    distance, apart, on, turn, row, fetched = steps
+    y_rows = v.rows(y, t, tokens)
+    added = v.splat(np.float32(0))
     for _ in range(tiles):
-        if fresh:
-            prefetch_rows(b, b_row, rank)
         if bias != 0:
-            added = (load_bias(bias_dtype, bias),)
+            added = load_bias(bias_dtype, bias)
             bias += LANES * bias_size
-        sums = v.zeros((0, 0), h_rows)
-        j = 0
+        ahead = b + distance
+        for i in range(row, LANES):
+            v.prefetch((ahead,), i * b_row + fetched)
+        sums = v.zeros((0, 0), tokens)
+        j, own_h = 0, h
         while j + 16 <= rank:
-            sums = v.add_columns(sums, v.load_columns(v.INT8, b + j, b_row), h_rows, j)
+            v.prefetch((ahead, ahead + apart, ahead + 2 * apart, ahead + 3 * apart), 0)
+            sums = v.add_interleaved(sums, v.load_columns(v.INT8, b + j, b_row), own_h)
             j += 16
+            own_h += 64 * len(tokens)
+            ahead += on if j % LINE > 0 else turn
         while j + 4 <= rank:
-            sums = v.add_columns(sums, v.load_four(v.INT8, b + j, b_row), h_rows, j)
+            sums = v.add_interleaved(sums, v.load_four(v.INT8, b + j, b_row), own_h)
             j += 4
+            own_h += 16 * len(tokens)
         while j < rank:
-            sums = v.add_columns(sums, (v.load_column(v.INT8, b + j, b_row),), h_rows, j)
+            sums = v.add_interleaved(sums, (v.load_column(v.INT8, b + j, b_row),), own_h)
             j += 1
-        sums = v.multiply(sums, row_scales(stored[0], row, 0, stored[1]))
-        v.update_rows(v.FLOAT32, y_rows, column, sums, scalings, added, ())
+            own_h += 4 * len(tokens)
+        v.update_scaled(kind_y, y_rows, column, sums, v.load(v.FLOAT32, of_rows), added)
         b += LANES * b_row
-        row += LANES
+        of_rows += LINE
         column += LANES
+
+
+@function
+def rows_of_scales(scales, row, count, spare):
+    """Return where the scales of so many rows lie, one after the other: in the stack or `spare`."""
+    at, (step, _), (rows, _) = scales
+    if rows == 1 and step == 4:
+        return at + 4 * row
+    for i in range(count):
+        v.write(v.FLOAT32, spare + 4 * i, scale_of(scales, row + i, 0))
+    return spare
 
 
 @function

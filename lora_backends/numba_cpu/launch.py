@@ -61,9 +61,9 @@ def _dense_kernel() -> Any:
 
 
 @cache
-def eight_bit_kernel(needs: int) -> Kernel:
-    """Do what `kernel_for` does for 8-bit stacks: one kernel for any dtypes."""
-    return _kernel(_eight_bit_kernel(), eight_bit_table(needs))
+def eight_bit_kernel(dtype_x: torch.dtype, dtype_y: torch.dtype, needs: int) -> Kernel:
+    """Do what `kernel_for` does for 8-bit stacks of any dtype."""
+    return _kernel(_eight_bit_kernel(), eight_bit_table(dtype_x, dtype_y, needs))
 
 
 @cache
@@ -142,7 +142,8 @@ def bind(
     """Return the kernel for such calls of `run`; `needs` are the batch's."""
     needs |= first | located.needs | (0 if y is None else EXPAND)
     if located.eight_bit:
-        kernel = eight_bit_kernel(needs)
+        dtype_x = torch.float32 if x is None else x.dtype
+        kernel = eight_bit_kernel(dtype_x, torch.float32 if y is None else y.dtype, needs)
     else:
         kernel = kernel_for(located.dtype, located.dtype if y is None else y.dtype, needs)
     openmp = torch_openmp()

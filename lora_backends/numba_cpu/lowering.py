@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from lora_backends.numba_cpu.cpu import rounds_to_bfloat16
+from lora_backends.numba_cpu.cpu import has_bfloat16
 
 
 class BFloat(ir.Type):
@@ -133,7 +133,7 @@ def narrow(builder: Any, kind: Any, vector: Any) -> Any:
         return vector
     half = ir.HalfType() if kind == types.int16 else BF16
     is_vector = isinstance(vector.type, ir.VectorType)
-    if kind == types.int16 or (is_vector and rounds_to_bfloat16()):
+    if kind == types.int16 or (is_vector and has_bfloat16()):
         rounded = builder.fptrunc(vector, with_element(vector.type, half))
         return builder.bitcast(rounded, with_element(vector.type, I16))
     bits = builder.bitcast(vector, with_element(vector.type, I32))
@@ -159,6 +159,29 @@ def load_pair(builder: Any, kind: Any, address: Any) -> tuple[Any, Any]:
         for at in addresses
     )
     return low, high
+
+
+def load_bfloat16(builder: Any, kind: Any, address: Any) -> Any:
+    """Return 32 neighbours of bfloat16 or int8 as bfloat16, in the bits of a vector: exact."""
+    if kind == types.uint16:
+        return load_value(builder, address, VECTOR, 2)
+    raw = load_value(builder, address, ir.VectorType(I8, 2 * LANES), 1)
+    wide = builder.sitofp(raw, ir.VectorType(F32, 2 * LANES))
+    halves = builder.bitcast(wide, ir.VectorType(I16, 4 * LANES))
+    upper = list(range(1, 4 * LANES, 2))  # 8 bits of an integer leave the lower halves 0
+    return builder.bitcast(shuffle(builder, halves, undefined(halves.type), upper), VECTOR)
+
+
+def add_pairs(builder: Any, left: Any, right: Any, added: Any) -> Any:
+    """Return ``left[2 i] * right[2 i] + left[2 i + 1] * right[2 i + 1] + added[i]`` of bfloat16."""
+    words = ir.VectorType(I32, LANES)  # LLVM 15 knows no other type, later ones take it
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(VECTOR, [VECTOR, words, words]),
+        "llvm.x86.avx512bf16.dpbf16ps.512",
+    )
+    pairs = builder.bitcast(left, words), builder.bitcast(right, words)
+    return builder.call(function, [added, *pairs])
 
 
 def split_bfloat16(builder: Any, words: Any) -> tuple[Any, Any]:

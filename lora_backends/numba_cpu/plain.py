@@ -42,6 +42,11 @@ def load_rows(kind: Marker, rows: tuple[int, ...], first: int) -> tuple[Vector, 
     return tuple(p[:_LANES] for p in pairs) + tuple(p[_LANES:] for p in pairs)
 
 
+def load_bfloat16(kind: Marker, rows: tuple[int, ...], first: int) -> tuple[Vector, ...]:
+    wide = [_elements(kind, row + first * kind.itemsize, 2 * _LANES) for row in rows]
+    return tuple((row.view(np.uint32) >> 16).astype(np.uint16).view(np.float32) for row in wide)
+
+
 def load_some(kind: Marker, rows: tuple[int, ...], first: int, count: int) -> tuple[Vector, ...]:
     size = kind.itemsize
     short = [_elements(kind, row + first * size, count) for row in rows]
@@ -71,6 +76,10 @@ def multiply(vectors: tuple[Vector, ...], factor: Vector) -> tuple[Vector, ...]:
     return tuple(vector * factor for vector in vectors)
 
 
+def shifted(addresses: tuple[int, ...], offset: int) -> tuple[int, ...]:
+    return tuple(address + offset for address in addresses)
+
+
 def add_products(
     sums: tuple[Vector, ...], a: tuple[Vector, ...], x: tuple[Vector, ...]
 ) -> tuple[Vector, ...]:
@@ -86,6 +95,14 @@ def add_products(
     return tuple(totals)
 
 
+def add_dots(
+    sums: tuple[Vector, ...], a: tuple[Vector, ...], x: tuple[Vector, ...]
+) -> tuple[Vector, ...]:
+    lefts, rights = ([_from_bfloat16(v.view(np.uint16)) for v in side] for side in (a, x))
+    products = [left * right for right in rights for left in lefts]
+    return tuple(s + p[1::2] + p[::2] for s, p in zip(sums, products, strict=True))
+
+
 def add_columns(
     sums: tuple[Vector, ...], columns: tuple[Vector, ...], rows: tuple[int, ...], first: int
 ) -> tuple[Vector, ...]:
@@ -94,6 +111,17 @@ def add_columns(
     for c, column in enumerate(columns):
         for t, h in enumerate(factors):
             totals[2 * t + c % 2] = totals[2 * t + c % 2] + column * h[c]
+    return tuple(totals)
+
+
+def add_interleaved(
+    sums: tuple[Vector, ...], columns: tuple[Vector, ...], address: int
+) -> tuple[Vector, ...]:
+    totals, rows = list(sums), len(sums) // 2
+    factors = _elements(np.float32(0), address, len(columns) * rows).reshape(-1, rows)
+    for c, column in enumerate(columns):
+        for t in range(rows):
+            totals[2 * t + c % 2] = totals[2 * t + c % 2] + column * factors[c, t]
     return tuple(totals)
 
 
@@ -122,6 +150,20 @@ def update_rows(
             y = (y + delta) * multiplied[i] + added[i]
         else:
             y = y + (delta + added[i])
+        _memory(at, kind.dtype, _LANES)[:] = _narrow(kind, y)
+
+
+def update_scaled(
+    kind: Marker,
+    rows: tuple[int, ...],
+    first: int,
+    sums: tuple[Vector, ...],
+    factor: Vector,
+    added: Vector,
+) -> None:
+    for row, even, odd in zip(rows, sums[::2], sums[1::2], strict=True):
+        at = row + first * kind.itemsize
+        y = _elements(kind, at, _LANES) + ((even + odd) * factor + added)
         _memory(at, kind.dtype, _LANES)[:] = _narrow(kind, y)
 
 
@@ -197,11 +239,15 @@ def _elements(kind: Marker, address: int, count: int) -> Vector:
         wide: Vector = _FLOAT8[type(kind)][_memory(address, np.dtype(np.uint8), count)]
         return wide
     raw = _memory(address, kind.dtype, count)
-    if kind.dtype == np.uint16:  # bfloat16
-        return (raw.astype(np.uint32) << 16).view(np.float32)
+    if kind.dtype == np.uint16:
+        return _from_bfloat16(raw)
     if kind.dtype == np.int16:  # float16
         raw = raw.view(np.float16)
     return raw.astype(np.float32)
+
+
+def _from_bfloat16(raw: npt.NDArray[Any]) -> Vector:
+    return (raw.astype(np.uint32) << 16).view(np.float32)
 
 
 def _narrow(kind: Marker, vector: Vector) -> npt.NDArray[Any]:

@@ -15,6 +15,7 @@ from numba import config
 
 from lora_backends.numba_cpu import kernels, kernels_eight_bit, kernels_long, kernels_short
 from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu.cpu import has_bfloat16
 from lora_backends.numba_cpu.layer import Ints
 from lora_backends.numba_cpu.needs import (
     BIAS,
@@ -70,11 +71,13 @@ def table_of(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Table:
 
 
 @cache
-def eight_bit_table(needs: int) -> Table:
+def eight_bit_table(dtype_x: torch.dtype, dtype_y: torch.dtype, needs: int) -> Table:
     """Compile what calls with these needs run for 8-bit stacks of any dtype, or load it."""
     eight, found, wide = kernels_eight_bit, {}, torch.float32
     in_registers = needs & IN_REGISTERS
-    if needs & SHRINK:
+    if needs & SHRINK and in_registers and dtype_x is torch.bfloat16 and has_bfloat16():
+        found["shrink_dots"] = address_of(eight.shrink_dots)
+    elif needs & SHRINK:
         if in_registers:
             found["shrink_short"] = address_of(kernels_short.shrink_short, torch.int8, wide)
         if needs & LONG or not in_registers:
@@ -84,7 +87,7 @@ def eight_bit_table(needs: int) -> Table:
         found["gather"] = address_of(eight.gather)
     if needs & EXPAND:
         if in_registers and not needs & MULTIPLIED:
-            found["expand_int8"] = address_of(eight.expand_int8)
+            found["expand_int8"] = address_of(eight.expand_int8, dtype_y)
         if needs & (MULTIPLIED | BIAS) or not in_registers:  # BIAS: a slot's rank may be 0
             found["expand_stored"] = address_of(eight.expand_stored)
             found["add_many"] = address_of(kernels_long.add_stored, wide)

@@ -94,6 +94,21 @@ def load_rows(typing: Any, kind: Any, rows: Any, first: Any) -> Any:
     return result(kind, rows, types.int64), codegen
 
 
+@_operation(plain.load_bfloat16)
+def load_bfloat16(typing: Any, kind: Any, rows: Any, first: Any) -> Any:
+    """load_bfloat16(kind, addresses, k): a vector a row, 32 bfloat16 from k on, for `add_dots`."""
+    result = types.UniTuple(VECTOR, rows.count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, addresses, k = args
+        offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
+        starts = [builder.add(at, offset) for at in cgutils.unpack_tuple(builder, addresses)]
+        vectors = [lowering.load_bfloat16(builder, kind, start) for start in starts]
+        return context.make_tuple(builder, result, vectors)
+
+    return result(kind, rows, types.int64), codegen
+
+
 @_operation(plain.load_some)
 def load_some(typing: Any, kind: Any, rows: Any, first: Any, count: Any) -> Any:
     """load_some(kind, addresses, k, n): a vector a row, elements k to k + n - 1, then zeros."""
@@ -181,6 +196,17 @@ def multiply(typing: Any, vectors: Any, factor: Any) -> Any:
     return vectors(vectors, factor), codegen
 
 
+@_operation(plain.shifted)
+def shifted(typing: Any, addresses: Any, offset: Any) -> Any:
+    """shifted(addresses, n): the addresses n bytes on."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        items = [builder.add(at, args[1]) for at in cgutils.unpack_tuple(builder, args[0])]
+        return context.make_tuple(builder, addresses, items)
+
+    return addresses(addresses, types.int64), codegen
+
+
 @_operation(plain.add_products)
 def add_products(typing: Any, sums: Any, a: Any, x: Any) -> Any:
     """add_products(sums, a, x): ``sums[t, j] + a[j] * x[t]``, for one or more vectors a row.
@@ -201,6 +227,25 @@ def add_products(typing: Any, sums: Any, a: Any, x: Any) -> Any:
                 item = t * a_rows + j
                 totals[item] = lowering.multiply_add(builder, left, right, totals[item])
         return context.make_tuple(builder, sums, totals)
+
+    return sums(sums, a, x), codegen
+
+
+@_operation(plain.add_dots)
+def add_dots(typing: Any, sums: Any, a: Any, x: Any) -> Any:
+    """add_dots(sums, a, x): `add_products` of what `load_bfloat16` returned, lane by lane of pairs.
+
+    One instruction, which takes denormal numbers for 0 and returns none.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        totals, lefts, rights = (cgutils.unpack_tuple(builder, arg) for arg in args)
+        pairs = [(left, right) for right in rights for left in lefts]
+        added = [
+            lowering.add_pairs(builder, left, right, total)
+            for total, (left, right) in zip(totals, pairs, strict=True)
+        ]
+        return context.make_tuple(builder, sums, added)
 
     return sums(sums, a, x), codegen
 
@@ -226,6 +271,53 @@ def add_columns(typing: Any, sums: Any, columns: Any, rows: Any, first: Any) -> 
         return context.make_tuple(builder, sums, totals)
 
     return sums(sums, columns, rows, types.int64), codegen
+
+
+@_operation(plain.add_interleaved)
+def add_interleaved(typing: Any, sums: Any, columns: Any, address: Any) -> Any:
+    """add_interleaved(sums, columns, address): `add_columns`, where all rows lie at one address.
+
+    There is an element of every row, then the next of every row.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        totals, vectors = (cgutils.unpack_tuple(builder, arg) for arg in args[:2])
+        rows = len(totals) // 2
+        for c, vector in enumerate(vectors):
+            for t in range(rows):
+                at = builder.add(args[2], lowering.integer(4 * (c * rows + t)))
+                factor = lowering.splat(builder, lowering.load_value(builder, at, lowering.F32))
+                item = 2 * t + c % 2
+                totals[item] = lowering.multiply_add(builder, vector, factor, totals[item])
+        return context.make_tuple(builder, sums, totals)
+
+    return sums(sums, columns, types.int64), codegen
+
+
+@_operation(plain.update_scaled)
+def update_scaled(
+    typing: Any, kind: Any, rows: Any, first: Any, sums: Any, factor: Any, added: Any
+) -> Any:
+    """update_scaled(kind, addresses, k, sums, factor, added): 16 elements of every row from k on.
+
+    They become ``row + ((even + odd) * factor + added)``, rounded once; factor and added are
+    vectors.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, addresses, k, totals, factor, added = args
+        size, vectors = lowering.size_of(kind), cgutils.unpack_tuple(builder, totals)
+        offset = builder.mul(k, lowering.integer(size))
+        for t, address in enumerate(cgutils.unpack_tuple(builder, addresses)):
+            at = builder.add(address, offset)
+            raw = lowering.load_value(builder, at, lowering.raw_vector(kind), size)
+            total = builder.fadd(vectors[2 * t], vectors[2 * t + 1])
+            total = lowering.multiply_add(builder, total, factor, added)
+            y = builder.fadd(lowering.widen(builder, kind, raw), total)
+            lowering.store_value(builder, at, lowering.narrow(builder, kind, y), size)
+        return context.get_dummy_value()
+
+    return types.void(kind, rows, types.int64, sums, factor, added), codegen
 
 
 @_operation(plain.add_stored)

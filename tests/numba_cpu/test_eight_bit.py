@@ -8,14 +8,16 @@ from numba import njit
 
 from lora_backends import ExpertWeights, LoRABatch, LoRAWeights, quantize_weights
 from lora_backends.eight_bit import LARGEST
-from lora_backends.numba_cpu import NumbaCPUBackend, plain, routines
+from lora_backends.numba_cpu import NumbaCPUBackend, launch, plain, routines
 from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.config import LONG_SEGMENT, MAX_SEGMENT
+from lora_backends.numba_cpu.config import DOT_CHUNK, LONG_PANEL, LONG_SEGMENT, MAX_SEGMENT
+from lora_backends.numba_cpu.cpu import has_bfloat16
 from lora_backends.torch_ref import TorchRefBackend
 
 STORED = pytest.mark.parametrize("stored", list(LARGEST), ids=str)
 BLOCKS = pytest.mark.parametrize("block", [(1, None), (None, None), (3, 5), (4, 16), (1, 32)])
 MARKERS = {torch.int8: v.INT8, torch.float8_e4m3fn: v.E4M3, torch.float8_e5m2: v.E5M2}
+LANES = v.LANES
 SLOTS, RANK, INPUTS, WIDTHS = 3, 21, 75, (83, 35, 16)
 
 
@@ -28,6 +30,18 @@ def widen(kind, source, target):
 @njit
 def columns_of(kind, source, target):
     v.store_all(target, 64, v.load_columns(kind, source, 16))
+
+
+@njit
+def to_bfloat16(source, target):
+    for i in range(8):
+        v.store_all(target + 64 * i, 64, v.load_bfloat16(v.INT8, (source,), 32 * i))
+
+
+@njit
+def add_pairs(a_rows, x_rows, sums):
+    a, x = v.load_bfloat16(v.BFLOAT16, a_rows, 0), v.load_bfloat16(v.BFLOAT16, x_rows, 0)
+    v.store_all(sums, 64, v.add_dots(v.load_all(sums, (0, 0, 0, 0)), a, x))
 
 
 def eight_bit(stored, block, extras=False, spread=False):
@@ -111,6 +125,32 @@ def test_rows_are_the_same_alone_and_in_a_long_segment(stored):
         assert torch.equal(few, alone)
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("inputs", [LANES, 2 * DOT_CHUNK, 2 * DOT_CHUNK + 77])
+def test_every_product_of_int8_and_bfloat16_is_summed_once(inputs, pairs, monkeypatch):
+    """In chunks of wide inputs, in panels of high ranks, by either instruction: exact integers."""
+    if pairs and not has_bfloat16():
+        pytest.skip("this CPU multiplies no pairs of bfloat16")
+    monkeypatch.setattr(routines, "has_bfloat16", lambda: pairs)
+    monkeypatch.setattr(launch, "eight_bit_table", routines.eight_bit_table.__wrapped__)
+    monkeypatch.setattr(launch, "eight_bit_kernel", launch.eight_bit_kernel.__wrapped__)
+    rank, tokens, make = LONG_PANEL + 3, LONG_SEGMENT + 7, torch.Generator().manual_seed(5)
+    a = torch.randint(-128, 128, (2, 1, rank, inputs), generator=make, dtype=torch.int8)
+    a[0, 0, 0], a[0, 0, 1, ::2] = -128, 127
+    b = torch.ones(2, LANES, rank, dtype=torch.int8)
+    options = {"a_scales": torch.ones(2, 1, rank, 1), "b_scales": torch.ones(2, LANES, 1)}
+    ranks = torch.full((2, 1), rank, dtype=torch.int32)
+    weights = LoRAWeights(
+        a, b, ranks, torch.ones(2, 1), (LANES,), **options, compute_dtype=torch.bfloat16
+    )
+    x = torch.randint(-4, 5, (tokens, inputs), generator=make).bfloat16()
+    slots = [0] * 8 + [1] * (tokens - 8)
+    backend = NumbaCPUBackend()
+    h = backend.run_lora_a(x, weights, backend.prepare_batch(LoRABatch(slots, 2)))
+    expected = torch.einsum("ti,tri->tr", x.double(), a[slots, 0].double())
+    assert torch.equal(h[0].double(), expected)
+
+
 def test_what_one_8_bit_dtype_has_compiled_serves_the_others():
     compiled = []
     for stored in LARGEST:
@@ -121,6 +161,30 @@ def test_what_one_8_bit_dtype_has_compiled_serves_the_others():
             backend.run_linear(torch.randn(2, INPUTS).to(dtype), weights, plan)
             compiled.append(routines._routine.cache_info().misses)
     assert len(set(compiled)) == 1
+
+
+def test_every_pattern_of_int8_is_exact_in_bfloat16():
+    values = torch.arange(-128, 128).to(torch.int8)
+    narrow = torch.empty(256, dtype=torch.bfloat16)
+    to_bfloat16(values.data_ptr(), narrow.data_ptr())
+    assert torch.equal(narrow.int(), values.int())
+    (twin,) = plain.load_bfloat16(v.INT8, (values.data_ptr(),), 0)
+    assert torch.equal(torch.from_numpy(twin).view(torch.bfloat16), narrow[:32])
+
+
+@pytest.mark.skipif(not has_bfloat16(), reason="this CPU multiplies no pairs of bfloat16")
+def test_pairs_of_bfloat16_are_summed_lane_by_lane():
+    make = torch.Generator().manual_seed(1)
+    a, x = (torch.randint(-9, 10, (2, 32), generator=make).bfloat16() for _ in range(2))
+    sums = torch.arange(64.0).view(4, 16)
+    products = (x.float()[:, None] * a.float()).view(4, 16, 2).sum(-1)
+    rows = ((a.data_ptr(), a.data_ptr() + 64), (x.data_ptr(), x.data_ptr() + 64))
+    vectors = [plain.load_bfloat16(v.BFLOAT16, row, 0) for row in rows]
+    twins = plain.add_dots(tuple(sums.numpy()), *vectors)
+    assert torch.equal(torch.stack([torch.from_numpy(twin) for twin in twins]), sums + products)
+    expected = sums + products
+    add_pairs(*rows, sums.data_ptr())
+    assert torch.equal(sums, expected)
 
 
 @STORED

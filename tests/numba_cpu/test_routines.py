@@ -59,12 +59,17 @@ def test_a_call_compiles_what_it_needs(asked, flags):
     assert {name for name, address in found.items() if address} == set(asked)
 
 
-def test_eight_bit_calls_compile_the_way_through_registers_or_the_other(asked):
-    flags = needs.SHRINK | needs.EXPAND
-    routines.eight_bit_table.__wrapped__(flags | needs.IN_REGISTERS)
-    assert asked == ["shrink_short", "expand_int8"]
-    asked.clear()
-    routines.eight_bit_table.__wrapped__(flags)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_eight_bit_calls_compile_the_way_through_registers_or_the_other(asked, monkeypatch, pairs):
+    monkeypatch.setattr(routines, "has_bfloat16", lambda: pairs)
+    flags, table = needs.SHRINK | needs.EXPAND, routines.eight_bit_table.__wrapped__
+    for dtype_x in (torch.bfloat16, torch.float32):
+        table(dtype_x, torch.bfloat16, flags | needs.IN_REGISTERS | needs.LONG)
+        dots = pairs and dtype_x is torch.bfloat16
+        shrink = ["shrink_dots"] if dots else ["shrink_short", "shrink_panel", "add_block"]
+        assert asked == [*shrink, "expand_int8"]
+        asked.clear()
+    table(torch.bfloat16, torch.bfloat16, flags)
     assert asked == ["shrink_panel", "add_block", "expand_stored", "add_stored", "add_stored_one"]
 
 
@@ -78,8 +83,9 @@ def test_warmup_compiles_every_routine(asked, monkeypatch, dtype, kind):
     of = {name: getattr(routines, name).__wrapped__ for name in ("table_of", "eight_bit_table")}
     monkeypatch.setattr(launch, "grouping_kernel", lambda: None)
     monkeypatch.setattr(launch, "kernel_for", lambda *args: tables.append(of["table_of"](*args)))
+    monkeypatch.setattr(routines, "has_bfloat16", lambda: True)
     monkeypatch.setattr(
-        launch, "eight_bit_kernel", lambda needs: tables.append(of["eight_bit_table"](needs))
+        launch, "eight_bit_kernel", lambda *args: tables.append(of["eight_bit_table"](*args))
     )
     NumbaCPUBackend().warmup([dtype])
     ready = sum(table.entries for table in tables)

@@ -7,7 +7,7 @@ from numba import config, njit
 
 from lora_backends.numba_cpu import lowering, plain
 from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.cpu import rounds_to_bfloat16
+from lora_backends.numba_cpu.cpu import has_bfloat16
 
 FLOAT32 = pytest.param(v.FLOAT32, torch.float32, id="float32")
 SMALL = [
@@ -73,8 +73,8 @@ def test_every_16_bit_pattern_widens_exactly(kind, dtype):
 @pytest.mark.parametrize("with_instruction", [False, True])
 @SMALL_KINDS
 def test_sums_round_once_to_the_nearest_even(kind, dtype, with_instruction, monkeypatch):
-    rounds = with_instruction and rounds_to_bfloat16()
-    monkeypatch.setattr(lowering, "rounds_to_bfloat16", lambda: rounds)
+    rounds = with_instruction and has_bfloat16()
+    monkeypatch.setattr(lowering, "has_bfloat16", lambda: rounds)
     around = sixteen_bit_patterns(dtype).float()
     bits = around.view(torch.int32)
     step = 1 << (15 if dtype is torch.bfloat16 else 12)  # half a unit in the last place
