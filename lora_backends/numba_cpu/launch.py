@@ -192,10 +192,10 @@ def reduce(y: torch.Tensor, delta: torch.Tensor, located: Located, routing: Any)
     work = routing.plan.work
     if not work.b_count:
         return
-    threads = torch.get_num_threads() if delta.nbytes > SERIAL_BYTES else 1
-    openmp = torch_openmp() if threads > 1 and not config.DISABLE_JIT else None
+    openmp = None if config.DISABLE_JIT or delta.nbytes <= SERIAL_BYTES else torch_openmp()
+    threads = 1 if openmp is None else torch.get_num_threads()
     call = _PACK_REDUCTION(
-        1 if openmp is None else threads,
+        threads,
         *(NO_FUNCTIONS if openmp is None else openmp.functions)[:2],
         located.address,
         routing.topk_ids.data_ptr(),

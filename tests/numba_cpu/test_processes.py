@@ -35,6 +35,20 @@ report = verify(NumbaCPUBackend(), profile=profile, only=names)
 print([(result.name, result.failure) for result in report.results if result.status != "passed"])
 """
 
+REDUCE = """
+import torch
+from lora_backends import ExpertWeights, LoRABatch
+from lora_backends.numba_cpu import NumbaCPUBackend, launch
+torch.set_num_threads(2)
+launch.SERIAL_BYTES = 0
+stacks, ranks = (torch.ones(1, 2, 1, 1, 3), torch.ones(1, 2, 5, 1)), torch.ones(1, 2, 1).int()
+weights = ExpertWeights(*stacks, ranks, ranks.float(), (5,), 2)
+backend, factors = NumbaCPUBackend(), torch.ones(1, 2)
+plan = backend.prepare_batch(LoRABatch([0], 1))
+routing = backend.prepare_experts(plan, torch.tensor([[0, 1]]), factors, 2)
+print(backend.run_experts(torch.ones(1, 3), weights, routing, reduce=True).tolist())
+"""
+
 
 def python(code, folder, **settings):
     """Run code in a new process that imports the package from `folder`."""
@@ -58,6 +72,11 @@ def copy_of_the_package(folder):
 
 def test_plain_twins_pass_the_kit(tmp_path):
     assert python(VERIFY, PACKAGE.parent, NUMBA_DISABLE_JIT="1") == "[]"
+
+
+def test_plain_twins_start_no_threads():
+    found = python(REDUCE, PACKAGE.parent, NUMBA_DISABLE_JIT="1", OMP_NUM_THREADS="2")
+    assert found == "[[6.0, 6.0, 6.0, 6.0, 6.0]]"
 
 
 def test_kernels_are_compiled_once(tmp_path):
