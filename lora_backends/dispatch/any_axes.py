@@ -60,7 +60,7 @@ def over_rows(engine: Engine, operation: str, run: Add) -> Add:
 def over_product(engine: Engine, operation: str) -> Callable[..., bool]:
     """Return a function that repeats a stored call on what torch has just multiplied.
 
-    It looks at less than the function of `over_rows`, which has to follow where this returns False.
+    It checks less than the function of `over_rows`, which the caller runs where this returns False.
 
     Args:
         engine: whose operation it is.

@@ -1,9 +1,10 @@
-"""Cached calls: what an engine keeps on a plan to repeat a call with little host time.
+"""Cached calls: what an engine keeps on its plans to repeat a call with little host time.
 
-In a model every layer meets the same plan in every step. An engine that launches kernels stores,
-after its first run, a `CachedCall` that holds the compiled kernels and all of their arguments but
-the addresses of x and y. Dispatch finds it for a call of the same kind, which has then passed
-every check: what the checks depend on is part of the key, or is compared in `CallCache.find`.
+In a model every layer meets the same plan in every step. After its first run an engine stores, on
+the plan, a `CachedCall` that holds the compiled kernels and their arguments, without the addresses
+of x and y. All plans of an engine may share a cache, if its calls hold nothing of a plan. Dispatch
+finds it for a call of the same kind, which has then passed every check: what the checks depend on
+is part of the key, or is compared in `CallCache.find`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights, extent_of
 
 MOST_LAYERS = 4096
-"""Layers and operations that a plan keeps calls of."""
+"""Layers and operations that a cache keeps calls of."""
 
 MOST_KINDS = 16
 """Calls of one layer that differ in strides, dtypes or alignment; beyond, the oldest goes."""
@@ -45,8 +46,8 @@ _Value = TypeVar("_Value", bound=Hashable)
 def shared(value: _Value) -> _Value:
     """Return one object for equal values.
 
-    Between two calls of a layer a model runs so much other code that a repeated call waits for
-    most of what it reads. It waits less for what other layers have just read.
+    Between two calls of a layer a model runs so much other code that the CPU's caches hold little
+    of what the call reads. They still hold what other layers have just read.
     """
     return value
 
@@ -96,7 +97,7 @@ def _kind_of(x: torch.Tensor, x_first: int, y: torch.Tensor, y_first: int) -> tu
 
 
 class CallCache:
-    """The cached calls of one plan."""
+    """The cached calls of one plan, or of all plans of an engine."""
 
     def __init__(self) -> None:
         # stored calls depend on it besides their arguments; an engine sets it when it refills

@@ -14,7 +14,7 @@ from lora_backends.weights import LoRAWeights
 
 @dataclass(eq=False, slots=True)
 class CachedRun:
-    """One layer and kind of arguments: a `CachedCall`, for any plan."""
+    """The `CachedCall` of `run_linear` for one layer and one kind of x and y, for any plan."""
 
     bound: launch.Bound
     tokens: int  # rows of x, which a model passes with more axes

@@ -50,8 +50,8 @@ cores of an AMD EPYC, 1024 took 1.0 to 1.15 times as long, 4096 1.05 to 1.1, and
 stop at the end of a row 1.0 to 1.2."""
 
 DOT_CHUNK = 2048
-"""Inputs that 8 rows of x in bfloat16 meet at a time in a shrink of int8, a multiple of 32: 32 KiB,
-which stay in the first-level cache of the AMD EPYC while A passes by."""
+"""Inputs per chunk in a shrink of int8 by bfloat16, a multiple of 32. 8 rows of x take 32 KiB,
+which stay in the first-level cache of the AMD EPYC while A is read."""
 
 EXPAND_AHEAD = 8192
 """Prefetch distance in B, in bytes; each vector of columns issues four prefetches. On the AMD

@@ -8,9 +8,9 @@ bfloat16, for segments of any length: products are exact, and sums stay float32.
 All else takes the way of long segments of 16 bits: rows of A and tiles of B are widened, multiplied
 by their scales and stored as float32. While one row is widened, the next is prefetched.
 
-Two routines meet bfloat16 and float16 where they lie: `shrink_dots` and `expand_int8`. All others
-work on float32 copies of x, and of y unless it is float32 already, and so are compiled once for
-any dtypes of x and y.
+`shrink_dots` reads x in bfloat16, and `expand_int8` is compiled for each dtype of y. All other
+routines work on float32 copies of x, and of y unless it is float32 already, so they are compiled
+once for any dtypes of x and y.
 """
 
 # numba infers the types of kernels
@@ -241,8 +241,9 @@ def shrink_part(part, parts, call, layer, routines, low, high):
 def shrink_dots() -> Any:
     """Compile up to `LONG_PANEL` columns of ``h = x @ a.T`` for a of int8 and x of bfloat16.
 
-    The CPU multiplies pairs of bfloat16, which int8 is widened to. Segments of any length are cut
-    into 8, 4, 2 and 1 tokens, which meet all rows of a, chunk by chunk of the inputs.
+    int8 is widened to bfloat16, which the CPU multiplies in pairs. A segment of any length is cut
+    into groups of 8, 4, 2 and 1 tokens. A group is multiplied by all rows of a, one chunk of the
+    inputs after the other.
     """
     sources = SOURCES
 
@@ -269,8 +270,8 @@ def shrink_dots() -> Any:
 def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
     """Write columns of h, as many at a time as `ranks` has items, for some tokens from t on.
 
-    A chunk of x is copied in the order of its use: rows apart by a power of two share few places
-    in the first-level cache. Sums wait behind the copy for the next chunk.
+    A chunk of x is copied in the order of its use, because rows whose distance is a power of two
+    compete for few sets of the first-level cache. Between chunks, sums are kept behind the copy.
     """
     a, a_row, n, count = rows
     x_rows, h_rows = v.rows(x, t, tokens), v.rows(h, t, tokens)
@@ -626,7 +627,7 @@ def expand_int8(kind_y: Any) -> Any:
 def pack_h(h, rank, factors, t, end, to):
     """Store h times the scalings as `add_interleaved` takes it, 8, 4, 2 and 1 tokens at a time.
 
-    Rows of h apart by a power of two share few places in the first-level cache.
+    Rows of h whose distance is a power of two would compete for few sets of the first-level cache.
     """
     scaling, scales = factors
     while t < end:

@@ -84,7 +84,10 @@ def grouping_kernel() -> Kernel:
 
 
 class _Scratch(threading.local):
-    """Memory for h, which each thread's calls use in turn; NumPy's, whatever modes torch is in."""
+    """Memory for h: a buffer per thread, which its calls use one after the other.
+
+    NumPy allocates it, because a mode of torch may return a tensor without memory.
+    """
 
     def __init__(self) -> None:
         self.memory = np.empty(SCRATCH_BYTES + _LINE, np.uint8)

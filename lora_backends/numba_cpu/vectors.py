@@ -235,7 +235,7 @@ def add_products(typing: Any, sums: Any, a: Any, x: Any) -> Any:
 def add_dots(typing: Any, sums: Any, a: Any, x: Any) -> Any:
     """add_dots(sums, a, x): `add_products` of what `load_bfloat16` returned, lane by lane of pairs.
 
-    One instruction, which takes denormal numbers for 0 and returns none.
+    It is one instruction, which reads denormal numbers as 0 and returns 0 instead of them.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -275,9 +275,9 @@ def add_columns(typing: Any, sums: Any, columns: Any, rows: Any, first: Any) -> 
 
 @_operation(plain.add_interleaved)
 def add_interleaved(typing: Any, sums: Any, columns: Any, address: Any) -> Any:
-    """add_interleaved(sums, columns, address): `add_columns`, where all rows lie at one address.
+    """add_interleaved(sums, columns, address): `add_columns` for interleaved rows of h.
 
-    There is an element of every row, then the next of every row.
+    At the address lies the first element of every row, then the second of every row, and so on.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
