@@ -1,6 +1,7 @@
 """8-bit stacks on `numba_cpu`, against `torch_ref` on the same stored values."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -212,7 +213,7 @@ def test_experts_of_8_bits_agree_with_the_reference(stored, block, shared, num_a
     make, experts, widths = torch.Generator().manual_seed(6), 4, (20, 20)
     a_experts, b_experts = (1 if name in shared else experts for name in "ab")
     ranks = torch.randint(0, 9, (2, experts, num_a), generator=make)
-    for interleaved in (False, True):
+    for interleaved, dtype in product((False, True), (torch.float32, torch.bfloat16)):
         weights = ExpertWeights(
             torch.randn(2, a_experts, num_a, 8, 40, generator=make),
             torch.randn(2, b_experts, sum(widths), 8, generator=make),
@@ -227,7 +228,7 @@ def test_experts_of_8_bits_agree_with_the_reference(stored, block, shared, num_a
             factors = torch.rand(2, experts, *weights.a_scales.shape[2:], generator=make)
             weights = replace(weights, a_scales=weights.a_scales * factors)
         results = []
-        x = torch.randn(9, 40, generator=make)
+        x = torch.randn(9, 40, generator=make).to(dtype)
         ids = torch.randint(-1, experts, (9, 2), generator=make)
         factors = torch.rand(9, 2, generator=make)
         for backend in (NumbaCPUBackend(), TorchRefBackend()):
