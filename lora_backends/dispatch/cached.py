@@ -64,7 +64,7 @@ class _Entry:
         self.key, self.kind = key, shared(_kind_of(x, x.data_ptr(), y, y.data_ptr()))
         self.product: Any = None  # what `find_for_product` compares; None: it may not find this
         if x.is_contiguous() and y.is_contiguous() and not (x.data_ptr() | y.data_ptr()) & 15:
-            self.product = shared((x.shape, y.shape, x.dtype, y.dtype, x.device))
+            self.product = shared((x.shape, y.shape, x.dtype, y.dtype, x.device, y.device))
         self.x_extent, self.y_extent = extent_of(x), extent_of(y)  # bytes, first to last element
         # to notice that a tensor of the layer has moved
         self.addresses = tuple(map(shared, addresses_of(weights)))
@@ -153,8 +153,9 @@ class CallCache:
     ) -> CachedCall | None:
         """Return the call that an addition to torch's own product repeats, or None.
 
-        A product has memory of its own, which overlaps nothing, on the device of its factors, and
-        is no lazy negation. All else is looked at as in `find`, for one kind of call.
+        A product is no lazy negation and needs no gradient where torch records none, and it does
+        not lie on the layer. All else is looked at as in `find`, for one kind of call: whoever
+        replaces torch's product may return x itself, or a tensor on another device.
 
         Args:
             key: the operation, and the handles of the backend and of the layer.
@@ -164,16 +165,23 @@ class CallCache:
                 if x is not a plain tensor.
         """
         entries = self._calls.get(key)
-        if entries is None or type(x) is not torch.Tensor or type(y) is not torch.Tensor:
+        if (
+            entries is None
+            or type(x) is not torch.Tensor
+            or type(y) is not torch.Tensor
+            or type(weights) is not LoRAWeights
+        ):
             return None
         entry = entries[0]
         try:
+            x_first, y_first = x.data_ptr(), y.data_ptr()
             is_same = (
-                entry.product == (x.shape, y.shape, x.dtype, y.dtype, x.device)
+                entry.product == (x.shape, y.shape, x.dtype, y.dtype, x.device, y.device)
                 and entry.key == self.key
                 and x.is_contiguous()
                 and y.is_contiguous()
-                and not (x.data_ptr() | y.data_ptr()) & 15
+                and not (x_first | y_first) & 15
+                and (x_first >= y_first + entry.y_extent or y_first >= x_first + entry.x_extent)
                 and not x.is_neg()
                 and not torch.is_grad_enabled()
                 and entry.addresses == addresses_of(weights)

@@ -125,7 +125,7 @@ def prefetch_a(
     PART: tl.constexpr = STEPS * BLOCK_K
     n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     s, r = n // RANK_PAD, n % RANK_PAD  # [N]
-    has_rank = (s < NUM_SLICES) & (slot >= 0)
+    has_rank = s < tl.where(slot >= 0, NUM_SLICES, 0)  # [N]
     ranks_at = ranks_ptr + slot * NUM_SLICES + s
     rank = tl.load(ranks_at, mask=has_rank, other=0, cache_modifier=".cg")  # [N]
     a_rows = _rows_of_a(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layers import small_batch, small_weights
 
-from lora_backends import InvalidInputError, LoRABackend, LoRABatch
+from lora_backends import InvalidInputError, LoRABackend, LoRABatch, LoRAWeights
 from lora_backends.dispatch.any_axes import over_product, over_rows
 from lora_backends.dispatch.cached import CachingPlan, stores_calls
 from lora_backends.torch_ref import TorchRefBackend
@@ -168,6 +168,22 @@ def cut_anew(plan):
     return plan
 
 
+def overlapping(x, weights, plan, y, x_first, y_first):
+    """Return the arguments with an x and a y that begin at these elements of one storage."""
+    storage = x.new_zeros(200)
+    parts = storage[x_first:][: x.numel()], storage[y_first:][: y.numel()]
+    return parts[0].view_as(x), weights, plan, parts[1].view_as(y)
+
+
+class Layer(LoRAWeights):
+    pass
+
+
+def of_another_class(weights):
+    object.__setattr__(weights, "__class__", Layer)
+    return weights
+
+
 def moved(weights, name):
     getattr(weights, name).data = getattr(weights, name).clone()
     return weights
@@ -182,6 +198,7 @@ OTHER = {
     "dtype of x": lambda x, w, p, y: (x.double(), w, p, y),
     "dtype of y": lambda x, w, p, y: (x, w, p, y.double()),
     "device of x": lambda x, w, p, y: (x.to("meta"), w, p, y),
+    "device of y": lambda x, w, p, y: (x, w, p, y.to("meta")),
     "devices of both": lambda x, w, p, y: (x.to("meta"), w, p, y.to("meta")),
     "strides of x": lambda x, w, p, y: (wide(x), w, p, y),
     "strides of y": lambda x, w, p, y: (x, w, p, wide(y)),
@@ -193,6 +210,10 @@ OTHER = {
     "opaque x": lambda x, w, p, y: (x.to_mkldnn(), w, p, y),
     "class of x": lambda x, w, p, y: (torch.nn.Parameter(x, requires_grad=False), w, p, y),
     "class of y": lambda x, w, p, y: (x, w, p, torch.nn.Parameter(y, requires_grad=False)),
+    "y where x lies": lambda x, w, p, y: overlapping(x, w, p, y, 0, 0),
+    "y on the end of x": lambda x, w, p, y: overlapping(x, w, p, y, 0, 68),
+    "y that ends on x": lambda x, w, p, y: overlapping(x, w, p, y, 80, 0),
+    "class of the layer": lambda x, w, p, y: (x, of_another_class(w), p, y),
     "another layer": lambda x, w, p, y: (x, small_weights(slices=(12,)), p, y),
     "a copy of the layer": lambda x, w, p, y: (x, copy.copy(w), p, y),
     "A elsewhere": lambda x, w, p, y: (x, moved(w, "lora_a"), p, y),

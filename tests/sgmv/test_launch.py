@@ -4,13 +4,17 @@ import itertools
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from engines import DTYPES, ENGINES, ON_GPU, UNITS, VARIANTS, make_engine, on, ones, poisoned
 from layers import per_token, small_batch, small_weights
 
 from lora_backends import LoRABatch, LoRAWeights, get_backend, quantize_weights
-from lora_backends.sgmv import launch
+from lora_backends.sgmv import blocks, launch
+from lora_backends.sgmv.launching.kernel import INTERPRETED
 from lora_backends.sgmv.tiles.sizes import (
     TILE_TOKENS,
     ExpandTiles,
@@ -226,6 +230,58 @@ def test_run_lora_b_takes_h_as_it_is_whatever_the_tiles(make):
         results.append(backend.run_lora_b(h.to(backend.device), moved, plan, y))
     expected, found = results
     assert (found - expected).abs().amax() <= 2.0**-20 * expected.abs().amax()
+
+
+@triton.jit
+def prefetching_kernel(
+    a_ptr,
+    ranks_ptr,
+    slot_ptr,
+    in_features,
+    stride_l,
+    stride_s,
+    stride_r,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+):
+    slot = tl.load(slot_ptr).to(tl.int64)
+    blocks.prefetch_a(
+        a_ptr, ranks_ptr, ranks_ptr, slot, tl.program_id(0), in_features, stride_l, stride_s,
+        stride_r, 2, 0, 32, 16, BLOCK_K, SPLIT_K, 3,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="addresses are seen in the interpreter alone")
+@pytest.mark.parametrize("slot", [0, 1, 2, -1])
+@pytest.mark.parametrize(
+    "dtype, split_k, columns",
+    [
+        (torch.bfloat16, 2, (0, 64, 128, 192, 256)),  # 192 columns for each part of the inputs
+        (torch.int8, 2, (0, 128, 192)),
+        (torch.float32, 2, (0, 32, 64, 96, 192, 224, 256, 288)),
+        (torch.bfloat16, 1, (0, 64, 128, 192)),  # no more than 512 bytes
+    ],
+)
+def test_a_shrink_of_triton_prefetches_lines_of_its_own_rows_alone(
+    monkeypatch, dtype, split_k, columns, slot
+):
+    """RANK_PAD, 32, is above max_rank, 20: the rows behind those of a slice are another's."""
+    noted = []
+
+    def note(pointers, wanted):
+        at, is_wanted = np.broadcast_arrays(pointers.handle.data, wanted.handle.data)
+        noted.extend(at[is_wanted].tolist())
+
+    monkeypatch.setattr(blocks, "prefetch_lines", note)
+    a = torch.zeros(3, 2, 20, 300, dtype=dtype)
+    ranks = torch.tensor([[20, 3], [0, 17], [1, 20]], dtype=torch.int32)
+    block_k = 64 if split_k == 2 else 128
+    prefetching_kernel[(4 * split_k,)](
+        a, ranks, torch.tensor([slot], dtype=torch.int32), 300, *a.stride()[:3], block_k, split_k
+    )
+    rows = [(s, r) for s in range(2) for r in range(ranks[slot, s] if slot >= 0 else 0)]
+    expected = [a[slot, s, r, k:].data_ptr() for s, r in rows for k in columns]
+    assert sorted(noted) == sorted(expected)
 
 
 TMA_TILES = TileConfig(ShrinkTiles(16, 16, 2), ExpandTiles(16, 32, 4, num_stages=3))

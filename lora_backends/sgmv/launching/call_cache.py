@@ -43,8 +43,7 @@ class CachedLaunches:
     """
 
     device: torch.device
-    no_values: torch.Tensor  # [0] float32: its `new_empty` takes half the time of `torch.empty`;
-    # the same for all calls of a device
+    no_values: torch.Tensor  # [0] float32, one a device: `new_empty` is faster than `torch.empty`
     h_values: int  # of h, all planes
     tokens: int  # rows of x, which a model passes with more axes
     shrink: BoundKernel  # x and h change from call to call
