@@ -57,35 +57,6 @@ def over_rows(engine: Engine, operation: str, run: Add) -> Add:
     return add
 
 
-def over_product(engine: Engine, operation: str) -> Callable[..., bool]:
-    """Return a function that repeats a stored call on what torch has just multiplied.
-
-    It checks less than the function of `over_rows`, which the caller runs where this returns False.
-
-    Args:
-        engine: whose operation it is.
-        operation: that reads rows.
-
-    Returns:
-        A function of x [..., in_features], a layer, a plan and y [..., out_features], which torch
-        has just computed as ``functional.linear(x, weight, bias)`` of a weight and a bias that are
-        plain tensors. It returns whether the LoRA was added to y; if not, nothing was written.
-    """
-    stored, backend = stored_as(engine, operation), engine.handle
-
-    def repeat(x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
-        if stored is None or not isinstance(plan, CachingPlan):
-            return False
-        key = stored, backend, weights.handle
-        cached = plan.call_cache.find_for_product(key, x, weights, y)
-        # a refill may have brought more tokens than the stored call has rows
-        if cached is None or plan.num_tokens * weights.out_features > y.numel():
-            return False
-        return cached.run(x, weights, plan, y)
-
-    return repeat
-
-
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x [..., in_features] as [tokens, in_features], the last axis contiguous."""
     rows = x.reshape(-1, x.shape[-1])

@@ -9,9 +9,8 @@ is part of the key, or is compared in `CallCache.find`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -39,35 +38,18 @@ class CachedCall(Protocol):
         """
 
 
-_Value = TypeVar("_Value", bound=Hashable)
-
-
-@lru_cache(maxsize=65536, typed=True)
-def shared(value: _Value) -> _Value:
-    """Return one object for equal values.
-
-    Between two calls of a layer a model runs so much other code that the CPU's caches hold little
-    of what the call reads. They still hold what other layers have just read.
-    """
-    return value
-
-
 class _Entry:
     """One stored call, and the properties that another call must share with it."""
 
-    __slots__ = ("addresses", "apart", "call", "key", "kind", "product", "x_extent", "y_extent")
+    __slots__ = ("addresses", "apart", "call", "key", "kind", "x_extent", "y_extent")
 
     def __init__(
         self, key: Any, call: CachedCall, x: torch.Tensor, weights: LoRAWeights, y: torch.Tensor
     ) -> None:
         self.call = call
-        self.key, self.kind = key, shared(_kind_of(x, x.data_ptr(), y, y.data_ptr()))
-        self.product: Any = None  # what `find_for_product` compares; None: it may not find this
-        if x.is_contiguous() and y.is_contiguous() and not (x.data_ptr() | y.data_ptr()) & 15:
-            self.product = shared((x.shape, y.shape, x.dtype, y.dtype, x.device, y.device))
+        self.key, self.kind = key, _kind_of(x, x.data_ptr(), y, y.data_ptr())
         self.x_extent, self.y_extent = extent_of(x), extent_of(y)  # bytes, first to last element
-        # to notice that a tensor of the layer has moved
-        self.addresses = tuple(map(shared, addresses_of(weights)))
+        self.addresses = addresses_of(weights)  # to notice that a tensor of the layer has moved
         self.apart = (0, 0)  # addresses of x and y that were last found apart
 
     def is_apart(self, weights: LoRAWeights, x_first: int, y_first: int) -> bool:
@@ -147,48 +129,6 @@ class CallCache:
         ):
             return None
         return entry.call
-
-    def find_for_product(
-        self, key: tuple[str, int, int], x: torch.Tensor, weights: LoRAWeights, y: torch.Tensor
-    ) -> CachedCall | None:
-        """Return the call that an addition to torch's own product repeats, or None.
-
-        A product is no lazy negation and needs no gradient where torch records none, and it does
-        not lie on the layer. All else is looked at as in `find`, for one kind of call: whoever
-        replaces torch's product may return x itself, or a tensor on another device.
-
-        Args:
-            key: the operation, and the handles of the backend and of the layer.
-            x: a factor, of any class.
-            weights: the layer.
-            y: what torch has just computed as ``functional.linear(x, weight, bias)``; of any class
-                if x is not a plain tensor.
-        """
-        entries = self._calls.get(key)
-        if (
-            entries is None
-            or type(x) is not torch.Tensor
-            or type(y) is not torch.Tensor
-            or type(weights) is not LoRAWeights
-        ):
-            return None
-        entry = entries[0]
-        try:
-            x_first, y_first = x.data_ptr(), y.data_ptr()
-            is_same = (
-                entry.product == (x.shape, y.shape, x.dtype, y.dtype, x.device, y.device)
-                and entry.key == self.key
-                and x.is_contiguous()
-                and y.is_contiguous()
-                and not (x_first | y_first) & 15
-                and (x_first >= y_first + entry.y_extent or y_first >= x_first + entry.x_extent)
-                and not x.is_neg()
-                and not torch.is_grad_enabled()
-                and entry.addresses == addresses_of(weights)
-            )
-        except RuntimeError:  # as in `find`
-            return None
-        return entry.call if is_same else None
 
     def store(
         self,

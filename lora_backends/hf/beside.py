@@ -16,16 +16,13 @@ from torch.nn import functional
 
 from lora_backends.backend import LoRABackend
 from lora_backends.devices import is_capturing
-from lora_backends.dispatch.any_axes import as_rows, over_product
+from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.dispatch.handles import lookup
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.hf.hooks import adder
 from lora_backends.hf.running import Call
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights
-
-Run = Callable[..., torch.Tensor]
-"""Computes a linear layer with its LoRA: what `linear_with_lora` returns."""
 
 MOST_ROWS = 64
 """Rows of a forward pass up to which the backend is asked: `run_with_base` takes no more."""
@@ -43,7 +40,7 @@ def multiplies_bases(backend: LoRABackend, rows: int) -> bool:
     return rows <= MOST_ROWS and backend.cuda_graphs and getattr(backend, "multiplies_bases", False)
 
 
-def linear_with_lora(backend: LoRABackend, operation: str) -> Run:
+def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:
     """Return a function that computes a linear layer and adds its LoRA by an operation.
 
     Args:
@@ -55,7 +52,7 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Run:
         the plan, the base weight [out_features, in_features] and its bias or None. It returns y
         [..., out_features].
     """
-    add, repeat = adder(backend, operation), over_product(backend, operation)
+    add = adder(backend, operation)
 
     def run(
         call: Call,
@@ -68,11 +65,7 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Run:
     ) -> torch.Tensor:
         multiplies = call.multiplies_bases if is_traced else call.asks_backend
         if not (multiplies and _may_multiply(x, plan, weight, bias)):
-            y = functional.linear(x, weight, bias)
-            is_own = type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
-            if not is_traced and is_own and repeat(x, weights, plan, y):
-                return y
-            return add(x, weights, plan, y)
+            return add(x, weights, plan, functional.linear(x, weight, bias))
         if is_traced:
             handles = backend.handle, weights.handle, plan.handle
             traced: torch.Tensor = _linear(x, weight, bias, operation, *handles)

@@ -8,7 +8,6 @@ from typing import Any, cast
 from torch import nn
 
 from lora_backends.backend import LoRABackend
-from lora_backends.hf.beside import linear_with_lora
 from lora_backends.hf.experts import ExpertSite, experts_forward
 from lora_backends.hf.hooks import lora_hook
 from lora_backends.hf.layout import Layout
@@ -103,14 +102,11 @@ class Hooked:
             for path, site in self._sites.items()
             if site.refusal is None
         }
-        operations = {"run_linear", *(group.operation for group in self.groups)}
-        # one function for all layers, so that a step finds it in the processor's cache
-        runs = {operation: linear_with_lora(backend, operation) for operation in operations}
         for group in self.groups:
             self.joined[group.paths[0]] = group.join()
             alone = [hooks.pop(path) for path in group.paths]
             layout = layouts[group.paths[0]]
-            forwards = [leader_forward(model, group, layout, runs[group.operation], alone[0])]
+            forwards = [leader_forward(model, group, layout, backend, alone[0])]
             forwards += [sibling_forward(model, hook) for hook in alone[1:]]
             self.handles += map(ForwardOverride, group.modules, forwards)
         for path, expert_site in self._experts.items():
@@ -123,7 +119,7 @@ class Hooked:
                 forward = router_forward(model, site, layouts[path], backend)
                 self.handles.append(ForwardOverride(module, forward))
             elif self.fuse and are_plain((module,)):
-                forward = linear_forward(model, site, layouts[path], runs["run_linear"], hook)
+                forward = linear_forward(model, site, layouts[path], backend, hook)
                 self.handles.append(ForwardOverride(cast(nn.Linear, module), forward))
             else:
                 self.handles.append(module.register_forward_hook(hook))

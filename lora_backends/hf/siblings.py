@@ -21,8 +21,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
+from lora_backends.backend import LoRABackend
 from lora_backends.hf import traced
-from lora_backends.hf.beside import Run
+from lora_backends.hf.beside import linear_with_lora
 from lora_backends.hf.hooks import Hook
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, Joined, Kept, check_thread
@@ -145,7 +146,7 @@ def _is_special(parameter: nn.Parameter) -> bool:
 
 
 def leader_forward(
-    model: str, group: Siblings, layout: Layout, run: Run, alone: Hook
+    model: str, group: Siblings, layout: Layout, backend: LoRABackend, alone: Hook
 ) -> Callable[..., torch.Tensor]:
     """Return the leader's `forward`.
 
@@ -153,7 +154,7 @@ def leader_forward(
         model: whose calls it serves.
         group: the leader and its siblings.
         layout: of the leader's input.
-        run: from `linear_with_lora`, of the group's operation.
+        backend: that adds the LoRA.
         alone: the leader's hook where it runs without the others.
 
     Returns:
@@ -161,6 +162,7 @@ def leader_forward(
     """
     paths, widths = group.paths, group.widths
     device_type = group.modules[0].weight.device.type
+    run = linear_with_lora(backend, group.operation)
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
@@ -190,13 +192,14 @@ def leader_forward(
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
         y = run(call, is_traced, input, weights, plan, *joined)
-        mine, *others = _columns(y, widths)
+        outputs: dict[nn.Module, torch.Tensor] = dict(
+            zip(group.modules, _columns(y, widths), strict=True)
+        )
+        mine = outputs.pop(self)
         if is_traced:
             call.is_traced = True
             traced.note(input)
-        version = TRACED if is_traced else input._version
-        outputs: dict[nn.Module, torch.Tensor] = dict(zip(group.modules[1:], others, strict=True))
-        RUNNING.kept = Kept(group, input, version, outputs)
+        RUNNING.kept = Kept(group, input, TRACED if is_traced else input._version, outputs)
         return mine
 
     return forward
@@ -247,7 +250,7 @@ def _is_unchanged(kept: Kept, input: torch.Tensor) -> bool:
 
 
 def linear_forward(
-    model: str, site: Site, layout: Layout, run: Run, alone: Hook
+    model: str, site: Site, layout: Layout, backend: LoRABackend, alone: Hook
 ) -> Callable[..., torch.Tensor]:
     """Return a `forward` that does the same as a hook, in less time than torch's hooks take.
 
@@ -255,13 +258,13 @@ def linear_forward(
         model: whose calls it serves.
         site: a plain linear module.
         layout: of its input.
-        run: from `linear_with_lora`, of `run_linear`.
+        backend: that adds the LoRA.
         alone: its hook.
 
     Returns:
         A function of the module and its input.
     """
-    path, paths = site.path, (site.path,)
+    path, paths, run = site.path, (site.path,), linear_with_lora(backend, "run_linear")
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call

@@ -1,6 +1,5 @@
 """Layers whose base product the backend multiplies in graphs, beside their LoRA."""
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +10,8 @@ from graphs import captured_logits
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
-from lora_backends import InvalidInputError, LoRABackend, LoRABatch, LoRAWeights
-from lora_backends.dispatch.cached import CachingPlan, CallCache, stores_calls
+from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.hf import MultiLoRAModel, beside, prepared
-from lora_backends.hf.running import NOTHING
 from lora_backends.sgmv.base import product
 from lora_backends.torch_ref import TorchRefBackend
 
@@ -283,72 +280,6 @@ def test_an_engine_gives_what_both_give_in_turn(capturing, narrow, monkeypatch, 
         assert torch.equal(layer(PREPARED, False, *given), wanted)
     assert wanted.shape == (3, 2, 14)
     assert len(launched) == 2 and all(y is not None for y in launched)
-
-
-class Overlapping(torch.Tensor):
-    """A weight or a bias of a class whose product lies on x."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is functional.linear:
-            return args[0][..., :8].contiguous().set_(args[0].untyped_storage(), 0, (2, 1, 8))
-        return super().__torch_function__(function, types, args, kwargs)
-
-
-@dataclass(eq=False)
-class Plan(CachingPlan):
-    pass
-
-
-class Storing(LoRABackend):
-    """Adds one, and stores a call that does the same."""
-
-    plan_type = Plan
-    repeated = 0
-
-    def prepare_batch(self, batch, out=None):
-        return Plan(batch.num_tokens, batch.num_slots)
-
-    def run_lora_a(self, x, weights, plan):
-        raise NotImplementedError
-
-    def run_lora_b(self, h, weights, plan, base_output=None):
-        raise NotImplementedError
-
-    @stores_calls
-    def run_linear(self, x, weights, plan, base_output=None):
-        plan.call_cache.store("run_linear", self, x, weights, base_output, self)
-        return base_output.add_(1)
-
-    def run(self, x, weights, plan, y):
-        self.repeated += 1
-        y += 1
-        return True
-
-
-@pytest.mark.parametrize("other", ["weight", "bias"])
-def test_a_product_of_another_class_is_looked_at_in_full(other, monkeypatch):
-    backend, x = Storing(), torch.randn(2, 1, 8)
-    weights = LoRAWeights(
-        lora_a=torch.randn(1, 1, 2, 8),
-        lora_b=torch.randn(1, 8, 2),
-        ranks=torch.tensor([[2]]),
-        scalings=torch.ones(1, 1),
-        output_slices=(8,),
-    )
-    plan = backend.prepare_batch(LoRABatch([0, 0], 1))
-    layer = beside.linear_with_lora(backend, "run_linear")
-    base = {"weight": torch.randn(8, 8), "bias": torch.randn(8)}
-    with torch.no_grad():
-        layer(NOTHING, False, x, weights, plan, **base)
-        with monkeypatch.context() as patch:
-            patch.setattr(CallCache, "find", lambda *_: pytest.fail("looked at in full"))
-            y = layer(NOTHING, False, x, weights, plan, **base)
-            assert torch.equal(y, functional.linear(x, **base) + 1)
-        base[other] = base[other].as_subclass(Overlapping)
-        with pytest.raises(InvalidInputError, match="overlaps x"):
-            layer(NOTHING, False, x, weights, plan, **base)
-    assert backend.repeated == 1
 
 
 def on_gpu(make_base, monkeypatch, variant):

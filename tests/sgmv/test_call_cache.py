@@ -427,21 +427,6 @@ def test_layers_backends_and_operations_are_told_apart(log, backend):
         assert all(precision in given for *_, given in first)
 
 
-def test_the_calls_of_a_plan_share_what_is_equal(log, backend, operation):
-    """A model's step finds it in the processor's cache then."""
-    plan = backend.prepare_batch(LoRABatch(MIXED, 4))
-    x, y = first_argument(operation), torch.zeros(7, 14)
-    found, layers = [], [small_weights(seed=seed) for seed in (1, 2)]
-    for weights in layers:
-        made(log, backend, operation, x, weights, plan, y)
-        repeated(log, backend, operation, x, weights, plan, y)
-        found.append({value: value for launched in log for value in launched.arguments})
-    for table in plan.tables():
-        assert found[0][table.data_ptr()] is found[1][table.data_ptr()]
-    first, second = (plan.call_cache.find(operation, backend, x, weights, y) for weights in layers)
-    assert first.no_values is second.no_values and first.device is second.device
-
-
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
 def test_a_copied_plan_has_no_cached_calls(log, backend, operation, how):
     """They hold the addresses of the original's tables."""

@@ -16,7 +16,6 @@ import triton
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 
-from lora_backends.dispatch.cached import shared
 from lora_backends.errors import UnsupportedInputError
 
 INTERPRETED: bool = knobs.runtime.interpret
@@ -124,7 +123,7 @@ class SpecializedKernel:
         tensors, descriptors, numbers = arguments
         pointers = [tensor.data_ptr() for tensor in tensors]
         compiled = self._compiled[_kind(tensors, pointers, numbers)]
-        values = [*map(shared, pointers), *descriptors, *map(shared, numbers), *self._values]
+        values = [*pointers, *descriptors, *numbers, *self._values]
         return BoundKernel(compiled, values, second, self._grid(1), self._axis)
 
     @property
