@@ -196,10 +196,11 @@ def _shrink_of_8_bits(
 def _long_shrink_of_8_bits(
     shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape, gpu: Gpu
 ) -> ShrinkTiles:
-    """Take blocks of up to 64 rows of A, and programs enough to hide each other's widening.
+    """Return blocks of up to 64 rows of A, in so many programs that they hide their widening.
 
-    These are two per multiprocessor, or one of rank 16; the split becomes at most twice that of 16
-    bits, and half of it where a wide expand would read more planes than that needs.
+    That takes two programs per multiprocessor, or one at rank 16. The split of 16 bits is doubled
+    where there are fewer, and halved where there are twice as many and a wide expand would read all
+    of its planes.
     """
     block_n, narrow = min(64, shrink.block_n), padded_rank(layer.max_rank) == MIN_DOT
     blocks = -(-layer.stacked // block_n)
@@ -218,7 +219,7 @@ def _long_shrink_of_8_bits(
 def _expand_of_8_bits(
     expand: ExpandTiles, batch: BatchShape, layer: LayerShape, rows: int
 ) -> ExpandTiles:
-    """In prefill programs of 4 warps hide each other's widening; through TMA 8 at rank 16.
+    """In prefill programs have 4 warps, to hide each other's widening, but 8 at rank 16 with TMA.
 
     In decode blocks of 16 ranks are 256 columns wide; a single row of the grid is faster with twice
     as many programs of 128.
