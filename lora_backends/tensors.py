@@ -18,3 +18,14 @@ def unusable(tensor: torch.Tensor) -> str | None:
     if tensor.is_neg():
         return "is a lazy negation: its memory holds the negated values; pass .resolve_neg()"
     return None
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has an address, or no elements to read.
+
+    The tensors that a transform or a mode of torch passes, of vmap or functionalize, have none.
+    """
+    try:
+        return not tensor.numel() or tensor.data_ptr() != 0
+    except RuntimeError:  # torch refuses to name one
+        return False

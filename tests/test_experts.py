@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layers import small_batch, small_weights
+from layers import ByAddress, small_batch, small_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_backends import (
@@ -555,3 +555,28 @@ def test_other_strides_are_left_to_the_guard(call, name):
     setattr(call, name, wide[::2])
     assert not ordinary(call)
     call.backend.run_experts(call.x, call.weights, call.routing, call.y, **call.options)
+
+
+@pytest.mark.parametrize("name", ["x", "base_output", "lora_b"])
+def test_experts_without_an_address_are_refused_by_a_backend_that_reads_it(call, name):
+    call.backend = ByAddress()
+    if name == "lora_b":
+        call.weights.lora_b.untyped_storage().resize_(0)
+    else:
+        field = name[0].replace("b", "y")
+        setattr(call, field, torch._to_functional_tensor(getattr(call, field)))
+    for y in (call.y, None)[: 2 if name != "base_output" else 1]:
+        call.y = y
+        assert not ordinary(call)
+        with pytest.raises(InvalidInputError, match=f"{name} has no address.*torch_ref"):
+            call.backend.run_experts(call.x, call.weights, call.routing, y, **call.options)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_choice_without_an_address_is_refused_by_a_backend_that_reads_it(call, place):
+    choice = [torch.tensor([[0, 2], [1, 1], [0, 1]]), torch.rand(3, 2)]
+    choice[place] = torch._to_functional_tensor(choice[place])
+    assert not is_ordinary_choice(ByAddress(), call.routing.plan, *choice, 3, None, None)
+    name = ("topk_ids", "topk_weights")[place]
+    with pytest.raises(InvalidInputError, match=f"{name} has no address"):
+        ByAddress().prepare_experts(call.routing.plan, *choice, 3)

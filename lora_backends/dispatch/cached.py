@@ -50,10 +50,13 @@ class _Entry:
         self.key, self.kind = key, _kind_of(x, x.data_ptr(), y, y.data_ptr())
         self.x_extent, self.y_extent = extent_of(x), extent_of(y)  # bytes, first to last element
         self.addresses = addresses_of(weights)  # to notice that a tensor of the layer has moved
-        self.apart = (0, 0)  # addresses of x and y that were last found apart
+        # addresses of x and y that were last found apart
+        self.apart: tuple[int, int] | None = None
 
     def is_apart(self, weights: LoRAWeights, x_first: int, y_first: int) -> bool:
         """Return whether y overlaps neither x nor the layer; if so, remember the addresses."""
+        if not (x_first and y_first):
+            return False  # no memory, or no rows
         y_end = y_first + self.y_extent
         if x_first < y_end and y_first < x_first + self.x_extent:
             return False

@@ -21,6 +21,7 @@ from lora_backends.dtypes import accumulator_dtype, dtype_name, dtype_names
 from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import shown
 from lora_backends.operations import Input, Operation
+from lora_backends.tensors import has_memory
 from lora_backends.weights import LoRAWeights, extent_of
 
 
@@ -291,6 +292,8 @@ def check_weights(problems: Problems, engine: Engine, weights: Layer, plan: Any)
         problems.unsupported.append(
             f"lora_a.dtype is {dtype_name(weights.dtype)}; supported: {dtype_names(engine.dtypes)}"
         )
+    for name, tensor in weights.tensors.items():
+        check_memory(problems, engine, name, tensor)
     check_device(problems, engine, "weights", weights)
 
 
@@ -315,7 +318,7 @@ def _rows_for(plan: Any, given: int) -> int:
 
 
 def check_tensor(problems: Problems, engine: Engine, name: str, value: Any) -> bool:
-    """Check that a value is plain memory on the engine's device; False if it has no shape."""
+    """Check that a value is plain memory on the engine's device; False if no check may follow."""
     if not isinstance(value, torch.Tensor):
         problems.invalid.append(f"{name} is {describe(value)}; allowed: a tensor")
         return False
@@ -328,7 +331,21 @@ def check_tensor(problems: Problems, engine: Engine, name: str, value: Any) -> b
             f"negated values; pass {name}.resolve_neg()"
         )
     check_device(problems, engine, name, value)
-    return True
+    return check_memory(problems, engine, name, value)
+
+
+def check_memory(problems: Problems, engine: Engine, name: str, tensor: torch.Tensor) -> bool:
+    """Check that an engine can read a tensor by its address; False if it has none.
+
+    A differentiable backend computes with torch's operators, which need no address.
+    """
+    if engine.differentiable or has_memory(tensor):
+        return True
+    problems.invalid.append(
+        f"{name} has no address: its memory was freed, or it is a {type(tensor).__name__} that a "
+        f"transform or mode of torch made; call the backend outside of that, or use torch_ref"
+    )
+    return False
 
 
 def check_device(
@@ -417,6 +434,8 @@ def _check_apart(
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Return whether two tensors overlap; columns of one buffer may lie side by side."""
+    if not (has_memory(x) and has_memory(y)):
+        return False
     first = y.data_ptr() - x.data_ptr()
     if first >= extent_of(x) or -first >= extent_of(y):
         return False

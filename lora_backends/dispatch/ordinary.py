@@ -60,8 +60,11 @@ def is_ordinary(
         ):
             return False
         x_row, x_step = x.stride()
-        if x_step != 1 or y is None:
-            return x_step == 1
+        x_first, addresses = x.data_ptr(), addresses_of(weights)
+        if x_step != 1 or not x_first or 0 in addresses:
+            return False
+        if y is None:
+            return True
         out_features = weights.out_features
         if (
             type(y) is not torch.Tensor
@@ -73,15 +76,15 @@ def is_ordinary(
         ):
             return False
         y_row, y_step = y.stride()
-        if y_step != 1 or y_row < out_features:
+        first = y.data_ptr()
+        if y_step != 1 or y_row < out_features or not first:
             return False
-        first, x_first = y.data_ptr(), x.data_ptr()
         end = first + ((tokens - 1) * y_row + out_features) * y.itemsize
         x_end = x_first + ((tokens - 1) * x_row + weights.in_features) * x.itemsize
     except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
         return False
     apart = x_first >= end or first >= x_end
-    return apart and not lies_on(addresses_of(weights), weights.extents, first, end)
+    return apart and not lies_on(addresses, weights.extents, first, end)
 
 
 def is_ordinary_batch(engine: Engine, batch: Any, out: Any, capacity: Any) -> bool:
@@ -134,6 +137,7 @@ def is_ordinary_choice(
             or (factors.requires_grad and torch.is_grad_enabled())
             or ids.layout is not torch.strided
             or factors.layout is not torch.strided
+            or not (ids.data_ptr() and factors.data_ptr())
         ):
             return False
         if device.type == "cpu" and shape[0] and int(ids.max()) >= num_experts:
@@ -189,6 +193,9 @@ def is_ordinary_routed(
             or not x.is_contiguous()
         ):
             return False
+        x_first, addresses = x.data_ptr(), addresses_of(weights)
+        if not x_first or 0 in addresses:
+            return False
         if y is None:
             return True
         pairs = (tokens,) if options["reduce"] else (tokens, top_k)
@@ -203,12 +210,12 @@ def is_ordinary_routed(
             or not y.is_contiguous()
         ):
             return False
-        first, x_first = y.data_ptr(), x.data_ptr()
+        first = y.data_ptr()
         end, x_end = first + y.nbytes, x_first + x.nbytes
     except RuntimeError:  # as in `is_ordinary`
         return False
-    apart = x_first >= end or first >= x_end
-    return apart and not lies_on(addresses_of(weights), weights.extents, first, end)
+    apart = first != 0 and (x_first >= end or first >= x_end)
+    return apart and not lies_on(addresses, weights.extents, first, end)
 
 
 def requires_gradient(weights: LoRAWeights | ExpertWeights, *others: torch.Tensor) -> bool:

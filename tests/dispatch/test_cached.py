@@ -134,6 +134,14 @@ def test_calls_of_two_backends_and_two_plans_are_apart(stored):
     assert (backend.ran, backend.call.repeated) == (2, 0)
 
 
+functional = torch._to_functional_tensor  # what torch.func.functionalize passes
+
+
+def freed(weights):
+    weights.lora_a.untyped_storage().resize_(0)
+    return weights
+
+
 REFUSED = {
     "x and y overlap": (
         lambda x, w, y: (y.view(-1)[:70].view(7, 10), w, y),
@@ -151,6 +159,10 @@ REFUSED = {
     "lazy negation of y": (lambda x, w, y: (x, w, torch._neg_view(y)), "lazy negation"),
     "sparse x": (lambda x, w, y: (x.to_sparse(), w, y), "x is .* dense"),
     "sparse y": (lambda x, w, y: (x, w, y.to_sparse()), "base_output is .* dense"),
+    "x has no address": (lambda x, w, y: (functional(x), w, y), "x has no address.*torch_ref"),
+    "y has no address": (lambda x, w, y: (x, w, functional(y)), "base_output has no address"),
+    "neither has one": (lambda x, w, y: (functional(x), w, functional(y)), "x has no address"),
+    "a layer whose memory was freed": (lambda x, w, y: (x, freed(w), y), "lora_a has no address"),
     "too few rows": (lambda x, w, y: (x[1:], w, y), "x is"),
     "no weights": (lambda x, w, y: (x, None, y), "NoneType"),
 }
@@ -168,6 +180,36 @@ def test_bad_arguments_are_refused_where_a_call_of_their_kind_is_stored(bad):
     x, layer, y = change(x, weights, y)
     with pytest.raises(InvalidInputError, match=told):
         backend.run_linear(x, layer, plan, y)
+    assert (backend.ran, backend.call.repeated) == (1, 0)
+
+
+WITHOUT_Y = ["lazy negation of x", "sparse x", "x has no address", "a layer whose memory was freed"]
+WITHOUT_Y += ["too few rows", "no weights"]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("bad", [*WITHOUT_Y, "nested x", "x is a list"])
+def test_bad_arguments_without_base_output_are_refused_where_a_call_is_stored(stored, bad):
+    backend, x, weights, plan, y = stored
+    change, told = REFUSED.get(bad, (None, "x is"))
+    if change is not None:
+        x, weights, _ = change(x, weights, y)
+    elif bad == "nested x":
+        x = torch.nested.nested_tensor(list(x))
+    else:
+        x = x.tolist()
+    with pytest.raises(InvalidInputError, match=told):
+        backend.run_linear(x, weights, plan)
+    assert (backend.ran, backend.call.repeated) == (1, 0)
+
+
+def test_a_transform_repeats_no_stored_call(stored):
+    backend, x, weights, plan, y = stored
+    for transform in (torch.func.functionalize, torch.vmap):
+        for base in (None, y):
+            run = transform(lambda x, base=base: backend.run_linear(x, weights, plan, base))
+            with pytest.raises(InvalidInputError, match="x has no address"):
+                run(x[None] if transform is torch.vmap else x)
     assert (backend.ran, backend.call.repeated) == (1, 0)
 
 

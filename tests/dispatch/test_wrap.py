@@ -5,12 +5,13 @@ import inspect
 
 import pytest
 import torch
-from layers import small_batch, small_weights
+from layers import ByAddress, small_batch, small_weights
+from torch._subclasses import FakeTensorMode
 
 from lora_backends import InvalidInputError, LoRABackend
 from lora_backends.dispatch import wrap
 from lora_backends.dispatch.ordinary import is_ordinary
-from lora_backends.operations import BY_NAME, OPERATIONS
+from lora_backends.operations import BY_NAME, OPERATIONS, Input
 from lora_backends.torch_ref import TorchRefBackend
 
 
@@ -97,6 +98,64 @@ def test_the_first_argument_has_its_own_name():
     assert torch.equal(backend.run_logits(hidden=x, weights=weights, plan=plan), expected)
     with pytest.raises(TypeError, match="unexpected keyword argument 'x'"):
         backend.run_logits(x=x, weights=weights, plan=plan)
+
+
+def first_of(name):
+    """Return a first argument for an operation on `small_weights`."""
+    if name == "run_embedding":
+        return torch.arange(7)
+    return torch.randn(3, 7, 3) if name == "run_lora_b" else torch.randn(7, 10)
+
+
+DENSE = [op.name for op in OPERATIONS if op.result == "h" or op.input is not Input.ROUTED_ROWS]
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("transform", ["functionalize", "vmap", "FakeTensor", "freed"])
+def test_a_tensor_without_an_address_is_refused_by_a_backend_that_reads_it(transform, name):
+    """`numba_cpu` read from address 0, which ended the process."""
+    backend, argument = ByAddress(), BY_NAME[name].argument
+    num_slices = BY_NAME[name].num_slices or 3
+    weights = small_weights(slices=(6, 3, 5)[:num_slices])
+    plan, first = backend.prepare_batch(small_batch()), first_of(name)
+
+    def run(first, weights=weights):
+        return getattr(backend, name)(first, weights, plan)
+
+    with pytest.raises(InvalidInputError, match=f"{argument} has no address.*torch_ref"):
+        if transform == "functionalize":
+            torch.func.functionalize(run)(first)
+        elif transform == "vmap":
+            torch.vmap(run)(first[None])
+        elif transform == "FakeTensor":
+            run(FakeTensorMode().from_tensor(first))
+        else:
+            freed = first.clone()
+            freed.untyped_storage().resize_(0)
+            run(freed)
+    if transform == "freed":
+        half = "lora_b" if name == "run_lora_b" else "lora_a"
+        getattr(weights, half).untyped_storage().resize_(0)
+        with pytest.raises(InvalidInputError, match=f"{half} has no address"):
+            run(first)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_backend_of_torch_operators_runs_within_transforms():
+    backend, weights = TorchRefBackend(), small_weights()
+    plan, x, y = backend.prepare_batch(small_batch()), torch.randn(7, 10), torch.randn(7, 14)
+
+    def run(x, y):
+        return backend.run_linear(x, weights, plan, y.clone())
+
+    expected = run(x, y)
+    assert torch.equal(torch.func.functionalize(run)(x, y), expected)
+    torch.testing.assert_close(torch.vmap(run)(x[None], y[None])[0], expected)
+    value = torch.func.grad(lambda x: run(x, y).sum())(x)
+    x.requires_grad_()
+    run(x, y).sum().backward()
+    torch.testing.assert_close(value, x.grad)
 
 
 @pytest.mark.parametrize("with_base", [False, True])
