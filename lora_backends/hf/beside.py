@@ -24,9 +24,6 @@ from lora_backends.hf.running import Call
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights
 
-MOST_ROWS = 64
-"""Rows of a forward pass up to which the backend is asked: `run_with_base` takes no more."""
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors whose product is torch's: another class may have its own `linear`."""
 
@@ -37,7 +34,9 @@ of x and the number of active slots."""
 
 def multiplies_bases(backend: LoRABackend, rows: int) -> bool:
     """Return whether graphs of so many rows may leave base products to the backend."""
-    return rows <= MOST_ROWS and backend.cuda_graphs and getattr(backend, "multiplies_bases", False)
+    engine: Any = backend
+    multiplies = engine.cuda_graphs and getattr(engine, "multiplies_bases", False)
+    return bool(multiplies and rows <= engine.most_base_rows)
 
 
 def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:

@@ -16,9 +16,9 @@ from lora_backends.dispatch.ordinary import is_ordinary
 from lora_backends.dispatch.output import added_to, new_output
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
-from lora_backends.operations import BY_NAME
+from lora_backends.operations import BY_NAME, OPERATIONS
 from lora_backends.sgmv import launch
-from lora_backends.sgmv.base.product import base_arguments, base_kernel_of
+from lora_backends.sgmv.base.product import MOST_ROWS, base_arguments, base_kernel_of
 from lora_backends.sgmv.experts.launch import Options as ExpertOptions
 from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
@@ -39,6 +39,10 @@ INVARIANT_PAIRS = PairShape(pairs=256, keys=64, tile=16)
 """A batch-invariant backend takes the sizes for this routing, always."""
 
 
+_LINEAR = {op.name for op in OPERATIONS if "run_linear" in (op.name, op.same_as)}
+"""The operations in whose place `run_with_base` is called."""
+
+
 class SgmvBackend(LoRABackend):
     """Segmented gather matrix-vector products in Triton: two launches a layer.
 
@@ -56,6 +60,8 @@ class SgmvBackend(LoRABackend):
     cuda_graphs = True
     deterministic = True
     narrow_intermediate = True
+    most_base_rows: ClassVar[int] = MOST_ROWS
+    """Rows that `run_with_base` takes."""
 
     def __init__(
         self,
@@ -159,9 +165,18 @@ class SgmvBackend(LoRABackend):
 
     @property
     def multiplies_bases(self) -> bool:
-        """Whether `run_with_base` can multiply on the device."""
+        """Whether `run_with_base` can multiply on the device, and adds what `run_linear` adds."""
         # the sizes of the product's kernel depend on the rows of the batch
-        return self._options.tma and not self.batch_invariant
+        return self._options.tma and not self.batch_invariant and self._adds_its_own_lora()
+
+    def _adds_its_own_lora(self) -> bool:
+        """Return whether no operation is overridden below the class of `run_with_base`."""
+        if vars(self).keys() & _LINEAR:
+            return False
+        classes = type(self).__mro__
+        own = next(cls for cls in classes if "run_with_base" in vars(cls))
+        below = classes[: classes.index(own)]
+        return not any(name in vars(cls) for cls in below for name in _LINEAR)
 
     def run_with_base(
         self,
@@ -178,7 +193,7 @@ class SgmvBackend(LoRABackend):
         as torch's is, but its sums may have another order.
 
         Args:
-            x: [rows, in_features] bfloat16 or float16, up to 64 rows.
+            x: [rows, in_features] bfloat16 or float16, up to `most_base_rows` rows.
             base_weight: [out_features, in_features] of x's dtype.
             base_bias: [out_features] of x's dtype, or None.
             weights: of the layer.

@@ -29,14 +29,14 @@ class Multiplying(TorchRefBackend):
 
     cuda_graphs = True
     multiplies_bases = True
-    most_rows = 64
+    most_base_rows = 64
 
     def __init__(self):
         super().__init__()
         self.noted = []
 
     def run_with_base(self, x, weight, bias, weights, plan):
-        if len(x) > self.most_rows:
+        if len(x) > self.most_base_rows:
             return None
         self.noted.append((weights.num_slices, bias is not None))
         return self.run_linear(x, weights, plan, functional.linear(x, weight, bias))
@@ -112,10 +112,14 @@ def test_what_the_backend_does_not_multiply_runs_in_turn(make, capturing):
         assert len(noted) == 2 * CALLS
 
 
-@pytest.mark.parametrize("case", ["float32", "many rows", "blend", "autocast", "another backend"])
+CASES = ["float32", "many rows", "a lower limit", "blend", "autocast", "another backend"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_other_calls_and_programs_stay_as_they_are(make, capturing, fresh_programs, case):
     backend, calls, graphs = Multiplying(), [], []
     backend.multiplies_bases = case != "another backend"
+    backend.most_base_rows = 14 if case == "a lower limit" else 64
     backend.run_with_base = lambda *given: calls.append(given)
     model = make(torch.float32 if case == "float32" else torch.bfloat16, backend)
     rows = [{"a": 0.5, "b": 0.5}, None, "b"] if case == "blend" else ROWS

@@ -1,5 +1,7 @@
 """A base product beside a layer's LoRA, against both in turn."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engines import VARIANTS, make_engine, on, poisoned
@@ -11,6 +13,7 @@ from lora_backends.sgmv.base import product
 from lora_backends.sgmv.base.product import base_kernel_of, base_tiles
 from lora_backends.sgmv.launching.kernel import SpecializedKernel
 from lora_backends.sgmv.tiles.gpu import H200, Gpu
+from lora_backends.triton import TritonBackend
 
 INPUTS, SLICES = 24, (9, 5)
 
@@ -136,6 +139,48 @@ def test_a_graph_captures_only_what_is_compiled(device, monkeypatch, narrow, mis
     monkeypatch.setattr(SpecializedKernel, "is_compiled", is_compiled)
     y = backend.run_with_base(x, weight, None, weights, plan)
     assert (y is None) == (missing < 3) and len(asked) == min(3, missing + 1)
+
+
+class Own(TritonBackend):
+    """An engine with arithmetic of its own."""
+
+    def run_linear(self, x, weights, plan, base_output=None):
+        return base_output
+
+
+class OwnGroups(TritonBackend):
+    def run_qkv(self, x, weights, plan, base_output=None):
+        return base_output
+
+
+class Both(Own):
+    def run_with_base(self, x, base_weight, base_bias, weights, plan):
+        return x @ base_weight.T
+
+
+class Mixed(Both, TritonBackend):
+    """Nothing of its own."""
+
+
+class Changed(TritonBackend):
+    """Prepares batches in its own way."""
+
+    def prepare_batch(self, batch, out=None, capacity=None):
+        return super().prepare_batch(batch, out, capacity)
+
+
+@pytest.mark.parametrize(
+    ("engine", "multiplies"),
+    [(TritonBackend, True), (Changed, True), (Both, True), (Mixed, True)]
+    + [(Own, False), (OwnGroups, False)],
+)
+def test_an_override_of_run_linear_is_not_passed_over(engine, multiplies):
+    """Graphs of a model would compute with the engine that it inherits from."""
+    backend = object.__new__(engine)  # a device with TMA is not here
+    backend._options, backend.batch_invariant = SimpleNamespace(tma=True), False
+    assert backend.multiplies_bases is multiplies
+    backend.run_linear = None
+    assert not backend.multiplies_bases
 
 
 def test_it_takes_what_it_multiplies_faster_than_cublas():
