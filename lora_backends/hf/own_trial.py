@@ -15,7 +15,7 @@ from torch import nn
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.hf.own_rows import OwnModule, OwnRows, replace_rows
 from lora_backends.hf.running import IDLE, running
-from lora_backends.hf.trial import trial_of
+from lora_backends.hf.trial import Trial, trial_of
 from lora_backends.hf.twin import twin_of
 
 ROWS = ("a", "b")
@@ -42,7 +42,7 @@ def reason_against(
     """
     try:
         trial = trial_of(base)
-        plain = _run(base, trial.prompt(ROWS), lambda path, module: None)
+        plain = _run(base, trial, lambda path, module: None)
 
         def replaced(path: str, module: nn.Module) -> None:
             for name, value in parameters.get(path, {}).items():
@@ -52,8 +52,8 @@ def reason_against(
             if path in own:
                 _hook(module, own[path])
 
-        truth = _run(base, trial.prompt(ROWS), replaced)
-        found = _run(base, trial.prompt(ROWS), hooked)
+        truth = _run(base, trial, replaced)
+        found = _run(base, trial, hooked)
     except Exception as error:  # whatever a model of any author raises
         return f"the model does not run on a trial input ({type(error).__name__}: {error!s:.200})"
     exact = next(base.parameters()).dtype == torch.float32
@@ -70,14 +70,14 @@ def reason_against(
 
 
 def _run(
-    base: nn.Module, inputs: Mapping[str, Any], change: Callable[[str, nn.Module], None]
+    base: nn.Module, trial: Trial, change: Callable[[str, nn.Module], None]
 ) -> dict[str, torch.Tensor]:
     """Return the floating outputs of a changed twin of a model."""
     twin, _ = twin_of(base)
     for path, module in twin.named_modules():
         change(path, module)
-    with running(IDLE), torch.random.fork_rng([]):
-        output = twin(**inputs)
+    with running(IDLE), trial.own_random_numbers():
+        output = twin(**trial.prompt(ROWS))
     return dict(_tensors(output))
 
 

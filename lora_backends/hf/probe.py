@@ -112,10 +112,7 @@ class _Passes:
         """Run a model without its hooks, and in eval mode."""
         trial = self._trial = trial_of(base)
         twin, twins = twin_of(base)
-        device = next(iter(next(iter(trial.values.values())).values())).device
-        devices = [device] if device.type == "cuda" else []
-        # some models draw random numbers in eval mode, and wrapping must not change what comes next
-        with running(IDLE), torch.random.fork_rng(devices):
+        with running(IDLE), trial.own_random_numbers():
             for rows, note in ((PAIR, self._note_pair), (BATCH, self._note_batch)):
                 handles = [
                     twins[site.module].register_forward_pre_hook(_noting(path, site, note))

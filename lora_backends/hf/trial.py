@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,14 @@ class Trial:
             for name, values in self.values.items()
             if not name.startswith("next ")
         } | dict(self.flags)
+
+    def own_random_numbers(self) -> AbstractContextManager[None]:
+        """Let passes draw the same random numbers each time, and none that the caller draws next.
+
+        Some models draw random numbers in eval mode.
+        """
+        device = next(iter(next(iter(self.values.values())).values())).device
+        return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
     def steps(self, rows: Sequence[str], output: Any) -> list[dict[str, Any]]:
         """Return the inputs of passes with one token per row behind the first one."""

@@ -275,6 +275,27 @@ def test_an_invocation_with_modules_of_its_own_is_refused(tmp_path):
         model.load_adapter("own", folder)
 
 
+class Noise(torch.nn.Module):
+    """Adds random numbers, also in eval mode."""
+
+    def forward(self, x):
+        return x + 0.3 * torch.randn_like(x)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_load_draws_no_random_number_and_tries_every_way_with_the_same(tmp_path, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
+    base = build("bert")
+    folder = saved(tmp_path, with_head(3), "head", target_modules=["query"], task_type="SEQ_CLS")
+    base.bert.embeddings.dropout = Noise()
+    model = MultiLoRAModel(base.to(device), "torch_ref", max_rank=3)
+    module = torch.cuda if device == "cuda" else torch
+    state = module.get_rng_state()
+    model.load_adapter("head", folder)
+    assert torch.equal(module.get_rng_state(), state)
+
+
 def test_two_values_of_one_parameter_are_refused(tmp_path):
     base = build("llama")
     folder = saved(tmp_path, base, "own", **HEAD)
