@@ -85,7 +85,8 @@ def lora_hook(model: str, site: Site, layout: Layout, backend: LoRABackend) -> H
         if not is_embedding:
             return add(x, weights, call.plan(x.shape[:-1], layout, paths), output)
         plan, output = call.plan(x.shape, layout, paths), output.contiguous()
-        add_deltas(backend.run_embedding, x.flatten(), weights, plan, output.view(-1, width))
+        ids = x.flatten().contiguous()  # [rows, 1] may be a column of a wider tensor
+        add_deltas(backend.run_embedding, ids, weights, plan, output.view(-1, width))
         return output
 
     return add_lora

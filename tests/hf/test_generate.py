@@ -63,6 +63,18 @@ def test_beams_keep_the_adapter_of_their_row(job):
         assert torch.equal(tokens[2 * row : 2 * row + 2], expected)
 
 
+def test_an_embedding_takes_a_column_of_token_ids(make_base, save_adapter):
+    """Guidance passes the last column of all ids, which is not contiguous."""
+    folder = save_adapter(r=4, target_modules=["embed_tokens", "q_proj"], std=0.3)
+    model = MultiLoRAModel(make_base("llama"), "torch_ref", max_adapters=1, max_rank=4)
+    model.load_adapter("first", folder)
+    alone = peft.PeftModel.from_pretrained(make_base("llama"), folder).eval()
+    ids = torch.randint(1, 40, (2, 6), generator=torch.Generator().manual_seed(5))
+    settings = {"max_new_tokens": 4, "guidance_scale": 1.5, "do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(ids, adapters=["first"] * 2, **settings)
+    assert torch.equal(tokens, alone.generate(input_ids=ids, **settings))
+
+
 def test_sampled_rows_keep_their_adapter(job):
     model, in_peft, inputs = job
     inputs |= {"do_sample": True, "num_return_sequences": 2}
