@@ -41,7 +41,7 @@ from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.probe import UNREACHED, probe
 from lora_backends.hf.request import Request
 from lora_backends.hf.routers import find_routers
-from lora_backends.hf.running import IDLE, open_block, running
+from lora_backends.hf.running import IDLE, is_open, open_block, running
 from lora_backends.hf.sites import base_layer, check_start, find_sites
 from lora_backends.hf.split import run_split
 from lora_backends.hf.structure import Structure
@@ -445,6 +445,8 @@ class MultiLoRAModel(ModelWords):
         """
         self._check_prepared(step)
         with torch.no_grad(), open_block(step):
+            if not self._hooked.handles:  # another thread has detached it
+                self._check_attached()
             yield
         if step.is_traced and self._hooked.drop_moved():
             raise InvalidInputError(
@@ -631,12 +633,20 @@ class MultiLoRAModel(ModelWords):
         return OneAdapter(self, name)
 
     def detach(self) -> nn.Module:
-        """Take every hook off, drop the adapters and return the base model as it was."""
+        """Take every hook off, drop the adapters and return the base model as it was.
+
+        Raises:
+            InvalidInputError: a call or a block of `using` is running, which would go on without
+                its adapters. Nothing has changed.
+        """
         if self._hooked.handles:
+            self._check_idle()
             if self.store is not None:
                 self.store.close()  # first: loading ahead may hook further modules
                 self.store = None
-            self._hooked.remove()
+            with self.pool.slots.lock:  # a call that takes its slots later finds no hooks
+                self._check_idle()
+                self._hooked.remove()
             self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
         return self.base
 
@@ -688,6 +698,13 @@ class MultiLoRAModel(ModelWords):
             raise InvalidInputError(
                 f"these adapters are not prepared by this model\n  given: {step!r}\n"
                 f"  to do: pass what prepare() of this MultiLoRAModel returned"
+            )
+
+    def _check_idle(self) -> None:
+        if is_open(self._key) or self.pool.slots.runs_call:
+            raise InvalidInputError(
+                "the model cannot be detached while it runs with adapters\n"
+                "  to do: wait until its calls and its blocks of `using` have ended"
             )
 
     def _check_attached(self) -> None:

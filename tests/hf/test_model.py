@@ -265,6 +265,30 @@ def test_a_half_precision_model_rounds_its_adapters_once(make_base, save_adapter
     assert logits(model, "a").dtype == torch.bfloat16
 
 
+def test_a_running_call_is_not_detached(model, save_adapter):
+    """It would go on with the base model's own modules, from the middle on."""
+    model.load_adapter("a", save_adapter(**PLAIN))
+    refused, base = [], model.base
+
+    def detach(*_):
+        with pytest.raises(InvalidInputError, match="while it runs with adapters"):
+            model.detach()
+        refused.append(True)
+
+    handle = base.model.layers[1].register_forward_pre_hook(detach)
+    expected = logits(model, "a")
+    step = model.prepare(["a"], tokens=IDS.shape[1])
+    with model.using(step):
+        assert torch.equal(base(input_ids=IDS).logits, expected)
+    assert len(refused) == 2
+    handle.remove()
+    assert torch.equal(logits(model, "a"), expected)
+    assert model.detach() is base
+    with pytest.raises(InvalidInputError, match="was detached"):
+        with model.using(step):
+            pass
+
+
 def test_detach_may_be_called_twice(model):
     base = model.base
     assert model.detach() is base and model.detach() is base
