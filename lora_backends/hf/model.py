@@ -227,6 +227,9 @@ class MultiLoRAModel(ModelWords):
     ) -> Loaded:
         """Load a PEFT checkpoint under a name.
 
+        DoRA takes the norms of the base weights as they are now. Load the adapter again after you
+        have changed them.
+
         Args:
             name: what rows ask for.
             folder: a PEFT checkpoint (adapter_config.json, adapter_model.safetensors or .bin), or
@@ -636,8 +639,8 @@ class MultiLoRAModel(ModelWords):
         """Take every hook off, drop the adapters and return the base model as it was.
 
         Raises:
-            InvalidInputError: a call or a block of `using` is running, which would go on without
-                its adapters. Nothing has changed.
+            InvalidInputError: a call, a request or a block of `using` is running, which would go
+                on without its adapters. Nothing has changed.
         """
         if self._hooked.handles:
             self._check_idle()
@@ -701,10 +704,10 @@ class MultiLoRAModel(ModelWords):
             )
 
     def _check_idle(self) -> None:
-        if is_open(self._key) or self.pool.slots.runs_call:
+        if is_open(self._key) or self.pool.slots.is_busy:
             raise InvalidInputError(
                 "the model cannot be detached while it runs with adapters\n"
-                "  to do: wait until its calls and its blocks of `using` have ended"
+                "  to do: wait until its calls, requests and blocks of `using` have ended"
             )
 
     def _check_attached(self) -> None:

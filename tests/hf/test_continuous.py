@@ -123,6 +123,24 @@ def test_a_request_holds_its_adapter_until_it_has_ended(model, make_base):
     model.unload_adapter("b")
 
 
+def test_a_running_request_is_not_detached(model):
+    refused = []
+
+    def detach(*_):
+        with pytest.raises(InvalidInputError, match="while it runs with adapters"):
+            model.detach()
+        refused.append(True)
+
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        handle = model.base.model.layers[0].register_forward_pre_hook(detach)
+        name = requests.add_request([1, 2, 3], adapter="a")
+        answer = requests.collect([name])[name].generated_tokens
+        handle.remove()
+    assert len(refused) == NEW
+    assert answer == alone(model, [1, 2, 3], "a")
+    model.detach()
+
+
 def test_several_sequences_of_a_prompt_use_its_adapter(model):
     config = transformers.GenerationConfig(  # as good as greedy, which has one sequence alone
         max_new_tokens=4, do_sample=True, temperature=1e-5, eos_token_id=-1, num_return_sequences=2
