@@ -216,18 +216,18 @@ def split_words(builder: Any, kind: Any, columns: list[Any]) -> list[Any]:
 
 
 def load_lanes(builder: Any, kind: Any, rows: list[Any], count: Any) -> list[Any]:
-    """Return a vector a row: `count` (at most 16) neighbours, then zeros; the slow way."""
-    buffers = [cgutils.alloca_once(builder, VECTOR) for _ in rows]
-    for buffer in buffers:
-        builder.store(ZEROS, buffer, align=4)
-    with cgutils.for_range(builder, count) as loop:  # one for all rows, which compiles sooner
-        offset = builder.mul(loop.index, integer(size_of(kind)))
-        for row, buffer in zip(rows, buffers, strict=True):
-            at = builder.add(row, offset)
-            item = widen(builder, kind, load_value(builder, at, raw_type(kind), size_of(kind)))
-            slot = builder.add(builder.ptrtoint(buffer, I64), builder.mul(loop.index, integer(4)))
-            store_value(builder, slot, item, 4)
-    return [builder.load(buffer, align=4) for buffer in buffers]
+    """Return a vector a row: `count` (at most 16) neighbours, then zeros.
+
+    They are copied by the C library, because LLVM would turn a loop into much code.
+    """
+    shape, vectors = raw_vector(kind), []
+    for row in rows:
+        buffer = cgutils.alloca_once(builder, shape)
+        builder.store(ir.Constant(shape, None), buffer)
+        start = builder.inttoptr(row, I8.as_pointer())
+        cgutils.raw_memcpy(builder, buffer, start, count, size_of(kind))
+        vectors.append(widen(builder, kind, builder.load(buffer)))
+    return vectors
 
 
 def transpose_16_by_4(builder: Any, base: Any, step: Any) -> list[Any]:
