@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,20 @@ def compiled(run: Any) -> Any:
     if config.DISABLE_JIT:
         return run
     signature = types.void(*[types.int64] * run.__code__.co_argcount)
+    with _without_garbage_collection():
+        try:
+            return cfunc(signature, cache=True, error_model="numpy")(run)
+        except RuntimeError:  # neither this folder, nor NUMBA_CACHE_DIR, nor the user's
+            return cfunc(signature, error_model="numpy")(run)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Switch it off meanwhile: numba makes many objects, and it would take a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
     try:
-        return cfunc(signature, cache=True, error_model="numpy")(run)
-    except RuntimeError:  # neither this folder, nor NUMBA_CACHE_DIR, nor the user's
-        return cfunc(signature, error_model="numpy")(run)
+        yield
+    finally:
+        if enabled:
+            gc.enable()

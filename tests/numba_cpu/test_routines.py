@@ -4,6 +4,7 @@ import gc
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from lora_backends import ExpertWeights, LoRABatch, LoRAWeights
 from lora_backends.numba_cpu import (
     NumbaCPUBackend,
+    compiling,
     kernels,
     kernels_eight_bit,
     launch,
@@ -169,6 +171,28 @@ def test_a_kernel_keeps_its_table_when_another_thread_replaces_it_in_the_cache(a
     kernel = launch.kernel_for.__wrapped__(torch.float32, torch.float32, needs.SHRINK)
     gc.collect()
     assert made[0]().address == kernel.routines
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_compiling_pauses_garbage_collection_and_leaves_it_as_it_was(monkeypatch, enabled, fails):
+    meanwhile = []
+
+    def compile_it(run):
+        meanwhile.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("no folder")
+
+    monkeypatch.setattr(compiling.config, "DISABLE_JIT", 0)
+    monkeypatch.setattr(compiling, "cfunc", lambda *args, **options: compile_it)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError) if fails else nullcontext():
+            compiling.compiled(lambda: None)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert meanwhile == [False] * (2 if fails else 1)
 
 
 def test_threads_that_need_a_routine_at_once_compile_it_once():
