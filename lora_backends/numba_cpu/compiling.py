@@ -17,7 +17,8 @@ _OPTIONS = {"nogil": True, "error_model": "numpy"}  # no divisor is 0, so none i
 
 function = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
 """A function that kernels call. LLVM optimises it once by itself and again in each caller, and
-each caller in its own callers: deep chains of functions compile for long."""
+each caller in its own callers: deep chains of functions compile for long. numba compiles it once
+more for a literal among its arguments, such as 0; `np.int64(0)` is none."""
 
 inlined = njit(inline="always", **_OPTIONS)
 """A function that numba copies into its caller before it infers types, so that LLVM optimises it

@@ -5,10 +5,12 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
 import torch
+from numba import cfunc, types
 
 from lora_backends import ExpertWeights, LoRABatch, LoRAWeights
 from lora_backends.numba_cpu import (
@@ -68,7 +70,9 @@ def test_eight_bit_calls_compile_the_way_through_registers_or_the_other(asked, m
     for dtype_x in (torch.bfloat16, torch.float32):
         table(dtype_x, torch.bfloat16, flags | needs.IN_REGISTERS | needs.LONG)
         dots = pairs and dtype_x is torch.bfloat16
-        shrink = ["shrink_dots"] if dots else ["shrink_short", "shrink_panel", "add_block"]
+        shrink = (
+            ["shrink_dots"] if dots else ["copy_x", "shrink_short", "shrink_panel", "add_block"]
+        )
         assert asked == [*shrink, "expand_int8"]
         asked.clear()
     table(torch.bfloat16, torch.bfloat16, flags)
@@ -193,6 +197,26 @@ def test_compiling_pauses_garbage_collection_and_leaves_it_as_it_was(monkeypatch
     finally:
         gc.enable()
     assert meanwhile == [False] * (2 if fails else 1)
+
+
+def test_no_function_is_compiled_for_a_literal_and_for_its_type(monkeypatch):
+    monkeypatch.setattr(
+        compiling, "cfunc", lambda signature, cache=False, **options: cfunc(signature, **options)
+    )
+    eight = kernels_eight_bit
+    makers = (eight.copy_x, eight.shrink_panel, eight.expand_stored, eight.expand_ragged)
+    for make in (kernels.entry, eight.entry, *makers):
+        make()
+    modules = (kernels, eight)
+    found = {f for module in modules for f in vars(module).values() if hasattr(f, "overloads")}
+    assert kernels.own_units in found
+    twice = [
+        (function.__name__, one, other)
+        for function in found
+        for one, other in permutations(function.overloads, 2)
+        if all(a == b or types.unliteral(a) == b for a, b in zip(one, other, strict=True))
+    ]
+    assert twice == []
 
 
 def test_threads_that_need_a_routine_at_once_compile_it_once():
