@@ -280,7 +280,6 @@ def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
     for chunk in range(0, max(whole, 1), DOT_CHUNK):
         end, at = min(chunk + DOT_CHUNK, whole), scratch
         width = end - chunk
-        ahead, turns = min(SHRINK_AHEAD, width), max(1, SHRINK_AHEAD // max(width, 1))
         for k in range(chunk, end, 2 * LANES):
             v.store_all(at, LINE, v.load_bfloat16(v.BFLOAT16, x_rows, k))
             at += step
@@ -289,9 +288,8 @@ def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
             begun, sums = scratch + 2 * DOT_CHUNK * len(tokens) + j * step, v.zeros(ranks, tokens)
             if chunk > 0:
                 sums = v.load_all(begun, sums)
-            to_next = turns * len(ranks) * a_row - width  # in short rows, some rows further
-            if end < whole and j + len(ranks) >= count:  # the next chunk
-                to_next = -j * a_row
+            new_chunk = end < whole and j + len(ranks) >= count
+            ahead, to_next = ahead_of(width, len(ranks) * a_row, -j * a_row, new_chunk)
             k, at = chunk, scratch
             while k < end:
                 if t == 0:  # a is not in a cache yet
@@ -308,6 +306,15 @@ def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
                 sums = v.add_products(sums, a_rest, v.load_some(v.BFLOAT16, x_rows, k, rest))
                 k += LANES
             v.write_totals(v.shifted(h_rows, 4 * j), count - j, sums)
+
+
+@function
+def ahead_of(width, step, first, new_chunk):
+    """Return how far ahead to prefetch, and how much further behind the end of a chunk's rows."""
+    ahead, turns = min(SHRINK_AHEAD, width), max(1, SHRINK_AHEAD // max(width, 1))
+    if new_chunk:
+        return ahead, first
+    return ahead, turns * step - width  # in short rows, some rows further
 
 
 @function

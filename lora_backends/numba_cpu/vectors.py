@@ -71,6 +71,8 @@ class _RecordFields(templates.AttributeTemplate):
 
 
 def _read_field(context: Any, builder: Any, kind: Record, address: Any, name: str) -> Any:
+    # what reads records shares out work, once per segment: LLVM need not unroll its loops
+    builder.function.attributes.add("optsize")
     at = builder.add(address, lowering.integer(8 * kind.fields.index(name)))
     return lowering.load_value(builder, at, lowering.I64, 8)
 
