@@ -659,6 +659,9 @@ def int8_rows(kind_y, place, tiles, rank, steps, t, tokens, h, y):
             v.prefetch((ahead,), i * b_row + fetched)
         sums = v.zeros((0, 0), tokens)
         j, own_h = 0, h
+        if rank == 16 and b_row == 16:
+            v.prefetch((ahead, ahead + LINE, ahead + 2 * LINE, ahead + 3 * LINE), 0)
+            sums, j = v.add_interleaved(sums, v.load_square(v.INT8, b), own_h), 16
         while j + 16 <= rank:
             v.prefetch((ahead, ahead + apart, ahead + 2 * apart, ahead + 3 * apart), 0)
             sums = v.add_interleaved(sums, v.load_columns(v.INT8, b + j, b_row), own_h)
