@@ -339,11 +339,16 @@ def row_bytes(width):
 @function
 def scale_h(scales, first, last, tokens, h):
     """Multiply columns of h by the scales of their rows of a."""
-    for j in range(first, last):
-        factor = scale_of(scales, j, 0)
-        for t in range(tokens):
-            at = v.rows(h, t, ONE)[0] + 4 * j
-            v.write(v.FLOAT32, at, v.read(v.FLOAT32, at) * factor)
+    at, (step, _), (rows, _) = scales
+    whole = (last - first) // LANES * LANES if rows == 1 and step == 4 else 0
+    for t in range(tokens):
+        (row,) = v.rows(h, t, ONE)
+        for j in range(first, first + whole, LANES):
+            columns = (v.load(v.FLOAT32, row + 4 * j),)
+            v.store_all(row + 4 * j, 0, v.multiply(columns, v.load(v.FLOAT32, at + 4 * j)))
+        for j in range(first + whole, last):
+            total = v.read(v.FLOAT32, row + 4 * j)
+            v.write(v.FLOAT32, row + 4 * j, total * scale_of(scales, j, 0))
 
 
 def shrink_panel() -> Any:
