@@ -55,13 +55,14 @@ STORAGE = {  # the dtype, and the block of a scale
 FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slices' tables
     "linear": ((False, False, False), (0, 0)),
     "beside": ((False, False, False), (16, 16)),
+    "rows": ((False, False, False), (0, 0)),
     "factors": ((True, True, True), (16, 16)),
     "separate": ((True, False, True), (16, 16)),
     "embedding": ((True, True, False), (0, 0)),
 }
 CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ("triton", "bf16"): [
-        (QKV, (1, 1), None, ("linear", "beside")),
+        (QKV, (1, 1), None, ("linear", "beside", "rows")),
         (ODD, (1, 1), None, (*ALL, "beside")),
         (DOWN, (2048, 8), None, ("linear", "separate")),
         (DOWN, (8192, 8), None, ("linear",)),  # B through TMA, where there is any
@@ -233,11 +234,20 @@ def kernels(engine, dtype, programmatic, gpu):
     from lora_backends.sgmv import launch
     from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
     from lora_backends.sgmv.tiles import rules
-    from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
-    from lora_backends.sgmv.tiles.source import rules_for
+    from lora_backends.sgmv.tiles.sizes import (
+        BatchShape,
+        ExpandTiles,
+        LayerShape,
+        ShrinkTiles,
+        TileConfig,
+    )
+    from lora_backends.sgmv.tiles.source import fixed_source, rules_for
 
     cls = backend_class(engine)
     source = rules_for(gpu)
+    # tables take no matrix product for one token, the rules do
+    alone = TileConfig(ShrinkTiles(16, 256, 16, warps_k=0), ExpandTiles(256, 16, num_stages=0))
+    of_rows = fixed_source(16, alone)
     options = launch.Options(cls, "ieee", programmatic, False, source, programmatic, gpu)
     item_bytes = 4 if dtype == "fp32" else 2
     for (slices, inputs, rank), (tokens, active), segment_size, forms in CASES[engine, dtype]:
@@ -251,9 +261,10 @@ def kernels(engine, dtype, programmatic, gpu):
                 stored, block = STORAGE[form]
                 kind = storage_kind(getattr(torch, stored), programmatic)
                 storage = Storage(kind, block, torch.bfloat16)
+            used = options._replace(source=of_rows) if form == "rows" else options
             form = form if form in (*ALL, "beside") else "linear"
             yield from launch._kernels(
-                batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, options,
+                batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, used,
                 form, programmatic and storage.block[1] is None,
             )[:2]  # fmt: skip
         if "embedding" in forms:

@@ -10,7 +10,7 @@ import torch
 
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, UnsupportedInputError
 from lora_backends import explain as explaining
-from lora_backends.explain import Layer, explain
+from lora_backends.explain import Layer, Piece, Share, explain
 from lora_backends.explain.job import make_batch, make_layer, ranges
 from lora_backends.explain.svg import draw
 from lora_backends.operations import DENSE, Input
@@ -115,6 +115,21 @@ def test_padded_ranks_and_empty_places_are_counted():
     assert shrink.ranks.wasted == expand.ranks.wasted == 0.5
     assert shrink.rows.wasted == 0.75 and shrink.columns.wasted == 0
     assert shrink.products.wasted == 1 - 0.5 * 0.25
+
+
+def test_kernels_without_a_matrix_product_compute_no_empty_places():
+    from lora_backends.sgmv.explain import Cut, explanation
+    from lora_backends.sgmv.tiles.sizes import ExpandTiles, ShrinkTiles, TileConfig
+    from lora_backends.sgmv.tiles.source import fixed_source
+
+    batch, layer = LoRABatch([0, 0, 0], 1), Layer(512, (256,), ((8,),), 64)
+    tiles = TileConfig(ShrinkTiles(16, 256, 2, warps_k=0), ExpandTiles(64, 16, num_stages=0))
+    cut = Cut("tile", (Piece(0, (0, 1, 2), 16),), 16, 1)
+    found = explanation("triton", batch, layer, cut, fixed_source(16, tiles), "", "")
+    shrink, expand = found.launches
+    assert shrink.rows.wasted == expand.rows.wasted == 0
+    assert expand.ranks == Share(4 * 8, 4 * 64)
+    assert found.facts[1].count("token by token") == 2
 
 
 @pytest.mark.parametrize("name", ["triton", "csgmv"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lora_backends.batch import LoRABatch
@@ -20,6 +21,16 @@ from lora_backends.sgmv.tiles.source import TileSource
 
 NARROW_TOKENS = 32
 """Tiles of up to this many tokens multiply ranks up to 16 in 16 lanes (`expand_tile`)."""
+
+
+class _Work(NamedTuple):
+    """What a program multiplies, besides inputs or columns.
+
+    A kernel without a matrix product works token by token, so it computes no empty places.
+    """
+
+    rows: Share
+    ranks: Share
 
 
 class Cut(NamedTuple):
@@ -72,9 +83,12 @@ def describe(tiles: TileConfig, sources: Sequence[str]) -> tuple[str, str]:
     shrink, expand = tiles.shrink, tiles.expand
     parts = f"inputs in {shrink.split_k} parts" if shrink.split_k > 1 else "inputs in one part"
     columns = expand.block_c * expand.chunks
+    ranks = f"{expand.block_r} ranks at once" if expand.num_stages else "all ranks at once"
     sizes = (
-        f"shrink: {shrink.block_n} rows of A a program, {parts}, {shrink.block_k} a step; "
-        f"expand: {columns} columns a program, {expand.block_r} ranks at once"
+        f"shrink: {shrink.block_n} rows of A a program, {parts}, {shrink.block_k} a step"
+        f"{', token by token' * (shrink.warps_k == 0)}; "
+        f"expand: {columns} columns a program, {ranks}"
+        f"{', token by token' * (expand.num_stages == 0)}"
     )
     origin = ", then ".join([*sources, "the rules"]) if sources else "the rules"
     return sizes, f"sizes from {origin}"
@@ -94,7 +108,8 @@ def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> L
         ranks = layer.ranks[piece.slot]
         if ranks not in used_by_ranks:
             used_by_ranks[ranks] = _used_lanes(ranks, rank_pad, tiles.block_n, blocks)
-        work += [(piece, used, tiles.block_n) for used in used_by_ranks[ranks] if used]
+        rows = Share(len(piece.tokens), piece.places if tiles.warps_k else len(piece.tokens))
+        work += [_Work(rows, Share(used, tiles.block_n)) for used in used_by_ranks[ranks] if used]
     return _launch(
         "shrink",
         len(pieces) * blocks * tiles.split_k,
@@ -112,14 +127,17 @@ def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> L
     width = tiles.block_c * tiles.chunks
     work, columns, programs = [], [], 0
     for piece in pieces:
+        rows = Share(len(piece.tokens), piece.places if tiles.num_stages else len(piece.tokens))
         for rank, outputs in zip(layer.ranks[piece.slot], layer.output_slices, strict=True):
             lanes = -(-rank // tiles.block_r) * tiles.block_r
-            if piece.places <= NARROW_TOKENS and 0 < rank <= MIN_DOT:
+            if tiles.num_stages == 0:
+                lanes = padded_rank(layer.max_rank)
+            elif piece.places <= NARROW_TOKENS and 0 < rank <= MIN_DOT:
                 lanes = MIN_DOT
             for first in range(0, outputs, width):
                 programs += 1
                 if rank:
-                    work.append((piece, rank, lanes))
+                    work.append(_Work(rows, Share(rank, lanes)))
                     columns.append(Share(min(width, outputs - first), width))
     return _launch("expand", programs, 1, work, columns)
 
@@ -138,23 +156,25 @@ def _is_used(lane: int, rank_pad: int, ranks: Sequence[int]) -> bool:
 
 
 def _launch(
-    name: str,
-    programs: int,
-    parts: int,
-    work: Sequence[tuple[Piece, int, int]],
-    columns: Sequence[Share],
+    name: str, programs: int, parts: int, work: Sequence[_Work], columns: Sequence[Share]
 ) -> Launch:
-    """Add up programs that work: (piece, used lanes, lanes), `parts` of each."""
-    rows = Share(sum(len(p.tokens) for p, _, _ in work), sum(p.places for p, _, _ in work))
-    used = sum(len(p.tokens) * u * c.used for (p, u, _), c in zip(work, columns, strict=True))
-    done = sum(p.places * n * c.computed for (p, _, n), c in zip(work, columns, strict=True))
+    """Add up programs that work, `parts` of each."""
+    products = [(w.rows, w.ranks, c) for w, c in zip(work, columns, strict=True)]
     return Launch(
         name=name,
         unit="programs",
         programs=programs,
         idle=programs - parts * len(work),
-        rows=rows,
-        columns=Share(sum(c.used for c in columns), sum(c.computed for c in columns)),
-        ranks=Share(sum(u for _, u, _ in work), sum(n for _, _, n in work)),
-        products=Share(used, done),
+        rows=_total(w.rows for w in work),
+        columns=_total(columns),
+        ranks=_total(w.ranks for w in work),
+        products=Share(
+            sum(math.prod(share.used for share in product) for product in products),
+            sum(math.prod(share.computed for share in product) for product in products),
+        ),
     )
+
+
+def _total(shares: Iterable[Share]) -> Share:
+    shares = list(shares)
+    return Share(sum(s.used for s in shares), sum(s.computed for s in shares))
