@@ -30,9 +30,9 @@ LANES = 16
 F32, I8, I16 = ir.FloatType(), ir.IntType(8), ir.IntType(16)
 I32, I64 = ir.IntType(32), ir.IntType(64)
 BF16 = BFloat()
-BIAS, BIASED_INT8 = 2.0**23 + 128, 0x4B000080
 VECTOR = ir.VectorType(F32, LANES)
 ZEROS = ir.Constant(VECTOR, None)
+BIAS, BIAS_BITS = 2.0**23 + 128, 0x4B000080  # the second ^ a byte: the bits of BIAS + its int8
 EIGHT_BIT = (types.int8, types.uint8, types.boolean)  # int8, float8_e4m3fn, float8_e5m2
 
 
@@ -205,7 +205,7 @@ def split_words(builder: Any, kind: Any, columns: list[Any]) -> list[Any]:
                 low = builder.and_(
                     builder.lshr(words, constant(words.type, shift)), constant(words.type, 0xFF)
                 )
-                biased = builder.xor(low, constant(words.type, BIASED_INT8))
+                biased = builder.xor(low, constant(words.type, BIAS_BITS))
                 split.append(builder.fsub(builder.bitcast(biased, VECTOR), constant(VECTOR, BIAS)))
         elif kind in EIGHT_BIT:
             for shift in (0, 8, 16, 24):
