@@ -353,11 +353,16 @@ def row_bytes(width):
 @function
 def scale_h(scales, first, last, tokens, h):
     """Multiply columns of h by the scales of their rows of a."""
-    for j in range(first, last):
-        factor = scale_of(scales, j, np.int64(0))
-        for t in range(tokens):
-            at = v.rows(h, t, ONE)[0] + 4 * j
-            v.write(v.FLOAT32, at, v.read(v.FLOAT32, at) * factor)
+    at, (step, _), (rows, _) = scales
+    whole = (last - first) // LANES * LANES if rows == 1 and step == 4 else 0
+    for t in range(tokens):
+        (row,) = v.rows(h, t, ONE)
+        for j in range(first, first + whole, LANES):
+            columns = (v.load(v.FLOAT32, row + 4 * j),)
+            v.store_all(row + 4 * j, 0, v.multiply(columns, v.load(v.FLOAT32, at + 4 * j)))
+        for j in range(first + whole, last):
+            total = v.read(v.FLOAT32, row + 4 * j)
+            v.write(v.FLOAT32, row + 4 * j, total * scale_of(scales, j, np.int64(0)))
 
 
 def shrink_panel() -> Any:
@@ -674,6 +679,9 @@ def int8_rows(kind_y, place, tiles, rank, steps, t, tokens, h, y):
             v.prefetch((ahead,), i * b_row + fetched)
         sums = v.zeros((0, 0), tokens)
         j, own_h = 0, h
+        if rank == 16 and b_row == 16:
+            v.prefetch((ahead, ahead + LINE, ahead + 2 * LINE, ahead + 3 * LINE), 0)
+            sums, j = v.add_interleaved(sums, v.load_square(v.INT8, b), own_h), 16
         while j + 16 <= rank:
             v.prefetch((ahead, ahead + apart, ahead + 2 * apart, ahead + 3 * apart), 0)
             sums = v.add_interleaved(sums, v.load_columns(v.INT8, b + j, b_row), own_h)

@@ -196,6 +196,18 @@ def load_columns(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
     return result(kind, types.int64, types.int64), codegen
 
 
+@_operation(plain.load_square)
+def load_square(typing: Any, kind: Any, address: Any) -> Any:
+    """load_square(kind, address): `load_columns` for 8 bits and rows without gaps, in less time."""
+    result = types.UniTuple(VECTOR, LANES)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        columns = lowering.transpose_64_words(builder, args[1])
+        return context.make_tuple(builder, result, lowering.split_words(builder, kind, columns))
+
+    return result(kind, types.int64), codegen
+
+
 @_operation(plain.load_four)
 def load_four(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
     """load_four(kind, address, stride): `load_columns` for 4 columns of an 8-bit type."""
