@@ -338,5 +338,7 @@ def test_an_instruction_that_numba_is_told_not_to_use_is_not_asked_for(enabled, 
     monkeypatch.setattr(binding, "get_host_cpu_features", lambda: found)
     monkeypatch.setattr(config, "CPU_FEATURES", None)
     monkeypatch.setattr(config, "ENABLE_AVX", enabled)  # of NUMBA_ENABLE_AVX
-    assert has_bfloat16() == bool(enabled)
+    assert has_bfloat16() == (bool(enabled) and binding.llvm_version_info > (15, 99))
     assert not missing_features()
+    monkeypatch.setattr(binding, "llvm_version_info", (15, 0, 7))
+    assert not has_bfloat16()

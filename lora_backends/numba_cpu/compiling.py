@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ _OPTIONS = {"nogil": True, "error_model": "numpy"}  # no divisor is 0, so none i
 
 function = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
 """A function that kernels call. LLVM optimises it once by itself and again in each caller, and
-each caller in its own callers: deep chains of functions compile for long."""
+each caller in its own callers: deep chains of functions compile for long. numba compiles it once
+more for a literal among its arguments, such as 0; `np.int64(0)` is none."""
 
 inlined = njit(inline="always", **_OPTIONS)
 """A function that numba copies into its caller before it infers types, so that LLVM optimises it
@@ -42,7 +46,20 @@ def compiled(run: Any) -> Any:
     if config.DISABLE_JIT:
         return run
     signature = types.void(*[types.int64] * run.__code__.co_argcount)
+    with _without_garbage_collection():
+        try:
+            return cfunc(signature, cache=True, error_model="numpy")(run)
+        except RuntimeError:  # neither this folder, nor NUMBA_CACHE_DIR, nor the user's
+            return cfunc(signature, error_model="numpy")(run)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Switch it off meanwhile: numba makes many objects, and it would take a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
     try:
-        return cfunc(signature, cache=True, error_model="numpy")(run)
-    except RuntimeError:  # neither this folder, nor NUMBA_CACHE_DIR, nor the user's
-        return cfunc(signature, error_model="numpy")(run)
+        yield
+    finally:
+        if enabled:
+            gc.enable()

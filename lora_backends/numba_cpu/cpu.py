@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 
+from llvmlite import binding
 from numba.core import config
 from numba.core.codegen import get_host_cpu_features
 
@@ -20,8 +21,12 @@ def missing_features() -> list[str]:
 
 
 def has_bfloat16() -> bool:
-    """Return whether instructions round float32 to bfloat16, and multiply pairs of bfloat16."""
-    return _is_x86() and "+avx512bf16" in _features()
+    """Return whether instructions round float32 to bfloat16, and multiply pairs of bfloat16.
+
+    LLVM 15, which numba 0.61 comes with, calls a function of the C runtime instead, does not find
+    it, and ends the process.
+    """
+    return _is_x86() and "+avx512bf16" in _features() and binding.llvm_version_info[0] > 15
 
 
 def _is_x86() -> bool:

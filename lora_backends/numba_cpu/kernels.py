@@ -106,9 +106,9 @@ def entry() -> Any:
 
     def run(address):
         _ = sources
-        call = v.fields(Call, address)
-        layer = v.fields(Layer, call.layer)
-        routines = v.fields(Routines, call.routines)
+        call = v.record(Call, address)
+        layer = v.record(Layer, call.layer)
+        routines = v.record(Routines, call.routines)
         part, parts, barrier, low, high = share_of(call, layer)
         if call.first == SHRINK:
             shrink_part(part, parts, call, layer, routines, low, call.a_count if high < 0 else high)
@@ -163,7 +163,7 @@ def segment_cost(layer, segment):
     key, start, stop = v.fields(Segment, segment)
     cost = 0
     for s in range(layer.num_slices):
-        item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
+        item = v.record(Slice, layer.slices + s * SLICE_BYTES)
         width = layer.in_features + item.last - item.first
         cost += width * (rank_of(layer, key, s) + 1)
     return cost * (FETCH_COST + stop - start)
@@ -199,7 +199,7 @@ def expand_work(layer, segments, low, high):
         key, start, stop = v.fields(Segment, segments + i * SEGMENT_BYTES)
         longest = max(longest, stop - start)
         for s in range(layer.num_slices):
-            item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
+            item = v.record(Slice, layer.slices + s * SLICE_BYTES)
             tiles = (item.last - item.first + LANES - 1) // LANES
             total += tiles * (FETCH_COST + stop - start) * (rank_of(layer, key, s) + EXPAND_COST)
     return total, longest
@@ -234,7 +234,7 @@ def shrink_part(part, parts, call, layer, routines, low, high):
     """Write this part's blocks of ``h[s, t, :r] = x[t] @ a[l, s, :r].T``."""
     total, longest = shrink_work(layer, call.a_segments, low, high, call.a_span, SHRINK_RANKS)
     scratch = np.empty(shrink_scratch(longest), np.float32)
-    before = 0
+    before = np.int64(0)
     for i in range(low, high):
         key, start, stop = v.fields(Segment, call.a_segments + i * SEGMENT_BYTES)
         for s in range(layer.num_slices):
@@ -245,7 +245,7 @@ def shrink_part(part, parts, call, layer, routines, low, high):
             first, last = first * SHRINK_RANKS, min(last * SHRINK_RANKS, rank)
             if first >= last:
                 continue
-            item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
+            item = v.record(Slice, layer.slices + s * SLICE_BYTES)
             a = start_of(item.a, item.a_slot, item.a_expert, key)
             x = (call.x, call.x_row, call.x_order)
             h = (call.h + s * call.h_slice, call.h_row, call.to_order)
@@ -271,7 +271,7 @@ def gather(call, layer, routines, low, high):
     for i in range(low, high):
         key, start, stop = v.fields(Segment, call.a_segments + i * SEGMENT_BYTES)
         for s in range(layer.num_slices):
-            item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
+            item = v.record(Slice, layer.slices + s * SLICE_BYTES)
             rows = (item.a + key * item.a_slot, item.a_row, rank_of(layer, key, s), start, stop)
             ids = (call.x, call.x_row, call.x_order)
             h = (call.h + s * call.h_slice, call.h_row, call.to_order)
@@ -284,11 +284,11 @@ def expand_part(part, parts, call, layer, routines, low, high):
     total, longest = expand_work(layer, call.b_segments, low, high)
     scratch = np.empty(expand_scratch(longest, layer.max_rank), np.float32)
     short = routines.expand_short if layer.output_scales == 0 else routines.expand_multiplied
-    before = 0
+    before = np.int64(0)
     for i in range(low, high):
         key, start, stop = v.fields(Segment, call.b_segments + i * SEGMENT_BYTES)
         for s in range(layer.num_slices):
-            item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
+            item = v.record(Slice, layer.slices + s * SLICE_BYTES)
             rank = rank_of(layer, key, s)
             tiles = (item.last - item.first + LANES - 1) // LANES
             cost = (FETCH_COST + stop - start) * (rank + EXPAND_COST)

@@ -88,6 +88,7 @@ class Routines(NamedTuple):
     """The addresses of routines; 0 where a call needs none."""
 
     shrink_dots: int  # of int8 by bfloat16
+    copy_x: int  # as float32, for the next
     shrink_short: int  # of int8 by float32
     shrink_panel: int
     add_block: int
@@ -106,9 +107,9 @@ def entry() -> Any:
 
     def run(address):
         _ = sources
-        call = v.fields(Call, address)
-        layer = v.fields(Layer, call.layer)
-        routines = v.fields(Routines, call.routines)
+        call = v.record(Call, address)
+        layer = v.record(Layer, call.layer)
+        routines = v.record(Routines, call.routines)
         part, parts, barrier, low, high = share_of(call, layer)
         if call.first == SHRINK:
             shrink_part(part, parts, call, layer, routines, low, call.a_count if high < 0 else high)
@@ -170,13 +171,13 @@ def gather() -> Any:
 
     def run(address, low, high):
         _ = sources
-        call = v.fields(Call, address)
-        layer = v.fields(Layer, call.layer)
+        call = v.record(Call, address)
+        layer = v.record(Layer, call.layer)
         ids = (call.x, call.x_row, call.x_order)
         for i in range(low, high):
             key, start, stop = v.fields(Segment, call.a_segments + i * SEGMENT_BYTES)
             for s in range(layer.num_slices):
-                item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
+                item = v.record(Slice, layer.slices + s * SLICE_BYTES)
                 (a, a_row, _n), scales = a_of(layer, item, key)
                 h = (call.h + s * call.h_slice, call.h_row, call.to_order)
                 for t in range(start, stop):
@@ -198,7 +199,7 @@ def shrink_part(part, parts, call, layer, routines, low, high):
     scratch = np.empty((ORDER_BYTES + max(long, whole_x, DOT_BYTES) + LINE) // 4, np.float32)
     for t in range(longest):
         v.write_id(aligned(scratch) + 8 * t, t)
-    before = 0
+    before = np.int64(0)
     for i in range(low, high):
         key, start, stop = v.fields(Segment, call.a_segments + i * SEGMENT_BYTES)
         x, copied = (call.x, call.x_row, call.x_order + 8 * start), False
@@ -210,7 +211,7 @@ def shrink_part(part, parts, call, layer, routines, low, high):
             first, last, tokens = first * LONG_RANKS, min(last * LONG_RANKS, rank), stop - start
             if first >= last:
                 continue
-            item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
+            item = v.record(Slice, layer.slices + s * SLICE_BYTES)
             (a, a_row, n), scales = a_of(layer, item, key)
             own_scratch = aligned(scratch)
             h = (call.h + s * call.h_slice, call.h_row, call.to_order + 8 * start)
@@ -221,7 +222,7 @@ def shrink_part(part, parts, call, layer, routines, low, high):
                     v.invoke(routines.shrink_dots, (own_scratch,) + part_of_a + x + own_h)
             elif layer.stored == INT8 and layer.block_columns == 0 and tokens < LONG_SEGMENT:
                 if not copied:
-                    copy_x(call.x_dtype, x, tokens, n, own_scratch)
+                    v.invoke(routines.copy_x, (call.x_dtype, *x, tokens, n, own_scratch))
                     copied = True
                 copy = (own_scratch + ORDER_BYTES, row_bytes(n), own_scratch)
                 v.invoke(routines.shrink_short, (a, a_row, n, first, last, 0, tokens) + copy + h)
@@ -279,7 +280,6 @@ def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
     for chunk in range(0, max(whole, 1), DOT_CHUNK):
         end, at = min(chunk + DOT_CHUNK, whole), scratch
         width = end - chunk
-        ahead, turns = min(SHRINK_AHEAD, width), max(1, SHRINK_AHEAD // max(width, 1))
         for k in range(chunk, end, 2 * LANES):
             v.store_all(at, LINE, v.load_bfloat16(v.BFLOAT16, x_rows, k))
             at += step
@@ -288,9 +288,8 @@ def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
             begun, sums = scratch + 2 * DOT_CHUNK * len(tokens) + j * step, v.zeros(ranks, tokens)
             if chunk > 0:
                 sums = v.load_all(begun, sums)
-            to_next = turns * len(ranks) * a_row - width  # in short rows, some rows further
-            if end < whole and j + len(ranks) >= count:  # the next chunk
-                to_next = -j * a_row
+            new_chunk = end < whole and j + len(ranks) >= count
+            ahead, to_next = ahead_of(width, len(ranks) * a_row, -j * a_row, new_chunk)
             k, at = chunk, scratch
             while k < end:
                 if t == 0:  # a is not in a cache yet
@@ -310,6 +309,15 @@ def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
 
 
 @function
+def ahead_of(width, step, first, new_chunk):
+    """Return how far ahead to prefetch, and how much further behind the end of a chunk's rows."""
+    ahead, turns = min(SHRINK_AHEAD, width), max(1, SHRINK_AHEAD // max(width, 1))
+    if new_chunk:
+        return ahead, first
+    return ahead, turns * step - width  # in short rows, some rows further
+
+
+@function
 def two_rows(a, a_row, count):
     """Return the addresses of two rows of a; the last one fills up."""
     return a, a + min(1, count - 1) * a_row
@@ -322,12 +330,18 @@ def four_rows(a, a_row, count):
     return a, a + min(1, last) * a_row, a + min(2, last) * a_row, a + min(3, last) * a_row
 
 
-@function
-def copy_x(x_dtype, x, tokens, width, to):
-    """Store rows of x as float32, behind their order."""
-    for t in range(tokens):
-        row = to + ORDER_BYTES + t * row_bytes(width)
-        pack_x(x_dtype, v.rows(x, t, ONE)[0], (0, width), row, LINE)
+def copy_x() -> Any:
+    """Compile the copy of rows of x as float32, behind their order."""
+    sources = SOURCES
+
+    def run(x_dtype, x, x_row, x_order, tokens, width, to):
+        _ = sources
+        for t in range(tokens):
+            (row,) = v.rows((x, x_row, x_order), t, ONE)
+            copy = to + ORDER_BYTES + t * row_bytes(width)
+            pack_x(x_dtype, row, (np.int64(0), width), copy, LINE)
+
+    return compiled(run)
 
 
 @inlined
@@ -339,11 +353,16 @@ def row_bytes(width):
 @function
 def scale_h(scales, first, last, tokens, h):
     """Multiply columns of h by the scales of their rows of a."""
-    for j in range(first, last):
-        factor = scale_of(scales, j, 0)
-        for t in range(tokens):
-            at = v.rows(h, t, ONE)[0] + 4 * j
-            v.write(v.FLOAT32, at, v.read(v.FLOAT32, at) * factor)
+    at, (step, _), (rows, _) = scales
+    whole = (last - first) // LANES * LANES if rows == 1 and step == 4 else 0
+    for t in range(tokens):
+        (row,) = v.rows(h, t, ONE)
+        for j in range(first, first + whole, LANES):
+            columns = (v.load(v.FLOAT32, row + 4 * j),)
+            v.store_all(row + 4 * j, 0, v.multiply(columns, v.load(v.FLOAT32, at + 4 * j)))
+        for j in range(first + whole, last):
+            total = v.read(v.FLOAT32, row + 4 * j)
+            v.write(v.FLOAT32, row + 4 * j, total * scale_of(scales, j, np.int64(0)))
 
 
 def shrink_panel() -> Any:
@@ -469,11 +488,11 @@ def expand_part(part, parts, call, layer, routines, low, high):
     to_y = aligned(scratch)
     for t in range(MAX_SEGMENT):
         v.write_id(to_y + 8 * t, t)
-    before = 0
+    before = np.int64(0)
     for i in range(low, high):
         key, start, stop = v.fields(Segment, call.b_segments + i * SEGMENT_BYTES)
         for s in range(layer.num_slices):
-            item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
+            item = v.record(Slice, layer.slices + s * SLICE_BYTES)
             rank = rank_of(layer, key, s)
             tiles = (item.last - item.first + LANES - 1) // LANES
             cost = (FETCH_COST + stop - start) * (rank + EXPAND_COST)
@@ -521,15 +540,16 @@ def expand_ragged() -> Any:
         _ = sources
         own_scales = (at, (scales_row, scales_column), (block_rows, block_columns))
         to, own_y = to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT, (y_dtype, (y, y_row, y_order))
+        single = np.int64(1)
         for i in range(row, end_row):
             for j in range(rank):
                 item = read_stored(dtype, b + j) * scale_of(own_scales, i, j)
                 v.write(v.FLOAT32, to + 4 * j, item)
-            target, within = widen_y(own_y, (t, end), column, 1, to_y)
+            target, within = widen_y(own_y, (t, end), column, single, to_y)
             place = (to, 0, bias_dtype, bias, bias_size, output_scale, within)
             factors = (rank, scaling, scales, scales_step, scales_order)
             v.invoke(expand_column, place + factors + (1, t, end, h, h_row, h_order) + target)
-            narrow_y(own_y, (t, end), column, 1, to_y)
+            narrow_y(own_y, (t, end), column, single, to_y)
             b += b_row
             column += 1
             if bias != 0:
@@ -659,6 +679,9 @@ def int8_rows(kind_y, place, tiles, rank, steps, t, tokens, h, y):
             v.prefetch((ahead,), i * b_row + fetched)
         sums = v.zeros((0, 0), tokens)
         j, own_h = 0, h
+        if rank == 16 and b_row == 16:
+            v.prefetch((ahead, ahead + LINE, ahead + 2 * LINE, ahead + 3 * LINE), 0)
+            sums, j = v.add_interleaved(sums, v.load_square(v.INT8, b), own_h), 16
         while j + 16 <= rank:
             v.prefetch((ahead, ahead + apart, ahead + 2 * apart, ahead + 3 * apart), 0)
             sums = v.add_interleaved(sums, v.load_columns(v.INT8, b + j, b_row), own_h)
@@ -686,7 +709,7 @@ def rows_of_scales(scales, row, count, spare):
     if rows == 1 and step == 4:
         return at + 4 * row
     for i in range(count):
-        v.write(v.FLOAT32, spare + 4 * i, scale_of(scales, row + i, 0))
+        v.write(v.FLOAT32, spare + 4 * i, scale_of(scales, row + i, np.int64(0)))
     return spare
 
 
@@ -770,7 +793,7 @@ def store_tile(dtype, rows, rank, scales, to, step):
 def store_columns(kind, rows, rank, scales, to, step):
     """Store 16 rows of b, times their scales, as `rank` vectors of float32, `step` bytes apart."""
     b, b_row, row = rows
-    size, j = scales[2][1], 0
+    size, j = scales[2][1], np.int64(0)
     while j < rank:
         end = rank if size == 0 else min(rank, j + size)  # j is the first of a group
         factors = row_scales(scales, row, j, to + step * j)

@@ -89,7 +89,7 @@ def reduction_entry(kind_y: Any) -> Any:
 @inlined
 def run_grouping(address):
     """Sort the live pairs by slot and expert: a counting sort of the experts, slot by slot."""
-    call = v.fields(Grouping, address)
+    call = v.record(Grouping, address)
     plan = carray(v.ints(call.segments), (call.num_segments, 3))
     counts = carray(v.ints(call.counts), call.num_experts)
     by_expert = carray(v.ints(call.by_expert), (call.num_tokens * call.top_k, 3))
@@ -171,8 +171,8 @@ def add_segments(segments, count, key, start, end):
 @inlined
 def run_reduction(kind_y, address):
     """Add to each token's row of y the deltas of its pairs, in order of the pairs."""
-    call = v.fields(Reduction, address)
-    layer = v.fields(Layer, call.layer)
+    call = v.record(Reduction, address)
+    layer = v.record(Layer, call.layer)
     segments = carray(v.ints(call.segments), (call.num_segments, 3))
     part, parts = 0, 1
     if call.threads > 1:
@@ -183,7 +183,7 @@ def run_reduction(kind_y, address):
         for i in range(max(start, low), min(stop, high)):
             token = v.read_id(call.order + 8 * i)
             for s in range(layer.num_slices):
-                item = v.fields(Slice, layer.slices + s * SLICE_BYTES)
+                item = v.record(Slice, layer.slices + s * SLICE_BYTES)
                 add_pairs(kind_y, call, layer, slot, token, s, item.first, item.last)
 
 

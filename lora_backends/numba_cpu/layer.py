@@ -83,7 +83,7 @@ class Layer(NamedTuple):
     block_columns: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Located:
     """Where a layer lies, and what its size is."""
 

@@ -32,6 +32,7 @@ I32, I64 = ir.IntType(32), ir.IntType(64)
 BF16 = BFloat()
 VECTOR = ir.VectorType(F32, LANES)
 ZEROS = ir.Constant(VECTOR, None)
+BIAS, BIAS_BITS = 2.0**23 + 128, 0x4B000080  # the second ^ a byte: the bits of BIAS + its int8
 EIGHT_BIT = (types.int8, types.uint8, types.boolean)  # int8, float8_e4m3fn, float8_e5m2
 
 
@@ -200,10 +201,12 @@ def split_words(builder: Any, kind: Any, columns: list[Any]) -> list[Any]:
         if kind == types.uint16:
             split += split_bfloat16(builder, words)
         elif kind == types.int8:
-            for shift in (24, 16, 8, 0):
-                high = builder.shl(words, constant(words.type, shift))
-                item = builder.ashr(high, constant(words.type, 24))
-                split.append(builder.sitofp(item, VECTOR))
+            for shift in (0, 8, 16, 24):
+                low = builder.and_(
+                    builder.lshr(words, constant(words.type, shift)), constant(words.type, 0xFF)
+                )
+                biased = builder.xor(low, constant(words.type, BIAS_BITS))
+                split.append(builder.fsub(builder.bitcast(biased, VECTOR), constant(VECTOR, BIAS)))
         elif kind in EIGHT_BIT:
             for shift in (0, 8, 16, 24):
                 low = builder.lshr(words, constant(words.type, shift))
@@ -216,18 +219,18 @@ def split_words(builder: Any, kind: Any, columns: list[Any]) -> list[Any]:
 
 
 def load_lanes(builder: Any, kind: Any, rows: list[Any], count: Any) -> list[Any]:
-    """Return a vector a row: `count` (at most 16) neighbours, then zeros; the slow way."""
-    buffers = [cgutils.alloca_once(builder, VECTOR) for _ in rows]
-    for buffer in buffers:
-        builder.store(ZEROS, buffer, align=4)
-    with cgutils.for_range(builder, count) as loop:  # one for all rows, which compiles sooner
-        offset = builder.mul(loop.index, integer(size_of(kind)))
-        for row, buffer in zip(rows, buffers, strict=True):
-            at = builder.add(row, offset)
-            item = widen(builder, kind, load_value(builder, at, raw_type(kind), size_of(kind)))
-            slot = builder.add(builder.ptrtoint(buffer, I64), builder.mul(loop.index, integer(4)))
-            store_value(builder, slot, item, 4)
-    return [builder.load(buffer, align=4) for buffer in buffers]
+    """Return a vector a row: `count` (at most 16) neighbours, then zeros.
+
+    They are copied by the C library, because LLVM would turn a loop into much code.
+    """
+    shape, vectors = raw_vector(kind), []
+    for row in rows:
+        buffer = cgutils.alloca_once(builder, shape)
+        builder.store(ir.Constant(shape, None), buffer)
+        start = builder.inttoptr(row, I8.as_pointer())
+        cgutils.raw_memcpy(builder, buffer, start, count, size_of(kind))
+        vectors.append(widen(builder, kind, builder.load(buffer)))
+    return vectors
 
 
 def transpose_16_by_4(builder: Any, base: Any, step: Any) -> list[Any]:
@@ -242,6 +245,11 @@ def transpose_16_by_4(builder: Any, base: Any, step: Any) -> list[Any]:
         join(builder, join(builder, rows[i], rows[4 + i]), join(builder, rows[8 + i], rows[12 + i]))
         for i in range(4)
     ]
+    return transpose_groups(builder, v)
+
+
+def transpose_groups(builder: Any, v: list[Any]) -> list[Any]:
+    """Return four vectors: in lane group g of vector j the words j of lane groups g of `v`."""
     low01, low23 = (
         shuffle_groups(builder, v[0], v[1], 0, 16, 1, 17),
         shuffle_groups(builder, v[2], v[3], 0, 16, 1, 17),
@@ -256,6 +264,15 @@ def transpose_16_by_4(builder: Any, base: Any, step: Any) -> list[Any]:
         shuffle_groups(builder, high01, high23, 0, 1, 16, 17),
         shuffle_groups(builder, high01, high23, 2, 3, 18, 19),
     ]
+
+
+def transpose_64_words(builder: Any, base: Any) -> list[Any]:
+    """Do what `transpose_16_by_4` does for rows without gaps, with 4 loads instead of 16."""
+    whole = ir.VectorType(I32, LANES)
+    v = [load_value(builder, builder.add(base, integer(64 * i)), whole, 2) for i in range(4)]
+    order = [4 * g + i for i in range(4) for g in range(4)]  # lane group g of vector i: row 4 i + g
+    columns = transpose_groups(builder, v)
+    return [shuffle(builder, column, undefined(whole), order) for column in columns]
 
 
 def shuffle(builder: Any, left: Any, right: Any, indices: list[int]) -> Any:

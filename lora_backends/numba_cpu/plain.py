@@ -63,6 +63,10 @@ def load_columns(kind: Marker, address: int, stride: int) -> tuple[Vector, ...]:
     return tuple(np.stack(rows, axis=1))
 
 
+def load_square(kind: Marker, address: int) -> tuple[Vector, ...]:
+    return load_columns(kind, address, _LANES)
+
+
 def load_four(kind: Marker, address: int, stride: int) -> tuple[Vector, ...]:
     rows = [_elements(kind, address + lane * stride, 4) for lane in range(_LANES)]
     return tuple(np.stack(rows, axis=1))

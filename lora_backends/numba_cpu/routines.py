@@ -79,6 +79,7 @@ def eight_bit_table(dtype_x: torch.dtype, dtype_y: torch.dtype, needs: int) -> T
         found["shrink_dots"] = address_of(eight.shrink_dots)
     elif needs & SHRINK:
         if in_registers:
+            found["copy_x"] = address_of(eight.copy_x)
             found["shrink_short"] = address_of(kernels_short.shrink_short, torch.int8, wide)
         if needs & LONG or not in_registers:
             found["shrink_panel"] = address_of(eight.shrink_panel)

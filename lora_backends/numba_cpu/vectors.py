@@ -21,7 +21,14 @@ import numpy as np
 from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.core.typing import templates
+from numba.extending import (
+    infer_getattr,
+    intrinsic,
+    lower_getattr_generic,
+    models,
+    register_model,
+)
 
 from lora_backends.numba_cpu import lowering, plain
 
@@ -39,6 +46,38 @@ class Float32x16(types.Type):
 
 
 VECTOR = Float32x16()
+
+
+class Record(types.Type):
+    """The type of what `record` returns: an address, with the names of the int64 that lie there."""
+
+    def __init__(self, names: Any) -> None:
+        super().__init__(name=f"Record({names.__module__}.{names.__qualname__})")
+        self.fields: tuple[str, ...] = names._fields
+
+
+@register_model(Record)
+class _RecordModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, lowering.I64)
+
+
+@infer_getattr
+class _RecordFields(templates.AttributeTemplate):
+    key = Record
+
+    def generic_resolve(self, kind: Record, name: str) -> Any:
+        return types.int64 if name in kind.fields else None
+
+
+def _read_field(context: Any, builder: Any, kind: Record, address: Any, name: str) -> Any:
+    # what reads records shares out work, once per segment: LLVM need not unroll its loops
+    builder.function.attributes.add("optsize")
+    at = builder.add(address, lowering.integer(8 * kind.fields.index(name)))
+    return lowering.load_value(builder, at, lowering.I64, 8)
+
+
+lower_getattr_generic(Record)(_read_field)
 
 
 @register_model(Float32x16)
@@ -155,6 +194,18 @@ def load_columns(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
         return context.make_tuple(builder, result, lowering.split_words(builder, kind, columns))
 
     return result(kind, types.int64, types.int64), codegen
+
+
+@_operation(plain.load_square)
+def load_square(typing: Any, kind: Any, address: Any) -> Any:
+    """load_square(kind, address): `load_columns` for 8 bits and rows without gaps, in less time."""
+    result = types.UniTuple(VECTOR, LANES)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        columns = lowering.transpose_64_words(builder, args[1])
+        return context.make_tuple(builder, result, lowering.split_words(builder, kind, columns))
+
+    return result(kind, types.int64), codegen
 
 
 @_operation(plain.load_four)
@@ -611,6 +662,20 @@ def fields(typing: Any, kind: Any, address: Any) -> Any:
             for i in range(result.count)
         ]
         return context.make_tuple(builder, result, items)
+
+    return result(kind, types.int64), codegen
+
+
+@_operation(plain.fields)
+def record(typing: Any, kind: Any, address: Any) -> Any:
+    """record(kind, address): `fields`, read one by one where they are used, by their names.
+
+    A function that takes it has one argument, not one per field, which compiles sooner.
+    """
+    result = Record(kind.instance_class)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return args[1]
 
     return result(kind, types.int64), codegen
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from numba import njit
@@ -31,6 +32,11 @@ def widen(kind, source, target):
 @njit
 def columns_of(kind, source, target):
     v.store_all(target, 64, v.load_columns(kind, source, 16))
+
+
+@njit
+def square_of(kind, source, target):
+    v.store_all(target, 64, v.load_square(kind, source))
 
 
 @njit
@@ -126,6 +132,25 @@ def test_rows_are_the_same_alone_and_in_a_long_segment(stored):
         assert torch.equal(few, alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_rank_16_give_the_same_with_and_without_gaps(dtype):
+    make = torch.Generator().manual_seed(7)
+    a = torch.randint(-128, 128, (2, 1, 16, INPUTS), generator=make, dtype=torch.int8)
+    b = torch.randint(-128, 128, (2, 83, 16), generator=make, dtype=torch.int8)
+    scales = torch.rand(2, 1, 16, 1, generator=make), torch.rand(2, 83, 1, generator=make)
+    ranks = torch.tensor([[16], [15]])
+    packed = LoRAWeights(
+        a, b, ranks, torch.ones(2, 1), (83,), a_scales=scales[0], b_scales=scales[1]
+    )
+    x, batch = torch.randn(30, INPUTS, generator=make).to(dtype), LoRABatch([0, 1] * 15, 2)
+    backend, reference = NumbaCPUBackend(), TorchRefBackend()
+    plan = backend.prepare_batch(batch)  # 8, 4, 2 and 1 tokens of each slot
+    found = backend.run_linear(x, packed, plan)
+    assert torch.equal(found, backend.run_linear(x, replace(packed, lora_b=with_gaps(b)), plan))
+    expected = reference.run_linear(x.float(), packed, reference.prepare_batch(batch))
+    agree(found, expected.double())
+
+
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("inputs", [LANES, 2 * DOT_CHUNK, 2 * DOT_CHUNK + 77])
 def test_every_product_of_int8_and_bfloat16_is_summed_once(inputs, pairs, monkeypatch):
@@ -203,6 +228,10 @@ def test_every_8_bit_pattern_widens_exactly(stored):
         [torch.from_numpy(c) for c in plain.load_columns(MARKERS[stored], values.data_ptr(), 16)]
     )
     torch.testing.assert_close(twins, wanted, rtol=0, atol=0, equal_nan=True)
+    square_of(MARKERS[stored], values.data_ptr(), columns.data_ptr())
+    torch.testing.assert_close(columns, wanted, rtol=0, atol=0, equal_nan=True)
+    twins = np.stack(plain.load_square(MARKERS[stored], values.data_ptr()))
+    torch.testing.assert_close(torch.from_numpy(twins), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @STORED

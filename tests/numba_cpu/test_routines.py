@@ -4,14 +4,18 @@ import gc
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
 import torch
+from numba import cfunc, types
 
 from lora_backends import ExpertWeights, LoRABatch, LoRAWeights
 from lora_backends.numba_cpu import (
     NumbaCPUBackend,
+    compiling,
     kernels,
     kernels_eight_bit,
     launch,
@@ -66,7 +70,9 @@ def test_eight_bit_calls_compile_the_way_through_registers_or_the_other(asked, m
     for dtype_x in (torch.bfloat16, torch.float32):
         table(dtype_x, torch.bfloat16, flags | needs.IN_REGISTERS | needs.LONG)
         dots = pairs and dtype_x is torch.bfloat16
-        shrink = ["shrink_dots"] if dots else ["shrink_short", "shrink_panel", "add_block"]
+        shrink = (
+            ["shrink_dots"] if dots else ["copy_x", "shrink_short", "shrink_panel", "add_block"]
+        )
         assert asked == [*shrink, "expand_int8"]
         asked.clear()
     table(torch.bfloat16, torch.bfloat16, flags)
@@ -169,6 +175,48 @@ def test_a_kernel_keeps_its_table_when_another_thread_replaces_it_in_the_cache(a
     kernel = launch.kernel_for.__wrapped__(torch.float32, torch.float32, needs.SHRINK)
     gc.collect()
     assert made[0]().address == kernel.routines
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_compiling_pauses_garbage_collection_and_leaves_it_as_it_was(monkeypatch, enabled, fails):
+    meanwhile = []
+
+    def compile_it(run):
+        meanwhile.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("no folder")
+
+    monkeypatch.setattr(compiling.config, "DISABLE_JIT", 0)
+    monkeypatch.setattr(compiling, "cfunc", lambda *args, **options: compile_it)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError) if fails else nullcontext():
+            compiling.compiled(lambda: None)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert meanwhile == [False] * (2 if fails else 1)
+
+
+def test_no_function_is_compiled_for_a_literal_and_for_its_type(monkeypatch):
+    monkeypatch.setattr(
+        compiling, "cfunc", lambda signature, cache=False, **options: cfunc(signature, **options)
+    )
+    eight = kernels_eight_bit
+    makers = (eight.copy_x, eight.shrink_panel, eight.expand_stored, eight.expand_ragged)
+    for make in (kernels.entry, eight.entry, *makers):
+        make()
+    modules = (kernels, eight)
+    found = {f for module in modules for f in vars(module).values() if hasattr(f, "overloads")}
+    assert kernels.own_units in found
+    twice = [
+        (function.__name__, one, other)
+        for function in found
+        for one, other in permutations(function.overloads, 2)
+        if all(a == b or types.unliteral(a) == b for a, b in zip(one, other, strict=True))
+    ]
+    assert twice == []
 
 
 def test_threads_that_need_a_routine_at_once_compile_it_once():
