@@ -197,7 +197,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
         else:
             cache = None
         y: torch.Tensor | None = base_output
-        checked = cache is None or checks_values or (y is None and not _has_rows(x, weights))
+        checked = cache is None or checks_values or (y is None and not _has_rows(x, weights, plan))
         if checked:
             _check(operation, self, x, weights, plan, y)
         if cache is None:
@@ -216,11 +216,13 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     return call
 
 
-def _has_rows(x: Any, weights: Any) -> bool:
-    """Return whether zeros to add to can be made of unchecked arguments."""
+def _has_rows(x: Any, weights: Any, plan: CachingPlan) -> bool:
+    """Return whether zeros to add to can be made of unchecked arguments, no more than planned."""
     if type(x) is not torch.Tensor or type(weights) is not LoRAWeights:
         return False
-    return x.layout is torch.strided and x.ndim == 2 and not x.is_nested
+    if x.layout is not torch.strided or x.is_nested or x.ndim != 2:
+        return False
+    return x.shape[0] <= plan.capacity
 
 
 def _add_each(

@@ -188,7 +188,7 @@ WITHOUT_Y += ["too few rows", "no weights"]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("bad", [*WITHOUT_Y, "nested x", "x is a list"])
+@pytest.mark.parametrize("bad", [*WITHOUT_Y, "nested x", "more rows than memory", "x is a list"])
 def test_bad_arguments_without_base_output_are_refused_where_a_call_is_stored(stored, bad):
     backend, x, weights, plan, y = stored
     change, told = REFUSED.get(bad, (None, "x is"))
@@ -196,6 +196,8 @@ def test_bad_arguments_without_base_output_are_refused_where_a_call_is_stored(st
         x, weights, _ = change(x, weights, y)
     elif bad == "nested x":
         x = torch.nested.nested_tensor(list(x))
+    elif bad == "more rows than memory":
+        x = x[:1].expand(10**12, 10)
     else:
         x = x.tolist()
     with pytest.raises(InvalidInputError, match=told):
