@@ -200,11 +200,6 @@ class SlotTable:
         with self.lock:
             return not self._pins[name] and self._holder(name) is None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call or request runs; with the lock held, none takes its slots meanwhile."""
-        return any(hold.by in ("call", "request") for hold in list(self._holds.values()))
-
     def updatable(self, name: str) -> int:
         """Return the slot of `name`, where an update may overwrite its weights.
 

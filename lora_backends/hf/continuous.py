@@ -173,6 +173,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             slots = hold.enter_context(
                 self._wrapped.pool.slots.in_use(adapter_names([adapter]), by="request")
             )
+            hold.enter_context(self._wrapped.in_use())
             self._packed.check_adapters(self._wrapped.pool, slots)
             # A blend that cannot run is refused here, and not in the thread that runs all requests.
             self._packed.choices(self._wrapped, [adapter], slots)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any, cast
 
 from torch import nn
 
 from lora_backends.backend import LoRABackend
+from lora_backends.errors import InvalidInputError
 from lora_backends.hf.experts import ExpertSite, experts_forward
 from lora_backends.hf.hooks import lora_hook
 from lora_backends.hf.layout import Layout
@@ -57,6 +60,9 @@ class Hooked:
         self._leaders = {group.paths[0]: group for group in self.groups}  # that are still joined
         self.joined: dict[str, Joined] = {}
         """A leader's path to the weights of its group, while they lie as they were joined."""
+        self._lock = Lock()  # of what follows
+        self._users: set[object] = set()  # blocks of `in_use`
+        self._closed = False
 
     def register(self, base: nn.Module, begin: Callable[..., None]) -> None:
         """Hook every module that an adapter may touch, and the start of a forward pass.
@@ -73,6 +79,48 @@ class Hooked:
         except BaseException:  # no memory to join weights, for instance
             self.remove()
             raise
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the hooks on in the block, which uses adapters.
+
+        Raises:
+            InvalidInputError: as `check`.
+        """
+        user = object()
+        try:
+            with self._lock:
+                self.check()
+                self._users.add(user)
+            yield
+        finally:
+            self._users.discard(user)  # one step: an interrupt leaves nothing in use
+
+    def check(self) -> None:
+        """Refuse a model that was detached.
+
+        Raises:
+            InvalidInputError: `close` was called.
+        """
+        if self._closed:
+            raise InvalidInputError(
+                "this MultiLoRAModel was detached from its base model\n"
+                "  to do: make a new one around the base model"
+            )
+
+    def close(self) -> None:
+        """Let nothing use the hooks from now on.
+
+        Raises:
+            InvalidInputError: something does. Nothing has changed.
+        """
+        with self._lock:
+            if self._users:
+                raise InvalidInputError(
+                    "the model cannot be detached while it runs with adapters\n"
+                    "  to do: wait until its calls, requests and blocks of `using` have ended"
+                )
+            self._closed = True
 
     def remove(self) -> None:
         """Take every hook off, and give joined weights memory of their own again."""

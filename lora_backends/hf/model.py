@@ -41,7 +41,7 @@ from lora_backends.hf.prepared import PreparedAdapters
 from lora_backends.hf.probe import UNREACHED, probe
 from lora_backends.hf.request import Request
 from lora_backends.hf.routers import find_routers
-from lora_backends.hf.running import IDLE, is_open, open_block, running
+from lora_backends.hf.running import IDLE, open_block, running
 from lora_backends.hf.sites import base_layer, check_start, find_sites
 from lora_backends.hf.split import run_split
 from lora_backends.hf.structure import Structure
@@ -447,9 +447,7 @@ class MultiLoRAModel(ModelWords):
                 block, weights were moved in it after a compiled program had read them.
         """
         self._check_prepared(step)
-        with torch.no_grad(), open_block(step):
-            if not self._hooked.handles:  # another thread has detached it
-                self._check_attached()
+        with torch.no_grad(), self._hooked.in_use(), open_block(step):
             yield
         if step.is_traced and self._hooked.drop_moved():
             raise InvalidInputError(
@@ -514,7 +512,7 @@ class MultiLoRAModel(ModelWords):
             )
         if isinstance(adapters, PreparedAdapters) and adapter_names is None:
             self._check_prepared(adapters)
-            with running(adapters):
+            with self._hooked.in_use(), running(adapters):
                 return self.base(**inputs)
         chosen = chosen_adapters(adapters, adapter_names)
         if split:
@@ -592,7 +590,14 @@ class MultiLoRAModel(ModelWords):
         sites = {path: site.module for path, site in self._sites.items()}
         experts = {path: site.module for path, site in self._experts.items()}
         wrapped = Wrapped(
-            self._key, self.base, self.pool, self.backend, sites | experts, self._layouts, check
+            self._key,
+            self.base,
+            self.pool,
+            self.backend,
+            sites | experts,
+            self._layouts,
+            check,
+            self._hooked.in_use,
         )
         return RequestManager(wrapped, generation_config, continuous_batching_config)
 
@@ -643,13 +648,11 @@ class MultiLoRAModel(ModelWords):
                 on without its adapters. Nothing has changed.
         """
         if self._hooked.handles:
-            self._check_idle()
+            self._hooked.close()
             if self.store is not None:
                 self.store.close()  # first: loading ahead may hook further modules
                 self.store = None
-            with self.pool.slots.lock:  # a call that takes its slots later finds no hooks
-                self._check_idle()
-                self._hooked.remove()
+            self._hooked.remove()
             self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
         return self.base
 
@@ -678,9 +681,7 @@ class MultiLoRAModel(ModelWords):
                     f"adapters[{row}] has {len(entry)} entries for a row of {length} tokens\n"  # type: ignore[arg-type]
                     f"  allowed: one entry for the row, or one per token"
                 )
-        with self.pool.slots.in_use(names) as slots:
-            if not self._hooked.handles:  # detached while this waited for adapters
-                self._check_attached()
+        with self.pool.slots.in_use(names) as slots, self._hooked.in_use():
             adapters = invoked(adapters, slots, self.pool, inputs, after_cache)
             request = Request(
                 self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
@@ -703,19 +704,8 @@ class MultiLoRAModel(ModelWords):
                 f"  to do: pass what prepare() of this MultiLoRAModel returned"
             )
 
-    def _check_idle(self) -> None:
-        if is_open(self._key) or self.pool.slots.is_busy:
-            raise InvalidInputError(
-                "the model cannot be detached while it runs with adapters\n"
-                "  to do: wait until its calls, requests and blocks of `using` have ended"
-            )
-
     def _check_attached(self) -> None:
-        if not self._hooked.handles:
-            raise InvalidInputError(
-                "this MultiLoRAModel was detached from its base model\n"
-                "  to do: make a new one around the base model"
-            )
+        self._hooked.check()
         self._structure.check_modules()
 
     def _accept(self, checkpoint: Checkpoint) -> None:

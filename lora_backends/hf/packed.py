@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class Wrapped:
     modules: Mapping[str, nn.Module]  # all that an adapter may touch, by path
     layouts: Mapping[str, Layout]  # of their inputs
     check: Callable[[], None]  # refuses a model that was detached or changed, or is being trained
+    in_use: Callable[[], AbstractContextManager[None]]  # keeps it from being detached
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Loading, evicting, detaching and refusing, on tiny models."""
 
+import contextlib
 import copy
 import json
 import pickle
@@ -280,13 +281,64 @@ def test_a_running_call_is_not_detached(model, save_adapter):
     step = model.prepare(["a"], tokens=IDS.shape[1])
     with model.using(step):
         assert torch.equal(base(input_ids=IDS).logits, expected)
-    assert len(refused) == 2
+    assert torch.equal(model(adapters=step, input_ids=IDS).logits, expected)
+    assert len(refused) == 3
     handle.remove()
     assert torch.equal(logits(model, "a"), expected)
     assert model.detach() is base
     with pytest.raises(InvalidInputError, match="was detached"):
         with model.using(step):
             pass
+
+
+@pytest.mark.parametrize("way", ["name", "prepared", "using"])
+def test_a_call_that_begins_while_a_model_is_detached_is_refused(model, save_adapter, way):
+    model.load_adapter("a", save_adapter(**PLAIN))
+    step, results = model.prepare(["a"], tokens=IDS.shape[1]), []
+
+    def call():
+        try:
+            if way == "using":
+                with model.using(step):
+                    results.append(model.base(input_ids=IDS).logits)
+            else:
+                results.append(model(adapters=["a"] if way == "name" else step, input_ids=IDS))
+        except InvalidInputError as error:
+            results.append(error)
+
+    thread, handles = threading.Thread(target=call), model._hooked.handles
+
+    class Switching:
+        """A hook that another thread does not wait for while it is taken off."""
+
+        def __init__(self, hook):
+            self.hook = hook
+
+        def remove(self):
+            self.hook.remove()
+            thread.start()
+            thread.join(10)
+
+    handles[-1] = Switching(handles[-1])
+    model.detach()
+    thread.join()
+    assert "was detached" in str(results)
+
+
+def test_a_block_that_begins_while_a_store_is_closed_is_refused(model, save_adapter):
+    """It would have detach refused, with the store closed already."""
+    store = model.keep_adapters()
+    model.load_adapter("a", save_adapter(**PLAIN))
+    step, close = model.prepare(["a"], tokens=IDS.shape[1]), store.close
+    with contextlib.ExitStack() as block:
+
+        def begin():
+            close()
+            with pytest.raises(InvalidInputError, match="was detached"):
+                block.enter_context(model.using(step))
+
+        store.close = begin
+        assert model.detach() is model.base and model.store is None
 
 
 def test_detach_may_be_called_twice(model):
