@@ -180,14 +180,22 @@ def gather() -> Any:
                 item = v.record(Slice, layer.slices + s * SLICE_BYTES)
                 (a, a_row, _n), scales = a_of(layer, item, key)
                 h = (call.h + s * call.h_slice, call.h_row, call.to_order)
-                for t in range(start, stop):
-                    (at,), (to,) = v.rows(ids, t, ONE), v.rows(h, t, ONE)
-                    column = v.read_id(at)
-                    for j in range(rank_of(layer, key, s)):
-                        element = read_stored(layer.stored, a + j * a_row + column)
-                        v.write(v.FLOAT32, to + 4 * j, element * scale_of(scales, j, column))
+                rows = (layer.stored, a, a_row, rank_of(layer, key, s))
+                gather_rows(rows, scales, start, stop, ids, h)
 
     return compiled(run)
+
+
+@function
+def gather_rows(rows, scales, t, end, ids, h):
+    """Write columns of a as rows of h; apart from the caller, which LLVM compiles for size."""
+    stored, a, a_row, rank = rows
+    for i in range(t, end):
+        (at,), (to,) = v.rows(ids, i, ONE), v.rows(h, i, ONE)
+        column = v.read_id(at)
+        for j in range(rank):
+            element = read_stored(stored, a + j * a_row + column)
+            v.write(v.FLOAT32, to + 4 * j, element * scale_of(scales, j, column))
 
 
 @inlined
