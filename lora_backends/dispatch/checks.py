@@ -339,8 +339,8 @@ def check_memory(problems: Problems, engine: Engine, name: str, tensor: torch.Te
 
     A differentiable backend computes with torch's operators, which need no address.
     """
-    if engine.differentiable or has_memory(tensor):
-        return True
+    if engine.differentiable or tensor.device != engine.device or has_memory(tensor):
+        return True  # another device is refused by its name
     problems.invalid.append(
         f"{name} has no address: its memory was freed, or it is a {type(tensor).__name__} that a "
         f"transform or mode of torch made; call the backend outside of that, or use torch_ref"

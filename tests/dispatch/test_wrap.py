@@ -141,6 +141,14 @@ def test_a_tensor_without_an_address_is_refused_by_a_backend_that_reads_it(trans
             run(first)
 
 
+def test_another_device_is_refused_by_its_name_alone():
+    backend, weights = ByAddress(), small_weights()
+    plan, x = backend.prepare_batch(small_batch()), torch.randn(7, 10, device="meta")
+    with pytest.raises(InvalidInputError, match="x is on meta, the backend on cpu") as refused:
+        backend.run_linear(x, weights, plan)
+    assert "no address" not in str(refused.value)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_backend_of_torch_operators_runs_within_transforms():
     backend, weights = TorchRefBackend(), small_weights()
