@@ -43,6 +43,7 @@ ENTRIES = {
     "eight bits, gather": (kernels_eight_bit, kernels_eight_bit.gather),
     "shrink_panel": (kernels_eight_bit, kernels_eight_bit.shrink_panel),
     "shrink_dots": (kernels_eight_bit, kernels_eight_bit.shrink_dots),
+    "copy_x": (kernels_eight_bit, kernels_eight_bit.copy_x),
     "expand_int8": (kernels_eight_bit, lambda: kernels_eight_bit.expand_int8(0)),
     "expand_stored": (kernels_eight_bit, kernels_eight_bit.expand_stored),
     "expand_ragged": (kernels_eight_bit, kernels_eight_bit.expand_ragged),
