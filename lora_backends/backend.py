@@ -62,7 +62,10 @@ class LoRABackend(Dispatched, ABC):
     features: ClassVar[frozenset[str]] = frozenset()
     """Names of `lora_backends.features` that it supports; calls that need another are refused."""
     differentiable: ClassVar[bool] = False
-    """Whether gradients flow to x, lora_a, lora_b and base_output."""
+    """Whether gradients flow to x, lora_a, lora_b and base_output.
+
+    A backend without it reads tensors by address: one that has none, as inside vmap, is refused.
+    """
     cuda_graphs: ClassVar[bool] = False
     """Whether a CUDA graph may capture its calls, and follows the plan when that is refilled."""
     narrow_intermediate: ClassVar[bool] = False
