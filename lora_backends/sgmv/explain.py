@@ -24,10 +24,7 @@ NARROW_TOKENS = 32
 
 
 class _Work(NamedTuple):
-    """What a program multiplies, besides inputs or columns.
-
-    A kernel without a matrix product works token by token, so it computes no empty places.
-    """
+    """The rows and ranks that a program multiplies."""
 
     rows: Share
     ranks: Share
@@ -108,7 +105,7 @@ def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> L
         ranks = layer.ranks[piece.slot]
         if ranks not in used_by_ranks:
             used_by_ranks[ranks] = _used_lanes(ranks, rank_pad, tiles.block_n, blocks)
-        rows = Share(len(piece.tokens), piece.places if tiles.warps_k else len(piece.tokens))
+        rows = _rows(piece, tiles.warps_k == 0)
         work += [_Work(rows, Share(used, tiles.block_n)) for used in used_by_ranks[ranks] if used]
     return _launch(
         "shrink",
@@ -127,7 +124,7 @@ def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> L
     width = tiles.block_c * tiles.chunks
     work, columns, programs = [], [], 0
     for piece in pieces:
-        rows = Share(len(piece.tokens), piece.places if tiles.num_stages else len(piece.tokens))
+        rows = _rows(piece, tiles.num_stages == 0)
         for rank, outputs in zip(layer.ranks[piece.slot], layer.output_slices, strict=True):
             lanes = -(-rank // tiles.block_r) * tiles.block_r
             if tiles.num_stages == 0:
@@ -140,6 +137,12 @@ def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> L
                     work.append(_Work(rows, Share(rank, lanes)))
                     columns.append(Share(min(width, outputs - first), width))
     return _launch("expand", programs, 1, work, columns)
+
+
+def _rows(piece: Piece, by_token: bool) -> Share:
+    """Return the rows of a piece; a kernel that works token by token computes no empty places."""
+    tokens = len(piece.tokens)
+    return Share(tokens, tokens if by_token else piece.places)
 
 
 def _used_lanes(ranks: Sequence[int], rank_pad: int, block_n: int, blocks: int) -> list[int]:
