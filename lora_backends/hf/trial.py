@@ -50,7 +50,7 @@ class Trial:
         } | dict(self.flags)
 
     def own_random_numbers(self) -> AbstractContextManager[None]:
-        """Let passes draw the same random numbers each time, and none that the caller draws next.
+        """Give each block the same random numbers, and restore the caller's generator after it.
 
         Some models draw random numbers in eval mode.
         """

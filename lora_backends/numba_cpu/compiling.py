@@ -55,7 +55,7 @@ def compiled(run: Any) -> Any:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Switch it off meanwhile: numba makes many objects, and it would take a third of the time."""
+    """Pause the collector in the block: it took a third of numba's time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -188,7 +188,7 @@ def gather() -> Any:
 
 @function
 def gather_rows(rows, scales, t, end, ids, h):
-    """Write columns of a as rows of h; apart from the caller, which LLVM compiles for size."""
+    """Write columns of a as rows of h. Its own function: LLVM compiles the caller for size."""
     stored, a, a_row, rank = rows
     for i in range(t, end):
         (at,), (to,) = v.rows(ids, i, ONE), v.rows(h, i, ONE)
@@ -318,10 +318,10 @@ def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
 
 @function
 def ahead_of(width, step, first, new_chunk):
-    """Return how far ahead to prefetch, and how much further behind the end of a chunk's rows."""
+    """Return the prefetch distance, and what to add to it past the end of a chunk's rows."""
     ahead, turns = min(SHRINK_AHEAD, width), max(1, SHRINK_AHEAD // max(width, 1))
     if new_chunk:
-        return ahead, first
+        return ahead, first  # back to the first row
     return ahead, turns * step - width  # in short rows, some rows further
 
 

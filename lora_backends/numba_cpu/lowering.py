@@ -249,7 +249,7 @@ def transpose_16_by_4(builder: Any, base: Any, step: Any) -> list[Any]:
 
 
 def transpose_groups(builder: Any, v: list[Any]) -> list[Any]:
-    """Return four vectors: in lane group g of vector j the words j of lane groups g of `v`."""
+    """Return four vectors: lane group g of vector j holds word j of group g of each of `v`."""
     low01, low23 = (
         shuffle_groups(builder, v[0], v[1], 0, 16, 1, 17),
         shuffle_groups(builder, v[2], v[3], 0, 16, 1, 17),

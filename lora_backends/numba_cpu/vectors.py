@@ -49,7 +49,7 @@ VECTOR = Float32x16()
 
 
 class Record(types.Type):
-    """The type of what `record` returns: an address, with the names of the int64 that lie there."""
+    """The type of a result of `record`: an address, with the names of the int64 that lie there."""
 
     def __init__(self, names: Any) -> None:
         super().__init__(name=f"Record({names.__module__}.{names.__qualname__})")
@@ -71,7 +71,7 @@ class _RecordFields(templates.AttributeTemplate):
 
 
 def _read_field(context: Any, builder: Any, kind: Record, address: Any, name: str) -> Any:
-    # what reads records shares out work, once per segment: LLVM need not unroll its loops
+    # functions that read records run once per segment: unrolled loops would not pay
     builder.function.attributes.add("optsize")
     at = builder.add(address, lowering.integer(8 * kind.fields.index(name)))
     return lowering.load_value(builder, at, lowering.I64, 8)

@@ -309,7 +309,7 @@ def test_a_call_that_begins_while_a_model_is_detached_is_refused(model, save_ada
     thread, handles = threading.Thread(target=call), model._hooked.handles
 
     class Switching:
-        """A hook that another thread does not wait for while it is taken off."""
+        """A hook whose removal runs `call` in another thread, in the middle of `detach`."""
 
         def __init__(self, hook):
             self.hook = hook
