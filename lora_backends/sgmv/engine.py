@@ -170,7 +170,7 @@ class SgmvBackend(LoRABackend):
         return self._options.tma and not self.batch_invariant and self._adds_its_own_lora()
 
     def _adds_its_own_lora(self) -> bool:
-        """Return whether nothing below the class of `run_with_base` overrides a `_LINEAR` operation."""
+        """Return whether nothing below the class of `run_with_base` overrides one of `_LINEAR`."""
         if vars(self).keys() & _LINEAR:
             return False
         classes = type(self).__mro__
