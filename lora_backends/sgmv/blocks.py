@@ -448,7 +448,7 @@ def expand_tile(
             group_rows, b_scales_stride_c, s_group, s_start, y_ptr, y_row, y_stride_t, bias_row,
             scales_row, first, end, rank, scaling, RANK_PAD, SPLIT_K, BLOCK_C, CHUNKS, EVEN_C,
             EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, HAS_TOKEN_SCALES, STORAGE, GROUP_C, GROUP_R, WIDE,
-            EXACT_H, INTERPRETED, PROGRAMMATIC,
+            EXACT_H, INTERPRETED, PROGRAMMATIC, LATE_Y,
         )  # fmt: skip
     elif STAGES > 1:
         if SLICE_ALIGN > 0:
@@ -597,25 +597,34 @@ def _expand_rows(
     EXACT_H: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
+    LATE_Y: tl.constexpr,
 ):
     """Add CHUNKS blocks of columns token by token, without a matrix product.
 
-    B goes from memory straight to the registers that multiply it; loads run one block ahead.
+    B goes from memory straight to the registers that multiply it; loads run one block ahead. The
+    first token's h is loaded once: most tiles that take this path have no other token.
     """
     r = tl.arange(0, RANK_PAD)  # [R]
     t = tl.arange(0, y_row.shape[0])  # [T]
     tokens = tl.max(tl.where(y_row >= 0, t + 1, 0))
+    y_at = entry(y_row, t, 0) + tl.zeros((1,), dtype=tl.int64)
+    y_rows, has_token = y_ptr + y_at * y_stride_t, y_at >= 0  # [1]
     c = first + tl.arange(0, BLOCK_C)  # [C]
     b = load_b_rows(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
     own = load_b_scales(
         group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C, GROUP_R
     )
+    if not LATE_Y:
+        y = load_y(y_rows, c, has_token, end, EVEN_C)  # [1, C]
     scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
     if PROGRAMMATIC:
         gdc_wait()
         gdc_launch_dependents()
+    if LATE_Y:
+        y = load_y(y_rows, c, has_token, end, EVEN_C)
+    h = load_h_row(h_slice + entry(h_row, t, 0) * h_stride_t, plane, r, rank, SPLIT_K)
     for chunk in tl.static_range(CHUNKS):
-        c_now, b_now, own_now, scales_now = c, b, own, scales
+        c_now, b_now, own_now, y_now, scales_now = c, b, own, y, scales
         if chunk + 1 < CHUNKS:
             c = c + BLOCK_C
             b = load_b_rows(b_slot, b_stride_c, c, r, end, rank, EVEN_C, EVEN_R)
@@ -623,24 +632,61 @@ def _expand_rows(
                 group_rows, group_stride, s_group, s_start, c, r, end, rank, STORAGE, GROUP_C,
                 GROUP_R,
             )  # fmt: skip
+            y = load_y(y_rows, c, has_token, end, EVEN_C)
             scales = load_columns(scales_row, c, end, HAS_OUTPUT_SCALES, EVEN_C)
-        for i in tl.range(0, tokens, num_stages=1):
-            y_at = entry(y_row, t, i)
-            y_at += tl.zeros((1,), dtype=tl.int64)
-            y_rows, has_token = y_ptr + y_at * y_stride_t, y_at >= 0  # [1]
-            y = load_y(y_rows, c_now, has_token, end, EVEN_C)  # [1, C]
-            h = load_h_row(h_slice + entry(h_row, t, i) * h_stride_t, plane, r, rank, SPLIT_K)
-            sums = row_product(
-                h, b_now, own_now, r, rank, STORAGE, GROUP_R, WIDE, EXACT_H, INTERPRETED
-            )  # [C]
-            if HAS_TOKEN_SCALES:
-                factor = tl.sum(tl.where((t == i)[:, None], scaling, 0.0))
-            else:
-                factor = scaling
-            store_y(
-                y_rows, c_now, y, (factor * sums)[None, :], bias_row, scales_now, has_token, end,
-                HAS_BIAS, HAS_OUTPUT_SCALES, EVEN_C, INTERPRETED,
+        _add_row(
+            h, b_now, own_now, y_rows, c_now, y_now, scales_now, bias_row, has_token, end, r, rank,
+            t, 0, scaling, STORAGE, GROUP_R, WIDE, EXACT_H, HAS_BIAS, HAS_OUTPUT_SCALES,
+            HAS_TOKEN_SCALES, EVEN_C, INTERPRETED,
+        )  # fmt: skip
+        for i in tl.range(1, tokens, num_stages=1):  # rarely any
+            at = entry(y_row, t, i) + tl.zeros((1,), dtype=tl.int64)
+            rows, has_row = y_ptr + at * y_stride_t, at >= 0  # [1]
+            _add_row(
+                load_h_row(h_slice + entry(h_row, t, i) * h_stride_t, plane, r, rank, SPLIT_K),
+                b_now, own_now, rows, c_now, load_y(rows, c_now, has_row, end, EVEN_C), scales_now,
+                bias_row, has_row, end, r, rank, t, i, scaling, STORAGE, GROUP_R, WIDE, EXACT_H,
+                HAS_BIAS, HAS_OUTPUT_SCALES, HAS_TOKEN_SCALES, EVEN_C, INTERPRETED,
             )  # fmt: skip
+
+
+@triton.jit
+def _add_row(
+    h,
+    b,
+    own,
+    y_rows,
+    c,
+    y,
+    scales,
+    bias_row,
+    has_token,
+    end,
+    r,
+    rank,
+    t,
+    i,
+    scaling,
+    STORAGE: tl.constexpr,
+    GROUP_R: tl.constexpr,
+    WIDE: tl.constexpr,
+    EXACT_H: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
+    HAS_TOKEN_SCALES: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Add one block of columns to row i of the tile: h [R], y [1, C]."""
+    sums = row_product(h, b, own, r, rank, STORAGE, GROUP_R, WIDE, EXACT_H, INTERPRETED)  # [C]
+    if HAS_TOKEN_SCALES:
+        factor = tl.sum(tl.where((t == i)[:, None], scaling, 0.0))
+    else:
+        factor = scaling
+    store_y(
+        y_rows, c, y, (factor * sums)[None, :], bias_row, scales, has_token, end, HAS_BIAS,
+        HAS_OUTPUT_SCALES, EVEN_C, INTERPRETED,
+    )  # fmt: skip
 
 
 @triton.jit
