@@ -146,33 +146,25 @@ def row_sums(
 ):
     """Return x @ A.T of one row over STEPS blocks of inputs, [1, N], without a matrix product.
 
-    A goes from memory straight to the registers that multiply it. x is loaded for every row of A,
-    in A's layout: the compiler merges the equal loads of a thread, and no barrier between steps
-    holds back later loads. A thread sums the products of each 16 bytes of A that it loads; its sums
-    of all steps pass between threads once.
+    A goes from memory straight to the registers that multiply it, all of a program's at once. It
+    is loaded behind x: Triton lays out the product as its last load.
     """
-    GROUP: tl.constexpr = 128 // a_rows.dtype.element_ty.primitive_bitwidth
-    x_rows = x_row + tl.zeros((a_rows.shape[0], 1), dtype=tl.int32)  # [N, 1]
+    sums = tl.zeros((a_rows.shape[0],), dtype=tl.float32)
     for step in tl.static_range(STEPS):
         k = k_first + step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [1, K]
         if EVEN_K:
-            x = tl.load(x_rows + k)
+            x = tl.load(x_row + k)
             a = tl.load(a_rows[:, None] + k, mask=used[:, None], other=0.0)  # [N, K]
         else:
             inside = k < in_features
-            x = tl.load(x_rows + k, mask=inside, other=0.0)
+            x = tl.load(x_row + k, mask=inside, other=0.0)
             a = tl.load(a_rows[:, None] + k, mask=used[:, None] & inside, other=0.0)
         a = widened(a, tl.float32, STORAGE)
         if STORAGE > 0 and GROUP_K > 0:
             mask = used[:, None] & (k < in_features)
             a *= tl.load(scale_rows[:, None] + k // GROUP_K, mask=mask, other=0.0)
-        products = tl.reshape(a * x.to(tl.float32), (a.shape[0], BLOCK_K // GROUP, GROUP))
-        own = tl.sum(products, axis=2)  # [N, K // GROUP]
-        if step == 0:
-            sums = own
-        else:
-            sums += own
-    return tl.sum(sums, axis=1)[None, :]
+        sums += tl.sum(a * x.to(tl.float32), axis=1)
+    return sums[None, :]
 
 
 @triton.jit
