@@ -24,8 +24,8 @@ def check_generate(
         generates: whether it is a call of `generate`.
 
     Raises:
-        UnsupportedInputError: an encoder-decoder whose adapters differ by token; a `generate` of
-            the model's own, which may drop or repeat rows; long sound.
+        UnsupportedInputError: an encoder-decoder whose adapters differ by token, or guidance of
+            such rows; a `generate` of the model's own, which may drop or repeat rows; long sound.
     """
     config: Any = getattr(base, "config", None)
     name = type(base).__name__
@@ -34,6 +34,8 @@ def check_generate(
             f"adapters differ by token, and {name} is an encoder-decoder\n"
             f"  allowed: one adapter per row"
         )
+    if generates and request.per_token:
+        _check_guidance(base, inputs)
     if not generates or not request.differ:
         return
     module = getattr(getattr(type(base), "generate", None), "__module__", "")
@@ -43,6 +45,20 @@ def check_generate(
         raise UnsupportedInputError(
             f"{name} has a generate of its own, which may drop or repeat rows\n"
             f"  allowed: one adapter for all rows\n  to do: split the batch by adapter"
+        )
+
+
+def _check_guidance(base: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Refuse guidance: entries per token do not say which adapter its other prompt uses."""
+    configs = inputs.get("generation_config"), getattr(base, "generation_config", None)
+    given = [inputs.get("guidance_scale")]
+    given += [getattr(config, "guidance_scale", None) for config in configs]
+    scale = next((scale for scale in given if scale is not None), 1)
+    if scale != 1:
+        raise UnsupportedInputError(
+            f"adapters differ by token (aLoRA's do, too), and guidance runs another prompt, "
+            f"whose tokens have no entries\n  given: guidance_scale={scale}\n"
+            f"  allowed: one adapter per row, or guidance_scale=1"
         )
 
 

@@ -82,13 +82,23 @@ def label_counts(
     Args:
         own: of the call.
         pool: of the adapters.
-        rows: the numbers of each row.
+        rows: the numbers of each row, or of each of its tokens.
+
+    Raises:
+        UnsupportedInputError: tokens of a row have heads with different numbers of labels.
     """
     counts = None
     for path, modules in own.items():
         if modules.width is not None:
             base, by = pool.modules[path].out_features, modules.by_number
-            counts = [(by[row[0]].width if row[0] in by else None) or base for row in rows]
+            found = [{(by[n].width if n in by else None) or base for n in row} for row in rows]
+            if mixed := next((each for each in found if len(each) > 1), None):
+                raise UnsupportedInputError(
+                    f"the heads of one row's tokens have different numbers of labels\n"
+                    f"  given: {sorted(mixed)} at {path}\n"
+                    f"  allowed: one number of labels in a row"
+                )
+            counts = [each.pop() for each in found]
     return counts
 
 

@@ -268,11 +268,13 @@ def past_tokens(inputs: Mapping[str, Any]) -> int:
         )
     for name in CACHES:
         cache = inputs.get(name)
-        if cache is not None and not hasattr(cache, "get_seq_length"):
+        if cache is None:
+            continue
+        try:
+            return int(cache.get_seq_length())
+        except (AttributeError, ValueError):  # the latter where no layer of the model has attention
             raise UnsupportedInputError(
                 f"{name} does not tell how many tokens it holds, and adapters differ by token\n"
                 f"  allowed: one adapter per row, or use_cache=False"
-            )
-        if cache is not None:
-            return int(cache.get_seq_length())
+            ) from None
     return 0

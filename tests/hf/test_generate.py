@@ -5,8 +5,9 @@ import warnings
 import peft
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from lora_backends import InvalidInputError
+from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
 
 ROWS = ["first", None, "second"]
@@ -73,6 +74,21 @@ def test_an_embedding_takes_a_column_of_token_ids(make_base, save_adapter):
     settings = {"max_new_tokens": 4, "guidance_scale": 1.5, "do_sample": False, "pad_token_id": 0}
     tokens = model.generate(ids, adapters=["first"] * 2, **settings)
     assert torch.equal(tokens, alone.generate(input_ids=ids, **settings))
+
+
+def test_guidance_is_refused_where_adapters_differ_by_token(job):
+    """Its other prompt, the last token alone unless one is given, has no entries."""
+    model, in_peft, inputs = job
+    by_token = [["first"] + [None] * 5, None, None]
+    settings = GenerationConfig(guidance_scale=1.5)
+    for given in ({"guidance_scale": 1.5}, {"generation_config": settings}):
+        with pytest.raises(UnsupportedInputError, match="guidance_scale=1.5"):
+            model.generate(adapters=by_token, **inputs, **given)
+    model.generate(adapters=by_token, **inputs, guidance_scale=1)
+    inputs |= {"guidance_scale": 1.5, "do_sample": False}
+    tokens = model.generate(adapters=ROWS, **inputs)
+    for row, adapter in enumerate(ROWS):
+        assert torch.equal(tokens[row], in_peft(adapter).generate(**inputs)[row])
 
 
 def test_sampled_rows_keep_their_adapter(job):

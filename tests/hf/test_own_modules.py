@@ -77,6 +77,24 @@ def test_different_numbers_of_labels_are_refused_without_a_list(heads):
         model(adapters=["two"] * 4, labels=torch.zeros(4).long(), **inputs("bert"))
 
 
+def test_heads_of_one_rows_tokens_have_one_number_of_labels(tmp_path):
+    base = build("llama for tokens")
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3)
+    model.load_adapter("three", saved(tmp_path, base, "three", **Q_V))
+    base.score = torch.nn.Linear(16, 5)
+    base.config.num_labels = 5
+    folder = saved(tmp_path, base, "five", **Q_V, task_type="TOKEN_CLS")
+    model.load_adapter("five", folder)
+    ids = inputs("llama for tokens")["input_ids"][:2, :4]
+    for first, last in (("three", "five"), (None, "five"), ("five", "three")):
+        rows = [[first] * 2 + [last] * 2, "five"]
+        with pytest.raises(UnsupportedInputError, match=r"given: \[3, 5\] at score"):
+            model(input_ids=ids, adapters=rows, logits_as_list=True)
+    rows = [[None, "three", "three", "three"], ["five"] * 4]
+    logits = model(input_ids=ids, adapters=rows, logits_as_list=True).logits
+    assert [row.shape[-1] for row in logits] == [3, 5]
+
+
 def test_a_model_that_mixes_labels_behind_its_head_is_refused(heads):
     model, _ = heads
     model.base.classifier.register_forward_hook(lambda m, args, output: output.softmax(-1))

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import sweep
 import torch
 from architectures import KNOWN, TOKENS_PER_IMAGE, build, in_peft, inputs_of
 
@@ -371,6 +372,17 @@ def test_a_cache_of_unknown_length_is_refused_where_adapters_differ_by_token():
     ids = inputs_of("rwkv", 2, 3, seed=1)["input_ids"]
     with pytest.raises(UnsupportedInputError, match="state does not tell how many tokens"):
         pair.model.generate(ids, adapters=[["a", "b", "a"], None], max_new_tokens=2, pad_token_id=0)
+
+
+def test_a_cache_of_states_alone_is_refused_where_adapters_differ_by_token():
+    base = sweep.build("Mamba")
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    model.add_adapter("a", in_peft(base, ["in_proj"], 0)[1])
+    ids = torch.arange(4, 7)[None]
+    settings = {"max_new_tokens": 2, "pad_token_id": 0}
+    with pytest.raises(UnsupportedInputError, match="cache_params does not tell how many tokens"):
+        model.generate(ids, adapters=[[None, "a", "a"]], **settings)
+    model.generate(ids, adapters=[[None, "a", "a"]], use_cache=False, **settings)
 
 
 def test_a_model_without_linear_layers_is_prepared():
