@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, count
@@ -30,6 +31,9 @@ from lora_backends.hf.sites import vocabulary_of
 CPU_BLOCKS, CPU_BATCH_TOKENS = 64, 256
 """Of the cache on a CPU unless the caller says otherwise: Transformers would take 0.6 of the free
 memory for it."""
+
+LOOK_S = 0.01
+"""Seconds between two looks for an output: the queue wakes one of the threads that wait for it."""
 
 
 @dataclass
@@ -66,7 +70,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
     """Transformers' `ContinuousBatchingManager` with an adapter per request.
 
     Made by `MultiLoRAModel.continuous_batching`. What is not written here is as in Transformers:
-    `get_result`, `request_id_iter`, `register_result_handler`, `pause` and the rest.
+    `request_id_iter`, `register_result_handler`, `pause` and the rest.
 
         with model.continuous_batching() as requests:
             name = requests.add_request(ids, adapter="pirate", max_new_tokens=20, streaming=True)
@@ -98,6 +102,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         self._wrapped, self._packed = wrapped, find_packed(wrapped)
         self._held: dict[str, _Held] = {}
         self._held_lock = threading.Lock()
+        self._delivery = (
+            threading.Lock()
+        )  # held from the end of a request until its output is there
         self._cancelled: set[str] = set()
         self._numbers = count()
         self._vocabulary = vocabulary_of(base)
@@ -224,25 +231,76 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         if not self.is_running():
             self._release(list(self._held))
 
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
+        """Return the next output, of one request or of any.
+
+        Outputs of other requests keep their order; Transformers' own puts them behind later ones.
+
+        Args:
+            request_id: None takes any.
+            timeout: in seconds; None waits as long as the manager runs.
+
+        Returns:
+            A `GenerationOutput`, or None where none has come.
+        """
+        if request_id is None:
+            return super().get_result(timeout=timeout)
+        return self._take([request_id], timeout)
+
     def collect(self, names: Iterable[str]) -> dict[str, Any]:
         """Wait for requests and return their outputs by id, in the order of `names`.
 
         Raises:
+            InvalidInputError: a request has no output to come: it was cancelled, something else
+                took its output, or it was never added.
             RuntimeError: a request failed, or the thread that runs them ended.
         """
         children = range(self.num_return_sequences - 1)
         wanted = [[*(f"{name}__child#{i}" for i in children), name] for name in names]
         ids = list(chain.from_iterable(wanted))
         found: dict[str, Any] = {}
-        while len(found) < len(ids):
-            output = self.get_result(timeout=1)
-            if output is None and not self.is_running():
-                raise RuntimeError(f"the thread of the requests has ended{self._reason()}")
-            if output is not None and output.error is not None:
+        while missing := [name for name in ids if name not in found]:
+            output = self._take(missing, timeout=0.1)
+            if output is None:
+                self._check_coming(missing)
+            elif output.error is not None:
                 raise RuntimeError(f"request {output.request_id!r} failed: {output.error}")
-            if output is not None and output.is_finished() and output.request_id in ids:
+            elif output.is_finished():
                 found[output.request_id] = output
         return {name: found[name] for name in ids}
+
+    def _take(self, names: Container[str], timeout: float | None) -> Any:
+        """Return the first output of some requests and leave all others in their order."""
+        outputs = self.output_router.output_queue
+        end = None if timeout is None else time.monotonic() + timeout
+        with outputs.not_empty:  # the lock of the queue
+            while True:
+                is_running = self.is_running()
+                for place, output in enumerate(outputs.queue):
+                    if output.request_id in names:
+                        del outputs.queue[place]
+                        return output
+                if not is_running or (end is not None and time.monotonic() >= end):
+                    return None
+                outputs.not_empty.wait(LOOK_S)
+
+    def _check_coming(self, names: Sequence[str]) -> None:
+        """Refuse to wait for requests that will have no output."""
+        if not self.is_running():
+            raise RuntimeError(f"the thread of the requests has ended{self._reason()}")
+        outputs = self.output_router.output_queue
+        with self._delivery, outputs.mutex:
+            there = {output.request_id for output in outputs.queue}
+            gone = [name for name in names if name not in there and self._has_ended(name)]
+        if gone:
+            raise InvalidInputError(
+                f"request {gone[0]!r} has no output to come\n"
+                f"  allowed: requests that were added and not cancelled, each collected once"
+            )
+
+    def _has_ended(self, request_id: str) -> bool:
+        name = request_id if request_id in self._held else _parent(request_id)
+        return name not in self._held or name in self._cancelled
 
     def _entries_of_batch(self) -> list[tuple[Entry, Mapping[str, int], int]]:
         """Return the entry, the slots and the tokens of every request in the batch, in order."""
@@ -303,19 +361,21 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     def _noting(self, deliver: Any) -> Any:
         def noting(output: Any) -> None:
-            if output.is_finished():
-                failed = output.error is not None
-                whole = failed and self._is_whole(output.request_id)
-                self._release([output.request_id], whole)
-            deliver(output)
+            with self._delivery:
+                if output.is_finished():
+                    failed = output.error is not None
+                    whole = failed and self._is_whole(output.request_id)
+                    self._release([output.request_id], whole)
+                deliver(output)
 
         return noting
 
     def _noting_batch(self, deliver: Any) -> Any:
         def noting(outputs: list[Any]) -> None:
             ended = [output.request_id for output in outputs if output.is_finished()]
-            self._release(ended, whole=False)
-            deliver(outputs)
+            with self._delivery:
+                self._release(ended, whole=False)
+                deliver(outputs)
 
         return noting
 

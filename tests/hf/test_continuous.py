@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,20 @@ def prompts(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 12, (count,), generator=generator).tolist()
     return [torch.randint(1, 40, (n,), generator=generator).tolist() for n in lengths]
+
+
+def soon(call, *args):
+    """Return what a call returns, or fail where it waits for ever."""
+    found = Future()
+
+    def run():
+        try:
+            found.set_result(call(*args))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found.result(timeout=30)
 
 
 def alone(model, ids, adapter, new=NEW):
@@ -102,12 +117,34 @@ def test_a_request_may_join_while_another_runs_and_streams(model):
         for output in requests.request_id_iter(name):
             steps.append(list(output.generated_tokens))
             if joined is None:
-                # ends last: Transformers' iterator spins while another's answer is waiting
-                joined = requests.add_request(second, "mine", 20, adapter="b")
+                joined = requests.add_request(second, "mine", 3, adapter="b")
         late = requests.collect([joined])[joined]
     assert steps[-1] == alone(model, first, "a", 12)
     assert [len(tokens) for tokens in steps] == list(range(1, 13))
-    assert late.generated_tokens == alone(model, second, "b", 20)
+    assert late.generated_tokens == alone(model, second, "b", 3)
+
+
+def test_outputs_of_other_requests_stay_where_they_are(model):
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        first, second = (requests.add_request([1, 2], adapter=a, streaming=True) for a in "ab")
+        last = requests.add_request([3, 4], adapter="a", max_new_tokens=20)
+        soon(requests.collect, [last])
+        for name, adapter in ((first, "a"), (second, "b")):
+            outputs = soon(list, requests.request_id_iter(name))
+            steps = [output.generated_tokens for output in outputs]
+            assert [len(tokens) for tokens in steps] == list(range(1, NEW + 1))
+            assert steps[-1] == alone(model, [1, 2], adapter)
+
+
+def test_an_output_that_will_not_come_is_not_waited_for(model):
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        taken = requests.add_request([1, 2], adapter="a")
+        requests.collect([taken])
+        cancelled = requests.add_request([1, 2], adapter="a", max_new_tokens=150)
+        requests.cancel_request(cancelled)
+        for name in (taken, cancelled, "unknown"):
+            with pytest.raises(InvalidInputError, match=f"{name!r} has no output to come"):
+                soon(requests.collect, [name])
 
 
 def test_a_request_holds_its_adapter_until_it_has_ended(model, make_base):
