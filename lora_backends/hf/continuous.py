@@ -141,7 +141,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         Args:
             input_ids: of the prompt, at least one.
             request_id: None makes one.
-            max_new_tokens: None takes that of the generation configuration.
+            max_new_tokens: None takes that of the generation configuration, or, where it has none
+                and the number of blocks is given, as many as the cache holds.
             adapter: an adapter's name, a blend of several, or None.
             options: streaming and others of Transformers' `add_request`.
 
@@ -154,7 +155,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             UnsupportedInputError: entries per token, an adapter of a module that does not see the
                 tokens in their order, or a blend as in a call.
         """
-        ids = self._check_tokens(input_ids, max_new_tokens)
+        ids, max_new_tokens = self._check_tokens(input_ids, max_new_tokens)
         request_id = f"lora_{next(self._numbers)}" if request_id is None else request_id
         self._hold(request_id, adapter)
         try:
@@ -383,8 +384,11 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         error = self.background_thread_status.fatal_error
         return "" if error is None else f": {type(error).__name__}: {error}"
 
-    def _check_tokens(self, input_ids: Any, max_new_tokens: Any) -> list[int]:
-        """Return a prompt as a list; a wrong token would end all requests."""
+    def _check_tokens(self, input_ids: Any, max_new_tokens: Any) -> tuple[list[int], int | None]:
+        """Return a prompt as a list, and the most new tokens.
+
+        A wrong token would end all requests, and so would one request that fills the cache.
+        """
         given = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
         ids = list(given) if isinstance(given, Iterable) else []
         if not ids or not all(type(i) is int and 0 <= i < self._vocabulary for i in ids):
@@ -398,12 +402,14 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         config = self.continuous_batching_config
         page = vars(config).get("page_size") or vars(config).get("block_size")  # the older name
         room = None if config.num_blocks is None or page is None else config.num_blocks * page
-        if room is not None and len(ids) + (new or 0) > room:
+        if room is None:
+            return ids, new
+        if len(ids) + (new or 1) > room:
             raise InvalidInputError(
-                f"the request needs {len(ids) + (new or 0)} tokens, the cache holds {room}\n"
+                f"the request needs {len(ids) + (new or 1)} tokens, the cache holds {room}\n"
                 f"  to do: ask for fewer, or raise num_blocks of the ContinuousBatchingConfig"
             )
-        return ids
+        return ids, new or room - len(ids)
 
 
 def _parent(request_id: str) -> str:

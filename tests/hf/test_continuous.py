@@ -147,6 +147,20 @@ def test_an_output_that_will_not_come_is_not_waited_for(model):
                 soon(requests.collect, [name])
 
 
+def test_a_request_without_a_limit_ends_where_the_cache_does(model):
+    model.base.generation_config.max_new_tokens = None
+    config = settings(num_blocks=4)
+    with model.continuous_batching(continuous_batching_config=config) as requests:
+        names = [requests.add_request([1, 2, 3], adapter=own) for own in "ab"]
+        names.append(requests.add_request([4, 5], adapter="b", max_new_tokens=3))
+        answers = [output.generated_tokens for output in requests.collect(names).values()]
+        with pytest.raises(InvalidInputError, match="needs 33 tokens, the cache holds 32"):
+            requests.add_request([1] * 32)
+    assert answers[0] == alone(model, [1, 2, 3], "a", 4 * 8 - 3)
+    assert answers[1] == alone(model, [1, 2, 3], "b", 4 * 8 - 3)
+    assert answers[2] == alone(model, [4, 5], "b", 3)
+
+
 def test_a_request_holds_its_adapter_until_it_has_ended(model, make_base):
     with model.continuous_batching(continuous_batching_config=settings()) as requests:
         with requests.pause():
