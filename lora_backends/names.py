@@ -1,5 +1,7 @@
 """Names that users write, and that more than one module reads."""
 
+PEFT_BASE = "__base__"
+"""PEFT's name for a row without an adapter."""
 AUTO = "auto"
 """The backend, device or dtype that the library chooses."""
 ENV_PREFIX = "LORA_BACKENDS_"

@@ -36,6 +36,7 @@ from lora_backends.adapters.tensors import in_one_copy, tensors_of
 from lora_backends.adapters.whole import run_whole
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.experts import ExpertWeights
+from lora_backends.names import PEFT_BASE
 from lora_backends.weights import LoRAWeights
 
 MOST_RESIDUAL_ERROR = 0.05
@@ -702,6 +703,11 @@ def check_checkpoint(checkpoint: object) -> None:
 def _check_name(name: str) -> None:
     if not isinstance(name, str) or not name:
         raise InvalidInputError(f"an adapter's name is a non-empty str; given: {shown(name)}")
+    if name == PEFT_BASE:
+        raise InvalidInputError(
+            f"no adapter can be named {name!r}: in a call it stands for the base model\n"
+            f"  to do: give it another name"
+        )
 
 
 def _as_scaling(delta: ModuleDelta) -> float:

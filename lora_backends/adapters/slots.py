@@ -10,6 +10,7 @@ from threading import Condition, RLock
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.names import PEFT_BASE
 
 if TYPE_CHECKING:
     from lora_backends.adapters.streams import SlotStreams
@@ -320,7 +321,7 @@ class SlotTable:
                 f"\n  to do: load it again, pin what must stay, or raise max_adapters"
             )
         to_do = f"load_adapter({name!r}, folder)"
-        if name == "__base__":  # PEFT's word
+        if name == PEFT_BASE:
             to_do = "name None: it stands for the base model"
         return (
             f"no adapter named {name!r}{did_you_mean(str(name), self._slots)}\n  {loaded}\n"

@@ -15,6 +15,7 @@ from torch import nn
 
 from lora_backends.hf.entries import RowAdapters
 from lora_backends.hf.model import MultiLoRAModel
+from lora_backends.names import PEFT_BASE
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,6 @@ def peft_mixed_batch(
         for name, other in others:
             model.load_adapter(str(other), adapter_name=name)
     try:
-        yield model.eval(), [name or "__base__" for name in adapters]
+        yield model.eval(), [name or PEFT_BASE for name in adapters]
     finally:
         model.unload()

@@ -11,9 +11,7 @@ from torch import nn
 from lora_backends.errors import InvalidInputError
 from lora_backends.hf.entries import RowAdapters, is_per_token
 from lora_backends.hf.hooks import rows_and_length
-
-PEFT_BASE = "__base__"
-"""PEFT's name for a row without an adapter."""
+from lora_backends.names import PEFT_BASE
 
 
 class ModelWords:

@@ -96,6 +96,10 @@ def test_a_failed_load_leaves_everything_as_it_was(tmp_path):
         pool.load("a", tmp_path)
     with pytest.raises(InvalidInputError, match="non-empty str"):
         pool.load("", tmp_path)
+    with pytest.raises(InvalidInputError, match="no adapter can be named '__base__'"):
+        pool.load("__base__", tmp_path, replace_existing=True)
+    with pytest.raises(InvalidInputError, match="no adapter can be named '__base__'"):
+        pool.add("__base__", checkpoint(tmp_path))
     assert same(before, snapshot(pool)) and pool.slots.names == ["a"]
 
 
