@@ -301,19 +301,25 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     def _has_ended(self, request_id: str) -> bool:
         name = request_id if request_id in self._held else _parent(request_id)
-        return name not in self._held or name in self._cancelled
+        return name not in self._held or name in self._dropped()
+
+    def _dropped(self) -> set[str]:
+        """Return the requests that were cancelled, and neither wait nor run any more."""
+        processor = self.batch_processor
+        if not self._cancelled or processor is None:
+            return set()
+        waiting = {state.request_id for state in list(self.input_queue.queue)}
+        scheduler = processor.scheduler
+        known = {*list(scheduler.active_requests), *list(scheduler.waiting_requests)}
+        return self._cancelled - waiting - known
 
     def _entries_of_batch(self) -> list[tuple[Entry, Mapping[str, int], int]]:
         """Return the entry, the slots and the tokens of every request in the batch, in order."""
-        processor = self.batch_processor
-        if self._cancelled:
-            waiting = {state.request_id for state in list(self.input_queue.queue)}
-            known = {**processor.scheduler.active_requests, **processor.scheduler.waiting_requests}
-            gone = self._cancelled - waiting - set(known)
-            self._cancelled -= gone
-            for request_id in gone:
-                self._release([request_id], whole=self._is_whole(request_id))
-        batch = processor.inputs_and_outputs.requests_in_batch
+        gone = self._dropped()
+        self._cancelled -= gone
+        for request_id in gone:
+            self._release([request_id], whole=self._is_whole(request_id))
+        batch = self.batch_processor.inputs_and_outputs.requests_in_batch
         held = [self._find(future.state.request_id) for future in batch]
         for each in held:
             if each.written is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -159,6 +160,17 @@ def test_a_request_without_a_limit_ends_where_the_cache_does(model):
     assert answers[0] == alone(model, [1, 2, 3], "a", 4 * 8 - 3)
     assert answers[1] == alone(model, [1, 2, 3], "b", 4 * 8 - 3)
     assert answers[2] == alone(model, [4, 5], "b", 3)
+
+
+def test_an_id_that_was_cancelled_too_late_may_be_used_again(model):
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        requests.collect([requests.add_request([1, 2], "mine", adapter="a")])
+        requests.cancel_request("mine")
+        while not requests.cancel_queue.empty():
+            time.sleep(0.001)
+        requests.add_request([1, 2], "mine", 150, adapter="b")
+        answer = soon(requests.collect, ["mine"])["mine"].generated_tokens
+    assert answer == alone(model, [1, 2], "b", 150)
 
 
 def test_a_request_holds_its_adapter_until_it_has_ended(model, make_base):
