@@ -62,7 +62,7 @@ FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slic
 }
 CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ("triton", "bf16"): [
-        (QKV, (1, 1), None, ("linear", "beside", "rows")),
+        (QKV, (1, 1), None, ("linear", "beside", "rows", "beside rows")),
         (ODD, (1, 1), None, (*ALL, "beside")),
         (DOWN, (2048, 8), None, ("linear", "separate")),
         (DOWN, (8192, 8), None, ("linear",)),  # B through TMA, where there is any
@@ -261,8 +261,8 @@ def kernels(engine, dtype, programmatic, gpu):
                 stored, block = STORAGE[form]
                 kind = storage_kind(getattr(torch, stored), programmatic)
                 storage = Storage(kind, block, torch.bfloat16)
-            used = options._replace(source=of_rows) if form == "rows" else options
-            form = form if form in (*ALL, "beside") else "linear"
+            used = options._replace(source=of_rows) if form.endswith("rows") else options
+            form = next((name for name in (*ALL, "beside") if form.startswith(name)), "linear")
             yield from launch._kernels(
                 batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, used,
                 form, programmatic and storage.block[1] is None,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -47,7 +48,7 @@ class _Entry:
         self, key: Any, call: CachedCall, x: torch.Tensor, weights: LoRAWeights, y: torch.Tensor
     ) -> None:
         self.call = call
-        self.key, self.kind = key, _kind_of(x, x.data_ptr(), y, y.data_ptr())
+        self.key, self.kind = key, _shared(_kind_of(x, x.data_ptr(), y, y.data_ptr()))
         self.x_extent, self.y_extent = extent_of(x), extent_of(y)  # bytes, first to last element
         self.addresses = addresses_of(weights)  # to notice that a tensor of the layer has moved
         # addresses of x and y that were last found apart
@@ -81,6 +82,12 @@ def _kind_of(x: torch.Tensor, x_first: int, y: torch.Tensor, y_first: int) -> tu
     )
 
 
+@lru_cache(maxsize=1024)
+def _shared(kind: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return one object for equal kinds: layers of one shape find it in the processor's cache."""
+    return kind
+
+
 class CallCache:
     """The cached calls of one plan, or of all plans of an engine."""
 
@@ -88,7 +95,7 @@ class CallCache:
         # stored calls depend on it besides their arguments; an engine sets it when it refills
         self.key: Any = None
         # by operation, backend and layer; a handle stands for one object while the process lives
-        self._calls: dict[tuple[str, int, int], list[_Entry]] = {}
+        self._calls: dict[tuple[str, int, int], tuple[_Entry, ...]] = {}
 
     def find(
         self,
@@ -156,7 +163,7 @@ class CallCache:
             if (entry.key, entry.kind) != (stored.key, stored.kind)
         ]
         # the newest first: `find` takes less time where the next call is like this one
-        self._calls[key] = [stored, *others[: MOST_KINDS - 1]]
+        self._calls[key] = (stored, *others[: MOST_KINDS - 1])
 
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, partial
 from threading import Lock
 from typing import Any, cast
 
@@ -11,8 +12,9 @@ from torch import nn
 
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError
+from lora_backends.hf.beside import linear_with_lora
 from lora_backends.hf.experts import ExpertSite, experts_forward
-from lora_backends.hf.hooks import lora_hook
+from lora_backends.hf.hooks import adder, lora_hook
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.routers import router_forward
 from lora_backends.hf.running import Joined
@@ -145,16 +147,18 @@ class Hooked:
 
     def _add(self) -> None:
         model, backend, layouts = self._model, self._backend, self._layouts
+        # made once: functions that all modules share stay in the processor's cache during a step
+        with_lora, add = cache(partial(linear_with_lora, backend)), adder(backend, "run_linear")
         hooks = {
-            path: lora_hook(model, site, layouts[path], backend)
+            path: lora_hook(model, site, layouts[path], backend, add)
             for path, site in self._sites.items()
             if site.refusal is None
         }
         for group in self.groups:
             self.joined[group.paths[0]] = group.join()
             alone = [hooks.pop(path) for path in group.paths]
-            layout = layouts[group.paths[0]]
-            forwards = [leader_forward(model, group, layout, backend, alone[0])]
+            layout, run = layouts[group.paths[0]], with_lora(group.operation)
+            forwards = [leader_forward(model, group, layout, run, alone[0])]
             forwards += [sibling_forward(model, hook) for hook in alone[1:]]
             self.handles += map(ForwardOverride, group.modules, forwards)
         for path, expert_site in self._experts.items():
@@ -167,7 +171,8 @@ class Hooked:
                 forward = router_forward(model, site, layouts[path], backend)
                 self.handles.append(ForwardOverride(module, forward))
             elif self.fuse and are_plain((module,)):
-                forward = linear_forward(model, site, layouts[path], backend, hook)
+                run = with_lora("run_linear")
+                forward = linear_forward(model, site, layouts[path], run, hook)
                 self.handles.append(ForwardOverride(cast(nn.Linear, module), forward))
             else:
                 self.handles.append(module.register_forward_hook(hook))

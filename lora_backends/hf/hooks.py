@@ -50,7 +50,13 @@ def begin_hook(model: str, structure: Structure, main_input: str) -> Callable[..
     return begin
 
 
-def lora_hook(model: str, site: Site, layout: Layout, backend: LoRABackend) -> Hook:
+def lora_hook(
+    model: str,
+    site: Site,
+    layout: Layout,
+    backend: LoRABackend,
+    add: Callable[..., torch.Tensor],
+) -> Hook:
     """Return the hook that adds the running call's LoRA to the output of one module.
 
     Args:
@@ -58,13 +64,13 @@ def lora_hook(model: str, site: Site, layout: Layout, backend: LoRABackend) -> H
         site: the module.
         layout: of its input.
         backend: that adds the LoRA.
+        add: `adder` of its `run_linear`, the same for all modules.
 
     Returns:
         A forward hook.
     """
     path, paths, width = site.path, (site.path,), site.spec.out_features
     is_embedding = site.spec.kind == "embedding"
-    add = adder(backend, "run_linear")
 
     def add_lora(
         module: nn.Module, args: tuple[Any, ...], output: torch.Tensor

@@ -21,9 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
-from lora_backends.backend import LoRABackend
 from lora_backends.hf import traced
-from lora_backends.hf.beside import linear_with_lora
 from lora_backends.hf.hooks import Hook
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, Joined, Kept, check_thread
@@ -146,7 +144,7 @@ def _is_special(parameter: nn.Parameter) -> bool:
 
 
 def leader_forward(
-    model: str, group: Siblings, layout: Layout, backend: LoRABackend, alone: Hook
+    model: str, group: Siblings, layout: Layout, run: Callable[..., torch.Tensor], alone: Hook
 ) -> Callable[..., torch.Tensor]:
     """Return the leader's `forward`.
 
@@ -154,7 +152,7 @@ def leader_forward(
         model: whose calls it serves.
         group: the leader and its siblings.
         layout: of the leader's input.
-        backend: that adds the LoRA.
+        run: `linear_with_lora` of the group's operation, the same for all groups.
         alone: the leader's hook where it runs without the others.
 
     Returns:
@@ -162,7 +160,6 @@ def leader_forward(
     """
     paths, widths = group.paths, group.widths
     device_type = group.modules[0].weight.device.type
-    run = linear_with_lora(backend, group.operation)
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
@@ -250,7 +247,7 @@ def _is_unchanged(kept: Kept, input: torch.Tensor) -> bool:
 
 
 def linear_forward(
-    model: str, site: Site, layout: Layout, backend: LoRABackend, alone: Hook
+    model: str, site: Site, layout: Layout, run: Callable[..., torch.Tensor], alone: Hook
 ) -> Callable[..., torch.Tensor]:
     """Return a `forward` that does the same as a hook, in less time than torch's hooks take.
 
@@ -258,13 +255,13 @@ def linear_forward(
         model: whose calls it serves.
         site: a plain linear module.
         layout: of its input.
-        backend: that adds the LoRA.
+        run: `linear_with_lora` of `run_linear`, the same for all modules.
         alone: its hook.
 
     Returns:
         A function of the module and its input.
     """
-    path, paths, run = site.path, (site.path,), linear_with_lora(backend, "run_linear")
+    path, paths = site.path, (site.path,)
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call

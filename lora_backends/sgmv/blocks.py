@@ -601,8 +601,10 @@ def _expand_rows(
 ):
     """Add CHUNKS blocks of columns token by token, without a matrix product.
 
-    B goes from memory straight to the registers that multiply it; loads run one block ahead. The
-    first token's h is loaded once: most tiles that take this path have no other token.
+    B goes from memory straight to the registers that multiply it; loads run one block ahead. Most
+    tiles on this path have one token: its h is loaded once for all blocks, its y with B. Later
+    tokens load both again for each block. The compiler may contract sums of the first token into
+    other FMAs than those of later ones, so batch-invariant engines never take this path.
     """
     r = tl.arange(0, RANK_PAD)  # [R]
     t = tl.arange(0, y_row.shape[0])  # [T]
@@ -639,7 +641,7 @@ def _expand_rows(
             t, 0, scaling, STORAGE, GROUP_R, WIDE, EXACT_H, HAS_BIAS, HAS_OUTPUT_SCALES,
             HAS_TOKEN_SCALES, EVEN_C, INTERPRETED,
         )  # fmt: skip
-        for i in tl.range(1, tokens, num_stages=1):  # rarely any
+        for i in tl.range(1, tokens, num_stages=1):  # few tiles have any
             at = entry(y_row, t, i) + tl.zeros((1,), dtype=tl.int64)
             rows, has_row = y_ptr + at * y_stride_t, at >= 0  # [1]
             _add_row(
@@ -677,7 +679,7 @@ def _add_row(
     EVEN_C: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add one block of columns to row i of the tile: h [R], y [1, C]."""
+    """Add one block of columns to token i of the tile, from its h [R] and y [1, C]."""
     sums = row_product(h, b, own, r, rank, STORAGE, GROUP_R, WIDE, EXACT_H, INTERPRETED)  # [C]
     if HAS_TOKEN_SCALES:
         factor = tl.sum(tl.where((t == i)[:, None], scaling, 0.0))

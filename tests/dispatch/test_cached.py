@@ -79,6 +79,13 @@ def test_a_call_of_the_same_kind_is_repeated(stored, gradients):
     assert (y == 2).all()
 
 
+def test_layers_of_one_shape_compare_their_calls_with_one_object(stored):
+    backend, x, weights, plan, y = stored
+    backend.run_linear(x, small_weights(), plan, y)
+    first, second = (entry for (entry,) in plan.call_cache._calls.values())
+    assert first.kind is second.kind
+
+
 def test_without_base_output_a_call_is_repeated_on_zeros_of_the_dtype_of_x(stored):
     backend, x, weights, plan, _ = stored
     y = backend.run_linear(x, weights, plan)

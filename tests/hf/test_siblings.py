@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import threading
 import weakref
 
@@ -111,6 +112,15 @@ def test_a_layer_takes_four_calls(make, operations):
     logits(make())
     assert operations[:5] == ["run_qkv", "run_linear", "run_gate_up", "run_linear", "run_qkv"]
     assert RUNNING.kept is None
+
+
+def test_all_modules_share_the_functions_that_add_their_lora(make):
+    forwards, hooked = own_forwards(make().base), make(fuse=False).base.modules()
+    hooks = [hook for module in hooked for hook in module._forward_hooks.values()]
+    # for q, k and v, for gate and up, and for each module alone
+    for functions, name, count in ((forwards, "run", 3), (hooks, "add", 1)):
+        shared = [inspect.getclosurevars(each).nonlocals.get(name) for each in functions]
+        assert len({*shared} - {None}) == count
 
 
 def test_one_adapted_module_of_a_group_runs_alone(make, operations):

@@ -20,7 +20,7 @@ def device():
     return device_or_skip()
 
 
-ROW_BY_ROW = TileConfig(ShrinkTiles(16, 16, 2, warps_k=0), ExpandTiles(16, 16, 1, num_stages=0))
+ROW_BY_ROW = TileConfig(ShrinkTiles(16, 16, 2, warps_k=0), ExpandTiles(16, 16, 2, num_stages=0))
 
 
 @pytest.fixture(params=[*VARIANTS, "row by row"])

@@ -284,6 +284,40 @@ def test_a_shrink_of_triton_prefetches_lines_of_its_own_rows_alone(
     assert sorted(noted) == sorted(expected)
 
 
+EXPANDS = {
+    "rows": ExpandTiles(16, 16, 2, num_stages=0),
+    "columns": ExpandTiles(16, 32, 2),
+    "long ranks": ExpandTiles(32, 16),
+    "tma": ExpandTiles(16, 32, 2, num_stages=2),
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the wait is replaced in the interpreter alone")
+@pytest.mark.parametrize("form", ["linear", "beside"])
+@pytest.mark.parametrize("tiles", EXPANDS.values(), ids=EXPANDS.keys())
+def test_an_expand_of_triton_waits_for_what_kernels_in_front_write(monkeypatch, tiles, form):
+    """h until the wait is NaN, and so is y where a base product writes it beside the shrink."""
+    weights, batch = ones(1, (32,), 24, 4, "cpu"), LoRABatch([0] * 3, 1, [1.0, -2.0, 0.5])
+    tiles = fixed_source(16, TileConfig(ShrinkTiles(16, 16, 2), tiles))
+    backend = ENGINES["triton"]("cpu", tiles=tiles)
+    plan, options = backend.prepare_batch(batch), backend._options._replace(programmatic=True)
+    kernels = launch.kernels_of(weights, plan, 3, torch.bfloat16, options, form)
+    h = torch.full((kernels.split_k, 1, 3, 24), torch.nan)
+    y = torch.full((3, 32), torch.nan if form == "beside" else 1.0, dtype=torch.bfloat16)
+    untouched = y.clone()
+
+    def wait():
+        torch.testing.assert_close(y, untouched, rtol=0, atol=0, equal_nan=True)
+        h.fill_(1)
+        y.fill_(1)
+
+    monkeypatch.setattr(blocks, "gdc_wait", wait)
+    monkeypatch.setattr(blocks, "gdc_launch_dependents", lambda: None)
+    launch.expand(h, weights, plan, y, 1, kernels.expand)
+    assert kernels.expand.constants["STAGES"] == tiles.choose_tiles(None, None).expand.num_stages
+    assert y.T.unique(dim=0).tolist() == [[1 + 48 * scale for scale in (1, -2, 0.5)]]
+
+
 TMA_TILES = TileConfig(ShrinkTiles(16, 16, 2), ExpandTiles(16, 32, 4, num_stages=3))
 
 

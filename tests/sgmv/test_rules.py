@@ -10,6 +10,7 @@ import torch
 from engines import ENGINES
 
 from lora_backends.sgmv.experts import rules as expert_rules
+from lora_backends.sgmv.launch import INVARIANT_BATCH
 from lora_backends.sgmv.tiles import gpu, sizes
 from lora_backends.sgmv.tiles.gpu import H200, Gpu, gpu_of
 from lora_backends.sgmv.tiles.rules import (
@@ -91,6 +92,18 @@ def test_sizes_for_8_bits_are_ones_that_the_kernels_take(item_bytes):
             narrow = replace(layer, item_bytes=1)
             assert choose_tiles(batch, narrow) == tiles
             assert not tile_faults(tiles, batch.tile_tokens, narrow)
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2, 4])
+def test_a_batch_invariant_engine_expands_all_tokens_of_a_tile_by_the_same_code(item_bytes):
+    """Without a matrix product, the first token of a tile has code of its own."""
+    for slices, rank, (inputs, outputs), tile in itertools.product(
+        SLICES, RANKS, WIDTHS, (16, 64, 128)
+    ):
+        batch = BatchShape(*INVARIANT_BATCH, tile)
+        layer = LayerShape(slices, rank, inputs, outputs, item_bytes)
+        tiles = choose_tiles(batch, layer)
+        assert tiles.expand.num_stages and of_8_bits(tiles, batch, layer).expand.num_stages
 
 
 @pytest.mark.parametrize("active", [1, 30, 64])
