@@ -193,7 +193,7 @@ def expand_long(kind: Any) -> Any:
         _ = sources
         step, width = LINE * LONG_TILES, LANES * LONG_TILES
         paired = rank - rank % (16 // v.size(kind))
-        for _ in range(blocks):
+        for _block in range(blocks):
             for i in range(LONG_TILES):
                 store_columns(kind, b + i * LANES * b_row, b_row, rank, columns + i * LINE, step)
             place = (b, b_row, bias_dtype, bias, bias_size, output_scale, column)

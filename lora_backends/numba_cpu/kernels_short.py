@@ -23,7 +23,7 @@ from lora_backends.numba_cpu.kernels_bias import load_bias, read_bias
 LANES = v.LANES
 LINE = 64  # bytes of a cache line
 ONE, TWO, FOUR, EIGHT = ((0,) * count for count in (1, 2, 4, 8))  # tokens at a time
-NO_STEPS = (0, 0, 0, 0, LANES, 0)  # of `steps_of`: the rows are in a cache
+NO_STEPS = tuple(map(np.int64, (0, 0, 0, 0, LANES, 0)))  # of `steps_of`: the rows are in a cache
 PLAIN, MULTIPLIED = (), (0,)  # vectors of output_scales per 16 columns of y
 
 

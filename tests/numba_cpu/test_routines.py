@@ -1,5 +1,6 @@
 """Which routines are compiled for a call: what it needs, and no more."""
 
+import ctypes
 import gc
 import time
 import weakref
@@ -22,6 +23,7 @@ from lora_backends.numba_cpu import (
     needs,
     plain,
     routines,
+    vectors,
 )
 from lora_backends.numba_cpu.config import LONG_SEGMENT
 from lora_backends.numba_cpu.routing import job_of
@@ -199,10 +201,37 @@ def test_compiling_pauses_garbage_collection_and_leaves_it_as_it_was(monkeypatch
     assert meanwhile == [False] * (2 if fails else 1)
 
 
-def test_no_function_is_compiled_for_a_literal_and_for_its_type(monkeypatch):
+@pytest.fixture
+def no_cache(monkeypatch):
     monkeypatch.setattr(
         compiling, "cfunc", lambda signature, cache=False, **options: cfunc(signature, **options)
     )
+
+
+def test_a_function_becomes_code_in_its_callers_alone(no_cache):
+    @compiling.function
+    def fib(count):
+        low, high = 0, 1
+        for _ in range(count):
+            low, high = high, low + high
+        return low
+
+    def run(address):
+        vectors.write_id(address, fib(vectors.read_id(address)))
+
+    number = torch.tensor([10])
+    routine = compiling.compiled(run)
+    ctypes.CFUNCTYPE(None, ctypes.c_int64)(routine.address)(number.data_ptr())
+    assert number.item() == 55
+    (found,) = fib.overloads.values()
+    assert found.library.get_pointer_to_function(found.fndesc.llvm_func_name) == 0
+    passes = str(found.metadata["pipeline_times"])
+    assert "native_lowering" in passes
+    for name in ("inline_closure_likes", "reconstruct_ssa", "strip_phis", "nopython_rewrites"):
+        assert name not in passes
+
+
+def test_no_function_is_compiled_for_a_literal_and_for_its_type(no_cache):
     eight = kernels_eight_bit
     makers = (eight.copy_x, eight.shrink_panel, eight.expand_stored, eight.expand_ragged)
     for make in (kernels.entry, eight.entry, *makers):
