@@ -49,10 +49,11 @@ class _LinkedLibrary(JITCodeLibrary):
 
     @property
     def codegen(self) -> Any:
+        """Return itself: numba's code generator would set a variable of code that is not there."""
         return self
 
     def set_env(self, name: str, env: Any) -> None:
-        """Do nothing: only code that handles Python objects reads this variable."""
+        """Do nothing: only code that handles Python objects reads the variable."""
 
     def _optimize_final_module(self) -> None:
         pass

@@ -231,7 +231,9 @@ def test_a_function_becomes_code_in_its_callers_alone(no_cache):
         assert name not in passes
 
 
-def test_no_function_is_compiled_for_a_literal_and_for_its_type(no_cache):
+@pytest.fixture
+def functions(no_cache):
+    """The functions of kernels, compiled for what the entry routines and 8-bit stacks need."""
     eight = kernels_eight_bit
     makers = (eight.copy_x, eight.shrink_panel, eight.expand_stored, eight.expand_ragged)
     for make in (kernels.entry, eight.entry, *makers):
@@ -239,9 +241,20 @@ def test_no_function_is_compiled_for_a_literal_and_for_its_type(no_cache):
     modules = (kernels, eight)
     found = {f for module in modules for f in vars(module).values() if hasattr(f, "overloads")}
     assert kernels.own_units in found
+    return found
+
+
+def test_no_variable_holds_values_of_two_types(functions):
+    # numba would make an int64 and a float32 under one name a float64, which no kernel uses
+    kinds = [o.type_annotation.typemap for f in functions for o in f.overloads.values()]
+    assert any(types.int64 in found.values() for found in kinds)
+    assert not any(types.float64 in found.values() for found in kinds)
+
+
+def test_no_function_is_compiled_for_a_literal_and_for_its_type(functions):
     twice = [
         (function.__name__, one, other)
-        for function in found
+        for function in functions
         for one, other in permutations(function.overloads, 2)
         if all(a == b or types.unliteral(a) == b for a, b in zip(one, other, strict=True))
     ]
