@@ -102,9 +102,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         self._wrapped, self._packed = wrapped, find_packed(wrapped)
         self._held: dict[str, _Held] = {}
         self._held_lock = threading.Lock()
-        self._delivery = (
-            threading.Lock()
-        )  # held from the end of a request until its output is there
+        # held from the end of a request until its output is in the queue
+        self._delivery = threading.Lock()
         self._cancelled: set[str] = set()
         self._numbers = count()
         self._vocabulary = vocabulary_of(base)
@@ -190,6 +189,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                     raise InvalidInputError(
                         f"a request {request_id!r} is running\n  to do: give each its own id"
                     )
+                if request_id not in self.cancel_queue.queue:
+                    self._cancelled.discard(request_id)  # it meant an earlier request of this id
                 entry = dict(adapter) if isinstance(adapter, Mapping) else adapter
                 self._held[request_id] = _Held(
                     entry, slots, hold.pop_all(), self.num_return_sequences, self._written()
@@ -244,9 +245,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         Returns:
             A `GenerationOutput`, or None where none has come.
         """
-        if request_id is None:
-            return super().get_result(timeout=timeout)
-        return self._take([request_id], timeout)
+        return self._take(None if request_id is None else [request_id], timeout)
 
     def collect(self, names: Iterable[str]) -> dict[str, Any]:
         """Wait for requests and return their outputs by id, in the order of `names`.
@@ -270,15 +269,15 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 found[output.request_id] = output
         return {name: found[name] for name in ids}
 
-    def _take(self, names: Container[str], timeout: float | None) -> Any:
-        """Return the first output of some requests and leave all others in their order."""
+    def _take(self, names: Container[str] | None, timeout: float | None) -> Any:
+        """Return the first output of these requests, or of any, and leave the others in order."""
         outputs = self.output_router.output_queue
         end = None if timeout is None else time.monotonic() + timeout
         with outputs.not_empty:  # the lock of the queue
             while True:
                 is_running = self.is_running()
                 for place, output in enumerate(outputs.queue):
-                    if output.request_id in names:
+                    if names is None or output.request_id in names:
                         del outputs.queue[place]
                         return output
                 if not is_running or (end is not None and time.monotonic() >= end):

@@ -51,8 +51,8 @@ def prompts(count, seed=0):
     return [torch.randint(1, 40, (n,), generator=generator).tolist() for n in lengths]
 
 
-def soon(call, *args):
-    """Return what a call returns, or fail where it waits for ever."""
+def begun(call, *args):
+    """Begin a call in a thread, which does not keep the tests from ending."""
     found = Future()
 
     def run():
@@ -62,7 +62,12 @@ def soon(call, *args):
             found.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return found.result(timeout=30)
+    return found
+
+
+def soon(call, *args):
+    """Return what a call returns, or fail where it waits for ever."""
+    return begun(call, *args).result(timeout=30)
 
 
 def alone(model, ids, adapter, new=NEW):
@@ -162,12 +167,30 @@ def test_a_request_without_a_limit_ends_where_the_cache_does(model):
     assert answers[2] == alone(model, [4, 5], "b", 3)
 
 
-def test_an_id_that_was_cancelled_too_late_may_be_used_again(model):
+@pytest.mark.parametrize("name", [None, "unknown"])
+def test_waiting_for_an_output_ends_with_the_manager(model, name):
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        waits = begun(requests.get_result, name)
+        while not requests.output_router.output_queue.not_empty._waiters:
+            time.sleep(0.001)
+        requests.stop()
+        assert waits.result(timeout=30) is None
+
+
+def test_an_id_that_was_cancelled_too_late_may_be_used_again(model, monkeypatch):
     with model.continuous_batching(continuous_batching_config=settings()) as requests:
         requests.collect([requests.add_request([1, 2], "mine", adapter="a")])
         requests.cancel_request("mine")
         while not requests.cancel_queue.empty():
             time.sleep(0.001)
+        put = requests.input_queue.put
+
+        def put_after_a_step(*args, **options):
+            monkeypatch.setattr(requests.input_queue, "put", put)
+            requests.collect([requests.add_request([3, 4], adapter="a")])
+            put(*args, **options)
+
+        monkeypatch.setattr(requests.input_queue, "put", put_after_a_step)
         requests.add_request([1, 2], "mine", 150, adapter="b")
         answer = soon(requests.collect, ["mine"])["mine"].generated_tokens
     assert answer == alone(model, [1, 2], "b", 150)
