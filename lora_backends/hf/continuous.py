@@ -141,7 +141,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             input_ids: of the prompt, at least one.
             request_id: None makes one.
             max_new_tokens: None takes that of the generation configuration, or, where it has none
-                and the number of blocks is given, as many as the cache holds.
+                and the number of blocks is known, as many as the cache holds.
             adapter: an adapter's name, a blend of several, or None.
             options: streaming and others of Transformers' `add_request`.
 
@@ -260,7 +260,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         ids = list(chain.from_iterable(wanted))
         found: dict[str, Any] = {}
         while missing := [name for name in ids if name not in found]:
-            output = self._take(missing, timeout=0.1)
+            output = self._take({*missing}, timeout=0.1)
             if output is None:
                 self._check_coming(missing)
             elif output.error is not None:

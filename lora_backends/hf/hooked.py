@@ -147,7 +147,7 @@ class Hooked:
 
     def _add(self) -> None:
         model, backend, layouts = self._model, self._backend, self._layouts
-        # made once: functions that all modules share stay in the processor's cache during a step
+        # shared by all modules, so that they stay in the processor's cache during a step
         with_lora, add = cache(partial(linear_with_lora, backend)), adder(backend, "run_linear")
         hooks = {
             path: lora_hook(model, site, layouts[path], backend, add)

@@ -272,7 +272,7 @@ def past_tokens(inputs: Mapping[str, Any]) -> int:
             continue
         try:
             return int(cache.get_seq_length())
-        except (AttributeError, ValueError):  # the latter where no layer of the model has attention
+        except (AttributeError, ValueError):  # a cache without attention layers raises ValueError
             raise UnsupportedInputError(
                 f"{name} does not tell how many tokens it holds, and adapters differ by token\n"
                 f"  allowed: one adapter per row, or use_cache=False"

@@ -25,9 +25,9 @@ _NEEDLESS = (
 
 
 class _Compiler(CompilerBase):
-    """numba's compiler without passes that kernels do not need: they took a seventh of its time.
+    """numba's compiler without passes that kernels do not need, a seventh of its time.
 
-    Without ReconstructSSA all values of a variable in a function must have one type.
+    Without ReconstructSSA each variable of a function must have one type.
     """
 
     def define_pipelines(self) -> list[Any]:
@@ -45,15 +45,18 @@ class _FunctionCompiler(_Compiler):
 
 
 class _LinkedLibrary(JITCodeLibrary):
-    """A function as LLVM gets it from numba: it is optimised, and becomes code, in its callers."""
+    """The LLVM module of a function, neither optimised nor compiled by itself.
+
+    A caller links it into its own module, which LLVM optimises and compiles.
+    """
 
     @property
     def codegen(self) -> Any:
-        """Return itself: numba's code generator would set a variable of code that is not there."""
+        """Return self, whose `set_env` replaces the code generator's."""
         return self
 
     def set_env(self, name: str, env: Any) -> None:
-        """Do nothing: only code that handles Python objects reads the variable."""
+        """Do nothing: the variable has no address, and only code with Python objects reads it."""
 
     def _optimize_final_module(self) -> None:
         pass

@@ -603,8 +603,8 @@ def _expand_rows(
 
     B goes from memory straight to the registers that multiply it; loads run one block ahead. Most
     tiles on this path have one token: its h is loaded once for all blocks, its y with B. Later
-    tokens load both again for each block. The compiler may contract sums of the first token into
-    other FMAs than those of later ones, so batch-invariant engines never take this path.
+    tokens load both again for each block. The compiler may form other FMAs for the first token than
+    for later ones, so batch-invariant engines never take this path.
     """
     r = tl.arange(0, RANK_PAD)  # [R]
     t = tl.arange(0, y_row.shape[0])  # [T]
@@ -641,7 +641,7 @@ def _expand_rows(
             t, 0, scaling, STORAGE, GROUP_R, WIDE, EXACT_H, HAS_BIAS, HAS_OUTPUT_SCALES,
             HAS_TOKEN_SCALES, EVEN_C, INTERPRETED,
         )  # fmt: skip
-        for i in tl.range(1, tokens, num_stages=1):  # few tiles have any
+        for i in tl.range(1, tokens, num_stages=1):  # few tiles have a second token
             at = entry(y_row, t, i) + tl.zeros((1,), dtype=tl.int64)
             rows, has_row = y_ptr + at * y_stride_t, at >= 0  # [1]
             _add_row(

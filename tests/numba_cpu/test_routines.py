@@ -245,7 +245,7 @@ def functions(no_cache):
 
 
 def test_no_variable_holds_values_of_two_types(functions):
-    # numba would make an int64 and a float32 under one name a float64, which no kernel uses
+    # numba unifies int64 and float32 to float64, which no kernel uses
     kinds = [o.type_annotation.typemap for f in functions for o in f.overloads.values()]
     assert any(types.int64 in found.values() for found in kinds)
     assert not any(types.float64 in found.values() for found in kinds)
