@@ -64,7 +64,7 @@ class LoRABackend(Dispatched, ABC):
     differentiable: ClassVar[bool] = False
     """Whether gradients flow to x, lora_a, lora_b and base_output.
 
-    A backend without it reads tensors by address: one that has none, as inside vmap, is refused.
+    Any other backend reads tensors by address, and refuses those without one, as inside vmap.
     """
     cuda_graphs: ClassVar[bool] = False
     """Whether a CUDA graph may capture its calls, and follows the plan when that is refilled."""

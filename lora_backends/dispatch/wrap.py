@@ -217,7 +217,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
 
 
 def _has_rows(x: Any, weights: Any, plan: CachingPlan) -> bool:
-    """Return whether x has rows, within the plan's capacity, to make y of before the checks."""
+    """Return whether y may be allocated before the checks: x is a matrix that fits the plan."""
     if type(x) is not torch.Tensor or type(weights) is not LoRAWeights:
         return False
     if x.layout is not torch.strided or x.is_nested or x.ndim != 2:

@@ -33,7 +33,8 @@ CPU_BLOCKS, CPU_BATCH_TOKENS = 64, 256
 memory for it."""
 
 LOOK_S = 0.01
-"""Seconds between two looks for an output: the queue wakes one of the threads that wait for it."""
+"""Seconds between polls of the output queue: a new output wakes one waiting thread, which may be
+that of another request."""
 
 
 @dataclass
@@ -190,7 +191,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                         f"a request {request_id!r} is running\n  to do: give each its own id"
                     )
                 if request_id not in self.cancel_queue.queue:
-                    self._cancelled.discard(request_id)  # it meant an earlier request of this id
+                    self._cancelled.discard(request_id)  # that cancel was for an earlier request
                 entry = dict(adapter) if isinstance(adapter, Mapping) else adapter
                 self._held[request_id] = _Held(
                     entry, slots, hold.pop_all(), self.num_return_sequences, self._written()

@@ -62,7 +62,7 @@ class Hooked:
         self._leaders = {group.paths[0]: group for group in self.groups}  # that are still joined
         self.joined: dict[str, Joined] = {}
         """A leader's path to the weights of its group, while they lie as they were joined."""
-        self._lock = Lock()  # of what follows
+        self._lock = Lock()  # guards _users and _closed
         self._users: set[object] = set()  # blocks of `in_use`
         self._closed = False
 
@@ -84,7 +84,7 @@ class Hooked:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the hooks on in the block, which uses adapters.
+        """Keep the model attached while the block runs.
 
         Raises:
             InvalidInputError: as `check`.
@@ -111,10 +111,10 @@ class Hooked:
             )
 
     def close(self) -> None:
-        """Let nothing use the hooks from now on.
+        """Refuse every later use of the hooks.
 
         Raises:
-            InvalidInputError: something does. Nothing has changed.
+            InvalidInputError: the hooks are in use. Nothing has changed.
         """
         with self._lock:
             if self._users:

@@ -25,7 +25,7 @@ _NEEDLESS = (
 
 
 class _Compiler(CompilerBase):
-    """numba's compiler without passes that kernels do not need, a seventh of its time.
+    """numba's compiler without the passes that kernels do not need: a seventh of the compile time.
 
     Without ReconstructSSA each variable of a function must have one type.
     """
@@ -114,7 +114,7 @@ def compiled(run: Any) -> Any:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pause the collector in the block: it took a third of numba's time."""
+    """Pause the garbage collector in the block: it would take a third of the compile time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -318,11 +318,11 @@ def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
 
 @function
 def ahead_of(width, step, first, new_chunk):
-    """Return the prefetch distance, and what to add to it past the end of a chunk's rows."""
+    """Return the prefetch distance, and the offset to add to it past the end of a chunk's rows."""
     ahead, turns = min(SHRINK_AHEAD, width), max(1, SHRINK_AHEAD // max(width, 1))
     if new_chunk:
         return ahead, first  # back to the first row
-    return ahead, turns * step - width  # in short rows, some rows further
+    return ahead, turns * step - width  # to the next rows; short rows need several
 
 
 @function

@@ -326,7 +326,7 @@ def test_a_call_that_begins_while_a_model_is_detached_is_refused(model, save_ada
 
 
 def test_a_block_that_begins_while_a_store_is_closed_is_refused(model, save_adapter):
-    """It would have detach refused, with the store closed already."""
+    """Otherwise `detach` would fail after it had closed the store."""
     store = model.keep_adapters()
     model.load_adapter("a", save_adapter(**PLAIN))
     step, close = model.prepare(["a"], tokens=IDS.shape[1]), store.close

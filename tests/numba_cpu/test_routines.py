@@ -246,7 +246,7 @@ def functions(no_cache):
 
 
 def test_no_variable_holds_values_of_two_types(functions):
-    # numba would make an int64 and a float32 under one name a float64, which none but a bias has
+    # numba would unify an int64 and a float32 of one name to float64, which only biases use
     others = [f for f in functions if f.py_func.__module__ != kernels_bias.__name__]
     kinds = [o.type_annotation.typemap for f in others for o in f.overloads.values()]
     assert any(types.int64 in found.values() for found in kinds)

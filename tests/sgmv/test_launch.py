@@ -296,7 +296,7 @@ EXPANDS = {
 @pytest.mark.parametrize("form", ["linear", "beside"])
 @pytest.mark.parametrize("tiles", EXPANDS.values(), ids=EXPANDS.keys())
 def test_an_expand_of_triton_waits_for_what_kernels_in_front_write(monkeypatch, tiles, form):
-    """h until the wait is NaN, and so is y where a base product writes it beside the shrink."""
+    """Before the wait h is NaN, and so is y where a base product writes it beside the shrink."""
     weights, batch = ones(1, (32,), 24, 4, "cpu"), LoRABatch([0] * 3, 1, [1.0, -2.0, 0.5])
     tiles = fixed_source(16, TileConfig(ShrinkTiles(16, 16, 2), tiles))
     backend = ENGINES["triton"]("cpu", tiles=tiles)
