@@ -30,6 +30,7 @@ _PREFILL_TOKENS = 512
 _FEW_ROWS = 8  # of the grid, fewer than which leave an H200 idle
 _MANY_ROWS = 32  # of the grid: about a quarter of an H200's multiprocessors
 _MOST_PLANES = 32  # of h: the expand reads them all back
+_SHORT_INPUT = 2048  # in_features up to which decode has the same sums, and bits, in most batches
 _LONG_INPUT = 8192  # in_features from which more parts are faster
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
 _ROW_INPUTS = 1024  # per step of a shrink of 8 bits without a matrix product
@@ -63,22 +64,27 @@ def choose_tiles(batch: BatchShape, layer: LayerShape, gpu: Gpu = H200) -> TileC
         shrink = _shrink_prefill(rows, batch, layer)
     shrink = fitting(_bounded(shrink, batch, layer), batch.tile_tokens, layer.item_bytes, gpu)
     tiles = TileConfig(shrink, _expand(rows, batch, layer, gpu.shared_bytes >= TMA_BYTES))
-    return _of_lone_tokens(tiles, rows, layer) if _are_alone(batch) else tiles
+    return _of_lone_tokens(tiles, rows, layer) if _are_alone(batch, layer) else tiles
 
 
-def _are_alone(batch: BatchShape) -> bool:
-    """Return whether slots have about one token each."""
-    return batch.num_tokens < min(_PREFILL_TOKENS, 2 * batch.active_slots)
+def _are_alone(batch: BatchShape, layer: LayerShape) -> bool:
+    """Return whether slots have about one token each, in a layer that may sum in another order.
+
+    A captured graph keeps its sizes while the batch changes. Where inputs are few, sums have one
+    order in all small batches, and a replay gives the bits of an eager call.
+    """
+    alone = batch.num_tokens < min(_PREFILL_TOKENS, 2 * max(1, batch.active_slots))
+    return alone and layer.in_features >= _SHORT_INPUT
 
 
 def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConfig:
     """Return sizes for tokens alone with their slot: 16-bit kernels without a matrix product.
 
     They replace both kernels where there is one slot, the expand where there are few, or many of
-    ranks up to 16; elsewhere they were as often slower as faster.
+    rank 16; elsewhere they were as often slower as faster. Shorter rows of B leave threads idle.
     """
     rank_pad = padded_rank(layer.max_rank)
-    if layer.item_bytes != 2 or rank_pad > MAX_BLOCK_R:
+    if layer.item_bytes != 2 or layer.max_rank != rank_pad or rank_pad > MAX_BLOCK_R:
         return tiles
     if rows < _FEW_ROWS:
         wide = layer.out_features >= _WIDE_OUTPUT
@@ -202,7 +208,11 @@ def of_8_bits(
     faster. Sizes without a product stay as they are.
     """
     rows, shrink, expand = gpu.as_on_h200(batch.rows), tiles.shrink, tiles.expand
-    if _are_alone(batch) and layer.item_bytes == 2 and padded_rank(layer.max_rank) == MIN_DOT:
+    if (
+        _are_alone(batch, layer)
+        and layer.item_bytes == 2
+        and padded_rank(layer.max_rank) == MIN_DOT
+    ):
         block_c = 128 if rows == 1 else 256
         return TileConfig(_shrink_rows(layer, rows), ExpandTiles(block_c, MIN_DOT, num_stages=0))
     if shrink.warps_k:
