@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -345,6 +346,27 @@ def test_logits_of_a_prompts_tokens_have_those_tokens_adapters(wrapper, x):
     with pytest.raises(UnsupportedInputError, match="no slice of the batch's hidden states"):
         compute(x[1:3].clone())
     assert prompts.first_token() is None
+
+
+def test_prompt_logprobs_of_one_engine_leave_the_samples_of_another_thread_alone(wrapper, x):
+    from lora_backends.integrations.vllm import prompts
+
+    module = make_module(wrapper, slices=(20,))
+    wrapper.update_metadata(mapping(IDS, [9, 0, 5]), INDEX_TO_ID, SLOTS + 1, 100)
+
+    def sample():
+        stacks = module.lora_a_stacked[0], module.lora_b_stacked[0]
+        return wrapper.add_lora_logits(torch.ones(3, 20), x[:3], *stacks, 1.0)
+
+    def while_another_engine_computes(part):
+        with ThreadPoolExecutor(1) as engine:
+            return engine.submit(sample).result()
+
+    sampled = prompts.by_token(while_another_engine_computes, x)(x[2:5])
+    torch.testing.assert_close(sampled, 1 + delta(module, x[:3], [9, 0, 5]))
+    place = SimpleNamespace(cu_num_logits_np=torch.tensor([0, 3, 4, 6]).numpy())
+    sampled = prompts._sample(lambda *_: while_another_engine_computes(x), None, x, place)
+    torch.testing.assert_close(sampled, 1 + delta(module, x[:3], [9, 0, 5]))
 
 
 def test_both_model_runners_compute_prompt_logprobs_by_token(monkeypatch):
