@@ -274,12 +274,43 @@ def test_an_embedding_expands_what_vllm_has_gathered(wrapper):
 def test_a_drafter_that_shares_the_embedding_embeds_fewer_rows_without_adapter(wrapper, x):
     module = make_module(wrapper, slices=(12,))
     stack = module.lora_b_stacked[0]
+    wrapper.drafts = True
     y = torch.ones(3, 12)
     wrapper.add_lora_embedding(y, torch.ones(3, RANK), stack, add_input=True)
     assert y.eq(1).all()
     y = torch.ones(len(IDS), 12)
     wrapper.add_lora_embedding(y, torch.ones(len(IDS), RANK), stack, add_input=True)
     assert y[1].ne(1).all()
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_fewer_rows_embedded_are_those_of_a_drafter_unless_prompts_may_be_embedded(
+    monkeypatch, wrapper, drafts
+):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm import wrapper as module
+
+    settings = SimpleNamespace(
+        compilation_config=None,
+        speculative_config=SimpleNamespace() if drafts else None,
+        model_config=SimpleNamespace(enable_prompt_embeds=False),
+    )
+    monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: settings)
+
+    def embed(ids):
+        new = type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+        stack = make_module(new, slices=(12,)).lora_b_stacked[0]
+        new.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
+        y = torch.ones(3, 12)
+        new.add_lora_embedding(y, torch.ones(3, RANK), stack, add_input=True)
+        assert y.eq(1).all()
+
+    embed([0, 9, 9, 0])  # adapter 9 has no LoRA on the embedding
+    if drafts:
+        embed(IDS)
+    settings.model_config.enable_prompt_embeds = True
+    with pytest.raises(UnsupportedInputError, match="given: 3 of 7 tokens(.|\n)*enable_prompt_emb"):
+        embed(IDS)
 
 
 def test_logits_use_the_sampled_rows_and_leave_padding(wrapper, x):

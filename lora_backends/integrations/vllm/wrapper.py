@@ -64,6 +64,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
             )
         config = get_current_vllm_config_or_none()
         compilation = None if config is None else config.compilation_config
+        self.drafts = config is not None and _drafts(config)
         self.tokens = Plans(backend, num_slots, max_num_batched_tokens, compilation)
         self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
         self.prompt = Plans(backend, num_slots, max_num_batched_tokens)
@@ -202,8 +203,12 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
     ) -> torch.Tensor:
         """Add the LoRA of an embedding to y; x holds the rows of A that vLLM has gathered.
 
-        Nothing is added to fewer rows than the batch has. vLLM's drafter embeds those when it
-        shares the model's embedding, and it drafts without adapters.
+        Nothing is added to fewer rows than the batch has if vLLM drafts. Its drafter embeds those
+        when it shares the model's embedding, and it drafts without adapters.
+
+        Raises:
+            UnsupportedInputError: fewer rows, as beside prompts that are embedded already, and an
+                adapter of the batch has LoRA on the embedding.
         """
         self._clear(y, (y.shape[-1],), 0, add_inputs, kwargs)
         h = x.unsqueeze(0).to(torch.float32)
@@ -315,6 +320,11 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         if own is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(own, name)
+
+
+def _drafts(config: Any) -> bool:
+    """Return whether all that embeds fewer rows than the batch has is vLLM's drafter."""
+    return config.speculative_config is not None and not config.model_config.enable_prompt_embeds
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
