@@ -40,6 +40,17 @@ def test_a_backend_without_the_features_that_vllm_needs_is_refused(wrapper, monk
         type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
 
 
+def test_a_model_with_an_encoder_whose_rows_vllm_does_not_announce_is_refused(wrapper, monkeypatch):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm import wrapper as module
+
+    model = SimpleNamespace(is_encoder_decoder=True, model="openai/whisper-small")
+    settings = SimpleNamespace(model_config=model)
+    monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: settings)
+    with pytest.raises(UnsupportedInputError, match="given: openai/whisper-small(.|\n)*encoder's"):
+        type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+
+
 def make_module(wrapper, slices=SLICES, rank=RANK, shards=1, shard=0, **more):
     """Return a module with random stacks and the methods that the plug-in follows."""
     from lora_backends.integrations.vllm import layers
@@ -293,7 +304,7 @@ def test_fewer_rows_embedded_are_those_of_a_drafter_unless_prompts_may_be_embedd
     settings = SimpleNamespace(
         compilation_config=None,
         speculative_config=SimpleNamespace() if drafts else None,
-        model_config=SimpleNamespace(enable_prompt_embeds=False),
+        model_config=SimpleNamespace(enable_prompt_embeds=False, is_encoder_decoder=False),
     )
     monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: settings)
 
