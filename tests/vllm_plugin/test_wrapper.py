@@ -40,14 +40,28 @@ def test_a_backend_without_the_features_that_vllm_needs_is_refused(wrapper, monk
         type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
 
 
-def test_a_model_with_an_encoder_whose_rows_vllm_does_not_announce_is_refused(wrapper, monkeypatch):
-    from lora_backends import UnsupportedInputError
+@pytest.fixture
+def settings(monkeypatch):
+    """Return what a wrapper that is made takes for vLLM's settings."""
     from lora_backends.integrations.vllm import wrapper as module
 
-    model = SimpleNamespace(is_encoder_decoder=True, model="openai/whisper-small")
-    settings = SimpleNamespace(model_config=model)
-    monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: settings)
-    with pytest.raises(UnsupportedInputError, match="given: openai/whisper-small(.|\n)*encoder's"):
+    model = SimpleNamespace(model="tiny", is_encoder_decoder=False, enable_prompt_embeds=False)
+    made = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        parallel_config=SimpleNamespace(use_ubatching=False),
+        compilation_config=None,
+        speculative_config=None,
+    )
+    monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: made)
+    return made
+
+
+def test_a_model_with_an_encoder_whose_rows_vllm_does_not_announce_is_refused(wrapper, settings):
+    from lora_backends import UnsupportedInputError
+
+    settings.model_config.is_encoder_decoder = True
+    with pytest.raises(UnsupportedInputError, match="given: tiny, with an encoder"):
         type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
 
 
@@ -296,17 +310,11 @@ def test_a_drafter_that_shares_the_embedding_embeds_fewer_rows_without_adapter(w
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_fewer_rows_embedded_are_those_of_a_drafter_unless_prompts_may_be_embedded(
-    monkeypatch, wrapper, drafts
+    wrapper, settings, drafts
 ):
     from lora_backends import UnsupportedInputError
-    from lora_backends.integrations.vllm import wrapper as module
 
-    settings = SimpleNamespace(
-        compilation_config=None,
-        speculative_config=SimpleNamespace() if drafts else None,
-        model_config=SimpleNamespace(enable_prompt_embeds=False, is_encoder_decoder=False),
-    )
-    monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: settings)
+    settings.speculative_config = SimpleNamespace() if drafts else None
 
     def embed(ids):
         new = type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))

@@ -18,7 +18,6 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.integrations.vllm import experts, layers, operation, plugin, prompts
 from lora_backends.integrations.vllm.operation import run
 from lora_backends.integrations.vllm.plans import Plans
-from lora_backends.names import VLLM_VARIABLE
 from lora_backends.selection import get_backend
 
 NEEDED = frozenset({features.CAPACITY, features.SLICE_TENSORS})
@@ -40,8 +39,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
 
     Raises:
         BackendUnavailableError: the backend asked for does not run on the device.
-        UnsupportedInputError: it lacks a feature that vLLM's layers need, or the model has an
-            encoder and a decoder.
+        UnsupportedInputError: it lacks a feature that vLLM's layers need, or layers get rows
+            whose adapters vLLM does not announce.
     """
 
     def __init__(
@@ -65,9 +64,9 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
                 f"  it lacks: {', '.join(sorted(missing))}\n  to do: choose another backend"
             )
         config = get_current_vllm_config_or_none()
-        _check_model(config)
+        plugin.check_settings(config)
         compilation = None if config is None else config.compilation_config
-        self.drafts = config is not None and _drafts(config)
+        self.drafts = plugin.drafts(config)
         self.tokens = Plans(backend, num_slots, max_num_batched_tokens, compilation)
         self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
         self.prompt = Plans(backend, num_slots, max_num_batched_tokens)
@@ -323,29 +322,6 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         if own is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(own, name)
-
-
-def _check_model(config: Any) -> None:
-    """Refuse a model with layers on rows whose adapters vLLM does not announce.
-
-    Raises:
-        UnsupportedInputError: an encoder's rows, of which vLLM announces none, go through the
-            encoder's own layers and the decoder's cross attention.
-    """
-    model = None if config is None else config.model_config
-    if model is not None and model.is_encoder_decoder:
-        raise UnsupportedInputError(
-            f"LoRA of a model with an encoder and a decoder cannot run inside vLLM\n"
-            f"  given: {model.model}\n"
-            f"  why: vLLM announces adapters of the decoder's tokens, not of the encoder's rows\n"
-            f"  to do: unset {VLLM_VARIABLE}; vLLM's own operators add LoRA to the first of these "
-            f"rows alone"
-        )
-
-
-def _drafts(config: Any) -> bool:
-    """Return whether all that embeds fewer rows than the batch has is vLLM's drafter."""
-    return config.speculative_config is not None and not config.model_config.enable_prompt_embeds
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
