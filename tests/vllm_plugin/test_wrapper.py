@@ -296,6 +296,34 @@ def test_an_embedding_expands_what_vllm_has_gathered(wrapper):
         torch.testing.assert_close(y[row], 1 + b @ gathered[row])
 
 
+@pytest.mark.parametrize("shape", [(-1,), (1, -1), (-1, 1)])
+def test_token_ids_of_more_axes_are_embedded_with_each_tokens_adapter(wrapper, shape):
+    from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+
+    generator, base = torch.Generator().manual_seed(3), torch.nn.Embedding(50, 12)
+    base.org_vocab_size = 50
+    module = VocabParallelEmbeddingWithLoRA(base)
+    settings = SimpleNamespace(max_lora_rank=RANK, lora_dtype=torch.float32)
+    module.create_lora_weights(SLOTS, settings)
+    module.set_mapping(wrapper)
+    lora = [
+        [torch.randn(size, generator=generator) for size in ((RANK, 50), (12, RANK))]
+        for _ in range(SLOTS)
+    ]
+    for slot, (a, b) in enumerate(lora):
+        module.set_lora(slot, a, b)
+    wrapper.update_metadata(mapping(IDS), INDEX_TO_ID, SLOTS + 1, 50)
+    ids = 3 * torch.arange(len(IDS)).view(shape)
+    with torch.no_grad():
+        wanted = base.weight[ids.flatten()].clone()
+        for row, (id_, token) in enumerate(zip(IDS, ids.flatten(), strict=True)):
+            if id_:
+                a, b = lora[INDEX_TO_ID.index(id_)]
+                wanted[row] += b @ a[:, token]
+        found = torch.compile(module, backend="eager", fullgraph=True)(ids)
+    torch.testing.assert_close(found, wanted.view(*ids.shape, 12))
+
+
 def test_a_drafter_that_shares_the_embedding_embeds_fewer_rows_without_adapter(wrapper, x):
     module = make_module(wrapper, slices=(12,))
     stack = module.lora_b_stacked[0]

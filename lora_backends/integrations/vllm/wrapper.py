@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
-from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
 from lora_backends import features
@@ -366,6 +366,8 @@ def _follow_mapping() -> None:
             else:
                 layers.adopt(self, punica_wrapper)
                 operation.fuse(self)
+                if isinstance(self, VocabParallelEmbeddingWithLoRA):
+                    layers.embed_by_token(self)
 
     BaseLayerWithLoRA.set_mapping = set_mapping_and_adopt
 
