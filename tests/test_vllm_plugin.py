@@ -49,6 +49,7 @@ def test_older_versions_are_refused_by_their_number(version):
         ("model_config", "is_encoder_decoder", "a-model, with an encoder"),
         ("cache_config", "kv_sharing_fast_prefill", "kv_sharing_fast_prefill"),
         ("parallel_config", "use_ubatching", "microbatches"),
+        ("speculative_config", "enable_adaptive_verification", "enable_adaptive_verification"),
     ],
 )
 def test_settings_that_give_layers_unannounced_rows_are_refused(part, setting, named):
@@ -56,7 +57,10 @@ def test_settings_that_give_layers_unannounced_rows_are_refused(part, setting, n
         model_config=SimpleNamespace(model="a-model", is_encoder_decoder=False),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
         parallel_config=SimpleNamespace(use_ubatching=False),
+        speculative_config=None,
     )
+    check_settings(config)
+    config.speculative_config = SimpleNamespace()  # of a version without the setting
     check_settings(config)
     check_settings(SimpleNamespace(model_config=None))
     check_settings(None)

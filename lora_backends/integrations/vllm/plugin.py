@@ -86,7 +86,7 @@ def check_settings(config: Any) -> None:
 
     Raises:
         UnsupportedInputError: a model with an encoder, whose rows also reach the decoder's cross
-            attention, or a setting that hands some of the batch's tokens to a layer.
+            attention, or a setting that hands other tokens to a layer than those announced.
     """
     if config is None or config.model_config is None:
         return
@@ -94,6 +94,10 @@ def check_settings(config: Any) -> None:
         f"{config.model_config.model}, with an encoder": config.model_config.is_encoder_decoder,
         "kv_sharing_fast_prefill": config.cache_config.kv_sharing_fast_prefill,
         "microbatches (enable_dbo or ubatch_size)": config.parallel_config.use_ubatching,
+        # the device then chooses how many tokens each request has; older versions lack it
+        "enable_adaptive_verification": getattr(
+            config.speculative_config, "enable_adaptive_verification", False
+        ),
     }
     for given, is_given in unannounced.items():
         if is_given:
