@@ -184,9 +184,40 @@ def test_tma_loads_of_b_are_for_long_batches_of_16_bit_weights():
     assert stages(256, 2) == stages(8192, 4) == 1
 
 
-def test_a_lone_token_of_rank_16_is_split_over_many_programs():
-    tiles = choose_tiles(BatchShape(1, 1, 16), LayerShape(1, 16, 4096, 4096, 2))
-    assert tiles.shrink.split_k == 16
+@pytest.mark.parametrize("inputs", [4096, 9728, 11008, 14336, 18944])
+@pytest.mark.parametrize("tokens, active", [(1, 1), (16, 1), (16, 8), (2048, 8)])
+def test_inputs_of_any_width_are_split_over_many_programs(inputs, tokens, active):
+    """In steps of 256, 11008 inputs are a prime and 9728 and 18944 twice a prime."""
+    batch = BatchShape(tokens, active, tile_tokens(tokens, active))
+    for rank in (16, 64):
+        layer, wide = (LayerShape(1, rank, k, 4096, 2) for k in (inputs, max(inputs, 8192)))
+        chosen, long = (
+            choose_tiles(batch, layer),
+            choose_tiles(batch, replace(wide, in_features=16384)),
+        )
+        assert chosen.shrink.split_k * 2 >= min(16, long.shrink.split_k)
+
+
+@pytest.mark.parametrize("rank", [8, 16, 64, 128])
+def test_tokens_alone_with_their_slot_take_no_matrix_product(rank):
+    def without(tokens, active, item_bytes=2):
+        tiles = choose_tiles(
+            BatchShape(tokens, active, 16), LayerShape(1, rank, 4096, 4096, item_bytes)
+        )
+        return tiles.shrink.warps_k == 0, tiles.expand.num_stages == 0
+
+    narrow = rank <= MAX_BLOCK_R
+    assert without(1, 1) == (narrow, narrow)
+    assert without(4, 4) == without(7, 4) == (False, narrow)
+    assert without(64, 64) == (False, rank <= 16)
+    for tokens, active, item_bytes in (
+        (2, 1, 2),
+        (16, 8, 2),
+        (16, 16, 2),
+        (1, 1, 4),
+        (512, 512, 2),
+    ):
+        assert without(tokens, active, item_bytes) == (False, False)
 
 
 def test_parts_of_the_inputs_are_equal():
