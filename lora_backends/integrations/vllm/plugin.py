@@ -79,7 +79,7 @@ def check_version(given: str) -> None:
 def check_settings(config: Any) -> None:
     """Refuse settings under which LoRA layers get other rows than those that vLLM announces.
 
-    More rows would be taken for padding, and fewer rows for the first ones.
+    Rows beyond those announced would be taken for padding.
 
     Args:
         config: vLLM's, or None.
@@ -90,17 +90,16 @@ def check_settings(config: Any) -> None:
     """
     if config is None or config.model_config is None:
         return
-    unannounced = {
-        f"{config.model_config.model}, with an encoder": config.model_config.is_encoder_decoder,
-        "kv_sharing_fast_prefill": config.cache_config.kv_sharing_fast_prefill,
-        "microbatches (enable_dbo or ubatch_size)": config.parallel_config.use_ubatching,
-        # the device then chooses how many tokens each request has; older versions lack it
-        "enable_adaptive_verification": getattr(
-            config.speculative_config, "enable_adaptive_verification", False
-        ),
-    }
-    for given, is_given in unannounced.items():
-        if is_given:
+    model = config.model_config
+    unannounced = (
+        (model, "is_encoder_decoder", f"{model.model}, with an encoder"),
+        (config.cache_config, "kv_sharing_fast_prefill", "kv_sharing_fast_prefill"),
+        (config.parallel_config, "use_ubatching", "microbatches (enable_dbo or ubatch_size)"),
+        # the device chooses how many tokens each request has
+        (config.speculative_config, "enable_adaptive_verification", "enable_adaptive_verification"),
+    )
+    for part, setting, given in unannounced:
+        if getattr(part, setting, False):  # which a version may lack
             raise UnsupportedInputError(
                 f"LoRA layers get rows whose adapters vLLM does not announce\n"
                 f"  given: {given}\n"
