@@ -160,7 +160,7 @@ def compile_kernel(found, dtype, target):
     if "BLOCK_N" in constants:
         assert compiled.metadata.shared <= BARRIERS + most_shared_bytes(found, dtype)
     if kernel.__name__ == "expand_kernel" and is_wide(constants) and target.backend == "cuda":
-        # where a thread has one column, its value of y: of the first token and of later ones
+        # a thread with one column reads single values of y: of the first token, and of later ones
         has_one = not constants["STAGES"] and constants["BLOCK_C"] <= 32 * options["num_warps"]
         narrow = 2 * constants["CHUNKS"] if has_one else 0
         found = compiled.asm["ptx"].count("ld.global.b16")

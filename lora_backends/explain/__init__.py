@@ -75,7 +75,7 @@ class Launch:
     name: str  # "shrink" or "expand"
     unit: str  # the engine's word for a program
     programs: int
-    idle: int  # programs without work, which return at once
+    idle: int  # programs without work
     rows: Share  # tokens against places
     columns: Share  # inputs of the shrink, columns of y of the expand
     ranks: Share  # true ranks against lanes

@@ -180,8 +180,8 @@ def shrink_tile(
     """h[k, s, h_row, :r] = x[x_row, part k] @ a[slot, s, :r, part k].T for one block of rows of A.
 
     Each part k of the inputs writes its own plane of partial sums; x_row [T] is -1 where the tile
-    has no token. EXITS: a program whose rows of A all lie beyond the ranks ends at once, for which
-    every program waits until its ranks are loaded. Without EXITS such a program loads no A.
+    has no token. EXITS: a program whose rows of A all lie beyond the ranks ends early; to know
+    that, every program waits for its ranks. Without EXITS such a program runs on, and loads no A.
     """
     part = program % SPLIT_K
     n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]

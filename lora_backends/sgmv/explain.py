@@ -94,7 +94,8 @@ def describe(tiles: TileConfig, sources: Sequence[str]) -> tuple[str, str]:
 def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> Launch:
     """Return the shrink launch: a block of stacked ranks and a part of the inputs per program.
 
-    A program whose ranks all lie beyond the adapter's own returns at once.
+    A program whose ranks all lie beyond the adapter's own has no work. It returns at once in a grid
+    of many rows; in one of few rows it multiplies zeros.
     """
     rank_pad, step = padded_rank(layer.max_rank), tiles.block_k * tiles.split_k
     blocks = -(-len(layer.output_slices) * rank_pad // tiles.block_n)

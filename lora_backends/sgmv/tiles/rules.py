@@ -27,10 +27,10 @@ from lora_backends.sgmv.tiles.sizes import (
 )
 
 _PREFILL_TOKENS = 512
-_FEW_ROWS = 8  # of the grid, fewer than which leave an H200 idle
+_FEW_ROWS = 8  # of the grid: fewer leave most of an H200 idle
 _MANY_ROWS = 32  # of the grid: about a quarter of an H200's multiprocessors
 _MOST_PLANES = 32  # of h: the expand reads them all back
-_SHORT_INPUT = 2048  # in_features up to which decode has the same sums, and bits, in most batches
+_SHORT_INPUT = 2048  # in_features below which most small batches sum in one order
 _LONG_INPUT = 8192  # in_features from which more parts are faster
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
 _ROW_INPUTS = 1024  # per step of a shrink of 8 bits without a matrix product
@@ -68,10 +68,11 @@ def choose_tiles(batch: BatchShape, layer: LayerShape, gpu: Gpu = H200) -> TileC
 
 
 def _are_alone(batch: BatchShape, layer: LayerShape) -> bool:
-    """Return whether slots have about one token each, in a layer that may sum in another order.
+    """Return whether slots have about one token each, in a layer that is not short of inputs.
 
-    A captured graph keeps its sizes while the batch changes. Where inputs are few, sums have one
-    order in all small batches, and a replay gives the bits of an eager call.
+    A captured graph keeps its sizes while the batch changes. Below _SHORT_INPUT inputs most small
+    batches sum in one order, so that a replay gives the bits of an eager call; kernels without a
+    matrix product would sum in another.
     """
     alone = batch.num_tokens < min(_PREFILL_TOKENS, 2 * max(1, batch.active_slots))
     return alone and layer.in_features >= _SHORT_INPUT
@@ -80,8 +81,9 @@ def _are_alone(batch: BatchShape, layer: LayerShape) -> bool:
 def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConfig:
     """Return sizes for tokens alone with their slot: 16-bit kernels without a matrix product.
 
-    They replace both kernels where there is one slot, the expand where there are few, or many of
-    rank 16; elsewhere they were as often slower as faster. Shorter rows of B leave threads idle.
+    They replace both kernels where the grid has one row, and the expand where it has few rows, or
+    many at rank 16; elsewhere they were slower as often as faster. A max_rank below its padded
+    rank keeps the product: shorter rows of B leave threads idle.
     """
     rank_pad = padded_rank(layer.max_rank)
     if layer.item_bytes != 2 or layer.max_rank != rank_pad or rank_pad > MAX_BLOCK_R:
@@ -102,10 +104,11 @@ def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConf
 
 
 def ends_beyond_ranks(batch: BatchShape, gpu: Gpu = H200) -> bool:
-    """Return whether programs of the shrink end at once where A has no rows within the ranks.
+    """Return whether programs of the shrink that have no rows of A within the ranks end early.
 
-    All programs wait for the ranks then: 0.92 to 1.0 of the time without, in decode with few rows
-    of the grid. Many rows fill the GPU, and programs that end make room for others.
+    To know that, every program first waits for the ranks. Decode with few rows of the grid takes
+    0.92 to 1.0 of the time without that wait. Many rows fill the GPU, and programs that end make
+    room for others.
     """
     return gpu.as_on_h200(batch.rows) >= _MANY_ROWS
 
@@ -323,9 +326,10 @@ def _bounded(shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape) -> Shrin
 
 
 def _planes(in_features: int, most: int) -> int:
-    """Return the largest number of equal parts, in steps of 256, up to `most` and _MOST_PLANES.
+    """Return how many parts the inputs have, each a plane of h: up to `most` and _MOST_PLANES.
 
-    Where these are no more than half as many, parts are unequal: 11008 is 43 steps, a prime.
+    It is the largest number of equal parts, in steps of 256, if that is more than half of `most`.
+    Else parts are unequal, as those of 11008 inputs: 43 steps, a prime.
     """
     steps, most = max(1, in_features // 256), min(most, _MOST_PLANES)
     equal = max(split for split in range(1, max(1, most) + 1) if steps % split == 0)
