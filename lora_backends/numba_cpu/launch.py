@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ NO_FUNCTIONS = (0, 0, 0)
 _CPU = torch.device("cpu")
 _LINE = 64  # bytes of a cache line
 _PACK_BOUND = struct.Struct("12q").pack  # the fields of a `kernels.Call` before those of a `Work`
-_PACK_REST = struct.Struct("6q").pack  # and behind them
+_PACK_CALL = struct.Struct("96s96s6q").pack  # all fields, given those and a `Work` in bytes
 _PACK_REDUCTION = struct.Struct(f"{len(kernels_experts.Reduction._fields)}q").pack
 
 
@@ -102,12 +102,20 @@ def _address_of(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-class Bound(NamedTuple):
-    """A kernel with all of its arguments but the batch's and the addresses of x, h and y."""
+@dataclass(eq=False, slots=True)
+class Bound:
+    """A kernel with all of its arguments but the batch's and the addresses of x, h and y.
 
-    located: Located
+    A call reads no other object of its layer: each would come from memory, since the weights of
+    the layers before it have filled the caches.
+    """
+
     kernel: Kernel
     fields: bytes  # the fields of a `kernels.Call` before those of a `Work`
+    h_row: int  # bytes of a row of an h that lives for one call
+    num_slices: int
+    bytes_read: int
+    located: Located  # keeps alive what the fields point into
 
 
 def run(
@@ -151,16 +159,17 @@ def bind(
         kernel = kernel_for(located.dtype, located.dtype if y is None else y.dtype, needs)
     openmp = torch_openmp()
     functions = NO_FUNCTIONS if openmp is None else openmp.functions
-    h_row = 4 * (located.max_rank if h is None else h.stride(1))
-    rows, dtypes = (_row_of(x), h_row, _row_of(y)), (_dtype_of(x), _dtype_of(y))
+    own_row = 4 * located.max_rank
+    rows = _row_of(x), own_row if h is None else 4 * h.stride(1), _row_of(y)
     start = (first, kernel.routines, y is not None, *functions, located.address)
-    return Bound(located, kernel, _PACK_BOUND(*start, *rows, *dtypes))
+    fields = _PACK_BOUND(*start, *rows, _dtype_of(x), _dtype_of(y))
+    return Bound(kernel, fields, own_row, located.num_slices, located.bytes_read, located)
 
 
 def start(bound: Bound, job: NumbaPlan | Job, x: int, y: int) -> None:
     """Run a kernel whose h lives for this call; x and y are addresses."""
-    h_slice = 4 * bound.located.max_rank * job.h_rows
-    size = h_slice * bound.located.num_slices
+    h_slice = bound.h_row * job.h_rows
+    size = h_slice * bound.num_slices
     if size <= SCRATCH_BYTES:
         _start(bound, job, x, _SCRATCH.address, h_slice, y)
     else:
@@ -169,10 +178,12 @@ def start(bound: Bound, job: NumbaPlan | Job, x: int, y: int) -> None:
 
 
 def _start(bound: Bound, job: NumbaPlan | Job, x: int, h: int, h_slice: int, y: int) -> None:
-    threads = num_threads(bound.located, job)
+    threads, fields, work = num_threads(bound.bytes_read, job), bound.fields, job.packed_work
+    if threads == 1:
+        bound.kernel.run(_PACK_CALL(fields, work, 0, 1, x, h, h_slice, y))
+        return
     whole = job.halves_match and job.num_segments >= SEGMENTS_PER_THREAD * threads
-    call = bound.fields + job.packed_work + _PACK_REST(whole, threads, x, h, h_slice, y)
-    _call(bound.kernel, call, threads)
+    _call(bound.kernel, _PACK_CALL(fields, work, whole, threads, x, h, h_slice, y), threads)
 
 
 def _call(kernel: Kernel, call: bytes, threads: int) -> None:
@@ -229,9 +240,9 @@ def _dtype_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else BIAS_DTYPES.get(tensor.dtype, 0)
 
 
-def num_threads(located: Located, job: NumbaPlan | Job) -> int:
+def num_threads(bytes_read: int, job: NumbaPlan | Job) -> int:
     """Return how many threads a call starts: torch's number, or 1 where it is not worth it."""
-    work = located.bytes_read * (job.num_segments + job.num_positions // 8)
+    work = bytes_read * (job.num_segments + job.num_positions // 8)
     if work < SERIAL_BYTES or config.DISABLE_JIT or torch_openmp() is None:
         return 1
     return torch.get_num_threads()
