@@ -66,6 +66,18 @@ class RefillIgnored(TwoSteps):
         return super().prepare_batch(batch) if out is None else out
 
 
+@caught_by("inputs_are_not_modified")
+class RefillWritesIntoTheBatch(TwoSteps):
+    """A plan holds the batch's own tensor, and a refill writes into it."""
+
+    def prepare_batch(self, batch, out=None):
+        plan = super().prepare_batch(batch, out)
+        if out is None:
+            plan.slots = batch.token_slots
+        plan.slots.copy_(batch.token_slots)
+        return plan
+
+
 @caught_by("a_refilled_plan_equals_a_fresh_one")
 class StaleAfterIdleBatch(TwoSteps):
     """A batch without adapters leaves the former token map in the plan."""
