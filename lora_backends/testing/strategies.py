@@ -163,7 +163,7 @@ def lora_cases(
     with_base = draw(st.booleans()) if base is None else base
     other_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
     with_bias = draw(st.booleans()) if bias is None else bias
-    if stored is None and EIGHT_BIT in features:
+    if stored is None and EIGHT_BIT in features and not set(ordered).isdisjoint(COMPUTE_DTYPES):
         stored = draw(st.sampled_from(STORED))
     if stored is not None:  # float64 goes with wider stacks
         ordered = [dtype for dtype in ordered if dtype in COMPUTE_DTYPES]

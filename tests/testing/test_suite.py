@@ -214,6 +214,40 @@ def test_a_crash_is_reported_with_its_type_and_place():
     assert "arithmetic.py:" in result.failure.message
 
 
+class Panic(BaseException):
+    """As PyO3 raises for a panic of Rust."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), Panic("index out of bounds")])
+@pytest.mark.parametrize("name", ["run_qkv_is_right", "pool_machine"])
+def test_a_backend_that_ends_the_process_fails(error, name):
+    class Ending(TwoSteps):
+        def run_lora_a(self, x, weights, plan):
+            raise error
+
+    (result,) = verify(Ending("cpu"), only=[name], shrink=False).failures
+    assert result.failure.message.startswith(f"{type(error).__name__}: {error}")
+
+
+def test_an_interrupt_by_the_user_ends_the_suite():
+    class Interrupted(TwoSteps):
+        def run_lora_a(self, x, weights, plan):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verify(Interrupted("cpu"), only=["run_qkv_is_right"], shrink=False)
+
+
+@pytest.mark.parametrize("dtype", TorchRefBackend.dtypes)
+def test_a_backend_of_one_dtype_can_be_verified(dtype):
+    class Single(TorchRefBackend):
+        dtypes = (dtype,)
+
+    names = ["run_linear_is_within_the_bound", "run_experts_is_within_the_bound"]
+    names += ["large_and_small_deltas_are_right", "large_layers_are_right"]
+    assert verify(Single("cpu"), only=names).passed
+
+
 def test_fail_fast_stops_after_the_first_failure():
     report = verify(MUTANTS["WrongSlot"].backend("cpu"), shrink=False, fail_fast=True)
     assert [result.status for result in report.results].count("failed") == 1
