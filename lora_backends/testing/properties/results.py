@@ -66,11 +66,12 @@ def untouched_elements_keep_their_bits(backend: LoRABackend, case: LoRACase) -> 
         if bool(changed.any()):
             token, column = (int(i) for i in changed.nonzero()[0])
             where = inputs.location(token, inputs.slice_of(column))
+            after = bits(base.view)
             raise AssertionError(
                 f"{operation.name} changed y[{token}, {column}], which keeps base_output:\n"
                 f"  {where}\n"
-                f"  before {values[token, column].item()!r}\n"
-                f"  after  {base.view[token, column].item()!r}"
+                f"  before {values[token, column].item()!r}, as an int {before[token, column]}\n"
+                f"  after  {base.view[token, column].item()!r}, as an int {after[token, column]}"
             )
 
 

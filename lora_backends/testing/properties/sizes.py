@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any, TypeVar
@@ -56,7 +57,8 @@ def large_batches_are_right(backend: LoRABackend, case: LoRACase) -> None:
     runs = (case.num_slots - 1,) * 40_000 + (NO_ADAPTER,) * 5_000 + (0,) * 25_003
     for large in (mixed, replace(small, slots=runs)):
         inputs = large.build(backend.device)
-        y = check_linear(backend, large, inputs)
+        with _naming(f"a batch of {large.num_tokens} tokens for {large.num_slots} slots"):
+            y = check_linear(backend, large, inputs)
         if backend.deterministic and backend.batch_invariant:
             for row in (1, large.num_tokens // 2, large.num_tokens - 1):
                 alone = inputs.select([row])
@@ -75,17 +77,20 @@ def large_layers_are_right(backend: LoRABackend, case: LoRACase) -> None:
     small = _small(case)
     for large in _large_layers(small):
         inputs = large.build(backend.device)
-        check_linear(backend, large, inputs)
+        with _naming(f"{inputs.weights!r}, fused"):
+            check_linear(backend, large, inputs)
         plan = backend.prepare_batch(inputs.batch)
         h = backend.run_lora_a(inputs.x, inputs.weights, plan)
         y = backend.run_lora_b(h, inputs.weights, plan, inputs.new_view())
         wanted = oracles.expected_linear(inputs.x, inputs.weights, inputs.batch, inputs.base)
-        assert_right(y, wanted, inputs, case.is_integer)
+        with _naming(f"{inputs.weights!r}, in two steps"):
+            assert_right(y, wanted, inputs, case.is_integer)
     inputs = replace(small, in_features=70_001).build(backend.device)
     y = linear(backend, inputs, name="run_embedding")
     arguments = (inputs.token_ids, inputs.weights, inputs.batch, inputs.base)
     narrow = intermediate(backend, inputs)
-    assert_close(y, oracles.expected_embedding(*arguments, intermediate=narrow), inputs)
+    with _naming("a vocabulary of 70,001 tokens"):
+        assert_close(y, oracles.expected_embedding(*arguments, intermediate=narrow), inputs)
 
 
 def _large_layers(small: LoRACase) -> Iterator[LoRACase]:
@@ -146,7 +151,18 @@ def many_experts_are_right(backend: LoRABackend, case: ExpertCase) -> None:
         output_slices=tuple(width + 1024 for width in case.output_slices),
     )
     for large in (many, wide):
-        check_experts(backend, large, large.build(backend.device))
+        inputs = large.build(backend.device)
+        with _naming(f"{inputs.weights!r}, {large.num_tokens} tokens, {large.top_k} experts each"):
+            check_experts(backend, large, inputs)
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Name what is large in a failure: the case has the other sizes alone."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"made large: {what}\n{error}") from None
 
 
 def _small(case: LoRACase) -> LoRACase:
