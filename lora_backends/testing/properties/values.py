@@ -23,6 +23,7 @@ from lora_backends.testing.properties.runs import (
     given_h,
     intermediate,
     linear,
+    run,
 )
 
 
@@ -125,8 +126,13 @@ def _register_case_of(operation: Operation) -> None:
 
     def check(backend: LoRABackend, case: LoRACase) -> None:
         inputs = case.build(backend.device)
-        y = linear(backend, inputs, name=operation.name)
+        base, plan = inputs.new_base(), backend.prepare_batch(inputs.batch)
+        y = run(backend, operation, inputs, plan, None if base is None else base.view)
         assert_right(y, expected(backend, inputs), inputs, case.is_integer)
+        if base is not None:
+            base.assert_untouched()
+            if y is not base.view:
+                raise AssertionError(f"{operation.name} returned another tensor than base_output")
 
     check.__name__ = f"{operation.name}_is_right"
     slices = f" of {operation.num_slices} slices" if operation.num_slices else ""

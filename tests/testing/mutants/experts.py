@@ -129,6 +129,25 @@ class ExpertRanksCutAt64(SeeingExperts):
         return replace(weights, ranks=weights.ranks.clamp(max=64))
 
 
+@caught_by("experts_keep_no_state")
+class RouterCleaned(TwoSteps):
+    """Weights of dead pairs, which may be NaN, are set to 0 in the router's own tensor."""
+
+    def prepare_experts(self, plan, topk_ids, topk_weights, *args, **options):
+        topk_weights.nan_to_num_(0.0)
+        return super().prepare_experts(plan, topk_ids, topk_weights, *args, **options)
+
+
+@caught_by("experts_keep_no_state")
+class ExpertScalingsKept(SeeingExperts):
+    """The scalings of experts are copied once per layer."""
+
+    def seen_weights(self, weights):
+        kept = self.__dict__.setdefault("kept", {})
+        scalings, _ = kept.setdefault(id(weights), (weights.scalings.clone(), weights))
+        return replace(weights, scalings=scalings)
+
+
 @caught_by("run_experts_is_within_the_bound")
 class WeightedTwice(TwoSteps):
     """The router's weight is squared."""
