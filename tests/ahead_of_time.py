@@ -46,6 +46,7 @@ KEEP_FREED_MEMORY = (
 )
 """MLIR and LLVM free and allocate all the time: this spares about a tenth of it."""
 QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
+PRIME = ((4096,), 11008, 64)  # 43 steps of 256 inputs: parts are unequal
 ALL = ("linear", "separate", "embedding")
 STORAGE = {  # the dtype, and the block of a scale
     "linear int8": ("int8", (1, None)),
@@ -55,20 +56,22 @@ STORAGE = {  # the dtype, and the block of a scale
 FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slices' tables
     "linear": ((False, False, False), (0, 0)),
     "beside": ((False, False, False), (16, 16)),
-    "rows": ((False, False, False), (0, 0)),
     "factors": ((True, True, True), (16, 16)),
     "separate": ((True, False, True), (16, 16)),
     "embedding": ((True, True, False), (0, 0)),
 }
 CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ("triton", "bf16"): [
-        (QKV, (1, 1), None, ("linear", "beside", "rows", "beside rows")),
+        (QKV, (1, 1), None, ("linear", "beside")),  # row by row, without a matrix product
+        (QKV, (16, 1), None, ("linear", "beside")),
         (ODD, (1, 1), None, (*ALL, "beside")),
         (DOWN, (2048, 8), None, ("linear", "separate")),
+        (PRIME, (16, 8), None, ("linear",)),
         (DOWN, (8192, 8), None, ("linear",)),  # B through TMA, where there is any
     ],
     ("triton", "i8"): [
         (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
+        (PRIME, (1, 1), None, ("linear int8",)),
         (QKV, (64, 64), None, ("linear int8",)),  # row by row, without a matrix product
         (DOWN, (64, 8), None, ("linear int8",)),  # blocks of 16 ranks and 128 columns, too
         (ODD, (64, 8), None, ("linear blocks",)),
@@ -160,7 +163,11 @@ def compile_kernel(found, dtype, target):
     if "BLOCK_N" in constants:
         assert compiled.metadata.shared <= BARRIERS + most_shared_bytes(found, dtype)
     if kernel.__name__ == "expand_kernel" and is_wide(constants) and target.backend == "cuda":
-        assert "ld.global.b16" not in compiled.asm["ptx"], "B and y are read 2 bytes at a time"
+        # where a thread has one column, its value of y: of the first token and of later ones
+        has_one = not constants["STAGES"] and constants["BLOCK_C"] <= 32 * options["num_warps"]
+        narrow = 2 * constants["CHUNKS"] if has_one else 0
+        found = compiled.asm["ptx"].count("ld.global.b16")
+        assert found <= narrow, "B or y is read 2 bytes at a time"
     if kernel.__name__ == "expand_kernel" and dtype == "i8" and target.backend == "cuda":
         check_widening(compiled.asm["ptx"], constants)
     if constants.get("PROGRAMMATIC") and kernel.__name__ == "shrink_kernel":
@@ -234,21 +241,11 @@ def kernels(engine, dtype, programmatic, gpu):
     from lora_backends.sgmv import launch
     from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
     from lora_backends.sgmv.tiles import rules
-    from lora_backends.sgmv.tiles.sizes import (
-        BatchShape,
-        ExpandTiles,
-        LayerShape,
-        ShrinkTiles,
-        TileConfig,
-    )
-    from lora_backends.sgmv.tiles.source import fixed_source, rules_for
+    from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
+    from lora_backends.sgmv.tiles.source import rules_for
 
     cls = backend_class(engine)
-    source = rules_for(gpu)
-    # tables take no matrix product for one token, the rules do
-    alone = TileConfig(ShrinkTiles(16, 256, 16, warps_k=0), ExpandTiles(256, 16, num_stages=0))
-    of_rows = fixed_source(16, alone)
-    options = launch.Options(cls, "ieee", programmatic, False, source, programmatic, gpu)
+    options = launch.Options(cls, "ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
     item_bytes = 4 if dtype == "fp32" else 2
     for (slices, inputs, rank), (tokens, active), segment_size, forms in CASES[engine, dtype]:
         layer = LayerShape(len(slices), rank, inputs, sum(slices), item_bytes)
@@ -261,10 +258,9 @@ def kernels(engine, dtype, programmatic, gpu):
                 stored, block = STORAGE[form]
                 kind = storage_kind(getattr(torch, stored), programmatic)
                 storage = Storage(kind, block, torch.bfloat16)
-            used = options._replace(source=of_rows) if form.endswith("rows") else options
             form = next((name for name in (*ALL, "beside") if form.startswith(name)), "linear")
             yield from launch._kernels(
-                batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, used,
+                batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, options,
                 form, programmatic and storage.block[1] is None,
             )[:2]  # fmt: skip
         if "embedding" in forms:

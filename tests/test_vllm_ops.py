@@ -283,10 +283,12 @@ def run_experts(backend, x, a, b, out, *, block=None, enabled=None, slots=TOKENS
     return weights
 
 
-def align(topk_ids, mapping, block, enabled, ids, width=None, blocks=None, **more):
+def align(
+    topk_ids, mapping, block, enabled, ids, width=None, blocks=None, dtype=torch.int32, **more
+):
     width = topk_ids.numel() + EXPERTS * (block - 1) if width is None else width
     blocks = -(-width // block) if blocks is None else blocks
-    tables = [torch.full((SLOTS * n,), -7, dtype=torch.int32) for n in (width, blocks, 1)]
+    tables = [torch.full((SLOTS * n,), -7, dtype=dtype) for n in (width, blocks, 1)]
     arguments = topk_ids, mapping, EXPERTS, block, SLOTS, width, blocks, *tables, enabled, ids
     ops.moe_lora_align_block_size(*arguments, **more)
     return tables[0].view(SLOTS, -1), tables[1].view(SLOTS, -1), tables[2]
@@ -386,3 +388,21 @@ def test_alignment_leaves_slots_that_are_switched_off_or_refuses_small_tables():
         align(IDS, mapping, 4, enabled, ids, width=24)
     with pytest.raises(InvalidInputError, match="block_size=0"):
         align(IDS, mapping, 0, enabled, ids, width=24, blocks=3)
+    with pytest.raises(InvalidInputError, match=r"topk_ids has the wrong shape\n  given: \[14\]"):
+        align(IDS.reshape(-1), mapping, 4, enabled, ids)
+    with pytest.raises(InvalidInputError, match=r"topk_ids does not hold ints(.|\n)*float16"):
+        align(IDS.half(), mapping, 4, enabled, ids)
+    with pytest.raises(InvalidInputError, match=r"token_lora_mapping does not hold(.|\n)*bool"):
+        align(IDS, mapping > 0, 4, enabled, ids)
+    with pytest.raises(InvalidInputError, match=r"sorted_token_ids does not hold ints"):
+        align(IDS, mapping, 4, enabled, ids, dtype=torch.float16)  # which does not hold 2049
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor([True, False, True, False]), torch.tensor(3)])
+def test_slots_that_are_no_list_of_ints_are_refused(wrong):
+    meta = list(metadata(TOKENS))
+    meta[4] = wrong
+    out = torch.ones(1, 7, RANK)
+    with pytest.raises(InvalidInputError, match="lora_ids does not fit the batch"):
+        ops.lora_shrink(random(7, INNER), stacks([(RANK, INNER)]), out, *meta, 1.0)
+    assert out.eq(1).all()

@@ -17,7 +17,7 @@ from lora_backends import (
 from lora_backends.integrations.vllm import operation
 from lora_backends.integrations.vllm.layers import adopt, true_ranks
 from lora_backends.integrations.vllm.plans import Plans
-from lora_backends.integrations.vllm.plugin import backend_asked_for, check_version
+from lora_backends.integrations.vllm.plugin import backend_asked_for, check_settings, check_version
 from lora_backends.names import VLLM_VARIABLE
 
 
@@ -41,6 +41,32 @@ def test_older_versions_are_refused_by_their_number(version):
     with pytest.raises(BackendUnavailableError) as error:
         check_version(version)
     assert f"given: vLLM {version}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "setting", "named"),
+    [
+        ("model_config", "is_encoder_decoder", "a-model, with an encoder"),
+        ("cache_config", "kv_sharing_fast_prefill", "kv_sharing_fast_prefill"),
+        ("parallel_config", "use_ubatching", "microbatches"),
+        ("speculative_config", "enable_adaptive_verification", "enable_adaptive_verification"),
+    ],
+)
+def test_settings_that_give_layers_unannounced_rows_are_refused(part, setting, named):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="a-model", is_encoder_decoder=False),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        parallel_config=SimpleNamespace(use_ubatching=False),
+        speculative_config=None,
+    )
+    check_settings(config)
+    config.speculative_config = SimpleNamespace()  # of a version without the setting
+    check_settings(config)
+    check_settings(SimpleNamespace(model_config=None))
+    check_settings(None)
+    setattr(getattr(config, part), setting, True)
+    with pytest.raises(UnsupportedInputError, match=f"given: {named}"):
+        check_settings(config)
 
 
 def test_a_name_that_is_not_registered_is_refused_with_those_that_are(monkeypatch):

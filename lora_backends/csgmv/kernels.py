@@ -83,6 +83,7 @@ def shrink_kernel(
     STEPS: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_R: tl.constexpr,
+    EXITS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
@@ -110,7 +111,7 @@ def shrink_kernel(
         tokens if BY_TOKEN else places, program, in_features, x_stride_t, a_stride_l, a_stride_s,
         a_stride_r, a_scales_stride_l, a_scales_stride_s, a_scales_stride_r, h_rows, h_stride_s,
         h_stride_t, NUM_SLICES, SLICE_ALIGN, STORAGE, GROUP_R, GROUP_K, RANK_PAD, BLOCK_N, BLOCK_K,
-        WARPS_K, SPLIT_K, STEPS, EVEN_K, EVEN_R, PRECISION, INTERPRETED,
+        WARPS_K, SPLIT_K, STEPS, EVEN_K, EVEN_R, EXITS, PRECISION, INTERPRETED,
     )  # fmt: skip
 
 

@@ -173,13 +173,15 @@ def shrink_tile(
     STEPS: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_R: tl.constexpr,
+    EXITS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """h[k, s, h_row, :r] = x[x_row, part k] @ a[slot, s, :r, part k].T for one block of rows of A.
 
     Each part k of the inputs writes its own plane of partial sums; x_row [T] is -1 where the tile
-    has no token.
+    has no token. EXITS: a program whose rows of A all lie beyond the ranks ends at once, for which
+    every program waits until its ranks are loaded. Without EXITS such a program loads no A.
     """
     part = program % SPLIT_K
     n = program // SPLIT_K * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
@@ -187,8 +189,9 @@ def shrink_tile(
     r = n % RANK_PAD  # [N]
     ranks_at = ranks_ptr + slot * NUM_SLICES + s
     rank = tl.load(ranks_at, mask=s < NUM_SLICES, other=0, cache_modifier=".cg")  # [N]
-    if tl.max(rank - r) <= 0:
-        return
+    if EXITS:
+        if tl.max(rank - r) <= 0:
+            return
     has_token = x_row >= 0  # [T]
     x_rows = x_ptr + x_row * x_stride_t  # [T]
     a_rows = _rows_of_a(

@@ -289,6 +289,7 @@ class SgmvBackend(LoRABackend):
         if routing.num_pairs == 0:
             return y
         plan, options = routing.plan, self._options
+        self._note_capture(plan)
         if routing.refills != plan.refills:  # its tokens have other slots now
             choice = (routing.topk_ids, routing.topk_weights)
             sort_pairs(routing, plan, *choice, None, options.programmatic)
@@ -303,9 +304,13 @@ class SgmvBackend(LoRABackend):
 
     def _rows(self, plan: SgmvPlan, tokens: int) -> int:
         """Return the rows of the grid; a plan that a graph captures keeps its tile sizes."""
+        return plan.grid_rows(self._note_capture(plan), tokens) or EMPTY_ROW
+
+    def _note_capture(self, plan: SgmvPlan) -> bool:
+        """Return whether a CUDA graph captures the call, and with it the plan's tables."""
         capturing = is_capturing(self.device)
         plan.is_captured |= capturing
-        return plan.grid_rows(capturing, tokens) or EMPTY_ROW
+        return capturing
 
     def _cache(
         self,

@@ -19,7 +19,7 @@ from lora_backends.sgmv.launching.tma import allows_tma, descriptor
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.storage import PLAIN, WIDE, Storage, storage_kind, stored_bytes
 from lora_backends.sgmv.tiles.gpu import Gpu
-from lora_backends.sgmv.tiles.rules import of_8_bits, of_scaled_blocks
+from lora_backends.sgmv.tiles.rules import ends_beyond_ranks, of_8_bits, of_scaled_blocks
 from lora_backends.sgmv.tiles.sizes import (
     BatchShape,
     ExpandTiles,
@@ -137,7 +137,16 @@ def _kernels(
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         tma = tma and column_programs(output_slices, expand).even
     return Kernels(
-        _shrink_kernel(layer, shrink, slice_aligns[0], storage, exact, row, options),
+        _shrink_kernel(
+            layer,
+            shrink,
+            slice_aligns[0],
+            storage,
+            exact,
+            ends_beyond_ranks(batch, options.gpu),
+            row,
+            options,
+        ),
         _expand_kernel(
             layer,
             output_slices,
@@ -186,6 +195,7 @@ def _shrink_kernel(
     slice_align: int,
     storage: Storage,
     exact: bool,
+    exits: bool,
     row: tuple[tuple[str, int], ...],
     options: Options,
 ) -> SpecializedKernel:
@@ -207,6 +217,7 @@ def _shrink_kernel(
         "EVEN_K": layer.in_features % step == 0,
         # exact: callers see h, so not even zeros are written beyond a rank
         "EVEN_R": layer.max_rank % 8 == 0 and not exact,
+        "EXITS": exits,
         "PRECISION": options.precision,
         "INTERPRETED": INTERPRETED,
         "PROGRAMMATIC": options.programmatic,

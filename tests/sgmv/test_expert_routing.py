@@ -8,6 +8,7 @@ import torch
 from engines import ON_GPU, make_engine
 
 from lora_backends import InvalidInputError, LoRABatch
+from lora_backends.sgmv import engine
 from lora_backends.sgmv.experts import routing as routing_of_pairs
 from lora_backends.sgmv.experts.rules import expected_keys, tile_pairs
 
@@ -152,6 +153,28 @@ def test_a_routing_of_other_slots_is_not_refilled(make, device):
     wider = backend.prepare_batch(LoRABatch([0, 1, 2, 3], SLOTS + 1))
     with pytest.raises(InvalidInputError, match="6 slots"):
         backend.prepare_experts(wider, ids, weights, EXPERTS, out=routing)
+
+
+def test_a_graph_of_experts_alone_keeps_whether_tokens_have_scales(make, device, monkeypatch):
+    backend, layer = make(), experts_layer(device)
+    batch, ids, weights = choice(9, 2, device)
+    scaled = LoRABatch(batch.token_slots, SLOTS, torch.full((9,), 0.5))
+    x = torch.randn(9, 8, device=device)
+
+    def captured(batch):
+        """Return a plan of which a graph captures the experts, and nothing else."""
+        plan = backend.prepare_batch(batch)
+        routing = backend.prepare_experts(plan, ids, weights, EXPERTS)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "is_capturing", lambda _: True)
+            backend.run_experts(x, layer, routing)
+        return plan
+
+    with pytest.raises(InvalidInputError, match="captured the plan without token_scales"):
+        backend.prepare_batch(scaled, out=captured(batch))
+    plan = captured(scaled)
+    backend.prepare_batch(batch, out=plan)
+    assert plan.token_scales.eq(1).all(), "the graph reads them"
 
 
 def experts_layer(device):

@@ -232,6 +232,33 @@ def test_run_lora_b_takes_h_as_it_is_whatever_the_tiles(make):
     assert (found - expected).abs().amax() <= 2.0**-20 * expected.abs().amax()
 
 
+@pytest.mark.parametrize("slots", [8, 40])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_programs_beyond_the_ranks_end_early_only_in_a_grid_of_many_rows(device, engine, slots):
+    """Of the blocks of 16 rows of A, NaN beyond the ranks, a rank of 0 has none and 5 has one."""
+    generator = torch.Generator().manual_seed(3)
+    ranks = torch.tensor([0, 5, 40])[torch.arange(slots) % 3].int()[:, None]
+    beyond = torch.arange(40) >= ranks
+    a = torch.randn(slots, 1, 40, 64, generator=generator).masked_fill(
+        beyond[:, None, :, None], torch.nan
+    )
+    b = torch.randn(slots, 32, 40, generator=generator).masked_fill(beyond[:, None], torch.nan)
+    weights = LoRAWeights(a, b, ranks, torch.ones(slots, 1), (32,))
+    tiles = fixed_source(16, TileConfig(ShrinkTiles(16, 32, 2), ExpandTiles(32, 64)))
+    backend = ENGINES[engine](device, tiles=tiles)
+    batch = LoRABatch(torch.arange(slots).repeat(2), slots)
+    x, y = torch.randn(2 * slots, 64, generator=generator), torch.full((2 * slots, 32), -0.0)
+    moved, plan, found = on(device, weights), backend.prepare_batch(batch), y.clone().to(device)
+    kernels = launch.kernels_of(moved, plan, 2 * slots, torch.float32, backend._options)
+    assert kernels.shrink.constants["EXITS"] == (slots == 40)
+    backend.run_linear(x.to(device), moved, plan, found)
+    reference = get_backend("torch_ref", device="cpu")
+    expected = reference.run_linear(x, weights, reference.prepare_batch(batch), y.clone())
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+    without = ranks[batch.token_slots, 0] == 0
+    assert found.cpu()[without].signbit().all()  # y was not written
+
+
 @triton.jit
 def prefetching_kernel(
     a_ptr,

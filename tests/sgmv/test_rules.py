@@ -109,7 +109,7 @@ def test_a_batch_invariant_engine_expands_all_tokens_of_a_tile_by_the_same_code(
 @pytest.mark.parametrize("active", [1, 30, 64])
 def test_a_shrink_without_a_matrix_product_has_few_steps_of_inputs(active):
     """Its code has every step, and the loads of all of them are in flight together."""
-    for inputs in (*range(1024, 32769, 512), 5120, 18944, 25600):
+    for inputs in (*range(2048, 32769, 512), 5120, 18944, 25600):
         batch, layer = BatchShape(active, active, 16), LayerShape(1, 16, inputs, 4096, 1)
         shrink = choose_tiles(batch, layer).shrink
         steps = -(-inputs // (shrink.block_k * shrink.split_k))
@@ -184,9 +184,52 @@ def test_tma_loads_of_b_are_for_long_batches_of_16_bit_weights():
     assert stages(256, 2) == stages(8192, 4) == 1
 
 
-def test_a_lone_token_of_rank_16_is_split_over_many_programs():
-    tiles = choose_tiles(BatchShape(1, 1, 16), LayerShape(1, 16, 4096, 4096, 2))
-    assert tiles.shrink.split_k == 16
+@pytest.mark.parametrize("inputs", [4096, 9728, 11008, 14336, 18944])
+@pytest.mark.parametrize("tokens, active", [(1, 1), (16, 1), (16, 8), (2048, 8)])
+def test_inputs_of_any_width_are_split_over_many_programs(inputs, tokens, active):
+    """In steps of 256, 11008 inputs are a prime and 9728 and 18944 twice a prime."""
+    batch = BatchShape(tokens, active, tile_tokens(tokens, active))
+    for rank in (16, 64):
+        layer, wide = (LayerShape(1, rank, k, 4096, 2) for k in (inputs, max(inputs, 8192)))
+        chosen, long = (
+            choose_tiles(batch, layer),
+            choose_tiles(batch, replace(wide, in_features=16384)),
+        )
+        assert chosen.shrink.split_k * 2 >= min(16, long.shrink.split_k)
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2])
+def test_layers_with_few_inputs_sum_in_one_order_whatever_small_batch_a_graph_has_captured(
+    item_bytes,
+):
+    batches = [(tokens, active) for tokens in range(1, 17) for active in range(min(tokens, 8) + 1)]
+    for inputs, rank, slices in itertools.product((1, 300, 513, 1024), (1, 16, 64), (1, 3)):
+        layer = LayerShape(slices, rank, inputs, 512, item_bytes)
+        sizes = [choose_tiles(BatchShape(*batch, 16), layer) for batch in batches]
+        orders = {(s.shrink.split_k, s.shrink.warps_k, bool(s.expand.num_stages)) for s in sizes}
+        assert len(orders) == 1
+
+
+@pytest.mark.parametrize("rank", [8, 16, 64, 128])
+def test_tokens_alone_with_their_slot_take_no_matrix_product(rank):
+    def without(tokens, active, item_bytes=2):
+        tiles = choose_tiles(
+            BatchShape(tokens, active, 16), LayerShape(1, rank, 4096, 4096, item_bytes)
+        )
+        return tiles.shrink.warps_k == 0, tiles.expand.num_stages == 0
+
+    narrow = 16 <= rank <= MAX_BLOCK_R
+    assert without(1, 1) == (narrow, narrow)
+    assert without(4, 4) == without(7, 4) == (False, narrow)
+    assert without(64, 64) == (False, rank == 16)
+    for tokens, active, item_bytes in (
+        (2, 1, 2),
+        (16, 8, 2),
+        (16, 16, 2),
+        (1, 1, 4),
+        (512, 512, 2),
+    ):
+        assert without(tokens, active, item_bytes) == (False, False)
 
 
 def test_parts_of_the_inputs_are_equal():

@@ -128,3 +128,33 @@ def test_the_log_names_the_backend(make_engine, caplog):
     finally:
         logger.propagate = before
     assert "runs on backend 'torch_ref' on cpu" in caplog.text
+
+
+def test_prompts_that_are_embedded_already_share_a_batch_with_adapters(
+    make_engine, tiny, peft_tokens
+):
+    import torch
+    import transformers
+    from vllm import SamplingParams
+
+    from lora_backends import UnsupportedInputError
+
+    engine = make_engine(enable_prompt_embeds=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    with torch.no_grad():
+        embedded = model.model.embed_tokens(torch.tensor(PROMPTS[0]))
+    sampling = SamplingParams(temperature=0, max_tokens=3, detokenize=False, ignore_eos=True)
+
+    def tokens(name):
+        out = engine.llm.generate(
+            [{"prompt_embeds": embedded}, {"prompt_token_ids": PROMPTS[1]}],
+            sampling,
+            lora_request=[engine.request("all"), engine.request(name)],
+            use_tqdm=False,
+        )
+        return [list(each.outputs[0].token_ids) for each in out]
+
+    for name in ("small", None):
+        assert tokens(name) == [peft_tokens(PROMPTS[0], "all", 3), peft_tokens(PROMPTS[1], name, 3)]
+    with pytest.raises(UnsupportedInputError, match="LoRA on the embedding"):
+        tokens("ends")

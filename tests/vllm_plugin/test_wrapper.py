@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,31 @@ def test_a_backend_without_the_features_that_vllm_needs_is_refused(wrapper, monk
     backend = type(wrapper.tokens.backend)
     monkeypatch.setattr(backend, "features", backend.features - {"slice_tensors"})
     with pytest.raises(UnsupportedInputError, match="'torch_ref'(.|\n)*lacks: slice_tensors"):
+        type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """Return what a wrapper that is made takes for vLLM's settings."""
+    from lora_backends.integrations.vllm import wrapper as module
+
+    model = SimpleNamespace(model="tiny", is_encoder_decoder=False, enable_prompt_embeds=False)
+    made = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        parallel_config=SimpleNamespace(use_ubatching=False),
+        compilation_config=None,
+        speculative_config=None,
+    )
+    monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: made)
+    return made
+
+
+def test_a_model_with_an_encoder_whose_rows_vllm_does_not_announce_is_refused(wrapper, settings):
+    from lora_backends import UnsupportedInputError
+
+    settings.model_config.is_encoder_decoder = True
+    with pytest.raises(UnsupportedInputError, match="given: tiny, with an encoder"):
         type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
 
 
@@ -270,15 +296,68 @@ def test_an_embedding_expands_what_vllm_has_gathered(wrapper):
         torch.testing.assert_close(y[row], 1 + b @ gathered[row])
 
 
+@pytest.mark.parametrize("shape", [(-1,), (1, -1), (-1, 1)])
+def test_token_ids_of_more_axes_are_embedded_with_each_tokens_adapter(wrapper, shape):
+    from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+
+    generator, base = torch.Generator().manual_seed(3), torch.nn.Embedding(50, 12)
+    base.org_vocab_size = 50
+    module = VocabParallelEmbeddingWithLoRA(base)
+    settings = SimpleNamespace(max_lora_rank=RANK, lora_dtype=torch.float32)
+    module.create_lora_weights(SLOTS, settings)
+    module.set_mapping(wrapper)
+    lora = [
+        [torch.randn(size, generator=generator) for size in ((RANK, 50), (12, RANK))]
+        for _ in range(SLOTS)
+    ]
+    for slot, (a, b) in enumerate(lora):
+        module.set_lora(slot, a, b)
+    wrapper.update_metadata(mapping(IDS), INDEX_TO_ID, SLOTS + 1, 50)
+    ids = 3 * torch.arange(len(IDS)).view(shape)
+    with torch.no_grad():
+        wanted = base.weight[ids.flatten()].clone()
+        for row, (id_, token) in enumerate(zip(IDS, ids.flatten(), strict=True)):
+            if id_:
+                a, b = lora[INDEX_TO_ID.index(id_)]
+                wanted[row] += b @ a[:, token]
+        found = torch.compile(module, backend="eager", fullgraph=True)(ids)
+    torch.testing.assert_close(found, wanted.view(*ids.shape, 12))
+
+
 def test_a_drafter_that_shares_the_embedding_embeds_fewer_rows_without_adapter(wrapper, x):
     module = make_module(wrapper, slices=(12,))
     stack = module.lora_b_stacked[0]
+    wrapper.drafts = True
     y = torch.ones(3, 12)
     wrapper.add_lora_embedding(y, torch.ones(3, RANK), stack, add_input=True)
     assert y.eq(1).all()
     y = torch.ones(len(IDS), 12)
     wrapper.add_lora_embedding(y, torch.ones(len(IDS), RANK), stack, add_input=True)
     assert y[1].ne(1).all()
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_fewer_rows_embedded_are_those_of_a_drafter_unless_prompts_may_be_embedded(
+    wrapper, settings, drafts
+):
+    from lora_backends import UnsupportedInputError
+
+    settings.speculative_config = SimpleNamespace() if drafts else None
+
+    def embed(ids):
+        new = type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+        stack = make_module(new, slices=(12,)).lora_b_stacked[0]
+        new.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
+        y = torch.ones(3, 12)
+        new.add_lora_embedding(y, torch.ones(3, RANK), stack, add_input=True)
+        assert y.eq(1).all()
+
+    embed([0, 9, 9, 0])  # adapter 9 has no LoRA on the embedding
+    if drafts:
+        embed(IDS)
+    settings.model_config.enable_prompt_embeds = True
+    with pytest.raises(UnsupportedInputError, match="given: 3 of 7 tokens(.|\n)*enable_prompt_emb"):
+        embed(IDS)
 
 
 def test_logits_use_the_sampled_rows_and_leave_padding(wrapper, x):
@@ -345,6 +424,27 @@ def test_logits_of_a_prompts_tokens_have_those_tokens_adapters(wrapper, x):
     with pytest.raises(UnsupportedInputError, match="no slice of the batch's hidden states"):
         compute(x[1:3].clone())
     assert prompts.first_token() is None
+
+
+def test_prompt_logprobs_of_one_engine_leave_the_samples_of_another_thread_alone(wrapper, x):
+    from lora_backends.integrations.vllm import prompts
+
+    module = make_module(wrapper, slices=(20,))
+    wrapper.update_metadata(mapping(IDS, [9, 0, 5]), INDEX_TO_ID, SLOTS + 1, 100)
+
+    def sample():
+        stacks = module.lora_a_stacked[0], module.lora_b_stacked[0]
+        return wrapper.add_lora_logits(torch.ones(3, 20), x[:3], *stacks, 1.0)
+
+    def while_another_engine_computes(part):
+        with ThreadPoolExecutor(1) as engine:
+            return engine.submit(sample).result()
+
+    sampled = prompts.by_token(while_another_engine_computes, x)(x[2:5])
+    torch.testing.assert_close(sampled, 1 + delta(module, x[:3], [9, 0, 5]))
+    place = SimpleNamespace(cu_num_logits_np=torch.tensor([0, 3, 4, 6]).numpy())
+    sampled = prompts._sample(lambda *_: while_another_engine_computes(x), None, x, place)
+    torch.testing.assert_close(sampled, 1 + delta(module, x[:3], [9, 0, 5]))
 
 
 def test_both_model_runners_compute_prompt_logprobs_by_token(monkeypatch):

@@ -118,6 +118,21 @@ def follow(module: Any, set_ranks: Callable[[int, Any], None]) -> None:
     module.set_lora, module.reset_lora = set_lora_and_ranks, reset_lora_and_ranks
 
 
+def embed_by_token(module: Any) -> None:
+    """Let an embedding find each token's adapter, also where token ids have more than one axis.
+
+    vLLM takes the first axis for the tokens when it gathers A. Transformers' models pass
+    [1, tokens], so that all tokens would take A of the first one's adapter.
+    """
+    forward = module.forward
+
+    def forward_flat(token_ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = forward(token_ids.flatten())
+        return embedded.view(*token_ids.shape, embedded.shape[-1])
+
+    module.forward = forward_flat
+
+
 def true_ranks(lora_a: torch.Tensor | Sequence[torch.Tensor | None], num_slices: int) -> list[int]:
     """Return the rank of each slice, 0 where the adapter has no A.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lora_backends.devices import is_capturing
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.integrations.vllm.layers import Layer, find
 from lora_backends.integrations.vllm.plans import Plans
 
@@ -64,11 +64,28 @@ def _run_layer(
     if not layer.ranked and _is_by_itself(operation, x, plans):
         return
     if operation == EMBEDDING and x.shape[1] < plans.num_rows:
-        return  # a drafter's own rows, which have no adapter; the model verifies what it drafts
+        _check_part(layer, x.shape[1], plans)
+        return
     if operation in (SHRINK, FULL):
         _shrink(layer, y, x, plans)
     elif not plans.is_idle:
         _add(layer, y, x, plans, operation, offset)
+
+
+def _check_part(layer: Layer, rows: int, plans: Plans) -> None:
+    """Refuse to embed some of the batch's tokens, as nothing tells which ones they are.
+
+    A drafter's own rows have no adapter: the model verifies what it drafts.
+    """
+    if layer.wrapper.drafts or layer.ranked.isdisjoint(plans.slots):
+        return
+    raise UnsupportedInputError(
+        f"an adapter's embedding cannot be added to some of the batch's tokens\n"
+        f"  given: {rows} of {plans.num_rows} tokens, as vLLM embeds those beside prompts that "
+        f"are embedded already\n"
+        f"  to do: remove the adapters that have LoRA on the embedding, or start vLLM without "
+        f"enable_prompt_embeds"
+    )
 
 
 def _is_by_itself(operation: str, x: torch.Tensor, plans: Plans) -> bool:

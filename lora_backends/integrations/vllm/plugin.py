@@ -1,4 +1,4 @@
-"""Waking up: which versions of vLLM are supported, and where this library steps in."""
+"""Waking up: which vLLM and which settings are supported, and where this library steps in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-from lora_backends.errors import BackendUnavailableError
+from lora_backends.errors import BackendUnavailableError, UnsupportedInputError
 from lora_backends.names import AUTO, VLLM_VARIABLE
 from lora_backends.registry import backend_class, backend_names
 
@@ -74,6 +74,45 @@ def check_version(given: str) -> None:
             f"  allowed: {oldest} or newer\n"
             f"  to do: install vllm>={oldest}, or unset {VLLM_VARIABLE}"
         )
+
+
+def check_settings(config: Any) -> None:
+    """Refuse settings under which LoRA layers get other rows than those that vLLM announces.
+
+    Rows beyond those announced would be taken for padding.
+
+    Args:
+        config: vLLM's, or None.
+
+    Raises:
+        UnsupportedInputError: a model with an encoder, whose rows also reach the decoder's cross
+            attention, or a setting that hands other tokens to a layer than those announced.
+    """
+    if config is None or config.model_config is None:
+        return
+    model = config.model_config
+    unannounced = (
+        (model, "is_encoder_decoder", f"{model.model}, with an encoder"),
+        (config.cache_config, "kv_sharing_fast_prefill", "kv_sharing_fast_prefill"),
+        (config.parallel_config, "use_ubatching", "microbatches (enable_dbo or ubatch_size)"),
+        # the device chooses how many tokens each request has
+        (config.speculative_config, "enable_adaptive_verification", "enable_adaptive_verification"),
+    )
+    for part, setting, given in unannounced:
+        if getattr(part, setting, False):  # which a version may lack
+            raise UnsupportedInputError(
+                f"LoRA layers get rows whose adapters vLLM does not announce\n"
+                f"  given: {given}\n"
+                f"  to do: leave it, or unset {VLLM_VARIABLE}; vLLM's own operators do not know "
+                f"these adapters either"
+            )
+
+
+def drafts(config: Any) -> bool:
+    """Return whether what embeds fewer rows than the batch has is vLLM's drafter."""
+    if config is None or config.speculative_config is None:
+        return False
+    return not config.model_config.enable_prompt_embeds
 
 
 def own_wrapper_name() -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -19,25 +20,31 @@ import torch
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.names import VLLM_VARIABLE
 
-_first_token: int | None = None
-_rows_per_request: list[int] | None = None
+
+class _Logits(threading.local):
+    """The logits that a thread computes; engines of one process may run in several threads."""
+
+    first_token: int | None = None
+    rows_per_request: list[int] | None = None
+
+
+_logits = _Logits()
 
 
 def first_token() -> int | None:
     """Return the batch's token that the first row of the logits belongs to; None for samples."""
-    return _first_token
+    return _logits.first_token
 
 
 def rows_per_request() -> list[int] | None:
     """Return how many rows of the logits each request has; None where each row is announced."""
-    return _rows_per_request
+    return _logits.rows_per_request
 
 
 def by_token(compute_logits: Callable[..., Any], hidden_states: torch.Tensor) -> Callable[..., Any]:
     """Return `compute_logits` for slices of the hidden states of a batch's tokens."""
 
     def compute(part: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        global _first_token
         row = max(hidden_states.stride(0) * hidden_states.element_size(), 1)
         first, rest = divmod(part.data_ptr() - hidden_states.data_ptr(), row)
         if rest or first < 0 or first + part.shape[0] > hidden_states.shape[0]:
@@ -46,11 +53,11 @@ def by_token(compute_logits: Callable[..., Any], hidden_states: torch.Tensor) ->
                 f"  given: {list(part.shape)}, which is no slice of the batch's hidden states\n"
                 f"  to do: ask for no prompt_logprobs"
             )
-        _first_token = first
+        _logits.first_token = first
         try:
             return compute_logits(part, *args, **kwargs)
         finally:
-            _first_token = None
+            _logits.first_token = None
 
     return compute
 
@@ -101,13 +108,12 @@ def _sample(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    global _rows_per_request
     ends = input_batch.cu_num_logits_np.tolist()  # from 0, on the host
-    _rows_per_request = [end - first for first, end in pairwise(ends)]
+    _logits.rows_per_request = [end - first for first, end in pairwise(ends)]
     try:
         return own(runner, hidden_states, input_batch, *args, **kwargs)
     finally:
-        _rows_per_request = None
+        _logits.rows_per_request = None
 
 
 def _replace(

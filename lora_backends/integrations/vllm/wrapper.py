@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
-from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
 from lora_backends import features
@@ -39,7 +39,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
 
     Raises:
         BackendUnavailableError: the backend asked for does not run on the device.
-        UnsupportedInputError: it lacks a feature that vLLM's layers need.
+        UnsupportedInputError: it lacks a feature that vLLM's layers need, or layers get rows
+            whose adapters vLLM does not announce.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
                 f"  it lacks: {', '.join(sorted(missing))}\n  to do: choose another backend"
             )
         config = get_current_vllm_config_or_none()
+        plugin.check_settings(config)
         compilation = None if config is None else config.compilation_config
+        self.drafts = plugin.drafts(config)
         self.tokens = Plans(backend, num_slots, max_num_batched_tokens, compilation)
         self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
         self.prompt = Plans(backend, num_slots, max_num_batched_tokens)
@@ -202,8 +205,12 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
     ) -> torch.Tensor:
         """Add the LoRA of an embedding to y; x holds the rows of A that vLLM has gathered.
 
-        Nothing is added to fewer rows than the batch has. vLLM's drafter embeds those when it
-        shares the model's embedding, and it drafts without adapters.
+        Nothing is added to fewer rows than the batch has if vLLM drafts. Its drafter embeds those
+        when it shares the model's embedding, and it drafts without adapters.
+
+        Raises:
+            UnsupportedInputError: fewer rows, as beside prompts that are embedded already, and an
+                adapter of the batch has LoRA on the embedding.
         """
         self._clear(y, (y.shape[-1],), 0, add_inputs, kwargs)
         h = x.unsqueeze(0).to(torch.float32)
@@ -359,6 +366,8 @@ def _follow_mapping() -> None:
             else:
                 layers.adopt(self, punica_wrapper)
                 operation.fuse(self)
+                if isinstance(self, VocabParallelEmbeddingWithLoRA):
+                    layers.embed_by_token(self)
 
     BaseLayerWithLoRA.set_mapping = set_mapping_and_adopt
 

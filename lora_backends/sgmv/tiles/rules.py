@@ -27,7 +27,10 @@ from lora_backends.sgmv.tiles.sizes import (
 )
 
 _PREFILL_TOKENS = 512
+_FEW_ROWS = 8  # of the grid, fewer than which leave an H200 idle
 _MANY_ROWS = 32  # of the grid: about a quarter of an H200's multiprocessors
+_MOST_PLANES = 32  # of h: the expand reads them all back
+_SHORT_INPUT = 2048  # in_features up to which decode has the same sums, and bits, in most batches
 _LONG_INPUT = 8192  # in_features from which more parts are faster
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
 _ROW_INPUTS = 1024  # per step of a shrink of 8 bits without a matrix product
@@ -60,7 +63,51 @@ def choose_tiles(batch: BatchShape, layer: LayerShape, gpu: Gpu = H200) -> TileC
     else:
         shrink = _shrink_prefill(rows, batch, layer)
     shrink = fitting(_bounded(shrink, batch, layer), batch.tile_tokens, layer.item_bytes, gpu)
-    return TileConfig(shrink, _expand(rows, batch, layer, gpu.shared_bytes >= TMA_BYTES))
+    tiles = TileConfig(shrink, _expand(rows, batch, layer, gpu.shared_bytes >= TMA_BYTES))
+    return _of_lone_tokens(tiles, rows, layer) if _are_alone(batch, layer) else tiles
+
+
+def _are_alone(batch: BatchShape, layer: LayerShape) -> bool:
+    """Return whether slots have about one token each, in a layer that may sum in another order.
+
+    A captured graph keeps its sizes while the batch changes. Where inputs are few, sums have one
+    order in all small batches, and a replay gives the bits of an eager call.
+    """
+    alone = batch.num_tokens < min(_PREFILL_TOKENS, 2 * max(1, batch.active_slots))
+    return alone and layer.in_features >= _SHORT_INPUT
+
+
+def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConfig:
+    """Return sizes for tokens alone with their slot: 16-bit kernels without a matrix product.
+
+    They replace both kernels where there is one slot, the expand where there are few, or many of
+    rank 16; elsewhere they were as often slower as faster. Shorter rows of B leave threads idle.
+    """
+    rank_pad = padded_rank(layer.max_rank)
+    if layer.item_bytes != 2 or layer.max_rank != rank_pad or rank_pad > MAX_BLOCK_R:
+        return tiles
+    if rows < _FEW_ROWS:
+        wide = layer.out_features >= _WIDE_OUTPUT
+        block_c, num_warps = (256, 4) if wide else (64, 2)
+        expand = ExpandTiles(block_c, rank_pad, num_warps=num_warps, num_stages=0)
+        tiles = replace(tiles, expand=expand)
+    elif rows >= _MANY_ROWS and rank_pad == MIN_DOT:
+        tiles = replace(tiles, expand=ExpandTiles(256, MIN_DOT, 2, num_warps=2, num_stages=0))
+    if rows > 1:
+        return tiles
+    planes = 28 if layer.in_features >= _LONG_INPUT else 16
+    block_k = 512 if layer.in_features > 3 * 256 * planes else 256
+    split_k = parts(layer.in_features, block_k, planes)
+    return replace(tiles, shrink=ShrinkTiles(MIN_DOT, block_k, split_k, 0, 8, num_stages=1))
+
+
+def ends_beyond_ranks(batch: BatchShape, gpu: Gpu = H200) -> bool:
+    """Return whether programs of the shrink end at once where A has no rows within the ranks.
+
+    All programs wait for the ranks then: 0.92 to 1.0 of the time without, in decode with few rows
+    of the grid. Many rows fill the GPU, and programs that end make room for others.
+    """
+    return gpu.as_on_h200(batch.rows) >= _MANY_ROWS
 
 
 def _shrink_decode(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
@@ -80,7 +127,7 @@ def _shrink_decode(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTil
         planes = (16 if single else 8) // (1 if narrow else 2)
         planes = max(4, planes * 16 // batch.tile_tokens * (4 if long else 1))
     blocks = -(-layer.stacked // block_n) * rows
-    split_k = equal_parts(layer.in_features, min(planes, programs // blocks))
+    split_k = _planes(layer.in_features, min(planes, programs // blocks))
     if block_n == 16 and batch.tile_tokens == 16 and (rows >= _MANY_ROWS or long):
         return ShrinkTiles(block_n, 256, split_k, warps_k=4)
     return ShrinkTiles(block_n, 128, split_k, num_stages=4)
@@ -93,7 +140,7 @@ def _shrink_many_adapters(rows: int, layer: LayerShape) -> ShrinkTiles:
     planes = 4 if narrow and (single or wide) else 2
     programs = 512 if narrow and single else 256
     planes = min(planes, programs // (-(-layer.stacked // block_n) * rows))
-    split_k = equal_parts(layer.in_features, planes)
+    split_k = _planes(layer.in_features, planes)
     if block_n == 16 and layer.in_features >= _LONG_INPUT:
         return ShrinkTiles(block_n, 256, split_k, warps_k=4)
     return ShrinkTiles(block_n, 128, split_k, num_stages=4)
@@ -109,7 +156,7 @@ def _shrink_prefill(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTi
     most = 8 if single and (narrow or long) else 4
     planes = max(planes, min(most, (128 if single else 64) // programs))
     planes = 1 if stacked >= 256 and rows >= 64 else min(planes, 256 // rows)
-    split_k = equal_parts(layer.in_features, planes)
+    split_k = _planes(layer.in_features, planes)
     block_n, block_k = min(64, stacked), 128
     if stacked >= 128:
         block_n, block_k = (128 if rows >= 64 and batch.tile_tokens == 64 else 64), 64
@@ -161,8 +208,11 @@ def of_8_bits(
     faster. Sizes without a product stay as they are.
     """
     rows, shrink, expand = gpu.as_on_h200(batch.rows), tiles.shrink, tiles.expand
-    alone = batch.num_tokens < min(_PREFILL_TOKENS, 2 * batch.active_slots)
-    if alone and layer.item_bytes == 2 and padded_rank(layer.max_rank) == MIN_DOT:
+    if (
+        _are_alone(batch, layer)
+        and layer.item_bytes == 2
+        and padded_rank(layer.max_rank) == MIN_DOT
+    ):
         block_c = 128 if rows == 1 else 256
         return TileConfig(_shrink_rows(layer, rows), ExpandTiles(block_c, MIN_DOT, num_stages=0))
     if shrink.warps_k:
@@ -272,7 +322,11 @@ def _bounded(shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape) -> Shrin
     return replace(shrink, num_stages=max(2, min(shrink.num_stages, _SHARED_BYTES // stage)))
 
 
-def equal_parts(in_features: int, most: int) -> int:
-    """Return the largest number of equal parts, in steps of 256, that does not exceed `most`."""
-    steps = max(1, in_features // 256)
-    return max(split for split in range(1, max(1, most) + 1) if steps % split == 0)
+def _planes(in_features: int, most: int) -> int:
+    """Return the largest number of equal parts, in steps of 256, up to `most` and _MOST_PLANES.
+
+    Where these are no more than half as many, parts are unequal: 11008 is 43 steps, a prime.
+    """
+    steps, most = max(1, in_features // 256), min(most, _MOST_PLANES)
+    equal = max(split for split in range(1, max(1, most) + 1) if steps % split == 0)
+    return equal if 2 * equal > most else parts(in_features, 256, most)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lora_backends.errors import InvalidInputError
+from lora_backends.integrations.vllm.ops.metadata import is_integral
 
 
 def moe_lora_align_block_size(
@@ -47,7 +48,7 @@ def moe_lora_align_block_size(
         expert_map: [num_experts] int32, the local id of each expert or -1.
 
     Raises:
-        InvalidInputError: a row is too narrow for the worst routing, or shapes differ.
+        InvalidInputError: a row is too narrow for the worst routing, or shapes or dtypes differ.
     """
     if block_size < 1 or num_experts < 1:
         raise InvalidInputError(
@@ -57,9 +58,16 @@ def moe_lora_align_block_size(
         )
     pairs = topk_ids.numel()
     worst = (pairs + min(num_experts, pairs) * (block_size - 1)) // block_size  # blocks of a row
+    _check_ints(
+        topk_ids=topk_ids,
+        token_lora_mapping=token_lora_mapping,
+        sorted_token_ids=sorted_token_ids,
+        experts_ids=experts_ids,
+        num_tokens_post_pad=num_tokens_post_pad,
+    )
     _check_lengths(
         {
-            "topk_ids": (topk_ids.shape[:1], token_lora_mapping.shape),
+            "topk_ids": (topk_ids.shape, (*token_lora_mapping.shape, topk_ids.shape[-1])),
             "sorted_token_ids": (sorted_token_ids.shape, (max_loras * max_num_tokens_padded,)),
             "experts_ids": (experts_ids.shape, (max_loras * max_num_m_blocks,)),
             "num_tokens_post_pad": (num_tokens_post_pad.shape, (max_loras,)),
@@ -128,6 +136,16 @@ def _group_of(
     if expert_map is not None:
         live &= expert_map[ids.clamp(0, num_experts - 1)] >= 0
     return torch.where(live, known * num_experts + ids, max_loras * num_experts)
+
+
+def _check_ints(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not is_integral(tensor) or tensor.ndim == 0:
+            raise InvalidInputError(
+                f"{name} does not hold ints\n"
+                f"  given: {list(tensor.shape)} {tensor.dtype}\n"
+                f"  allowed: an integer dtype, and an axis at least"
+            )
 
 
 def _check_lengths(pairs: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> None:

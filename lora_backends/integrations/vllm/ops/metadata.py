@@ -72,8 +72,9 @@ class Metadata:
         return found
 
     def _check(self, num_tokens: int) -> None:
-        entries = self.lora_ids.shape[0]
+        entries = self.lora_ids.numel()
         wanted = {
+            "lora_ids": (self.lora_ids, entries),
             "token_lora_mapping": (self.token_lora_mapping, num_tokens),
             "token_indices_sorted_by_lora_ids": (self.sorted_tokens, num_tokens),
             "num_tokens_per_lora": (self.num_tokens_per_lora, entries),
@@ -81,13 +82,19 @@ class Metadata:
         }
         for name, (tensor, length) in wanted.items():
             device = self.lora_ids.device
-            wrong = tensor.is_floating_point() or tensor.device != device
-            if tensor.shape != (length,) or wrong:
+            fits = is_integral(tensor) and tensor.device == device
+            if tensor.shape != (length,) or not fits:
                 raise InvalidInputError(
                     f"{name} does not fit the batch\n"
                     f"  given: {list(tensor.shape)} {tensor.dtype} on {tensor.device}\n"
                     f"  allowed: [{length}] of ints on {device}"
                 )
+
+
+def is_integral(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds ints."""
+    other = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    return not other
 
 
 def refuse_capture(device: torch.device) -> None:
