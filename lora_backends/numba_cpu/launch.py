@@ -19,14 +19,15 @@ from lora_backends.numba_cpu.config import SCRATCH_BYTES, SEGMENTS_PER_THREAD, S
 from lora_backends.numba_cpu.layer import BIAS_DTYPES, Located
 from lora_backends.numba_cpu.needs import EXPAND
 from lora_backends.numba_cpu.openmp import torch_openmp
-from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan
+from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan, Work
 from lora_backends.numba_cpu.routines import MARKERS, Table, eight_bit_table, table_of
 
 NO_FUNCTIONS = (0, 0, 0)
 _CPU = torch.device("cpu")
 _LINE = 64  # bytes of a cache line
-_PACK_BOUND = struct.Struct("12q").pack  # the fields of a `kernels.Call` before those of a `Work`
-_PACK_CALL = struct.Struct("96s96s6q").pack  # all fields, given those and a `Work` in bytes
+_BOUND = struct.Struct("12q")  # the fields of a `kernels.Call` before those of a `Work`
+_WORK_BYTES = 8 * len(Work._fields)
+_PACK_CALL = struct.Struct(f"{_BOUND.size}s{_WORK_BYTES}s6q").pack  # those, a `Work`, and the rest
 _PACK_REDUCTION = struct.Struct(f"{len(kernels_experts.Reduction._fields)}q").pack
 
 
@@ -162,7 +163,7 @@ def bind(
     own_row = 4 * located.max_rank
     rows = _row_of(x), own_row if h is None else 4 * h.stride(1), _row_of(y)
     start = (first, kernel.routines, y is not None, *functions, located.address)
-    fields = _PACK_BOUND(*start, *rows, _dtype_of(x), _dtype_of(y))
+    fields = _BOUND.pack(*start, *rows, _dtype_of(x), _dtype_of(y))
     return Bound(kernel, fields, own_row, located.num_slices, located.bytes_read, located)
 
 
