@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ from lora_backends.batch import LoRABatch
 from lora_backends.devices import as_device, device_reasons
 from lora_backends.dispatch.output import new_output
 from lora_backends.dispatch.wrap import Dispatched, unchecked
+from lora_backends.embedding_default import columns_of_tokens
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.experts_default import add_experts, token_slots
 from lora_backends.operations import BY_NAME
@@ -248,10 +248,8 @@ class LoRABackend(Dispatched, ABC):
         Returns:
             [num_tokens, out_features].
         """
-        a = weights.lora_a
-        picked = tuple(part[..., token_ids] for part in a) if isinstance(a, tuple) else None
-        used = dataclasses.replace(weights, lora_a=a[..., token_ids] if picked is None else picked)
-        x = torch.eye(token_ids.shape[0], dtype=weights.dtype, device=weights.device)
+        used = columns_of_tokens(token_ids, weights)
+        x = torch.eye(token_ids.shape[0], dtype=weights.compute_dtype, device=weights.device)
         return unchecked(self, "run_linear")(x, used, plan, base_output)
 
     def run_logits(

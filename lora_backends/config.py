@@ -254,7 +254,8 @@ class LoRAConfig(BaseSettings):
                 guess = did_you_mean(str(detail["loc"][-1]), fields)
                 problem = f"unknown key{guess}\n    allowed: {', '.join(fields)}"
             else:
-                problem = f"{detail['msg']} (given: {shown(detail['input'])})"
+                reason = detail["msg"].removeprefix("Value error, ")
+                problem = f"{reason} (given: {shown(detail['input'])})"
             lines.append(f"  - {key} in {cls._where(top, arguments)}: {problem}")
         if len(details) > _MOST_PROBLEMS:
             lines.append(f"  - and {len(details) - _MOST_PROBLEMS} more")

@@ -24,9 +24,13 @@ from lora_backends.errors import (
     shown,
     told,
 )
+from lora_backends.features import FEATURES
 from lora_backends.names import AUTO
 
 GROUP = "lora_backends"
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that a backend may declare; stacks of 8 bits are a feature."""
 
 
 def backend_names() -> list[str]:
@@ -157,13 +161,18 @@ def plugin_code(
 def _declaration_faults(found: type[LoRABackend]) -> list[str]:
     """Return the class attributes that the checks of a call cannot work with, and why."""
     faults = []
-    for field, kind, allowed in (
-        ("dtypes", torch.dtype, "a tuple of torch.dtype"),
-        ("device_types", str, "a tuple of types of torch.device"),
+    for field, kinds, known, allowed in (
+        ("dtypes", (tuple, list), FLOATS, "a tuple of float16, bfloat16, float32 or float64"),
+        ("features", (frozenset, set), FEATURES, f"a frozenset of {', '.join(FEATURES)}"),
+        ("device_types", (tuple, list), None, "a tuple of types of torch.device"),
     ):
         value: Any = getattr(found, field)
-        if not isinstance(value, tuple | list) or not all(isinstance(v, kind) for v in value):
+        if not isinstance(value, kinds) or not all(
+            isinstance(each, str) if known is None else each in known for each in value
+        ):
             faults.append(f"{field} is {shown(value)}; allowed: {allowed}")
+    if not faults and not found.dtypes:
+        faults.append("dtypes is empty; allowed: one dtype or more")
     if not isinstance(found.plan_type, type):
         faults.append(f"plan_type is {shown(found.plan_type)}; allowed: a class")
     return faults

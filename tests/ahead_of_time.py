@@ -46,6 +46,7 @@ KEEP_FREED_MEMORY = (
 )
 """MLIR and LLVM free and allocate all the time: this spares about a tenth of it."""
 QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
+PRIME = ((4096,), 11008, 64)  # 43 steps of 256 inputs: parts are unequal
 ALL = ("linear", "separate", "embedding")
 STORAGE = {  # the dtype, and the block of a scale
     "linear int8": ("int8", (1, None)),
@@ -65,10 +66,12 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
         (QKV, (16, 1), None, ("linear", "beside")),
         (ODD, (1, 1), None, (*ALL, "beside")),
         (DOWN, (2048, 8), None, ("linear", "separate")),
+        (PRIME, (16, 8), None, ("linear",)),
         (DOWN, (8192, 8), None, ("linear",)),  # B through TMA, where there is any
     ],
     ("triton", "i8"): [
         (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
+        (PRIME, (1, 1), None, ("linear int8",)),
         (QKV, (64, 64), None, ("linear int8",)),  # row by row, without a matrix product
         (DOWN, (64, 8), None, ("linear int8",)),  # blocks of 16 ranks and 128 columns, too
         (ODD, (64, 8), None, ("linear blocks",)),

@@ -38,6 +38,16 @@ def test_version_is_that_of_the_package():
     assert run("--version").stdout == f"lora-backends {version('lora-backends')}\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [["--version"], ["list", "--json"]])
+def test_an_output_that_cannot_be_written_is_one_message(arguments):
+    command = [sys.executable, "-c", "from lora_backends.cli import main; main()", *arguments]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
 def test_help_lists_every_command_and_describes_each():
     listed = run("--help").stdout
     for name, (function, summary) in COMMANDS.items():

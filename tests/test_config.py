@@ -147,7 +147,7 @@ LONG = "9" * 5000
         (f"[backend_options]\na = {LONG}", "is not valid TOML"),
         (f"max_rank = {LONG[:4000]}", "less than or equal to 2147483647"),
         (f"max_adapters = {LONG[:30]}", "less than or equal to 2147483647"),
-        (f"backend = '{'x' * 10**6}'", "no backend named 'xxx"),
+        (f"backend = '{'x' * 10**6}'", "lora.toml: no backend named 'xxx"),
     ],
     ids=[
         "deep",

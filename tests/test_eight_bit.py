@@ -8,6 +8,7 @@ import torch
 from lora_backends import (
     ExpertWeights,
     InvalidInputError,
+    LoRABackend,
     LoRABatch,
     LoRAWeights,
     UnsupportedInputError,
@@ -15,6 +16,7 @@ from lora_backends import (
     quantize_weights,
 )
 from lora_backends.eight_bit import LARGEST, groups_of
+from lora_backends.torch_ref import TorchRefBackend
 
 DTYPES = list(LARGEST)
 BLOCKS = [(1, None), (None, None), (4, 16), (3, 5)]
@@ -169,3 +171,23 @@ def test_experts_multiply_stored_values_by_their_scales(dtype, block, interleave
     found = backend.run_experts(x, quantize_weights(weights, dtype, block), routing)
     most = {torch.int8: 0.03, torch.float8_e4m3fn: 0.1, torch.float8_e5m2: 0.2}[dtype]  # few values
     assert 0 < (found - exact).norm() / exact.norm() <= most
+
+
+class WithoutEmbedding(TorchRefBackend):
+    """torch_ref with the interface's own run_embedding."""
+
+    run_embedding = LoRABackend.run_embedding
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_default_embedding_takes_eight_bits(dtype, block, tokens):
+    weights = quantize_weights(layer(), dtype, block)
+    batch = LoRABatch([0, 1, -1, 2, 0][:tokens], SLOTS)
+    ids = torch.tensor([39, 2, 0, 17, 2])[:tokens]
+    right, default = TorchRefBackend("cpu"), WithoutEmbedding("cpu")
+    base = torch.randn(tokens, sum(WIDTHS))
+    wanted = right.run_embedding(ids, weights, right.prepare_batch(batch), base.clone())
+    y = default.run_embedding(ids, weights, default.prepare_batch(batch), base)
+    torch.testing.assert_close(y, wanted)

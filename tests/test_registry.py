@@ -142,6 +142,13 @@ BROKEN = {
     ),
     "has no dtypes": EAGER + "        dtypes = None",
     "has names for dtypes": EAGER + "        dtypes = ('float32',)",
+    "has 8 bits among its dtypes": EAGER
+    + "        import torch\n        dtypes = (torch.float32, torch.int8)",
+    "has not one dtype": EAGER + "        dtypes = ()",
+    "lists its features": EAGER + "        features = ['token_scales']",
+    "has a word for features": EAGER + "        features = 'token_scales'",
+    "misspells a feature": EAGER + "        features = frozenset({'token_scale'})",
+    "has no features at all": EAGER + "        features = None",
     "has a name for devices": EAGER + "        device_types = 'cpu'",
     "has no type of plan": EAGER + "        plan_type = None",
     "is abstract": """

@@ -85,11 +85,22 @@ def _options(
 
 
 def main() -> None:
-    """Run the command; an error of the library is printed without a traceback, status 2."""
+    """Run the command; an error of the library is printed without a traceback, status 2.
+
+    So is an output that cannot be written, e.g. because the disk is full.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):  # names and answers need not fit its encoding
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:  # it is None where it was closed
+                sys.stdout.flush()
     except LoRABackendError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.stdout = None  # else Python tries again to write what is left
         raise SystemExit(2) from error

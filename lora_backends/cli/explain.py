@@ -38,7 +38,7 @@ def explain(
     ] = "triton",
     operation: Annotated[str, typer.Option(help=f"One of {', '.join(DENSE)}.")] = "run_linear",
     preset: Annotated[str, typer.Option(help=f"A model: {', '.join(PRESETS)}.")] = "llama3-8b",
-    projection: Annotated[str, typer.Option(help="qkv, o, gate_up or down.")] = "qkv",
+    projection: Annotated[str, typer.Option(help="qkv, o, gate_up, down or embedding.")] = "qkv",
     in_features: Annotated[
         int | None, typer.Option(help="Width of x, instead of a preset.")
     ] = None,

@@ -40,16 +40,14 @@ def over_rows(engine: Engine, operation: str, run: Add) -> Add:
             run(as_rows(x), weights, plan, y.view(-1, y.shape[-1]))
             return y
         cache = plan.call_cache
-        cached = cache.find(stored, engine, x, weights, y)
-        # a refill may have brought more tokens than the stored call has rows
-        if cached is not None and plan.num_tokens * weights.out_features <= y.numel():
-            if cached.run(x, weights, plan, y):
-                return y
+        cached = cache.find(stored, engine, x, weights, y, plan.num_tokens)
+        if cached is not None and cached.run(x, weights, plan, y):
+            return y
         y = y.contiguous()
         rows, flat = as_rows(x), y.view(-1, y.shape[-1])
         run(rows, weights, plan, flat)
         if x.ndim != 2 and x.is_contiguous():
-            cached = cache.find(stored, engine, rows, weights, flat)
+            cached = cache.find(stored, engine, rows, weights, flat, plan.num_tokens)
             if cached is not None:
                 cache.store(stored, engine, x, weights, y, cached)
         return y

@@ -42,13 +42,14 @@ class CachedCall(Protocol):
 class _Entry:
     """One stored call, and the properties that another call must share with it."""
 
-    __slots__ = ("addresses", "apart", "call", "key", "kind", "x_extent", "y_extent")
+    __slots__ = ("addresses", "apart", "call", "key", "kind", "rows", "x_extent", "y_extent")
 
     def __init__(
         self, key: Any, call: CachedCall, x: torch.Tensor, weights: LoRAWeights, y: torch.Tensor
     ) -> None:
         self.call = call
         self.key, self.kind = key, _shared(_kind_of(x, x.data_ptr(), y, y.data_ptr()))
+        self.rows = y.numel() // weights.out_features
         self.x_extent, self.y_extent = extent_of(x), extent_of(y)  # bytes, first to last element
         self.addresses = addresses_of(weights)  # to notice that a tensor of the layer has moved
         # addresses of x and y that were last found apart
@@ -104,8 +105,11 @@ class CallCache:
         x: torch.Tensor,
         weights: LoRAWeights,
         y: torch.Tensor,
+        num_tokens: int,
     ) -> CachedCall | None:
         """Return the call that these arguments repeat, or None; they need not be checked.
+
+        `num_tokens` is the plan's.
 
         Where one is found, every check would pass. Checks of the layer and of the kind have passed
         before; addresses, lazy negations and gradients may differ from call to call.
@@ -130,7 +134,8 @@ class CallCache:
         else:
             return None
         if (
-            entry.addresses != addresses_of(weights)
+            entry.rows < num_tokens  # a refill may have brought more
+            or entry.addresses != addresses_of(weights)
             # an allocator repeats addresses
             or (entry.apart != (x_first, y_first) and not entry.is_apart(weights, x_first, y_first))
             or x.is_neg()

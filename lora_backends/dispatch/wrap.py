@@ -204,10 +204,9 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
             return method(self, x, weights, plan, y)
         if y is None:
             y = new_output(operation, x, weights, plan)
-        cached = cache.find(stored_name, self, x, weights, y)
-        # a refill may have brought more tokens than the stored call has rows
-        if cached is not None and plan.num_tokens <= y.shape[0]:
-            if slices in (None, weights.num_slices) and cached.run(x, weights, plan, y):
+        cached = cache.find(stored_name, self, x, weights, y, plan.num_tokens)
+        if cached is not None and (slices is None or slices == weights.num_slices):
+            if cached.run(x, weights, plan, y):
                 return y
         if not checked:
             _check(operation, self, x, weights, plan, base_output)

@@ -254,7 +254,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         Raises:
             InvalidInputError: a request has no output to come: it was cancelled, something else
                 took its output, or it was never added.
-            RuntimeError: a request failed, or the thread that runs them ended.
+            RuntimeError: a request failed, or no thread runs them: none was started, or it ended.
         """
         children = range(self.num_return_sequences - 1)
         wanted = [[*(f"{name}__child#{i}" for i in children), name] for name in names]
@@ -288,7 +288,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
     def _check_coming(self, names: Sequence[str]) -> None:
         """Refuse to wait for requests that will have no output."""
         if not self.is_running():
-            raise RuntimeError(f"the thread of the requests has ended{self._reason()}")
+            raise RuntimeError(f"no thread runs the requests{self._reason()}")
         outputs = self.output_router.output_queue
         with self._delivery, outputs.mutex:
             there = {output.request_id for output in outputs.queue}

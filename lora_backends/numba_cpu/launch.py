@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +19,15 @@ from lora_backends.numba_cpu.config import SCRATCH_BYTES, SEGMENTS_PER_THREAD, S
 from lora_backends.numba_cpu.layer import BIAS_DTYPES, Located
 from lora_backends.numba_cpu.needs import EXPAND
 from lora_backends.numba_cpu.openmp import torch_openmp
-from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan
+from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan, Work
 from lora_backends.numba_cpu.routines import MARKERS, Table, eight_bit_table, table_of
 
 NO_FUNCTIONS = (0, 0, 0)
 _CPU = torch.device("cpu")
 _LINE = 64  # bytes of a cache line
-_PACK_BOUND = struct.Struct("12q").pack  # the fields of a `kernels.Call` before those of a `Work`
-_PACK_REST = struct.Struct("6q").pack  # and behind them
+_BOUND = struct.Struct("12q")  # the fields of a `kernels.Call` before those of a `Work`
+_WORK_BYTES = 8 * len(Work._fields)
+_PACK_CALL = struct.Struct(f"{_BOUND.size}s{_WORK_BYTES}s6q").pack  # those, a `Work`, and the rest
 _PACK_REDUCTION = struct.Struct(f"{len(kernels_experts.Reduction._fields)}q").pack
 
 
@@ -102,12 +103,20 @@ def _address_of(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-class Bound(NamedTuple):
-    """A kernel with all of its arguments but the batch's and the addresses of x, h and y."""
+@dataclass(eq=False, slots=True)
+class Bound:
+    """A kernel with all of its arguments but the batch's and the addresses of x, h and y.
 
-    located: Located
+    A call reads no other object of its layer: each would come from memory, since the weights of
+    the layers before it have filled the caches.
+    """
+
     kernel: Kernel
     fields: bytes  # the fields of a `kernels.Call` before those of a `Work`
+    h_row: int  # bytes of a row of an h that lives for one call
+    num_slices: int
+    bytes_read: int
+    located: Located  # keeps alive what the fields point into
 
 
 def run(
@@ -151,16 +160,17 @@ def bind(
         kernel = kernel_for(located.dtype, located.dtype if y is None else y.dtype, needs)
     openmp = torch_openmp()
     functions = NO_FUNCTIONS if openmp is None else openmp.functions
-    h_row = 4 * (located.max_rank if h is None else h.stride(1))
-    rows, dtypes = (_row_of(x), h_row, _row_of(y)), (_dtype_of(x), _dtype_of(y))
+    own_row = 4 * located.max_rank
+    rows = _row_of(x), own_row if h is None else 4 * h.stride(1), _row_of(y)
     start = (first, kernel.routines, y is not None, *functions, located.address)
-    return Bound(located, kernel, _PACK_BOUND(*start, *rows, *dtypes))
+    fields = _BOUND.pack(*start, *rows, _dtype_of(x), _dtype_of(y))
+    return Bound(kernel, fields, own_row, located.num_slices, located.bytes_read, located)
 
 
 def start(bound: Bound, job: NumbaPlan | Job, x: int, y: int) -> None:
     """Run a kernel whose h lives for this call; x and y are addresses."""
-    h_slice = 4 * bound.located.max_rank * job.h_rows
-    size = h_slice * bound.located.num_slices
+    h_slice = bound.h_row * job.h_rows
+    size = h_slice * bound.num_slices
     if size <= SCRATCH_BYTES:
         _start(bound, job, x, _SCRATCH.address, h_slice, y)
     else:
@@ -169,10 +179,12 @@ def start(bound: Bound, job: NumbaPlan | Job, x: int, y: int) -> None:
 
 
 def _start(bound: Bound, job: NumbaPlan | Job, x: int, h: int, h_slice: int, y: int) -> None:
-    threads = num_threads(bound.located, job)
+    threads, fields, work = num_threads(bound.bytes_read, job), bound.fields, job.packed_work
+    if threads == 1:
+        bound.kernel.run(_PACK_CALL(fields, work, 0, 1, x, h, h_slice, y))
+        return
     whole = job.halves_match and job.num_segments >= SEGMENTS_PER_THREAD * threads
-    call = bound.fields + job.packed_work + _PACK_REST(whole, threads, x, h, h_slice, y)
-    _call(bound.kernel, call, threads)
+    _call(bound.kernel, _PACK_CALL(fields, work, whole, threads, x, h, h_slice, y), threads)
 
 
 def _call(kernel: Kernel, call: bytes, threads: int) -> None:
@@ -229,9 +241,9 @@ def _dtype_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else BIAS_DTYPES.get(tensor.dtype, 0)
 
 
-def num_threads(located: Located, job: NumbaPlan | Job) -> int:
+def num_threads(bytes_read: int, job: NumbaPlan | Job) -> int:
     """Return how many threads a call starts: torch's number, or 1 where it is not worth it."""
-    work = located.bytes_read * (job.num_segments + job.num_positions // 8)
+    work = bytes_read * (job.num_segments + job.num_positions // 8)
     if work < SERIAL_BYTES or config.DISABLE_JIT or torch_openmp() is None:
         return 1
     return torch.get_num_threads()

@@ -248,6 +248,22 @@ def transpose_16_by_4(builder: Any, base: Any, step: Any) -> list[Any]:
     return transpose_groups(builder, v)
 
 
+def transpose_16_by_8(builder: Any, base: Any, step: int) -> list[Any]:
+    """Return eight <16 x i32>: words 0 to 7 of 16 rows that lie `step` bytes apart."""
+    half = ir.VectorType(I32, 8)
+    rows = [
+        load_value(builder, builder.add(base, integer(step * row)), half, 2) for row in range(LANES)
+    ]
+    pairs = [join(builder, rows[i], rows[8 + i]) for i in range(8)]  # groups: i, i, 8 + i, 8 + i
+    low = [*range(4), *range(16, 20), *range(8, 12), *range(24, 28)]
+    columns = []
+    for first in (0, 4):
+        lanes = [lane + first for lane in low]  # lane group g: words of row 4 g + i
+        v = [shuffle(builder, pairs[i], pairs[4 + i], lanes) for i in range(4)]
+        columns += transpose_groups(builder, v)
+    return columns
+
+
 def transpose_groups(builder: Any, v: list[Any]) -> list[Any]:
     """Return four vectors: lane group g of vector j holds word j of group g of each of `v`."""
     low01, low23 = (

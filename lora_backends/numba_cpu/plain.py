@@ -64,7 +64,10 @@ def load_columns(kind: Marker, address: int, stride: int) -> tuple[Vector, ...]:
 
 
 def load_square(kind: Marker, address: int) -> tuple[Vector, ...]:
-    return load_columns(kind, address, _LANES)
+    rows = [
+        _elements(kind, address + row * _LANES * kind.itemsize, _LANES) for row in range(_LANES)
+    ]
+    return tuple(np.stack(rows, axis=1))
 
 
 def load_four(kind: Marker, address: int, stride: int) -> tuple[Vector, ...]:

@@ -215,6 +215,7 @@ EDGES: Mapping[str, Callable[[LoRACase], bool]] = {
     "full rank": lambda case: any(case.max_rank in case.ranks[slot] for slot in _active(case)),
     "unequal ranks": lambda case: len({r for slot in _active(case) for r in case.ranks[slot]}) > 1,
     "one slice": lambda case: len(case.output_slices) == 1,
+    "equal slices": lambda case: len(case.output_slices) > 1 and len(set(case.output_slices)) == 1,
     "unequal slices": lambda case: len(set(case.output_slices)) > 1,
     "odd widths": lambda case: (
         case.in_features % 2 == 1 and any(width % 2 for width in case.output_slices)

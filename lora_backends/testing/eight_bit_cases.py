@@ -13,6 +13,8 @@ ANY_BYTE = 0x7F
 """The byte beyond ranks and around stacks: NaN in both float8, the largest value of int8."""
 
 _UNITS = {torch.int8: 40.0, torch.float8_e4m3fn: 16.0, torch.float8_e5m2: 16.0}
+_SMALL = {torch.float8_e4m3fn: 2.0**-11, torch.float8_e5m2: 2.0**-18}
+"""Factor that makes denormals of most values."""
 
 
 class StoredLayer:
@@ -62,9 +64,13 @@ class StoredLayer:
     def _bytes(self, values: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
         dtype = self._case.stored
         if not self._case.is_integer:
+            few = torch.rand(values.shape, generator=self._generator, device="cpu") < 0.125
             values = values * _UNITS[dtype]
             if dtype == torch.int8:
                 values = values.round().clamp(-127, 127)
+                values[few & (values < 0)] = -128  # a quantiser of one's own may use it
+            else:
+                values = torch.where(few, values * _SMALL[dtype], values)
         stored = values.to(dtype).view(torch.uint8)
         return torch.where(within, stored, ANY_BYTE)
 

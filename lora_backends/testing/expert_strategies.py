@@ -77,7 +77,7 @@ def expert_cases(
     drawn: dict[str, Any] = {
         o.name: draw(st.sampled_from(o.values)) for o in BY_NAME["run_experts"].options
     }
-    if stored is None and EIGHT_BIT in features:
+    if stored is None and EIGHT_BIT in features and not set(ordered).isdisjoint(COMPUTE_DTYPES):
         stored = draw(st.sampled_from(STORED))
     if stored is not None:  # float64 goes with wider stacks
         ordered = [dtype for dtype in ordered if dtype in COMPUTE_DTYPES]

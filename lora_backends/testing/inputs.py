@@ -23,7 +23,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bit patterns of `tensor` as integers on the CPU, so that NaN and -0.0 count."""
+    """Return the bit patterns of `tensor` as integers, so that NaN and -0.0 count.
+
+    They are on the CPU: a contiguous tensor there shares its memory with the result.
+    """
     values = tensor.detach().cpu().contiguous()
     return values.view(_BITS[values.element_size()]) if values.is_floating_point() else values
 
@@ -36,13 +39,15 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def guarded(values: torch.Tensor, pad: int, fill: float) -> torch.Tensor:
     """Return a copy of `values`, [..., n], as a view with `pad` columns of `fill` on either side.
 
-    The last axis stays contiguous; the row stride is ``n + 2 * pad``.
+    The last axis stays contiguous; the row stride is ``n + 2 * pad``. Where there are three axes or
+    more, `pad` rows of `fill` follow those of each matrix.
     """
     if pad == 0:
         return values.clone(memory_format=torch.contiguous_format)
-    shape = (*values.shape[:-1], values.shape[-1] + 2 * pad)
-    view = values.new_full(shape, fill)[..., pad : pad + values.shape[-1]]
-    return view.copy_(values)
+    *outer, rows, columns = values.shape
+    behind = pad if outer else 0
+    buffer = values.new_full((*outer, rows + behind, columns + 2 * pad), fill)
+    return buffer[..., :rows, pad : pad + columns].copy_(values)
 
 
 def stack_of_a(weights: LoRAWeights) -> torch.Tensor:

@@ -128,7 +128,7 @@ class Observer(Protocol):
     def begin(self) -> None:
         """Note that a run begins."""
 
-    def failed(self, error: Exception, size: int, case: str) -> None:
+    def failed(self, error: BaseException, size: int, case: str) -> None:
         """Note that a run failed after `size` steps; `case` lists them."""
 
 
@@ -152,9 +152,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.steps.append(text)
         try:
             yield
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise  # of the user
+        except BaseException as error:  # as in the suite
             self.observer.failed(error, len(self.steps), "\n".join(self.steps))
-            raise
+            raise RuntimeError("the step fails") from error
 
     @rule(
         slot=st.integers(0, NUM_SLOTS - 1),

@@ -29,7 +29,7 @@ SPLITS: tuple[Split, ...] = ("", "ab", "a", "b")
 REAL_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.3, -1.7, 5.656854249492381)
 EXACT_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.25, -2.0)
 PADS = (0, 1, 3, 8)
-STORED = (*[None] * 6, *LARGEST)
+STORED = (*[None] * 6, torch.int8, *LARGEST)
 BLOCKS: tuple[ScaleBlock, ...] = ((1, None), (None, None), (4, 16), (3, 5), (1, 32), (16, None))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -80,6 +80,13 @@ def _ordered(
 def layer_widths(profile: Profile = DEFAULT) -> SearchStrategy[int]:
     """Draw in_features or the width of a slice: small, odd, or beside the edge of a tile."""
     return st.one_of(st.integers(1, 8), st.integers(1, 40), st.sampled_from(profile.widths))
+
+
+@cache
+def slice_widths(num_slices: int, profile: Profile = DEFAULT) -> SearchStrategy[tuple[int, ...]]:
+    """Draw widths of slices, each its own, or equal as those of gate and up."""
+    width = layer_widths(profile)
+    return st.one_of(st.tuples(*[width] * num_slices), width.map(lambda one: (one,) * num_slices))
 
 
 @cache
@@ -163,7 +170,7 @@ def lora_cases(
     with_base = draw(st.booleans()) if base is None else base
     other_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
     with_bias = draw(st.booleans()) if bias is None else bias
-    if stored is None and EIGHT_BIT in features:
+    if stored is None and EIGHT_BIT in features and not set(ordered).isdisjoint(COMPUTE_DTYPES):
         stored = draw(st.sampled_from(STORED))
     if stored is not None:  # float64 goes with wider stacks
         ordered = [dtype for dtype in ordered if dtype in COMPUTE_DTYPES]
@@ -174,7 +181,7 @@ def lora_cases(
         ranks=draw(rank_tables(num_slots, slices, max_rank)),
         max_rank=max_rank,
         in_features=draw(layer_widths(profile)),
-        output_slices=draw(st.tuples(*[layer_widths(profile)] * slices)),
+        output_slices=draw(slice_widths(slices, profile)),
         scalings=draw(tables(st.sampled_from(scalings), num_slots, slices)),
         dtype=dtype,
         base=draw(other_dtype) if with_base else None,

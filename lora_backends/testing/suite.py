@@ -171,7 +171,7 @@ class _Attempt:
     edges: Counter[str]
     examples: int = 0
     smallest: tuple[int, int, str] | None = None  # tokens or steps, length, case
-    error: Exception | None = None
+    error: BaseException | None = None
     shrink_until: float = field(default=float("inf"))
 
     def settings(self) -> hypothesis.settings:
@@ -203,11 +203,13 @@ class _Attempt:
             self.edges.update(case.edges())
         try:
             self.prop.check(self.backend, case)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise  # of the user
+        except BaseException as error:  # SystemExit, or a panic of Rust, would end the suite
             self.failed(error, case.num_tokens, repr(case))
-            raise
+            raise RuntimeError("the case fails") from error
 
-    def failed(self, error: Exception, size: int, case: str) -> None:
+    def failed(self, error: BaseException, size: int, case: str) -> None:
         """Keep a failing case if it is the smallest so far."""
         if self.error is None:
             self.shrink_until = time.monotonic() + self.profile.shrink_seconds
@@ -261,7 +263,7 @@ def _run_machine(attempt: _Attempt) -> None:
     run_state_machine_as_test(machine, settings=attempt.settings())
 
 
-def _failure(attempt: _Attempt, error: Exception, case: str) -> Failure:
+def _failure(attempt: _Attempt, error: BaseException, case: str) -> Failure:
     name, backend = attempt.prop.name, attempt.backend
     where = f"lora-backends verify {backend.name} --device {backend.device} --property {name}"
     thorough = " --thorough" if attempt.profile.name == "thorough" else ""
@@ -275,7 +277,7 @@ def _failure(attempt: _Attempt, error: Exception, case: str) -> Failure:
     )
 
 
-def _message(error: Exception) -> str:
+def _message(error: BaseException) -> str:
     """Return the message of an assertion; of other exceptions, the type and where it was raised."""
     if isinstance(error, AssertionError):
         return str(error)

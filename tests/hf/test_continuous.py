@@ -151,6 +151,8 @@ def test_an_output_that_will_not_come_is_not_waited_for(model):
         for name in (taken, cancelled, "unknown"):
             with pytest.raises(InvalidInputError, match=f"{name!r} has no output to come"):
                 soon(requests.collect, [name])
+    with pytest.raises(RuntimeError, match="no thread runs the requests"):
+        soon(requests.collect, [taken])
 
 
 def test_a_request_without_a_limit_ends_where_the_cache_does(model):

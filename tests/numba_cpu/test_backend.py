@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,15 +126,30 @@ def test_long_segments_keep_the_order_of_sums(dtype):
     assert torch.equal(run(backend, weights, [0] * tokens, x, y), torch.cat(alone))
 
 
+@pytest.mark.parametrize("dtype", NumbaCPUBackend.dtypes, ids=str)
+def test_rank_16_keeps_the_order_of_sums_with_and_without_gaps(dtype):
+    """A token alone takes a way of its own where rows of B have 16 elements and no gaps."""
+    weights = layer(1, (5 * 16 + 3, 32), 16, 70, dtype)
+    weights.ranks.fill_(16)
+    _, x, y = random_batch(weights, 7)
+    wide = torch.full((1, weights.out_features, 17), float("nan"), dtype=dtype)
+    gaps = replace(weights, lora_b=wide[..., :16].copy_(weights.lora_b))
+    backend = NumbaCPUBackend()
+    expected = run(backend, gaps, [0] * 7, x, y)
+    assert torch.equal(run(backend, weights, [0] * 7, x, y), expected)
+    alone = [run(backend, weights, [0], x[t : t + 1], y[t : t + 1]) for t in range(7)]
+    assert torch.equal(torch.cat(alone), expected)
+
+
 def test_threads_follow_torch_and_small_work_takes_one(two_threads):
     backend, weights = NumbaCPUBackend(), layer()
-    located = backend._layers.locate(weights)
+    read = backend._layers.locate(weights).bytes_read
     few = backend.prepare_batch(LoRABatch([0], 3))
     many = backend.prepare_batch(LoRABatch([0, 1, 2] * (SERIAL_BYTES // 1000), 3))
-    assert launch.num_threads(located, few) == 1
-    assert launch.num_threads(located, many) == 2
+    assert launch.num_threads(read, few) == 1
+    assert launch.num_threads(read, many) == 2
     torch.set_num_threads(1)
-    assert launch.num_threads(located, many) == 1
+    assert launch.num_threads(read, many) == 1
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")

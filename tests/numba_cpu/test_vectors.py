@@ -48,6 +48,11 @@ def columns_of(kind, source, stride, target):
 
 
 @njit
+def square_of(kind, source, target):
+    v.store_all(target, 64, v.load_square(kind, source))
+
+
+@njit
 def dots(kind, a_row, x_row, target):
     rows = (a_row, a_row)
     sums = v.zeros(rows, (x_row,))
@@ -122,6 +127,15 @@ def test_columns_are_the_transpose_of_rows(kind, dtype):
     columns_of(kind, rows.data_ptr(), stride, columns.data_ptr())
     assert torch.equal(columns, rows[:, :count].T.float())
     twins = plain.load_columns(kind, rows.data_ptr(), stride)
+    assert torch.equal(torch.from_numpy(np.stack(twins)), columns)
+
+
+@KINDS
+def test_a_square_is_the_transpose_of_rows_without_gaps(kind, dtype):
+    rows, columns = torch.randn(16, 16).to(dtype), torch.empty(16, 16)
+    square_of(kind, rows.data_ptr(), columns.data_ptr())
+    assert torch.equal(columns, rows.T.float())
+    twins = plain.load_square(kind, rows.data_ptr())
     assert torch.equal(torch.from_numpy(np.stack(twins)), columns)
 
 

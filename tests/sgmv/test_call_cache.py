@@ -109,9 +109,13 @@ def first_argument(operation):
     return torch.randn(7, 10) if operation == "run_linear" else torch.randint(10, (7,))
 
 
+def find(plan, operation, backend, x, weights, y):
+    return plan.call_cache.find(operation, backend, x, weights, y, plan.num_tokens)
+
+
 def repeat(backend, operation, x, weights, plan, y):
     """Make a call as dispatch repeats it; return whether it was made."""
-    cached = plan.call_cache.find(operation, backend, x, weights, y)
+    cached = find(plan, operation, backend, x, weights, y)
     return cached is not None and cached.run(x, weights, plan, y)
 
 
@@ -236,7 +240,7 @@ def test_other_strides_dtypes_and_alignments_are_other_calls(log, backend):
     weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
     x, y = torch.randn(7, 10), torch.zeros(7, 14)
     made(log, backend, "run_linear", x, weights, plan, y)
-    assert plan.call_cache.find("run_linear", backend, x.clone(), weights, y.clone())
+    assert find(plan, "run_linear", backend, x.clone(), weights, y.clone())
     wide, ids = torch.zeros(7, 48), torch.arange(7)
     for other_x, other_y in (
         (torch.randn(7, 30)[:, :10], y),
@@ -246,11 +250,11 @@ def test_other_strides_dtypes_and_alignments_are_other_calls(log, backend):
         (x, y.bfloat16()),
         (x, torch.zeros(99)[1:].view(7, 14)),
     ):
-        assert not plan.call_cache.find("run_linear", backend, other_x, weights, other_y)
+        assert not find(plan, "run_linear", backend, other_x, weights, other_y)
     made(log, backend, "run_embedding", ids, weights, plan, y)
-    assert plan.call_cache.find("run_embedding", backend, ids.clone(), weights, y)
+    assert find(plan, "run_embedding", backend, ids.clone(), weights, y)
     for other_ids in (ids.int(), torch.arange(14)[::2], torch.arange(8)[1:]):
-        assert not plan.call_cache.find("run_embedding", backend, other_ids, weights, y)
+        assert not find(plan, "run_embedding", backend, other_ids, weights, y)
 
 
 @pytest.mark.parametrize("offset", [0, 3], ids=["aligned", "unaligned"])
@@ -406,7 +410,7 @@ def test_a_layer_with_strided_tables_is_never_cached(log, backend, operation):
         plan = backend.prepare_batch(LoRABatch(MIXED, 4))
         x, y = first_argument(operation), torch.zeros(7, 14)
         assert len(made(log, backend, operation, x, weights, plan, y)) == 2
-        assert not plan.call_cache.find(operation, backend, x, weights, y)
+        assert not find(plan, operation, backend, x, weights, y)
 
 
 def test_layers_backends_and_operations_are_told_apart(log, backend):
@@ -419,8 +423,8 @@ def test_layers_backends_and_operations_are_told_apart(log, backend):
         _, (_, _, given) = repeated(log, backend, "run_linear", x, weights, plan, y)
         assert weights.lora_b.data_ptr() in given
     other = type(backend)("cpu", tiles="rules", allow_tf32=True)
-    assert not plan.call_cache.find("run_linear", other, x, layers[0], y)
-    assert not plan.call_cache.find("run_embedding", backend, x, layers[0], y)
+    assert not find(plan, "run_linear", other, x, layers[0], y)
+    assert not find(plan, "run_embedding", backend, x, layers[0], y)
     for owner, precision in ((other, "tf32"), (backend, "ieee")):
         first = made(log, owner, "run_linear", x, layers[0], plan, y)
         assert repeated(log, owner, "run_linear", x, layers[0], plan, y) == first
@@ -434,8 +438,8 @@ def test_a_copied_plan_has_no_cached_calls(log, backend, operation, how):
     x, y = first_argument(operation), torch.zeros(7, 14)
     made(log, backend, operation, x, weights, plan, y)
     copied = how(plan)
-    assert not copied.call_cache.find(operation, backend, x, weights, y)
-    assert plan.call_cache.find(operation, backend, x, weights, y)
+    assert not find(copied, operation, backend, x, weights, y)
+    assert find(plan, operation, backend, x, weights, y)
     (_, _, given), _ = made(log, backend, operation, x, weights, copied, y)
     assert all(table.data_ptr() in given for table in copied.tables())
 
@@ -445,7 +449,7 @@ def test_the_interpreter_stores_no_calls(log, backend, operation, monkeypatch):
     weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
     x, y = first_argument(operation), torch.zeros(7, 14)
     assert made(log, backend, operation, x, weights, plan, y)
-    assert not plan.call_cache.find(operation, backend, x, weights, y)
+    assert not find(plan, operation, backend, x, weights, y)
 
 
 def call_with_tma(engine_type):
@@ -579,7 +583,7 @@ def test_threads_repeat_one_call_with_their_own_arguments(log, backend, operatio
         found[threading.current_thread().name].append(given[9:])
 
     made(log, backend, operation, calls[0][0], weights, plan, calls[0][1])
-    cached = plan.call_cache.find(operation, backend, calls[0][0], weights, calls[0][1])
+    cached = find(plan, operation, backend, calls[0][0], weights, calls[0][1])
     for bound in (cached.shrink, cached.expand):
         monkeypatch.setattr(bound, "_run", note)
     threads = [

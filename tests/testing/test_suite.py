@@ -24,6 +24,7 @@ from lora_backends.testing import (
     verify,
 )
 from lora_backends.testing.kinds import KINDS
+from lora_backends.testing.properties.core import no_interpreter
 from lora_backends.torch_ref import TorchRefBackend
 
 ONE_SLICE = repr(LoRACase((0,), ((1,),), 1, 1, (1,), ((1.0,),)))
@@ -68,9 +69,14 @@ class Counting(TorchRefBackend):
 
 @pytest.fixture(scope="module")
 def full_run():
-    """Return a counting backend and the report of the whole default profile on it."""
-    backend = Counting("cpu")
-    return backend, verify(backend)
+    """Return the launches of each property on a counting backend, and its report."""
+    backend, launches = Counting("cpu"), {}
+
+    def count(prop, result):
+        if result is not None:
+            launches[prop.name] = backend.launches - sum(launches.values())
+
+    return launches, verify(backend, progress=count)
 
 
 def test_a_right_backend_passes(full_run):
@@ -79,8 +85,12 @@ def test_a_right_backend_passes(full_run):
 
 def test_the_default_profile_makes_few_launches(full_run):
     """At most six minutes of them under the Triton interpreter, where one takes about 50 ms."""
-    backend, _ = full_run
-    assert backend.launches * 0.05 < 360
+    interpreted = [
+        count
+        for name, count in full_run[0].items()
+        if no_interpreter not in properties()[name].requires
+    ]
+    assert sum(interpreted) * 0.05 < 360
 
 
 def test_the_default_profile_stands_on_every_edge_many_times(full_run):
@@ -202,6 +212,40 @@ def test_a_crash_is_reported_with_its_type_and_place():
     (result,) = verify(mutant.backend("cpu"), only=[mutant.caught_by], shrink=False).failures
     assert result.failure.message.startswith("RuntimeError: ")
     assert "arithmetic.py:" in result.failure.message
+
+
+class Panic(BaseException):
+    """As PyO3 raises for a panic of Rust."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), Panic("index out of bounds")])
+@pytest.mark.parametrize("name", ["run_qkv_is_right", "pool_machine"])
+def test_a_backend_that_ends_the_process_fails(error, name):
+    class Ending(TwoSteps):
+        def run_lora_a(self, x, weights, plan):
+            raise error
+
+    (result,) = verify(Ending("cpu"), only=[name], shrink=False).failures
+    assert result.failure.message.startswith(f"{type(error).__name__}: {error}")
+
+
+def test_an_interrupt_by_the_user_ends_the_suite():
+    class Interrupted(TwoSteps):
+        def run_lora_a(self, x, weights, plan):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verify(Interrupted("cpu"), only=["run_qkv_is_right"], shrink=False)
+
+
+@pytest.mark.parametrize("dtype", TorchRefBackend.dtypes)
+def test_a_backend_of_one_dtype_can_be_verified(dtype):
+    class Single(TorchRefBackend):
+        dtypes = (dtype,)
+
+    names = ["run_linear_is_within_the_bound", "run_experts_is_within_the_bound"]
+    names += ["large_and_small_deltas_are_right", "large_layers_are_right"]
+    assert verify(Single("cpu"), only=names).passed
 
 
 def test_fail_fast_stops_after_the_first_failure():

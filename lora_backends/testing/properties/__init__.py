@@ -11,6 +11,7 @@ from lora_backends.testing.properties import (  # noqa: I001  the order of the r
     factors,
     errors,
     experts,
+    sizes,
     device,
 )
 from lora_backends.testing.properties.core import PROPERTIES, Property
@@ -28,5 +29,6 @@ __all__ = [
     "relations",
     "results",
     "room",
+    "sizes",
     "values",
 ]

@@ -231,6 +231,40 @@ def a_refilled_routing_equals_a_fresh_one(backend: LoRABackend, case: ExpertCase
 
 
 @prop(
+    "Experts modify no argument; changed weights and a second routing are followed.",
+    kind=ExpertCase,
+    agreement=BY_CLAIM,
+    examples=12,
+    values="either",
+    features=ANY_EXPERTS,
+)
+def experts_keep_no_state(backend: LoRABackend, case: ExpertCase) -> None:
+    """Two routings on one plan, of which the first is used last; then slots exchange adapters."""
+    inputs = case.build(backend.device)
+    turned = replace(case, ids=tuple(ids[::-1] for ids in case.ids)).build(backend.device)
+    other = replace(inputs, ids=turned.ids, topk_ids=turned.topk_ids, expert_map=turned.expert_map)
+    plan, before = backend.prepare_batch(inputs.batch), _bits_of_arguments(inputs)
+    routings = [routing_of(backend, part, plan) for part in (inputs, other)]
+    for _ in range(2):
+        y, wanted = experts(backend, inputs, routings[0]), expected(backend, inputs)
+        assert_right(y, wanted, inputs, case.is_integer)
+        for name, value in _bits_of_arguments(inputs).items():
+            if not torch.equal(value, before[name]):
+                raise AssertionError(f"prepare_experts or run_experts modified {name}")
+        for tensor in inputs.weights.tensors.values():
+            tensor.copy_(tensor.roll(1, 0))
+        before = _bits_of_arguments(inputs)
+
+
+def _bits_of_arguments(inputs: ExpertInputs) -> dict[str, torch.Tensor]:
+    named = {"x": inputs.x, "topk_ids": inputs.topk_ids, "topk_weights": inputs.topk_weights}
+    named |= {f"weights.{name}": tensor for name, tensor in inputs.weights.tensors.items()}
+    if inputs.expert_map is not None:
+        named["expert_map"] = inputs.expert_map
+    return {name: bits(tensor).clone() for name, tensor in named.items()}
+
+
+@prop(
     "A token's experts do not depend on the rest of the batch.",
     kind=ExpertCase,
     examples=20,

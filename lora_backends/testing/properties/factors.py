@@ -172,7 +172,7 @@ def several(case: LoRACase, inputs: LoRAInputs, count: int) -> LoRAInputs:
     "Several adapters of a token add up as calls with one adapter each.",
     values="either",
     agreement=BY_CLAIM,
-    examples=15,
+    examples=12,
     output_scales=False,
     features=ANY_LAYER,
 )
@@ -204,7 +204,7 @@ def several_adapters_are_the_sum_of_single_runs(backend: LoRABackend, case: LoRA
     "A refill may bring, change or drop the scales of tokens.",
     values="either",
     agreement=BY_CLAIM,
-    examples=12,
+    examples=10,
     requires=(declares(TOKEN_SCALES),),
     features=ANY_LAYER,
     token_scales=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lora_backends.testing.properties.runs import (
     given_h,
     intermediate,
     linear,
+    run,
 )
 
 
@@ -124,8 +126,13 @@ def _register_case_of(operation: Operation) -> None:
 
     def check(backend: LoRABackend, case: LoRACase) -> None:
         inputs = case.build(backend.device)
-        y = linear(backend, inputs, name=operation.name)
+        base, plan = inputs.new_base(), backend.prepare_batch(inputs.batch)
+        y = run(backend, operation, inputs, plan, None if base is None else base.view)
         assert_right(y, expected(backend, inputs), inputs, case.is_integer)
+        if base is not None:
+            base.assert_untouched()
+            if y is not base.view:
+                raise AssertionError(f"{operation.name} returned another tensor than base_output")
 
     check.__name__ = f"{operation.name}_is_right"
     slices = f" of {operation.num_slices} slices" if operation.num_slices else ""
@@ -162,6 +169,61 @@ def run_embedding_is_right(backend: LoRABackend, case: LoRACase) -> None:
         ids, inputs.weights, inputs.batch, inputs.base, intermediate=intermediate(backend, inputs)
     )
     assert_right(y, wanted, inputs, case.is_integer)
+
+
+@prop(
+    "Deltas of thousands, and of thousandths, are right.",
+    agreement=BOUNDED,
+    examples=12,
+    output_scales=False,
+    features=ANY_LAYER,
+)
+def large_and_small_deltas_are_right(backend: LoRABackend, case: LoRACase) -> None:
+    """Times 2^12 and 2^-12, into a y of zeros that has room for them; h may not fit in float16."""
+    inputs = case.build(backend.device).without_base_and_bias()
+    wide = torch.float32 in backend.dtypes
+    if wide and case.dtype != torch.float64:
+        shape = case.num_tokens, inputs.weights.out_features
+        inputs = replace(inputs, base=torch.zeros(shape, device=backend.device))
+    powers = [-12]
+    if wide and intermediate(backend, inputs) != torch.float16:
+        powers.append(12)
+    for power in powers:
+        check_linear(backend, case, inputs.replace(x=inputs.x * 2.0**power))
+
+
+@prop(
+    "NaN and infinity show in their row or element, and nowhere else.",
+    agreement=BOUNDED,
+    examples=15,
+    base=True,
+    min_tokens=2,
+    features=ANY_LAYER,
+)
+def nan_and_infinity_stay_where_they_belong(backend: LoRABackend, case: LoRACase) -> None:
+    """One element of x makes its token's delta NaN or infinite, whatever it is multiplied by."""
+    inputs = case.build(backend.device)
+    assert inputs.base is not None
+    token, other = case.seed % case.num_tokens, case.num_tokens - 1 - case.seed % case.num_tokens
+    odd = (torch.nan, torch.inf)[case.seed % 3 % 2]
+    x, base = inputs.x.clone(), inputs.base.clone()
+    x[token, case.seed % case.in_features] = odd
+    base[other, -1] = odd
+    y = linear(backend, replace(inputs.replace(x=x), base=base))
+    bare = replace(inputs.weights, bias=None, output_scales=None)
+    spoiled = torch.zeros(y.shape, dtype=torch.bool, device="cpu")
+    spoiled[token] = oracles.touched(bare, inputs.batch)[token]
+    spoiled[other, -1] = True
+    wrong = y.cpu().isfinite() == spoiled
+    if bool(wrong.any()):
+        row, column = (int(i) for i in wrong.nonzero()[0])
+        raise AssertionError(
+            f"x[{token}, {case.seed % case.in_features}] and base_output[{other}, -1] are {odd}; "
+            f"y[{row}, {column}] is {y[row, column].item()!r}\n"
+            f"  {inputs.location(row, inputs.slice_of(column))}"
+        )
+    wanted = expected(backend, inputs)
+    assert_close(torch.where(spoiled, wanted.value.to(y.dtype), y.cpu()), wanted, inputs)
 
 
 class _PoisonedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]

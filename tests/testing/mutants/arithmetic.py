@@ -36,6 +36,24 @@ class SlotOfThreeBits(TwoSteps):
         return super().prepare_batch(LoRABatch(kept, batch.num_slots), out)
 
 
+@caught_by("large_batches_are_right")
+class SlotOfEightBits(TwoSteps):
+    """The slot is kept in 8 bits: slot 256 becomes slot 0."""
+
+    def prepare_batch(self, batch, out=None):
+        slots = batch.token_slots
+        kept = torch.where(slots >= 0, slots % 256, slots)
+        return super().prepare_batch(LoRABatch(kept, batch.num_slots), out)
+
+
+@caught_by("large_batches_are_right")
+class TokenOfFifteenBits(Dropping):
+    """Tokens behind the first 2^15 are forgotten."""
+
+    def keep(self, slots):
+        return torch.arange(len(slots)) < 2**15
+
+
 @caught_by("splitting_a_batch_changes_nothing")
 class LastTokenSkipped(Dropping):
     """The last token of a batch is skipped."""
@@ -203,6 +221,24 @@ class RankCutAt16(Seeing):
         return replace(weights, ranks=weights.ranks.clamp(max=16))
 
 
+@caught_by("large_layers_are_right")
+class RankCutAt128(Seeing):
+    """Ranks above 128 lose what lies beyond one tile."""
+
+    def seen(self, weights):
+        return replace(weights, ranks=weights.ranks.clamp(max=128))
+
+
+@caught_by("large_layers_are_right")
+class InputsOfOneTile(Seeing):
+    """Inputs behind the first tile of 1024 are forgotten."""
+
+    def seen_x(self, x):
+        kept = x.clone()
+        kept[:, 1024:] = 0
+        return kept
+
+
 @caught_by("row_shards_recombine")
 class InputTailSkipped(Seeing):
     """Inputs beyond the last full 16 are skipped."""
@@ -274,3 +310,58 @@ class DeltaRoundedFirst(TwoSteps):
         for _, rows in plan.segments if weights.bias is not None else []:
             base_output[rows] += delta[rows].to(base_output.dtype)
         return base_output
+
+
+@caught_by("large_and_small_deltas_are_right")
+class HSaturates(Seeing):
+    """h is clamped to 2048."""
+
+    def seen_h(self, h, weights, plan):
+        return h.clamp(-2048, 2048)
+
+
+@caught_by("large_and_small_deltas_are_right")
+class SmallHDropped(Seeing):
+    """An h below 1e-3 counts as 0."""
+
+    def seen_h(self, h, weights, plan):
+        return torch.where(h.abs() < 1e-3, 0, h)
+
+
+@caught_by("nan_and_infinity_stay_where_they_belong")
+class NaNSwallowed(Seeing):
+    """NaN and infinity in x count as numbers."""
+
+    def seen_x(self, x):
+        return x.nan_to_num()
+
+
+@caught_by("nan_and_infinity_stay_where_they_belong")
+class InfinityOfOneRowForAll(Seeing):
+    """h is masked by a product with 0 over all tokens of a slot."""
+
+    def run_lora_a(self, x, weights, plan):
+        h = super().run_lora_a(x, weights, plan)
+        for _, rows, s, rank, _, _ in active_slices(weights, plan):
+            h[s, rows, :rank] += 0 * h[s, rows, :rank].sum(0)
+        return h
+
+
+@caught_by("integers_are_exact")
+class SlotStrideOfA(Seeing):
+    """The matrices of lora_a are taken to follow each other without a gap."""
+
+    def seen(self, weights):
+        a = weights.lora_a
+        rows = a.shape[2] * a.stride(2)
+        return replace(
+            weights, lora_a=a.as_strided(a.shape, (a.shape[1] * rows, rows, *a.stride()[2:]))
+        )
+
+
+@caught_by("expand_is_right")
+class SliceStrideOfH(Seeing):
+    """The slices of h are taken to follow each other without a gap."""
+
+    def seen_h(self, h, weights, plan):
+        return h.as_strided(h.shape, (h.shape[1] * h.stride(1), *h.stride()[1:]))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from lora_backends.eight_bit import b_row_groups
+from lora_backends.testing.inputs import on_each
 from mutants.base import caught_by
 from mutants.features import Featured
 
@@ -87,3 +88,34 @@ class ScalesForgotten(Quantised):
 
     def of(self, weights):
         return replace(weights, a_scales=torch.ones_like(weights.a_scales))
+
+
+class Misread(Quantised):
+    """Stored values are read as others."""
+
+    def read(self, values):
+        raise NotImplementedError
+
+    def of(self, weights):
+        a, b = (on_each(stack, self.read) for stack in (weights.lora_a, weights.lora_b))
+        return replace(weights, lora_a=a, lora_b=b)
+
+
+@caught_by("run_linear_is_within_the_bound")
+class MostNegativeByte(Misread):
+    """-128, whose magnitude int8 does not have, is read as 127."""
+
+    def read(self, values):
+        return torch.where(values == -128, 127, values) if values.dtype == torch.int8 else values
+
+
+@caught_by("run_linear_is_within_the_bound")
+class DenormalsFlushed(Misread):
+    """Denormals of float8 are read as 0."""
+
+    def read(self, values):
+        if values.dtype == torch.int8:
+            return values
+        wide = values.float()
+        flushed = wide.abs() < torch.finfo(values.dtype).smallest_normal
+        return torch.where(flushed, 0, wide).to(values.dtype)

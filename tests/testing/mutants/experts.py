@@ -105,6 +105,49 @@ class ReduceForgetsTheLast(SeeingExperts):
         return torch.where(last & self.reduces & (ids.shape[1] > 1), -1, ids)
 
 
+@caught_by("many_experts_are_right")
+class FourExpertsAToken(SeeingExperts):
+    """Pairs behind the fourth of a token are dropped."""
+
+    def seen_ids(self, ids, weights):
+        return torch.where(torch.arange(ids.shape[1]) < 4, ids, -1)
+
+
+@caught_by("many_experts_are_right")
+class ExpertOfFiveBits(SeeingExperts):
+    """The expert is kept in 5 bits: expert 32 becomes expert 0."""
+
+    def seen_ids(self, ids, weights):
+        return torch.where(ids >= 0, ids % 32, ids)
+
+
+@caught_by("many_experts_are_right")
+class ExpertRanksCutAt64(SeeingExperts):
+    """Ranks above 64 lose what lies beyond one tile."""
+
+    def seen_weights(self, weights):
+        return replace(weights, ranks=weights.ranks.clamp(max=64))
+
+
+@caught_by("experts_keep_no_state")
+class RouterCleaned(TwoSteps):
+    """Weights of dead pairs, which may be NaN, are set to 0 in the router's own tensor."""
+
+    def prepare_experts(self, plan, topk_ids, topk_weights, *args, **options):
+        topk_weights.nan_to_num_(0.0)
+        return super().prepare_experts(plan, topk_ids, topk_weights, *args, **options)
+
+
+@caught_by("experts_keep_no_state")
+class ExpertScalingsKept(SeeingExperts):
+    """The scalings of experts are copied once per layer."""
+
+    def seen_weights(self, weights):
+        kept = self.__dict__.setdefault("kept", {})
+        scalings, _ = kept.setdefault(id(weights), (weights.scalings.clone(), weights))
+        return replace(weights, scalings=scalings)
+
+
 @caught_by("run_experts_is_within_the_bound")
 class WeightedTwice(TwoSteps):
     """The router's weight is squared."""

@@ -111,6 +111,15 @@ class ZeroAdded(TwoSteps):
         return super().run_lora_b(h, weights, plan, base_output).add_(0.0)
 
 
+@caught_by("untouched_elements_keep_their_bits")
+class PayloadLost(TwoSteps):
+    """Rows without an adapter are read and written: every NaN becomes the same one."""
+
+    def run_lora_b(self, h, weights, plan, base_output=None):
+        y = super().run_lora_b(h, weights, plan, base_output)
+        return y.copy_(torch.where(y.isnan(), torch.nan, y))
+
+
 @caught_by("base_output_is_returned_itself")
 class CopyReturned(TwoSteps):
     """base_output is added to in place, but a copy is returned."""
@@ -202,3 +211,12 @@ class ScalesHInPlace(TwoSteps):
             h[s, rows] *= scaling
         unit = replace(weights, scalings=torch.ones_like(weights.scalings))
         return super().run_lora_b(h, unit, plan, base_output)
+
+
+@caught_by("inputs_are_not_modified")
+class ScalingsCleaned(TwoSteps):
+    """Scalings of rank 0, which may be NaN, are set to 0 in the layer."""
+
+    def run_lora_b(self, h, weights, plan, base_output=None):
+        weights.scalings.nan_to_num_(0.0)
+        return super().run_lora_b(h, weights, plan, base_output)

@@ -32,6 +32,15 @@ class KeyAndValueSwapped(TwoSteps):
         return x.new_zeros(len(x), weights.out_features) if base_output is None else base_output
 
 
+@caught_by("run_qkv_is_right")
+class StridedBaseCopied(TwoSteps):
+    """run_qkv adds to a dense copy of a strided base_output."""
+
+    def run_qkv(self, x, weights, plan, base_output=None):
+        y = None if base_output is None else base_output.contiguous()
+        return self.run_linear(x, weights, plan, y)
+
+
 @caught_by("run_gate_up_is_right")
 class GateForUp(TwoSteps):
     """run_gate_up expands the h of gate for up as well."""
@@ -40,6 +49,18 @@ class GateForUp(TwoSteps):
         h = self.run_lora_a(x, weights, plan)[[0, 0]]
         y = x.new_zeros(len(x), weights.out_features) if base_output is None else base_output
         return self.run_lora_b(h, weights, plan, y)
+
+
+@caught_by("run_gate_up_is_right")
+class UpOfEqualWidth(TwoSteps):
+    """Where gate and up have one width, both read the lora_b of gate."""
+
+    def run_gate_up(self, x, weights, plan, base_output=None):
+        width, other = weights.output_slices
+        if width == other:
+            gate = weights.lora_b[:, :width]
+            weights = replace(weights, lora_b=torch.cat([gate, gate], 1))
+        return self.run_linear(x, weights, plan, base_output)
 
 
 @caught_by("run_logits_is_right")
@@ -64,6 +85,18 @@ class RefillIgnored(TwoSteps):
 
     def prepare_batch(self, batch, out=None):
         return super().prepare_batch(batch) if out is None else out
+
+
+@caught_by("inputs_are_not_modified")
+class RefillWritesIntoTheBatch(TwoSteps):
+    """A plan holds the batch's own tensor, and a refill writes into it."""
+
+    def prepare_batch(self, batch, out=None):
+        plan = super().prepare_batch(batch, out)
+        if out is None:
+            plan.slots = batch.token_slots
+        plan.slots.copy_(batch.token_slots)
+        return plan
 
 
 @caught_by("a_refilled_plan_equals_a_fresh_one")

@@ -1,0 +1,37 @@
+"""`run_embedding` for every backend: `run_linear` of an identity and a column of A per token."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from lora_backends.eight_bit import LARGEST
+from lora_backends.weights import LoRAWeights
+
+
+def columns_of_tokens(token_ids: torch.Tensor, weights: LoRAWeights) -> LoRAWeights:
+    """Return the layer whose lora_a has the column of every token, side by side.
+
+    Args:
+        token_ids: as in `run_embedding`.
+        weights: the layer; ``in_features`` is the vocabulary.
+    """
+    a, columns = weights.lora_a, weights.scale_block[1]
+    picked: Any = tuple(_picked(part, token_ids) for part in a) if isinstance(a, tuple) else None
+    changes: dict[str, Any] = {"lora_a": _picked(a, token_ids) if picked is None else picked}
+    if weights.a_scales is not None and weights.b_scales is not None and columns is not None:
+        # neighbours in a batch are none in the vocabulary: each column has a scale of its own
+        groups = token_ids // columns if len(token_ids) else token_ids.new_zeros(1)
+        ranks = torch.arange(weights.max_rank, device=weights.device) // columns
+        changes["a_scales"] = weights.a_scales[..., groups]
+        changes["b_scales"] = weights.b_scales[..., ranks]
+        changes["scale_block"] = (weights.scale_block[0], 1)
+    return dataclasses.replace(weights, **changes)
+
+
+def _picked(a: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return columns of A; torch picks bytes, not float8."""
+    stored: torch.Tensor = a.view(torch.int8) if a.dtype in LARGEST else a
+    return stored[..., token_ids].view(a.dtype)
