@@ -329,8 +329,10 @@ def _planes(in_features: int, most: int) -> int:
     """Return how many parts the inputs have, each a plane of h: up to `most` and _MOST_PLANES.
 
     It is the largest number of equal parts, in steps of 256, if that is more than half of `most`.
-    Else parts are unequal, as those of 11008 inputs: 43 steps, a prime.
+    Else parts of many inputs are unequal, as those of 11008: 43 steps, a prime.
     """
     steps, most = max(1, in_features // 256), min(most, _MOST_PLANES)
     equal = max(split for split in range(1, max(1, most) + 1) if steps % split == 0)
-    return equal if 2 * equal > most else parts(in_features, 256, most)
+    if 2 * equal > most or in_features < _SHORT_INPUT:
+        return equal
+    return parts(in_features, 256, most)
