@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lora_backends.eight_bit import LARGEST
+from lora_backends.eight_bit import is_eight_bit
 from lora_backends.weights import LoRAWeights
 
 
@@ -19,8 +19,8 @@ def columns_of_tokens(token_ids: torch.Tensor, weights: LoRAWeights) -> LoRAWeig
         weights: the layer; ``in_features`` is the vocabulary.
     """
     a, columns = weights.lora_a, weights.scale_block[1]
-    picked: Any = tuple(_picked(part, token_ids) for part in a) if isinstance(a, tuple) else None
-    changes: dict[str, Any] = {"lora_a": _picked(a, token_ids) if picked is None else picked}
+    picked = [_picked(part, token_ids) for part in (a if isinstance(a, tuple) else (a,))]
+    changes: dict[str, Any] = {"lora_a": tuple(picked) if isinstance(a, tuple) else picked[0]}
     if weights.a_scales is not None and weights.b_scales is not None and columns is not None:
         # neighbours in a batch are none in the vocabulary: each column has a scale of its own
         groups = token_ids // columns if len(token_ids) else token_ids.new_zeros(1)
@@ -31,7 +31,7 @@ def columns_of_tokens(token_ids: torch.Tensor, weights: LoRAWeights) -> LoRAWeig
     return dataclasses.replace(weights, **changes)
 
 
-def _picked(a: Any, token_ids: torch.Tensor) -> torch.Tensor:
+def _picked(a: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return columns of A; torch picks bytes, not float8."""
-    stored: torch.Tensor = a.view(torch.int8) if a.dtype in LARGEST else a
+    stored = a.view(torch.int8) if is_eight_bit(a.dtype) else a
     return stored[..., token_ids].view(a.dtype)

@@ -94,13 +94,15 @@ def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConf
         expand = ExpandTiles(block_c, rank_pad, num_warps=num_warps, num_stages=0)
         tiles = replace(tiles, expand=expand)
     elif rows >= _MANY_ROWS and rank_pad == MIN_DOT:
-        tiles = replace(tiles, expand=ExpandTiles(256, MIN_DOT, 2, num_warps=2, num_stages=0))
+        expand = ExpandTiles(256, MIN_DOT, chunks=2, num_warps=2, num_stages=0)
+        tiles = replace(tiles, expand=expand)
     if rows > 1:
         return tiles
     planes = 28 if layer.in_features >= _LONG_INPUT else 16
     block_k = 512 if layer.in_features > 3 * 256 * planes else 256
     split_k = parts(layer.in_features, block_k, planes)
-    return replace(tiles, shrink=ShrinkTiles(MIN_DOT, block_k, split_k, 0, 8, num_stages=1))
+    shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=0, num_warps=8, num_stages=1)
+    return replace(tiles, shrink=shrink)
 
 
 def ends_beyond_ranks(batch: BatchShape, gpu: Gpu = H200) -> bool:
