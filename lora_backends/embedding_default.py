@@ -22,7 +22,7 @@ def columns_of_tokens(token_ids: torch.Tensor, weights: LoRAWeights) -> LoRAWeig
     picked = [_picked(part, token_ids) for part in (a if isinstance(a, tuple) else (a,))]
     changes: dict[str, Any] = {"lora_a": tuple(picked) if isinstance(a, tuple) else picked[0]}
     if weights.a_scales is not None and weights.b_scales is not None and columns is not None:
-        # neighbours in a batch are none in the vocabulary: each column has a scale of its own
+        # tokens of a batch are not adjacent in the vocabulary, so each column has its own scale
         groups = token_ids // columns if len(token_ids) else token_ids.new_zeros(1)
         ranks = torch.arange(weights.max_rank, device=weights.device) // columns
         changes["a_scales"] = weights.a_scales[..., groups]

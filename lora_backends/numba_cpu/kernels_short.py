@@ -215,7 +215,7 @@ def expand_rows(multiplied, kinds, place, tiles, factors, steps, t, tokens, h, y
 
 @inlined
 def expand_squares(kinds, place, tiles, factors, t, h, y):
-    """Do what `expand_rows` does for one row of y, rank 16 without gaps and no bias, sooner.
+    """Do the work of `expand_rows` faster for one row of y, rank 16 without gaps and no bias.
 
     LLVM knows all distances in b, so there are half as many instructions.
     """

@@ -81,8 +81,8 @@ def _check_part(layer: Layer, rows: int, plans: Plans) -> None:
         return
     raise UnsupportedInputError(
         f"an adapter's embedding cannot be added to some of the batch's tokens\n"
-        f"  given: {rows} of {plans.num_rows} tokens, as vLLM embeds those beside prompts that "
-        f"are embedded already\n"
+        f"  given: {rows} of {plans.num_rows} tokens, as when other prompts in the batch come "
+        f"already embedded\n"
         f"  to do: remove the adapters that have LoRA on the embedding, or start vLLM without "
         f"enable_prompt_embeds"
     )

@@ -103,13 +103,13 @@ def check_settings(config: Any) -> None:
             raise UnsupportedInputError(
                 f"LoRA layers get rows whose adapters vLLM does not announce\n"
                 f"  given: {given}\n"
-                f"  to do: leave it, or unset {VLLM_VARIABLE}; vLLM's own operators do not know "
-                f"these adapters either"
+                f"  to do: do without it, or unset {VLLM_VARIABLE}; vLLM's own operators do not "
+                f"know these adapters either"
             )
 
 
 def drafts(config: Any) -> bool:
-    """Return whether what embeds fewer rows than the batch has is vLLM's drafter."""
+    """Return whether calls that embed fewer rows than the batch has come from vLLM's drafter."""
     if config is None or config.speculative_config is None:
         return False
     return not config.model_config.enable_prompt_embeds

@@ -108,9 +108,9 @@ def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConf
 def ends_beyond_ranks(batch: BatchShape, gpu: Gpu = H200) -> bool:
     """Return whether programs of the shrink that have no rows of A within the ranks end early.
 
-    To know that, every program first waits for the ranks. Decode with few rows of the grid takes
-    0.92 to 1.0 of the time without that wait. Many rows fill the GPU, and programs that end make
-    room for others.
+    To know that, every program first waits for the ranks. With few rows of the grid, dropping
+    that wait brings decode to 0.92 to 1.0 of its time. Many rows fill the GPU, and programs that
+    end make room for others.
     """
     return gpu.as_on_h200(batch.rows) >= _MANY_ROWS
 
@@ -331,7 +331,7 @@ def _planes(in_features: int, most: int) -> int:
     """Return how many parts the inputs have, each a plane of h: up to `most` and _MOST_PLANES.
 
     It is the largest number of equal parts, in steps of 256, if that is more than half of `most`.
-    Else parts of many inputs are unequal, as those of 11008: 43 steps, a prime.
+    Otherwise, from _SHORT_INPUT inputs on, parts are unequal, as for 11008: 43 steps, a prime.
     """
     steps, most = max(1, in_features // 256), min(most, _MOST_PLANES)
     equal = max(split for split in range(1, max(1, most) + 1) if steps % split == 0)

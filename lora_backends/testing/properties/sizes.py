@@ -158,7 +158,7 @@ def many_experts_are_right(backend: LoRABackend, case: ExpertCase) -> None:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Name what is large in a failure: the case has the other sizes alone."""
+    """Add the large sizes to a failure, whose case shows only the others."""
     try:
         yield
     except AssertionError as error:
