@@ -158,3 +158,10 @@ def test_prompts_that_are_embedded_already_share_a_batch_with_adapters(
         assert tokens(name) == [peft_tokens(PROMPTS[0], "all", 3), peft_tokens(PROMPTS[1], name, 3)]
     with pytest.raises(UnsupportedInputError, match="LoRA on the embedding"):
         tokens("ends")
+
+
+def test_adapters_may_be_of_another_dtype_than_the_model(make_engine, expect):
+    engine = make_engine(lora_dtype="bfloat16")
+    stack = next(iter(engine.manager.modules.values())).lora_b_stacked[0]
+    assert str(stack.dtype) == "torch.bfloat16"
+    expect(engine, PROMPTS[:2], ["ends", "all"], length=3)

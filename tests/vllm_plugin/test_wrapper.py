@@ -140,7 +140,7 @@ def test_a_layer_that_has_passed_the_checks_is_refused_what_they_refuse(wrapper,
     wrapper.add_lora_linear(y, x, *args)
     expected = y.clone()
     for given_x, given_y in [
-        (x.bfloat16(), y),
+        (x.to(torch.int32), y),
         (x[:, :-1], y),
         (x, y[:-1]),
         (x[None], y[None]),
@@ -358,6 +358,24 @@ def test_fewer_rows_embedded_are_those_of_a_drafter_unless_prompts_may_be_embedd
     settings.model_config.enable_prompt_embeds = True
     with pytest.raises(UnsupportedInputError, match="given: 3 of 7 tokens(.|\n)*enable_prompt_emb"):
         embed(IDS)
+
+
+def test_x_of_another_dtype_is_rounded_to_the_adapters(wrapper, x):
+    """As with a router that computes in another dtype, or another `lora_dtype`; PEFT does so."""
+    module = make_module(wrapper)
+    args = module.lora_a_stacked, module.lora_b_stacked, 1.0
+    half = x.bfloat16()
+    wanted = delta(module, half.float(), IDS)
+    y, h = torch.ones(len(IDS), sum(SLICES)), torch.zeros(len(SLICES), len(IDS), RANK)
+    wrapper.add_lora_linear(y, half, *args, SLICES)
+    torch.testing.assert_close(y, 1 + wanted)
+    wrapper.add_shrink(h, half, module.lora_a_stacked, 1.0)
+    wrapper.add_expand(y, h, module.lora_b_stacked, SLICES, 0, False)
+    torch.testing.assert_close(y, wanted)
+    head = make_module(wrapper, slices=(20,))
+    y = torch.zeros(len(IDS), 20)
+    wrapper.add_lora_logits(y, half, head.lora_a_stacked[0], head.lora_b_stacked[0], 1.0)
+    torch.testing.assert_close(y, delta(head, half.float(), IDS))
 
 
 def test_logits_use_the_sampled_rows_and_leave_padding(wrapper, x):
@@ -870,19 +888,22 @@ def test_experts_add_gate_and_up_and_the_weighted_second_product(wrapper, x, sha
     b2 = tuple(b.expand(-1, EXPERTS, -1, -1) for b in module.w2_lora_b_stacked)
     y = torch.ones(len(IDS), TOP_K, 2 * INNER)
     more = [None, None, None, len(IDS), TOP_K, SLOTS, None, EXPERTS, TOP_K, 2, False, False]
-    handed_on = wrapper.add_lora_w13(y, x, a13, module.w13_lora_b_stacked, TOPK_IDS, weights, *more)
+    x = x.bfloat16().float()  # of the model's dtype, which is not the adapters'
+    handed_on = wrapper.add_lora_w13(
+        y, x.bfloat16(), a13, module.w13_lora_b_stacked, TOPK_IDS, weights, *more
+    )
     pairs = x[:, None].expand(-1, TOP_K, -1)
     wanted = [
         expected_pairs(pairs, a, b)
         for a, b in zip(module.w13_lora_a_stacked, module.w13_lora_b_stacked, strict=True)
     ]
     torch.testing.assert_close(y, 1 + torch.cat(wanted, -1))
-    inner = torch.randn(len(IDS) * TOP_K, INNER)
+    inner = torch.randn(len(IDS) * TOP_K, INNER).bfloat16()
     y = torch.ones(len(IDS), TOP_K, HIDDEN)
     more = [len(IDS), None, None, TOP_K, SLOTS, None, TOP_K, False, 0, False]
     wrapper.add_lora_w2(y, inner, module.w2_lora_a_stacked, b2, weights, *handed_on, *more)
     wanted = expected_pairs(
-        inner.view(len(IDS), TOP_K, INNER),
+        inner.float().view(len(IDS), TOP_K, INNER),
         module.w2_lora_a_stacked[0],
         module.w2_lora_b_stacked[0],
         weights,

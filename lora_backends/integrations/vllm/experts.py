@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from lora_backends.experts import ExpertWeights
-from lora_backends.integrations.vllm.layers import follow
+from lora_backends.integrations.vllm.layers import as_stored, follow
 from lora_backends.integrations.vllm.plans import Plans
 
 _SITES: WeakValueDictionary[int, ExpertWeights] = WeakValueDictionary()
@@ -64,7 +64,7 @@ def add_first(
         return
     sites = [_site(stack) for stack in lora_a_stacked]
     routing = _routing(plans, sites[0], topk_ids, topk_weights)
-    y = y.view(*topk_ids.shape, y.shape[-1])
+    y, x = y.view(*topk_ids.shape, y.shape[-1]), as_stored(x, sites[0])
     column = 0
     for site in sites:
         part = y[..., column : column + site.out_features]
@@ -86,7 +86,7 @@ def add_second(
     site = _site(lora_a_stacked[0])
     routing = _routing(plans, site, topk_ids, topk_weights)
     y = y.view(*topk_ids.shape, y.shape[-1])
-    x = x.view(-1, x.shape[-1])
+    x = as_stored(x.view(-1, x.shape[-1]), site)
     plans.backend.run_experts(x, site, routing, y, rows="pairs", weighted=True)
 
 

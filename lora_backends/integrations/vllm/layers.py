@@ -133,6 +133,17 @@ def embed_by_token(module: Any) -> None:
     module.forward = forward_flat
 
 
+def as_stored(x: torch.Tensor, weights: Any) -> torch.Tensor:
+    """Return x in a dtype that weights take.
+
+    vLLM's `lora_dtype` may differ from the model's, and a router may compute in float32. PEFT
+    rounds x in the same way.
+    """
+    if x.dtype in weights.input_dtypes or not x.is_floating_point():
+        return x
+    return x.to(weights.dtype)
+
+
 def true_ranks(lora_a: torch.Tensor | Sequence[torch.Tensor | None], num_slices: int) -> list[int]:
     """Return the rank of each slice, 0 where the adapter has no A.
 

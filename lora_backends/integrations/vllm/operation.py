@@ -13,7 +13,7 @@ import torch
 
 from lora_backends.devices import is_capturing
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.integrations.vllm.layers import Layer, find
+from lora_backends.integrations.vllm.layers import Layer, as_stored, find
 from lora_backends.integrations.vllm.plans import Plans
 
 NAMESPACE = "lora_backends_vllm"
@@ -102,7 +102,7 @@ def _shrink(layer: Layer, y: torch.Tensor, x: torch.Tensor, plans: Plans) -> Non
     if plans.is_idle:
         y.zero_()
     else:
-        plans.backend.run_lora_a(x, layer.a, plans.of(x.shape[0]), out=y)
+        plans.backend.run_lora_a(as_stored(x, layer.a), layer.a, plans.of(x.shape[0]), out=y)
 
 
 def _add(
@@ -117,7 +117,7 @@ def _add(
     if operation in (EXPAND, EMBEDDING):
         backend.run_lora_b(x, layer.b, plans.of(x.shape[1]), y)
     elif operation in (LOGITS, PROMPT):
-        backend.run_logits(x, layer.b, plans.of(x.shape[0]), y)
+        backend.run_logits(as_stored(x, layer.b), layer.b, plans.of(x.shape[0]), y)
     else:
         _add_linear(layer, y, x, plans)
 
@@ -129,6 +129,7 @@ def _add_linear(layer: Layer, y: torch.Tensor, x: torch.Tensor, plans: Plans) ->
     has just made y, so it overlaps nothing.
     """
     weights: Any = layer.b
+    x = as_stored(x, weights)
     rows, dtypes = x.shape[0], (x.dtype, y.dtype)
     plan = plans.of(rows)
     if (
