@@ -116,6 +116,21 @@ def test_a_plan_has_room_for_the_rows_of_x(capturing):
             plans.of(rows)
 
 
+def test_batches_of_one_slot_have_as_many_rows_as_x(capturing):
+    plans = Plans(Recorder(), num_slots=2, capacity=20)
+    plans.set_slots([0, 1, -1])
+    plans.set_every(1)
+    assert plans.of(2).refills[-1] == [1] * 2
+    assert plans.of(20).refills[-1] == [1] * 20
+    beyond = plans.of(30)
+    assert (beyond.capacity, beyond.refills[-1]) == (30, [1] * 30)
+    assert not plans.is_idle
+    plans.set_every(-1)
+    assert plans.is_idle
+    plans.set_slots([0, 1, -1])
+    assert plans.of(4).refills[-1] == [0, 1, -1]
+
+
 def test_captured_plans_are_refilled_at_once_and_others_when_used(capturing):
     plans = Plans(Recorder(), num_slots=2, capacity=64)
     plans.set_slots([1] * 5)

@@ -100,6 +100,9 @@ def test_requests_name_their_adapter_and_one_is_loaded_while_it_serves(server):
     assert server.chat("pirate") == ANSWERS["pirate"]
     with pytest.raises(urllib.error.HTTPError):
         server.chat("json")
+    with pytest.raises(urllib.error.HTTPError):  # which fails alone
+        none = {"lora_name": "none", "lora_path": str(ADAPTERS / "none")}
+        server.get("/v1/load_lora_adapter", none)
     server.get("/v1/load_lora_adapter", {"lora_name": "json", "lora_path": str(ADAPTERS / "json")})
     for model in ("json", "pirate", "base"):
         assert server.chat(model) == ANSWERS[model]

@@ -7,18 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-SLOTS, RANK, WIDTH = 3, 4, 16
-SLICES = (8, 6, 10)
-IDS = [0, 7, 9, 7, 5, 0, 5]  # adapters by token; slots: 5 -> 1, 7 -> 0, 9 -> 2
-INDEX_TO_ID = [7, 5, 9]
-RANKS = {7: [4, 2, 0], 5: [1, 3, 4], 9: [0, 0, 2]}
-
-
-def mapping(tokens, prompts=None, prefill=True):
-    from vllm.lora.layers import LoRAMapping
-
-    return LoRAMapping(tuple(tokens), tuple(tokens if prompts is None else prompts), prefill)
+from vllm_layers import (
+    IDS,
+    INDEX_TO_ID,
+    RANK,
+    RANKS,
+    SLICES,
+    SLOTS,
+    WIDTH,
+    delta,
+    make_module,
+    mapping,
+)
 
 
 @pytest.fixture
@@ -63,55 +63,6 @@ def test_a_model_with_an_encoder_whose_rows_vllm_does_not_announce_is_refused(wr
     settings.model_config.is_encoder_decoder = True
     with pytest.raises(UnsupportedInputError, match="given: tiny, with an encoder"):
         type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
-
-
-def make_module(wrapper, slices=SLICES, rank=RANK, shards=1, shard=0, **more):
-    """Return a module with random stacks and the methods that the plug-in follows."""
-    from lora_backends.integrations.vllm import layers
-
-    generator = torch.Generator().manual_seed(1)
-    a = tuple(torch.zeros(SLOTS, 1, rank // shards, WIDTH) for _ in slices)
-    b = tuple(torch.zeros(SLOTS, 1, width, rank) for width in slices)
-
-    def reset_lora(index):
-        for stack in (*a, *b):
-            stack[index] = 0
-
-    def set_lora(index, lora_a, lora_b):
-        module.reset_lora(index)
-        for i, (each_a, each_b) in enumerate(zip(lora_a, lora_b, strict=True)):
-            if each_a is not None:
-                part = each_a[shard * rank // shards : (shard + 1) * rank // shards]
-                a[i][index, 0, : part.shape[0]] = part
-                b[i][index, 0, :, : each_b.shape[1]] = each_b
-
-    module = SimpleNamespace(
-        lora_a_stacked=a, lora_b_stacked=b, set_lora=set_lora, reset_lora=reset_lora, tp_rank=shard
-    )
-    vars(module).update(more)
-    layers.adopt(module, wrapper)
-    for slot, id_ in enumerate(INDEX_TO_ID):
-        ranks = RANKS[id_][: len(slices)]
-        lora_a = [torch.randn(r, WIDTH, generator=generator) if r else None for r in ranks]
-        lora_b = [
-            torch.randn(width, r, generator=generator) if r else None
-            for width, r in zip(slices, ranks, strict=True)
-        ]
-        module.set_lora(slot, lora_a, lora_b)
-    return module
-
-
-def delta(module, x, ids):
-    """Return the LoRA of each row by plain products over the whole padded rank."""
-    rows = []
-    for row, id_ in zip(x, ids, strict=True):
-        slot = INDEX_TO_ID.index(id_) if id_ else None
-        parts = [
-            torch.zeros(b.shape[2]) if slot is None else b[slot, 0] @ (a[slot, 0] @ row)
-            for a, b in zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
-        ]
-        rows.append(torch.cat(parts))
-    return torch.stack(rows)
 
 
 @pytest.fixture
@@ -324,40 +275,12 @@ def test_token_ids_of_more_axes_are_embedded_with_each_tokens_adapter(wrapper, s
     torch.testing.assert_close(found, wanted.view(*ids.shape, 12))
 
 
-def test_a_drafter_that_shares_the_embedding_embeds_fewer_rows_without_adapter(wrapper, x):
-    module = make_module(wrapper, slices=(12,))
-    stack = module.lora_b_stacked[0]
-    wrapper.drafts = True
-    y = torch.ones(3, 12)
-    wrapper.add_lora_embedding(y, torch.ones(3, RANK), stack, add_input=True)
-    assert y.eq(1).all()
-    y = torch.ones(len(IDS), 12)
-    wrapper.add_lora_embedding(y, torch.ones(len(IDS), RANK), stack, add_input=True)
-    assert y[1].ne(1).all()
+def test_an_embedding_of_fewer_rows_than_the_batch_has_is_refused(wrapper):
+    from lora_backends import InvalidInputError
 
-
-@pytest.mark.parametrize("drafts", [False, True])
-def test_fewer_rows_embedded_are_those_of_a_drafter_unless_prompts_may_be_embedded(
-    wrapper, settings, drafts
-):
-    from lora_backends import UnsupportedInputError
-
-    settings.speculative_config = SimpleNamespace() if drafts else None
-
-    def embed(ids):
-        new = type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
-        stack = make_module(new, slices=(12,)).lora_b_stacked[0]
-        new.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
-        y = torch.ones(3, 12)
-        new.add_lora_embedding(y, torch.ones(3, RANK), stack, add_input=True)
-        assert y.eq(1).all()
-
-    embed([0, 9, 9, 0])  # adapter 9 has no LoRA on the embedding
-    if drafts:
-        embed(IDS)
-    settings.model_config.enable_prompt_embeds = True
-    with pytest.raises(UnsupportedInputError, match="given: 3 of 7 tokens(.|\n)*enable_prompt_emb"):
-        embed(IDS)
+    stack = make_module(wrapper, slices=(12,)).lora_b_stacked[0]
+    with pytest.raises(InvalidInputError, match="given: 3 rows\n  allowed: 7 to 64 rows"):
+        wrapper.add_lora_embedding(torch.ones(3, 12), torch.ones(3, RANK), stack, add_input=True)
 
 
 def test_x_of_another_dtype_is_rounded_to_the_adapters(wrapper, x):

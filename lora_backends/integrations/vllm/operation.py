@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from lora_backends.devices import is_capturing
-from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.errors import InvalidInputError
+from lora_backends.integrations.vllm import inputs
 from lora_backends.integrations.vllm.layers import Layer, as_stored, find
 from lora_backends.integrations.vllm.plans import Plans
 
@@ -23,7 +24,7 @@ LOGITS = "logits"  # the same for the rows that are sampled
 PROMPT = "prompt"  # the same for rows whose adapters vLLM does not announce, as of a prompt
 SHRINK = "shrink"  # y = h of x
 EXPAND = "expand"  # y[:, offset:] += LoRA of h, which is x
-EMBEDDING = "embedding"  # the same for an embedding, which a drafter may share
+EMBEDDING = "embedding"  # the same for an embedding, which an encoder may use
 FULL = "full"  # y = x times a whole matrix of the adapter, for the rows that are sampled
 
 UNQUANTIZED = "UnquantizedLinearMethod"
@@ -63,29 +64,12 @@ def _run_layer(
     plans = wrapper.prompt if operation == PROMPT else plans
     if not layer.ranked and _is_by_itself(operation, x, plans):
         return
-    if operation == EMBEDDING and x.shape[1] < plans.num_rows:
-        _check_part(layer, x.shape[1], plans)
-        return
+    if operation == EMBEDDING and inputs.is_encoding():
+        return  # a token that an encoder adds, as between images, belongs to no row of the batch
     if operation in (SHRINK, FULL):
         _shrink(layer, y, x, plans)
     elif not plans.is_idle:
         _add(layer, y, x, plans, operation, offset)
-
-
-def _check_part(layer: Layer, rows: int, plans: Plans) -> None:
-    """Refuse to embed some of the batch's tokens, as nothing tells which ones they are.
-
-    A drafter's own rows have no adapter: the model verifies what it drafts.
-    """
-    if layer.wrapper.drafts or layer.ranked.isdisjoint(plans.slots):
-        return
-    raise UnsupportedInputError(
-        f"an adapter's embedding cannot be added to some of the batch's tokens\n"
-        f"  given: {rows} of {plans.num_rows} tokens, as when other prompts in the batch come "
-        f"already embedded\n"
-        f"  to do: remove the adapters that have LoRA on the embedding, or start vLLM without "
-        f"enable_prompt_embeds"
-    )
 
 
 def _is_by_itself(operation: str, x: torch.Tensor, plans: Plans) -> bool:

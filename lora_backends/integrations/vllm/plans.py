@@ -56,6 +56,15 @@ class Plans:
 
     def set_slots(self, slots: Sequence[int]) -> None:
         """Take the batch that the next calls run on: one slot, or `NO_ADAPTER`, per row."""
+        self._every: int | None = None
+        self._take(slots)
+
+    def set_every(self, slot: int) -> None:
+        """Take batches of any number of rows, all of one slot, or `NO_ADAPTER`."""
+        self._take([slot])
+        self._every = slot
+
+    def _take(self, slots: Sequence[int]) -> None:
         self.slots = tuple(slots)
         self._batch = LoRABatch(slots, self.num_slots)
         self.num_rows = self._batch.num_tokens
@@ -105,6 +114,10 @@ class Plans:
             InvalidInputError: x has fewer rows than the batch, or more than there is room for.
             UnsupportedInputError: a CUDA graph captures what cannot be captured.
         """
+        if self._every is not None and rows != self.num_rows:
+            self._take([self._every] * rows)
+            if rows > self._rooms[-1].capacity:  # an encoder may pad its rows
+                self._rooms.append(_Room(rows))
         for room in self._rooms:
             if room.capacity >= rows:
                 break

@@ -108,13 +108,6 @@ def check_settings(config: Any) -> None:
             )
 
 
-def drafts(config: Any) -> bool:
-    """Return whether calls that embed fewer rows than the batch has come from vLLM's drafter."""
-    if config is None or config.speculative_config is None:
-        return False
-    return not config.model_config.enable_prompt_embeds
-
-
 def own_wrapper_name() -> str:
     """Return the dotted name of the wrapper that vLLM uses on this platform by itself."""
     from vllm.platforms import current_platform

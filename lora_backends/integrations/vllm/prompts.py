@@ -8,8 +8,6 @@ gives a request several rows.
 
 from __future__ import annotations
 
-import functools
-import sys
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_backends.errors import UnsupportedInputError
-from lora_backends.names import VLLM_VARIABLE
+from lora_backends.integrations.vllm.methods import replace, replaced_on
 
 
 class _Logits(threading.local):
@@ -70,23 +68,19 @@ def follow() -> None:
     Raises:
         UnsupportedInputError: a runner of this version of vLLM lacks one of them.
     """
-    _replace("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_get_prompt_logprobs_dict", _v1)
+    replace("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_get_prompt_logprobs_dict", _v1)
     worker = "vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker"
-    _replace(*worker, "compute_prompt_logprobs", _v2)
-    _replace(*worker, "compute_prompt_token_id_logprobs", _v2, is_optional=True)
-    _replace("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "sample", _sample)
+    replace(*worker, "compute_prompt_logprobs", _v2)
+    replace(*worker, "compute_prompt_token_id_logprobs", _v2, is_optional=True)
+    replace("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "sample", _sample)
 
 
 def _v1(
     own: Callable[..., Any], runner: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    state, name = vars(runner.model), "compute_logits"
-    before = state.get(name)
-    state[name] = by_token(runner.model.compute_logits, hidden_states)
-    try:
+    compute = by_token(runner.model.compute_logits, hidden_states)
+    with replaced_on(runner.model, "compute_logits", compute):
         return own(runner, hidden_states, *args, **kwargs)
-    finally:
-        state.pop(name) if before is None else state.update({name: before})
 
 
 def _v2(
@@ -114,28 +108,3 @@ def _sample(
         return own(runner, hidden_states, input_batch, *args, **kwargs)
     finally:
         _logits.rows_per_request = None
-
-
-def _replace(
-    module: str, owner: str, name: str, around: Callable[..., Any], is_optional: bool = False
-) -> None:
-    """Wrap a method of a runner that is imported; a second call changes nothing."""
-    if module not in sys.modules:  # a runner is imported before its LoRA
-        return
-    found = getattr(sys.modules[module], owner, None)
-    own = getattr(found, name, None)
-    if own is None and not is_optional:  # its logits would get the adapters of other rows
-        raise UnsupportedInputError(
-            f"this version of vLLM computes logits in an unknown way\n"
-            f"  given: {module} without {owner}.{name}\n"
-            f"  to do: install a version of vLLM that is tested, or unset {VLLM_VARIABLE}"
-        )
-    if own is None or getattr(own, "follows_tokens", False):
-        return
-
-    @functools.wraps(own)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(own, self, *args, **kwargs)
-
-    method.follows_tokens = True  # type: ignore[attr-defined]
-    setattr(found, name, method)

@@ -15,7 +15,7 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from lora_backends import features
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.integrations.vllm import experts, layers, operation, plugin, prompts
+from lora_backends.integrations.vllm import experts, inputs, layers, operation, plugin, prompts
 from lora_backends.integrations.vllm.operation import run
 from lora_backends.integrations.vllm.plans import Plans
 from lora_backends.selection import get_backend
@@ -52,6 +52,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         prompts.follow()
+        inputs.follow()
         self._arguments = (max_num_batched_tokens, max_batches, device), kwargs
         self._own: Any = None  # vLLM's own wrapper, for layers that are not taken over
         self._announced: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -66,7 +67,6 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         config = get_current_vllm_config_or_none()
         plugin.check_settings(config)
         compilation = None if config is None else config.compilation_config
-        self.drafts = plugin.drafts(config)
         self.tokens = Plans(backend, num_slots, max_num_batched_tokens, compilation)
         self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
         self.prompt = Plans(backend, num_slots, max_num_batched_tokens)
@@ -94,6 +94,9 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
             (self.sampled, mapping.prompt_mapping),
         ):
             plans.set_slots([slot_of[id_] if id_ > 0 else NO_ADAPTER for id_ in ids])
+        part = inputs.part_of(mapping)
+        if part:
+            inputs.announce(part, self.tokens, self.sampled.slots)
         self._announced = (mapping, lora_index_to_id, max_loras, vocab_size), kwargs
         if self._own is not None:
             self._own.update_metadata(*self._announced[0], **kwargs)
@@ -205,12 +208,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
     ) -> torch.Tensor:
         """Add the LoRA of an embedding to y; x holds the rows of A that vLLM has gathered.
 
-        Nothing is added to fewer rows than the batch has if vLLM drafts. Its drafter embeds those
-        when it shares the model's embedding, and it drafts without adapters.
-
-        Raises:
-            UnsupportedInputError: fewer rows, as beside prompts that are embedded already, and an
-                adapter of the batch has LoRA on the embedding.
+        Nothing is added to tokens that the encoder of a multimodal model embeds by itself.
         """
         self._clear(y, (y.shape[-1],), 0, add_inputs, kwargs)
         h = x.unsqueeze(0).to(torch.float32)

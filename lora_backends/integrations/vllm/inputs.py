@@ -1,0 +1,155 @@
+"""Inputs whose rows are not the batch's tokens one by one: embeddings and items of an encoder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from lora_backends.errors import InvalidInputError
+from lora_backends.integrations.vllm.methods import replace, replaced_on
+from lora_backends.integrations.vllm.plans import Plans
+
+TOWER, CONNECTOR = "TOWER", "CONNECTOR"
+"""vLLM's names for the two parts of an encoder, each with a wrapper of its own."""
+
+
+class _Encoder(threading.local):
+    """What a thread encodes; engines of one process may run in several threads."""
+
+    is_running = False
+    items: dict[str, tuple[Plans, Sequence[int]]] = {}  # the slot of each item, by part
+
+
+_encoder = _Encoder()
+
+
+def is_encoding() -> bool:
+    """Return whether this thread runs the encoder of a multimodal model."""
+    return _encoder.is_running
+
+
+def announce(part: str, plans: Plans, slots: Sequence[int]) -> None:
+    """Take the slots of the items that the next call of the encoder runs on.
+
+    Args:
+        part: `TOWER`, or `CONNECTOR`, which vLLM announces after it.
+        plans: of that part.
+        slots: one of each item.
+    """
+    kept = {} if part == TOWER else _encoder.items
+    _encoder.items = {**kept, part: (plans, slots)}
+
+
+def follow() -> None:
+    """Let vLLM's model runners tell which rows they embed and encode, and with what they draft.
+
+    Raises:
+        UnsupportedInputError: a runner of this version of vLLM lacks a method.
+    """
+    runner, manager = "vllm.v1.worker.gpu_model_runner", "vllm.lora.model_manager"
+    replace(runner, "GPUModelRunner", "_preprocess", _embed_every_token)
+    drafter = "vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer"
+    replace(*drafter, "load_model", _load_drafter)
+    drafter = "vllm.v1.worker.gpu.spec_decode.speculator", "DraftModelSpeculator"
+    replace(*drafter, "load_model", _load_drafter)
+    for place in (runner, "vllm.v1.worker.gpu.mm.encoder_runner"):
+        replace(place, "", "group_and_batch_mm_kwargs", _group)
+    replace(manager, "LoRAModelManager", "set_adapter_mapping", _set_mapping)
+
+
+def _embed_every_token(
+    own: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Embed the tokens beside prompts that come embedded at their own places of the batch.
+
+    vLLM embeds them alone, so that they would get the adapters of the batch's first tokens. A
+    multimodal model embeds every place by itself.
+    """
+    if not runner.enable_prompt_embeds or runner.supports_mm_inputs:
+        return own(runner, scheduled, *args, **kwargs)
+    rows = scheduled.total_num_scheduled_tokens
+    (places,) = runner.is_token_ids.np[:rows].nonzero()
+    if len(places) == rows:
+        return own(runner, scheduled, *args, **kwargs)
+    embed = runner.model.embed_input_ids
+
+    def embed_at_places(input_ids: torch.Tensor) -> torch.Tensor:
+        at = torch.from_numpy(places).to(input_ids.device, non_blocking=True)
+        every = input_ids.new_zeros(rows)
+        every[at] = input_ids
+        embedded: torch.Tensor = embed(every)[at]
+        return embedded
+
+    with replaced_on(runner.model, "embed_input_ids", embed_at_places):
+        return own(runner, scheduled, *args, **kwargs)
+
+
+def _load_drafter(own: Callable[..., Any], drafter: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give a drafter that shares the model's embedding the one without LoRA.
+
+    It drafts without adapters, and embeds rows that are not the batch's tokens. The model verifies
+    what it drafts.
+    """
+    from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+
+    loaded = own(drafter, *args, **kwargs)
+    for module in list(drafter.model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, VocabParallelEmbeddingWithLoRA):
+                setattr(module, name, child.base_layer)
+    return loaded
+
+
+def _group(
+    own: Callable[..., Any], mm_kwargs: Sequence[Any], *args: Any, **kwargs: Any
+) -> Iterator[Any]:
+    """Yield vLLM's groups of items for an encoder, those of different adapters apart.
+
+    vLLM announces the rows of all items at once, and then runs the encoder group by group. Here
+    every row of a group has the group's adapter.
+    """
+    announced, was_running = _encoder.items, _encoder.is_running
+    _encoder.items, _encoder.is_running = {}, True  # a group inside a group keeps its adapter
+    try:
+        for slots, run in _by_adapter(mm_kwargs, announced):
+            for (plans, _), slot in zip(announced.values(), slots, strict=True):
+                plans.set_every(slot)
+            yield from own(run, *args, **kwargs)
+    finally:
+        _encoder.is_running = was_running
+
+
+def _by_adapter(
+    mm_kwargs: Sequence[Any], announced: dict[str, tuple[Plans, Sequence[int]]]
+) -> Iterator[tuple[tuple[int, ...], Sequence[Any]]]:
+    """Yield the slots of each part, and the items beside each other that have them."""
+    if not announced:
+        yield (), mm_kwargs
+        return
+    slots = list(zip(*(each for _, each in announced.values()), strict=True))
+    if len(set(slots)) == 1:
+        slots = slots[:1] * len(mm_kwargs)
+    if len(slots) != len(mm_kwargs):
+        raise InvalidInputError(
+            f"an encoder's items are not those that vLLM has announced\n"
+            f"  given: {len(mm_kwargs)} items\n  allowed: {len(slots)} items"
+        )
+    for slot, run in groupby(zip(slots, mm_kwargs, strict=True), key=lambda pair: pair[0]):
+        yield slot, [item for _, item in run]
+
+
+def _set_mapping(own: Callable[..., Any], manager: Any, mapping: Any, *args: Any) -> Any:
+    """Announce an encoder's items each time, also where the last ones had the same adapters."""
+    if part_of(mapping):
+        manager._last_mapping = None
+    return own(manager, mapping, *args)
+
+
+def part_of(mapping: Any) -> str:
+    """Return the part of an encoder that a mapping of vLLM is for; "" for the language model."""
+    name: str = getattr(getattr(mapping, "type", None), "name", "")
+    return name if name in (TOWER, CONNECTOR) else ""
