@@ -305,6 +305,9 @@ def test_the_command_runs_one_case(run_cli):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["torch_ref", "--case", ONE_SLICE, "--seed", "0"], "given: --seed\n  allowed beside it"),
+        (["torch_ref", "--case", ONE_SLICE, "--thorough"], "given: --thorough\n"),
+        (["torch_ref", "--case", ONE_SLICE, "--fail-fast"], "given: --fail-fast\n"),
         (["no_such"], "no LoRA backend named 'no_such'"),
         (["torch_ref", "--property", "nothing"], "there is no property named 'nothing'"),
         (["torch_ref", "--case", "LoRACase()"], "--case goes with one --property"),
