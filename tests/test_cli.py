@@ -19,6 +19,7 @@ from lora_backends.bench.job import Job
 from lora_backends.cli import COMMANDS, app, main
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, LoRABackendError
 from lora_backends.operations import DENSE
+from lora_backends.option_text import option_texts, read_options
 
 
 def run(*arguments):
@@ -75,6 +76,13 @@ def test_the_broken_pipe_of_another_file_is_one_message(monkeypatch, capsys):
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: [Errno 32] Broken pipe: 'another file'\n"
+
+
+def test_options_are_read_as_they_are_shown():
+    options = {"a": True, "b": "true", "c": 16, "d": "auto", "e": "1 = '2'", "f": [None], "g": ""}
+    assert read_options(option_texts(options)) == options
+    assert read_options(["a=True", "b=False", "c=None"]) == {"a": True, "b": False, "c": None}
+    assert option_texts({"path": Path("x"), "object": {1j: 2}}) == ('path="x"', "object={1j: 2}")
 
 
 def test_help_lists_every_command_and_describes_each():

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lora_backends.cli.console import output
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.option_text import read_options
 from lora_backends.selection import get_backend
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ def verify(
     name: Annotated[str, typer.Argument(help="A registered backend.")],
     device: Annotated[
         str | None, typer.Option(help="Where it runs; default: the best device here.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="The backend's option.")
     ] = None,
     thorough: Annotated[
         bool, typer.Option("--thorough", help="Larger cases, and eight times as many.")
@@ -52,9 +56,9 @@ def verify(
     if case is not None and any(flags.values()):
         raise InvalidInputError(
             f"--case draws no cases\n  given: {', '.join(f for f in flags if flags[f])}\n"
-            f"  allowed beside it: --property, --device, --json"
+            f"  allowed beside it: --property, --device, --option, --json"
         )
-    backend = get_backend(name, device=device)
+    backend = get_backend(name, device=device, **read_options(option or ()))
     if case is not None:
         report = _one_case(backend, properties or [], case)
         show = None if as_json else _Progress(1)
