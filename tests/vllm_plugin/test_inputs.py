@@ -22,7 +22,7 @@ ITEMS = [  # of requests in turn: modality, adapter, rows
 def wrappers(monkeypatch):
     """Return the wrappers of a multimodal model: its language model, tower and connector."""
     monkeypatch.setenv("LORA_BACKENDS_VLLM", "torch_ref")
-    import vllm.v1.worker.gpu.mm.encoder_runner
+    import vllm.v1.worker.gpu.model_runner
     import vllm.v1.worker.gpu_model_runner  # noqa: F401
 
     from lora_backends.integrations.vllm.wrapper import BackendWrapper
@@ -150,26 +150,43 @@ def encode_with_the_first_runner(model, manager, features):
 
 
 def encode_with_the_second_runner(model, manager, features):
+    from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
-    from vllm.v1.worker.gpu.mm.lora import set_active_mm_loras
 
     names = [str(i) for i in range(len(features))]
-    set_active_mm_loras(
+    embedded = SimpleNamespace(data=torch.ones(2, 24))
+    place = features[0].mm_position
+    others = [  # which it announces and does not encode: a prompt that is embedded, a known item
+        SimpleNamespace(
+            modality="prompt_embeds",
+            identifier="e",
+            data={"embedding": embedded},
+            mm_position=place,
+        ),
+        SimpleNamespace(modality="image", identifier="k", data=make_item(2, 9), mm_position=place),
+    ]
+    cache = SimpleNamespace(
+        mm_features={n: [f, *others] for n, f in zip(names, features, strict=True)},
+        encoder_outputs={"k": torch.ones(2, 24)},
+    )
+    scheduled = {name: [1, 2, 0] if name == "1" else [0] for name in names}
+    model_runner.set_active_mm_loras(
         model=model,
         lora_manager=SimpleNamespace(
             supports_tower_connector_lora=lambda: True,
             set_active_adapters=lambda requests, mapping: manager.set_adapter_mapping(mapping),
         ),
-        encoder_cache=SimpleNamespace(
-            mm_features={n: [f] for n, f in zip(names, features, strict=True)}
-        ),
+        encoder_cache=cache,
         req_id_to_index={name: i for i, name in enumerate(names)},
         lora_state=SimpleNamespace(lora_ids=[id_ for _, id_, _ in ITEMS], lora_requests={}),
-        scheduled_encoder_inputs={name: [0] for name in names},
+        scheduled_encoder_inputs=scheduled,
     )
     runner = object.__new__(EncoderRunner)
-    vars(runner).update(model=model, device=torch.device("cpu"), cudagraph_manager=None)
-    return runner.execute_mm_encoder([(each.modality, each.data) for each in features])
+    device = torch.device("cpu")
+    vars(runner).update(model=model, device=device, cudagraph_manager=None, encoder_cache=cache)
+    hashes, items = runner.prepare_mm_inputs(scheduled)
+    outputs = dict(zip(hashes, runner.execute_mm_encoder(items), strict=True))
+    return [outputs[each.identifier] for each in features]
 
 
 @pytest.mark.parametrize("encode", [encode_with_the_first_runner, encode_with_the_second_runner])

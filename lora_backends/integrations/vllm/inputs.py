@@ -58,6 +58,8 @@ def follow() -> None:
     replace(*drafter, "load_model", _load_drafter)
     for place in (runner, "vllm.v1.worker.gpu.mm.encoder_runner"):
         replace(place, "", "group_and_batch_mm_kwargs", _group)
+    for place in ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.mm_encoder_model_runner"):
+        replace(place, "", "set_active_mm_loras", _announce_encoded)
     replace(manager, "LoRAModelManager", "set_adapter_mapping", _set_mapping)
 
 
@@ -147,6 +149,22 @@ def _set_mapping(own: Callable[..., Any], manager: Any, mapping: Any, *args: Any
     if part_of(mapping):
         manager._last_mapping = None
     return own(manager, mapping, *args)
+
+
+def _announce_encoded(own: Callable[..., Any], **kwargs: Any) -> Any:
+    """Leave out the items that the second runner does not encode: it announces them as well."""
+    cache, scheduled = kwargs["encoder_cache"], kwargs["scheduled_encoder_inputs"]
+
+    def is_encoded(item: Any) -> bool:
+        is_known = item.identifier in cache.encoder_outputs
+        return item.data is not None and not is_known and item.modality != "prompt_embeds"
+
+    if cache is not None:
+        kwargs["scheduled_encoder_inputs"] = {
+            name: [i for i in items if is_encoded(cache.mm_features[name][i])]
+            for name, items in scheduled.items()
+        }
+    return own(**kwargs)
 
 
 def part_of(mapping: Any) -> str:
