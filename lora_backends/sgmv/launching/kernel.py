@@ -237,11 +237,12 @@ def _run(
 
 def has_launch_hooks() -> bool:
     """Return whether a profiler has hooked launches."""
-    hooks = knobs.runtime
-    for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+    )
 
 
 def _kind(
