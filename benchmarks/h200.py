@@ -31,13 +31,13 @@ import torch
 from lora_backends import LoRABackend, get_backend
 from lora_backends.bench.cells import Cell
 from lora_backends.bench.contenders import from_backend
-from lora_backends.bench.job import option_value
 from lora_backends.bench.layers import make_layers, make_workload
 from lora_backends.bench.measure import measure, time_contenders
 from lora_backends.bench.results import new_result, read_result, summarize, write_result
 from lora_backends.bench.timing import measure_limits
 from lora_backends.errors import UnknownBackendError
 from lora_backends.model_shapes import preset
+from lora_backends.option_text import read_options
 
 ROOT = Path(__file__).parents[1]
 PEERS = Path(__file__).parent / "peers" / "h200.json"
@@ -103,8 +103,7 @@ def create(name: str, options: dict[str, Any]) -> LoRABackend:
 
 def run_cells(arguments: argparse.Namespace) -> None:
     """Time one backend over the peers' cells, and its host work and mixed ranks."""
-    pairs = [item.partition("=") for item in arguments.option]
-    options = {key: option_value(value) for key, _, value in pairs}
+    options = read_options(arguments.option)
     backend, peers = create(arguments.backend, options), json.loads(arguments.peers.read_text())
     contender = replace(from_backend(backend, options), name=arguments.backend)
     by_cell = {cell_of(row, peers["projections"]): row for row in peers["rows"]}

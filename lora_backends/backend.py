@@ -81,6 +81,8 @@ class LoRABackend(Dispatched, ABC):
     """Whether two runs on equal inputs are equal bit for bit. An option may set it."""
     batch_invariant: bool = False
     """Whether a row's result has the same bits in any batch. An option may set it."""
+    _made_with: Mapping[str, Any] = {}
+    """The options that `get_backend` made it with, for reports."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

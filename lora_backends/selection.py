@@ -102,6 +102,7 @@ def _create(
                 f"super().__init__(device), or makes a {type(backend).__name__}"
             )
         backend.name = name  # commands and errors show the registered name
+        backend._made_with = options
     return backend
 
 

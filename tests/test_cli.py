@@ -1,10 +1,12 @@
 """The command: what it prints, its exit status, and plain output when piped."""
 
 import copy
+import errno
 import importlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -17,6 +19,7 @@ from lora_backends.bench.job import Job
 from lora_backends.cli import COMMANDS, app, main
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, LoRABackendError
 from lora_backends.operations import DENSE
+from lora_backends.option_text import option_texts, read_options
 
 
 def run(*arguments):
@@ -46,6 +49,40 @@ def test_an_output_that_cannot_be_written_is_one_message(arguments):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--version"], ["list"], ["list", "--json"], ["explain", "--slots", "0"], ["lits"]],
+)
+def test_a_command_whose_output_nobody_reads_ends_quietly(arguments):
+    command = [sys.executable, "-c", "from lora_backends.cli import main; main()", *arguments]
+    reader, writer = os.pipe()
+    os.close(reader)
+    errors = writer if arguments == ["lits"] else subprocess.PIPE
+    done = subprocess.run(command, stdout=writer, stderr=errors, text=True)
+    os.close(writer)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert not done.stderr
+
+
+def test_the_broken_pipe_of_another_file_is_one_message(monkeypatch, capsys):
+    def fail(*_):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe", "another file")
+
+    monkeypatch.setattr("lora_backends.cli.explain.show", fail)
+    monkeypatch.setattr(sys, "argv", ["lora-backends", "explain", "--slots", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: [Errno 32] Broken pipe: 'another file'\n"
+
+
+def test_options_are_read_as_they_are_shown():
+    options = {"a": True, "b": "true", "c": 16, "d": "auto", "e": "1 = '2'", "f": [None], "g": ""}
+    assert read_options(option_texts(options)) == options
+    assert read_options(["a=True", "b=False", "c=None"]) == {"a": True, "b": False, "c": None}
+    assert option_texts({"path": Path("x"), "object": {1j: 2}}) == ('path="x"', "object={1j: 2}")
 
 
 def test_help_lists_every_command_and_describes_each():

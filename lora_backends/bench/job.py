@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from lora_backends.errors import InvalidInputError, did_you_mean, shown
 from lora_backends.model_shapes import LAYER, Projections, preset, read_config
 from lora_backends.names import AUTO
 from lora_backends.operations import DENSE
+from lora_backends.option_text import EXAMPLE, read_options
 from lora_backends.weights import DTYPES
 
 ALL = "all"
@@ -176,21 +176,12 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
-    options: dict[str, dict[str, Any]] = {}
+    items: dict[str, list[str]] = {}
     for item in given:
-        key, equals, value = item.partition("=")
-        name, dot, option = key.partition(".")
-        if not (name and dot and option and equals):
+        name, dot, own = item.partition(".")
+        if not (name and dot) or "=" in name:
             raise InvalidInputError(
-                f"option {item!r}\n  allowed: NAME.KEY=VALUE, e.g. triton.batch_invariant=true"
+                f"option {shown(item)}\n  allowed: NAME.KEY=VALUE, e.g. triton.{EXAMPLE}"
             )
-        options.setdefault(name, {})[option] = option_value(value)
-    return options
-
-
-def option_value(text: str) -> Any:
-    """Return a value of a command line: parsed as JSON, else the string itself."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+        items.setdefault(name, []).append(own)
+    return {name: read_options(own, f"{name}.") for name, own in items.items()}

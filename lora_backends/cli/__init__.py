@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from lora_backends.cli.pipes import end_without_reader
 from lora_backends.errors import LoRABackendError
 
 COMMANDS = {
@@ -43,6 +44,13 @@ class Commands(TyperGroup):
         single = typer.Typer(add_completion=False)
         single.command(cmd_name)(getattr(module, COMMANDS[cmd_name][0]))
         return typer.main.get_command(single)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a subcommand; click alone would end without a message where a pipe is broken."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # of another file than those of `end_without_reader`
+            raise LoRABackendError(str(error)) from error
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help of the group itself."""
@@ -87,10 +95,16 @@ def _options(
 def main() -> None:
     """Run the command; an error of the library is printed without a traceback, status 2.
 
-    So is an output that cannot be written, e.g. because the disk is full.
+    So is an output that cannot be written, e.g. because the disk is full. Where its reader has
+    gone, as `head` goes after its last line, the command ends with status 141.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # names and answers need not fit its encoding
         sys.stdout.reconfigure(errors="backslashreplace")
+    with end_without_reader():
+        _run()
+
+
+def _run() -> None:
     try:
         try:
             app()

@@ -28,9 +28,7 @@ CAPABILITIES = ("deterministic", "batch_invariant", "differentiable", "cuda_grap
 
 
 def list_backends(
-    device: Annotated[
-        str | None, typer.Option(help="Device to ask for; the best one here if left out.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="Default: the best one here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List every registered backend: whether it runs here, or why not, and what it supports."""

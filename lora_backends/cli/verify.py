@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lora_backends.cli.console import output
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.option_text import read_options
 from lora_backends.selection import get_backend
 
 if TYPE_CHECKING:
@@ -22,12 +23,17 @@ _COLOURS = {"passed": "green", "failed": "bold red", "not applicable": "dim"}
 def verify(
     name: Annotated[str, typer.Argument(help="A registered backend.")],
     device: Annotated[
-        str | None, typer.Option(help="Where it runs; the best device here if left out.")
+        str | None, typer.Option(help="Where it runs; default: the best device here.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="The backend's option.")
     ] = None,
     thorough: Annotated[
         bool, typer.Option("--thorough", help="Larger cases, and eight times as many.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="From which all cases follow.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="From which all cases follow; default: 0.")
+    ] = None,
     properties: Annotated[
         list[str] | None,
         typer.Option("--property", help="Run this property alone; may be repeated."),
@@ -44,16 +50,22 @@ def verify(
     """Check that a backend computes what the interface says; exit status 1 if it does not.
 
     A property that fails is reported with the smallest case found, what differs, and the command
-    that repeats it. Exit status 2: it could not be run.
+    that repeats it.
     """
-    backend = get_backend(name, device=device)
+    flags = {"--thorough": thorough, "--seed": seed is not None, "--fail-fast": fail_fast}
+    if case is not None and any(flags.values()):
+        raise InvalidInputError(
+            f"--case draws no cases\n  given: {', '.join(f for f in flags if flags[f])}\n"
+            f"  allowed beside it: --property, --device, --option, --json"
+        )
+    backend = get_backend(name, device=device, **read_options(option or ()))
     if case is not None:
         report = _one_case(backend, properties or [], case)
         show = None if as_json else _Progress(1)
         if show:
             show.finished(report.results[0])
     else:
-        report = _all_cases(backend, thorough, seed, properties, fail_fast, as_json)
+        report = _all_cases(backend, thorough, seed or 0, properties, fail_fast, as_json)
     if as_json:
         typer.echo(report.to_json())
     else:

@@ -15,6 +15,7 @@ from lora_backends.sgmv.blocks import (
     expand_tile,
     gather_tile,
     prefetch_a,
+    prefetch_x,
     row_and_program,
     shrink_tile,
 )
@@ -84,6 +85,7 @@ def shrink_kernel(
     EVEN_K: tl.constexpr,
     EVEN_R: tl.constexpr,
     EXITS: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
@@ -102,6 +104,8 @@ def shrink_kernel(
                 a_ptr, ranks_ptr, a_slices_ptr, slot, program, in_features, a_stride_l, a_stride_s,
                 a_stride_r, NUM_SLICES, SLICE_ALIGN, RANK_PAD, BLOCK_N, BLOCK_K, SPLIT_K, STEPS,
             )  # fmt: skip
+        if PREFETCH:
+            prefetch_x(x_ptr, tokens, program, in_features, x_stride_t, BLOCK_K, SPLIT_K, STEPS)
         gdc_wait()  # before reading x, A and ranks, which an earlier kernel may write
         gdc_launch_dependents()
     if slot < 0:
@@ -215,6 +219,7 @@ def expand_kernel(
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
     LATE_Y: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """y[t, c] += scaling * (h[s, p, :r] @ b[l, c, :r].T) + bias for token t at place p.
 
@@ -242,4 +247,5 @@ def expand_kernel(
         NUM_SLICES, SLICE_ALIGN, STORAGE, FIRST_GROUPS, GROUP_C, GROUP_R, WIDE, SPLIT_K, RANK_PAD,
         BLOCK_C, BLOCK_R, CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES,
         HAS_TOKEN_SCALES, EXACT_H, PRECISION, INTERPRETED, PROGRAMMATIC, LATE_Y,
+        PREFETCH,
     )  # fmt: skip

@@ -138,6 +138,31 @@ def prefetch_a(
 
 
 @triton.jit
+def prefetch_x(
+    x_ptr,
+    x_row,
+    program,
+    in_features,
+    x_stride_t,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Bring into L2 the first 512 bytes that `shrink_tile` will read of each of its rows of x.
+
+    As in `prefetch_a`, an earlier kernel may still write x. The programs of the first rows of A
+    do it for all.
+    """
+    LINE: tl.constexpr = 1024 // x_ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
+    PART: tl.constexpr = STEPS * BLOCK_K
+    own = tl.arange(0, 4) * LINE
+    k = program % SPLIT_K * PART + own
+    wanted = (x_row >= 0) & (program < SPLIT_K)  # [T]
+    wanted = wanted[:, None] & ((own < PART) & (k < in_features))[None, :]
+    prefetch_lines((x_ptr + x_row * x_stride_t)[:, None] + k[None, :], wanted)
+
+
+@triton.jit
 def shrink_tile(
     x_ptr,
     a_ptr,
@@ -411,6 +436,7 @@ def expand_tile(
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
     LATE_Y: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """y[y_row, c] = output_scale * (y[y_row, c] + factor * (h[s, h_row, :r] @ b.T)) + bias.
 
@@ -462,7 +488,7 @@ def expand_tile(
             b_tma, b_row, h_at, plane, group_rows, b_scales_stride_c, s_group, s_start, y_rows,
             bias_row, scales_row, first, end, rank, scaling, has_token, BLOCK_R, SPLIT_K, BLOCK_C,
             CHUNKS, STAGES, EVEN_C, EVEN_R, HAS_BIAS, HAS_OUTPUT_SCALES, STORAGE, GROUP_C, WIDE,
-            PRECISION, INTERPRETED, PROGRAMMATIC,
+            PRECISION, INTERPRETED, PROGRAMMATIC, PREFETCH,
         )  # fmt: skip
     elif NARROW and rank <= 16:
         _expand_columns(
@@ -790,8 +816,16 @@ def _expand_tma(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
-    """Add CHUNKS blocks of columns with STAGES loads of B through TMA in flight."""
+    """Add CHUNKS blocks of columns with STAGES loads of B through TMA in flight.
+
+    PREFETCH: while the shrink still runs, the first 512 bytes of each row of y go to L2.
+    """
+    if PREFETCH:
+        LINE: tl.constexpr = 1024 // y_rows.dtype.element_ty.primitive_bitwidth
+        c = first + tl.arange(0, 4) * LINE
+        prefetch_lines(y_rows[:, None] + c[None, :], has_token[:, None] & (c < end)[None, :])
     if PROGRAMMATIC:
         gdc_wait()
         gdc_launch_dependents()

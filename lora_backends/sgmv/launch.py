@@ -19,7 +19,12 @@ from lora_backends.sgmv.launching.tma import allows_tma, descriptor
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.storage import PLAIN, WIDE, Storage, storage_kind, stored_bytes
 from lora_backends.sgmv.tiles.gpu import Gpu
-from lora_backends.sgmv.tiles.rules import ends_beyond_ranks, of_8_bits, of_scaled_blocks
+from lora_backends.sgmv.tiles.rules import (
+    ends_beyond_ranks,
+    of_8_bits,
+    of_scaled_blocks,
+    prefetches_rows,
+)
 from lora_backends.sgmv.tiles.sizes import (
     BatchShape,
     ExpandTiles,
@@ -136,6 +141,7 @@ def _kernels(
         shrink = replace(shrink, split_k=min(shrink.split_k, PLANES_BESIDE))
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         tma = tma and column_programs(output_slices, expand).even
+    prefetches = options.programmatic and linear and prefetches_rows(batch, options.gpu)
     return Kernels(
         _shrink_kernel(
             layer,
@@ -144,6 +150,7 @@ def _kernels(
             storage,
             exact,
             ends_beyond_ranks(batch, options.gpu),
+            prefetches,
             row,
             options,
         ),
@@ -162,6 +169,7 @@ def _kernels(
             # only the shrink of run_linear lets the expand start early
             options._replace(programmatic=options.programmatic and linear),
             late_y=form == "beside",
+            prefetches=prefetches,
         ),
         shrink.split_k,
     )
@@ -196,6 +204,7 @@ def _shrink_kernel(
     storage: Storage,
     exact: bool,
     exits: bool,
+    prefetches: bool,
     row: tuple[tuple[str, int], ...],
     options: Options,
 ) -> SpecializedKernel:
@@ -218,6 +227,7 @@ def _shrink_kernel(
         # exact: callers see h, so not even zeros are written beyond a rank
         "EVEN_R": layer.max_rank % 8 == 0 and not exact,
         "EXITS": exits,
+        "PREFETCH": prefetches,
         "PRECISION": options.precision,
         "INTERPRETED": INTERPRETED,
         "PROGRAMMATIC": options.programmatic,
@@ -245,6 +255,7 @@ def _expand_kernel(
     row: tuple[tuple[str, int], ...],
     options: Options,
     late_y: bool,
+    prefetches: bool,
 ) -> SpecializedKernel:
     columns = column_programs(output_slices, tiles)
     # With 128 registers or fewer, two programs of 8 warps fit on a multiprocessor. A kernel that
@@ -280,6 +291,7 @@ def _expand_kernel(
         "INTERPRETED": INTERPRETED,
         "PROGRAMMATIC": options.programmatic,
         "LATE_Y": late_y,
+        "PREFETCH": prefetches and tiles.num_stages > 1,
     }
     return SpecializedKernel(
         options.engine.entry_kernels.expand_kernel,

@@ -17,7 +17,7 @@ class Failure:
 
     message: str  # what differed, where and by how much
     case: str  # a runnable expression, or the steps of the machine
-    command: str  # draws the same cases again
+    command: str  # draws the same cases again; "" where none were drawn
     replay: str  # runs the smallest case alone; "" for the steps of the machine
 
 
@@ -44,6 +44,7 @@ class Report:
     seed: int
     results: tuple[PropertyResult, ...]
     edges: dict[str, int] = field(default_factory=dict)  # cases that stood on each edge
+    options: tuple[str, ...] = ()  # KEY=VALUE, those that `get_backend` made the backend with
 
     @property
     def passed(self) -> bool:
@@ -76,8 +77,9 @@ class Report:
         counts = Counter(result.status for result in self.results)
         examples = sum(result.examples for result in self.results)
         parts = [f"{counts[status]} {status}" for status in ("passed", "failed", "not applicable")]
+        made = " ".join([self.backend, *self.options])
         return (
-            f"{self.backend} on {self.device}: {', '.join(parts)}; {examples} cases in "
+            f"{made} on {self.device}: {', '.join(parts)}; {examples} cases in "
             f"{self.seconds:.1f} s (profile {self.profile}, seed {self.seed})"
         )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import hypothesis
@@ -17,6 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, did_you_mean
+from lora_backends.option_text import option_texts
 from lora_backends.selection import get_backend
 from lora_backends.testing.kinds import KINDS, Case
 from lora_backends.testing.machine import machine_for
@@ -33,6 +35,9 @@ MACHINE = Property(
     check=lambda backend, case: None,  # drawn as steps, not as cases
     examples=25,
 )
+ONE_CASE = replace(DEFAULT, name="one case")
+"""The profile of `check_case`, which draws no cases."""
+
 STEPS = 30
 """Steps of one run of the machine."""
 
@@ -90,7 +95,8 @@ def verify(
             progress(found, result)
         if fail_fast and result.status == "failed":
             break
-    return Report(backend.name, str(backend.device), sizes.name, seed, tuple(results), dict(edges))
+    where, options = str(backend.device), option_texts(backend._made_with)
+    return Report(backend.name, where, sizes.name, seed, tuple(results), dict(edges), options)
 
 
 def _known(name: str, allowed: Iterable[str], kind: str) -> str:
@@ -111,9 +117,10 @@ def check_case(backend: LoRABackend, name: str, case: Case) -> Report:
     """
     found = PROPERTIES[_known(name, PROPERTIES, "property on cases")]
     _check_fits(case, found, backend)
-    attempt = _Attempt(found, backend, DEFAULT, 0, False, Counter())
+    attempt = _Attempt(found, backend, ONE_CASE, 0, False, Counter())
     result = _run(attempt, lambda running: running.check(case))
-    return Report(backend.name, str(backend.device), "one case", 0, (result,), dict(attempt.edges))
+    where, options = str(backend.device), option_texts(backend._made_with)
+    return Report(backend.name, where, ONE_CASE.name, 0, (result,), dict(attempt.edges), options)
 
 
 def _check_fits(case: Case, prop: Property, backend: LoRABackend) -> None:
@@ -265,12 +272,14 @@ def _run_machine(attempt: _Attempt) -> None:
 
 def _failure(attempt: _Attempt, error: BaseException, case: str) -> Failure:
     name, backend = attempt.prop.name, attempt.backend
-    where = f"lora-backends verify {backend.name} --device {backend.device} --property {name}"
+    options = [f"--option {shlex.quote(text)} " for text in option_texts(backend._made_with)]
+    made = f"{backend.name} {''.join(options)}--device {backend.device}"
+    where = f"lora-backends verify {made} --property {name}"
     thorough = " --thorough" if attempt.profile.name == "thorough" else ""
     return Failure(
         message=_message(error),
         case=case,
-        command=f"{where} --seed {attempt.seed}{thorough}",
+        command="" if attempt.profile is ONE_CASE else f"{where} --seed {attempt.seed}{thorough}",
         replay=""
         if attempt.prop is MACHINE
         else f'{where} --case "{case}"',  # a case has no double quotes

@@ -273,6 +273,10 @@ def test_one_that_does_not_take_the_dtype_has_that_as_its_reason():
         ),
         ({"options": ["triton"]}, InvalidInputError, "NAME.KEY=VALUE"),
         ({"options": ["torch_ref.x=1"]}, InvalidInputError, "has no option 'x'"),
+        ({"options": ["torch_ref=1.5"]}, InvalidInputError, "allowed: NAME.KEY=VALUE"),
+        ({"options": ["torch_ref.x"]}, InvalidInputError, "allowed: torch_ref.KEY=VALUE"),
+        ({"options": ["torch_ref.device=cpu"]}, InvalidInputError, "allowed: torch_ref.KEY"),
+        ({"options": ["torch_ref.x=1", "torch_ref.x=2"]}, InvalidInputError, "x has a value"),
         (
             {"backends": "torch_ref", "options": ["numba_cpu.batch_invariant=true"]},
             InvalidInputError,

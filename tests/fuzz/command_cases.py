@@ -101,6 +101,7 @@ TUNE = {
 }
 VERIFY = {
     "--device": _one("cpu"),
+    "--option": _one("tile=16", "batch_invariant=true"),
     "--seed": _one("0", "1", "-1", "99999999999999999999"),
     "--property": _one("linear_matches_float64", "padding_is_never_read"),
     "--case": _one(*CASES),

@@ -295,13 +295,7 @@ def test_a_shrink_of_triton_prefetches_lines_of_its_own_rows_alone(
     monkeypatch, dtype, split_k, columns, slot
 ):
     """RANK_PAD, 32, is above max_rank, 20: the rows behind those of a slice are another's."""
-    noted = []
-
-    def note(pointers, wanted):
-        at, is_wanted = np.broadcast_arrays(pointers.handle.data, wanted.handle.data)
-        noted.extend(at[is_wanted].tolist())
-
-    monkeypatch.setattr(blocks, "prefetch_lines", note)
+    noted = noted_lines(monkeypatch)
     a = torch.zeros(3, 2, 20, 300, dtype=dtype)
     ranks = torch.tensor([[20, 3], [0, 17], [1, 20]], dtype=torch.int32)
     block_k = 64 if split_k == 2 else 128
@@ -311,6 +305,96 @@ def test_a_shrink_of_triton_prefetches_lines_of_its_own_rows_alone(
     rows = [(s, r) for s in range(2) for r in range(ranks[slot, s] if slot >= 0 else 0)]
     expected = [a[slot, s, r, k:].data_ptr() for s, r in rows for k in columns]
     assert sorted(noted) == sorted(expected)
+
+
+@triton.jit
+def prefetching_x_kernel(x_ptr, row_ptr, in_features, stride, SPLIT_K: tl.constexpr):
+    row = tl.load(row_ptr + tl.arange(0, 4)).to(tl.int64)
+    blocks.prefetch_x(x_ptr, row, tl.program_id(0), in_features, stride, 64, SPLIT_K, 3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="addresses are seen in the interpreter alone")
+@pytest.mark.parametrize(
+    "dtype, split_k, columns",
+    [
+        (torch.bfloat16, 2, (0, 64, 128, 192, 256)),  # 192 columns for each part of the inputs
+        (torch.float32, 2, (0, 32, 64, 96, 192, 224, 256, 288)),
+        (torch.bfloat16, 1, (0, 64, 128)),
+    ],
+)
+def test_a_shrink_prefetches_lines_of_its_rows_of_x_once(monkeypatch, dtype, split_k, columns):
+    """Programs of other rows of A leave them alone, and so does a place without a token."""
+    noted = noted_lines(monkeypatch)
+    x = torch.zeros(9, 320, dtype=dtype)[:, :300]
+    rows = torch.tensor([7, 0, -1, 3], dtype=torch.int32)
+    prefetching_x_kernel[(3 * split_k,)](x, rows, 300, x.stride(0), split_k)
+    expected = [x[row, k:].data_ptr() for row in (7, 0, 3) for k in columns]
+    assert sorted(noted) == sorted(expected)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="addresses are seen in the interpreter alone")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_expand_behind_tma_prefetches_lines_of_its_rows_of_y(monkeypatch, engine):
+    """Slices of 80 and 48 columns, with 64 columns a program: lines end with their slice."""
+    noted = noted_lines(monkeypatch)
+    weights, batch = ones(2, (80, 48), 16, 4, "cpu"), LoRABatch([0, -1, 0], 1)
+    tiles = fixed_source(
+        16, TileConfig(ShrinkTiles(16, 16, 1), ExpandTiles(32, 16, 2, num_stages=2))
+    )
+    backend = ENGINES[engine]("cpu", tiles=tiles)
+    plan, options = backend.prepare_batch(batch), backend._options
+    monkeypatch.setattr(launch, "prefetches_rows", lambda *_: True)
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(blocks, name, lambda: None)
+    kernels = launch.kernels_of(
+        weights, plan, 3, torch.bfloat16, options._replace(programmatic=True)
+    )
+    assert kernels.shrink.constants["PREFETCH"] and kernels.expand.constants["PREFETCH"]
+    h = torch.zeros(kernels.split_k, 2, plan.h_rows(3), 16)
+    y = torch.zeros(3, 128, dtype=torch.bfloat16)
+    launch.expand(h, weights, plan, y, plan.grid_rows(False, 0), kernels.expand)
+    # 128 bytes are 64 columns; a program asks for four lines, as far as its slice goes
+    columns = [0, 64, 64, 80]
+    assert sorted(noted) == sorted(y[t, c:].data_ptr() for t in (0, 2) for c in columns)
+
+
+def noted_lines(monkeypatch):
+    """Return a list of the addresses that kernels will prefetch."""
+    noted = []
+
+    def note(pointers, wanted):
+        at, is_wanted = np.broadcast_arrays(pointers.handle.data, wanted.handle.data)
+        noted.extend(at[is_wanted.astype(bool)].tolist())
+
+    monkeypatch.setattr(blocks, "prefetch_lines", note)
+    return noted
+
+
+@pytest.mark.skipif(not ON_GPU, reason="as many tokens take minutes in the interpreter")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_prefill_that_prefetches_rows_computes_the_formula(device, engine, dtype):
+    """7,000 tokens of four slots or none; widths that no block divides, ranks down to 0."""
+    generator = torch.Generator().manual_seed(5)
+    ranks = torch.tensor([[16, 5], [0, 16], [3, 1], [16, 16]], dtype=torch.int32)
+    a = torch.randn(4, 2, 16, 200, generator=generator).to(dtype)
+    b = torch.randn(4, 608, 16, generator=generator).to(dtype) / 16
+    weights = LoRAWeights(a, b, ranks, torch.ones(4, 2), (512, 96))
+    batch = LoRABatch(torch.randint(-1, 4, (7000,), generator=generator), 4)
+    x = torch.randn(7000, 200, generator=generator).to(dtype)
+    y = torch.randn(7000, 608, generator=generator).to(dtype)
+    moved, backend = on(device, weights), ENGINES[engine](device, tiles="rules")
+    backend._options = backend._options._replace(gpu=H200)
+    plan, found = backend.prepare_batch(batch), y.clone().to(device)
+    kernels = launch.kernels_of(moved, plan, 7000, dtype, backend._options)
+    assert kernels.shrink.constants["PREFETCH"] == backend._options.programmatic
+    backend.run_linear(x.to(device), moved, plan, found)
+    reference = get_backend("torch_ref", device="cpu")
+    expected = reference.run_linear(x, weights, reference.prepare_batch(batch), y.clone())
+    torch.testing.assert_close(
+        found.cpu().float(), expected.float(), rtol=4 * UNITS[dtype], atol=16 * UNITS[dtype]
+    )
+    assert torch.equal(found.cpu()[batch.token_slots < 0], y[batch.token_slots < 0])
 
 
 EXPANDS = {

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -302,9 +303,59 @@ def test_the_command_runs_one_case(run_cli):
     assert "1 cases" in done.stdout
 
 
+class Shifted(TorchRefBackend):
+    """A backend that is right with its defaults."""
+
+    def __init__(self, device="cpu", *, shift=0.0, note=""):
+        super().__init__(device)
+        self.shift = shift
+
+    def run_linear(self, *args, **kwargs):
+        return super().run_linear(*args, **kwargs).add_(self.shift)
+
+
+@pytest.fixture
+def shifted(monkeypatch):
+    """Register `Shifted`; return the arguments that verify one property of it."""
+    monkeypatch.setattr("lora_backends.selection.backend_class", lambda _: Shifted)
+    return ["shifted", "--device", "cpu", "--property", "run_linear_is_within_the_bound"]
+
+
+def test_the_command_makes_the_backend_with_options(run_cli, shifted):
+    assert run_cli(*shifted).status == 0
+    done = run_cli(*shifted, "--option", "shift=1", "--json")
+    assert done.status == 1
+    assert json.loads(done.stdout)["options"] == ["shift=1"]
+
+
+def test_the_commands_of_a_report_repeat_the_failure_with_its_options(run_cli, shifted):
+    done = run_cli(*shifted, "--option", "shift=1", "--option", 'note=it\'s "3"')
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("lora-backends verify")]
+    assert len(commands) == 2
+    assert 'note=it\'s "3" on cpu: 0 passed, 1 failed' in done.stdout
+    for command in commands:
+        again = run_cli(*command[2:])
+        assert again.status == 1, again.stderr
+        assert "shifted shift=1 note=it's" in again.stdout
+
+
+def test_a_failure_of_one_case_names_no_command_that_draws_cases(run_cli, shifted):
+    done = run_cli(*shifted, "--option", "shift=1", "--case", ONE_SLICE)
+    assert done.status == 1
+    assert "this case alone" in done.stdout
+    assert "the same cases again" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["torch_ref", "--option", "tile"], "option 'tile'\n  allowed: KEY=VALUE"),
+        (["torch_ref", "--option", "device=cpu"], "option 'device=cpu'\n  allowed: KEY=VALUE"),
+        (["torch_ref", "--option", "tile=3"], "'torch_ref' has no option 'tile'"),
+        (["torch_ref", "--case", ONE_SLICE, "--seed", "0"], "given: --seed\n  allowed beside it"),
+        (["torch_ref", "--case", ONE_SLICE, "--thorough"], "given: --thorough\n"),
+        (["torch_ref", "--case", ONE_SLICE, "--fail-fast"], "given: --fail-fast\n"),
         (["no_such"], "no LoRA backend named 'no_such'"),
         (["torch_ref", "--property", "nothing"], "there is no property named 'nothing'"),
         (["torch_ref", "--case", "LoRACase()"], "--case goes with one --property"),

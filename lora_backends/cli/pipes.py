@@ -1,0 +1,52 @@
+"""Ends a command whose output nobody reads any more, as `head` stops after its last line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+READER_GONE = 141
+"""Exit status: what a shell gives for a program that SIGPIPE ends."""
+
+
+class _ReaderGone(BaseException):
+    """No Exception: Rich and click end with status 1, which says that a check failed."""
+
+
+class _Piped:
+    """A stream that tells the end of its own pipe from that of any other file."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> Any:
+        """Write as the stream does."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError as error:
+            raise _ReaderGone from error
+
+    def flush(self) -> None:
+        """Flush as the stream does."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError as error:
+            raise _ReaderGone from error
+
+
+@contextmanager
+def end_without_reader() -> Iterator[None]:
+    """End the process with status `READER_GONE` once its output or its errors have no reader."""
+    sys.stdout, sys.stderr = (  # None where it was closed
+        None if stream is None else _Piped(stream) for stream in (sys.stdout, sys.stderr)
+    )
+    try:
+        yield
+    except _ReaderGone:
+        sys.stdout = sys.stderr = None  # else Python tries again to write what is left
+        raise SystemExit(READER_GONE) from None
