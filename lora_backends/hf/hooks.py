@@ -45,7 +45,6 @@ def begin_hook(model: str, structure: Structure, main_input: str) -> Callable[..
                 structure.check_modules()
                 structure.check_mode()
             RUNNING.kept = None  # of a forward pass that has failed
-            RUNNING.repeats = NO_REPEATS
         inputs = {**kwargs, main_input: args[0]} if args else kwargs
         call.begin_forward(inputs, *rows_and_length(inputs, main_input))
         if not torch.compiler.is_compiling():

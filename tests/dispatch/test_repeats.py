@@ -111,6 +111,14 @@ def test_an_input_of_another_kind_is_not_multiplied(kept, other, monkeypatch):
     assert backend.call.repeated == 0
 
 
+@torch.no_grad()
+def test_an_input_on_another_gpu_is_not_multiplied(kept):
+    repeats, x, _, _, backend = kept
+    repeats["module"]._device = 1  # as if it had been kept there
+    assert repeats["module"].run(x, WEIGHT, None) is None
+    assert backend.call.repeated == 0
+
+
 def test_nothing_is_repeated_with_gradients(kept):
     repeats, x, _, _, backend = kept
     with torch.enable_grad():

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from deltas import random_checkpoint
+from torch.nn.utils import prune
 
 pytest.importorskip("numba")
 
@@ -125,6 +126,7 @@ CHANGES = {
     "replaced": lambda module: setattr(
         module, "weight", torch.nn.Parameter(module.weight.detach() * 3)
     ),
+    "pruned": lambda module: prune.l1_unstructured(module, "weight", 0.5),
     "another bias": lambda module: setattr(
         module, "bias", torch.nn.Parameter(torch.ones(module.out_features))
     ),
@@ -143,7 +145,17 @@ def test_base_weights_that_changed_between_passes_are_seen(make, base, name, cha
         close(logits(model, step), logits(alone))
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+def test_a_weight_that_was_transposed_where_it_lies_is_seen(make, name):
+    model, alone = make(), make(fuse=False)
+    step = warm(model)
+    for each in (model, alone):
+        weight = getattr(attention(each), name).weight
+        weight.data = weight.data.t()
+    close(logits(model, step), logits(alone))
+
+
+@pytest.mark.parametrize("change", ["moved", "replaced", "written in place", "another bias"])
 def test_base_weights_that_change_within_a_pass_are_seen(make, change):
     """As code that moves weights to the device for the time in which they are needed does."""
     model, alone = make(), make(fuse=False)
@@ -229,6 +241,53 @@ def test_in_inference_mode_the_logits_are_the_same(make):
     with torch.inference_mode():
         for _ in range(3):
             close(logits(model, step), logits(alone))
+
+
+def test_a_sibling_of_another_group_computes_for_itself(make):
+    model, alone = make(), make(fuse=False)
+    step, x = warm(model), torch.randn(3, 5, 16)
+    expected = alone.prepare(ROWS, tokens=5)
+    with alone.using(expected):
+        wanted = [alone.base.model.layers[0].mlp.up_proj(x), attention(alone).k_proj(x)]
+    for repeats in (NO_REPEATS, step.repeats()):
+        with model.using(step):
+            RUNNING.repeats = repeats
+            attention(model).q_proj(x)
+            close(model.base.model.layers[0].mlp.up_proj(x), wanted[0])
+            close(attention(model).k_proj(x), wanted[1])
+
+
+def test_a_model_that_leaves_outputs_is_no_longer_fused(make, repeated):
+    model = make()
+    step, x = warm(model), torch.randn(3, 5, 16)
+    with model.using(step):
+        RUNNING.repeats = step.repeats()
+        for _ in range(3):
+            attention(model).q_proj(x), attention(model).k_proj(x)
+    assert repeated == [True] and model._hooked.groups[0].apart
+
+
+def test_a_block_within_a_pass_runs_its_own_rows(make):
+    model = make()
+    steps, x, found = (warm(model), warm(model, OTHERS)), torch.randn(3, 5, 16), []
+    o_proj = attention(model).o_proj
+    with model.using(steps[1]):
+        expected = o_proj(x)
+
+    def within(*_):
+        with model.using(steps[1]):
+            found.append(o_proj(x))
+
+    model.base.model.layers[1].register_forward_pre_hook(within)
+    logits(model, steps[0])
+    assert torch.equal(*found, expected)
+
+
+def test_a_pass_that_compiles_kernels_for_graphs_repeats_nothing(make):
+    step = warm(make())
+    assert step.repeats()
+    step.asks_backend = True
+    assert step.repeats() is NO_REPEATS
 
 
 def test_modules_that_are_called_behind_a_pass_run_with_all_checks(make, repeated):

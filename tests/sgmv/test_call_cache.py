@@ -351,6 +351,15 @@ def test_the_grid_follows_a_refilled_plan(log, backend, operation):
     assert len(sizes) >= 3
 
 
+def test_a_refill_of_the_same_sizes_keeps_the_key_of_stored_calls(backend):
+    plan = backend.prepare_batch(LoRABatch(MIXED, 4), capacity=96)
+    key = plan.call_cache.key
+    backend.prepare_batch(LoRABatch(MIXED[::-1], 4), out=plan)
+    assert plan.call_cache.key is key, "`Repeat` compares it by identity"
+    backend.prepare_batch(LoRABatch([3] * 96, 4), out=plan)
+    assert plan.call_cache.key != key
+
+
 def test_a_capture_launches_all_rows_that_a_refill_can_use(log, backend, operation, monkeypatch):
     weights = small_weights()
     x = torch.randn(96, 10) if operation == "run_linear" else torch.randint(10, (96,))
