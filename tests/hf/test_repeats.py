@@ -151,7 +151,11 @@ def test_a_weight_that_was_transposed_where_it_lies_is_seen(make, name):
     step = warm(model)
     for each in (model, alone):
         weight = getattr(attention(each), name).weight
-        weight.data = weight.data.t()
+
+        def transposing(*_, weight=weight):
+            weight.data = weight.data.t()
+
+        attention(each).register_forward_pre_hook(transposing)
     close(logits(model, step), logits(alone))
 
 
