@@ -8,6 +8,7 @@ import gc
 import pickle
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -72,7 +73,13 @@ class Jitted:
 
 
 @pytest.fixture
-def log(monkeypatch):
+def current():
+    """Return what is current on the device: its stream."""
+    return SimpleNamespace(stream=0)
+
+
+@pytest.fixture
+def log(monkeypatch, current):
     """Return the launches, in order."""
     launches = []
 
@@ -87,8 +94,9 @@ def log(monkeypatch):
             cache.cache_clear()
 
     monkeypatch.setattr(launch, "SpecializedKernel", Recorded)
-    monkeypatch.setattr(launching, "_several_devices", lambda: False)
-    monkeypatch.setattr(launching, "_stream_of", lambda: lambda device: 0)
+    for module in (launching, call_cache):
+        monkeypatch.setattr(module, "several_devices", lambda: False)
+        monkeypatch.setattr(module, "stream_of", lambda: lambda device: current.stream)
     clear()
     yield launches
     clear()
@@ -360,12 +368,14 @@ def test_a_refill_of_the_same_sizes_keeps_the_key_of_stored_calls(backend):
     assert plan.call_cache.key != key
 
 
-def test_a_capture_launches_all_rows_that_a_refill_can_use(log, backend, operation, monkeypatch):
+def test_a_capture_launches_all_rows_that_a_refill_can_use(
+    log, backend, operation, current, monkeypatch
+):
     weights = small_weights()
     x = torch.randn(96, 10) if operation == "run_linear" else torch.randint(10, (96,))
     y, plan = torch.zeros(96, 14), backend.prepare_batch(LoRABatch([3] * 96, 4))
     eager = made(log, backend, operation, x, weights, plan, y)
-    monkeypatch.setattr(launching, "_stream_of", lambda: lambda device: 7)
+    current.stream = 7
     for module in (engine, call_cache):
         monkeypatch.setattr(module, "is_capturing", lambda device: True)
     captured = repeated(log, backend, operation, x, weights, plan, y)
@@ -555,10 +565,10 @@ def test_streams_that_come_and_go_leave_a_bounded_number_of_memories(scratch):
     assert len(scratch._spare) <= call_cache.MOST_STREAMS
 
 
-def test_h_of_a_captured_call_is_its_own(log, backend, operation, monkeypatch):
+def test_h_of_a_captured_call_is_its_own(log, backend, operation, current, monkeypatch):
     weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
     x, y = first_argument(operation), torch.zeros(7, 14)
-    monkeypatch.setattr(launching, "_stream_of", lambda: lambda device: 7)
+    current.stream = 7
     made(log, backend, operation, x, weights, plan, y)
     repeated(log, backend, operation, x, weights, plan, y)
     kept = log[1].arguments[0]
@@ -570,11 +580,11 @@ def test_h_of_a_captured_call_is_its_own(log, backend, operation, monkeypatch):
     assert log[1].arguments[0] == kept
 
 
-def test_a_repeated_call_runs_on_the_stream_that_is_current(log, backend, operation, monkeypatch):
+def test_a_repeated_call_runs_on_the_stream_that_is_current(log, backend, operation, current):
     weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
     x, y = first_argument(operation), torch.zeros(7, 14)
     for stream in (7, 8, 7):
-        monkeypatch.setattr(launching, "_stream_of", lambda s=stream: lambda device: s)
+        current.stream = stream
         if stream == 7 and not log:
             made(log, backend, operation, x, weights, plan, y)
         repeated(log, backend, operation, x, weights, plan, y)
@@ -586,8 +596,10 @@ def test_a_cached_call_is_not_repeated_while_another_device_is_current(
 ):
     weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
     x, y = first_argument(operation), torch.zeros(7, 14)
+    for module in (launching, call_cache):
+        monkeypatch.setattr(module, "several_devices", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: x.device.index)
     first = made(log, backend, operation, x, weights, plan, y)
-    monkeypatch.setattr(launching, "_several_devices", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     log.clear()
     assert not repeat(backend, operation, x, weights, plan, y) and not log

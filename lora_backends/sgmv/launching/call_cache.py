@@ -8,6 +8,7 @@ kernels.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
@@ -19,9 +20,10 @@ from lora_backends.sgmv.launching.kernel import (
     Arguments,
     BoundKernel,
     SpecializedKernel,
-    current_stream,
     has_launch_hooks,
     is_current,
+    several_devices,
+    stream_of,
 )
 from lora_backends.sgmv.launching.tma import without_tensor
 from lora_backends.weights import LoRAWeights
@@ -100,6 +102,8 @@ class CachedLaunches:
     """
 
     device: torch.device
+    shares: bool  # whether there are other devices, of which one may be current
+    stream_of: Callable[[int], int]  # from a device's index to the address of its current stream
     scratch: Scratch  # for h
     h_values: int  # of h, all planes
     tokens: int  # rows of x, which a model passes with more axes
@@ -113,6 +117,8 @@ class CachedLaunches:
         h = expand.arguments.tensors[0]
         return cls(
             h.device,
+            several_devices(),
+            stream_of(),
             scratch_of(h.device),
             math.prod(h.shape),
             shrink.arguments.tensors[0].shape[0],
@@ -123,9 +129,9 @@ class CachedLaunches:
     def run(self, x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
         """Launch both kernels; return False, with nothing run, if another device is current."""
         device, scratch = self.device, self.scratch
-        if not is_current(device):
+        if self.shares and not is_current(device):
             return False
-        stream = current_stream(device.index)
+        stream = self.stream_of(device.index)
         capturing = stream != 0 and is_capturing(device)  # no graph captures the default stream
         if capturing:
             plan.is_captured = True
