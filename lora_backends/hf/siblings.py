@@ -46,7 +46,7 @@ _get: Any = dict.get  # typed as Any, since mypy cannot see through the overload
 
 
 class Places:
-    """Parameters of modules, and where their values lie.
+    """Parameters of many modules, and where their values lie.
 
     The check maps over flat lists, since models run it in every step.
 
@@ -59,14 +59,14 @@ class Places:
         self._holders = [holder for holder, _, _ in found]
         self._names = [name for _, name, _ in found]
         self._parameters = [parameter for _, _, parameter in found]
-        self.tensors = [parameter for parameter in self._parameters if parameter is not None]
-        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self._tensors = [parameter for parameter in self._parameters if parameter is not None]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def are_kept(self) -> bool:
         """Return whether all are the modules' still, and lie where they lay, contiguous."""
         return (
-            [*map(torch.Tensor.data_ptr, self.tensors)] == self.addresses
-            and all(map(torch.Tensor.is_contiguous, self.tensors))
+            [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
+            and all(map(torch.Tensor.is_contiguous, self._tensors))
             and all(map(is_, map(_get, self._holders, self._names), self._parameters))
         )
 
@@ -99,6 +99,12 @@ class Place:
             and (bias is None or (bias.data_ptr() == self._bias_at and bias.is_contiguous()))
         )
 
+    def part(self) -> None:
+        """Give both memory of their own, unless they have some."""
+        for parameter, address in ((self._weight, self._weight_at), (self._bias, self._bias_at)):
+            if parameter is not None and parameter.data_ptr() == address:
+                parameter.data = parameter.data.clone()
+
 
 class Siblings:
     """Linear modules of one parent that a leader may run, once they are joined.
@@ -116,8 +122,7 @@ class Siblings:
         self.widths = [module.out_features for module in modules]
         self.apart = False  # whether the model was seen to call them with different inputs
         self.joined: Joined | None = None
-        self.places = Places(())  # of the modules' parameters, once they are joined
-        self.own_places: list[Place] = []  # of each module's
+        self.places: list[Place] = []  # of each module's parameters, once they are joined
 
     @torch.inference_mode(False)  # parameters made of inference tensors could not be trained again
     @torch.no_grad()
@@ -126,27 +131,26 @@ class Siblings:
         weight = self._join("weight")
         assert weight is not None  # every nn.Linear has one
         self.joined = Joined(weight, self._join("bias"))
-        self.own_places = [Place(module) for module in self.modules]
         return self.joined
 
     def are_joined(self) -> bool:
         """Return whether the modules' parameters are still parts of `joined`."""
         if self.joined is None:
             return False
-        if self.places.are_kept():
-            return True
-        self.joined = None  # frees the memory, unless other code holds a part
-        return False
+        for place, module in zip(self.places, self.modules, strict=True):
+            if not place.is_kept_by(module):
+                self.joined = None  # frees the memory, unless other code holds a part
+                return False
+        return True
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def part(self) -> None:
         """Give each parameter that is a part memory of its own again."""
-        for parameter, address in zip(self.places.tensors, self.places.addresses, strict=True):
-            if parameter.data_ptr() == address:
-                parameter.data = parameter.data.clone()
+        for place in self.places:
+            place.part()
         self.joined = None
-        self.places, self.modules = Places(()), ()
+        self.places, self.modules = [], ()
 
     def _join(self, name: str) -> nn.Parameter | None:
         """Return one tensor of all modules' parameters, which become its rows."""
@@ -161,7 +165,7 @@ class Siblings:
                 # a storage of its own: savers of models take tensors of one storage for tied ones
                 parameter.data = from_dlpack(part)
         finally:
-            self.places = Places(self.modules)
+            self.places = [Place(module) for module in self.modules]
         return nn.Parameter(joined, requires_grad=False)
 
 
@@ -266,7 +270,7 @@ def leader_forward(
         RUNNING.kept = Kept(group, input, version, [*outputs], len(outputs) - 1)
         return outputs[0]
 
-    place = group.own_places[0]  # each sibling looks at its own, when it is called
+    place = group.places[0]  # each sibling looks at its own, when it is called
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
@@ -313,7 +317,7 @@ def sibling_forward(
     Returns:
         A function of the module and its input.
     """
-    own = group.own_places[place]
+    own = group.places[place]
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         kept = RUNNING.kept  # by the call that runs: each call begins and ends with None
