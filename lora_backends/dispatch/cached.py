@@ -48,7 +48,7 @@ class _Entry:
         self, key: Any, call: CachedCall, x: torch.Tensor, weights: LoRAWeights, y: torch.Tensor
     ) -> None:
         self.call = call
-        self.key, self.kind = key, _shared(_kind_of(x, x.data_ptr(), y, y.data_ptr()))
+        self.key, self.kind = key, shared(_kind_of(x, x.data_ptr(), y, y.data_ptr()))
         self.rows = y.numel() // weights.out_features
         self.x_extent, self.y_extent = extent_of(x), extent_of(y)  # bytes, first to last element
         self.addresses = addresses_of(weights)  # to notice that a tensor of the layer has moved
@@ -84,7 +84,7 @@ def _kind_of(x: torch.Tensor, x_first: int, y: torch.Tensor, y_first: int) -> tu
 
 
 @lru_cache(maxsize=1024)
-def _shared(kind: tuple[Any, ...]) -> tuple[Any, ...]:
+def shared(kind: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return one object for equal kinds: layers of one shape find it in the processor's cache."""
     return kind
 

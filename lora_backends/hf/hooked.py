@@ -14,12 +14,13 @@ from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError
 from lora_backends.hf.beside import linear_with_lora
 from lora_backends.hf.experts import ExpertSite, experts_forward
-from lora_backends.hf.hooks import adder, lora_hook
+from lora_backends.hf.hooks import adder, end_hook, lora_hook
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.routers import router_forward
 from lora_backends.hf.running import Joined
 from lora_backends.hf.siblings import (
     ForwardOverride,
+    Places,
     are_plain,
     find_siblings,
     leader_forward,
@@ -60,6 +61,7 @@ class Hooked:
         """Of all hooks; none before `register` and after `remove`."""
         self.groups = find_siblings(sites) if fuse else []
         self._leaders = {group.paths[0]: group for group in self.groups}  # that are still joined
+        self._places = Places(())  # of their parameters
         self.joined: dict[str, Joined] = {}
         """A leader's path to the weights of its group, while they lie as they were joined."""
         self._lock = Lock()  # guards _users and _closed
@@ -76,6 +78,7 @@ class Hooked:
             begin: announces a forward pass.
         """
         self.handles.append(base.register_forward_pre_hook(begin, with_kwargs=True))
+        self.handles.append(base.register_forward_hook(end_hook))
         try:
             self._add()
         except BaseException:  # no memory to join weights, for instance
@@ -130,6 +133,7 @@ class Hooked:
             handle.remove()
         self.handles.clear()
         self._leaders.clear()
+        self._note_places()
         self.joined.clear()
         for group in self.groups:
             group.part()
@@ -139,11 +143,17 @@ class Hooked:
 
         Compiled programs then run the modules of these groups alone.
         """
+        if self._places.are_kept():
+            return False
         moved = [path for path, group in self._leaders.items() if not group.are_joined()]
         for path in moved:
             del self._leaders[path]
             del self.joined[path]  # which programs guard
+        self._note_places()
         return bool(moved)
+
+    def _note_places(self) -> None:
+        self._places = Places(m for group in self._leaders.values() for m in group.modules)
 
     def _add(self) -> None:
         model, backend, layouts = self._model, self._backend, self._layouts
@@ -158,9 +168,11 @@ class Hooked:
             self.joined[group.paths[0]] = group.join()
             alone = [hooks.pop(path) for path in group.paths]
             layout, run = layouts[group.paths[0]], with_lora(group.operation)
-            forwards = [leader_forward(model, group, layout, run, alone[0])]
-            forwards += [sibling_forward(model, hook) for hook in alone[1:]]
+            forwards = [leader_forward(model, group, layout, backend, run, alone[0])]
+            for place, hook in enumerate(alone[1:], 1):
+                forwards.append(sibling_forward(model, group, place, hook))
             self.handles += map(ForwardOverride, group.modules, forwards)
+        self._note_places()
         for path, expert_site in self._experts.items():
             if expert_site.refusal is None:
                 forward = experts_forward(model, expert_site, layouts[path], backend)
@@ -172,7 +184,7 @@ class Hooked:
                 self.handles.append(ForwardOverride(module, forward))
             elif self.fuse and are_plain((module,)):
                 run = with_lora("run_linear")
-                forward = linear_forward(model, site, layouts[path], run, hook)
+                forward = linear_forward(model, site, layouts[path], backend, run, hook)
                 self.handles.append(ForwardOverride(cast(nn.Linear, module), forward))
             else:
                 self.handles.append(module.register_forward_hook(hook))

@@ -12,6 +12,7 @@ from torch import nn
 from lora_backends.backend import LoRABackend
 from lora_backends.dispatch.any_axes import over_rows
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
+from lora_backends.dispatch.repeats import NO_REPEATS
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, check_thread, is_open
@@ -46,8 +47,16 @@ def begin_hook(model: str, structure: Structure, main_input: str) -> Callable[..
             RUNNING.kept = None  # of a forward pass that has failed
         inputs = {**kwargs, main_input: args[0]} if args else kwargs
         call.begin_forward(inputs, *rows_and_length(inputs, main_input))
+        if not torch.compiler.is_compiling():
+            RUNNING.repeats = call.repeats()
 
     return begin
+
+
+def end_hook(*_: Any) -> None:
+    """Let modules that are called behind a forward pass repeat nothing without all checks."""
+    if not torch.compiler.is_compiling():
+        RUNNING.repeats = NO_REPEATS
 
 
 def lora_hook(

@@ -14,6 +14,7 @@ from torch import nn
 
 from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
+from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.entries import Choices, Entry
 from lora_backends.hf.layout import Layout
@@ -171,6 +172,10 @@ class RequestsCall:
         self._kept = inputs.get("logits_to_keep")
         self._tokens.forget()
         self._logits.forget()
+
+    def repeats(self) -> Repeats:
+        """Return nothing: every pass refills the plans."""
+        return NO_REPEATS
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis.

@@ -14,6 +14,7 @@ from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.devices import is_capturing
+from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.beside import multiplies_bases
 from lora_backends.hf.entries import Choices, Entry, adapter_names, is_per_token
@@ -81,10 +82,12 @@ class PreparedAdapters:
         self._compiled: set[int] = set()  # active slots whose kernels are compiled
         self._pool = pool
         self._layout = layout
+        self._repeats = Repeats()
         self._shape: tuple[int, ...] | None = None  # of most inputs with that layout
         self._plan: Any = None  # of those
         self._plans: dict[_Key, Any] = {}
         self._unknown: dict[_Paths, _Input] = {}  # inputs whose rows are not known
+        self._capturing = False  # whether a graph captures the pass
         self._captured = False
         self._choices: Choices | None = None  # of the rows
         self._held = ExitStack()
@@ -93,6 +96,7 @@ class PreparedAdapters:
         for shape in ((self.rows, tokens), (tokens, self.rows), (self.rows * tokens,)):
             if self._shape is None and layout.spread(shape, self.rows, tokens) is not None:
                 self._shape, self._plan = shape, self._find(shape, layout, ())
+        self._repeats.plan = self._plan
 
     @property
     def adapters(self) -> list[Entry]:
@@ -155,7 +159,7 @@ class PreparedAdapters:
                 f"  to do: prepare one for each shape, or pad the batch with rows of None"
             )
         if not torch.compiler.is_compiling():
-            capturing = is_capturing(self.backend.device)
+            self._capturing = capturing = is_capturing(self.backend.device)
             if capturing:
                 self._check_capture()
                 self._captured = True
@@ -164,6 +168,13 @@ class PreparedAdapters:
                 self.asks_backend = capturing or active not in self._compiled
                 if not capturing:  # a capture compiles nothing
                     self._compiled.add(active)
+
+    def repeats(self) -> Repeats:
+        """Return the stored calls that modules may repeat in the forward pass that starts."""
+        if self.asks_backend or self._capturing:
+            return NO_REPEATS
+        self._repeats.forget_moved()
+        return self._repeats
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis.

@@ -13,6 +13,7 @@ from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.devices import is_capturing
+from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.entries import Choices, RowAdapters, entries_of
 from lora_backends.hf.images import Images
@@ -108,6 +109,9 @@ class Request:
         self._touched: dict[int, set[str]] | None = None  # by the adapters of this call
         self._first: int | None = None if after_cache else 0  # position of the first entry
         self._plans: dict[Any, _Planned] = {}
+        # by the rows and tokens of a pass, from which its plans follow unless slots differ by token
+        self._repeats: dict[tuple[int, int], Repeats | None] = {}
+        self._may_repeat: Repeats | None = None  # in this pass
         self._rows = self._length = self._past = 0
         self._row_slots: list[int] = []
         self._inputs: Mapping[str, Any] = {}
@@ -140,6 +144,23 @@ class Request:
         self._first = past if self._first is None else self._first
         self._past = past - self._first
 
+    def repeats(self) -> Repeats:
+        """Return the stored calls that modules may repeat in the forward pass that starts."""
+        size = self._rows, self._length
+        if self._per_token:
+            return NO_REPEATS
+        if size not in self._repeats:
+            if len(self._repeats) >= MOST_PLANS:  # they keep plans alive
+                self._repeats.clear()
+            self._repeats[size] = None  # most sizes are met once: it takes time to keep calls
+            return NO_REPEATS
+        repeats = self._repeats[size]
+        if repeats is None:
+            repeats = self._repeats[size] = Repeats()
+        repeats.forget_moved()
+        self._may_repeat = repeats
+        return repeats
+
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis.
 
@@ -162,6 +183,7 @@ class Request:
 
     def _forget(self) -> None:
         """Forget the previous forward pass."""
+        self._may_repeat = None
         self._image_plans: dict[tuple[int, ...], _Planned | None] = {}  # None: rows not known
         self._layout: Layout | None = None  # of the last plan
         self._shape: tuple[int, ...] = ()
@@ -179,6 +201,8 @@ class Request:
             slots = self._row_slots if self._differ else self._row_slots[:1]
             plan = self._keep((len(slots), spread), lambda: spread_slots(slots, spread))
         self._layout, self._shape, self._last = layout, shape, plan
+        if self._may_repeat is not None:
+            self._may_repeat.plan = plan.plan
         return plan
 
     def _keep(self, key: Any, token_slots: Callable[[], torch.Tensor]) -> _Planned:

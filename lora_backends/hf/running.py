@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError
 from lora_backends.experts import ExpertWeights
 from lora_backends.hf.layout import Layout
@@ -45,6 +46,9 @@ class Call(Protocol):
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""
 
+    def repeats(self) -> Repeats:
+        """Return the stored calls that modules may repeat in the forward pass that starts."""
+
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape` (without its last axis), of modules."""
 
@@ -66,6 +70,10 @@ class _WithoutAdapters:
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Never called: no model has the key ""."""
+        raise AssertionError("this call has no model")
+
+    def repeats(self) -> Repeats:
+        """Never called."""
         raise AssertionError("this call has no model")
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
@@ -90,14 +98,15 @@ class Group(Protocol):
     apart: bool  # whether the model was seen to call them with different inputs
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Kept:
     """Outputs that a leader has computed for its siblings, until they are called."""
 
     group: Group
     x: torch.Tensor  # the input that they belong to, this very tensor
     version: int  # of x: counts changes in place; less than 0 in a traced program
-    outputs: dict[nn.Module, torch.Tensor]  # with LoRA, of siblings that have not been called
+    outputs: list[torch.Tensor | None]  # with LoRA, of the group; None: the sibling was called
+    left: int  # siblings that have not been called
 
 
 class _Running(threading.local):
@@ -106,6 +115,7 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.call = NOTHING
         self.kept: Kept | None = None
+        self.repeats = NO_REPEATS  # of the forward pass that runs
 
 
 RUNNING = _Running()
@@ -123,11 +133,12 @@ _OPEN_LOCK = threading.Lock()
 def running(call: Call) -> Iterator[None]:
     """Let the forward passes of this thread belong to `call`."""
     outer = RUNNING.call, RUNNING.kept
-    RUNNING.call, RUNNING.kept = call, None
+    RUNNING.call, RUNNING.kept, RUNNING.repeats = call, None, NO_REPEATS
     try:
         yield
     finally:
         RUNNING.call, RUNNING.kept = outer
+        RUNNING.repeats = NO_REPEATS  # other code has run since the outer pass began
 
 
 @contextmanager

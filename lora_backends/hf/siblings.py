@@ -12,15 +12,18 @@ whose weights were moved out of `Call.joined`, which the program guards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import is_
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
+from lora_backends.backend import LoRABackend
+from lora_backends.dispatch.wrap import stored_as
 from lora_backends.hf import traced
 from lora_backends.hf.hooks import Hook
 from lora_backends.hf.layout import Layout
@@ -34,11 +37,73 @@ GROUPS = (
 """Names of modules under one parent, the leader first, and the operation that runs them."""
 
 
+_NAMES = ("weight", "bias")
+
 TRACED = -1
 """Version of an input in a traced program, which an eager call never meets."""
 
-_Part = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int]
-"""A module's dict of parameters, the name there, the parameter, and the address of its values."""
+_get: Any = dict.get  # typed as Any, since mypy cannot see through the overloads of a dict's get
+
+
+class Places:
+    """Parameters of many modules, and where their values lie.
+
+    The check maps over flat lists, since models run it in every step.
+
+    Args:
+        modules: with a weight, and a bias or None.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = [(m._parameters, name, m._parameters[name]) for m in modules for name in _NAMES]
+        self._holders = [holder for holder, _, _ in found]
+        self._names = [name for _, name, _ in found]
+        self._parameters = [parameter for _, _, parameter in found]
+        self._tensors = [parameter for parameter in self._parameters if parameter is not None]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+
+    def are_kept(self) -> bool:
+        """Return whether all are the modules' still, and lie where they lay, contiguous."""
+        return (
+            [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
+            and all(map(torch.Tensor.is_contiguous, self._tensors))
+            and all(map(is_, map(_get, self._holders, self._names), self._parameters))
+        )
+
+
+class Place:
+    """As `Places`, for the weight and the bias of one module that is about to run."""
+
+    __slots__ = ("_bias", "_bias_at", "_holder", "_weight", "_weight_at")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._holder = cast(dict[str, Any], module._parameters)
+        self._weight: torch.Tensor = self._holder["weight"]
+        self._bias: torch.Tensor | None = self._holder["bias"]
+        self._weight_at = self._weight.data_ptr()
+        self._bias_at = 0 if self._bias is None else self._bias.data_ptr()
+
+    def is_kept_by(self, module: nn.Module) -> bool:
+        """Return whether it is the module, and both are its own still, where they lay, contiguous.
+
+        A copy of the module is not: it has parameters of its own.
+        """
+        holder, weight, bias = self._holder, self._weight, self._bias
+        get = holder.get
+        return (
+            module._parameters is holder
+            and get("weight") is weight
+            and get("bias") is bias
+            and weight.data_ptr() == self._weight_at
+            and weight.is_contiguous()
+            and (bias is None or (bias.data_ptr() == self._bias_at and bias.is_contiguous()))
+        )
+
+    def part(self) -> None:
+        """Give both memory of their own, unless they have some."""
+        for parameter, address in ((self._weight, self._weight_at), (self._bias, self._bias_at)):
+            if parameter is not None and parameter.data_ptr() == address:
+                parameter.data = parameter.data.clone()
 
 
 class Siblings:
@@ -57,7 +122,7 @@ class Siblings:
         self.widths = [module.out_features for module in modules]
         self.apart = False  # whether the model was seen to call them with different inputs
         self.joined: Joined | None = None
-        self._parts: list[_Part] = []
+        self.places: list[Place] = []  # of each module's parameters, once they are joined
 
     @torch.inference_mode(False)  # parameters made of inference tensors could not be trained again
     @torch.no_grad()
@@ -72,9 +137,8 @@ class Siblings:
         """Return whether the modules' parameters are still parts of `joined`."""
         if self.joined is None:
             return False
-        for holder, name, parameter, address in self._parts:
-            moved = parameter.data_ptr() != address or not parameter.is_contiguous()
-            if moved or holder.get(name) is not parameter:
+        for place, module in zip(self.places, self.modules, strict=True):
+            if not place.is_kept_by(module):
                 self.joined = None  # frees the memory, unless other code holds a part
                 return False
         return True
@@ -83,12 +147,10 @@ class Siblings:
     @torch.no_grad()
     def part(self) -> None:
         """Give each parameter that is a part memory of its own again."""
-        for _, _, parameter, address in self._parts:
-            if parameter.data_ptr() == address:
-                parameter.data = parameter.data.clone()
+        for place in self.places:
+            place.part()
         self.joined = None
-        self._parts.clear()
-        self.modules = ()
+        self.places, self.modules = [], ()
 
     def _join(self, name: str) -> nn.Parameter | None:
         """Return one tensor of all modules' parameters, which become its rows."""
@@ -98,10 +160,12 @@ class Siblings:
             return None
         joined = torch.cat([parameter.detach() for parameter in parameters])
         rows = torch.split_with_sizes(joined, self.widths)
-        for holder, parameter, part in zip(holders, parameters, rows, strict=True):
-            # a storage of its own: savers of models take tensors of one storage for tied ones
-            parameter.data = from_dlpack(part)
-            self._parts.append((holder, name, parameter, part.data_ptr()))
+        try:
+            for parameter, part in zip(parameters, rows, strict=True):
+                # a storage of its own: savers of models take tensors of one storage for tied ones
+                parameter.data = from_dlpack(part)
+        finally:
+            self.places = [Place(module) for module in self.modules]
         return nn.Parameter(joined, requires_grad=False)
 
 
@@ -144,7 +208,12 @@ def _is_special(parameter: nn.Parameter) -> bool:
 
 
 def leader_forward(
-    model: str, group: Siblings, layout: Layout, run: Callable[..., torch.Tensor], alone: Hook
+    model: str,
+    group: Siblings,
+    layout: Layout,
+    backend: LoRABackend,
+    run: Callable[..., torch.Tensor],
+    alone: Hook,
 ) -> Callable[..., torch.Tensor]:
     """Return the leader's `forward`.
 
@@ -152,16 +221,18 @@ def leader_forward(
         model: whose calls it serves.
         group: the leader and its siblings.
         layout: of the leader's input.
+        backend: that adds the LoRA.
         run: `linear_with_lora` of the group's operation, the same for all groups.
         alone: the leader's hook where it runs without the others.
 
     Returns:
         A function of the module and its input.
     """
-    paths, widths = group.paths, group.widths
+    paths, widths, operation = group.paths, group.widths, stored_as(backend, group.operation)
     device_type = group.modules[0].weight.device.type
+    siblings = len(widths) - 1
 
-    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    def in_full(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
             check_thread(model)
@@ -189,15 +260,35 @@ def leader_forward(
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
         y = run(call, is_traced, input, weights, plan, *joined)
-        outputs: dict[nn.Module, torch.Tensor] = dict(
-            zip(group.modules, _columns(y, widths), strict=True)
-        )
-        mine = outputs.pop(self)
         if is_traced:
             call.is_traced = True
             traced.note(input)
-        RUNNING.kept = Kept(group, input, TRACED if is_traced else input._version, outputs)
-        return mine
+        else:
+            RUNNING.repeats.keep(alone, backend, operation, input, weights, plan, y)
+        outputs = _columns(y, widths)
+        version = TRACED if is_traced else input._version
+        RUNNING.kept = Kept(group, input, version, [*outputs], len(outputs) - 1)
+        return outputs[0]
+
+    place = group.places[0]  # each sibling looks at its own, when it is called
+
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return in_full(self, input)
+        repeat = RUNNING.repeats.get(alone)
+        if (
+            repeat is None
+            or RUNNING.kept is not None
+            or group.apart
+            or (joined := group.joined) is None
+            or input.is_inference()
+            or not place.is_kept_by(self)
+            or (y := repeat.run(input, *joined)) is None
+        ):
+            return in_full(self, input)
+        outputs = _columns(y, widths)
+        RUNNING.kept = Kept(group, input, input._version, [*outputs], siblings)
+        return outputs[0]
 
     return forward
 
@@ -209,45 +300,64 @@ def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
     from the ends of contiguous ones.
     """
     columns = torch.split_with_sizes(y, widths, -1)
-    return tuple(c.contiguous() for c in columns) if y.device.type == "cpu" else columns
+    return tuple(c.contiguous() for c in columns) if y.is_cpu else columns
 
 
-def sibling_forward(model: str, alone: Hook) -> Callable[..., torch.Tensor]:
+def sibling_forward(
+    model: str, group: Siblings, place: int, alone: Hook
+) -> Callable[..., torch.Tensor]:
     """Return a sibling's `forward`: it returns the output that the leader kept, or runs alone.
 
     Args:
         model: whose calls it serves.
+        group: the sibling and its leader.
+        place: of the sibling in the group.
         alone: the sibling's hook where it runs alone.
 
     Returns:
         A function of the module and its input.
     """
+    own = group.places[place]
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        kept = RUNNING.kept  # by the call that runs: each call begins and ends with None
+        if kept is not None and kept.group is group and kept.x is input:
+            output = kept.outputs[place]
+            # both calls are traced, or neither is
+            if output is not None and (
+                _is_unchanged(group.modules[place] is self, input)
+                if kept.version == TRACED
+                else not torch.compiler.is_dynamo_compiling()
+                and kept.version == input._version
+                and own.is_kept_by(self)
+            ):
+                kept.outputs[place] = None
+                kept.left -= 1
+                if not kept.left:
+                    RUNNING.kept = None
+                return output
+            if not torch.compiler.is_compiling():
+                group.are_joined()  # notes whether it was this sibling that was moved
         if RUNNING.call.model != model:
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)
-        kept = RUNNING.kept
-        if kept is not None and kept.x is input and _is_unchanged(kept, input):
-            output = kept.outputs.pop(self, None)
-            if not kept.outputs:
-                RUNNING.kept = None
-            if output is not None:
-                return output
         return _run_alone(self, input, alone)
 
     return forward
 
 
-def _is_unchanged(kept: Kept, input: torch.Tensor) -> bool:
-    """Return whether a leader's input is unchanged; both calls are traced, or neither is."""
-    if torch.compiler.is_compiling():
-        return kept.version == TRACED and traced.is_unchanged(input)
-    return kept.version == input._version
+def _is_unchanged(is_own: bool, input: torch.Tensor) -> bool:
+    """Return whether a trace that met a leader meets its own sibling with an unchanged input."""
+    return torch.compiler.is_compiling() and is_own and traced.is_unchanged(input)
 
 
 def linear_forward(
-    model: str, site: Site, layout: Layout, run: Callable[..., torch.Tensor], alone: Hook
+    model: str,
+    site: Site,
+    layout: Layout,
+    backend: LoRABackend,
+    run: Callable[..., torch.Tensor],
+    alone: Hook,
 ) -> Callable[..., torch.Tensor]:
     """Return a `forward` that does the same as a hook, in less time than torch's hooks take.
 
@@ -255,15 +365,16 @@ def linear_forward(
         model: whose calls it serves.
         site: a plain linear module.
         layout: of its input.
+        backend: that adds the LoRA.
         run: `linear_with_lora` of `run_linear`, the same for all modules.
         alone: its hook.
 
     Returns:
         A function of the module and its input.
     """
-    path, paths = site.path, (site.path,)
+    path, paths, operation = site.path, (site.path,), stored_as(backend, "run_linear")
 
-    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    def in_full(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
             check_thread(model)
@@ -281,7 +392,20 @@ def linear_forward(
         except KeyError:  # other code has put something else in its place: pruning for instance
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
-        return run(call, is_traced, input, weights, plan, weight, bias)
+        y = run(call, is_traced, input, weights, plan, weight, bias)
+        RUNNING.repeats.keep(alone, backend, operation, input, weights, plan, y)
+        return y
+
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return in_full(self, input)
+        repeat = RUNNING.repeats.get(alone)
+        parameters: dict[str, Any] = self._parameters
+        if repeat is not None and "weight" in parameters and "bias" in parameters:
+            y = repeat.run(input, parameters["weight"], parameters["bias"])
+            if y is not None:
+                return y
+        return in_full(self, input)
 
     return forward
 

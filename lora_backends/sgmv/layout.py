@@ -144,7 +144,9 @@ class SgmvPlan(CachingPlan):
     def _send(self, staged: torch.Tensor) -> None:
         """Copy staged memory to the device, asynchronously; calls stored so far fit this cut."""
         self.refills += 1
-        self.call_cache.key = (*self.cut, self.token_scales is not None)
+        key = (*self.cut, self.token_scales is not None)
+        if key != self.call_cache.key:  # else the same object: `Repeat` compares it by identity
+            self.call_cache.key = key
         self.packed.copy_(staged, non_blocking=True)
 
     def sizes_key(self, batch: LoRABatch) -> tuple[int, int]:

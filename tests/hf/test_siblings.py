@@ -119,8 +119,11 @@ def test_all_modules_share_the_functions_that_add_their_lora(make):
     hooks = [hook for module in hooked for hook in module._forward_hooks.values()]
     # for q, k and v, for gate and up, and for each module alone
     for functions, name, count in ((forwards, "run", 3), (hooks, "add", 1)):
-        shared = [inspect.getclosurevars(each).nonlocals.get(name) for each in functions]
-        assert len({*shared} - {None}) == count
+        closures = [inspect.getclosurevars(each).nonlocals for each in functions]
+        closures += [
+            inspect.getclosurevars(c["in_full"]).nonlocals for c in closures if "in_full" in c
+        ]
+        assert len({c.get(name) for c in closures} - {None}) == count
 
 
 def test_one_adapted_module_of_a_group_runs_alone(make, operations):

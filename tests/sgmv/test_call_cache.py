@@ -8,13 +8,13 @@ import gc
 import pickle
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from engines import ENGINES
 from layers import small_weights
-from torch.overrides import TorchFunctionMode
 
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, UnsupportedInputError
 from lora_backends.sgmv import engine, launch
@@ -73,7 +73,13 @@ class Jitted:
 
 
 @pytest.fixture
-def log(monkeypatch):
+def current():
+    """Return what is current on the device: its stream."""
+    return SimpleNamespace(stream=0)
+
+
+@pytest.fixture
+def log(monkeypatch, current):
     """Return the launches, in order."""
     launches = []
 
@@ -88,8 +94,9 @@ def log(monkeypatch):
             cache.cache_clear()
 
     monkeypatch.setattr(launch, "SpecializedKernel", Recorded)
-    monkeypatch.setattr(launching, "_several_devices", lambda: False)
-    monkeypatch.setattr(launching, "_stream_of", lambda: lambda device: 0)
+    for module in (launching, call_cache):
+        monkeypatch.setattr(module, "several_devices", lambda: False)
+        monkeypatch.setattr(module, "stream_of", lambda: lambda device: current.stream)
     clear()
     yield launches
     clear()
@@ -352,11 +359,23 @@ def test_the_grid_follows_a_refilled_plan(log, backend, operation):
     assert len(sizes) >= 3
 
 
-def test_a_capture_launches_all_rows_that_a_refill_can_use(log, backend, operation, monkeypatch):
+def test_a_refill_of_the_same_sizes_keeps_the_key_of_stored_calls(backend):
+    plan = backend.prepare_batch(LoRABatch(MIXED, 4), capacity=96)
+    key = plan.call_cache.key
+    backend.prepare_batch(LoRABatch(MIXED[::-1], 4), out=plan)
+    assert plan.call_cache.key is key, "`Repeat` compares it by identity"
+    backend.prepare_batch(LoRABatch([3] * 96, 4), out=plan)
+    assert plan.call_cache.key != key
+
+
+def test_a_capture_launches_all_rows_that_a_refill_can_use(
+    log, backend, operation, current, monkeypatch
+):
     weights = small_weights()
     x = torch.randn(96, 10) if operation == "run_linear" else torch.randint(10, (96,))
     y, plan = torch.zeros(96, 14), backend.prepare_batch(LoRABatch([3] * 96, 4))
     eager = made(log, backend, operation, x, weights, plan, y)
+    current.stream = 7
     for module in (engine, call_cache):
         monkeypatch.setattr(module, "is_capturing", lambda device: True)
     captured = repeated(log, backend, operation, x, weights, plan, y)
@@ -500,37 +519,72 @@ def test_rows_beyond_a_grid_of_two_axes_take_one(log, backend, monkeypatch, over
 
 
 @pytest.mark.parametrize("planes", [1, 3])
-def test_h_is_allocated_for_every_call(log, backend, operation, planes):
-    """It may belong to a captured graph, or to a thread whose launches come between others."""
+def test_h_has_memory_for_all_planes(log, backend, operation, planes):
     tiles = TileConfig(ShrinkTiles(16, 16, planes), ExpandTiles(16, 16))
     backend = type(backend)("cpu", tiles=fixed_source(16, tiles))
     weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
     x, y = first_argument(operation), torch.zeros(7, 14)
-    allocated = []
-
-    class Allocations(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if function in (torch.empty, torch.Tensor.new_empty) and result.numel():
-                allocated.append(result)
-            return result
-
-    with Allocations():
-        made(log, backend, operation, x, weights, plan, y)
-        for _ in range(3):
-            repeated(log, backend, operation, x, weights, plan, y)
-            assert log[1].arguments[0] == allocated[-1].data_ptr()
-    assert len({h.data_ptr() for h in allocated}) == len(allocated) == 4
+    made(log, backend, operation, x, weights, plan, y)
     values = weights.num_slices * plan.h_rows(plan.num_tokens) * weights.max_rank
     values *= planes if operation == "run_linear" else 1
-    assert {(h.numel(), h.dtype) for h in allocated} == {(values, torch.float32)}
+    assert find(plan, operation, backend, x, weights, y).h_values == values
+    repeated(log, backend, operation, x, weights, plan, y)
+    h = call_cache.scratch_of(x.device).take(0, values)
+    assert h.address == h.tensor.data_ptr() == log[1].arguments[0]
+    assert h.tensor.dtype == torch.float32 and h.tensor.numel() >= values
 
 
-def test_a_repeated_call_runs_on_the_stream_that_is_current(log, backend, operation, monkeypatch):
+@pytest.fixture
+def scratch():
+    return call_cache.Scratch(torch.device("cpu"))
+
+
+def test_memory_of_h_is_kept_for_calls_on_its_stream(scratch):
+    first = scratch.take(7, 100)
+    scratch.give_back(7, first)
+    other = scratch.take(8, 100)
+    assert other is not first, "kernels of another stream may overtake"
+    assert scratch.take(7, 50) is first and scratch.take(7, 50) is not first, "in use by a call"
+
+
+def test_memory_of_h_that_is_too_small_is_replaced_and_large_memory_is_not_kept(scratch):
+    for values in (100, call_cache.MOST_KEPT_VALUES + 1):
+        scratch.give_back(0, scratch.take(0, values))
+    small = scratch.take(0, 100)
+    assert small.tensor.numel() == 100
+    scratch.give_back(0, small)
+    larger = scratch.take(0, 101)
+    assert larger.tensor.numel() == 101
+    scratch.give_back(0, larger)
+    assert scratch.take(0, 1) is larger
+
+
+def test_streams_that_come_and_go_leave_a_bounded_number_of_memories(scratch):
+    for stream in range(3 * call_cache.MOST_STREAMS):
+        scratch.give_back(stream, scratch.take(stream, 10))
+    assert len(scratch._spare) <= call_cache.MOST_STREAMS
+
+
+def test_h_of_a_captured_call_is_its_own(log, backend, operation, current, monkeypatch):
+    weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
+    x, y = first_argument(operation), torch.zeros(7, 14)
+    current.stream = 7
+    made(log, backend, operation, x, weights, plan, y)
+    repeated(log, backend, operation, x, weights, plan, y)
+    kept = log[1].arguments[0]
+    monkeypatch.setattr(call_cache, "is_capturing", lambda device: True)
+    repeated(log, backend, operation, x, weights, plan, y)
+    assert log[1].arguments[0] != kept, "replays would write where eager calls do"
+    monkeypatch.setattr(call_cache, "is_capturing", lambda device: False)
+    repeated(log, backend, operation, x, weights, plan, y)
+    assert log[1].arguments[0] == kept
+
+
+def test_a_repeated_call_runs_on_the_stream_that_is_current(log, backend, operation, current):
     weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
     x, y = first_argument(operation), torch.zeros(7, 14)
     for stream in (7, 8, 7):
-        monkeypatch.setattr(launching, "_stream_of", lambda s=stream: lambda device: s)
+        current.stream = stream
         if stream == 7 and not log:
             made(log, backend, operation, x, weights, plan, y)
         repeated(log, backend, operation, x, weights, plan, y)
@@ -542,8 +596,10 @@ def test_a_cached_call_is_not_repeated_while_another_device_is_current(
 ):
     weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
     x, y = first_argument(operation), torch.zeros(7, 14)
+    for module in (launching, call_cache):
+        monkeypatch.setattr(module, "several_devices", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: x.device.index)
     first = made(log, backend, operation, x, weights, plan, y)
-    monkeypatch.setattr(launching, "_several_devices", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     log.clear()
     assert not repeat(backend, operation, x, weights, plan, y) and not log

@@ -52,8 +52,8 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def _compiled_on_one_device(monkeypatch):
     monkeypatch.setattr(launching, "INTERPRETED", False)
-    monkeypatch.setattr(launching, "_several_devices", lambda: False)
-    monkeypatch.setattr(launching, "_stream_of", lambda: lambda device: 11)
+    monkeypatch.setattr(launching, "several_devices", lambda: False)
+    monkeypatch.setattr(launching, "stream_of", lambda: lambda device: 11)
 
 
 def floats(count, offset=0):
@@ -163,7 +163,7 @@ def test_a_launch_on_another_device_makes_it_the_current_one(monkeypatch):
         made_current.append(given)
         yield
 
-    monkeypatch.setattr(launching, "_several_devices", lambda: True)
+    monkeypatch.setattr(launching, "several_devices", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", device)
     jitted, given = Kernel(), arguments()

@@ -8,7 +8,9 @@ kernels.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,12 +20,19 @@ from lora_backends.sgmv.launching.kernel import (
     Arguments,
     BoundKernel,
     SpecializedKernel,
-    current_stream,
     has_launch_hooks,
     is_current,
+    several_devices,
+    stream_of,
 )
 from lora_backends.sgmv.launching.tma import without_tensor
 from lora_backends.weights import LoRAWeights
+
+MOST_KEPT_VALUES = 1 << 20
+"""Float32 values of h, 4 MB, that are kept for the next call; more are allocated for each call."""
+
+MOST_STREAMS = 64
+"""Streams of a device whose memory is kept."""
 
 
 class Launched(NamedTuple):
@@ -31,6 +40,58 @@ class Launched(NamedTuple):
 
     kernel: SpecializedKernel
     arguments: Arguments
+
+
+class Memory(NamedTuple):
+    """Memory for h."""
+
+    tensor: torch.Tensor  # [values] float32
+    address: int
+    values: int
+
+
+class Scratch:
+    """Memory for h on one device, kept between eager calls.
+
+    A call takes it away until both of its kernels are launched. So whoever takes it next, in any
+    thread, launches behind them on the same stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._none = torch.empty(0, dtype=torch.float32, device=device)
+        self._spare: dict[int, list[Memory]] = {}  # by the address of a stream
+
+    def take(self, stream: int, values: int) -> Memory:
+        """Return memory for so many float32 values or more, for kernels on the current stream."""
+        try:
+            kept = self._spare[stream].pop()  # one step: no other thread gets it, too
+            if kept.values >= values:
+                return kept
+        except (KeyError, IndexError):
+            pass
+        return self.new(values)
+
+    def new(self, values: int) -> Memory:
+        """Return memory of its own for so many float32 values."""
+        tensor = self._none.new_empty(values)  # takes half the time of `torch.empty`
+        return Memory(tensor, tensor.data_ptr(), values)
+
+    def give_back(self, stream: int, memory: Memory) -> None:
+        """Keep memory for the next call on the stream whose kernels were launched with it."""
+        if memory.values > MOST_KEPT_VALUES:
+            return
+        spare = self._spare.get(stream)
+        if spare is None:
+            if len(self._spare) >= MOST_STREAMS:
+                self._spare.clear()
+            spare = self._spare[stream] = []
+        spare.append(memory)
+
+
+@lru_cache(maxsize=64)
+def scratch_of(device: torch.device) -> Scratch:
+    """Return the memory that all calls on a device share."""
+    return Scratch(device)
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +102,9 @@ class CachedLaunches:
     """
 
     device: torch.device
-    no_values: torch.Tensor  # [0] float32: its `new_empty` takes half the time of `torch.empty`
+    shares: bool  # whether there are other devices, of which one may be current
+    stream_of: Callable[[int], int]  # from a device's index to the address of its current stream
+    scratch: Scratch  # for h
     h_values: int  # of h, all planes
     tokens: int  # rows of x, which a model passes with more axes
     shrink: BoundKernel  # x and h change from call to call
@@ -54,7 +117,9 @@ class CachedLaunches:
         h = expand.arguments.tensors[0]
         return cls(
             h.device,
-            h.new_empty(0),
+            several_devices(),
+            stream_of(),
+            scratch_of(h.device),
             math.prod(h.shape),
             shrink.arguments.tensors[0].shape[0],
             shrink.kernel.bind(shrink.arguments, len(shrink.arguments.tensors) - 1),
@@ -63,17 +128,20 @@ class CachedLaunches:
 
     def run(self, x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
         """Launch both kernels; return False, with nothing run, if another device is current."""
-        device = self.device
-        if not is_current(device):
+        device, scratch = self.device, self.scratch
+        if self.shares and not is_current(device):
             return False
-        if is_capturing(device):
+        stream = self.stream_of(device.index)
+        capturing = stream != 0 and is_capturing(device)  # no graph captures the default stream
+        if capturing:
             plan.is_captured = True
-            rows = plan.grid_rows(True, self.tokens)
-        else:
-            rows = plan.grid_rows(False, 0)
+        rows = plan.grid_rows(capturing, self.tokens)
         if rows:
-            h = self.no_values.new_empty(self.h_values)
-            at_h, stream, hooks = h.data_ptr(), current_stream(device.index), has_launch_hooks()
+            # a graph's memory stays its own
+            h = scratch.new(self.h_values) if capturing else scratch.take(stream, self.h_values)
+            at_h, hooks = h.address, has_launch_hooks()
             self.shrink.launch(rows, stream, x.data_ptr(), at_h, hooks)
             self.expand.launch(rows, stream, at_h, y.data_ptr(), hooks)
+            if not capturing:
+                scratch.give_back(stream, h)
         return True

@@ -237,11 +237,12 @@ def _run(
 
 def has_launch_hooks() -> bool:
     """Return whether a profiler has hooked launches."""
-    hooks = knobs.runtime
-    for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+    )
 
 
 def _kind(
@@ -258,12 +259,12 @@ def _kind(
 
 def is_current(device: torch.device) -> bool:
     """Return whether `device` is the current device, so that kernels for it can be launched."""
-    return not _several_devices() or device.index == torch.cuda.current_device()
+    return not several_devices() or device.index == torch.cuda.current_device()
 
 
 def current_stream(device: int) -> int:
     """Return the address of a device's current stream."""
-    stream: int = _stream_of()(device)
+    stream: int = stream_of()(device)
     return stream
 
 
@@ -275,11 +276,12 @@ def has_programmatic_launch(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _several_devices() -> bool:
+def several_devices() -> bool:
+    """Return whether torch finds more than one device."""
     return torch.cuda.device_count() > 1
 
 
 @lru_cache(maxsize=1)
-def _stream_of() -> Any:
+def stream_of() -> Any:
     """Return Triton's function from a device index to the address of its current stream."""
     return triton.runtime.driver.active.get_current_stream

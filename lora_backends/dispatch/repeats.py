@@ -1,0 +1,145 @@
+"""Stored calls that the modules of a model repeat on what torch has just multiplied.
+
+Between two calls of a module a model runs so much other code that the CPU's caches hold little of
+what the call reads. So a module keeps one object with all that its next call has to compare.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from lora_backends.dispatch.cached import CachedCall, CachingPlan, shared
+from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.ordinary import addresses_of
+from lora_backends.weights import LoRAWeights
+
+_Tensor = torch.Tensor
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class Repeat:
+    """A stored call behind torch's product, and what x and the product have to share with it.
+
+    It compares all that `CallCache.find` compares, with these exceptions. `Repeats` compares the
+    addresses of the layer. The product is memory of its own, so it overlaps nothing; it requires
+    no gradient and is no lazy negation.
+    """
+
+    __slots__ = (
+        *("_cache", "_call", "_device", "_key", "_plan", "_rows"),
+        *("_weights", "_x_dtype", "_x_shape", "_y_dtype", "_y_shape"),
+    )
+
+    def __init__(
+        self, call: CachedCall, x: torch.Tensor, weights: LoRAWeights, plan: CachingPlan, y: _Tensor
+    ) -> None:
+        self._call, self._weights, self._plan = call, weights, plan
+        self._cache, self._key = plan.call_cache, plan.call_cache.key
+        self._rows = y.numel() // weights.out_features
+        self._x_shape, self._x_dtype, self._device = shared(x.shape), x.dtype, x.get_device()
+        self._y_shape, self._y_dtype = shared(y.shape), y.dtype
+
+    def run(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return ``functional.linear(x, weight, bias)`` with the LoRA of x added.
+
+        Returns None if the call does not fit, so that the caller has to start again: x or the
+        product is of another kind, autocast converts them, gradients are on, or the plan was
+        refilled with other tiles or with more tokens.
+        """
+        try:
+            if not (
+                type(x) is _Tensor
+                and x.shape == self._x_shape
+                and x.dtype is self._x_dtype
+                and x.is_contiguous()
+                and x.get_device() == self._device
+                and (x_at := x.data_ptr())  # 0: no memory, or of a transform
+                and not x_at & 15
+                and not x.is_neg()
+                and not _is_grad_enabled()
+                and self._cache.key is self._key
+                and self._plan.num_tokens <= self._rows
+            ):
+                return None
+        except RuntimeError:  # a sparse tensor has no strides
+            return None
+        y = functional.linear(x, weight, bias)
+        if (
+            type(y) is _Tensor
+            and y.shape == self._y_shape
+            and y.dtype is self._y_dtype
+            and y.is_contiguous()
+            and (y_at := y.data_ptr())
+            and not y_at & 15
+            and self._call.run(x, self._weights, self._plan, y)
+        ):
+            return y
+        return None
+
+
+class Repeats(dict[Any, Repeat]):
+    """What modules may repeat in forward passes of one size, by a key of the module.
+
+    Not for several threads at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # the plan that follows from the layout and shape of an input in all of these passes; other
+        # plans depend on more, and their calls are not repeated
+        self.plan: Any = None
+        self._layers: set[int] = set()  # handles
+        self._tensors: list[torch.Tensor] = []  # of the layers
+        self._addresses: list[int] = []  # of the tensors
+
+    def forget_moved(self) -> None:
+        """Forget all if a tensor of a layer has moved; call it before each pass.
+
+        One look at all layers takes a fraction of the time of a look in each of their calls. Only
+        the pool of adapters has these tensors, and it does not move them.
+        """
+        if [*map(_Tensor.data_ptr, self._tensors)] != self._addresses:
+            self.clear()
+            self._layers.clear()
+            self._tensors.clear()
+            self._addresses.clear()
+
+    def keep(
+        self,
+        key: Any,
+        engine: Engine,
+        operation: str | None,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        y: torch.Tensor,
+    ) -> None:
+        """Keep a call that an engine has just made, if it stored it.
+
+        `operation` is the one under which it stores such calls, or None.
+        """
+        if operation is None or plan is not self.plan or not isinstance(plan, CachingPlan):
+            return
+        if not (_is_aligned(x) and _is_aligned(y)):
+            return
+        call = plan.call_cache.find(operation, engine, x, weights, y, plan.num_tokens)
+        if call is None:
+            return
+        self[key] = Repeat(call, x, weights, plan, y)
+        if weights.handle not in self._layers:
+            self._layers.add(weights.handle)
+            self._tensors += weights.tensors.values()
+            self._addresses += addresses_of(weights)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() & 15 == 0
+
+
+NO_REPEATS = Repeats()
+"""Nothing may be repeated."""
