@@ -313,6 +313,29 @@ def test_captured_programs_follow_refilled_plans(name):
 @pytest.mark.parametrize(
     "name", [name for name in backend_names() if not unavailable_reasons(name, "cuda")]
 )
+def test_a_program_is_captured_behind_eager_calls(name):
+    """What is kept for repeated calls must not lie in the memory pool of its graph."""
+    backend, weights = _backend(name, "cuda"), _on("cuda", small_weights(bias=True))
+    x, base = _inputs("run_linear", "cuda")
+    plan = backend.prepare_batch(small_batch())
+
+    def layer(x, base):
+        y = base * 2
+        backend.run_linear(x, weights, plan, y)
+        return y.relu()
+
+    expected = [layer(x, base) for _ in range(3)][0]
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):  # warms up, captures, replays
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.equal(compiled(x, base), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+@pytest.mark.parametrize(
+    "name", [name for name in backend_names() if not unavailable_reasons(name, "cuda")]
+)
 def test_captured_programs_follow_a_plan_with_room(name):
     backend, weights = _backend(name, "cuda"), _on("cuda", small_weights(bias=True))
     if not {CAPACITY, TOKEN_SCALES} <= backend.features:

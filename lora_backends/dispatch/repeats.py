@@ -69,17 +69,18 @@ class Repeat:
         except RuntimeError:  # a sparse tensor has no strides
             return None
         y = functional.linear(x, weight, bias)
-        if (
-            type(y) is _Tensor
-            and y.shape == self._y_shape
-            and y.dtype is self._y_dtype
-            and y.is_contiguous()
-            and (y_at := y.data_ptr())
-            and not y_at & 15
-            and self._call.run(x, self._weights, self._plan, y)
-        ):
-            return y
-        return None
+        try:
+            fits = (
+                type(y) is _Tensor
+                and y.shape == self._y_shape
+                and y.dtype is self._y_dtype
+                and y.is_contiguous()
+                and (y_at := y.data_ptr())
+                and not y_at & 15
+            )
+        except RuntimeError:  # `vmap` has made products of many weights
+            return None
+        return y if fits and self._call.run(x, self._weights, self._plan, y) else None
 
 
 class Repeats(dict[Any, Repeat]):
@@ -97,17 +98,24 @@ class Repeats(dict[Any, Repeat]):
         self._tensors: list[torch.Tensor] = []  # of the layers
         self._addresses: list[int] = []  # of the tensors
 
-    def forget_moved(self) -> None:
-        """Forget all if a tensor of a layer has moved; call it before each pass.
+    def of_pass(self, device: torch.device) -> Repeats:
+        """Return what the pass that starts may repeat; call it before each pass.
 
-        One look at all layers takes a fraction of the time of a look in each of their calls. Only
-        the pool of adapters has these tensors, and it does not move them.
+        Nothing while a GPU other than the layers' is current: their calls would refuse to run
+        behind a product that is then computed in vain.
+
+        All is forgotten if a tensor of a layer has moved. One look at all layers takes a fraction
+        of the time of a look in each of their calls. Only the pool of adapters has these tensors,
+        and it does not move them within a pass.
         """
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            return NO_REPEATS
         if [*map(_Tensor.data_ptr, self._tensors)] != self._addresses:
             self.clear()
             self._layers.clear()
             self._tensors.clear()
             self._addresses.clear()
+        return self
 
     def keep(
         self,

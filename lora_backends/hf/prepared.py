@@ -173,8 +173,7 @@ class PreparedAdapters:
         """Return the stored calls that modules may repeat in the forward pass that starts."""
         if self.asks_backend or self._capturing:
             return NO_REPEATS
-        self._repeats.forget_moved()
-        return self._repeats
+        return self._repeats.of_pass(self.backend.device)
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis.

@@ -157,9 +157,8 @@ class Request:
         repeats = self._repeats[size]
         if repeats is None:
             repeats = self._repeats[size] = Repeats()
-        repeats.forget_moved()
         self._may_repeat = repeats
-        return repeats
+        return repeats.of_pass(self.backend.device)
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis.

@@ -12,6 +12,7 @@ from lora_backends.dispatch.cached import CachingPlan
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 
 WEIGHT = torch.randn(14, 10, generator=torch.Generator().manual_seed(1))
+CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -132,6 +133,8 @@ OTHER_Y = {
     "strided": lambda y: y.transpose(0, 2).contiguous().transpose(0, 2),
     "unaligned": shifted,
     "a subclass": lambda y: y.as_subclass(Tensor),
+    "sparse": lambda y: y.to_sparse(),
+    "of a transform": torch._to_functional_tensor,
 }
 
 
@@ -143,6 +146,16 @@ def test_nothing_is_added_to_a_product_of_another_kind(kept, other, monkeypatch)
     monkeypatch.setattr(functional, "linear", lambda *_: product)
     assert repeats["module"].run(x, WEIGHT, None) is None
     assert backend.call.repeated == 0
+
+
+@torch.no_grad()
+def test_nothing_is_added_to_the_products_of_many_weights(kept):
+    repeats, x, _, _, backend = kept
+    found = []
+    torch.vmap(lambda weight: found.append(repeats["module"].run(x, weight, None)) or weight)(
+        WEIGHT.expand(3, *WEIGHT.shape)
+    )
+    assert found == [None] and backend.call.repeated == 0
 
 
 @torch.no_grad()
@@ -168,15 +181,20 @@ def test_a_call_that_has_to_run_in_full_adds_nothing(kept, monkeypatch):
 @pytest.mark.parametrize("name", ["lora_a", "lora_b", "ranks", "scalings", "bias"])
 def test_a_pass_forgets_all_if_a_tensor_of_a_layer_has_moved(kept, name):
     repeats, x, weights, plan, backend = kept
-    repeats.forget_moved()
-    assert "module" in repeats
+    assert repeats.of_pass(CPU) is repeats and "module" in repeats
     tensor = getattr(weights, name)
     tensor.data = tensor.clone()
-    repeats.forget_moved()
-    assert not repeats
+    assert repeats.of_pass(CPU) is repeats and not repeats
     keep(repeats, backend, x, weights, plan)
-    repeats.forget_moved()
-    assert "module" in repeats
+    assert "module" in repeats.of_pass(CPU)
+
+
+def test_nothing_is_repeated_while_another_gpu_is_current(kept, monkeypatch):
+    repeats, device = kept[0], torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert repeats.of_pass(device) is NO_REPEATS
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert repeats.of_pass(device) is repeats and "module" in repeats
 
 
 def test_layers_are_looked_at_once_however_often_their_calls_are_kept(kept):

@@ -529,7 +529,7 @@ def test_h_has_memory_for_all_planes(log, backend, operation, planes):
     values *= planes if operation == "run_linear" else 1
     assert find(plan, operation, backend, x, weights, y).h_values == values
     repeated(log, backend, operation, x, weights, plan, y)
-    h = call_cache.scratch_of(x.device).take(0, values)
+    h = call_cache.scratch_of(x.device).take(values)
     assert h.address == h.tensor.data_ptr() == log[1].arguments[0]
     assert h.tensor.dtype == torch.float32 and h.tensor.numel() >= values
 
@@ -539,45 +539,50 @@ def scratch():
     return call_cache.Scratch(torch.device("cpu"))
 
 
-def test_memory_of_h_is_kept_for_calls_on_its_stream(scratch):
-    first = scratch.take(7, 100)
-    scratch.give_back(7, first)
-    other = scratch.take(8, 100)
-    assert other is not first, "kernels of another stream may overtake"
-    assert scratch.take(7, 50) is first and scratch.take(7, 50) is not first, "in use by a call"
+def test_memory_of_h_is_kept_for_the_next_call(scratch):
+    first = scratch.take(100)
+    scratch.give_back(first)
+    assert scratch.take(50) is first and scratch.take(50) is not first, "in use by a call"
 
 
 def test_memory_of_h_that_is_too_small_is_replaced_and_large_memory_is_not_kept(scratch):
     for values in (100, call_cache.MOST_KEPT_VALUES + 1):
-        scratch.give_back(0, scratch.take(0, values))
-    small = scratch.take(0, 100)
+        scratch.give_back(scratch.take(values))
+    small = scratch.take(100)
     assert small.tensor.numel() == 100
-    scratch.give_back(0, small)
-    larger = scratch.take(0, 101)
+    scratch.give_back(small)
+    larger = scratch.take(101)
     assert larger.tensor.numel() == 101
-    scratch.give_back(0, larger)
-    assert scratch.take(0, 1) is larger
+    scratch.give_back(larger)
+    assert scratch.take(1) is larger
 
 
-def test_streams_that_come_and_go_leave_a_bounded_number_of_memories(scratch):
-    for stream in range(3 * call_cache.MOST_STREAMS):
-        scratch.give_back(stream, scratch.take(stream, 10))
-    assert len(scratch._spare) <= call_cache.MOST_STREAMS
-
-
-def test_h_of_a_captured_call_is_its_own(log, backend, operation, current, monkeypatch):
+@pytest.mark.parametrize("capturing", [False, True])
+def test_h_of_a_call_on_another_stream_lives_as_long_as_the_call(
+    log, backend, operation, current, capturing, monkeypatch
+):
+    """It may lie in the pool of a CUDA graph, whose memory nothing else may keep or use."""
     weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
-    x, y = first_argument(operation), torch.zeros(7, 14)
-    current.stream = 7
+    x, y, taken = first_argument(operation), torch.zeros(7, 14), []
+    new = call_cache.Scratch.new
+
+    def noting(self, values):
+        memory = new(self, values)
+        taken.append(weakref.ref(memory.tensor))
+        return memory
+
     made(log, backend, operation, x, weights, plan, y)
     repeated(log, backend, operation, x, weights, plan, y)
     kept = log[1].arguments[0]
-    monkeypatch.setattr(call_cache, "is_capturing", lambda device: True)
+    monkeypatch.setattr(call_cache.Scratch, "new", noting)
+    monkeypatch.setattr(call_cache, "is_capturing", lambda device: capturing)
+    current.stream = 7
     repeated(log, backend, operation, x, weights, plan, y)
-    assert log[1].arguments[0] != kept, "replays would write where eager calls do"
-    monkeypatch.setattr(call_cache, "is_capturing", lambda device: False)
+    assert log[1].arguments[0] != kept, "the default stream's"
+    assert len(taken) == 1 and taken[0]() is None
+    current.stream = 0
     repeated(log, backend, operation, x, weights, plan, y)
-    assert log[1].arguments[0] == kept
+    assert log[1].arguments[0] == kept and len(taken) == 1
 
 
 def test_a_repeated_call_runs_on_the_stream_that_is_current(log, backend, operation, current):

@@ -1,8 +1,8 @@
 """Both launches of a call, kept with every argument that stays the same.
 
 In a model every layer meets the same plan at every step, so most calls have been made before. A
-repeated call finds its `CachedLaunches`, allocates h and passes three addresses to two compiled
-kernels.
+repeated call finds its `CachedLaunches`, takes memory for h and passes three addresses to two
+compiled kernels.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from lora_backends.weights import LoRAWeights
 MOST_KEPT_VALUES = 1 << 20
 """Float32 values of h, 4 MB, that are kept for the next call; more are allocated for each call."""
 
-MOST_STREAMS = 64
-"""Streams of a device whose memory is kept."""
-
 
 class Launched(NamedTuple):
     """A launch that was made."""
@@ -51,41 +48,39 @@ class Memory(NamedTuple):
 
 
 class Scratch:
-    """Memory for h on one device, kept between eager calls.
+    """Memory for h on one device, kept between calls on the default stream.
 
     A call takes it away until both of its kernels are launched. So whoever takes it next, in any
-    thread, launches behind them on the same stream.
+    thread, launches behind them.
+
+    Calls on other streams allocate memory of their own, because there torch may allocate from the
+    pool of a CUDA graph: while it captures one, and while `torch.compile` warms a program up to
+    capture it. torch refuses that program if memory of the pool stays in use behind it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._none = torch.empty(0, dtype=torch.float32, device=device)
-        self._spare: dict[int, list[Memory]] = {}  # by the address of a stream
+        self._spare: list[Memory] = []
 
-    def take(self, stream: int, values: int) -> Memory:
-        """Return memory for so many float32 values or more, for kernels on the current stream."""
+    def take(self, values: int) -> Memory:
+        """Return memory for so many float32 values or more, for kernels on the default stream."""
         try:
-            kept = self._spare[stream].pop()  # one step: no other thread gets it, too
+            kept = self._spare.pop()  # one step: no other thread gets it, too
             if kept.values >= values:
                 return kept
-        except (KeyError, IndexError):
+        except IndexError:
             pass
         return self.new(values)
 
     def new(self, values: int) -> Memory:
-        """Return memory of its own for so many float32 values."""
+        """Return new memory for so many float32 values, for kernels on the current stream."""
         tensor = self._none.new_empty(values)  # takes half the time of `torch.empty`
         return Memory(tensor, tensor.data_ptr(), values)
 
-    def give_back(self, stream: int, memory: Memory) -> None:
-        """Keep memory for the next call on the stream whose kernels were launched with it."""
-        if memory.values > MOST_KEPT_VALUES:
-            return
-        spare = self._spare.get(stream)
-        if spare is None:
-            if len(self._spare) >= MOST_STREAMS:
-                self._spare.clear()
-            spare = self._spare[stream] = []
-        spare.append(memory)
+    def give_back(self, memory: Memory) -> None:
+        """Keep memory for the next call; the kernels that use it are launched."""
+        if memory.values <= MOST_KEPT_VALUES:
+            self._spare.append(memory)
 
 
 @lru_cache(maxsize=64)
@@ -137,11 +132,10 @@ class CachedLaunches:
             plan.is_captured = True
         rows = plan.grid_rows(capturing, self.tokens)
         if rows:
-            # a graph's memory stays its own
-            h = scratch.new(self.h_values) if capturing else scratch.take(stream, self.h_values)
+            h = scratch.new(self.h_values) if stream else scratch.take(self.h_values)
             at_h, hooks = h.address, has_launch_hooks()
             self.shrink.launch(rows, stream, x.data_ptr(), at_h, hooks)
             self.expand.launch(rows, stream, at_h, y.data_ptr(), hooks)
-            if not capturing:
-                scratch.give_back(stream, h)
+            if not stream:
+                scratch.give_back(h)
         return True
