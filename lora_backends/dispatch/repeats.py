@@ -1,7 +1,7 @@
 """Stored calls that the modules of a model repeat on what torch has just multiplied.
 
 Between two calls of a module a model runs so much other code that the CPU's caches hold little of
-what the call reads. So a module keeps one object with all that its next call has to compare.
+what the call reads. So each module has one object with all that its next call compares.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _is_grad_enabled = torch.is_grad_enabled
 class Repeat:
     """A stored call behind torch's product, and what x and the product have to share with it.
 
-    It compares all that `CallCache.find` compares, with these exceptions. `Repeats` compares the
-    addresses of the layer. The product is memory of its own, so it overlaps nothing; it requires
-    no gradient and is no lazy negation.
+    It compares all that `CallCache.find` compares, except the addresses of the layer, which
+    `Repeats.of_pass` compares, and what holds for every product that torch has just made: it
+    overlaps nothing, requires no gradient and is no lazy negation.
     """
 
     __slots__ = (
@@ -47,9 +47,9 @@ class Repeat:
     ) -> torch.Tensor | None:
         """Return ``functional.linear(x, weight, bias)`` with the LoRA of x added.
 
-        Returns None if the call does not fit, so that the caller has to start again: x or the
-        product is of another kind, autocast converts them, gradients are on, or the plan was
-        refilled with other tiles or with more tokens.
+        Returns None if the call does not fit, and the caller has to run it in full: x or the
+        product is of another kind (of another dtype under autocast, for instance), gradients are
+        on, or the plan was refilled with other tiles or with more tokens.
         """
         try:
             if not (
@@ -91,8 +91,9 @@ class Repeats(dict[Any, Repeat]):
 
     def __init__(self) -> None:
         super().__init__()
-        # the plan that follows from the layout and shape of an input in all of these passes; other
-        # plans depend on more, and their calls are not repeated
+        # The only plan whose calls are kept: in all of these passes it follows from the layout and
+        # the shape of an input. Others may depend on more, as those of images do, or be refilled no
+        # longer.
         self.plan: Any = None
         self._layers: set[int] = set()  # handles
         self._tensors: list[torch.Tensor] = []  # of the layers
@@ -150,4 +151,4 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 
 NO_REPEATS = Repeats()
-"""Nothing may be repeated."""
+"""Of code that may repeat nothing; it stays empty."""

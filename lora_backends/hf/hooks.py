@@ -54,7 +54,7 @@ def begin_hook(model: str, structure: Structure, main_input: str) -> Callable[..
 
 
 def end_hook(*_: Any) -> None:
-    """Let modules that are called behind a forward pass repeat nothing without all checks."""
+    """Let modules that are called outside of a forward pass make all checks."""
     if not torch.compiler.is_compiling():
         RUNNING.repeats = NO_REPEATS
 

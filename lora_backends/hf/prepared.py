@@ -87,7 +87,6 @@ class PreparedAdapters:
         self._plan: Any = None  # of those
         self._plans: dict[_Key, Any] = {}
         self._unknown: dict[_Paths, _Input] = {}  # inputs whose rows are not known
-        self._capturing = False  # whether a graph captures the pass
         self._captured = False
         self._choices: Choices | None = None  # of the rows
         self._held = ExitStack()
@@ -159,7 +158,7 @@ class PreparedAdapters:
                 f"  to do: prepare one for each shape, or pad the batch with rows of None"
             )
         if not torch.compiler.is_compiling():
-            self._capturing = capturing = is_capturing(self.backend.device)
+            capturing = is_capturing(self.backend.device)
             if capturing:
                 self._check_capture()
                 self._captured = True
@@ -171,9 +170,7 @@ class PreparedAdapters:
 
     def repeats(self) -> Repeats:
         """Return the stored calls that modules may repeat in the forward pass that starts."""
-        if self.asks_backend or self._capturing:
-            return NO_REPEATS
-        return self._repeats.of_pass(self.backend.device)
+        return NO_REPEATS if self.asks_backend else self._repeats.of_pass(self.backend.device)
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis.

@@ -46,9 +46,9 @@ _get: Any = dict.get  # typed as Any, since mypy cannot see through the overload
 
 
 class Places:
-    """Parameters of many modules, and where their values lie.
+    """Parameters of many modules, and the addresses of their values.
 
-    The check maps over flat lists, since models run it in every step.
+    The check maps over flat lists, since every call with prepared adapters makes it.
 
     Args:
         modules: with a weight, and a bias or None.
@@ -72,7 +72,10 @@ class Places:
 
 
 class Place:
-    """As `Places`, for the weight and the bias of one module that is about to run."""
+    """The weight and the bias of one module, and their addresses.
+
+    The check reads few objects, since the module makes it each time it runs.
+    """
 
     __slots__ = ("_bias", "_bias_at", "_holder", "_weight", "_weight_at")
 
@@ -100,7 +103,7 @@ class Place:
         )
 
     def part(self) -> None:
-        """Give both memory of their own, unless they have some."""
+        """Give each of the two memory of its own, unless it was moved to some already."""
         for parameter, address in ((self._weight, self._weight_at), (self._bias, self._bias_at)):
             if parameter is not None and parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()
@@ -267,7 +270,7 @@ def leader_forward(
             RUNNING.repeats.keep(alone, backend, operation, input, weights, plan, y)
         outputs = _columns(y, widths)
         version = TRACED if is_traced else input._version
-        RUNNING.kept = Kept(group, input, version, [*outputs], len(outputs) - 1)
+        RUNNING.kept = Kept(group, input, version, [*outputs], siblings)
         return outputs[0]
 
     place = group.places[0]  # each sibling looks at its own, when it is called
@@ -304,40 +307,40 @@ def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
 
 
 def sibling_forward(
-    model: str, group: Siblings, place: int, alone: Hook
+    model: str, group: Siblings, index: int, alone: Hook
 ) -> Callable[..., torch.Tensor]:
     """Return a sibling's `forward`: it returns the output that the leader kept, or runs alone.
 
     Args:
         model: whose calls it serves.
         group: the sibling and its leader.
-        place: of the sibling in the group.
+        index: of the sibling in the group, whose leader has 0.
         alone: the sibling's hook where it runs alone.
 
     Returns:
         A function of the module and its input.
     """
-    own = group.places[place]
+    place = group.places[index]
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-        kept = RUNNING.kept  # by the call that runs: each call begins and ends with None
+        kept = RUNNING.kept  # in the running call of this model: calls begin and end with None
         if kept is not None and kept.group is group and kept.x is input:
-            output = kept.outputs[place]
-            # both calls are traced, or neither is
+            output = kept.outputs[index]
+            # leader and sibling are both traced, or neither is
             if output is not None and (
-                _is_unchanged(group.modules[place] is self, input)
+                _is_unchanged(group.modules[index] is self, input)
                 if kept.version == TRACED
                 else not torch.compiler.is_dynamo_compiling()
                 and kept.version == input._version
-                and own.is_kept_by(self)
+                and place.is_kept_by(self)
             ):
-                kept.outputs[place] = None
+                kept.outputs[index] = None
                 kept.left -= 1
                 if not kept.left:
                     RUNNING.kept = None
                 return output
             if not torch.compiler.is_compiling():
-                group.are_joined()  # notes whether it was this sibling that was moved
+                group.are_joined()  # notes a sibling that was moved
         if RUNNING.call.model != model:
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)

@@ -10,7 +10,6 @@ from torch.nn.utils import prune
 
 pytest.importorskip("numba")
 
-from lora_backends import UnsupportedInputError
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeat
 from lora_backends.errors import LoRABackendError
 from lora_backends.hf import MultiLoRAModel
@@ -395,20 +394,6 @@ def test_adapters_that_differ_by_token_repeat_nothing(make, repeated):
     found = model.generate(IDS, adapters=rows, **given)
     assert torch.equal(found, alone.generate(IDS, adapters=rows, **given))
     assert not repeated
-
-
-def test_a_captured_pass_repeats_nothing(make, repeated, monkeypatch):
-    from lora_backends.hf import prepared
-
-    model = make()
-    step = warm(model)
-    monkeypatch.setattr(prepared, "is_capturing", lambda device: True)
-    monkeypatch.setattr(type(model.backend), "cuda_graphs", True)
-    logits(model, step)
-    assert not repeated
-    monkeypatch.setattr(type(model.backend), "cuda_graphs", False)
-    with pytest.raises(UnsupportedInputError):
-        logits(model, step)
 
 
 def test_a_program_neither_repeats_nor_keeps(make, repeated, fresh_programs):
