@@ -96,8 +96,8 @@ def _embed_every_token(
 def _load_drafter(own: Callable[..., Any], drafter: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the LoRA off the embedding that a drafter shares with the model.
 
-    A drafter embeds rows other than the batch's tokens. The model verifies what it drafts, so only
-    fewer drafts may be accepted.
+    A drafter embeds rows other than the batch's tokens. The model verifies what it drafts, so at
+    worst it accepts fewer drafts.
     """
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 
@@ -131,7 +131,7 @@ def _group(
 def _by_adapter(
     mm_kwargs: Sequence[Any], announced: dict[str, tuple[Plans, Sequence[int]]]
 ) -> Iterator[tuple[tuple[int, ...], Sequence[Any]]]:
-    """Yield runs of neighbouring items that have the same slots, behind the slot in each part."""
+    """Yield each run of neighbouring items of the same slots, after its slot in each part."""
     if not announced:
         yield (), mm_kwargs
         return
