@@ -1,6 +1,7 @@
 """Embeddings and encoders get the adapters of their rows from vLLM's own code around them."""
 
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +211,51 @@ def test_items_of_an_encoder_have_their_requests_adapter(wrappers, manager, enco
     separator, stack = torch.ones(8, 12), model.embedding.lora_b_stacked[0]
     wrappers["language"].add_lora_embedding(separator, torch.ones(8, RANK), stack)
     assert separator[0].ne(1).any() and separator[1].eq(1).all(), "and the batch has its own again"
+
+
+WRAPPED = [
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_preprocess"),
+    ("vllm.v1.worker.gpu_model_runner", "", "group_and_batch_mm_kwargs"),
+    ("vllm.v1.worker.gpu.mm.encoder_runner", "", "group_and_batch_mm_kwargs"),
+    ("vllm.v1.worker.gpu.model_runner", "", "set_active_mm_loras"),
+    ("vllm.v1.worker.mm_encoder_model_runner", "", "set_active_mm_loras"),
+    ("vllm.lora.model_manager", "LoRAModelManager", "set_adapter_mapping"),
+    ("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer", "load_model"),
+    ("vllm.v1.worker.gpu.spec_decode.speculator", "DraftModelSpeculator", "load_model"),
+]
+
+
+@pytest.mark.parametrize(("module", "owner", "name"), WRAPPED)
+def test_a_vllm_without_what_is_wrapped_is_refused_by_name(
+    wrappers, monkeypatch, module, owner, name
+):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm import inputs
+
+    found = import_module(module)
+    monkeypatch.delattr(getattr(found, owner) if owner else found, name)
+    with pytest.raises(
+        UnsupportedInputError, match=f"{module} without {owner}{owner and '.'}{name}"
+    ):
+        inputs.follow()
+
+
+@pytest.mark.parametrize("module", ["encoder_runner", "llm_base_proposer", "speculator"])
+def test_a_runner_without_a_module_of_its_own_is_refused_by_its_name(wrappers, monkeypatch, module):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm import inputs, methods
+
+    (name,) = {name for name, *_ in WRAPPED if name.endswith(module)}
+
+    def renamed(asked_for):
+        if asked_for == name:
+            raise ModuleNotFoundError(name)
+        return import_module(asked_for)
+
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(methods, "import_module", renamed)
+    with pytest.raises(UnsupportedInputError, match=f"given: {name} without"):
+        inputs.follow()
 
 
 def test_the_same_items_are_announced_again_without_a_connector(wrappers, manager):

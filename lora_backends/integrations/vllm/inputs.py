@@ -1,4 +1,7 @@
-"""Inputs whose rows are not the batch's tokens one by one: embeddings and items of an encoder."""
+"""Embeddings and encoders, whose rows are not the batch's tokens in order.
+
+An encoder runs on the items of a multimodal model's prompts, such as images.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError
-from lora_backends.integrations.vllm.methods import replace, replaced_on
+from lora_backends.integrations.vllm.methods import FIRST, SECOND, replace, replaced_on
 from lora_backends.integrations.vllm.plans import Plans
 
 TOWER, CONNECTOR = "TOWER", "CONNECTOR"
@@ -33,43 +36,43 @@ def is_encoding() -> bool:
 
 
 def announce(part: str, plans: Plans, slots: Sequence[int]) -> None:
-    """Take the slots of the items that the next call of the encoder runs on.
+    """Take the slots of the items that the encoder runs on next.
 
     Args:
-        part: `TOWER`, or `CONNECTOR`, which vLLM announces after it.
+        part: `TOWER`, or `CONNECTOR`, which vLLM announces after the tower.
         plans: of that part.
-        slots: one of each item.
+        slots: one per item.
     """
     kept = {} if part == TOWER else _encoder.items
     _encoder.items = {**kept, part: (plans, slots)}
 
 
 def follow() -> None:
-    """Let vLLM's model runners tell which rows they embed and encode, and with what they draft.
+    """Wrap what vLLM embeds, encodes and loads drafters with.
 
     Raises:
-        UnsupportedInputError: a runner of this version of vLLM lacks a method.
+        UnsupportedInputError: this version of vLLM lacks one of these methods.
     """
-    runner, manager = "vllm.v1.worker.gpu_model_runner", "vllm.lora.model_manager"
-    replace(runner, "GPUModelRunner", "_preprocess", _embed_every_token)
-    drafter = "vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer"
-    replace(*drafter, "load_model", _load_drafter)
-    drafter = "vllm.v1.worker.gpu.spec_decode.speculator", "DraftModelSpeculator"
-    replace(*drafter, "load_model", _load_drafter)
-    for place in (runner, "vllm.v1.worker.gpu.mm.encoder_runner"):
-        replace(place, "", "group_and_batch_mm_kwargs", _group)
-    for place in ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.mm_encoder_model_runner"):
+    replace(FIRST, "GPUModelRunner", "_preprocess", _embed_every_token)
+    replace(FIRST, "", "group_and_batch_mm_kwargs", _group)
+    encoder = "vllm.v1.worker.gpu.mm.encoder_runner"
+    replace(encoder, "", "group_and_batch_mm_kwargs", _group, SECOND)
+    for place in (SECOND, "vllm.v1.worker.mm_encoder_model_runner"):
         replace(place, "", "set_active_mm_loras", _announce_encoded)
-    replace(manager, "LoRAModelManager", "set_adapter_mapping", _set_mapping)
+    replace("vllm.lora.model_manager", "LoRAModelManager", "set_adapter_mapping", _set_mapping)
+    drafter = "vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer"
+    replace(*drafter, "load_model", _load_drafter, FIRST)
+    drafter = "vllm.v1.worker.gpu.spec_decode.speculator", "DraftModelSpeculator"
+    replace(*drafter, "load_model", _load_drafter, SECOND)
 
 
 def _embed_every_token(
     own: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Embed the tokens beside prompts that come embedded at their own places of the batch.
+    """Embed tokens at their places in the batch if other prompts in it come embedded.
 
-    vLLM embeds them alone, so that they would get the adapters of the batch's first tokens. A
-    multimodal model embeds every place by itself.
+    vLLM embeds the tokens alone, so that they would get the adapters of the batch's first rows. For
+    a multimodal model it embeds every place of the batch.
     """
     if not runner.enable_prompt_embeds or runner.supports_mm_inputs:
         return own(runner, scheduled, *args, **kwargs)
@@ -91,10 +94,10 @@ def _embed_every_token(
 
 
 def _load_drafter(own: Callable[..., Any], drafter: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give a drafter that shares the model's embedding the one without LoRA.
+    """Take the LoRA off the embedding that a drafter shares with the model.
 
-    It drafts without adapters, and embeds rows that are not the batch's tokens. The model verifies
-    what it drafts.
+    A drafter embeds rows other than the batch's tokens. The model verifies what it drafts, so at
+    worst it accepts fewer drafts.
     """
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 
@@ -109,10 +112,10 @@ def _load_drafter(own: Callable[..., Any], drafter: Any, *args: Any, **kwargs: A
 def _group(
     own: Callable[..., Any], mm_kwargs: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Iterator[Any]:
-    """Yield vLLM's groups of items for an encoder, those of different adapters apart.
+    """Yield vLLM's groups of items for an encoder; the items of a group have one adapter.
 
-    vLLM announces the rows of all items at once, and then runs the encoder group by group. Here
-    every row of a group has the group's adapter.
+    vLLM announces the rows of all items at once, and then runs the encoder group by group. While it
+    runs on a group, every row has the group's adapter.
     """
     announced, was_running = _encoder.items, _encoder.is_running
     _encoder.items, _encoder.is_running = {}, True  # a group inside a group keeps its adapter
@@ -128,7 +131,7 @@ def _group(
 def _by_adapter(
     mm_kwargs: Sequence[Any], announced: dict[str, tuple[Plans, Sequence[int]]]
 ) -> Iterator[tuple[tuple[int, ...], Sequence[Any]]]:
-    """Yield the slots of each part, and the items beside each other that have them."""
+    """Yield each run of neighbouring items of the same slots, after its slot in each part."""
     if not announced:
         yield (), mm_kwargs
         return
@@ -137,7 +140,7 @@ def _by_adapter(
         slots = slots[:1] * len(mm_kwargs)
     if len(slots) != len(mm_kwargs):
         raise InvalidInputError(
-            f"an encoder's items are not those that vLLM has announced\n"
+            f"an encoder gets other items than vLLM has announced\n"
             f"  given: {len(mm_kwargs)} items\n  allowed: {len(slots)} items"
         )
     for slot, run in groupby(zip(slots, mm_kwargs, strict=True), key=lambda pair: pair[0]):
@@ -145,14 +148,14 @@ def _by_adapter(
 
 
 def _set_mapping(own: Callable[..., Any], manager: Any, mapping: Any, *args: Any) -> Any:
-    """Announce an encoder's items each time, also where the last ones had the same adapters."""
+    """Let vLLM announce an encoder's items even if the last ones had the same adapters."""
     if part_of(mapping):
         manager._last_mapping = None
     return own(manager, mapping, *args)
 
 
 def _announce_encoded(own: Callable[..., Any], **kwargs: Any) -> Any:
-    """Leave out the items that the second runner does not encode: it announces them as well."""
+    """Leave out items that the second runner announces but does not encode."""
     cache, scheduled = kwargs["encoder_cache"], kwargs["scheduled_encoder_inputs"]
 
     def is_encoded(item: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Wraps methods of vLLM around which nothing public tells what the LoRA layers need."""
+"""Wraps methods of vLLM, where no public interface tells which rows a LoRA layer gets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.names import VLLM_VARIABLE
+
+FIRST, SECOND = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
+"""The modules of vLLM's two model runners."""
 
 
 def replace(
@@ -17,27 +21,33 @@ def replace(
     owner: str,
     name: str,
     around: Callable[..., Any],
+    runner: str = "",
     is_optional: bool = False,
 ) -> None:
     """Let ``around(own, *args)`` take the calls of a method; a second call changes nothing.
 
     Args:
-        module: of vLLM; nothing happens if it is not imported.
+        module: of vLLM. Nothing happens if neither it nor `runner` is imported.
         owner: a class of the module, or "" for a function of the module itself.
         name: of the method or function.
         around: gets the replaced method first.
+        runner: the model runner that uses the module; vLLM imports it before it loads LoRA.
         is_optional: whether a version of vLLM may lack the method.
 
     Raises:
         UnsupportedInputError: this version of vLLM lacks the method.
     """
-    if module not in sys.modules:  # a runner is imported before its LoRA
+    if sys.modules.keys().isdisjoint((module, runner)):
         return
-    found = getattr(sys.modules[module], owner, None) if owner else sys.modules[module]
+    try:
+        found: Any = import_module(module)
+    except ModuleNotFoundError:
+        found = None
+    found = getattr(found, owner, None) if owner else found
     own = getattr(found, name, None)
     if own is None and not is_optional:  # rows would get the adapters of other rows
         raise UnsupportedInputError(
-            f"this version of vLLM runs models in an unknown way\n"
+            f"this version of vLLM lacks a method that the plug-in has to wrap\n"
             f"  given: {module} without {owner}{'.' if owner else ''}{name}\n"
             f"  to do: install a version of vLLM that is tested, or unset {VLLM_VARIABLE}"
         )
@@ -54,7 +64,7 @@ def replace(
 
 @contextmanager
 def replaced_on(model: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one object within a block."""
+    """Replace a method of one object while a block runs."""
     state = vars(model)
     before = state.get(name)
     state[name] = method

@@ -57,19 +57,20 @@ class Plans:
     def set_slots(self, slots: Sequence[int]) -> None:
         """Take the batch that the next calls run on: one slot, or `NO_ADAPTER`, per row."""
         self._every: int | None = None
+        self._is_idle = all(slot == NO_ADAPTER for slot in slots)
         self._take(slots)
 
     def set_every(self, slot: int) -> None:
         """Take batches of any number of rows, all of one slot, or `NO_ADAPTER`."""
-        self._take([slot])
         self._every = slot
+        self._is_idle = slot == NO_ADAPTER
+        self._take([slot])
 
     def _take(self, slots: Sequence[int]) -> None:
         self.slots = tuple(slots)
         self._batch = LoRABatch(slots, self.num_slots)
         self.num_rows = self._batch.num_tokens
         self._is_announced = True
-        self._is_idle = all(slot == NO_ADAPTER for slot in slots)
         for room in self._rooms:
             room.is_current = False
             if room.is_captured and room.capacity >= self.num_rows:

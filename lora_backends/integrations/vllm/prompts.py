@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_backends.errors import UnsupportedInputError
-from lora_backends.integrations.vllm.methods import replace, replaced_on
+from lora_backends.integrations.vllm.methods import FIRST, SECOND, replace, replaced_on
 
 
 class _Logits(threading.local):
@@ -68,11 +68,11 @@ def follow() -> None:
     Raises:
         UnsupportedInputError: a runner of this version of vLLM lacks one of them.
     """
-    replace("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_get_prompt_logprobs_dict", _v1)
+    replace(FIRST, "GPUModelRunner", "_get_prompt_logprobs_dict", _v1)
     worker = "vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker"
-    replace(*worker, "compute_prompt_logprobs", _v2)
-    replace(*worker, "compute_prompt_token_id_logprobs", _v2, is_optional=True)
-    replace("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "sample", _sample)
+    replace(*worker, "compute_prompt_logprobs", _v2, SECOND)
+    replace(*worker, "compute_prompt_token_id_logprobs", _v2, SECOND, is_optional=True)
+    replace(SECOND, "GPUModelRunner", "sample", _sample)
 
 
 def _v1(
