@@ -273,6 +273,16 @@ def test_the_same_items_are_announced_again_without_a_connector(wrappers, manage
             torch.testing.assert_close(y, wanted(model, item, id_)[: len(y)])
 
 
+def test_a_manager_that_notes_its_last_batch_elsewhere_is_refused_by_name(wrappers, manager):
+    from vllm.lora.layers.utils import LoRAMapping, LoRAMappingType
+
+    from lora_backends import UnsupportedInputError
+
+    del manager._last_mapping
+    with pytest.raises(UnsupportedInputError, match="without LoRAModelManager._last_mapping"):
+        manager.set_adapter_mapping(LoRAMapping((9,), (9,), type=LoRAMappingType.TOWER))
+
+
 def test_other_items_than_announced_are_refused(wrappers, manager):
     from vllm.lora.layers.utils import LoRAMapping, LoRAMappingType
     from vllm.v1.worker.gpu_model_runner import group_and_batch_mm_kwargs

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError
-from lora_backends.integrations.vllm.methods import FIRST, SECOND, replace, replaced_on
+from lora_backends.integrations.vllm.methods import FIRST, SECOND, lacking, replace, replaced_on
 from lora_backends.integrations.vllm.plans import Plans
 
 TOWER, CONNECTOR = "TOWER", "CONNECTOR"
@@ -150,6 +150,8 @@ def _by_adapter(
 def _set_mapping(own: Callable[..., Any], manager: Any, mapping: Any, *args: Any) -> Any:
     """Let vLLM announce an encoder's items even if the last ones had the same adapters."""
     if part_of(mapping):
+        if not hasattr(manager, "_last_mapping"):  # renamed: equal announcements would be dropped
+            raise lacking(type(manager).__module__, "LoRAModelManager._last_mapping")
         manager._last_mapping = None
     return own(manager, mapping, *args)
 

@@ -46,11 +46,7 @@ def replace(
     found = getattr(found, owner, None) if owner else found
     own = getattr(found, name, None)
     if own is None and not is_optional:  # rows would get the adapters of other rows
-        raise UnsupportedInputError(
-            f"this version of vLLM lacks a method that the plug-in has to wrap\n"
-            f"  given: {module} without {owner}{'.' if owner else ''}{name}\n"
-            f"  to do: install a version of vLLM that is tested, or unset {VLLM_VARIABLE}"
-        )
+        raise lacking(module, f"{owner}{'.' if owner else ''}{name}")
     if own is None or getattr(own, "is_replaced", False):
         return
 
@@ -60,6 +56,15 @@ def replace(
 
     method.is_replaced = True  # type: ignore[attr-defined]
     setattr(found, name, method)
+
+
+def lacking(module: str, name: str) -> UnsupportedInputError:
+    """Return the error for a version of vLLM without a name that the plug-in needs."""
+    return UnsupportedInputError(
+        f"this version of vLLM lacks a name that the plug-in wraps or sets\n"
+        f"  given: {module} without {name}\n"
+        f"  to do: install a version of vLLM that is tested, or unset {VLLM_VARIABLE}"
+    )
 
 
 @contextmanager
