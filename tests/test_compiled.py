@@ -286,14 +286,16 @@ def test_a_handle_ends_with_its_object_and_copies_have_their_own():
         )
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
-@pytest.mark.parametrize(
-    "name", [name for name in backend_names() if not unavailable_reasons(name, "cuda")]
-)
-def test_captured_programs_follow_refilled_plans(name):
+def each_on_gpu(test):
+    """Run a test on the GPU with each backend that runs there."""
+    names = [name for name in backend_names() if not unavailable_reasons(name, "cuda")]
+    needs = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+    return pytest.mark.gpu(needs(pytest.mark.parametrize("name", names)(test)))
+
+
+def _layer_on_gpu(name):
+    """Return a backend, a plan of it, a function of x and base that uses both, and its inputs."""
     backend, weights = _backend(name, "cuda"), _on("cuda", small_weights(bias=True))
-    x, base = _inputs("run_linear", "cuda")
     plan = backend.prepare_batch(small_batch())
 
     def layer(x, base):
@@ -301,41 +303,31 @@ def test_captured_programs_follow_refilled_plans(name):
         backend.run_linear(x, weights, plan, y)
         return y.relu()
 
+    return backend, plan, layer, _inputs("run_linear", "cuda")
+
+
+@each_on_gpu
+def test_captured_programs_follow_refilled_plans(name):
+    backend, plan, layer, inputs = _layer_on_gpu(name)
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     for slots in ([3, -1, 0, 1, 0, 2, 3], [-1] * 7, [2] * 7, [1, 1, -1, 3, 2, 0, -1]) * 3:
         backend.prepare_batch(LoRABatch(slots, 4), out=plan)
         torch.compiler.cudagraph_mark_step_begin()
-        assert torch.equal(compiled(x, base), layer(x, base))
+        assert torch.equal(compiled(*inputs), layer(*inputs))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
-@pytest.mark.parametrize(
-    "name", [name for name in backend_names() if not unavailable_reasons(name, "cuda")]
-)
+@each_on_gpu
 def test_a_program_is_captured_behind_eager_calls(name):
     """What is kept for repeated calls must not lie in the memory pool of its graph."""
-    backend, weights = _backend(name, "cuda"), _on("cuda", small_weights(bias=True))
-    x, base = _inputs("run_linear", "cuda")
-    plan = backend.prepare_batch(small_batch())
-
-    def layer(x, base):
-        y = base * 2
-        backend.run_linear(x, weights, plan, y)
-        return y.relu()
-
-    expected = [layer(x, base) for _ in range(3)][0]
+    _, _, layer, inputs = _layer_on_gpu(name)
+    expected = [layer(*inputs) for _ in range(3)][0]
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):  # warms up, captures, replays
         torch.compiler.cudagraph_mark_step_begin()
-        assert torch.equal(compiled(x, base), expected)
+        assert torch.equal(compiled(*inputs), expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
-@pytest.mark.parametrize(
-    "name", [name for name in backend_names() if not unavailable_reasons(name, "cuda")]
-)
+@each_on_gpu
 def test_captured_programs_follow_a_plan_with_room(name):
     backend, weights = _backend(name, "cuda"), _on("cuda", small_weights(bias=True))
     if not {CAPACITY, TOKEN_SCALES} <= backend.features:

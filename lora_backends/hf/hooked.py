@@ -16,11 +16,11 @@ from lora_backends.hf.beside import linear_with_lora
 from lora_backends.hf.experts import ExpertSite, experts_forward
 from lora_backends.hf.hooks import adder, end_hook, lora_hook
 from lora_backends.hf.layout import Layout
+from lora_backends.hf.places import Places
 from lora_backends.hf.routers import router_forward
 from lora_backends.hf.running import Joined
 from lora_backends.hf.siblings import (
     ForwardOverride,
-    Places,
     are_plain,
     find_siblings,
     leader_forward,

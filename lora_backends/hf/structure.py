@@ -9,7 +9,9 @@ from torch import nn
 
 from lora_backends.errors import InvalidInputError
 
-_get: Any = dict.get  # typed as Any, since mypy cannot see through the overloads of a dict's get
+get_item: Any = (
+    dict.get
+)  # typed as Any, since mypy cannot see through the overloads of a dict's get
 
 
 class Structure:
@@ -44,7 +46,7 @@ class Structure:
         Raises:
             InvalidInputError: a module was replaced or removed.
         """
-        children = list(map(_get, self._holders, self._names))
+        children = list(map(get_item, self._holders, self._names))
         if children != self._children:  # modules compare by identity
             self._refuse_replaced(children)
 
@@ -54,7 +56,7 @@ class Structure:
         Raises:
             InvalidInputError: a module is in training mode.
         """
-        if any(map(_get, self._attributes, repeat("training"))):
+        if any(map(get_item, self._attributes, repeat("training"))):
             self._refuse_training()
 
     def _refuse_training(self) -> None:

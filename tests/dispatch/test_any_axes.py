@@ -1,59 +1,13 @@
 """A model's activations: an operation over rows, and repeated calls, without views."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from layers import small_batch, small_weights
+from storing import Storing
 
-from lora_backends import InvalidInputError, LoRABackend, LoRABatch
+from lora_backends import InvalidInputError, LoRABatch
 from lora_backends.dispatch.any_axes import over_rows
-from lora_backends.dispatch.cached import CachingPlan, stores_calls
 from lora_backends.torch_ref import TorchRefBackend
-
-
-@dataclass(eq=False)
-class Plan(CachingPlan):
-    pass
-
-
-class Call:
-    def __init__(self):
-        self.repeated = 0
-
-    def run(self, x, weights, plan, y):
-        self.repeated += 1
-        y += 1
-        return True
-
-
-class Storing(LoRABackend):
-    """Adds one to y and stores a call that does the same; notes the axes it is given."""
-
-    plan_type = Plan
-
-    def __init__(self):
-        super().__init__()
-        self.call, self.axes = Call(), []
-
-    def prepare_batch(self, batch, out=None):
-        if out is None:
-            return Plan(batch.num_tokens, batch.num_slots)
-        out.num_tokens = batch.num_tokens
-        return out
-
-    def run_lora_a(self, x, weights, plan):
-        raise NotImplementedError
-
-    def run_lora_b(self, h, weights, plan, base_output=None):
-        raise NotImplementedError
-
-    @stores_calls
-    def run_linear(self, x, weights, plan, base_output=None):
-        self.axes.append((x.ndim, base_output.ndim))
-        base_output += 1
-        plan.call_cache.store("run_linear", self, x, weights, base_output, self.call)
-        return base_output
 
 
 class Overriding(Storing):

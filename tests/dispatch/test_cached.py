@@ -4,60 +4,14 @@ import copy
 import dataclasses
 import functools
 import pickle
-from dataclasses import dataclass
 
 import pytest
 import torch
 from layers import small_batch, small_weights
+from storing import Plan, Storing
 
-from lora_backends import InvalidInputError, LoRABackend, LoRABatch, features
+from lora_backends import InvalidInputError, LoRABatch, features
 from lora_backends.dispatch import cached
-from lora_backends.dispatch.cached import CachingPlan, stores_calls
-
-
-@dataclass(eq=False)
-class Plan(CachingPlan):
-    pass
-
-
-class Call:
-    """A cached call that counts how often it is repeated, and adds one to y."""
-
-    def __init__(self):
-        self.repeated = 0
-        self.stale = False
-
-    def run(self, x, weights, plan, y):
-        self.repeated += not self.stale
-        y += not self.stale
-        return not self.stale
-
-
-class Storing(LoRABackend):
-    """Adds one to y and stores a call that does the same."""
-
-    plan_type = Plan
-    dtypes = (torch.float32, torch.float64)
-
-    def __init__(self):
-        super().__init__()
-        self.ran, self.call = 0, Call()
-
-    def prepare_batch(self, batch, out=None):
-        return Plan(batch.num_tokens, batch.num_slots) if out is None else out
-
-    def run_lora_a(self, x, weights, plan):
-        raise NotImplementedError
-
-    def run_lora_b(self, h, weights, plan, base_output=None):
-        raise NotImplementedError
-
-    @stores_calls
-    def run_linear(self, x, weights, plan, base_output=None):
-        self.ran += 1
-        base_output += 1
-        plan.call_cache.store("run_linear", self, x, weights, base_output, self.call)
-        return base_output
 
 
 @pytest.fixture

@@ -1,53 +1,16 @@
 """What a module repeats behind torch's product: calls that would pass every check, and no other."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from layers import small_batch, small_weights
+from storing import Storing
 from torch.nn import functional
 
-from lora_backends import LoRABackend, LoRABatch
-from lora_backends.dispatch.cached import CachingPlan
+from lora_backends import LoRABatch
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 
 WEIGHT = torch.randn(14, 10, generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")
-
-
-@dataclass(eq=False)
-class Plan(CachingPlan):
-    pass
-
-
-class Call:
-    """A stored call that counts how often it is repeated, and adds one to y."""
-
-    repeated = 0
-
-    def run(self, x, weights, plan, y):
-        self.repeated += 1
-        y += 1
-        return True
-
-
-class Storing(LoRABackend):
-    """An engine of whose stored calls `call` stands for each."""
-
-    plan_type = Plan
-
-    def __init__(self):
-        super().__init__()
-        self.call = Call()
-
-    def prepare_batch(self, batch, out=None):
-        return Plan(batch.num_tokens, batch.num_slots)
-
-    def run_lora_a(self, x, weights, plan):
-        raise NotImplementedError
-
-    def run_lora_b(self, h, weights, plan, base_output=None):
-        raise NotImplementedError
 
 
 @pytest.fixture
