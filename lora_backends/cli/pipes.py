@@ -12,11 +12,11 @@ READER_GONE = 141
 
 
 class _ReaderGone(BaseException):
-    """No Exception: Rich and click end with status 1, which says that a check failed."""
+    """A BaseException: for an Exception, Rich and click end with status 1, a failed check."""
 
 
 class _Piped:
-    """A stream that tells the end of its own pipe from that of any other file."""
+    """A stream whose own broken pipe raises `_ReaderGone`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -26,14 +26,12 @@ def verify(
         str | None, typer.Option(help="Where it runs; default: the best device here.")
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="The backend's option.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Backend option; repeatable.")
     ] = None,
     thorough: Annotated[
         bool, typer.Option("--thorough", help="Larger cases, and eight times as many.")
     ] = False,
-    seed: Annotated[
-        int | None, typer.Option(help="From which all cases follow; default: 0.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all cases; default: 0.")] = None,
     properties: Annotated[
         list[str] | None,
         typer.Option("--property", help="Run this property alone; may be repeated."),
@@ -55,7 +53,7 @@ def verify(
     flags = {"--thorough": thorough, "--seed": seed is not None, "--fail-fast": fail_fast}
     if case is not None and any(flags.values()):
         raise InvalidInputError(
-            f"--case draws no cases\n  given: {', '.join(f for f in flags if flags[f])}\n"
+            f"--case runs one given case\n  given: {', '.join(f for f in flags if flags[f])}\n"
             f"  allowed beside it: --property, --device, --option, --json"
         )
     backend = get_backend(name, device=device, **read_options(option or ()))

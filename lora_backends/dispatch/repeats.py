@@ -1,4 +1,4 @@
-"""Stored calls that the modules of a model repeat on what torch has just multiplied.
+"""Stored LoRA calls that modules repeat right after torch's base product.
 
 Between two calls of a module a model runs so much other code that the CPU's caches hold little of
 what the call reads. So each module has one object with all that its next call compares.
@@ -21,7 +21,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class Repeat:
-    """A stored call behind torch's product, and what x and the product have to share with it.
+    """A stored call to run after torch's base product, and the properties x and y must match.
 
     It compares all that `CallCache.find` compares, except the addresses of the layer, which
     `Repeats.of_pass` compares, and what holds for every product that torch has just made: it
@@ -102,8 +102,8 @@ class Repeats(dict[Any, Repeat]):
     def of_pass(self, device: torch.device) -> Repeats:
         """Return what the pass that starts may repeat; call it before each pass.
 
-        Nothing while a GPU other than the layers' is current: their calls would refuse to run
-        behind a product that is then computed in vain.
+        Nothing while a GPU other than the layers' is current: the stored calls would refuse,
+        and torch's product would be wasted.
 
         All is forgotten if a tensor of a layer has moved. One look at all layers takes a fraction
         of the time of a look in each of their calls. Only the pool of adapters has these tensors,

@@ -1,4 +1,4 @@
-"""Where the parameters of modules lie, to notice that other code has moved or replaced them."""
+"""Addresses of modules' parameters, to notice that other code has moved or replaced them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Places:
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def are_kept(self) -> bool:
-        """Return whether all are the modules' still, and lie where they lay, contiguous."""
+        """Return whether all modules keep these parameters, contiguous, at the same addresses."""
         return (
             [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
             and all(map(torch.Tensor.is_contiguous, self._tensors))
@@ -56,7 +56,7 @@ class Place:
         self._bias_at = 0 if self._bias is None else self._bias.data_ptr()
 
     def is_kept_by(self, module: nn.Module) -> bool:
-        """Return whether it is the module, and both are its own still, where they lay, contiguous.
+        """Return whether `module` is the one, with both parameters contiguous where they were.
 
         A copy of the module is not: it has parameters of its own.
         """
@@ -72,7 +72,7 @@ class Place:
         )
 
     def part(self) -> None:
-        """Give each of the two memory of its own, unless it was moved to some already."""
+        """Copy weight and bias to memory of their own, unless they were moved already."""
         for parameter, address in ((self._weight, self._weight_at), (self._bias, self._bias_at)):
             if parameter is not None and parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()

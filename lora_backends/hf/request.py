@@ -109,7 +109,7 @@ class Request:
         self._touched: dict[int, set[str]] | None = None  # by the adapters of this call
         self._first: int | None = None if after_cache else 0  # position of the first entry
         self._plans: dict[Any, _Planned] = {}
-        # by the rows and tokens of a pass, from which its plans follow unless slots differ by token
+        # by (rows, tokens) of a pass, which fix its plans; unused where slots differ by token
         self._repeats: dict[tuple[int, int], Repeats | None] = {}
         self._may_repeat: Repeats | None = None  # in this pass
         self._rows = self._length = self._past = 0

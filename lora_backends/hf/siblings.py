@@ -96,7 +96,7 @@ class Siblings:
         rows = torch.split_with_sizes(joined, self.widths)
         try:
             for parameter, part in zip(parameters, rows, strict=True):
-                # a storage of its own: savers of models take tensors of one storage for tied ones
+                # a storage of its own: code that saves models takes tensors of one storage for tied
                 parameter.data = from_dlpack(part)
         finally:
             self.places = [Place(module) for module in self.modules]
@@ -259,7 +259,9 @@ def sibling_forward(
             output = kept.outputs[index]
             # leader and sibling are both traced, or neither is
             if output is not None and (
-                _is_unchanged(group.modules[index] is self, input)
+                torch.compiler.is_compiling()
+                and group.modules[index] is self
+                and traced.is_unchanged(input)
                 if kept.version == TRACED
                 else not torch.compiler.is_dynamo_compiling()
                 and kept.version == input._version
@@ -278,11 +280,6 @@ def sibling_forward(
         return _run_alone(self, input, alone)
 
     return forward
-
-
-def _is_unchanged(is_own: bool, input: torch.Tensor) -> bool:
-    """Return whether a trace that met a leader meets its own sibling with an unchanged input."""
-    return torch.compiler.is_compiling() and is_own and traced.is_unchanged(input)
 
 
 def linear_forward(

@@ -9,9 +9,8 @@ from torch import nn
 
 from lora_backends.errors import InvalidInputError
 
-get_item: Any = (
-    dict.get
-)  # typed as Any, since mypy cannot see through the overloads of a dict's get
+# typed as Any, since mypy cannot see through the overloads of a dict's get
+get_item: Any = dict.get
 
 
 class Structure:

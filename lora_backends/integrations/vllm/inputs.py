@@ -21,7 +21,7 @@ TOWER, CONNECTOR = "TOWER", "CONNECTOR"
 
 
 class _Encoder(threading.local):
-    """What a thread encodes; engines of one process may run in several threads."""
+    """Encoder state per thread: engines of one process may run in several threads."""
 
     is_running = False
     items: dict[str, tuple[Plans, Sequence[int]]] = {}  # the slot of each item, by part
@@ -48,7 +48,7 @@ def announce(part: str, plans: Plans, slots: Sequence[int]) -> None:
 
 
 def follow() -> None:
-    """Wrap what vLLM embeds, encodes and loads drafters with.
+    """Wrap vLLM's functions that embed, encode and load drafters.
 
     Raises:
         UnsupportedInputError: this version of vLLM lacks one of these methods.
@@ -69,7 +69,7 @@ def follow() -> None:
 def _embed_every_token(
     own: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Embed tokens at their places in the batch if other prompts in it come embedded.
+    """Embed tokens at their batch positions if other prompts come as embeddings.
 
     vLLM embeds the tokens alone, so that they would get the adapters of the batch's first rows. For
     a multimodal model it embeds every place of the batch.
@@ -96,7 +96,7 @@ def _embed_every_token(
 def _load_drafter(own: Callable[..., Any], drafter: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the LoRA off the embedding that a drafter shares with the model.
 
-    A drafter embeds rows other than the batch's tokens. The model verifies what it drafts, so at
+    A drafter embeds rows other than the batch's tokens. The model verifies the drafts, so at
     worst it accepts fewer drafts.
     """
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
@@ -131,7 +131,7 @@ def _group(
 def _by_adapter(
     mm_kwargs: Sequence[Any], announced: dict[str, tuple[Plans, Sequence[int]]]
 ) -> Iterator[tuple[tuple[int, ...], Sequence[Any]]]:
-    """Yield each run of neighbouring items of the same slots, after its slot in each part."""
+    """Yield (slots, items) of each run of items with equal slots; one slot per part."""
     if not announced:
         yield (), mm_kwargs
         return

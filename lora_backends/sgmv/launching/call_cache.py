@@ -97,7 +97,7 @@ class CachedLaunches:
     """
 
     device: torch.device
-    shares: bool  # whether there are other devices, of which one may be current
+    several: bool  # whether torch finds other devices, of which one may be current
     stream_of: Callable[[int], int]  # from a device's index to the address of its current stream
     scratch: Scratch  # for h
     h_values: int  # of h, all planes
@@ -124,7 +124,7 @@ class CachedLaunches:
     def run(self, x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
         """Launch both kernels; return False, with nothing run, if another device is current."""
         device, scratch = self.device, self.scratch
-        if self.shares and not is_current(device):
+        if self.several and not is_current(device):
             return False
         stream = self.stream_of(device.index)
         capturing = stream != 0 and is_capturing(device)  # no graph captures the default stream

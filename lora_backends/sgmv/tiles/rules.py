@@ -29,7 +29,7 @@ from lora_backends.sgmv.tiles.sizes import (
 _PREFILL_TOKENS = 512
 _FEW_ROWS = 8  # of the grid: fewer leave most of an H200 idle
 _MANY_ROWS = 32  # of the grid: about a quarter of an H200's multiprocessors
-_FULL_ROWS = 96  # of the grid: prefetching x gained at 128 and cost at 32
+_PREFETCH_ROWS = 96  # of the grid, see `prefetches_rows`
 _MOST_PLANES = 32  # of h: the expand reads them all back
 _SHORT_INPUT = 2048  # in_features below which most small batches sum in one order
 _LONG_INPUT = 8192  # in_features from which more parts are faster
@@ -117,12 +117,12 @@ def ends_beyond_ranks(batch: BatchShape, gpu: Gpu = H200) -> bool:
 
 
 def prefetches_rows(batch: BatchShape, gpu: Gpu = H200) -> bool:
-    """Return whether programs bring rows of x, or of y behind TMA, into L2 before they wait.
+    """Return whether programs prefetch 512 bytes per row of x, and of y if B comes by TMA.
 
-    So memory has work between two kernels. With 128 rows of the grid a call takes 0.98 to 1.0 of
-    its time, but with 32 up to 1.14.
+    Only with tiles of 64 tokens or more: with 128 rows of the grid a call takes 0.98 to 1.0 of its
+    time, with 32 up to 1.14.
     """
-    return batch.tile_tokens >= 64 and gpu.as_on_h200(batch.rows) >= _FULL_ROWS
+    return batch.tile_tokens >= 64 and gpu.as_on_h200(batch.rows) >= _PREFETCH_ROWS
 
 
 def _shrink_decode(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
