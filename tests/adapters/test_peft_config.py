@@ -108,6 +108,15 @@ def test_initialisations_that_leave_the_base_alone_are_accepted(read, init):
     assert read(init_lora_weights=init).init_lora_weights == init
 
 
+SWITCHES = ["use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying"]
+
+
+@pytest.mark.parametrize("key", [*SWITCHES, "init_lora_weights"])
+def test_a_switch_that_is_null_is_off(read, key):
+    """Axolotl writes `fan_in_fan_out = null`, and PEFT loads it."""
+    assert getattr(read(**{key: None}), key) is False
+
+
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
 def test_unknown_key_with_an_empty_value_is_accepted(read, value):
     read(some_future_field=value)
@@ -236,7 +245,7 @@ WRONG = [
     ("layers_pattern", 3),
     ("layers_pattern", "layers"),
     ("lora_bias", "true"),
-    ("fan_in_fan_out", None),
+    ("fan_in_fan_out", 0),
     ("bias", "some"),
     ("init_lora_weights", 3),
     ("ensure_weight_tying", 1),
