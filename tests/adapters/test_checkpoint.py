@@ -775,6 +775,8 @@ def test_a_file_with_several_adapters_is_refused(write_adapter, lora):
         ("language_model.lm_head", "lm_head"),
         ("visual.blocks.0.qkv", "model.visual.blocks.0.qkv"),
         ("multi_modal_projector.linear_1", "model.multi_modal_projector.linear_1"),
+        ("vision_tower.vision_model.layers.0.fc1", "model.vision_tower.layers.0.fc1"),
+        ("model.vision_tower.vision_model.layers.0.fc1", "model.vision_tower.layers.0.fc1"),
     ],
 )
 def test_names_of_transformers_4_find_their_modules(old, new, write_adapter, lora):
