@@ -84,10 +84,11 @@ _ALLOWED_ELSE = "true, false or null"
 
 # Fields that change training, saving or memory only. VeLoRA and MonteCLoRA alter the forward pass
 # of training alone; the configurations of initialisations act only through init_lora_weights.
+# ms-swift adds the dtype and the learning rates that it trains with (lora_dtype, lorap_*).
 _HARMLESS = frozenset(
     """auto_mapping base_model_name_or_path corda_config eva_config inference_mode loftq_config
-    lora_dropout lora_ga_config megatron_core monteclora_config qalora_group_size
-    revision runtime_config velora_config""".split()
+    lora_dropout lora_dtype lora_ga_config lorap_emb_lr lorap_lr_ratio megatron_core
+    monteclora_config qalora_group_size revision runtime_config velora_config""".split()
 )
 
 # Refused where the value is not empty.

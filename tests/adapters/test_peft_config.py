@@ -94,6 +94,7 @@ def test_missing_r_and_alpha_take_the_defaults_of_peft(tmp_path):
         {"megatron_core": "megatron.core", "qalora_group_size": 16},
         {"velora_config": {"num_groups": 4}},
         {"monteclora_config": {"num_samples": 2}},
+        {"lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-6, "lora_dtype": "float32"},  # ms-swift
     ],
     ids=lambda values: next(iter(values)),
 )
