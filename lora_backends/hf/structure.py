@@ -14,8 +14,12 @@ from lora_backends.errors import InvalidInputError
 _get: Any = dict.get
 
 
-def _form(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
-    return parameter.dtype, parameter.device
+def _is_wide(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.dtype.itemsize > 1
+
+
+def _form(parameter: nn.Parameter | None) -> tuple[torch.dtype, torch.device] | None:
+    return None if parameter is None else (parameter.dtype, parameter.device)
 
 
 class Structure:
@@ -36,14 +40,13 @@ class Structure:
         self._parents = list(parents)
         self._holders = [module._modules for module in parents.values()]
         self._children = [dict(holder) for holder in self._holders]
-        self._parameters, self._name = next(
-            (module._parameters, name)
-            for module in modules.values()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-            if parameter.is_floating_point() and parameter.dtype.itemsize > 1
-        )
-        self._form = _form(self._parameters[self._name])
+        self._parameters: dict[str, nn.Parameter | None] = {}
+        self._name = ""  # of a parameter that has the model's dtype and device, if there is any
+        for module in modules.values():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not self._name and _is_wide(parameter):
+                    self._parameters, self._name = module._parameters, name
+        self._form = _form(self._parameters.get(self._name))
 
     def check_modules(self) -> None:
         """Refuse a model that lacks modules it had, or was converted.
@@ -55,9 +58,9 @@ class Structure:
         if self._holders != self._children:  # modules compare by identity
             self._refuse_replaced()
         # One parameter stands for all: .to() converts them together.
-        parameter = self._parameters.get(self._name)
-        if parameter is not None and _form(parameter) != self._form:
-            self._refuse_converted(parameter)
+        form = _form(self._parameters.get(self._name))
+        if form != self._form and form is not None:
+            self._refuse_converted(form)
 
     def check_mode(self) -> None:
         """Refuse a model in training mode, where dropout changes rows.
@@ -81,11 +84,11 @@ class Structure:
             f"  to do: model.base.eval()"
         )
 
-    def _refuse_converted(self, parameter: nn.Parameter) -> None:
-        (dtype, device), (old_dtype, old_device) = _form(parameter), self._form
+    def _refuse_converted(self, form: tuple[torch.dtype, torch.device]) -> None:
+        assert self._form is not None  # there was such a parameter
         raise InvalidInputError(
-            f"{type(self._base).__name__} was converted after it was wrapped: to {dtype} on "
-            f"{device}, from {old_dtype} on {old_device}\n"
+            f"{type(self._base).__name__} was converted after it was wrapped: to {form[0]} on "
+            f"{form[1]}, from {self._form[0]} on {self._form[1]}\n"
             f"  to do: base = model.detach(), then make a new MultiLoRAModel around it"
         )
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from lora_backends import InvalidInputError
 from lora_backends.hf import MultiLoRAModel
+from lora_backends.hf.structure import Structure
 from lora_backends.torch_ref import TorchRefBackend
 
 IDS = torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -159,3 +160,12 @@ def test_an_input_of_autocast_is_refused_with_its_cause(model):
     """down_proj gets bfloat16 from the products before it."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         refused([calls(model)[0]], "x.dtype is bfloat16.*torch.autocast is on")
+
+
+def test_a_model_without_wide_parameters_is_no_conversion():
+    base = nn.Module()
+    base.packed = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    structure = Structure(base)
+    structure.check_modules()
+    base.packed.data = base.packed.data.clone()
+    structure.check_modules()
