@@ -1,10 +1,11 @@
-"""The modules of a base model as they were when it was wrapped."""
+"""The modules of a base model, its dtype and device as they were when it was wrapped."""
 
 from __future__ import annotations
 
 from itertools import repeat
 from typing import Any
 
+import torch
 from torch import nn
 
 from lora_backends.errors import InvalidInputError
@@ -13,8 +14,12 @@ from lora_backends.errors import InvalidInputError
 _get: Any = dict.get
 
 
+def _form(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
+
+
 class Structure:
-    """Notices that a base model is in training mode, or no longer has the modules it had.
+    """Notices that a base model is in training mode, was converted, or lacks modules it had.
 
     The checks run before every call with adapters, so they are few calls of C code.
 
@@ -31,15 +36,28 @@ class Structure:
         self._parents = list(parents)
         self._holders = [module._modules for module in parents.values()]
         self._children = [dict(holder) for holder in self._holders]
+        self._parameters, self._name = next(
+            (module._parameters, name)
+            for module in modules.values()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+            if parameter.is_floating_point() and parameter.dtype.itemsize > 1
+        )
+        self._form = _form(self._parameters[self._name])
 
     def check_modules(self) -> None:
-        """Refuse a model that lacks modules it had.
+        """Refuse a model that lacks modules it had, or was converted.
 
         Raises:
-            InvalidInputError: a module was replaced or removed.
+            InvalidInputError: a module was replaced or removed, or the model has another dtype or
+                device than its adapters.
         """
         if self._holders != self._children:  # modules compare by identity
             self._refuse_replaced()
+        # One parameter stands for all: .to() converts them together.
+        parameter = self._parameters.get(self._name)
+        if parameter is not None and _form(parameter) != self._form:
+            self._refuse_converted(parameter)
 
     def check_mode(self) -> None:
         """Refuse a model in training mode, where dropout changes rows.
@@ -61,6 +79,14 @@ class Structure:
             f"{type(self._base).__name__} is in training mode{where}\n"
             f"  allowed: eval mode, because dropout changes the rows\n"
             f"  to do: model.base.eval()"
+        )
+
+    def _refuse_converted(self, parameter: nn.Parameter) -> None:
+        (dtype, device), (old_dtype, old_device) = _form(parameter), self._form
+        raise InvalidInputError(
+            f"{type(self._base).__name__} was converted after it was wrapped: to {dtype} on "
+            f"{device}, from {old_dtype} on {old_device}\n"
+            f"  to do: base = model.detach(), then make a new MultiLoRAModel around it"
         )
 
     def _refuse_replaced(self) -> None:
