@@ -15,6 +15,7 @@ from lora_backends.errors import (
     LoRABackendError,
     UnsupportedInputError,
     did_you_mean,
+    shown,
 )
 from lora_backends.names import AUTO, ENV_PREFIX
 from lora_backends.registry import (
@@ -54,7 +55,7 @@ def get_backend(
     Raises:
         BackendUnavailableError: the name is not registered, does not run on the device, or fails
             while it is made.
-        InvalidInputError: an option that the backend does not have.
+        InvalidInputError: an option that the backend does not have, or a switch that is no bool.
     """
     if not isinstance(name, str):
         config = _as_config(name)
@@ -110,11 +111,17 @@ def _check_options(name: str, found: type[LoRABackend], options: dict[str, Any])
     parameters = inspect.signature(found).parameters
     allowed = [parameter for parameter in parameters if parameter != "device"]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for option in options:
+    for option, value in options.items():
         if option not in allowed and not takes_any:
             raise InvalidInputError(
                 f"backend {name!r} has no option {option!r}{did_you_mean(option, allowed)}\n"
                 f"  allowed: {', '.join(allowed) or 'none; this backend has no options'}"
+            )
+        is_switch = option in allowed and parameters[option].annotation in (bool, "bool")
+        if is_switch and not isinstance(value, bool):  # any text counts as true, "no" as well
+            raise InvalidInputError(
+                f"option {option!r} of backend {name!r} is a switch\n"
+                f"  given: {shown(value)}\n  allowed: true or false"
             )
 
 

@@ -491,10 +491,16 @@ def quantize_weights(weights: Any, dtype: torch.dtype, scale_block: ScaleBlock =
         A layer of the same class, whose compute_dtype is the dtype of `weights`.
 
     Raises:
-        InvalidInputError: another dtype, a layer that is quantised, or one that holds NaN or
-            infinity within a rank.
+        InvalidInputError: no layer, another dtype, a layer that is quantised, or one that holds
+            NaN or infinity within a rank.
     """
-    if dtype not in LARGEST or weights.dtype not in COMPUTE_DTYPES:
+    if not hasattr(weights, "_quantized"):
+        raise InvalidInputError(
+            f"quantize_weights takes the weights of a layer\n  given: {shown(weights)}\n"
+            f"  allowed: LoRAWeights or ExpertWeights"
+        )
+    fits = isinstance(dtype, torch.dtype) and dtype in LARGEST
+    if not fits or weights.dtype not in COMPUTE_DTYPES:
         raise InvalidInputError(
             f"quantize_weights makes 8-bit stacks of wider ones\n"
             f"  given: {weights.dtype} to {shown(dtype)}\n"

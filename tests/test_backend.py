@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -451,3 +453,13 @@ def test_the_default_device_of_torch_has_no_effect(name, default):
     for result, wanted in zip(results, expected, strict=True):
         assert result.device.type == "cpu"
         assert torch.equal(result, wanted)
+
+
+def test_the_default_device_of_torch_stops_no_import():
+    code = (
+        "import torch; torch.set_default_device('meta')\n"
+        "from lora_backends.registry import backend_class, backend_names\n"
+        "for name in backend_names(): backend_class(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr

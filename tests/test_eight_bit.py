@@ -137,6 +137,15 @@ def test_contradictions_of_scales_are_refused_by_name():
         quantize_weights(weights, torch.int8)
 
 
+def test_what_cannot_be_quantised_is_refused_by_name():
+    for given in (None, "weights", layer().lora_a, {}):
+        with pytest.raises(InvalidInputError, match="takes the weights of a layer"):
+            quantize_weights(given, torch.int8)
+    for dtype in ("int8", [torch.int8], None, torch.float16):
+        with pytest.raises(InvalidInputError, match="makes 8-bit stacks of wider ones"):
+            quantize_weights(layer(), dtype)
+
+
 def test_a_backend_without_the_feature_refuses_by_name():
     class Plain(type(get_backend("torch_ref", device="cpu"))):
         features = frozenset()

@@ -74,6 +74,16 @@ def test_a_plugin_is_found_by_name_with_its_options(install):
         get_backend("plugin", device="cpu", tiel=3)
 
 
+def test_a_switch_takes_a_bool_alone(install):
+    code = PLUGIN.replace("PRIORITY", "0").replace("tile: int = 16", "tile: bool = False")
+    install("lb_plugin_switch", code, "plugin", "lb_plugin_switch:Plugin")
+    assert get_backend("plugin", device="cpu", tile=True).tile is True
+    for name, option in (("plugin", "tile"), ("numba_cpu", "batch_invariant")):
+        for value in ("no", 0, None):
+            with pytest.raises(InvalidInputError, match=f"{option}.* is a switch"):
+                get_backend(name, device="cpu", **{option: value})
+
+
 def test_auto_takes_the_highest_priority_that_runs(install):
     install("lb_plugin_b", PLUGIN.replace("PRIORITY", "99"), "plugin", "lb_plugin_b:Plugin")
     assert get_backend("auto", device="cpu").name == "plugin"

@@ -144,7 +144,7 @@ def read_checkpoint(
             the base model.
         UnsupportedInputError: the adapter uses a feature that is not reproduced exactly.
     """
-    path, limits = as_path(folder, "the folder of a checkpoint"), limits or LoadLimits()
+    path, limits = as_path(folder, "the folder of a checkpoint"), LoadLimits.of(limits)
     check_folder(path)
     if kind_of(path / CONFIG_FILE) is None:
         raise no_config(path)

@@ -33,6 +33,21 @@ class LoadLimits:
                     f"{'a number' if len(kinds) > 1 else 'an int'} above 0 and below 2^63"
                 )
 
+    @classmethod
+    def of(cls, given: object) -> LoadLimits:
+        """Return the limits given, or the defaults for None.
+
+        Raises:
+            InvalidInputError: something else is given.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        raise InvalidInputError(
+            f"limits is {shown(given)}\n  allowed: LoadLimits(...), or None for the defaults"
+        )
+
     def file_too_large(self, path: Path, size: int) -> InvalidInputError:
         """Return the error for weights of so many bytes."""
         return self.exceeded("file_bytes", path, f"a file of {size} bytes", size)

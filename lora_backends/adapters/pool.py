@@ -128,7 +128,7 @@ class AdapterPool:
                     f"{key} is {shown(number)}; allowed: an int, 1 or more and less than 2^31"
                 )
         self.modules, self.experts = dict(modules), dict(experts or {})
-        self.limits = limits or LoadLimits()
+        self.limits = LoadLimits.of(limits)
         self.max_rank, self.max_expert_rank = max_rank, expert_rank
         self.dtype = dtype
         self._stored = as_adapter_dtype(adapter_dtype, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,6 +51,21 @@ def check_base(base: object) -> None:
             f"the base model {around}\n  given: {given}\n  allowed: a Transformers model itself\n"
             f"  to do: {to_do}"
         )
+
+
+def check_options(backend_options: Any, fuse: Any) -> None:
+    """Refuse options of a wrapper that would be misread.
+
+    Raises:
+        InvalidInputError: `backend_options` is no mapping, or `fuse` no bool.
+    """
+    if not (backend_options is None or isinstance(backend_options, Mapping)):
+        raise InvalidInputError(
+            f"backend_options is {shown(backend_options)}\n"
+            f'  allowed: a dict, e.g. {{"batch_invariant": True}}, or None'
+        )
+    if not (fuse is None or isinstance(fuse, bool)):
+        raise InvalidInputError(f"fuse is {shown(fuse)}\n  allowed: True, False or None")
 
 
 def _is_of_peft(module: nn.Module) -> bool:

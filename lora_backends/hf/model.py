@@ -23,9 +23,14 @@ from lora_backends.adapters.describe import AdaptersReport, report
 from lora_backends.adapters.hub import local_folder
 from lora_backends.adapters.tensors import copied
 from lora_backends.backend import LoRABackend
-from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.features import OUTPUT_SCALES
-from lora_backends.hf.base import check_adapter_dtype, check_base, dtype_and_device
+from lora_backends.hf.base import (
+    check_adapter_dtype,
+    check_base,
+    check_options,
+    dtype_and_device,
+)
 from lora_backends.hf.entries import Entry, RowAdapters, adapter_names, is_per_token
 from lora_backends.hf.experts import ExpertSite, expert_specs, find_experts
 from lora_backends.hf.generates import check_generate
@@ -93,8 +98,8 @@ class MultiLoRAModel(ModelWords):
             the model's dtype.
 
     Raises:
-        InvalidInputError: `base` is no model, sizes are out of range, or `adapter_dtype` is
-            another dtype or does not go with the model's.
+        InvalidInputError: `base` is no model, sizes are out of range, `adapter_dtype` is another
+            dtype or does not go with the model's, or an option has the wrong type.
         UnsupportedInputError: `base` is compiled, a `PeftModel` or spread over devices; or
             8 bits are asked of a backend without them.
         BackendUnavailableError: the backend does not run on the model's device.
@@ -113,6 +118,7 @@ class MultiLoRAModel(ModelWords):
         adapter_dtype: torch.dtype | str | None = None,
     ) -> None:
         check_base(base)
+        check_options(backend_options, fuse)
         self.base = base
         dtype, device = dtype_and_device(base)
         if not isinstance(backend, LoRABackend):
@@ -192,9 +198,17 @@ class MultiLoRAModel(ModelWords):
             The model, all adapters loaded.
 
         Raises:
-            InvalidInputError: as `load_adapter`, or more adapters than slots; `base` is as it was.
+            InvalidInputError: as `load_adapter`, no LoRAConfig, or more adapters than slots; `base`
+                is as it was.
             UnsupportedInputError: as `load_adapter`; `base` is as it was.
         """
+        from lora_backends.config import LoRAConfig  # wrapping needs no settings library
+
+        if not isinstance(config, LoRAConfig):
+            raise InvalidInputError(
+                f"config is {shown(config)}\n"
+                f"  allowed: a LoRAConfig, e.g. LoRAConfig.from_file(path)"
+            )
         if len(config.adapters) > config.max_adapters:
             raise InvalidInputError(
                 f"the configuration names {len(config.adapters)} adapters for "

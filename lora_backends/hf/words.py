@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import nn
 
+from lora_backends.devices import as_device
 from lora_backends.errors import InvalidInputError
 from lora_backends.hf.entries import RowAdapters, is_per_token
 from lora_backends.hf.hooks import rows_and_length
@@ -62,9 +63,11 @@ class ModelWords:
         """Refuse another device; a pipeline asks for the model's own.
 
         Raises:
-            InvalidInputError: another device than the model's.
+            InvalidInputError: no device, or another than the model's.
         """
-        wanted = torch.device("cpu" if device is None else device)
+        device = "cpu" if device is None else device
+        as_device(device)  # refuses what is none
+        wanted = torch.device(device)
         if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
             raise InvalidInputError(
                 f"the model and its adapters are on {self.device}, and cannot be moved to {wanted}"

@@ -22,7 +22,7 @@ _LANES = 16
 
 
 def _table(dtype: torch.dtype) -> Vector:
-    table: Vector = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    table: Vector = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().numpy()
     return table
 
 

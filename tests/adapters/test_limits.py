@@ -103,6 +103,12 @@ def test_a_limit_is_a_number_above_0(value):
     assert LoadLimits(matching_seconds=1).matching_seconds == 1
 
 
+def test_limits_are_no_other_value(write_adapter):
+    for given in (3, 0, {"tensors": 9}):
+        with pytest.raises(InvalidInputError, match=r"limits is .*\n  allowed: LoadLimits"):
+            read_checkpoint(write_adapter(), limits=given)
+
+
 # Files that are no regular files, or do not stay
 
 

@@ -368,6 +368,22 @@ def test_options_do_not_go_with_a_backend_that_is_made_already(make_base):
         MultiLoRAModel(make_base("llama"), backend, backend_options={"tile": 3})
 
 
+@pytest.mark.parametrize(
+    "option", [{"backend_options": 3}, {"fuse": "no"}, {"limits": 3}, {"limits": {"tensors": 9}}]
+)
+def test_options_of_a_wrong_type_are_refused_by_name(make_base, option):
+    base = make_base("llama")
+    with pytest.raises(InvalidInputError, match=f"{next(iter(option))} is .*\n  allowed"):
+        MultiLoRAModel(base, "torch_ref", **option)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in base.modules())
+
+
+@pytest.mark.parametrize("config", [None, "lora.toml", {"max_adapters": 2}])
+def test_from_config_takes_a_configuration_alone(make_base, config):
+    with pytest.raises(InvalidInputError, match=r"config is .*\n  allowed: a LoRAConfig"):
+        MultiLoRAModel.from_config(make_base("llama"), config)
+
+
 @pytest.mark.parametrize("ids", [[[1, 2]], torch.tensor([1, 2])])
 def test_input_ids_are_rows_of_tokens(model, ids):
     with pytest.raises(InvalidInputError, match="no tokens to run on"):

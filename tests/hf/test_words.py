@@ -86,6 +86,8 @@ def test_attributes_are_those_of_the_base_model(llama):
     assert model.to("cpu") is model
     with pytest.raises(InvalidInputError, match="move the base model, then wrap it"):
         model.to("meta")
+    with pytest.raises(InvalidInputError, match="no such device"):
+        model.to(torch.float16)
 
 
 def test_a_pipeline_generates_with_one_adapter(llama):
