@@ -9,6 +9,7 @@ import peft
 import pytest
 import sweep_variants
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from sweep import BOUND, adapt, in_peft
 from sweep_variants import Q_V, build, inputs
@@ -324,6 +325,35 @@ def test_two_values_of_one_parameter_are_refused(tmp_path):
     model = MultiLoRAModel(base, "torch_ref", max_rank=3)
     with pytest.raises(InvalidInputError, match=r"two tensors give parameter 'lm_head\.weight'"):
         model.load_adapter("own", folder)
+
+
+def test_modules_that_are_saved_one_inside_another_are_refused(tmp_path):
+    """PEFT trains the copy inside, saves the one that it was copied from, and reads neither."""
+    base = build("llama")
+    folder = saved(tmp_path, base, "own", **Q_V, modules_to_save=["mlp", "up_proj"])
+    with pytest.raises(KeyError):
+        in_peft(base, folder)
+    with pytest.raises(UnsupportedInputError, match="one inside another(.|\n)*mlp.up_proj"):
+        MultiLoRAModel(base, "torch_ref", max_rank=3).load_adapter("own", folder)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.1])
+def test_rows_of_a_tied_head_with_a_bias_are_refused_as_peft_leaves_the_bias_out(tmp_path, bias):
+    config = transformers.ModernBertConfig(**sweep_variants.TEXT)
+    base = transformers.ModernBertForMaskedLM(config).eval()
+    base.decoder.bias.data.fill_(bias)
+    tokens = [*range(4, 30)]
+    folder = saved(tmp_path, base, "own", target_modules=["Wqkv"], trainable_token_indices=tokens)
+    model, given = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3), inputs("bert")
+    if bias:
+        with pytest.raises(UnsupportedInputError, match="decoder shares, whose bias PEFT leaves"):
+            model.load_adapter("own", folder)
+        return
+    model.load_adapter("own", folder)
+    with torch.no_grad():
+        expected = in_peft(base, folder)(**given).logits
+    logits = model(adapters=["own"] * len(expected), **given).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=BOUND)
 
 
 def test_the_report_counts_the_values_of_modules_of_its_own(tmp_path):
