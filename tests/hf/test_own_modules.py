@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import peft
 import pytest
+import sweep
 import sweep_variants
 import torch
 import transformers
@@ -402,6 +403,14 @@ def test_pissa_near_its_start_is_refused_in_8_bits(tmp_path):
         model.load_adapter("p", tmp_path)
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("base", ["llama", "tied llama"])
+def test_a_base_weight_in_the_file_is_what_the_initialisation_has_left(base, init):
+    """PEFT saves the base weight of a head that is adapted."""
+    config = {"target_modules": ["lm_head", "q_proj"], "init_lora_weights": init}
+    assert sweep.compare(build(base), inputs(base), config, config) <= BOUND
+
+
 def test_pissa_takes_twice_its_rank(tmp_path):
     folder = saved(tmp_path, build("llama"), "own", **Q_V, init_lora_weights="pissa")
     model = MultiLoRAModel(build("llama"), "torch_ref", max_rank=5)
@@ -414,6 +423,9 @@ def test_pissa_takes_twice_its_rank(tmp_path):
         target_modules=["lm_head"],
         init_lora_weights="pissa",
     )
+    tensors = load_file(f"{tied}/adapter_model.safetensors")
+    own = {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
+    save_file(own, f"{tied}/adapter_model.safetensors", {"format": "pt"})
     model = MultiLoRAModel(build("tied llama"), "torch_ref", max_rank=8)
     with pytest.raises(UnsupportedInputError, match="whose weight other modules share"):
         model.load_adapter("own", tied)
