@@ -32,8 +32,9 @@ def check_base(base: object) -> None:
     if "_orig_mod" in children:  # the only mark that torch.compile leaves on its module
         around = "was compiled"
         to_do = "wrap the model first, and compile model.base: see prepare() and using()"
-    elif type(base).__module__.partition(".")[0] == "peft":
-        around, to_do = "holds adapters of PEFT already", "pass base.unload(), or the model itself"
+    elif any(type(module).__module__.partition(".")[0] == "peft" for module in base.modules()):
+        around = "holds adapters of PEFT already"
+        to_do = "pass base.unload() of a PeftModel, or load the model without adapters"
     elif isinstance(base, nn.DataParallel | nn.parallel.DistributedDataParallel):
         around, to_do = "is wrapped for parallel training", "pass base.module"
     elif hasattr(base, "ct_decompress_hook"):  # which puts other weights in at the first pass

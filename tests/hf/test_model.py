@@ -394,6 +394,15 @@ def test_a_model_inside_another_module_is_refused_by_what_is_around_it(make_base
             MultiLoRAModel(wrap(make_base("llama")), "torch_ref")
 
 
+def test_a_model_that_peft_has_put_adapters_into_is_refused(make_base):
+    """As Transformers returns it for the folder of an adapter: rows without one would use it."""
+    peft, base = pytest.importorskip("peft"), make_base("llama")
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedInputError, match="holds adapters of PEFT already"):
+        MultiLoRAModel(base, "torch_ref")
+    MultiLoRAModel(wrapped.unload(), "torch_ref")
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_wrapped_model_is_not_copied(model, copied):
     with pytest.raises(UnsupportedInputError, match="cannot be copied or pickled"):
