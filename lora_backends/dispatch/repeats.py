@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from lora_backends.dispatch.cached import CachedCall, CachingPlan, shared
 from lora_backends.dispatch.engine import Engine
-from lora_backends.dispatch.ordinary import addresses_of
 from lora_backends.weights import LoRAWeights
 
 _Tensor = torch.Tensor
@@ -23,9 +22,9 @@ _is_grad_enabled = torch.is_grad_enabled
 class Repeat:
     """A stored call to run after torch's base product, and the properties x and y must match.
 
-    It compares all that `CallCache.find` compares, except the addresses of the layer, which
-    `Repeats.of_pass` compares, and what holds for every product that torch has just made: it
-    overlaps nothing, requires no gradient and is no lazy negation.
+    It compares all that `CallCache.find` compares, except what holds for every product that torch
+    has just made (it overlaps nothing, requires no gradient and is no lazy negation), and the
+    addresses of the layer: the pool of adapters never moves its tensors.
     """
 
     __slots__ = (
@@ -95,27 +94,15 @@ class Repeats(dict[Any, Repeat]):
         # the shape of an input. Others may depend on more, as those of images do, or be refilled no
         # longer.
         self.plan: Any = None
-        self._layers: set[int] = set()  # handles
-        self._tensors: list[torch.Tensor] = []  # of the layers
-        self._addresses: list[int] = []  # of the tensors
 
     def of_pass(self, device: torch.device) -> Repeats:
         """Return what the pass that starts may repeat; call it before each pass.
 
         Nothing while a GPU other than the layers' is current: the stored calls would refuse,
         and torch's product would be wasted.
-
-        All is forgotten if a tensor of a layer has moved. One look at all layers takes a fraction
-        of the time of a look in each of their calls. Only the pool of adapters has these tensors,
-        and it does not move them within a pass.
         """
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             return NO_REPEATS
-        if [*map(_Tensor.data_ptr, self._tensors)] != self._addresses:
-            self.clear()
-            self._layers.clear()
-            self._tensors.clear()
-            self._addresses.clear()
         return self
 
     def keep(
@@ -130,20 +117,16 @@ class Repeats(dict[Any, Repeat]):
     ) -> None:
         """Keep a call that an engine has just made, if it stored it.
 
-        `operation` is the one under which it stores such calls, or None.
+        `operation` is the one under which it stores such calls, or None. The tensors of `weights`
+        must stay where they are.
         """
         if operation is None or plan is not self.plan or not isinstance(plan, CachingPlan):
             return
         if not (_is_aligned(x) and _is_aligned(y)):
             return
         call = plan.call_cache.find(operation, engine, x, weights, y, plan.num_tokens)
-        if call is None:
-            return
-        self[key] = Repeat(call, x, weights, plan, y)
-        if weights.handle not in self._layers:
-            self._layers.add(weights.handle)
-            self._tensors += weights.tensors.values()
-            self._addresses += addresses_of(weights)
+        if call is not None:
+            self[key] = Repeat(call, x, weights, plan, y)
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:

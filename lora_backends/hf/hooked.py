@@ -16,7 +16,6 @@ from lora_backends.hf.beside import linear_with_lora
 from lora_backends.hf.experts import ExpertSite, experts_forward
 from lora_backends.hf.hooks import adder, end_hook, lora_hook
 from lora_backends.hf.layout import Layout
-from lora_backends.hf.places import Places
 from lora_backends.hf.routers import router_forward
 from lora_backends.hf.running import Joined
 from lora_backends.hf.siblings import (
@@ -60,8 +59,6 @@ class Hooked:
         self.handles: list[Any] = []
         """Of all hooks; none before `register` and after `remove`."""
         self.groups = find_siblings(sites) if fuse else []
-        self._leaders = {group.paths[0]: group for group in self.groups}  # that are still joined
-        self._places = Places(())  # of their parameters
         self.joined: dict[str, Joined] = {}
         """A leader's path to the weights of its group, while they lie as they were joined."""
         self._lock = Lock()  # guards _users and _closed
@@ -132,28 +129,33 @@ class Hooked:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self._leaders.clear()
-        self._note_places()
-        self.joined.clear()
         for group in self.groups:
             group.part()
 
-    def drop_moved(self) -> bool:
-        """Drop groups whose weights were moved, and return whether there were any.
+    def drop_moved(self) -> int:
+        """Drop groups whose weights were moved, and return how many are left.
 
-        Compiled programs then run the modules of these groups alone.
+        Eager passes do so as they meet a group. Compiled programs then run its modules alone.
         """
-        if self._places.are_kept():
-            return False
-        moved = [path for path, group in self._leaders.items() if not group.are_joined()]
-        for path in moved:
-            del self._leaders[path]
-            del self.joined[path]  # which programs guard
-        self._note_places()
-        return bool(moved)
+        return sum([group.are_joined() for group in self.groups])
 
-    def _note_places(self) -> None:
-        self._places = Places(m for group in self._leaders.values() for m in group.modules)
+    def check_unmoved(self, groups: int) -> None:
+        """Refuse what compiled programs have computed if weights of their groups were moved.
+
+        Args:
+            groups: how many were joined before.
+
+        Raises:
+            InvalidInputError: fewer are.
+        """
+        if self.drop_moved() != groups:
+            raise InvalidInputError(
+                "weights of the base model were moved or replaced, and a compiled program may have "
+                "gone on reading those of before\n"
+                "  allowed: values written in place; other weights before prepare(), or before a "
+                "block of `using`\n"
+                "  to do: run it again"
+            )
 
     def _add(self) -> None:
         model, backend, layouts = self._model, self._backend, self._layouts
@@ -165,14 +167,13 @@ class Hooked:
             if site.refusal is None
         }
         for group in self.groups:
-            self.joined[group.paths[0]] = group.join()
+            group.join(self.joined)
             alone = [hooks.pop(path) for path in group.paths]
             layout, run = layouts[group.paths[0]], with_lora(group.operation)
             forwards = [leader_forward(model, group, layout, backend, run, alone[0])]
             for place, hook in enumerate(alone[1:], 1):
                 forwards.append(sibling_forward(model, group, place, hook))
             self.handles += map(ForwardOverride, group.modules, forwards)
-        self._note_places()
         for path, expert_site in self._experts.items():
             if expert_site.refusal is None:
                 forward = experts_forward(model, expert_site, layouts[path], backend)

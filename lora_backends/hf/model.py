@@ -447,15 +447,11 @@ class MultiLoRAModel(ModelWords):
                 block, weights were moved in it after a compiled program had read them.
         """
         self._check_prepared(step)
+        groups = self._hooked.drop_moved()
         with torch.no_grad(), self._hooked.in_use(), open_block(step):
             yield
-        if step.is_traced and self._hooked.drop_moved():
-            raise InvalidInputError(
-                "weights of the base model were moved or replaced in a block of `using`, and a "
-                "compiled program may have gone on reading those of before\n"
-                "  allowed: values written in place\n"
-                "  to do: run the block again, and move weights outside of it"
-            )
+        if step.is_traced:
+            self._hooked.check_unmoved(groups)
 
     @torch.no_grad()
     def __call__(
@@ -511,9 +507,7 @@ class MultiLoRAModel(ModelWords):
                 "  to do: split the batch by the number of labels"
             )
         if isinstance(adapters, PreparedAdapters) and adapter_names is None:
-            self._check_prepared(adapters)
-            with self._hooked.in_use(), running(adapters):
-                return self.base(**inputs)
+            return self._run_prepared(adapters, inputs)
         chosen = chosen_adapters(adapters, adapter_names)
         if split:
             return run_split(self, chosen, inputs)
@@ -694,9 +688,23 @@ class MultiLoRAModel(ModelWords):
             with running(IDLE if request.idle else request):
                 yield request
 
+    def _run_prepared(self, step: PreparedAdapters, inputs: dict[str, Any]) -> Any:
+        """Run the base model, of which compiled programs may be a part.
+
+        Only those need to know beforehand of weights that were moved, and it takes time to look. So
+        the first pass that runs one looks behind it.
+        """
+        self._check_prepared(step)
+        hooked, was_traced = self._hooked, step.is_traced
+        groups = hooked.drop_moved() if was_traced else len(hooked.joined)
+        with hooked.in_use(), running(step):
+            outputs = self.base(**inputs)
+        if step.is_traced and not was_traced:
+            hooked.check_unmoved(groups)
+        return outputs
+
     def _check_prepared(self, step: PreparedAdapters) -> None:
         self._check_attached()
-        self._hooked.drop_moved()
         self._structure.check_mode()
         if not isinstance(step, PreparedAdapters) or step.model != self._key:
             raise InvalidInputError(

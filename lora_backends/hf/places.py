@@ -1,43 +1,11 @@
-"""Addresses of modules' parameters, to notice that other code has moved or replaced them."""
+"""The addresses of a module's parameters, to notice that other code has moved or replaced them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from operator import is_
 from typing import Any, cast
 
 import torch
 from torch import nn
-
-from lora_backends.hf.structure import get_item
-
-_NAMES = ("weight", "bias")
-
-
-class Places:
-    """Parameters of many modules, and the addresses of their values.
-
-    The check maps over flat lists, since every call with prepared adapters makes it.
-
-    Args:
-        modules: with a weight, and a bias or None.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = [(m._parameters, name, m._parameters[name]) for m in modules for name in _NAMES]
-        self._holders = [holder for holder, _, _ in found]
-        self._names = [name for _, name, _ in found]
-        self._parameters = [parameter for _, _, parameter in found]
-        self._tensors = [parameter for parameter in self._parameters if parameter is not None]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-
-    def are_kept(self) -> bool:
-        """Return whether all modules keep these parameters, contiguous, at the same addresses."""
-        return (
-            [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
-            and all(map(torch.Tensor.is_contiguous, self._tensors))
-            and all(map(is_, map(get_item, self._holders, self._names), self._parameters))
-        )
 
 
 class Place:

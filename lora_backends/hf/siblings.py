@@ -6,8 +6,8 @@ A sibling that is called with the very same tensor takes its part and computes n
 anything else it runs alone. So a model may call them in any order and with any input.
 
 `torch.compile` traces the same: the program has one product and one operation for all of them. It
-does not notice when a weight is moved. So `MultiLoRAModel` looks before each call. It takes groups
-whose weights were moved out of `Call.joined`, which the program guards.
+does not notice when a weight is moved. So `MultiLoRAModel` looks before a program runs. A group
+whose weights were moved leaves `Call.joined`, which the program guards.
 """
 
 from __future__ import annotations
@@ -57,23 +57,28 @@ class Siblings:
         self.apart = False  # whether the model was seen to call them with different inputs
         self.joined: Joined | None = None
         self.places: list[Place] = []  # of each module's parameters, once they are joined
+        self._all: dict[str, Joined] = {}
 
     @torch.inference_mode(False)  # parameters made of inference tensors could not be trained again
     @torch.no_grad()
-    def join(self) -> Joined:
-        """Lay the modules' weights out as one, and their biases; their values stay."""
+    def join(self, joined: dict[str, Joined]) -> None:
+        """Lay the modules' weights out as one, and their biases; their values stay.
+
+        Args:
+            joined: of all groups, by the leader's path; this one is in it while it is joined.
+        """
         weight = self._join("weight")
         assert weight is not None  # every nn.Linear has one
-        self.joined = Joined(weight, self._join("bias"))
-        return self.joined
+        self.joined = joined[self.paths[0]] = Joined(weight, self._join("bias"))
+        self._all = joined
 
     def are_joined(self) -> bool:
-        """Return whether the modules' parameters are still parts of `joined`."""
+        """Return whether the modules' parameters are still parts of `joined`; if not, forget it."""
         if self.joined is None:
             return False
         for place, module in zip(self.places, self.modules, strict=True):
             if not place.is_kept_by(module):
-                self.joined = None  # frees the memory, unless other code holds a part
+                self._forget()
                 return False
         return True
 
@@ -83,8 +88,12 @@ class Siblings:
         """Give each parameter that is a part memory of its own again."""
         for place in self.places:
             place.part()
-        self.joined = None
+        self._forget()
         self.places, self.modules = [], ()
+
+    def _forget(self) -> None:
+        self.joined = None  # frees the memory, unless other code holds a part
+        self._all.pop(self.paths[0], None)  # another thread may have been first
 
     def _join(self, name: str) -> nn.Parameter | None:
         """Return one tensor of all modules' parameters, which become its rows."""

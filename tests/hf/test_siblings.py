@@ -470,11 +470,11 @@ def test_parameters_that_cannot_move_stay(make_base):
 def test_no_memory_for_a_join_leaves_the_base_as_it_was(make_base, monkeypatch):
     base, join, count = make_base("llama"), siblings.Siblings.join, []
 
-    def failing(self):
+    def failing(self, joined):
         count.append(self)
         if len(count) == 3:
             raise torch.OutOfMemoryError("injected")
-        join(self)
+        join(self, joined)
 
     monkeypatch.setattr(siblings.Siblings, "join", failing)
     before = [p.data_ptr() for p in base.parameters()]
@@ -491,7 +491,7 @@ def test_what_moved_weights_leave_behind_is_freed(make):
     for module in group.modules:
         module.weight.data = module.weight.data.clone()
     logits(model)
-    assert group.joined is None
+    assert group.joined is None and group.paths[0] not in model._hooked.joined
 
 
 def test_modules_of_which_some_have_a_bias_stay_alone(make_base):

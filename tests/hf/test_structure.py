@@ -110,6 +110,14 @@ def test_a_removed_module_is_refused(model):
     refused(ways, r"module model\.layers\.2 was replaced or removed")
 
 
+def test_a_model_may_get_more_modules(model):
+    expected = model(adapters=ROWS, input_ids=IDS).logits
+    model.base.model.layers[0].self_attn.scratch = torch.nn.Identity()
+    for call in calls(model):
+        call()
+    assert torch.equal(model(adapters=ROWS, input_ids=IDS).logits, expected)
+
+
 def test_a_change_inside_a_block_is_refused(model):
     attention = model.base.model.layers[0].self_attn
     with model.prepare(ROWS, tokens=5) as step, model.using(step):

@@ -211,10 +211,30 @@ def test_a_block_whose_programs_missed_a_moved_weight_ends_with_an_error(change,
     model = make()
     program = compiled(in_turn, fullgraph=True)
     step = model.prepare(ROWS, tokens=5)
-    with pytest.raises(InvalidInputError, match="moved or replaced in a block of `using`"):
+    with pytest.raises(InvalidInputError, match="were moved or replaced, and a compiled"):
         with model.using(step):
             program(*projections(model.base), X)
             change(projections(model.base)[1])
+
+
+@pytest.mark.parametrize("change", [move, replace])
+def test_a_call_looks_for_moved_weights_where_a_part_of_the_model_is_compiled(change, make):
+    model, alone = make(), make(fuse=False)
+    for layer in model.base.model.layers:
+        layer.compile(backend="aot_eager")
+    steps = [model.prepare(ROWS, tokens=5) for _ in range(2)]
+    before = logits(model, steps[0])
+    for base in (model.base, alone.base):
+        change(projections(base)[1])
+    with pytest.raises(InvalidInputError, match="were moved or replaced, and a compiled"):
+        logits(model, steps[1])  # its first pass looks behind the program
+    wanted = logits(alone, ROWS)
+    assert not torch.allclose(wanted, before)
+    for base in (model.base, alone.base):
+        change(projections(base)[2])
+    wanted = logits(alone, ROWS)
+    for step in steps:
+        torch.testing.assert_close(logits(model, step), wanted, rtol=0, atol=2e-5)
 
 
 def test_a_block_without_programs_may_move_weights(make):
