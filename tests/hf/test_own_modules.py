@@ -411,6 +411,18 @@ def test_a_base_weight_in_the_file_is_what_the_initialisation_has_left(base, ini
     assert sweep.compare(build(base), inputs(base), config, config) <= BOUND
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_start_on_a_weight_that_is_read_without_its_module_is_refused(tmp_path, init):
+    """PEFT takes the start off the weight there, and adds no LoRA."""
+    base = sweep.build("Siglip")
+    config = {"init_lora_weights": init, "target_modules": ["out_proj", "fc1"]}
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=8)
+    with pytest.raises(UnsupportedInputError, match="head.attention.out_proj, whose weight"):
+        model.load_adapter("own", saved(tmp_path, base, "own", **config))
+    config["exclude_modules"] = ["head.attention.out_proj"]
+    model.load_adapter("others", saved(tmp_path, base, "others", **config))
+
+
 def test_pissa_takes_twice_its_rank(tmp_path):
     folder = saved(tmp_path, build("llama"), "own", **Q_V, init_lora_weights="pissa")
     model = MultiLoRAModel(build("llama"), "torch_ref", max_rank=5)
