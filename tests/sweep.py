@@ -94,6 +94,108 @@ CAUSAL = {
     "FalconMamba": {"state_size": 4, "time_step_rank": 2},
     "RecurrentGemma": {"lru_width": 16, "num_key_value_heads": 1, "num_hidden_layers": 3},
 }
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 4,
+}
+GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+DELTA_NET = {
+    "config": "Qwen3_5Text",
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+NESTED = {  # layers of two kinds, later ones with the keys and values of earlier ones
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 4,
+}
+STATES = {
+    **dict.fromkeys(["mamba_n_heads", "n_mamba_heads", "mamba_num_heads"], 4),
+    **dict.fromkeys(["mamba_d_head", "mamba_headdim", "mamba_head_dim"], 8),
+    **dict.fromkeys(["mamba_d_state", "ssm_state_size"], 4),
+    **dict.fromkeys(["mamba_n_groups", "mamba_ngroups", "n_groups"], 1),
+    **dict.fromkeys(["mamba_chunk_size", "chunk_size"], 4),
+    **dict.fromkeys(["mamba_d_conv", "conv_kernel"], 2),
+    **{"mamba_expand": 2, "mamba_dt_rank": 4, "mamba_d_ssm": 32, "use_mamba_kernels": False},
+    **{"shared_intermediate_size": 8, "pad_token_id": 0},
+}
+CAUSAL |= {
+    "Qwen3Next": {**GROUPED, **MOE, **DELTA_NET, "config": "Qwen3Next"},
+    "Qwen3_5": {**GROUPED, **DELTA_NET},
+    "Qwen3_5Moe": {**GROUPED, **MOE, **DELTA_NET, "config": "Qwen3_5MoeText"},
+    "Gemma3n": {
+        **GROUPED,
+        **NESTED,
+        "config": "Gemma3nText",
+        "intermediate_size": [24] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "laurel_rank": 4,
+    },
+    "Gemma4": {**GROUPED, **NESTED, "config": "Gemma4Text", "global_head_dim": 8},
+    "GptOss": {**GROUPED, **MOE, "sliding_window": 4},
+    "Glm4Moe": {**GROUPED, **MOE, **GROUPS},
+    "MiniMax": {**GROUPED, **MOE, "block_size": 4},
+    "MiniMaxM2": {**GROUPED, **MOE},
+    "DeepseekV32": {**GROUPED, **MOE, **GROUPS, **LATENT, "num_key_value_heads": 2},
+    "Ernie4_5_Moe": {**GROUPED, **MOE, "moe_num_experts": 4, "moe_k": 2},
+    "HunYuanMoEV1": {**GROUPED, **MOE, "moe_topk": 2},
+    "Dots1": {**GROUPED, **MOE, **GROUPS},
+    "Olmo3": {**GROUPED, "sliding_window": 4},
+    "FlexOlmo": {**GROUPED, **MOE},
+    "BitNet": GROUPED,
+    "Jamba": {
+        **GROUPED,
+        **MOE,
+        **STATES,
+        **dict.fromkeys(["attn_layer_period", "expert_layer_period"], 2),
+        **dict.fromkeys(["attn_layer_offset", "expert_layer_offset"], 1),
+    },
+    "Bamba": {**GROUPED, **STATES, "attn_layer_indices": [1]},
+    "FalconH1": {**GROUPED, **STATES},
+    "NemotronH": {
+        **GROUPED,
+        **MOE,
+        **GROUPS,
+        **STATES,
+        "hybrid_override_pattern": "M*E-",
+        "num_hidden_layers": 4,
+        "moe_shared_expert_intermediate_size": 8,
+    },
+    "Zamba2": {
+        **GROUPED,
+        **STATES,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "num_mem_blocks": 1,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 4,
+        "attention_hidden_size": 32,
+        "attention_head_dim": 16,
+    },
+    "GraniteMoeHybrid": {**GROUPED, **MOE, **STATES, "layer_types": ["mamba", "attention"]},
+    "Lfm2": {**GROUPED, "layer_types": ["conv", "full_attention"], "conv_L_cache": 2},
+    "Lfm2Moe": {
+        **GROUPED,
+        **MOE,
+        "layer_types": ["conv", "full_attention"],
+        "conv_L_cache": 2,
+        "num_dense_layers": 1,
+    },
+}
 ENCODERS = {
     **dict.fromkeys(
         """Bert Roberta XLMRoberta RobertaPreLayerNorm Camembert DistilBert Albert Electra MPNet
@@ -341,7 +443,8 @@ def compare(
 
 def run(name, split=False):
     """Return the result of one architecture: a difference, or the line of a refusal."""
-    targets = {"target_modules": ["in_proj", "x_proj"]} if "amba" in name else {}
+    has_states = "amba" in name or name in ("FalconH1", "NemotronH")  # PEFT refuses out_proj
+    targets = {"target_modules": ["in_proj", "x_proj", "o_proj"]} if has_states else {}
     adapters = [targets, {**targets, "r": 2, "use_rslora": True}]
     try:
         if name in ARCHITECTURES:

@@ -19,6 +19,7 @@ from lora_backends import (
     unavailable_reasons,
 )
 from lora_backends.testing import (
+    ExpertCase,
     LoRACase,
     assert_close,
     assert_same_bits,
@@ -205,6 +206,41 @@ def test_sglang_40835_every_slot_and_slice_keeps_its_own_scaling(backend):
     scalings = ((16 / 8**0.5, 2.0, 0.25), (-1.0, 4.0, 0.0))
     case = make([0, 1, 0, 1, -1], num_slots=2, widths=(8, 8, 8))
     check(backend, dataclasses.replace(case, scalings=scalings).build(backend.device))
+
+
+def experts(*, num_experts=3, rank=2, max_rank=2, num_a=2, ids=((0, 2), (1, 0), (2, 1), (0, 1))):
+    """Return a case of gate and up for tokens of two adapters."""
+    experts = ((rank,) * num_a,) * num_experts
+    return ExpertCase(
+        slots=(0, 1, 0, 1),
+        ids=ids,
+        num_experts=num_experts,
+        ranks=(experts, experts),
+        max_rank=max_rank,
+        in_features=24,
+        output_slices=(8, 8),
+        scalings=(((0.5,) * num_a,) * num_experts, ((2.0,) * num_a,) * num_experts),
+        base=torch.float32,
+    )
+
+
+EXPERTS = {
+    "sglang_27274_up_has_an_a_of_its_own": experts(),
+    "sglang_21864_gate_and_up_of_less_than_the_largest_rank": experts(rank=2, max_rank=8),
+    "sglang_23632_experts_that_live_elsewhere": experts(ids=((-1, 2), (-1, -1), (2, -1), (0, 1))),
+    "vllm_42718_two_slices_of_rank_1": experts(rank=1, max_rank=1),
+    "vllm_55158_stacks_of_more_than_rank_128": experts(rank=4, max_rank=160),
+    "vllm_21229_more_than_64_experts": experts(
+        num_experts=70, rank=1, num_a=1, ids=((69, 64), (63, 0), (65, 69), (1, 68))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(backend, name):
+    """Each was wrong, or ended the engine."""
+    report = check_case(backend, "run_experts_is_within_the_bound", EXPERTS[name])
+    assert report.passed, report.to_text()
 
 
 def test_vllm_int32_overflow_of_slot_times_stride(backend):

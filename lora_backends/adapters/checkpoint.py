@@ -70,6 +70,7 @@ _REFUSED = (
         r"(?<!\bexperts)\.base_layer\.lora_",
         "target_parameters (several of one module that are not gate_up_proj and down_proj)",
     ),
+    (r"\.base_layer\.out_proj\.lora_", "LoRA of torch.nn.MultiheadAttention"),
     (r"\.base_layer\.bias$", 'bias = "all" or "lora_only" (biases of the base model)'),
     (r"\.lora_E$|\.ranknum$", 'peft_type = "ADALORA"'),
     (

@@ -23,6 +23,10 @@ _MOST_ENTRIES = 1000  # of a folder that are looked at
 
 # By what a tensor's name holds; first hit wins.
 _FORMATS = (
+    (
+        r"^(_orig_mod|_fsdp_wrapped_module|module)\.base_model\.model\.",
+        "a PeftModel that torch.compile or a parallel wrapper held when it was saved",
+    ),
     (r"\.lora_(down|up)\.weight$|^lora_(unet|te\d*|transformer)_|\.alpha$", "kohya"),
     (
         r"\.lora\.(down|up)\.weight$|^(unet|text_encoder\w*|transformer(?!\.h))\.|\.processor\.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from lora_backends.adapters.checkpoint import checked_checkpoint
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.peft_config import checked_config
 from lora_backends.adapters.specs import Checkpoint
-from lora_backends.errors import InvalidInputError, shown
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 
 if TYPE_CHECKING:
     from lora_backends.adapters.pool import AdapterPool
@@ -94,16 +95,44 @@ def _is_peft_model(adapter: Any) -> bool:
 def _of_peft_model(model: Any, adapter_name: str | None) -> tuple[Mapping[str, Tensor], Any]:
     from peft import get_peft_model_state_dict
 
-    name = model.active_adapter if adapter_name is None else adapter_name
+    active = model.active_adapters  # of its layers; `active_adapter` may lag behind
+    if adapter_name is None and len(active) > 1:
+        raise InvalidInputError(
+            f"several adapters of the PeftModel are active\n  given: {shown(active)}\n"
+            f"  to do: add each with adapter_name=, and blend them in rows, {{name: 1.0, ...}}"
+        )
+    name = next(iter(active), None) if adapter_name is None else adapter_name
     if not isinstance(name, str) or name not in model.peft_config:
         raise InvalidInputError(
             f"the PeftModel has no adapter {shown(name)}\n"
             f"  allowed: adapter_name= one of {', '.join(map(repr, model.peft_config))}"
         )
+    _check_scaling(model, name)
     # False: "auto" would ask the hub for the size of the vocabulary, and the base model's own
     # embedding is not the adapter's.
     tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     return tensors, model.peft_config[name]
+
+
+def _check_scaling(model: Any, name: str) -> None:
+    """Refuse an adapter that PEFT was told to scale: its configuration does not hold the factor."""
+    config = model.peft_config[name]
+    if config.peft_type != "LORA":  # refused by its name later
+        return
+    for path, layer in model.named_modules():
+        scaling = getattr(layer, "scaling", None)
+        if not isinstance(scaling, dict) or name not in scaling:
+            continue
+        rank, alpha = layer.r[name], layer.lora_alpha[name]
+        configured = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        if not math.isclose(scaling[name], configured, rel_tol=1e-6):
+            raise UnsupportedInputError(
+                f"the PeftModel scales adapter {name!r} by a factor of its own, e.g. of set_scale "
+                f"or rescale_adapter_scale\n"
+                f"  given: scaling {scaling[name]} at {path}, where lora_alpha {alpha} and rank "
+                f"{rank} give {configured}\n"
+                f"  to do: add it without the factor, and blend it in rows, {{name: factor}}"
+            )
 
 
 def _as_json(config: Any) -> dict[str, Any]:

@@ -21,6 +21,9 @@ _RENAMED = (
 )
 """Parts of paths that Transformers 5 renamed; replaced if the base model has only the new path."""
 
+_OF_TOWER = ("vision_tower.vision_model.", "vision_tower.")
+"""The start of paths in a vision tower, in Transformers 4 and 5; beside the renamed parts."""
+
 _ADAPTER_NAMES = (
     r"\.lora_(?:A|B)\.(?P<name>[^.]+)\.(?:weight|bias)$",
     r"\.lora_embedding_(?:A|B)\.(?P<name>[^.]+)$",
@@ -39,10 +42,11 @@ def renamed(path: str, known: Iterable[str]) -> str:
     known = known if isinstance(known, (set, Mapping)) else set(known)
     if path in known:
         return path
-    for old, new in _RENAMED:
-        found = re.sub(old, new, path, count=1)
-        if found != path and found in known:
-            return found
+    for start in (path, path.replace(*_OF_TOWER)):
+        for old, new in (*_RENAMED, (r"^", "")):
+            found = re.sub(old, new, start, count=1)
+            if found != path and found in known:
+                return found
     return path
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from lora_backends.adapters.formats import CONFIG_FILE
 from lora_backends.adapters.limits import LoadLimits
@@ -25,6 +25,14 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Alpha = Annotated[float, Field(gt=-3e38, lt=3e38)]  # within float32
 
 
+def _off_if_null(value: object) -> object:
+    return False if value is None else value
+
+
+# Trainers write null for what their user left out (axolotl's fan_in_fan_out); PEFT takes it so.
+Switch = Annotated[bool, BeforeValidator(_off_if_null)]
+
+
 class PeftLoraConfig(BaseModel):
     """The fields of `adapter_config.json` that decide what the adapter computes."""
 
@@ -33,8 +41,8 @@ class PeftLoraConfig(BaseModel):
     peft_type: str
     r: Rank = 8
     lora_alpha: Alpha = 8
-    use_rslora: bool = False
-    use_dora: bool = False
+    use_rslora: Switch = False
+    use_dora: Switch = False
     rank_pattern: dict[str, Rank] | None = None
     alpha_pattern: dict[str, Alpha] | None = None
     target_modules: list[str] | str | None = None
@@ -42,11 +50,11 @@ class PeftLoraConfig(BaseModel):
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
-    lora_bias: bool = False
-    fan_in_fan_out: bool = False
+    lora_bias: Switch = False
+    fan_in_fan_out: Switch = False
     bias: Literal["none", "all", "lora_only"] = "none"
-    init_lora_weights: bool | str = True
-    ensure_weight_tying: bool = False
+    init_lora_weights: Annotated[bool | str, BeforeValidator(_off_if_null)] = True
+    ensure_weight_tying: Switch = False
     modules_to_save: list[str] | None = None
     trainable_token_indices: list[TokenId] | dict[str, list[TokenId]] | None = None
     alora_invocation_tokens: list[TokenId] | None = None
@@ -67,19 +75,20 @@ ALLOWED = {
     "layers_pattern": "a regular expression, a list of them or null",
     "alora_invocation_tokens": "a list of token ids, or null",
     "bias": '"none"',
-    "init_lora_weights": "true, false or a name",
+    "init_lora_weights": "true, false, a name or null",
     "modules_to_save": "a list of module names, or null",
     "task_type": "a string or null",
     "trainable_token_indices": "a list of token ids, an object of names to such lists, or null",
 }
-_ALLOWED_ELSE = "true or false"
+_ALLOWED_ELSE = "true, false or null"
 
 # Fields that change training, saving or memory only. VeLoRA and MonteCLoRA alter the forward pass
 # of training alone; the configurations of initialisations act only through init_lora_weights.
+# ms-swift adds the dtype and the learning rates that it trains with (lora_dtype, lorap_*).
 _HARMLESS = frozenset(
     """auto_mapping base_model_name_or_path corda_config eva_config inference_mode loftq_config
-    lora_dropout lora_ga_config megatron_core monteclora_config qalora_group_size
-    revision runtime_config velora_config""".split()
+    lora_dropout lora_dtype lora_ga_config lorap_emb_lr lorap_lr_ratio megatron_core
+    monteclora_config qalora_group_size revision runtime_config velora_config""".split()
 )
 
 # Refused where the value is not empty.

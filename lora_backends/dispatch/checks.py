@@ -211,7 +211,13 @@ def check_matrix(
         problems.invalid.append(
             f"{name}.dtype is {dtype_name(x.dtype)}, the weights are {dtype_name(weights.dtype)}; "
             f"allowed: {dtype_names(weights.input_dtypes)}"
+            + "; torch.autocast is on, and changes dtypes: call it outside of autocast"
+            * _is_autocast(x.device.type)
         )
+
+
+def _is_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _check_h(

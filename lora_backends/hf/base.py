@@ -19,7 +19,8 @@ def check_base(base: object) -> None:
     Raises:
         InvalidInputError: it is no torch module.
         UnsupportedInputError: a model inside another module: that of torch.compile, of PEFT or
-            of a parallel wrapper; or one whose weights are yet to be decompressed.
+            of a parallel wrapper; one with modules of PEFT; or one whose weights are yet to be
+            decompressed.
     """
     name = type(base).__name__
     if not isinstance(base, nn.Module):
@@ -28,13 +29,17 @@ def check_base(base: object) -> None:
             f"  to do: pass what AutoModelForCausalLM.from_pretrained(...) returns"
         )
     children = dict(base.named_children())
-    around, to_do = "", ""
+    given, around, to_do = name, "", ""
+    inside = [path for path, module in base.named_modules() if _is_of_peft(module)]
     if "_orig_mod" in children:  # the only mark that torch.compile leaves on its module
         around = "was compiled"
         to_do = "wrap the model first, and compile model.base: see prepare() and using()"
-    elif any(type(module).__module__.partition(".")[0] == "peft" for module in base.modules()):
-        around = "holds adapters of PEFT already"
-        to_do = "pass base.unload() of a PeftModel, or load the model without adapters"
+    elif _is_of_peft(base):
+        around, to_do = "holds adapters of PEFT already", "pass base.unload(), or the model itself"
+    elif inside:  # PEFT replaces modules in place: of get_base_model(), and of what it was given
+        given = f"{name} with PEFT's modules at {inside[0]} and {len(inside) - 1} other paths"
+        around = "holds adapters of PEFT already, which every row would get"
+        to_do = "pass unload() of the PeftModel, or load the model again"
     elif isinstance(base, nn.DataParallel | nn.parallel.DistributedDataParallel):
         around, to_do = "is wrapped for parallel training", "pass base.module"
     elif hasattr(base, "ct_decompress_hook"):  # which puts other weights in at the first pass
@@ -42,9 +47,13 @@ def check_base(base: object) -> None:
         to_do = "call the model once before it is wrapped"
     if around:
         raise UnsupportedInputError(
-            f"the base model {around}\n  given: {name}\n  allowed: a Transformers model itself\n"
+            f"the base model {around}\n  given: {given}\n  allowed: a Transformers model itself\n"
             f"  to do: {to_do}"
         )
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "peft"
 
 
 def check_adapter_dtype(backend: LoRABackend, given: Any, dtype: torch.dtype) -> None:

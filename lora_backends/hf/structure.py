@@ -1,10 +1,11 @@
-"""The modules of a base model as they were when it was wrapped."""
+"""The modules of a base model, its dtype and device as they were when it was wrapped."""
 
 from __future__ import annotations
 
 from itertools import repeat
 from typing import Any
 
+import torch
 from torch import nn
 
 from lora_backends.errors import InvalidInputError
@@ -13,8 +14,16 @@ from lora_backends.errors import InvalidInputError
 _get: Any = dict.get
 
 
+def _is_wide(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.dtype.itemsize > 1
+
+
+def _form(parameter: nn.Parameter | None) -> tuple[torch.dtype, torch.device] | None:
+    return None if parameter is None else (parameter.dtype, parameter.device)
+
+
 class Structure:
-    """Notices that a base model is in training mode, or no longer has the modules it had.
+    """Notices that a base model is in training mode, was converted, or lacks modules it had.
 
     The checks run before every call with adapters, so they are few calls of C code.
 
@@ -31,15 +40,27 @@ class Structure:
         self._parents = list(parents)
         self._holders = [module._modules for module in parents.values()]
         self._children = [dict(holder) for holder in self._holders]
+        self._parameters: dict[str, nn.Parameter | None] = {}
+        self._name = ""  # of a parameter that has the model's dtype and device, if there is any
+        for module in modules.values():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not self._name and _is_wide(parameter):
+                    self._parameters, self._name = module._parameters, name
+        self._form = _form(self._parameters.get(self._name))
 
     def check_modules(self) -> None:
-        """Refuse a model that lacks modules it had.
+        """Refuse a model that lacks modules it had, or was converted.
 
         Raises:
-            InvalidInputError: a module was replaced or removed.
+            InvalidInputError: a module was replaced or removed, or the model has another dtype or
+                device than its adapters.
         """
         if self._holders != self._children:  # modules compare by identity
             self._refuse_replaced()
+        # One parameter stands for all: .to() converts them together.
+        form = _form(self._parameters.get(self._name))
+        if form != self._form and form is not None:
+            self._refuse_converted(form)
 
     def check_mode(self) -> None:
         """Refuse a model in training mode, where dropout changes rows.
@@ -61,6 +82,14 @@ class Structure:
             f"{type(self._base).__name__} is in training mode{where}\n"
             f"  allowed: eval mode, because dropout changes the rows\n"
             f"  to do: model.base.eval()"
+        )
+
+    def _refuse_converted(self, form: tuple[torch.dtype, torch.device]) -> None:
+        assert self._form is not None  # there was such a parameter
+        raise InvalidInputError(
+            f"{type(self._base).__name__} was converted after it was wrapped: to {form[0]} on "
+            f"{form[1]}, from {self._form[0]} on {self._form[1]}\n"
+            f"  to do: base = model.detach(), then make a new MultiLoRAModel around it"
         )
 
     def _refuse_replaced(self) -> None:

@@ -312,6 +312,8 @@ REFUSED = {
         "trainable_token_indices"
     ),
     "base_model.model.model.layers.0.mlp.gate.base_layer.lora_B.weight": "target_parameters",
+    # peft 761: a module of torch that reads the weight of its projection and never calls it
+    "base_model.model.head.attention.base_layer.out_proj.lora_A.weight": "MultiheadAttention",
 }
 
 
@@ -773,6 +775,8 @@ def test_a_file_with_several_adapters_is_refused(write_adapter, lora):
         ("language_model.lm_head", "lm_head"),
         ("visual.blocks.0.qkv", "model.visual.blocks.0.qkv"),
         ("multi_modal_projector.linear_1", "model.multi_modal_projector.linear_1"),
+        ("vision_tower.vision_model.layers.0.fc1", "model.vision_tower.layers.0.fc1"),
+        ("model.vision_tower.vision_model.layers.0.fc1", "model.vision_tower.layers.0.fc1"),
     ],
 )
 def test_names_of_transformers_4_find_their_modules(old, new, write_adapter, lora):
@@ -792,6 +796,10 @@ def test_names_of_transformers_4_find_their_modules(old, new, write_adapter, lor
         ("transformer.blocks.0.attn.to_q.lora.down.weight", "diffusers"),
         ("model.layers.0.self_attn.q_proj.lora_a", "MLX"),
         (f"{Q_PROJ}.lora_A.weight", "PEFT without the prefix base_model.model."),
+        (
+            f"_orig_mod.{KEY}.lora_A.weight",
+            "a PeftModel that torch.compile or a parallel wrapper held when it was saved",
+        ),
     ],
 )
 def test_another_format_is_named(key, written, write_adapter):

@@ -94,6 +94,7 @@ def test_missing_r_and_alpha_take_the_defaults_of_peft(tmp_path):
         {"megatron_core": "megatron.core", "qalora_group_size": 16},
         {"velora_config": {"num_groups": 4}},
         {"monteclora_config": {"num_samples": 2}},
+        {"lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-6, "lora_dtype": "float32"},  # ms-swift
     ],
     ids=lambda values: next(iter(values)),
 )
@@ -106,6 +107,15 @@ def test_fields_without_effect_at_inference_are_accepted(read, values):
 )
 def test_initialisations_that_leave_the_base_alone_are_accepted(read, init):
     assert read(init_lora_weights=init).init_lora_weights == init
+
+
+SWITCHES = ["use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying"]
+
+
+@pytest.mark.parametrize("key", [*SWITCHES, "init_lora_weights"])
+def test_a_switch_that_is_null_is_off(read, key):
+    """Axolotl writes `fan_in_fan_out = null`, and PEFT loads it."""
+    assert getattr(read(**{key: None}), key) is False
 
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
@@ -236,7 +246,7 @@ WRONG = [
     ("layers_pattern", 3),
     ("layers_pattern", "layers"),
     ("lora_bias", "true"),
-    ("fan_in_fan_out", None),
+    ("fan_in_fan_out", 0),
     ("bias", "some"),
     ("init_lora_weights", 3),
     ("ensure_weight_tying", 1),

@@ -1,5 +1,6 @@
 """Adapters that come from memory, and that are updated where they lie."""
 
+import copy
 import threading
 import warnings
 
@@ -74,6 +75,42 @@ def test_tensors_with_their_configuration_are_added(model, peft_model, form):
     expected = by_peft(peft_model, "default")
     shake(peft_model)  # training goes on: the tensors were copied
     assert_close(logits(model, "a"), expected)
+
+
+def test_peft_3592_a_state_dict_and_its_configuration_stay_as_they_are(model, make_base):
+    """PEFT renamed the keys of saved modules in the dict that it was given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"])
+        trained = peft.get_peft_model(make_base("llama"), config)
+    shake(trained)
+    tensors, values = peft.get_peft_model_state_dict(trained), config.to_dict()
+    before = [*tensors], copy.deepcopy(values)
+    for name in ("first", "second"):
+        model.add_adapter(name, tensors, values)
+    assert ([*tensors], values) == before
+    assert torch.equal(logits(model, "first"), logits(model, "second"))
+
+
+def test_peft_1989_a_factor_of_a_peft_model_is_refused(model, peft_model):
+    """`rescale_adapter_scale` and `set_scale` leave the configuration as it was."""
+    with peft.helpers.rescale_adapter_scale(peft_model, 2.0):
+        with pytest.raises(UnsupportedInputError, match="factor of its own.*\n.*q_proj"):
+            model.add_adapter("a", peft_model)
+    assert model.adapters == []
+    model.add_adapter("a", peft_model)
+    expected = by_peft(peft_model, "default")
+    assert_close(logits(model, "a"), expected)
+
+
+def test_several_active_adapters_of_a_peft_model_are_refused(model, peft_model):
+    """PEFT adds them up; the first alone was taken."""
+    peft_model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(InvalidInputError, match="several adapters.*\n.*'default', 'second'"):
+        model.add_adapter("a", peft_model)
+    peft_model.base_model.set_adapter("second")
+    model.add_adapter("a", peft_model)
+    assert_close(logits(model, "a"), by_peft(peft_model, "second"))
 
 
 def test_an_update_keeps_slot_and_pin_and_prepared_adapters_follow_it(model, peft_model):

@@ -394,13 +394,22 @@ def test_a_model_inside_another_module_is_refused_by_what_is_around_it(make_base
             MultiLoRAModel(wrap(make_base("llama")), "torch_ref")
 
 
-def test_a_model_that_peft_has_put_adapters_into_is_refused(make_base):
-    """As Transformers returns it for the folder of an adapter: rows without one would use it."""
-    peft, base = pytest.importorskip("peft"), make_base("llama")
-    wrapped = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(UnsupportedInputError, match="holds adapters of PEFT already"):
+@pytest.mark.parametrize("way", ["base", "get_base_model", "load_adapter"])
+def test_peft_430_a_base_that_peft_has_changed_is_refused(make_base, way):
+    """PEFT puts LoRA into the model it is given; rows without an adapter had that LoRA, too."""
+    peft = pytest.importorskip("peft")
+    base = make_base("llama")
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    if way == "load_adapter":
+        base.add_adapter(config)
+    else:
+        model = peft.get_peft_model(base, config)
+        base = model.get_base_model() if way == "get_base_model" else base
+    told = "every row would get\n.*q_proj.*\n.*\n.*unload"
+    with pytest.raises(UnsupportedInputError, match=told):
         MultiLoRAModel(base, "torch_ref")
-    MultiLoRAModel(wrapped.unload(), "torch_ref")
+    if way != "load_adapter":
+        MultiLoRAModel(model.unload(), "torch_ref")
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

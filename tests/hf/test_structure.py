@@ -8,6 +8,7 @@ from torch import nn
 
 from lora_backends import InvalidInputError
 from lora_backends.hf import MultiLoRAModel
+from lora_backends.hf.structure import Structure
 from lora_backends.torch_ref import TorchRefBackend
 
 IDS = torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -141,3 +142,30 @@ def test_a_loaded_adapter_for_a_changed_model_is_refused(model):
     attention.q_proj = linear_like(attention.q_proj)
     with pytest.raises(InvalidInputError, match="q_proj was replaced"):
         model.add_adapter("b", random_checkpoint(model.base, ("q_proj",)))
+
+
+def test_a_model_that_was_converted_is_refused(model):
+    """The backend's error named dtypes of a kernel's arguments."""
+    ways = calls(model)
+    model.base.to(torch.bfloat16)
+    refused(
+        ways, r"was converted after it was wrapped: to torch\.bfloat16 on cpu, from torch\.float32"
+    )
+    model.base.to(torch.float32)
+    for call in ways:
+        call()
+
+
+def test_an_input_of_autocast_is_refused_with_its_cause(model):
+    """down_proj gets bfloat16 from the products before it."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        refused([calls(model)[0]], "x.dtype is bfloat16.*torch.autocast is on")
+
+
+def test_a_model_without_wide_parameters_is_no_conversion():
+    base = nn.Module()
+    base.packed = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    structure = Structure(base)
+    structure.check_modules()
+    base.packed.data = base.packed.data.clone()
+    structure.check_modules()

@@ -13,6 +13,7 @@ from lora_backends.bench.results import read_result
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "peft_sweep.json"
 
 SAMPLE = ["GPT2", "Roberta (tokens)", "Llama (classes)", "T5", "Whisper", "ViT", "Swin", "Wav2Vec2"]
+SAMPLE += ["Qwen3_5", "Gemma4"]  # vllm 49354, 41754: adapters that loaded and changed nothing
 PLAIN = [
     name
     for name, (_, config) in sweep_variants.VARIANTS.items()
