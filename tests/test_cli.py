@@ -296,6 +296,24 @@ def test_a_row_that_differs_when_run_alone_is_status_1(tiny_job, monkeypatch):
     assert result.exit_code == 1 and "NO" in result.stdout
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"init_lora_weights": "pissa"},
+        {"bias": "all"},
+        {"trainable_token_indices": [1, 2]},
+        {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"},
+    ],
+)
+def test_commands_take_the_adapters_that_a_model_takes(config, tiny_job, save_adapter):
+    save_adapter(name="one", std=0.5, r=2, target_modules=["q_proj"], **config)
+    result = run("generate", "--config", str(tiny_job), "--check")
+    assert result.exit_code == 0, result.output
+    listed = run("adapters", str(tiny_job.parent / "one"))
+    assert listed.exit_code == 0 and "q_proj" in listed.stdout
+
+
 @pytest.fixture
 def no_model(monkeypatch):
     """Fail where a model is loaded."""

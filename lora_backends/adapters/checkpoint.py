@@ -327,7 +327,9 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     if spec is not None and kind == "embedding":
         scaling *= spec.embed_scale
     module, magnitude = source.base_path(module), parts.get(_MAGNITUDE)
-    init = _residual_init(source, spec) if kind == "linear" else None
+    # PEFT saves the base weight of an adapted head as the initialisation has left it.
+    whole = kind == "embedding" or _BASE_WEIGHT in parts
+    init = None if whole else _residual_init(source, spec)
     return ModuleDelta(module, kind, rank, scaling, lora_a, lora_b, bias, magnitude, init)
 
 

@@ -42,7 +42,8 @@ def take_own(
 
     Raises:
         InvalidInputError: a tensor has a wrong type or shape, or is not finite.
-        UnsupportedInputError: weights that PEFT ties again after it has read them.
+        UnsupportedInputError: weights that PEFT ties again after it has read them; modules to save
+            one inside another, of which PEFT writes files that it cannot read.
     """
     rest: dict[str, Tensor] = {}
     parameters: dict[str, OwnParameter] = {}
@@ -64,7 +65,12 @@ def take_own(
             module = name.removesuffix(_TOKEN_DELTA)
             tokens[module] = _token_rows(path, key, module, tensor, config)
         else:
-            before = parameters.setdefault(name, OwnParameter(tensor, _is_saved(name, config)))
+            saved = _saved_modules(name, config)
+            if len(saved) > 1:
+                what = "modules_to_save names modules one inside another"
+                allowed, to_do = "the outer ones alone", "correct modules_to_save and train again"
+                raise UnsupportedInputError(problem(path, what, saved, allowed, to_do))
+            before = parameters.setdefault(name, OwnParameter(tensor, bool(saved)))
             same = before.value.dtype == tensor.dtype and torch.equal(before.value, tensor)
             if not same:
                 raise error(
@@ -92,15 +98,16 @@ def _own_name(key: str, config: PeftLoraConfig) -> str | None:
     name = name.replace(".modules_to_save.", ".")
     if name.endswith(".base_layer.bias"):
         return name.removesuffix(".base_layer.bias") + ".bias"
-    is_own = name.endswith((".weight", ".bias", _TOKEN_DELTA)) or _is_saved(name, config)
+    is_own = name.endswith((".weight", ".bias", _TOKEN_DELTA)) or _saved_modules(name, config)
     return name if is_own else None
 
 
-def _is_saved(name: str, config: PeftLoraConfig) -> bool:
-    """Return whether a tensor belongs to a module of modules_to_save: ends of paths, as in PEFT."""
+def _saved_modules(name: str, config: PeftLoraConfig) -> list[str]:
+    """Return the modules of modules_to_save that hold a tensor: ends of paths, as in PEFT."""
     parts = name.split(".")[:-1]
     paths = [".".join(parts[: end + 1]) for end in range(len(parts))]
-    return any(path.endswith(saved) for saved in config.modules_to_save or () for path in paths)
+    ends = tuple(config.modules_to_save or ())
+    return [path for path in paths if path.endswith(ends)]
 
 
 def _token_rows(

@@ -51,7 +51,7 @@ def adapters(
 
 def _described(name: str, folder: Path) -> AdapterInfo:
     try:
-        return described(name, "disk", read_checkpoint(folder))
+        return described(name, "disk", read_checkpoint(folder, own_modules=True))
     except LoRABackendError as error:
         return AdapterInfo(name, "disk", folder=str(folder), problem=str(error))
 

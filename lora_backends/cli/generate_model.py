@@ -37,7 +37,7 @@ def check_adapters(settings: GenerateConfig) -> None:
             f"  to do: write max_adapters = {len(given)} in the configuration"
         )
     for folder in given.values():
-        read_checkpoint(folder, None, settings.max_rank, settings.limits)
+        read_checkpoint(folder, None, settings.max_rank, settings.limits, own_modules=True)
 
 
 def load(settings: GenerateConfig) -> tuple[MultiLoRAModel, Any]:

@@ -53,6 +53,7 @@ class _Forward:
 
     def __init__(self, wrapped: Wrapped, call: RequestsCall) -> None:
         self._wrapped, self._call = wrapped, call
+        self._reads_cache = False  # until a pass has shown it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped.base, name)
@@ -64,7 +65,33 @@ class _Forward:
         # that the manager passes need no flag.
         inputs.pop("is_causal", None)
         with running(self._call):
-            return self._wrapped.base(**inputs)
+            if self._reads_cache:
+                return self._wrapped.base(**inputs)
+            return self._first_pass(inputs)
+
+    def _first_pass(self, inputs: Mapping[str, Any]) -> Any:
+        """Run the model, and refuse one that leaves the requests' cache alone.
+
+        Its tokens would attend to those of other requests, and not to their own earlier ones.
+        """
+        base, cache, update = self._wrapped.base, inputs["cache"], inputs["cache"].update
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self._reads_cache = True
+            return update(*args, **kwargs)
+
+        cache.update = noting
+        try:
+            output = base(**inputs)
+        except RuntimeError as error:  # its masks have the sizes of the cache
+            if self._reads_cache:
+                raise
+            raise _no_paged_attention(base) from error
+        finally:
+            del cache.update
+        if not self._reads_cache:
+            raise _no_paged_attention(base)
+        return output
 
 
 class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no types
@@ -95,6 +122,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 f"{type(base).__name__} has no continuous batching\n"
                 f"  allowed: a model that generates text, e.g. of AutoModelForCausalLM"
             )
+        if not base._can_set_attn_implementation():
+            raise _no_paged_attention(base)
         wrapped.check()
         generation_config = copy.deepcopy(generation_config or base.generation_config)
         if generation_config.eos_token_id is None:
@@ -448,6 +477,15 @@ def _checked(
 def _check_resolved(config: ContinuousBatchingConfig) -> None:
     if config.varlen_compile_config is not None or config.decode_compile_config is not None:
         raise _not_followed("a compile configuration", "the plans change with every batch")
+
+
+def _no_paged_attention(base: torch.nn.Module) -> UnsupportedInputError:
+    return UnsupportedInputError(
+        f"{type(base).__name__} has an attention of its own, which does not read the cache of "
+        f"continuous batching: requests would see each other's tokens\n"
+        f"  allowed: a model with Transformers' interface for attention\n"
+        f"  to do: call generate() for these rows"
+    )
 
 
 def _not_followed(option: str, reason: str) -> UnsupportedInputError:

@@ -742,7 +742,12 @@ class MultiLoRAModel(ModelWords):
                 f"{checkpoint.folder} adapts modules that cannot be reproduced row by row:"
                 + "".join(refused)
             )
-        check_start(checkpoint, self._sites)
+        unreached = {
+            path
+            for path, layout in self._layouts.items()
+            if layout.reason == UNREACHED and not self._images.hold(path)
+        }
+        check_start(checkpoint, self._sites, unreached)
         scaled = any(delta.magnitude is not None for delta in checkpoint.modules.values())
         if scaled and OUTPUT_SCALES not in self.backend.features:
             raise UnsupportedInputError(

@@ -201,6 +201,14 @@ class OwnModules:
         elif values:
             made["module"] = _copy(module, values)
         if rows is not None:
+            if linear and _is_nonzero(values.get("bias", module.bias)):
+                # Once merged, PEFT's model adds it.
+                raise UnsupportedInputError(
+                    f"{checkpoint.folder} replaces rows of an embedding that {path} shares, whose "
+                    f"bias PEFT leaves out\n  given: trainable_token_indices, and a bias that is "
+                    f"not 0\n  allowed: a tied head without a bias\n"
+                    f"  to do: merge the adapter into a base model of its own"
+                )
             weight = cast(torch.Tensor, module.weight)
             own = {"weight": rows.values.to(weight.device, weight.dtype)}
             made["nbytes"] += bytes_of(own["weight"])
@@ -314,6 +322,10 @@ class OwnModules:
         spec = ModuleSpec("linear", 1, 1)
         sites = {path: Site(path, self._modules[path], spec, None) for path in paths}
         self._layouts.update(probe(self._base, sites))
+
+
+def _is_nonzero(bias: Any) -> bool:
+    return bias is not None and bool(bias.any())
 
 
 def _quantized(checkpoint: Checkpoint, path: str) -> UnsupportedInputError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -102,11 +102,20 @@ def base_layer(sites: Mapping[str, Site], path: str) -> BaseLayer:
     )
 
 
-def check_start(checkpoint: Checkpoint, sites: Mapping[str, Site]) -> None:
-    """Refuse PiSSA and OLoRA of quantised weights: their start is a part of other weights.
+def check_start(
+    checkpoint: Checkpoint, sites: Mapping[str, Site], unreached: Container[str]
+) -> None:
+    """Refuse PiSSA and OLoRA where LoRA cannot take their start off the base weight.
+
+    Args:
+        checkpoint: of the adapter.
+        sites: of the base model.
+        unreached: paths that the model was not seen to call, as the `out_proj` of torch's
+            `MultiheadAttention`: PEFT's change of a weight acts there, and its LoRA does not.
 
     Raises:
-        UnsupportedInputError: there is one.
+        UnsupportedInputError: the weight is quantised, so the start is a part of other weights, or
+            its module is unreached.
     """
     for path, delta in checkpoint.modules.items():
         if delta.init is None or path not in sites:
@@ -116,6 +125,13 @@ def check_start(checkpoint: Checkpoint, sites: Mapping[str, Site]) -> None:
                 f"{checkpoint.folder} has init_lora_weights = {delta.init!r} for {path}, whose "
                 f"base weight is quantized\n  to do: load the base model without quantization, or "
                 f"save the adapter with path_initial_model_for_weight_conversion"
+            )
+        if path in unreached:
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} has init_lora_weights = {delta.init!r} for {path}, whose "
+                f"weight the model may read without calling the module\n"
+                f"  to do: leave the module out of target_modules, or save the adapter with "
+                f"path_initial_model_for_weight_conversion"
             )
 
 

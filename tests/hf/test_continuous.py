@@ -334,6 +334,31 @@ def test_what_the_hooks_cannot_follow_is_refused_by_name(model, changes, message
         model.continuous_batching(continuous_batching_config=settings(**changes))
 
 
+def test_a_model_with_an_attention_of_its_own_is_refused():
+    """Transformers warns, and lets each token attend to all that are in the batch."""
+    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}
+    base = transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes)).eval()
+    with pytest.raises(UnsupportedInputError, match="GPTJForCausalLM has an attention of its own"):
+        MultiLoRAModel(base, "torch_ref").continuous_batching(continuous_batching_config=settings())
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_a_model_that_leaves_the_cache_alone_is_refused(model, mask):
+    """As StableLM does; its masks fail by their sizes, where its attention takes masks."""
+
+    def forget(module, args, kwargs):
+        kept = {name: value for name, value in kwargs.items() if name != "cache"}
+        return args, kept if mask else {**kept, "attention_mask": None}
+
+    for layer in model.base.model.layers:
+        layer.self_attn.register_forward_pre_hook(forget, with_kwargs=True)
+    with (
+        model.continuous_batching(continuous_batching_config=settings()) as requests,
+        pytest.raises(RuntimeError, match="LlamaForCausalLM has an attention of its own"),
+    ):
+        requests.collect(requests.add_requests(prompts(3), adapters=["a", None, "b"]))
+
+
 def test_a_transformers_without_continuous_batching_is_named(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "lora_backends.hf.continuous", None)
     with pytest.raises(UnsupportedInputError, match="this version of Transformers"):

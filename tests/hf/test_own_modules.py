@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import peft
 import pytest
+import sweep
 import sweep_variants
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from sweep import BOUND, adapt, in_peft
 from sweep_variants import Q_V, build, inputs
@@ -326,6 +328,35 @@ def test_two_values_of_one_parameter_are_refused(tmp_path):
         model.load_adapter("own", folder)
 
 
+def test_modules_that_are_saved_one_inside_another_are_refused(tmp_path):
+    """PEFT trains the copy inside, saves the one that it was copied from, and reads neither."""
+    base = build("llama")
+    folder = saved(tmp_path, base, "own", **Q_V, modules_to_save=["mlp", "up_proj"])
+    with pytest.raises(KeyError):
+        in_peft(base, folder)
+    with pytest.raises(UnsupportedInputError, match="one inside another(.|\n)*mlp.up_proj"):
+        MultiLoRAModel(base, "torch_ref", max_rank=3).load_adapter("own", folder)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.1])
+def test_rows_of_a_tied_head_with_a_bias_are_refused_as_peft_leaves_the_bias_out(tmp_path, bias):
+    config = transformers.ModernBertConfig(**sweep_variants.TEXT)
+    base = transformers.ModernBertForMaskedLM(config).eval()
+    base.decoder.bias.data.fill_(bias)
+    tokens = [*range(4, 30)]
+    folder = saved(tmp_path, base, "own", target_modules=["Wqkv"], trainable_token_indices=tokens)
+    model, given = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3), inputs("bert")
+    if bias:
+        with pytest.raises(UnsupportedInputError, match="decoder shares, whose bias PEFT leaves"):
+            model.load_adapter("own", folder)
+        return
+    model.load_adapter("own", folder)
+    with torch.no_grad():
+        expected = in_peft(base, folder)(**given).logits
+    logits = model(adapters=["own"] * len(expected), **given).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=BOUND)
+
+
 def test_the_report_counts_the_values_of_modules_of_its_own(tmp_path):
     base, config = build("llama"), sweep_variants.VARIANTS["aLoRA"][1]
     model = MultiLoRAModel(base, "torch_ref", max_rank=3)
@@ -372,6 +403,26 @@ def test_pissa_near_its_start_is_refused_in_8_bits(tmp_path):
         model.load_adapter("p", tmp_path)
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("base", ["llama", "tied llama"])
+def test_a_base_weight_in_the_file_is_what_the_initialisation_has_left(base, init):
+    """PEFT saves the base weight of a head that is adapted."""
+    config = {"target_modules": ["lm_head", "q_proj"], "init_lora_weights": init}
+    assert sweep.compare(build(base), inputs(base), config, config) <= BOUND
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_start_on_a_weight_that_is_read_without_its_module_is_refused(tmp_path, init):
+    """PEFT takes the start off the weight there, and adds no LoRA."""
+    base = sweep.build("Siglip")
+    config = {"init_lora_weights": init, "target_modules": ["out_proj", "fc1"]}
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=8)
+    with pytest.raises(UnsupportedInputError, match="head.attention.out_proj, whose weight"):
+        model.load_adapter("own", saved(tmp_path, base, "own", **config))
+    config["exclude_modules"] = ["head.attention.out_proj"]
+    model.load_adapter("others", saved(tmp_path, base, "others", **config))
+
+
 def test_pissa_takes_twice_its_rank(tmp_path):
     folder = saved(tmp_path, build("llama"), "own", **Q_V, init_lora_weights="pissa")
     model = MultiLoRAModel(build("llama"), "torch_ref", max_rank=5)
@@ -384,6 +435,9 @@ def test_pissa_takes_twice_its_rank(tmp_path):
         target_modules=["lm_head"],
         init_lora_weights="pissa",
     )
+    tensors = load_file(f"{tied}/adapter_model.safetensors")
+    own = {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
+    save_file(own, f"{tied}/adapter_model.safetensors", {"format": "pt"})
     model = MultiLoRAModel(build("tied llama"), "torch_ref", max_rank=8)
     with pytest.raises(UnsupportedInputError, match="whose weight other modules share"):
         model.load_adapter("own", tied)
