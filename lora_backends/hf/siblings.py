@@ -141,7 +141,9 @@ def are_plain(modules: tuple[nn.Module, ...]) -> bool:
             return False
         bias = None if module.bias is None else module.bias.dtype
         kinds.add((module.in_features, module.weight.dtype, module.weight.device, bias))
-    return len(kinds) == 1
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    # a tied one cannot be two parts of a tensor
+    return len(kinds) == 1 and len({*parameters}) == len(parameters)
 
 
 def _is_special(parameter: nn.Parameter) -> bool:
