@@ -593,7 +593,7 @@ class MultiLoRAModel(ModelWords):
 
         def check() -> None:
             self._check_attached()
-            self._structure.check_mode()
+            self._structure.check_state()
 
         sites = {path: site.module for path, site in self._sites.items()}
         experts = {path: site.module for path, site in self._experts.items()}
@@ -675,7 +675,7 @@ class MultiLoRAModel(ModelWords):
         after_cache: bool,
     ) -> Iterator[Request]:
         self._check_attached()
-        self._structure.check_mode()
+        self._structure.check_state()
         names = adapter_names(adapters)
         rows, length = rows_and_length(inputs, self._main_input)
         if len(adapters) != rows:
@@ -719,7 +719,7 @@ class MultiLoRAModel(ModelWords):
 
     def _check_prepared(self, step: PreparedAdapters) -> None:
         self._check_attached()
-        self._structure.check_mode()
+        self._structure.check_state()
         if not isinstance(step, PreparedAdapters) or step.model != self._key:
             raise InvalidInputError(
                 f"these adapters are not prepared by this model\n  given: {step!r}\n"
