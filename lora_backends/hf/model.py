@@ -705,15 +705,14 @@ class MultiLoRAModel(ModelWords):
     def _run_prepared(self, step: PreparedAdapters, inputs: dict[str, Any]) -> Any:
         """Run the base model, of which compiled programs may be a part.
 
-        Only those need to know beforehand of weights that were moved, and it takes time to look. So
-        the first pass that runs one looks behind it.
+        Eager modules look at their own weights, so only steps that ran a program look at all.
         """
         self._check_prepared(step)
-        hooked, was_traced = self._hooked, step.is_traced
-        groups = hooked.drop_moved() if was_traced else len(hooked.joined)
+        hooked = self._hooked
+        groups = hooked.drop_moved() if step.is_traced else len(hooked.joined)
         with hooked.in_use(), running(step):
             outputs = self.base(**inputs)
-        if step.is_traced and not was_traced:
+        if step.is_traced:
             hooked.check_unmoved(groups)
         return outputs
 
