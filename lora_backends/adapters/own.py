@@ -42,8 +42,8 @@ def take_own(
 
     Raises:
         InvalidInputError: a tensor has a wrong type or shape, or is not finite.
-        UnsupportedInputError: weights that PEFT ties again after it has read them; modules to save
-            one inside another, of which PEFT writes files that it cannot read.
+        UnsupportedInputError: weights that PEFT ties again after it has read them; or modules to
+            save that lie one inside another: PEFT cannot read the file that it writes of them.
     """
     rest: dict[str, Tensor] = {}
     parameters: dict[str, OwnParameter] = {}

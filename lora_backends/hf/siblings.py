@@ -57,7 +57,7 @@ class Siblings:
         self.apart = False  # whether the model was seen to call them with different inputs
         self.joined: Joined | None = None
         self.places: list[Place] = []  # of each module's parameters, once they are joined
-        self._all: dict[str, Joined] = {}
+        self._all: dict[str, Joined] = {}  # `joined` of all groups, by the leader's path
 
     @torch.inference_mode(False)  # parameters made of inference tensors could not be trained again
     @torch.no_grad()
