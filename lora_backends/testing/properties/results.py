@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from lora_backends.backend import LoRABackend
@@ -119,9 +122,7 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
     inputs = case.build(backend.device)
     h = given_h(case, inputs)
     before = {name: bits(tensor).clone() for name, tensor in _arguments(inputs, h).items()}
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(case.seed + 1)  # an earlier call may have left its own
-        torch.set_flush_denormal(False)
+    with _default_settings(case.seed + 1):
         settings = _settings()
         plan = backend.prepare_batch(inputs.batch)
         backend.run_lora_a(inputs.x, inputs.weights, plan)
@@ -141,16 +142,33 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
                 raise AssertionError(f"a refill of the plan with another batch modified {name}")
 
 
+@contextmanager
+def _default_settings(seed: int) -> Iterator[None]:
+    """Give torch its defaults: an earlier call may have left its own settings."""
+    flushed = not bool(_denormal())
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.default_generator.manual_seed(seed)
+        torch.set_flush_denormal(False)
+        try:
+            yield
+        finally:
+            torch.set_flush_denormal(flushed)
+
+
 def _settings() -> dict[str, torch.Tensor]:
-    """Return what torch keeps for all of a process, or of a thread."""
-    denormal = torch.tensor(2.0**-140, device="cpu")
+    """Return settings of torch that apply to all of a process, or of a thread."""
     return {
         "torch's random numbers": torch.get_rng_state(),
         "whether torch keeps gradients": torch.tensor(torch.is_grad_enabled(), device="cpu"),
         "torch's default dtype": torch.tensor(torch.get_default_dtype().itemsize, device="cpu"),
         "torch's number of threads": torch.tensor(torch.get_num_threads(), device="cpu"),
-        "whether the CPU flushes denormals": 2 * denormal,
+        "whether the CPU flushes denormals": _denormal(),
     }
+
+
+def _denormal() -> torch.Tensor:
+    """Return 2^-139, or 0 where the CPU flushes denormals."""
+    return 2 * torch.tensor(2.0**-140, device="cpu")
 
 
 def _arguments(inputs: LoRAInputs, h: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -103,6 +103,8 @@ def _check_vocabulary(backend: LoRABackend, small: LoRACase) -> None:
     with _naming("a vocabulary of 70,001 tokens"):
         wanted = oracles.expected_embedding(*arguments, intermediate=narrow)
         assert_right(y, wanted, inputs, exact=True)
+    if no_interpreter(backend) is not None:  # each of these layers would take it half a minute
+        return
     few = replace(small, slots=small.slots[:3])
     for large in (
         replace(few, in_features=70_001),
