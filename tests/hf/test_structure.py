@@ -156,6 +156,22 @@ def test_a_model_that_was_converted_is_refused(model):
         call()
 
 
+def test_a_model_that_is_offloaded_runs(model):
+    """Accelerate brings each weight back for the time in which its module runs."""
+    accelerate = pytest.importorskip("accelerate")
+    ways = calls(model)
+    expected = model(adapters=ROWS, input_ids=IDS).logits
+    accelerate.cpu_offload(model.base, execution_device="cpu")
+    assert next(model.base.parameters()).is_meta
+    for call in ways[:3]:
+        call()
+    found = model(adapters=ROWS, input_ids=IDS).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    accelerate.hooks.remove_hook_from_submodules(model.base)
+    model.base.to(torch.bfloat16)
+    refused(ways, "was converted after it was wrapped")
+
+
 def test_adapters_come_and_go_while_the_model_is_elsewhere(model):
     """As where one GPU trains and serves in turn: only passes need the weights."""
     model.base.to(torch.bfloat16)
