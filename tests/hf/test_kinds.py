@@ -5,6 +5,7 @@ import copy
 import pytest
 import sweep
 import torch
+import transformers
 from sweep import adapt, in_peft
 
 from lora_backends import UnsupportedInputError
@@ -104,3 +105,40 @@ def test_windows_of_an_image_belong_to_its_row(tmp_path):
     model, _ = pair("Swin", tmp_path)
     with pytest.raises(UnsupportedInputError, match=r"swin.encoder.layers.1.* shape \[16, 4\]"):
         model(adapters=rows, **given)
+
+
+IMAGES = {
+    "ResNet": ("ForImageClassification", {"embedding_size": 8, "layer_type": "basic"}),
+    "PoolFormer": ("ForImageClassification", {"num_encoder_blocks": 2}),
+    "Segformer": (
+        "ForSemanticSegmentation",
+        {"num_attention_heads": [1, 2], "num_encoder_blocks": 2, "decoder_hidden_size": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("was_run", [False, True])
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_of_any_size_have_rows_of_their_own(name, was_run, tmp_path):
+    kind, sizes = IMAGES[name]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{name}Config")
+    made = config(hidden_sizes=[8, 16], depths=[1, 1], num_labels=3, **sizes)
+    base = getattr(transformers, name + kind)(made).eval()
+    linear = [path for path, m in base.named_modules() if isinstance(m, torch.nn.Linear)]
+    folders: dict = {None: None}
+    for seed, adapter in enumerate("ab"):
+        folders[adapter] = str(tmp_path / adapter)
+        adapt(base, folders[adapter], seed, std=1.0, target_modules=linear)
+    images = torch.randn(4, 3, 64, 96, generator=torch.Generator().manual_seed(3))
+    if was_run:  # Transformers hooks some models in their first pass
+        base(images)
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3)
+    rows = ["a", None, "b", "a"]
+    for adapter in "ab":
+        model.load_adapter(adapter, folders[adapter])
+    logits = model(images, adapters=rows).logits
+    for row, adapter in enumerate(rows):
+        with torch.no_grad():
+            alone = in_peft(base, folders[adapter])(images).logits[row]
+        torch.testing.assert_close(logits[row], alone, rtol=0, atol=sweep.BOUND)
