@@ -1,11 +1,13 @@
 """Encoder-decoders, images and sound: rows of their own adapters, or refused by name."""
 
 import copy
+import json
 
 import pytest
 import sweep
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from sweep import adapt, in_peft
 
 from lora_backends import UnsupportedInputError
@@ -142,3 +144,42 @@ def test_images_of_any_size_have_rows_of_their_own(name, was_run, tmp_path):
         with torch.no_grad():
             alone = in_peft(base, folders[adapter])(images).logits[row]
         torch.testing.assert_close(logits[row], alone, rtol=0, atol=sweep.BOUND)
+
+
+def named_as_before(base, folder):
+    """Return every linear layer's path in checkpoints of Transformers 4, which it still saves."""
+    base.save_pretrained(folder)
+    saved = load_file(f"{folder}/model.safetensors")
+    return {
+        path: name.removesuffix(".weight")
+        for path, module in base.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        for name, tensor in saved.items()
+        if torch.equal(tensor, module.weight)
+    }
+
+
+@pytest.mark.parametrize("name", ["ViT", "DeiT", "Beit", "Dinov2"])
+def test_adapters_of_transformers_4_find_the_layers_of_a_vision_model(name, tmp_path):
+    values = {**sweep.SIZES, **sweep.VISION}
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{name}Config")(**values)
+    base = getattr(transformers, f"{name}ForImageClassification")(config).eval()
+    paths = named_as_before(base, tmp_path / "base")
+    folder = str(tmp_path / "adapter")
+    adapt(base, folder, 1, modules_to_save=["classifier"], target_modules=[*paths][:-1])
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        expected = in_peft(base, folder)(images).logits
+    tensors = load_file(f"{folder}/adapter_model.safetensors")
+    for path, old in paths.items():
+        tensors = {key.replace(f".{path}.", f".{old}."): tensors[key] for key in tensors}
+    save_file(tensors, f"{folder}/adapter_model.safetensors", {"format": "pt"})
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    settings["target_modules"] = [paths[path] for path in settings["target_modules"]]
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3)
+    model.load_adapter("old", folder)
+    logits = model(images, adapters=["old", None]).logits
+    torch.testing.assert_close(logits[0], expected[0], rtol=0, atol=sweep.BOUND)
+    assert {*model.pool.adapted_by(0)} == {*paths} - {"classifier"}
