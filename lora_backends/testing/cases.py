@@ -51,11 +51,13 @@ class ReproducibleCase:
         return LoRABatch(self.slots, self.num_slots, scales)
 
     def draw_x(self, rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
-        """Return x; with integers, all but `LARGEST_EXACT` columns are zero."""
+        """Return x; with integers, all but `LARGEST_EXACT` columns are 0, the last ones not."""
         if not self.is_integer:
             return normals((rows, width), generator)
         x = integers((rows, width), generator)
-        x[:, torch.randperm(width, generator=generator, device="cpu")[LARGEST_EXACT:]] = 0
+        ends = min(width, LARGEST_EXACT // 4)  # where a tile is cut off
+        order = torch.randperm(width, generator=generator, device="cpu")
+        x[:, order[order < width - ends][LARGEST_EXACT - ends :]] = 0
         return x
 
     def __repr__(self) -> str:

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
-from lora_backends.eight_bit import ScaleBlock, b_row_groups, groups_of
+from lora_backends.eight_bit import LARGEST, ScaleBlock, b_row_groups, groups_of
 from lora_backends.testing.inputs import guarded
 
 ANY_BYTE = 0x7F
 """The byte beyond ranks and around stacks: NaN in both float8, the largest value of int8."""
 
-_UNITS = {torch.int8: 40.0, torch.float8_e4m3fn: 16.0, torch.float8_e5m2: 16.0}
-_SMALL = {torch.float8_e4m3fn: 2.0**-11, torch.float8_e5m2: 2.0**-18}
-"""Factor that makes denormals of most values."""
+_UNITS = {torch.int8: 40.0, torch.float8_e4m3fn: 150.0, torch.float8_e5m2: 20_000.0}
+"""Factor of normal values, the largest of which reach the largest of the dtype."""
+_SMALL = {torch.float8_e4m3fn: 2.0**-14, torch.float8_e5m2: 2.0**-29}
+"""Further factor that makes denormals of most values."""
 
 
 class StoredLayer:
@@ -41,6 +42,7 @@ class StoredLayer:
     ) -> None:
         self._case, block = case, case.scale_block
         widths, self._generator = case.output_slices, torch.Generator().manual_seed(case.seed + 3)
+        self._all_small = case.seed % 3 == 0 and case.stored in _SMALL and not case.is_integer
         counted = torch.arange(case.max_rank, device="cpu")
         within_a, within_b = (counted < ranks[..., None] for ranks in (a_ranks, b_ranks))
         self.a = self._bytes(a, within_a[..., None])
@@ -70,6 +72,8 @@ class StoredLayer:
                 values = values.round().clamp(-127, 127)
                 values[few & (values < 0)] = -128  # a quantiser of one's own may use it
             else:
+                values = values.clamp(-LARGEST[dtype], LARGEST[dtype])
+                few |= self._all_small  # else their part of a sum hardly shows
                 values = torch.where(few, values * _SMALL[dtype], values)
         stored = values.to(dtype).view(torch.uint8)
         return torch.where(within, stored, ANY_BYTE)
@@ -79,7 +83,8 @@ class StoredLayer:
         if self._case.is_integer:
             scales = torch.where(draw < 0.5, 1.0, 2.0)
         else:
-            scales = (0.5 + draw) / _UNITS[self._case.stored]
+            unit = _UNITS[self._case.stored]
+            scales = (0.5 + draw) / (unit * _SMALL[self._case.stored] if self._all_small else unit)
         return torch.where(used, scales, float("nan"))
 
 

@@ -90,7 +90,7 @@ class ExpertCase(ReproducibleCase):
     reduce: bool = False
     dtype: torch.dtype = torch.float32  # of x and the weights
     base: torch.dtype | None = None  # of base_output; None: without one
-    x_pad: int = 0  # guard columns on either side of x
+    x_pad: int = 0  # guard columns on either side of x, topk_ids and topk_weights
     base_pad: int = 0  # guard columns on either side of base_output
     weights_pad: int = 0  # guard columns beside the rows of lora_a and lora_b
     token_scales: bool = False  # the batch has a scale for each token
@@ -127,8 +127,10 @@ class ExpertCase(ReproducibleCase):
             weights=weights,
             batch=batch,
             ids=ids,
-            topk_ids=topk_ids.to(device, torch.int32 if self.seed % 2 else torch.int64),
-            topk_weights=factors.to(device),
+            topk_ids=guarded(
+                topk_ids.to(device, torch.int32 if self.seed % 2 else torch.int64), self.x_pad, 0
+            ),
+            topk_weights=guarded(factors.to(device), self.x_pad, float("nan")),
             expert_map=None if expert_map is None else expert_map.to(device),
             base=None if self.base is None else base.to(device, self.base),
             base_pad=self.base_pad,

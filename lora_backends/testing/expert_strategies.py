@@ -48,6 +48,7 @@ def expert_cases(
     token_scales: bool | None = None,
     stored: torch.dtype | None = None,
     min_tokens: int = 0,
+    every_slot: bool = False,
     features: Collection[str] = (),
     **options: Any,
 ) -> ExpertCase:
@@ -55,7 +56,9 @@ def expert_cases(
     ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
     dtype = draw(st.sampled_from(ordered))
     num_slots = draw(st.integers(1, min(4, profile.max_slots)))
-    slots = draw(token_slots(num_slots, profile))[:MOST_TOKENS]
+    slots = draw(token_slots(num_slots, profile, every_slot))
+    if not every_slot:
+        slots = slots[:MOST_TOKENS]
     slots += (0,) * (min_tokens - len(slots))
     num_experts, top_k = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     expert = st.one_of(st.integers(0, num_experts - 1), st.integers(-1, num_experts - 1))

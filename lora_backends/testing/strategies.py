@@ -29,7 +29,7 @@ SPLITS: tuple[Split, ...] = ("", "ab", "a", "b")
 REAL_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.3, -1.7, 5.656854249492381)
 EXACT_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.25, -2.0)
 PADS = (0, 1, 3, 8)
-STORED = (*[None] * 6, torch.int8, *LARGEST)
+STORED = (*[None] * 5, *LARGEST, torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCKS: tuple[ScaleBlock, ...] = ((1, None), (None, None), (4, 16), (3, 5), (1, 32), (16, None))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -41,8 +41,14 @@ def run_lengths(profile: Profile = DEFAULT) -> SearchStrategy[int]:
 
 
 @cache
-def token_slots(num_slots: int, profile: Profile = DEFAULT) -> SearchStrategy[tuple[int, ...]]:
-    """Draw the slots of a batch, -1 among them: runs of one slot, as drawn, sorted or shuffled."""
+def token_slots(
+    num_slots: int, profile: Profile = DEFAULT, every_slot: bool = False
+) -> SearchStrategy[tuple[int, ...]]:
+    """Draw the slots of a batch, -1 among them: runs of one slot, as drawn, sorted or shuffled.
+
+    Every fourth batch, or each with `every_slot`, has tokens of every slot, and one without any:
+    Hypothesis draws few of these, as most of its draws resemble an earlier one.
+    """
     some = st.integers(NO_ADAPTER, num_slots - 1)
     slot = st.one_of(st.integers(0, num_slots - 1), some)
     lengths = run_lengths(profile)
@@ -55,18 +61,21 @@ def token_slots(num_slots: int, profile: Profile = DEFAULT) -> SearchStrategy[tu
     )
     order = st.sampled_from(("drawn", "sorted", "shuffled"))
     beside_tile = st.sampled_from((None, -1, 0, 1))
+    first = [*range(num_slots), NO_ADAPTER]
+    firsts = st.just(first) if every_slot else st.sampled_from(([], [], [], first))
     limit = st.just(profile.max_tokens)
-    return st.builds(_ordered, runs, order, st.integers(0, 99), beside_tile, limit)
+    return st.builds(_ordered, runs, firsts, order, st.integers(0, 99), beside_tile, limit)
 
 
 def _ordered(
     runs: Sequence[tuple[int, int]],
+    firsts: list[int],
     order: str,
     seed: int,
     beside_tile: int | None,
     max_tokens: int,
 ) -> tuple[int, ...]:
-    slots = [slot for slot, length in runs for _ in range(length)][:max_tokens]
+    slots = [*firsts, *(slot for slot, length in runs for _ in range(length))][:max_tokens]
     if beside_tile is not None and len(slots) > 8:  # a shorter batch begins anew, up to a tile
         slots = (2 * slots)[: max(16, len(slots) // 16 * 16) + beside_tile]
     if order == "sorted":
@@ -136,6 +145,7 @@ def lora_cases(
     split: str | None = None,
     stored: torch.dtype | None = None,
     min_tokens: int = 0,
+    every_slot: bool = False,
     features: Collection[str] = (),
 ) -> LoRACase:
     """Draw a whole case.
@@ -153,6 +163,7 @@ def lora_cases(
         split: fixes which stacks are tuples of one tensor per slice: "", "a", "b" or "ab".
         stored: fixes an 8-bit dtype of the stacks.
         min_tokens: pads the batch with tokens of slot 0.
+        every_slot: puts tokens of every slot, and one without any, into every batch.
         features: names of `lora_backends.features` that cases may need where nothing is fixed.
 
     Returns:
@@ -161,7 +172,7 @@ def lora_cases(
     ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
     dtype = draw(st.sampled_from(ordered))
     num_slots = draw(st.integers(1, profile.max_slots))
-    slots = draw(token_slots(num_slots, profile))
+    slots = draw(token_slots(num_slots, profile, every_slot))
     slots += (0,) * (min_tokens - len(slots))
     slices = num_slices or draw(st.integers(1, profile.max_slices))
     max_rank = draw(st.sampled_from(profile.ranks))

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, given
 from hypothesis.stateful import run_state_machine_as_test
 
 from lora_backends.backend import LoRABackend
+from lora_backends.batch import NO_ADAPTER
 from lora_backends.errors import InvalidInputError, did_you_mean
 from lora_backends.option_text import option_texts
 from lora_backends.selection import get_backend
@@ -155,6 +156,8 @@ def _has(case: Case, name: str, wanted: Any) -> bool:
         return len(case.output_slices) == wanted  # type: ignore[no-any-return]
     if name == "min_tokens":
         return case.num_tokens >= wanted  # type: ignore[no-any-return]
+    if name == "every_slot":
+        return {NO_ADAPTER, *range(case.num_slots)} <= set(case.slots) or not wanted
     if name == "base":
         return (case.base is not None) is wanted
     if name == "values":

@@ -121,3 +121,9 @@ def drawn_edges(kind):
 def test_every_edge_is_drawn(kind):
     counts = drawn_edges(kind)
     assert {edge for edge in kind.edges if counts[edge] < 2} == set()
+
+
+@QUICK
+@given(st.one_of([kind.strategy(every_slot=True) for kind in KINDS.values()]))
+def test_every_slot_has_a_token_and_one_token_has_none(case):
+    assert set(case.slots) == {-1, *range(case.num_slots)}

@@ -137,9 +137,10 @@ def test_a_skipped_tail_token_is_shown_with_few_tokens(tail_report):
 def test_the_report_of_a_failure_names_case_place_bound_and_commands(tail_report):
     text = tail_report.to_text()
     case = tail_report.failures[0].failure.case
+    last = case_from(case).num_tokens - 1
     for part in (
         f"smallest case:\n    {case}",
-        "y[0, 0]: token 0, slot 0, slice 0, rank 1",
+        f"y[{last}, 0]: token {last}, slot 0, slice 0, rank 1",
         ", bound ",
         "verify TailTokenSkipped --device cpu --property run_linear_is_within_the_bound --seed 0",
         f'--case "{case}"',

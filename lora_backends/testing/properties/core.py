@@ -86,6 +86,11 @@ def batch_invariant(backend: LoRABackend) -> str | None:
     return None if backend.batch_invariant else "the backend does not claim batch invariance"
 
 
+def differentiable(backend: LoRABackend) -> str | None:
+    """Require `LoRABackend.differentiable`."""
+    return None if backend.differentiable else "the backend does not claim to be differentiable"
+
+
 def declares(feature: str) -> Requirement:
     """Require that a backend names a feature in `LoRABackend.features`."""
 

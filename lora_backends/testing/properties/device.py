@@ -11,6 +11,7 @@ import torch
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError
 from lora_backends.features import CAPACITY
+from lora_backends.operations import BY_NAME
 from lora_backends.testing.assertions import assert_close, assert_same_bits
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs, same_bits
@@ -30,7 +31,14 @@ from lora_backends.testing.properties.plans import (
     device_tensors,
     rotate_slots,
 )
-from lora_backends.testing.properties.runs import assert_agree, assert_right, expected, linear
+from lora_backends.testing.properties.runs import (
+    assert_agree,
+    assert_right,
+    expected,
+    expected_of,
+    linear,
+    run,
+)
 
 HALF = 1 << 31
 """Elements between a row and the one that an offset wrapped in int32 confuses with it."""
@@ -67,7 +75,8 @@ def room_for_large_tensors(backend: LoRABackend) -> str | None:
 def large_offsets_do_not_wrap(backend: LoRABackend, case: LoRACase) -> None:
     """lora_a, lora_b, x or base_output has a stride of 2^30 elements or more.
 
-    Where the offset wraps, the memory holds NaN, and belongs to the same storage.
+    Where the offset wraps, the memory holds NaN, and belongs to the same storage. run_linear, two
+    steps, and where it takes the tensor run_embedding.
     """
     dtype = torch.float16 if torch.float16 in backend.dtypes else torch.bfloat16
     case = dataclasses.replace(
@@ -82,12 +91,21 @@ def large_offsets_do_not_wrap(backend: LoRABackend, case: LoRACase) -> None:
     small = case.build(backend.device)
     wanted = expected(backend, small)
     storage = torch.empty(2 * (HALF + ROOM), dtype=dtype, device=backend.device)
+    embedded = expected_of(backend, BY_NAME["run_embedding"], small, small.x)
     for far, inputs, base in _stretched(small, storage):
-        y = backend.run_linear(inputs.x, inputs.weights, backend.prepare_batch(inputs.batch), base)
-        try:
-            assert_close(y, wanted, inputs)
-        except AssertionError as error:
-            raise AssertionError(f"{far} is stretched beyond 2^31 elements: {error}") from None
+        plan, start = backend.prepare_batch(inputs.batch), base.clone()
+        for name in ("run_linear", "run_lora_b", "run_embedding"):
+            if name == "run_lora_b":
+                h = backend.run_lora_a(inputs.x, inputs.weights, plan)
+            else:
+                h = inputs.x
+            y = run(backend, BY_NAME[name], inputs, plan, base.copy_(start), h)
+            try:
+                assert_close(y, embedded if name == "run_embedding" else wanted, inputs)
+            except AssertionError as error:
+                raise AssertionError(
+                    f"{far} is stretched beyond 2^31 elements, {name}: {error}"
+                ) from None
 
 
 def _stretched(

@@ -13,6 +13,8 @@ import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
+from lora_backends.operations import Input
+from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_same_bits
 from lora_backends.testing.cases import LoRACase
 from lora_backends.testing.inputs import LoRAInputs
@@ -26,8 +28,12 @@ from lora_backends.testing.properties.runs import (
     assert_right,
     check_linear,
     expected,
+    expected_of,
     gather_slots,
+    given_h,
     linear,
+    operations_for,
+    run,
 )
 from lora_backends.weights import LoRAWeights
 
@@ -154,20 +160,23 @@ def steps_of_two_plans_interleave(backend: LoRABackend, case: LoRACase) -> None:
 
 @prop("One plan serves layers of any shape.", values="either", agreement=BY_CLAIM, examples=12)
 def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) -> None:
-    """Other output widths, input width, ranks and number of slices; then the first layer again."""
+    """Another of the same shape, other widths, ranks and slices; then the first, with another x."""
     plan = backend.prepare_batch(case.build(backend.device).batch)
     widths = case.output_slices
     layers = (
-        case,
+        dataclasses.replace(case, seed=case.seed + 1),
         dataclasses.replace(case, output_slices=tuple(w + 1 for w in widths)),
         dataclasses.replace(case, output_slices=tuple(3 * w + 16 for w in widths)),
         dataclasses.replace(case, in_features=case.in_features + 5, bias=not case.bias),
         dataclasses.replace(case, max_rank=case.max_rank + 3),
         _with_one_more_slice(case),
-        case,
     )
+    first = case.build(backend.device)
+    check_linear(backend, case, first, plan)
     for layer in layers:
-        check_linear(backend, layer, layer.build(backend.device), plan)
+        inputs = dataclasses.replace(layer.build(backend.device), batch=first.batch)
+        check_linear(backend, layer, inputs, plan)
+    check_linear(backend, case, first.replace(x=-first.x), plan)
 
 
 def _with_one_more_slice(case: LoRACase) -> LoRACase:
@@ -218,14 +227,30 @@ def _views(weights: LoRAWeights) -> list[LoRAWeights]:
     values="either",
     agreement=BY_CLAIM,
     features=ANY_LAYER,
+    examples=8,
 )
 def weights_rewritten_in_place_are_followed(backend: LoRABackend, case: LoRACase) -> None:
-    """A pool loads another adapter into a slot: A, B, ranks, scalings, bias and output_scales."""
+    """A pool loads another adapter into a slot: A, B, ranks, scalings, bias and output_scales.
+
+    Every operation then sees another x too.
+    """
     inputs = case.build(backend.device)
-    plan = backend.prepare_batch(inputs.batch)
-    check_linear(backend, case, inputs, plan)
-    rotate_slots(inputs)
-    check_linear(backend, case, inputs, plan)
+    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    for turn in range(2):
+        rows = expected(backend, inputs)
+        for operation in operations_for(inputs.weights):
+            y = run(backend, operation, inputs, plan, inputs.new_view(), h)
+            own = operation.input is Input.ROWS
+            wanted = rows if own else expected_of(backend, operation, inputs, h)
+            assert_right(y, wanted, inputs, case.is_integer)
+        shrunk = backend.run_lora_a(inputs.x, inputs.weights, plan)
+        wanted = oracles.expected_shrink(inputs.x, inputs.weights, inputs.batch)
+        assert_right(shrunk, wanted, inputs, case.is_integer)
+        if turn == 0:
+            rotate_slots(inputs)
+            ids = (inputs.token_ids + 1) % case.in_features
+            inputs = dataclasses.replace(inputs.replace(x=-inputs.x), token_ids=ids)
+            h = given_h(case, inputs)  # NaN beyond the new ranks
 
 
 def rotate_slots(inputs: LoRAInputs) -> None:

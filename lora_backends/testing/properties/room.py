@@ -58,11 +58,12 @@ class Roomy:
         if base is not None:
             base.assert_untouched()
         tokens = inputs.batch.num_tokens
-        wanted = torch.zeros_like(y) if used.base is None else used.base
+        shape = self.rows, inputs.weights.out_features
+        wanted = y.new_zeros(shape) if used.base is None else used.base
         if y.shape != wanted.shape or not same_bits(y[tokens:], wanted[tokens:]):
             raise AssertionError(
-                f"{operation.name} of {self.rows} rows on a plan of {tokens} tokens changed rows "
-                f"behind the batch\n  given: {inputs!r}"
+                f"{operation.name} of {self.rows} rows on a plan of {tokens} tokens changed or "
+                f"left out rows behind the batch\n  given: {inputs!r}"
             )
         return y[:tokens]
 

@@ -3,7 +3,7 @@
 Each is `torch_ref` with one fault of a kind that kernels have.
 """
 
-from mutants import arithmetic, eight_bit, experts, features, outputs, state
+from mutants import arithmetic, edges, eight_bit, experts, features, outputs, state
 from mutants.base import MUTANTS, Mutant, TwoSteps
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Mutant",
     "TwoSteps",
     "arithmetic",
+    "edges",
     "eight_bit",
     "experts",
     "features",
