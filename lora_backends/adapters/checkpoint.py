@@ -27,7 +27,14 @@ from lora_backends.adapters.formats import (
 )
 from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.messages import problem
-from lora_backends.adapters.module_rules import ModuleRule, module_rules, targets_parameter
+from lora_backends.adapters.module_rules import (
+    HEAD,
+    ModuleRule,
+    module_rules,
+    targets_parameter,
+    ties_saved,
+    ties_targets,
+)
 from lora_backends.adapters.old_names import renamed, without_adapter_name
 from lora_backends.adapters.own import take_own
 from lora_backends.adapters.peft_config import ALL_LINEAR, PeftLoraConfig, read_config
@@ -42,6 +49,7 @@ from lora_backends.adapters.specs import (
     ModuleDelta,
     ModuleSpec,
     OwnModules,
+    Tying,
 )
 from lora_backends.adapters.tensor_checks import check_dtype, check_finite, described, typed
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean, shown
@@ -200,7 +208,9 @@ def checked_checkpoint(
     parts_of, taken = take_experts(groups, modules, experts)
     of_parameters = parts_of if config.target_parameters else ()
     names = [*parts_of, *(f"{name}.weight" for name in of_parameters), *ruled_names(taken)]
-    rules = module_rules(config, names, path / CONFIG_FILE, limits)
+    rules = module_rules(config, names, path / CONFIG_FILE, limits, may_tie=own_modules)
+    if own_modules and config.ensure_weight_tying:
+        own, rules = _tied(path, config, limits, own, rules)
     source = _Source(weights, config, parts_of, rules, modules, max_rank)
     deltas = {}
     for name in sorted(parts_of):
@@ -224,6 +234,23 @@ def checked_checkpoint(
         MappingProxyType(read_experts(of_experts, taken)),
         own,
     )
+
+
+def _tied(
+    path: Path,
+    config: PeftLoraConfig,
+    limits: LoadLimits,
+    own: OwnModules,
+    rules: dict[str, ModuleRule],
+) -> tuple[OwnModules, dict[str, ModuleRule]]:
+    """Note what PEFT ties; it adapts a tied head that it takes out of `target_modules`."""
+    if ties_saved(config):
+        return replace(own, tying=Tying("modules")), rules
+    if not ties_targets(config, path / CONFIG_FILE, limits):
+        return own, rules
+    heads = [name for name in (HEAD,) if name in rules and not rules[name].targeted]
+    own = replace(own, tying=Tying("LoRA", tuple(heads)))
+    return own, rules | {name: replace(rules[name], targeted=True) for name in heads}
 
 
 def _read_tensors(folder: Path, limits: LoadLimits) -> tuple[Path, dict[str, Tensor]]:

@@ -28,8 +28,11 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
 T = TypeVar("T")
 
-_TIED_NAMES = ("embed_tokens", "lm_head")
-_HEAD_NAMES = ("lm_head", "embed_out")
+HEAD = "lm_head"
+"""Path of the head that most decoders tie with their embedding."""
+
+_TIED_NAMES = ("embed_tokens", HEAD)
+_HEAD_NAMES = (HEAD, "embed_out")
 _CLASSIFIER_NAMES = ("score", "classifier")
 
 _METACHARACTERS = frozenset(r"\^$*+?{}[]|()")
@@ -47,7 +50,11 @@ class ModuleRule:
 
 
 def module_rules(
-    config: PeftLoraConfig, modules: Sequence[str], path: Path, limits: LoadLimits
+    config: PeftLoraConfig,
+    modules: Sequence[str],
+    path: Path,
+    limits: LoadLimits,
+    may_tie: bool = False,
 ) -> dict[str, ModuleRule]:
     """Return the rule of each module, as PEFT reads it from a configuration.
 
@@ -56,15 +63,14 @@ def module_rules(
         modules: their paths.
         path: the configuration's file, for errors.
         limits: the time that matching may take.
+        may_tie: whether the caller compares the LoRA with the base model's tied weights.
 
     Raises:
         InvalidInputError: a regular expression is broken, or matching takes too long.
         UnsupportedInputError: whether the head is adapted depends on the base model.
     """
     deadline = time.monotonic() + limits.matching_seconds
-    names = [*modules, *_TIED_NAMES]
-    rules = _Rules(config, _matches(config, names, path, limits))
-    if config.ensure_weight_tying and any(map(rules.is_tied_target, _TIED_NAMES)):
+    if not may_tie and ties_targets(config, path, limits):
         reason = "whether the head is adapted depends on the base model's tied weights"
         raise UnsupportedInputError(
             problem(
@@ -74,12 +80,33 @@ def module_rules(
                 "ensure_weight_tying = false, or targets without embedding and head",
             )
         )
+    rules = _Rules(config, _matches(config, modules, path, limits))
     found = {}
     for module in modules:
         if time.monotonic() > deadline:
             raise _too_slow(config, path, limits)
         found[module] = rules.rule(module)
     return found
+
+
+def ties_saved(config: PeftLoraConfig) -> bool:
+    """Return whether PEFT makes one module of a saved embedding and its tied head."""
+    last = {name.split(".")[-1] for name in config.modules_to_save or ()}
+    return config.ensure_weight_tying and not last.isdisjoint(_TIED_NAMES)
+
+
+def ties_targets(config: PeftLoraConfig, path: Path, limits: LoadLimits) -> bool:
+    """Return whether PEFT gives a tied head the LoRA of the embedding, transposed.
+
+    Args:
+        config: of the adapter.
+        path: as in `module_rules`, as what follows.
+        limits: as there.
+    """
+    if not config.ensure_weight_tying or ties_saved(config):
+        return False
+    rules = _Rules(config, _matches(config, _TIED_NAMES, path, limits))
+    return any(map(rules.is_tied_target, _TIED_NAMES))
 
 
 def targets_parameter(config: PeftLoraConfig, path: str) -> bool:

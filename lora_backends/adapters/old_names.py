@@ -24,6 +24,18 @@ _RENAMED = (
 _OF_TOWER = ("vision_tower.vision_model.", "vision_tower.")
 """The start of paths in a vision tower, in Transformers 4 and 5; beside the renamed parts."""
 
+_OF_LAYER = (
+    (r"\battention\.attention\.query$", "attention.q_proj"),
+    (r"\battention\.attention\.key$", "attention.k_proj"),
+    (r"\battention\.attention\.value$", "attention.v_proj"),
+    (r"\battention\.output\.dense$", "attention.o_proj"),
+    (r"\bintermediate\.dense$", "mlp.fc1"),
+    (r"\boutput\.dense$", "mlp.fc2"),
+)
+_LAYERS = (r"\bencoder\.layer\.", "layers.")
+"""Parts of paths in ViT and its like, as Transformers 5 renames their weights; DINOv2 has kept the
+layers' names."""
+
 _ADAPTER_NAMES = (
     r"\.lora_(?:A|B)\.(?P<name>[^.]+)\.(?:weight|bias)$",
     r"\.lora_embedding_(?:A|B)\.(?P<name>[^.]+)$",
@@ -42,12 +54,19 @@ def renamed(path: str, known: Iterable[str]) -> str:
     known = known if isinstance(known, (set, Mapping)) else set(known)
     if path in known:
         return path
-    for start in (path, path.replace(*_OF_TOWER)):
+    for start in (path, path.replace(*_OF_TOWER), *_in_vision(path)):
         for old, new in (*_RENAMED, (r"^", "")):
             found = re.sub(old, new, start, count=1)
             if found != path and found in known:
                 return found
     return path
+
+
+def _in_vision(path: str) -> tuple[str, str]:
+    found = path
+    for old, new in _OF_LAYER:
+        found = re.sub(old, new, found, count=1)
+    return found, re.sub(*_LAYERS, found, count=1)
 
 
 def without_adapter_name(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

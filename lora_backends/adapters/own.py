@@ -42,8 +42,8 @@ def take_own(
 
     Raises:
         InvalidInputError: a tensor has a wrong type or shape, or is not finite.
-        UnsupportedInputError: weights that PEFT ties again after it has read them; or modules to
-            save that lie one inside another: PEFT cannot read the file that it writes of them.
+        UnsupportedInputError: modules to save that lie one inside another: PEFT cannot read the
+            file that it writes of them; rows of embeddings that PEFT cannot tie.
     """
     rest: dict[str, Tensor] = {}
     parameters: dict[str, OwnParameter] = {}
@@ -79,9 +79,9 @@ def take_own(
                     "one value",
                     "save the adapter again",
                 )
-    if config.ensure_weight_tying and (parameters or tokens):
-        given = f"ensure_weight_tying = true, tensor '{next(iter(parameters or tokens))}'"
-        what = "the adapter ties modules of its own"
+    if config.ensure_weight_tying and len({rows.ids for rows in tokens.values()}) > 1:
+        what = "PEFT does not tie embeddings with different tokens"
+        given = f"ensure_weight_tying = true, rows of {', '.join(tokens)}"
         raise UnsupportedInputError(problem(path, what, given, "ensure_weight_tying = false"))
     return OwnModules(parameters, tokens, tuple(config.alora_invocation_tokens or ())), rest
 

@@ -96,6 +96,14 @@ class TokenRows:
     values: Tensor  # [n, dim] floating, finite, on the CPU
 
 
+@dataclass(frozen=True)
+class Tying:
+    """What PEFT ties by `ensure_weight_tying` if the base model ties its head."""
+
+    what: Literal["modules", "LoRA"]  # of the embedding: its own weight, or its LoRA transposed
+    untargeted: tuple[str, ...] = ()  # paths of LoRA that only a tied head has
+
+
 @dataclass(frozen=True, eq=False)
 class OwnModules:
     """The parts of an adapter that are not LoRA."""
@@ -103,6 +111,7 @@ class OwnModules:
     parameters: Mapping[str, OwnParameter] = field(default_factory=dict)  # by path of the parameter
     tokens: Mapping[str, TokenRows] = field(default_factory=dict)  # by path of the embedding
     invocation: tuple[int, ...] = ()  # aLoRA: it acts from their last place in the prompt on
+    tying: Tying | None = None
 
     def __bool__(self) -> bool:
         return bool(self.parameters or self.tokens or self.invocation)

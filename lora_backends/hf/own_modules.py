@@ -24,6 +24,7 @@ from lora_backends.hf.probe import UNREACHED, probe
 from lora_backends.hf.quantized_base import is_plain, packed_size
 from lora_backends.hf.running import RUNNING
 from lora_backends.hf.sites import Site, token_embedding_of
+from lora_backends.hf.tying import check_tying
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class OwnModules:
             InvalidInputError: it does not fit the base model.
             UnsupportedInputError: a module of a kind that cannot be replaced row by row.
         """
+        check_tying(self._base, checkpoint)
         self._check_residuals(checkpoint)
         values = self._values(checkpoint)
         tokens = self._tokens(checkpoint)

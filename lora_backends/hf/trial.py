@@ -25,6 +25,9 @@ LENGTH, SHARED = 5, 3
 CACHES = ("past_key_values", "cache_params", "state", "mems")
 """Names under which models return what the next pass takes."""
 
+PIXELS = 224
+"""Height and width of images for models that name none: they take any, some of 32 or more."""
+
 FRAMES = 8
 """Frames of sound that a convolutional encoder gives at least."""
 
@@ -156,8 +159,9 @@ def _noise(shape: tuple[int, ...], like: torch.Tensor) -> dict[str, torch.Tensor
 
 def _shape(main: str, config: Any) -> tuple[int, ...]:
     """Return the shape of one row of images or sound."""
-    if main == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size
+    known = hasattr(config, "image_size") or hasattr(config, "num_channels")
+    if main == "pixel_values" and known:
+        size = getattr(config, "image_size", PIXELS)
         sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
         return (getattr(config, "num_channels", 3), *sides)
     if main == "input_features" and hasattr(config, "max_source_positions"):  # Whisper

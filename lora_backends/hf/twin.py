@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+_LEFT_OUT = ("_compiled_call_impl", "_output_capturing_hooks_installed")
+"""The first runs the original; by the second Transformers takes a twin's hooks for installed."""
+
 
 def twin_of(base: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
     """Return a model that computes the same as `base` in eval mode, and the twin of every module.
@@ -25,7 +28,7 @@ def twin_of(base: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
         for name, value in vars(module).items():
             if isinstance(value, dict) and name.startswith("_"):
                 vars(twin)[name] = value.__class__() if "hooks" in name else value.copy()
-            elif name != "_compiled_call_impl":  # it runs the original
+            elif name not in _LEFT_OUT:
                 vars(twin)[name] = _rebound(value, twins)
         twin._modules = {n: child and twins[child] for n, child in module._modules.items()}
         twin.training = False

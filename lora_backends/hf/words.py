@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self, cast
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, Self, cast
 
 import torch
 from torch import nn
@@ -91,7 +92,8 @@ class Adapted(Protocol):
 class OneAdapter(ModelWords):
     """A model whose rows all use one adapter, for code that calls it without `adapters`.
 
-    Made by `MultiLoRAModel.as_adapter`, e.g. for `transformers.pipeline(model=...)`.
+    Made by `MultiLoRAModel.as_adapter`, e.g. for `transformers.pipeline(model=...)` and
+    `Trainer(...).predict`.
 
     Args:
         model: with the adapter.
@@ -101,7 +103,37 @@ class OneAdapter(ModelWords):
     def __init__(self, model: Adapted, name: str | None) -> None:
         self.model, self.base, self.name = model, model.base, name
         # A pipeline looks for its task in the name of the class, and warns of others.
-        self.__class__ = type(type(self.base).__name__, (OneAdapter,), {})
+        kind = type(self.base)
+        self.__class__ = type(kind.__name__, (OneAdapter,), {"forward": _forward_as(kind)})
+
+    _modules: Mapping[str, nn.Module] = {}  # Trainer asks whether one of them is compiled
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Return the base model's modules, as Trainer asks for their devices."""
+        return self.base.modules()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the base model's parameters, as Trainer asks for their kinds."""
+        return self.base.parameters()
+
+    def train(self, mode: bool = True) -> Self:
+        """Refuse training mode, in which no call runs.
+
+        Raises:
+            InvalidInputError: `mode` is not False.
+        """
+        return self.eval() if not mode else self._refuse_training()
+
+    def named_children(self) -> NoReturn:
+        """Refuse `Trainer(...).train`, which looks here for the parameters to train."""
+        self._refuse_training()
+
+    def _refuse_training(self) -> NoReturn:
+        raise InvalidInputError(
+            f"adapter {self.name!r} of this model cannot be trained\n"
+            f"  allowed: forward passes and generate, e.g. Trainer(...).predict\n"
+            f"  to do: train it with PEFT, and load the folder that it saves"
+        )
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Run the base model's forward pass with the adapter in every row."""
@@ -118,6 +150,16 @@ class OneAdapter(ModelWords):
     def _adapters(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> list[str | None]:
         named = {self.main_input_name: args[0], **inputs} if args else inputs
         return [self.name] * rows_and_length(named, self.main_input_name)[0]
+
+
+def _forward_as(kind: type[nn.Module]) -> Any:
+    """Return `OneAdapter.forward` with a model's signature: Trainer drops inputs that it lacks."""
+
+    def forward(self: OneAdapter, *args: Any, **inputs: Any) -> Any:
+        return self(*args, **inputs)
+
+    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return forward
 
 
 def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:

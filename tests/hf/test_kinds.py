@@ -1,10 +1,13 @@
 """Encoder-decoders, images and sound: rows of their own adapters, or refused by name."""
 
 import copy
+import json
 
 import pytest
 import sweep
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from sweep import adapt, in_peft
 
 from lora_backends import UnsupportedInputError
@@ -104,3 +107,79 @@ def test_windows_of_an_image_belong_to_its_row(tmp_path):
     model, _ = pair("Swin", tmp_path)
     with pytest.raises(UnsupportedInputError, match=r"swin.encoder.layers.1.* shape \[16, 4\]"):
         model(adapters=rows, **given)
+
+
+IMAGES = {
+    "ResNet": ("ForImageClassification", {"embedding_size": 8, "layer_type": "basic"}),
+    "PoolFormer": ("ForImageClassification", {"num_encoder_blocks": 2}),
+    "Segformer": (
+        "ForSemanticSegmentation",
+        {"num_attention_heads": [1, 2], "num_encoder_blocks": 2, "decoder_hidden_size": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("was_run", [False, True])
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_of_any_size_have_rows_of_their_own(name, was_run, tmp_path):
+    kind, sizes = IMAGES[name]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{name}Config")
+    made = config(hidden_sizes=[8, 16], depths=[1, 1], num_labels=3, **sizes)
+    base = getattr(transformers, name + kind)(made).eval()
+    linear = [path for path, m in base.named_modules() if isinstance(m, torch.nn.Linear)]
+    folders: dict = {None: None}
+    for seed, adapter in enumerate("ab"):
+        folders[adapter] = str(tmp_path / adapter)
+        adapt(base, folders[adapter], seed, std=1.0, target_modules=linear)
+    images = torch.randn(4, 3, 64, 96, generator=torch.Generator().manual_seed(3))
+    if was_run:  # Transformers hooks some models in their first pass
+        base(images)
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3)
+    rows = ["a", None, "b", "a"]
+    for adapter in "ab":
+        model.load_adapter(adapter, folders[adapter])
+    logits = model(images, adapters=rows).logits
+    for row, adapter in enumerate(rows):
+        with torch.no_grad():
+            alone = in_peft(base, folders[adapter])(images).logits[row]
+        torch.testing.assert_close(logits[row], alone, rtol=0, atol=sweep.BOUND)
+
+
+def named_as_before(base, folder):
+    """Return every linear layer's path in checkpoints of Transformers 4, which it still saves."""
+    base.save_pretrained(folder)
+    saved = load_file(f"{folder}/model.safetensors")
+    return {
+        path: name.removesuffix(".weight")
+        for path, module in base.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        for name, tensor in saved.items()
+        if torch.equal(tensor, module.weight)
+    }
+
+
+@pytest.mark.parametrize("name", ["ViT", "DeiT", "Beit", "Dinov2"])
+def test_adapters_of_transformers_4_find_the_layers_of_a_vision_model(name, tmp_path):
+    values = {**sweep.SIZES, **sweep.VISION}
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{name}Config")(**values)
+    base = getattr(transformers, f"{name}ForImageClassification")(config).eval()
+    paths = named_as_before(base, tmp_path / "base")
+    folder = str(tmp_path / "adapter")
+    adapt(base, folder, 1, modules_to_save=["classifier"], target_modules=[*paths][:-1])
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        expected = in_peft(base, folder)(images).logits
+    tensors = load_file(f"{folder}/adapter_model.safetensors")
+    for path, old in paths.items():
+        tensors = {key.replace(f".{path}.", f".{old}."): tensors[key] for key in tensors}
+    save_file(tensors, f"{folder}/adapter_model.safetensors", {"format": "pt"})
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    settings["target_modules"] = [paths[path] for path in settings["target_modules"]]
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3)
+    model.load_adapter("old", folder)
+    logits = model(images, adapters=["old", None]).logits
+    torch.testing.assert_close(logits[0], expected[0], rtol=0, atol=sweep.BOUND)
+    assert {*model.pool.adapted_by(0)} == {*paths} - {"classifier"}

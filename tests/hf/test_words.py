@@ -8,7 +8,7 @@ import pytest
 import sweep_variants
 import torch
 import transformers
-from sweep import adapt, in_peft
+from sweep import BOUND, adapt, in_peft
 from sweep_variants import Q_V, build, inputs
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -117,6 +117,30 @@ def test_a_pipeline_classifies_with_one_adapter(tmp_path):
     for row, alone in zip(found, expected, strict=True):
         assert [label["label"] for label in row] == [label["label"] for label in alone]
         assert [label["score"] for label in row] == pytest.approx([x["score"] for x in alone])
+
+
+def trainer(model, folder, rows):
+    settings = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[])
+    return transformers.Trainer(model=model, args=settings, train_dataset=rows)
+
+
+def test_a_trainer_predicts_and_evaluates_with_one_adapter(tmp_path):
+    base = build("bert")
+    adapt(base, str(tmp_path / "a"), 1, std=1.0, **sweep_variants.VARIANTS["SEQ_CLS: BERT"][1])
+    model = MultiLoRAModel(build("bert"), "torch_ref", max_rank=3)
+    model.load_adapter("a", tmp_path / "a")
+    ids = inputs("bert")["input_ids"]
+    rows = [{"input_ids": row, "labels": torch.tensor(1), "unused": 1} for row in ids]
+    runs = trainer(model.as_adapter("a"), tmp_path, rows)
+    with torch.no_grad():
+        alone = in_peft(base, str(tmp_path / "a"))(ids, labels=torch.ones(len(ids)).long())
+    found = torch.tensor(runs.predict(rows).predictions)
+    torch.testing.assert_close(found, alone.logits, rtol=0, atol=BOUND)
+    assert runs.evaluate(rows)["eval_loss"] == pytest.approx(alone.loss.item())
+    with pytest.raises(InvalidInputError, match=r"'a' of this model cannot be trained[\s\S]*PEFT"):
+        runs.train()
+    with pytest.raises(InvalidInputError, match="cannot be trained"):
+        model.as_adapter("a").train()
 
 
 @pytest.mark.parametrize("assistant", ["a model", "the prompt"])
