@@ -355,8 +355,8 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
         scaling *= spec.embed_scale
     module, magnitude = source.base_path(module), parts.get(_MAGNITUDE)
     # PEFT saves the base weight of an adapted head as the initialisation has left it.
-    whole = kind == "embedding" or _BASE_WEIGHT in parts
-    init = None if whole else _residual_init(source, spec)
+    is_changed = kind == "linear" and _BASE_WEIGHT not in parts
+    init = _residual_init(source, spec) if is_changed else None
     return ModuleDelta(module, kind, rank, scaling, lora_a, lora_b, bias, magnitude, init)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lora_backends.adapters.checkpoint import checked_checkpoint
-from lora_backends.adapters.limits import LoadLimits
 from lora_backends.adapters.peft_config import checked_config
 from lora_backends.adapters.specs import Checkpoint
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
@@ -71,7 +70,7 @@ def checkpoint_from_memory(
         copies,
         pool.modules,
         pool.max_rank,
-        pool.limits or LoadLimits(),
+        pool.limits,
         pool.experts,
         pool.max_expert_rank,
         pool.runs_own_modules,

@@ -42,8 +42,8 @@ def take_own(
 
     Raises:
         InvalidInputError: a tensor has a wrong type or shape, or is not finite.
-        UnsupportedInputError: modules to save one inside another, of which PEFT writes files that
-            it cannot read; rows of embeddings that PEFT cannot tie.
+        UnsupportedInputError: modules to save that lie one inside another: PEFT cannot read the
+            file that it writes of them; rows of embeddings that PEFT cannot tie.
     """
     rest: dict[str, Tensor] = {}
     parameters: dict[str, OwnParameter] = {}

@@ -29,7 +29,7 @@ def _off_if_null(value: object) -> object:
     return False if value is None else value
 
 
-# Trainers write null for what their user left out (axolotl's fan_in_fan_out); PEFT takes it so.
+# Trainers write null for what their user left out (axolotl's fan_in_fan_out). PEFT reads it as off.
 Switch = Annotated[bool, BeforeValidator(_off_if_null)]
 
 

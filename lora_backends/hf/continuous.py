@@ -19,6 +19,7 @@ from itertools import chain, count
 from typing import Any, Self
 
 import torch
+from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
@@ -73,6 +74,10 @@ class _Forward:
         """Run the model, and refuse one that leaves the requests' cache alone.
 
         Its tokens would attend to those of other requests, and not to their own earlier ones.
+
+        Raises:
+            UnsupportedInputError: no layer has updated the cache, or the pass failed before one
+                did.
         """
         base, cache, update = self._wrapped.base, inputs["cache"], inputs["cache"].update
 
@@ -83,10 +88,11 @@ class _Forward:
         cache.update = noting
         try:
             output = base(**inputs)
-        except RuntimeError as error:  # its masks have the sizes of the cache
-            if self._reads_cache:
+        except RuntimeError as error:
+            # Masks have the sizes of the cache. Subclasses are other failures, e.g. of memory.
+            if self._reads_cache or type(error) is not RuntimeError:
                 raise
-            raise _no_paged_attention(base) from error
+            raise _no_paged_attention(base, f"\n  the pass ended with: {error}") from error
         finally:
             del cache.update
         if not self._reads_cache:
@@ -122,7 +128,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 f"{type(base).__name__} has no continuous batching\n"
                 f"  allowed: a model that generates text, e.g. of AutoModelForCausalLM"
             )
-        if not base._can_set_attn_implementation():
+        if not any(map(_uses_interface, base.modules())):
             raise _no_paged_attention(base)
         wrapped.check()
         generation_config = copy.deepcopy(generation_config or base.generation_config)
@@ -479,10 +485,21 @@ def _check_resolved(config: ContinuousBatchingConfig) -> None:
         raise _not_followed("a compile configuration", "the plans change with every batch")
 
 
-def _no_paged_attention(base: torch.nn.Module) -> UnsupportedInputError:
+def _uses_interface(module: torch.nn.Module) -> bool:
+    """Return whether a part of a model may use Transformers' interface for attention.
+
+    Transformers looks for the interface in the source, and may miss it in the code of others.
+    """
+    if not isinstance(module, PreTrainedModel):
+        return False
+    is_foreign = not type(module).__module__.startswith("transformers.")
+    return is_foreign or module._can_set_attn_implementation()
+
+
+def _no_paged_attention(base: torch.nn.Module, failure: str = "") -> UnsupportedInputError:
     return UnsupportedInputError(
         f"{type(base).__name__} has an attention of its own, which does not read the cache of "
-        f"continuous batching: requests would see each other's tokens\n"
+        f"continuous batching: requests would see each other's tokens{failure}\n"
         f"  allowed: a model with Transformers' interface for attention\n"
         f"  to do: call generate() for these rows"
     )

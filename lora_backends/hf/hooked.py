@@ -135,25 +135,26 @@ class Hooked:
     def drop_moved(self) -> int:
         """Drop groups whose weights were moved, and return how many are left.
 
-        Eager passes do so as they meet a group. Compiled programs then run its modules alone.
+        Compiled programs run the modules of dropped groups alone. Eager passes drop a group
+        themselves when they meet it.
         """
         return sum([group.are_joined() for group in self.groups])
 
     def check_unmoved(self, groups: int) -> None:
-        """Refuse what compiled programs have computed if weights of their groups were moved.
+        """Refuse the results of compiled programs if weights of a group were moved meanwhile.
 
         Args:
-            groups: how many were joined before.
+            groups: how many were joined before the programs ran.
 
         Raises:
-            InvalidInputError: fewer are.
+            InvalidInputError: fewer are joined now.
         """
         if self.drop_moved() != groups:
             raise InvalidInputError(
                 "weights of the base model were moved or replaced, and a compiled program may have "
                 "gone on reading those of before\n"
-                "  allowed: values written in place; other weights before prepare(), or before a "
-                "block of `using`\n"
+                "  allowed: values written in place; other weights before prepare(), or between "
+                "calls and blocks of `using`\n"
                 "  to do: run it again"
             )
 

@@ -43,7 +43,7 @@ def begin_hook(model: str, structure: Structure, main_input: str) -> Callable[..
         if not torch.compiler.is_compiling():
             if is_open(model):
                 structure.check_modules()
-                structure.check_mode()
+                structure.check_state()
             RUNNING.kept = None  # of a forward pass that has failed
         inputs = {**kwargs, main_input: args[0]} if args else kwargs
         call.begin_forward(inputs, *rows_and_length(inputs, main_input))

@@ -593,7 +593,7 @@ class MultiLoRAModel(ModelWords):
 
         def check() -> None:
             self._check_attached()
-            self._structure.check_mode()
+            self._structure.check_state()
 
         sites = {path: site.module for path, site in self._sites.items()}
         experts = {path: site.module for path, site in self._experts.items()}
@@ -675,7 +675,7 @@ class MultiLoRAModel(ModelWords):
         after_cache: bool,
     ) -> Iterator[Request]:
         self._check_attached()
-        self._structure.check_mode()
+        self._structure.check_state()
         names = adapter_names(adapters)
         rows, length = rows_and_length(inputs, self._main_input)
         if len(adapters) != rows:
@@ -705,21 +705,20 @@ class MultiLoRAModel(ModelWords):
     def _run_prepared(self, step: PreparedAdapters, inputs: dict[str, Any]) -> Any:
         """Run the base model, of which compiled programs may be a part.
 
-        Only those need to know beforehand of weights that were moved, and it takes time to look. So
-        the first pass that runs one looks behind it.
+        Eager modules look at their own weights, so only steps that ran a program look at all.
         """
         self._check_prepared(step)
-        hooked, was_traced = self._hooked, step.is_traced
-        groups = hooked.drop_moved() if was_traced else len(hooked.joined)
+        hooked = self._hooked
+        groups = hooked.drop_moved() if step.is_traced else len(hooked.joined)
         with hooked.in_use(), running(step):
             outputs = self.base(**inputs)
-        if step.is_traced and not was_traced:
+        if step.is_traced:
             hooked.check_unmoved(groups)
         return outputs
 
     def _check_prepared(self, step: PreparedAdapters) -> None:
         self._check_attached()
-        self._structure.check_mode()
+        self._structure.check_state()
         if not isinstance(step, PreparedAdapters) or step.model != self._key:
             raise InvalidInputError(
                 f"these adapters are not prepared by this model\n  given: {step!r}\n"

@@ -204,7 +204,7 @@ class OwnModules:
             made["module"] = _copy(module, values)
         if rows is not None:
             if linear and _is_nonzero(values.get("bias", module.bias)):
-                # Once merged, PEFT's model adds it.
+                # PEFT's model computes the head without its bias until the adapter is merged.
                 raise UnsupportedInputError(
                     f"{checkpoint.folder} replaces rows of an embedding that {path} shares, whose "
                     f"bias PEFT leaves out\n  given: trainable_token_indices, and a bias that is "

@@ -1,4 +1,4 @@
-"""The addresses of a module's parameters, to notice that other code has moved or replaced them."""
+"""Where a module's parameters lie, to notice that other code has moved, cut or replaced them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from torch import nn
 
 
 class Place:
-    """The weight and the bias of one module, and their addresses.
+    """The weight and the bias of one module, their addresses and sizes.
 
     The check reads few objects, since the module makes it each time it runs.
     """
 
-    __slots__ = ("_bias", "_bias_at", "_holder", "_weight", "_weight_at")
+    __slots__ = (
+        "_bias",
+        "_bias_at",
+        "_bias_size",
+        "_holder",
+        "_weight",
+        "_weight_at",
+        "_weight_size",
+    )
 
     def __init__(self, module: nn.Module) -> None:
         self._holder = cast(dict[str, Any], module._parameters)
@@ -22,9 +30,12 @@ class Place:
         self._bias: torch.Tensor | None = self._holder["bias"]
         self._weight_at = self._weight.data_ptr()
         self._bias_at = 0 if self._bias is None else self._bias.data_ptr()
+        # a parameter that was cut may still begin here
+        self._weight_size = self._weight.numel()
+        self._bias_size = 0 if self._bias is None else self._bias.numel()
 
     def is_kept_by(self, module: nn.Module) -> bool:
-        """Return whether `module` is the one, with both parameters contiguous where they were.
+        """Return whether `module` is the one, its parameters contiguous, uncut and not moved.
 
         A copy of the module is not: it has parameters of its own.
         """
@@ -35,8 +46,16 @@ class Place:
             and get("weight") is weight
             and get("bias") is bias
             and weight.data_ptr() == self._weight_at
+            and weight.numel() == self._weight_size
             and weight.is_contiguous()
-            and (bias is None or (bias.data_ptr() == self._bias_at and bias.is_contiguous()))
+            and (
+                bias is None
+                or (
+                    bias.data_ptr() == self._bias_at
+                    and bias.numel() == self._bias_size
+                    and bias.is_contiguous()
+                )
+            )
         )
 
     def part(self) -> None:

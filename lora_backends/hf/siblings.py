@@ -6,8 +6,8 @@ A sibling that is called with the very same tensor takes its part and computes n
 anything else it runs alone. So a model may call them in any order and with any input.
 
 `torch.compile` traces the same: the program has one product and one operation for all of them. It
-does not notice when a weight is moved. So `MultiLoRAModel` looks before a program runs. A group
-whose weights were moved leaves `Call.joined`, which the program guards.
+does not notice when a weight is moved. So `MultiLoRAModel` looks before and after programs run. A
+group whose weights were moved leaves `Call.joined`, which the programs guard.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Siblings:
         self.apart = False  # whether the model was seen to call them with different inputs
         self.joined: Joined | None = None
         self.places: list[Place] = []  # of each module's parameters, once they are joined
-        self._all: dict[str, Joined] = {}
+        self._all: dict[str, Joined] = {}  # `joined` of all groups, by the leader's path
 
     @torch.inference_mode(False)  # parameters made of inference tensors could not be trained again
     @torch.no_grad()
@@ -141,7 +141,9 @@ def are_plain(modules: tuple[nn.Module, ...]) -> bool:
             return False
         bias = None if module.bias is None else module.bias.dtype
         kinds.add((module.in_features, module.weight.dtype, module.weight.device, bias))
-    return len(kinds) == 1
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    # a tied one cannot be two parts of a tensor
+    return len(kinds) == 1 and len({*parameters}) == len(parameters)
 
 
 def _is_special(parameter: nn.Parameter) -> bool:

@@ -49,25 +49,25 @@ class Structure:
         self._form = _form(self._parameters.get(self._name))
 
     def check_modules(self) -> None:
-        """Refuse a model that lacks modules it had, or was converted.
+        """Refuse a model that lacks modules it had.
 
         Raises:
-            InvalidInputError: a module was replaced or removed, or the model has another dtype or
-                device than its adapters.
+            InvalidInputError: a module was replaced or removed.
         """
         if self._holders != self._children:  # modules compare by identity
             self._refuse_replaced()
+
+    def check_state(self) -> None:
+        """Refuse to run a model that was converted, or is in training mode.
+
+        Raises:
+            InvalidInputError: the model has another dtype or device than its adapters, or a module
+                is in training mode, where dropout changes rows.
+        """
         # One parameter stands for all: .to() converts them together.
         form = _form(self._parameters.get(self._name))
         if form != self._form and form is not None:
             self._refuse_converted(form)
-
-    def check_mode(self) -> None:
-        """Refuse a model in training mode, where dropout changes rows.
-
-        Raises:
-            InvalidInputError: a module is in training mode.
-        """
         if any(map(_get, self._attributes, repeat("training"))):
             self._refuse_training()
 
@@ -86,10 +86,15 @@ class Structure:
 
     def _refuse_converted(self, form: tuple[torch.dtype, torch.device]) -> None:
         assert self._form is not None  # there was such a parameter
+        is_offloaded = any("_hf_hook" in attributes for attributes in self._attributes)
+        if is_offloaded and form[0] == self._form[0]:  # Accelerate moves weights within the pass
+            return
         raise InvalidInputError(
             f"{type(self._base).__name__} was converted after it was wrapped: to {form[0]} on "
             f"{form[1]}, from {self._form[0]} on {self._form[1]}\n"
-            f"  to do: base = model.detach(), then make a new MultiLoRAModel around it"
+            f"  allowed: the dtype and device of its adapters\n"
+            f"  to do: convert it back; or base = model.detach(), then make a new MultiLoRAModel "
+            f"around it"
         )
 
     def _refuse_replaced(self) -> None:

@@ -67,7 +67,7 @@ class ModelWords:
             InvalidInputError: no device, or another than the model's.
         """
         device = "cpu" if device is None else device
-        as_device(device)  # refuses what is none
+        as_device(device)  # raises if it is no device
         wanted = torch.device(device)
         if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
             raise InvalidInputError(

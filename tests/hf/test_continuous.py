@@ -342,6 +342,31 @@ def test_a_model_with_an_attention_of_its_own_is_refused():
         MultiLoRAModel(base, "torch_ref").continuous_batching(continuous_batching_config=settings())
 
 
+def test_a_class_whose_source_cannot_be_read_is_taken(model):
+    """As of a notebook: Transformers then says that its attention cannot be set."""
+    base = model.detach()
+    base.__class__ = type("OfANotebook", (type(base),), {"__module__": "__main__"})
+    base._can_set_attn_implementation = lambda: False
+    model = MultiLoRAModel(base, "torch_ref", max_rank=4)
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        found = requests.collect(requests.add_requests(prompts(3), adapters=[None] * 3))
+    for prompt, output in zip(prompts(3), found.values(), strict=True):
+        ids = base.generate(torch.tensor([prompt]))[0, len(prompt) :]
+        assert output.generated_tokens == ids.tolist()
+
+
+def test_another_failure_of_the_first_pass_keeps_its_name(model):
+    """NotImplementedError is a RuntimeError, and so is a lack of memory."""
+
+    def refuse(*_):
+        raise UnsupportedInputError("a refusal of a hook")
+
+    requests = model.continuous_batching(continuous_batching_config=settings())
+    model.base.model.embed_tokens.register_forward_pre_hook(refuse)
+    with requests, pytest.raises(RuntimeError, match="a refusal of a hook"):
+        requests.collect(requests.add_requests(prompts(3), adapters=["a", None, "b"]))
+
+
 @pytest.mark.parametrize("mask", [True, False])
 def test_a_model_that_leaves_the_cache_alone_is_refused(model, mask):
     """As StableLM does; its masks fail by their sizes, where its attention takes masks."""

@@ -143,6 +143,19 @@ def test_a_weight_that_was_transposed_where_it_lies_is_seen(make, name):
     close(logits(model, step), logits(alone))
 
 
+@pytest.mark.parametrize("part", ["weight", "bias"])
+@pytest.mark.parametrize("name", ["q_proj", "v_proj"])
+def test_a_parameter_that_was_cut_where_it_lies_is_seen(make, name, part):
+    model, alone = make(name="llama_bias"), make(fuse=False, name="llama_bias")
+    step = warm(model)
+    for each in (model, alone):
+        parameter = getattr(getattr(attention(each), name), part)
+        parameter.data = parameter.data[:4]
+    for call in (lambda: logits(alone), lambda: logits(model), lambda: logits(model, step)):
+        with pytest.raises((LoRABackendError, RuntimeError)):
+            call()
+
+
 @pytest.mark.parametrize("change", ["moved", "replaced", "written in place", "another bias"])
 def test_base_weights_that_change_within_a_pass_are_seen(make, change):
     """As code that moves weights to the device for the time in which they are needed does."""

@@ -494,6 +494,22 @@ def test_what_moved_weights_leave_behind_is_freed(make):
     assert group.joined is None and group.paths[0] not in model._hooked.joined
 
 
+def test_modules_that_share_a_weight_stay_alone(make_base):
+    """A weight is one part of a joined one, and the other part would miss what is written to it."""
+    base = make_base("llama")
+    attention = base.model.layers[0].self_attn
+    attention.k_proj.weight = attention.v_proj.weight
+    model = MultiLoRAModel(base, TorchRefBackend(), fuse=True)
+    assert "forward" in vars(attention.k_proj) and not any(
+        attention.k_proj in group.modules for group in model._hooked.groups
+    )
+    with model.prepare([None] * 3, tokens=5) as step, model.using(step), torch.no_grad():
+        attention.v_proj.weight.mul_(2)
+        x = torch.randn(3, 5, 16)
+        attention.q_proj(x)
+        assert torch.equal(attention.k_proj(x), attention.v_proj(x))
+
+
 def test_modules_of_which_some_have_a_bias_stay_alone(make_base):
     base = make_base("llama")
     k = base.model.layers[0].self_attn.k_proj

@@ -156,6 +156,34 @@ def test_a_model_that_was_converted_is_refused(model):
         call()
 
 
+def test_a_model_that_is_offloaded_runs(model):
+    """Accelerate brings each weight back for the time in which its module runs."""
+    accelerate = pytest.importorskip("accelerate")
+    ways = calls(model)
+    expected = model(adapters=ROWS, input_ids=IDS).logits
+    accelerate.cpu_offload(model.base, execution_device="cpu")
+    assert next(model.base.parameters()).is_meta
+    for call in ways[:3]:
+        call()
+    found = model(adapters=ROWS, input_ids=IDS).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    accelerate.hooks.remove_hook_from_submodules(model.base)
+    model.base.to(torch.bfloat16)
+    refused(ways, "was converted after it was wrapped")
+
+
+def test_adapters_come_and_go_while_the_model_is_elsewhere(model):
+    """As where one GPU trains and serves in turn: only passes need the weights."""
+    model.base.to(torch.bfloat16)
+    checkpoint = random_checkpoint(model.base, ("q_proj", "down_proj"), seed=7)
+    model.update_adapter("a", checkpoint)
+    model.add_adapter("b", checkpoint)
+    step = model.prepare(["b", None], tokens=5)
+    model.base.to(torch.float32)
+    found = model(adapters=step, input_ids=IDS).logits
+    torch.testing.assert_close(found, model(adapters=ROWS, input_ids=IDS).logits, rtol=0, atol=2e-5)
+
+
 def test_an_input_of_autocast_is_refused_with_its_cause(model):
     """down_proj gets bfloat16 from the products before it."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -163,9 +191,9 @@ def test_an_input_of_autocast_is_refused_with_its_cause(model):
 
 
 def test_a_model_without_wide_parameters_is_no_conversion():
-    base = nn.Module()
+    base = nn.Module().eval()
     base.packed = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     structure = Structure(base)
-    structure.check_modules()
+    structure.check_state()
     base.packed.data = base.packed.data.clone()
-    structure.check_modules()
+    structure.check_state()

@@ -237,6 +237,22 @@ def test_a_call_looks_for_moved_weights_where_a_part_of_the_model_is_compiled(ch
         torch.testing.assert_close(logits(model, step), wanted, rtol=0, atol=2e-5)
 
 
+def test_weights_that_move_within_a_call_of_a_program_end_it_with_an_error(make):
+    model, alone = make(), make(fuse=False)
+    for layer in model.base.model.layers:
+        layer.compile(backend="aot_eager")
+    step = model.prepare(ROWS, tokens=5)
+    logits(model, step)
+    for base in (model.base, alone.base):
+        base.model.embed_tokens.register_forward_pre_hook(
+            lambda *_, base=base: move(projections(base)[1])
+        )
+    with pytest.raises(InvalidInputError, match="were moved or replaced, and a compiled"):
+        logits(model, step)
+    logits(alone, ROWS)
+    torch.testing.assert_close(logits(model, step), logits(alone, ROWS), rtol=0, atol=2e-5)
+
+
 def test_a_block_without_programs_may_move_weights(make):
     model = make()
     with model.prepare(ROWS, tokens=5) as step, model.using(step):
