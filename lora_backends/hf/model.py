@@ -705,7 +705,8 @@ class MultiLoRAModel(ModelWords):
     def _run_prepared(self, step: PreparedAdapters, inputs: dict[str, Any]) -> Any:
         """Run the base model, of which compiled programs may be a part.
 
-        Eager modules look at their own weights, so only steps that ran a program look at all.
+        Eager modules look for moved weights themselves. Programs cannot, so a step that has run one
+        looks before and after the pass.
         """
         self._check_prepared(step)
         hooked = self._hooked
