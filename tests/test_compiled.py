@@ -347,3 +347,29 @@ def test_captured_programs_follow_a_plan_with_room(name):
         backend.prepare_batch(batch if captured and turn % 2 else scaled(batch), out=plan)
         torch.compiler.cudagraph_mark_step_begin()
         assert torch.equal(compiled(x, base), layer(x, base))
+
+
+def test_calls_of_a_thread_run_while_another_traces(monkeypatch):
+    """torch's flag is one for all threads; a call that took it for its own would never end."""
+    backend, weights, batch = TorchRefBackend(), small_weights(), small_batch()
+    plan = backend.prepare_batch(batch)
+    x = torch.randn(batch.num_tokens, weights.in_features)
+    expected = backend.run_linear(x, weights, plan), backend.run_lora_a(x, weights, plan)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert torch.equal(backend.run_linear(x, weights, plan), expected[0])
+    assert torch.equal(backend.run_lora_a(x, weights, plan), expected[1])
+
+
+def test_an_export_holds_the_operation():
+    """A trace under torch's modes, without Dynamo, which answers for itself."""
+    backend, weights, batch = TorchRefBackend(), small_weights(), small_batch()
+    plan = backend.prepare_batch(batch)
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return backend.run_linear(x, weights, plan)
+
+    x = torch.randn(batch.num_tokens, weights.in_features)
+    with torch.no_grad():
+        graph = torch.export.export(Module(), (x,), strict=False).graph
+    assert any("add_lora" in str(node.target) for node in graph.nodes)

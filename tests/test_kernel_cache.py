@@ -1,11 +1,17 @@
 """Machine code of the CPU engine on disk: no older code is loaded after a change of any source."""
 
+import ctypes
+import errno
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 kernels = pytest.importorskip("lora_backends.numba_cpu.kernels", exc_type=ImportError)
+from numba import config  # noqa: E402
+from numba.core.caching import IndexDataCacheFile  # noqa: E402
+
 from lora_backends.numba_cpu import (  # noqa: E402
     compiling,
     kernels_eight_bit,
@@ -13,6 +19,7 @@ from lora_backends.numba_cpu import (  # noqa: E402
     kernels_long,
     kernels_short,
 )
+from lora_backends.numba_cpu import vectors as v  # noqa: E402
 
 FOLDER = Path(kernels.__file__).parent
 NAMES = sorted(path.name for path in FOLDER.glob("*.py"))
@@ -52,15 +59,98 @@ ENTRIES = {
 }
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def writer(kind, value):
+    """Return a compiled function that writes a value; kinds are its variants."""
+
+    def run(address):
+        v.write(kind, address, np.float32(value))
+
+    return compiling.compiled(run)
+
+
+def written_by(made):
+    to = np.zeros(1, np.float32)
+    ctypes.CFUNCTYPE(None, ctypes.c_int64)(made.address)(to.ctypes.data)
+    return to.item()
+
+
 @pytest.mark.parametrize("name", ENTRIES)
-def test_the_key_of_machine_code_holds_the_digest(name, monkeypatch):
+def test_files_are_named_after_the_sources_and_the_cpu(name, monkeypatch):
     module, entry = ENTRIES[name]
     given = []
     monkeypatch.setattr(module, "compiled", given.append)
     entry()
-    assert [
-        compiling.SOURCES in [cell.cell_contents for cell in run.__closure__] for run in given
-    ] == [True]
+    (run,) = given
+    found = {compiling.kept_name(run)}
+    codegen = compiling.cpu_target.target_context.codegen()
+    for place, attribute, value in (
+        (compiling, "SOURCES", 1),
+        (type(codegen), "magic_tuple", lambda self: ("another", "CPU", "")),
+        (compiling.numba, "__version__", "0"),
+        (compiling.llvmlite, "__version__", "0"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(place, attribute, value)
+            found.add(compiling.kept_name(run))
+    assert len(found) == 5
+
+
+def test_variants_of_a_function_share_no_file(monkeypatch):
+    names = []
+    monkeypatch.setattr(
+        kernels_short, "compiled", lambda run: names.append(compiling.kept_name(run))
+    )
+    kinds = [v.FLOAT32, v.BFLOAT16, v.FLOAT16, v.INT8, v.E4M3, v.E5M2]
+    for kind in kinds:
+        kernels_short.gather(kind)
+    assert len(set(names)) == len(kinds)
+
+
+def test_processes_that_save_at_once_never_mix_their_variants(folder, monkeypatch):
+    """numba saves an index and then the file that it names; another process may come between."""
+    save = IndexDataCacheFile._save_data
+
+    def save_late(self, name, data):
+        with monkeypatch.context() as other:
+            other.setattr(IndexDataCacheFile, "_save_data", save)
+            other.setattr(IndexDataCacheFile, "_load_index", lambda self: {})  # read before
+            writer(v.FLOAT32, 2.0)
+        save(self, name, data)
+
+    with monkeypatch.context() as first:
+        first.setattr(IndexDataCacheFile, "_save_data", save_late)
+        writer(v.FLOAT32, 1.0)
+    found = [writer(v.FLOAT32, value) for value in (1.0, 2.0)]
+    assert [(written_by(made), made.cache_hits) for made in found] == [(1.0, 1), (2.0, 1)]
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+@pytest.mark.parametrize("left", [0, 20])
+def test_a_damaged_file_is_written_again(folder, kind, left):
+    """A power cut leaves files empty or short."""
+    writer(v.FLOAT32, 3.0)
+    (file,) = folder.rglob("*." + kind)
+    file.write_bytes(file.read_bytes()[:left])
+    assert written_by(writer(v.FLOAT32, 3.0)) == 3.0
+    assert writer(v.FLOAT32, 3.0).cache_hits == 1
+
+
+@pytest.mark.parametrize("method", ["_save_index", "_save_data"])
+def test_a_full_disk_keeps_nothing_and_fails_no_call(folder, monkeypatch, method):
+    def fail(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(IndexDataCacheFile, method, fail)
+        assert written_by(writer(v.FLOAT32, 4.0)) == 4.0
+    made = writer(v.FLOAT32, 4.0)
+    assert (written_by(made), made.cache_hits) == (4.0, 0)
 
 
 def test_no_other_function_is_kept_on_disk():

@@ -330,7 +330,7 @@ def test_something_else_than_a_name_is_refused():
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="F16C is a feature of x86")
-@pytest.mark.parametrize("features", ["", "+sse2,+avx2,-f16c"])
+@pytest.mark.parametrize("features", ["", "+sse2,+avx2,-f16c", "+f16c,-f16c", "+f16c,-avx"])
 def test_a_cpu_for_which_llvm_would_end_the_process_is_refused(features, monkeypatch):
     from numba.core import config
 
@@ -359,3 +359,17 @@ def test_an_instruction_that_numba_is_told_not_to_use_is_not_asked_for(enabled, 
     assert not missing_features()
     monkeypatch.setattr(binding, "llvm_version_info", (15, 0, 7))
     assert not has_bfloat16()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX-512 is a feature of x86")
+@pytest.mark.parametrize("taken", ["", "-avx512bf16", "-avx512f", "-fma", "-avx", "-sha"])
+def test_a_feature_that_is_taken_back_is_not_asked_for(taken, monkeypatch):
+    """Compiling for `+avx512bf16,-avx512f` would end the process."""
+    from llvmlite import binding
+    from numba.core import config
+
+    from lora_backends.numba_cpu.cpu import has_bfloat16
+
+    monkeypatch.setattr(binding, "llvm_version_info", (20, 0, 0))
+    monkeypatch.setattr(config, "CPU_FEATURES", f"-avx,+f16c,+avx512bf16,{taken}")
+    assert has_bfloat16() == (taken in ("", "-sha"))

@@ -14,6 +14,7 @@ import torch
 
 from lora_backends.dispatch.cached import CachingPlan
 from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.tracing import is_traced
 from lora_backends.dispatch.wrap import stored_as
 from lora_backends.weights import LoRAWeights
 
@@ -35,7 +36,7 @@ def over_rows(engine: Engine, operation: str, run: Add) -> Add:
     stored = stored_as(engine, operation)
 
     def add(x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> torch.Tensor:
-        if stored is None or not isinstance(plan, CachingPlan) or torch.compiler.is_compiling():
+        if stored is None or not isinstance(plan, CachingPlan) or is_traced():
             y = y.contiguous()
             run(as_rows(x), weights, plan, y.view(-1, y.shape[-1]))
             return y

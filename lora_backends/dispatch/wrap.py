@@ -36,6 +36,7 @@ from lora_backends.dispatch.ordinary import (
     is_ordinary_routed,
 )
 from lora_backends.dispatch.output import new_output
+from lora_backends.dispatch.tracing import is_traced
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import CAPACITY
 from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
@@ -141,7 +142,7 @@ def _wrap_routed(operation: Operation, method: Method) -> Method:
         if unknown:
             raise TypeError(f"{operation.name}() got unexpected keyword arguments {unknown}")
         given = {**defaults, **options}
-        if torch.compiler.is_compiling():
+        if is_traced():
             return trace_add(operation, call, self, x, weights, routing, base_output, given)
         if isinstance(routing, ManyAdaptersRouting):
             y: torch.Tensor | None = base_output
@@ -162,7 +163,7 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
     def call(
         self: Engine, x: Any, weights: LoRAWeights, plan: Any, out: Any = None
     ) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_traced():
             if out is not None:  # a copy of the traced result would convert and broadcast
                 return call_outside(call, self, x, weights, plan, out)  # type: ignore[no-any-return]
             return trace_shrink(call, self, x, weights, plan)
@@ -188,7 +189,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     def call(
         self: Engine, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
     ) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_traced():
             return trace_add(operation, call, self, x, weights, plan, base_output)
         if isinstance(plan, CachingPlan) and (stores or name in self.storing):
             cache = plan.call_cache
@@ -277,7 +278,7 @@ def _with_argument(operation: Operation, call: Method) -> Method:
 
 def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Engine, batch: LoRABatch, out: Any = None, capacity: int | None = None) -> Any:
-        if torch.compiler.is_compiling():
+        if is_traced():
             return call_outside(call, self, batch, out, capacity)
         if is_ordinary_batch(self, batch, out, capacity):
             return method(self, batch, out=out)
@@ -302,7 +303,7 @@ def _wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
         out: Any = None,
     ) -> Any:
         choice = (topk_ids, topk_weights, num_experts, expert_map)
-        if torch.compiler.is_compiling():
+        if is_traced():
             return call_outside(call, self, plan, *choice, out)
         if isinstance(plan, ManyAdaptersPlan):
             outs = [None] * len(plan.plans) if out is None else routings_of(out, plan)

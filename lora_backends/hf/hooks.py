@@ -13,6 +13,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.dispatch.any_axes import over_rows
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.repeats import NO_REPEATS
+from lora_backends.dispatch.tracing import is_traced
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.layout import Layout
 from lora_backends.hf.running import RUNNING, check_thread, is_open
@@ -40,14 +41,14 @@ def begin_hook(model: str, structure: Structure, main_input: str) -> Callable[..
         if call.model != model:
             check_thread(model)
             return
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             if is_open(model):
                 structure.check_modules()
                 structure.check_state()
             RUNNING.kept = None  # of a forward pass that has failed
         inputs = {**kwargs, main_input: args[0]} if args else kwargs
         call.begin_forward(inputs, *rows_and_length(inputs, main_input))
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             RUNNING.repeats = call.repeats()
 
     return begin
@@ -55,7 +56,7 @@ def begin_hook(model: str, structure: Structure, main_input: str) -> Callable[..
 
 def end_hook(*_: Any) -> None:
     """Let modules that are called outside of a forward pass make all checks."""
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         RUNNING.repeats = NO_REPEATS
 
 

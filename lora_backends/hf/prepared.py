@@ -15,6 +15,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.devices import is_capturing
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
+from lora_backends.dispatch.tracing import is_traced
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.beside import multiplies_bases
 from lora_backends.hf.entries import Choices, Entry, adapter_names, is_per_token
@@ -157,7 +158,7 @@ class PreparedAdapters:
                 f"  given: {rows} rows of {length} tokens\n"
                 f"  to do: prepare one for each shape, or pad the batch with rows of None"
             )
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             capturing = is_capturing(self.backend.device)
             if capturing:
                 self._check_capture()
@@ -229,7 +230,7 @@ class PreparedAdapters:
                 self._unknown |= unknown
             key = math.prod(shape)
         if key not in self._plans:
-            if torch.compiler.is_compiling() or is_capturing(self.backend.device):
+            if is_traced() or is_capturing(self.backend.device):
                 raise InvalidInputError(
                     f"no plan for an input of shape {list(shape)}, and none is made while a graph "
                     f"is\n  to do: warm up with model(adapters=step, ...) and the same inputs"

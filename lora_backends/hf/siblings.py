@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
 from lora_backends.backend import LoRABackend
+from lora_backends.dispatch.tracing import is_traced
 from lora_backends.dispatch.wrap import stored_as
 from lora_backends.hf import traced
 from lora_backends.hf.hooks import Hook
@@ -182,8 +183,8 @@ def leader_forward(
         if call.model != model:
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)
-        is_traced = torch.compiler.is_compiling()
-        if not is_traced:
+        tracing = is_traced()
+        if not tracing:
             left, RUNNING.kept = RUNNING.kept, None
             if left is not None:
                 left.group.apart = True
@@ -196,7 +197,7 @@ def leader_forward(
             or self is not group.modules[0]
         ):
             return _run_alone(self, input, alone)
-        if is_traced:
+        if tracing:
             joined = call.joined.get(paths[0])
         else:
             # tensors of inference mode have no version; a weight may have been moved
@@ -204,14 +205,14 @@ def leader_forward(
         if joined is None:
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
-        y = run(call, is_traced, input, weights, plan, *joined)
-        if is_traced:
+        y = run(call, tracing, input, weights, plan, *joined)
+        if tracing:
             call.is_traced = True
             traced.note(input)
         else:
             RUNNING.repeats.keep(alone, backend, operation, input, weights, plan, y)
         outputs = _columns(y, widths)
-        version = TRACED if is_traced else input._version
+        version = TRACED if tracing else input._version
         RUNNING.kept = Kept(group, input, version, [*outputs], siblings)
         return outputs[0]
 
@@ -270,9 +271,7 @@ def sibling_forward(
             output = kept.outputs[index]
             # leader and sibling are both traced, or neither is
             if output is not None and (
-                torch.compiler.is_compiling()
-                and group.modules[index] is self
-                and traced.is_unchanged(input)
+                is_traced() and group.modules[index] is self and traced.is_unchanged(input)
                 if kept.version == TRACED
                 else not torch.compiler.is_dynamo_compiling()
                 and kept.version == input._version
@@ -283,7 +282,7 @@ def sibling_forward(
                 if not kept.left:
                     RUNNING.kept = None
                 return output
-            if not torch.compiler.is_compiling():
+            if not is_traced():
                 group.are_joined()  # notes a sibling that was moved
         if RUNNING.call.model != model:
             check_thread(model)
@@ -322,19 +321,19 @@ def linear_forward(
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         weights = call.stacks.get(path)
-        is_traced = torch.compiler.is_compiling()
-        if weights is None or (is_traced and not call.multiplies_bases):
+        tracing = is_traced()
+        if weights is None or (tracing and not call.multiplies_bases):
             return _run_alone(self, input, alone)
-        if is_traced:
+        if tracing:
             plan = call.plan(input.shape[:-1], layout, paths)
-            return run(call, is_traced, input, weights, plan, self.weight, self.bias)
+            return run(call, tracing, input, weights, plan, self.weight, self.bias)
         parameters: dict[str, Any] = self._parameters  # not by nn.Module's slow `__getattr__`
         try:
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # other code has put something else in its place: pruning for instance
             return _run_alone(self, input, alone)
         plan = call.plan(input.shape[:-1], layout, paths)
-        y = run(call, is_traced, input, weights, plan, weight, bias)
+        y = run(call, tracing, input, weights, plan, weight, bias)
         RUNNING.repeats.keep(alone, backend, operation, input, weights, plan, y)
         return y
 

@@ -6,15 +6,20 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import llvmlite
+import numba
 from numba import cfunc, config, njit, types
 from numba.core import typed_passes, untyped_passes
+from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.registry import cpu_target
 
 _NEEDLESS = (
     untyped_passes.InlineClosureLikes,
@@ -93,23 +98,39 @@ def digest_of(folder: Path) -> int:
 
 
 SOURCES = digest_of(Path(__file__).parent)
-"""Each function that is kept on disk has this number in its closure. numba's key consists of the
-closure and the function's own file; without the number it would load code with older callees."""
+"""What `kept_name` says of the sources: numba's own key would load code with older callees."""
+
+
+def kept_name(run: Any) -> str:
+    """Return the name of a function's files on disk; other code has another name.
+
+    numba keeps the variants of a function in numbered files. Two processes may give a number to two
+    variants at once, and a process that ends early leaves a number that an older file has: either
+    way numba would later load the wrong one.
+    """
+    cells = [cell.cell_contents for cell in run.__closure__ or ()]
+    cpu = cpu_target.target_context.codegen().magic_tuple()
+    key = (SOURCES, cells, cpu, numba.__version__, llvmlite.__version__)
+    return f"{run.__qualname__}.{hashlib.sha256(pickle.dumps(key)).hexdigest()[:16]}"
 
 
 def compiled(run: Any) -> Any:
-    """Return a C function of int64s without a result, kept on disk where a folder can be written.
-
-    `run` must have `SOURCES` in its closure.
-    """
+    """Return a C function of int64s without a result, kept on disk where that is possible."""
     if config.DISABLE_JIT:
         return run
+    run.__qualname__ = kept_name(run)
     signature = types.void(*[types.int64] * run.__code__.co_argcount)
+    kept = cfunc(signature, cache=True, **_OPTIONS)
     with _without_garbage_collection():
         try:
-            return cfunc(signature, cache=True, **_OPTIONS)(run)
-        except RuntimeError:  # neither this folder, nor NUMBA_CACHE_DIR, nor the user's
-            return cfunc(signature, **_OPTIONS)(run)
+            return kept(run)
+        except (OSError, RuntimeError):  # no folder can be written, or the disk is full
+            pass
+        except Exception:  # a damaged file, which pickle reads with any error
+            with suppress(OSError, RuntimeError):
+                FunctionCache(run).flush()
+                return kept(run)
+        return cfunc(signature, **_OPTIONS)(run)
 
 
 @contextmanager

@@ -8,6 +8,13 @@ from llvmlite import binding
 from numba.core import config
 from numba.core.codegen import get_host_cpu_features
 
+_AVX = ("f16c", "avx", "sse4.2", "sse4.1", "ssse3", "sse3", "sse2", "sse")
+_NEEDED = {
+    "f16c": _AVX,
+    "avx512bf16": ("avx512bf16", "avx512bw", "avx512f", "avx2", "fma", *_AVX),
+}
+"""What a feature needs, itself included."""
+
 
 def missing_features() -> list[str]:
     """Return why the kernels cannot be compiled for this CPU, a sentence each; [] if they can.
@@ -15,7 +22,7 @@ def missing_features() -> list[str]:
     Without F16C LLVM calls a function of the C runtime for float16, does not find it, and ends the
     process. Virtual machines may hide F16C from their guests.
     """
-    if config.DISABLE_JIT or not _is_x86() or "+f16c" in _features():
+    if config.DISABLE_JIT or not _is_x86() or _has("f16c"):
         return []
     return ["numba_cpu converts float16 with F16C, which this CPU or NUMBA_CPU_FEATURES lacks."]
 
@@ -26,11 +33,22 @@ def has_bfloat16() -> bool:
     LLVM 15, which numba 0.61 comes with, calls a function of the C runtime instead, does not find
     it, and ends the process.
     """
-    return _is_x86() and "+avx512bf16" in _features() and binding.llvm_version_info[0] > 15
+    return _is_x86() and _has("avx512bf16") and binding.llvm_version_info[0] > 15
 
 
 def _is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _has(feature: str) -> bool:
+    """Return whether LLVM may use a feature: a later "-avx" takes back "+f16c", which needs AVX."""
+    found = False
+    for item in _features():
+        if item == "+" + feature:
+            found = True
+        elif item[:1] == "-" and item[1:] in _NEEDED[feature]:
+            found = False
+    return found
 
 
 def _features() -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import SOURCES, compiled, function, inlined
+from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import (
     EXPAND_COST,
     EXPAND_TILES,
@@ -102,10 +102,8 @@ SEGMENT_BYTES, SLICE_BYTES = 8 * len(Segment._fields), 8 * len(Slice._fields)
 
 def entry() -> Any:
     """Compile what the host calls; it takes a `Call`'s address."""
-    sources = SOURCES
 
     def run(address):
-        _ = sources
         call = v.record(Call, address)
         layer = v.record(Layer, call.layer)
         routines = v.record(Routines, call.routines)

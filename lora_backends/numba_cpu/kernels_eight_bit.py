@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import SOURCES, compiled, function, inlined
+from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import (
     DOT_CHUNK,
     EXPAND_COST,
@@ -103,10 +103,8 @@ class Routines(NamedTuple):
 
 def entry() -> Any:
     """Compile what the host calls; it takes a `Call`'s address."""
-    sources = SOURCES
 
     def run(address):
-        _ = sources
         call = v.record(Call, address)
         layer = v.record(Layer, call.layer)
         routines = v.record(Routines, call.routines)
@@ -167,10 +165,8 @@ def read_stored(stored, address):
 
 def gather() -> Any:
     """Compile ``h[s, t, :r] = a[l, s, :r, ids[t]]`` for a call's segments; ids are int64."""
-    sources = SOURCES
 
     def run(address, low, high):
-        _ = sources
         call = v.record(Call, address)
         layer = v.record(Layer, call.layer)
         ids = (call.x, call.x_row, call.x_order)
@@ -254,10 +250,8 @@ def shrink_dots() -> Any:
     into groups of 8, 4, 2 and 1 tokens. A group is multiplied by all rows of a, one chunk of the
     inputs after the other.
     """
-    sources = SOURCES
 
     def run(scratch, a, a_row, n, count, tokens, x, x_row, x_order, h, h_row, h_order):
-        _ = sources
         rows, own_x, own_h = (a, a_row, n, count), (x, x_row, x_order), (h, h_row, h_order)
         t = 0
         while t + 8 <= tokens:
@@ -340,10 +334,8 @@ def four_rows(a, a_row, count):
 
 def copy_x() -> Any:
     """Compile the copy of rows of x as float32, behind their order."""
-    sources = SOURCES
 
     def run(x_dtype, x, x_row, x_order, tokens, width, to):
-        _ = sources
         for t in range(tokens):
             (row,) = v.rows((x, x_row, x_order), t, ONE)
             copy = to + ORDER_BYTES + t * row_bytes(width)
@@ -379,13 +371,11 @@ def shrink_panel() -> Any:
     x is copied as float32 behind its order: the numbers from 0. The last row of a pads its block
     of rows.
     """
-    sources = SOURCES
 
     def run(
         add_block, order, stored, a, a_row, n, at, scales_row, scales_column, block_rows,
         block_columns, first, count, tokens, x_dtype, x, x_row, x_order, h, h_row, h_order,
     ):  # fmt: skip
-        _ = sources
         scales = (at, (scales_row, scales_column), (block_rows, block_columns))
         copy, sums_step = order + ORDER_BYTES, (tokens + TOKENS - 1) // TOKENS * SUMS_BYTES
         packed_a = copy + tokens * X_ROW
@@ -538,14 +528,12 @@ def stored_of(call, layer, item, key, to_y):
 
 def expand_ragged() -> Any:
     """Compile the addition to single columns of y; `row` is their first row of b in the slice."""
-    sources = SOURCES
 
     def run(
         expand_column, dtype, at, scales_row, scales_column, block_rows, block_columns, y_dtype,
         to_y, row, end_row, b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank,
         scaling, scales, scales_step, scales_order, t, end, h, h_row, h_order, y, y_row, y_order,
     ):  # fmt: skip
-        _ = sources
         own_scales = (at, (scales_row, scales_column), (block_rows, block_columns))
         to, own_y = to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT, (y_dtype, (y, y_row, y_order))
         single = np.int64(1)
@@ -570,7 +558,6 @@ def expand_ragged() -> Any:
 
 def expand_stored() -> Any:
     """Compile the addition to columns of y, 64 or 16 at a time; `row` is their row of b."""
-    sources = SOURCES
 
     def run(
         add_many, add_one, dtype, at, scales_row, scales_column, block_rows, block_columns,
@@ -578,7 +565,6 @@ def expand_stored() -> Any:
         rank, scaling, scales, scales_step, scales_order, t, end, h, h_row, h_order,
         y, y_row, y_order,
     ):  # fmt: skip
-        _ = sources
         own_scales = (at, (scales_row, scales_column), (block_rows, block_columns))
         columns, own_y = (
             to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT,
@@ -613,14 +599,12 @@ def expand_stored() -> Any:
 
 def expand_int8(kind_y: Any) -> Any:
     """Compile what `expand_stored` does for int8 with a scale per row, widened in registers."""
-    sources = SOURCES
 
     def run(
         dtype, at, scales_row, scales_column, block_rows, block_columns, y_dtype, to_y, row,
         end_row, b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
         scales, scales_step, scales_order, t, end, h, h_row, h_order, y, y_row, y_order,
     ):  # fmt: skip
-        _ = sources
         own_scales = (at, (scales_row, scales_column), (block_rows, block_columns))
         spare = to_y + ORDER_BYTES + TILE_BYTES * MAX_SEGMENT
         packed, own_y = spare + SCALES_BYTES, (y, y_row, y_order)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray
 
 from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import SOURCES, compiled, function, inlined
+from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import MAX_SEGMENT
 from lora_backends.numba_cpu.kernels import SLICE_BYTES, rank_of
 from lora_backends.numba_cpu.layer import Layer, Slice
@@ -66,10 +66,8 @@ class Reduction(NamedTuple):
 
 def grouping_entry() -> Any:
     """Compile `run_grouping`; it takes the address of a `Grouping`."""
-    sources = SOURCES
 
     def run(address):
-        _ = sources
         run_grouping(address)
 
     return compiled(run)
@@ -77,10 +75,8 @@ def grouping_entry() -> Any:
 
 def reduction_entry(kind_y: Any) -> Any:
     """Compile `run_reduction` for y of a kind; it takes the address of a `Reduction`."""
-    sources = SOURCES
 
     def run(address):
-        _ = sources
         run_reduction(kind_y, address)
 
     return compiled(run)

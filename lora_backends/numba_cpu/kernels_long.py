@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import SOURCES, compiled, function, inlined
+from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import (
     LONG_CHUNK,
     LONG_PANEL,
@@ -74,12 +74,10 @@ def shrink_long(kind: Any) -> Any:
 
     The last row of a pads its block of rows.
     """
-    sources = SOURCES
 
     def run(
         add_block, packed_a, a, a_row, n, count, tokens, x, x_row, x_order, h, h_row, h_order
     ):  # fmt: skip
-        _ = sources
         all_sums = packed_a + A_BYTES  # [vectors, LONG_RANKS, 16] float32 before
         for k in range(0, n, LONG_CHUNK):
             at, width = k * v.size(kind), min(n - k, LONG_CHUNK)
@@ -117,13 +115,11 @@ def add_block(kind_x: Any) -> Any:
     x is widened in registers. The last token pads its group. Where x is `fresh`, not in a cache
     yet, the rows of the next group are fetched.
     """
-    sources = SOURCES
 
     def run(
         packed_a, all_sums, width, a, a_rows, a_row, a_lines, fresh, begun, ends, count, tokens,
         x, x_row, x_order, h, h_row, h_order,
     ):  # fmt: skip
-        _ = sources
         groups = (tokens + TOKENS - 1) // TOKENS
         share = (a_lines * LONG_RANKS + groups - 1) // groups
         x_lines = width * v.size(kind_x) // LINE if fresh else 0
@@ -183,14 +179,12 @@ def pack_row(kind, row, width, to, step):
 
 def expand_long(kind: Any) -> Any:
     """Compile the addition to `blocks` times 64 columns of y, which `add_stored` does."""
-    sources = SOURCES
 
     def run(
         add_stored, columns, b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank,
         scaling, scales, scales_row, scales_order, blocks, t, end, h, h_row, h_order,
         y, y_row, y_order,
     ):  # fmt: skip
-        _ = sources
         step, width = LINE * LONG_TILES, LANES * LONG_TILES
         paired = rank - rank % (16 // v.size(kind))
         for _block in range(blocks):
@@ -236,14 +230,12 @@ def add_stored(kind_y: Any, tiles: tuple[int, ...] = MANY_TILES) -> Any:
     The columns of b are stored as float32, `width` bytes were read of each of its rows, and
     `paired` of the columns have an even and an odd sum by turns.
     """
-    sources = SOURCES
 
     def run(
         b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
         scales, scales_row, scales_order, paired, width, columns, t, end,
         h, h_row, h_order, y, y_row, y_order,
     ):  # fmt: skip
-        _ = sources
         step, b_rows = LINE * len(tiles), LANES * len(tiles)
         own_y, size = (y, y_row, y_order), v.size(kind_y)
         factors = (read_scaling(rank, scaling), (scales, scales_row, scales_order))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import SOURCES, compiled, function, inlined
+from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import EXPAND_AHEAD, SHRINK_AHEAD, SHRINK_RANKS
 from lora_backends.numba_cpu.kernels_bias import load_bias, read_bias
 
@@ -29,10 +29,8 @@ PLAIN, MULTIPLIED = (), (0,)  # vectors of output_scales per 16 columns of y
 
 def shrink_short(kind: Any, kind_x: Any) -> Any:
     """Compile ``h[t, first:last] = x[t] @ a[first:last].T`` for weights and x of these kinds."""
-    sources = SOURCES
 
     def run(a, a_row, n, first, last, t, end, x, x_row, x_order, h, h_row, h_order):
-        _ = sources
         for j in range(first, last, SHRINK_RANKS):
             rows, columns = (a + j * a_row, a_row, n), (h + 4 * j, h_row, h_order)
             count = min(last - j, SHRINK_RANKS)
@@ -43,10 +41,8 @@ def shrink_short(kind: Any, kind_x: Any) -> Any:
 
 def gather(kind: Any) -> Any:
     """Compile ``h[t, :rank] = a[:rank, ids[t]]`` for weights of a kind; ids are int64."""
-    sources = SOURCES
 
     def run(a, a_row, rank, t, end, ids, ids_row, ids_order, h, h_row, h_order):
-        _ = sources
         for i in range(t, end):
             (at,), (to,) = (
                 v.rows((ids, ids_row, ids_order), i, ONE),
@@ -61,13 +57,11 @@ def gather(kind: Any) -> Any:
 
 def expand_short(kind: Any, kind_y: Any) -> Any:
     """Compile the addition to `tiles` times 16 columns of y, for weights and y of these kinds."""
-    sources = SOURCES
 
     def run(
         b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
         scales, scales_row, scales_order, tiles, t, end, h, h_row, h_order, y, y_row, y_order,
     ):  # fmt: skip
-        _ = sources
         place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
         factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
         own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
@@ -91,13 +85,11 @@ def expand_short(kind: Any, kind_y: Any) -> Any:
 
 def expand_multiplied(kind: Any, kind_y: Any) -> Any:
     """Compile what `expand_short` does, with output_scales; few variants compile sooner."""
-    sources = SOURCES
 
     def run(
         b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
         scales, scales_row, scales_order, tiles, t, end, h, h_row, h_order, y, y_row, y_order,
     ):  # fmt: skip
-        _ = sources
         place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
         factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
         own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
@@ -114,13 +106,11 @@ def expand_multiplied(kind: Any, kind_y: Any) -> Any:
 
 def expand_column(kind: Any, kind_y: Any) -> Any:
     """Compile the addition to single columns of y, in the order of sums of `expand_short`."""
-    sources = SOURCES
 
     def run(
         b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
         scales, scales_row, scales_order, columns, t, end, h, h_row, h_order, y, y_row, y_order,
     ):  # fmt: skip
-        _ = sources
         factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
         own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
         for i in range(columns):

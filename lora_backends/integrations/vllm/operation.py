@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lora_backends.devices import is_capturing
+from lora_backends.dispatch.tracing import is_traced
 from lora_backends.errors import InvalidInputError
 from lora_backends.integrations.vllm import inputs
 from lora_backends.integrations.vllm.layers import Layer, as_stored, find
@@ -44,7 +45,7 @@ def run(
         operation: one of the names above.
         offset: the first column of y that an expand adds to.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         torch.ops.lora_backends_vllm.run(y, x, stack, operation, offset)
     else:
         _run(y, x, stack, operation, offset)
@@ -185,7 +186,7 @@ def linear(
         bias: [out_features].
         stack: the first A of the layer.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         y: torch.Tensor = torch.ops.lora_backends_vllm.linear(x, weight, bias, stack)
         return y
     return _linear(x, weight, bias, stack)
