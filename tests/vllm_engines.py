@@ -25,9 +25,17 @@ ADAPTERS = {
         lora_alpha=4,
         target_modules=["k_proj", "o_proj", "down_proj"],
         rank_pattern=EVEN,
-        alpha_pattern={name: 2 * rank for name, rank in EVEN.items()},  # one scaling: vLLM has one
+        alpha_pattern={name: 2 * rank for name, rank in EVEN.items()},  # vLLM 0.30 has one scaling
     ),
     "ends": dict(r=8, lora_alpha=16, target_modules=["embed_tokens", "lm_head", "q_proj"]),
+    "patterns": dict(
+        r=2,
+        lora_alpha=4,
+        target_modules=LINEAR,
+        layers_to_transform=[1],
+        rank_pattern={"q_proj": 8, "up_proj": 1},
+        alpha_pattern={"v_proj": 16, "q_proj": 3},
+    ),
     "rs": dict(r=4, lora_alpha=8, use_rslora=True, target_modules=["gate_proj", "up_proj"]),
 }
 PROMPTS = [[(13 * row + 7 * i * i + i) % (VOCAB - 8) + 4 for i in range(40)] for row in range(8)]

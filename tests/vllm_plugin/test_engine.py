@@ -58,6 +58,14 @@ def test_ranks_per_slice_and_layer_are_the_adapters_own(engine, expect):
     assert by_end["embed_tokens"] == [0]
 
 
+def test_scalings_per_module_and_a_single_layer_are_the_adapters_own(engine, expect):
+    import vllm
+
+    if vllm.__version__.startswith("0.30."):
+        pytest.skip("this vLLM has one scaling per adapter")
+    expect(engine, PROMPTS[:4], ["patterns", None, "all", "patterns"])
+
+
 def test_embeddings_and_heads_have_adapters(engine, expect):
     expect(engine, PROMPTS[:4], ["ends", None, "all", "ends"])
 
