@@ -47,6 +47,7 @@ class _Held:
     hold: ExitStack
     remaining: int  # sequences that have not ended
     written: Any  # event after the last write to its slots; None: on a CPU, or waited for
+    is_coming: bool = True  # until the queue of the manager has it
 
 
 class _Forward:
@@ -112,7 +113,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 print(output.generated_tokens)
 
     The adapters of a request are neither evicted nor replaced before it has ended; a request that
-    is cancelled frees them with the next forward pass. Requests share no blocks of the cache,
+    is cancelled frees them once the thread has taken it out. Requests share no blocks of the cache,
     whatever the configuration says: equal prompts have other keys and values with another adapter.
     """
 
@@ -137,7 +138,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         config = _checked(continuous_batching_config, base.device)
         self._wrapped, self._packed = wrapped, find_packed(wrapped)
         self._held: dict[str, _Held] = {}
-        self._held_lock = threading.Lock()
+        self._held_lock = threading.RLock()
         # held from the end of a request until its output is in the queue
         self._delivery = threading.Lock()
         self._cancelled: set[str] = set()
@@ -192,7 +193,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         """
         ids, max_new_tokens = self._check_tokens(input_ids, max_new_tokens)
         request_id = f"lora_{next(self._numbers)}" if request_id is None else request_id
-        self._hold(request_id, adapter)
+        held = self._hold(request_id, adapter)
         try:
             added = super().add_request(ids, request_id, max_new_tokens, **options)
         except BaseException:
@@ -204,9 +205,10 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 f"request {request_id!r} comes too late: the manager has stopped"
                 f"{self._reason()}\n  to do: start another one"
             )
+        held.is_coming = False
         return request_id
 
-    def _hold(self, request_id: str, adapter: Entry) -> None:
+    def _hold(self, request_id: str, adapter: Entry) -> _Held:
         """Keep the adapters of a request in their slots, or refuse it."""
         if is_per_token(adapter):
             raise UnsupportedInputError(
@@ -225,12 +227,16 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                     raise InvalidInputError(
                         f"a request {request_id!r} is running\n  to do: give each its own id"
                     )
-                if request_id not in self.cancel_queue.queue:
-                    self._cancelled.discard(request_id)  # that cancel was for an earlier request
+                if request_id in self._cancelled:
+                    self._drop_outputs({request_id})  # that cancel was for an earlier request
+                    if request_id not in self.cancel_queue.queue:
+                        self._cancelled.discard(request_id)
                 entry = dict(adapter) if isinstance(adapter, Mapping) else adapter
-                self._held[request_id] = _Held(
+                held = _Held(
                     entry, slots, hold.pop_all(), self.num_return_sequences, self._written()
                 )
+                self._held[request_id] = held
+                return held
 
     def add_requests(  # noqa: D417
         self, inputs: Sequence[Sequence[int]], *, adapters: Sequence[Entry], **options: Any
@@ -343,17 +349,49 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         processor = self.batch_processor
         if not self._cancelled or processor is None:
             return set()
+        coming = {name for name, held in list(self._held.items()) if held.is_coming}  # comes first
         waiting = {state.request_id for state in list(self.input_queue.queue)}
         scheduler = processor.scheduler
         known = {*list(scheduler.active_requests), *list(scheduler.waiting_requests)}
-        return self._cancelled - waiting - known
+        return self._cancelled - coming - waiting - known
+
+    def _create_batch_processor(self) -> Any:
+        """Return Transformers' processor, which also frees the adapters of cancelled requests.
+
+        It drops these requests before each pass and, while nothing runs, when it looks for work.
+        """
+        processor = super()._create_batch_processor()
+        scheduler = processor.scheduler
+        clear = type(scheduler).clear_cancelled_requests
+
+        def clearing() -> Any:
+            cleared = clear(scheduler)
+            self._free_cancelled()
+            return cleared
+
+        scheduler.clear_cancelled_requests = clearing
+        return processor
+
+    def _free_cancelled(self) -> None:
+        with self._held_lock:
+            gone = self._dropped()
+            if not gone:
+                return
+            self._cancelled -= gone
+            self._drop_outputs(gone)
+            for request_id in gone:
+                self._release([request_id], whole=self._is_whole(request_id))
+
+    def _drop_outputs(self, ids: Container[str]) -> None:
+        """Take the outputs of cancelled requests out of the queue, where nobody takes them."""
+        outputs = self.output_router.output_queue
+        with outputs.mutex:
+            kept = [output for output in outputs.queue if output.request_id not in ids]
+            outputs.queue.clear()
+            outputs.queue.extend(kept)
 
     def _entries_of_batch(self) -> list[tuple[Entry, Mapping[str, int], int]]:
         """Return the entry, the slots and the tokens of every request in the batch, in order."""
-        gone = self._dropped()
-        self._cancelled -= gone
-        for request_id in gone:
-            self._release([request_id], whole=self._is_whole(request_id))
         batch = self.batch_processor.inputs_and_outputs.requests_in_batch
         held = [self._find(future.state.request_id) for future in batch]
         for each in held:

@@ -198,6 +198,45 @@ def test_an_id_that_was_cancelled_too_late_may_be_used_again(model, monkeypatch)
     assert answer == alone(model, [1, 2], "b", 150)
 
 
+def freed(requests):
+    while requests._held:
+        time.sleep(0.001)
+
+
+def test_cancelled_requests_free_adapters_and_outputs_while_nothing_runs(model):
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        with requests.pause():
+            names = [
+                requests.add_request([1, 2], None, 150, adapter=n, streaming=True) for n in "ab"
+            ]
+        for name in names:
+            soon(next, requests.request_id_iter(name))
+        for name in names:
+            requests.cancel_request(name)
+        soon(freed, requests)
+        model.unload_adapter("a")
+        assert not requests.output_router.output_queue.queue
+        assert not requests._cancelled
+
+
+def test_a_cancel_of_a_request_that_is_still_being_added_hurts_no_other(model, monkeypatch):
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        put = requests.input_queue.put
+
+        def put_after_a_step(*args, **options):
+            monkeypatch.setattr(requests.input_queue, "put", put)
+            requests.cancel_request("mine")
+            requests.collect([requests.add_request([3, 4], adapter="a")])
+            put(*args, **options)
+
+        monkeypatch.setattr(requests.input_queue, "put", put_after_a_step)
+        requests.add_request([1, 2], "mine", adapter="b")
+        name = requests.add_request([1, 2], adapter="b")
+        answer = soon(requests.collect, [name])[name].generated_tokens
+        soon(freed, requests)
+    assert answer == alone(model, [1, 2], "b")
+
+
 def test_a_request_holds_its_adapter_until_it_has_ended(model, make_base):
     with model.continuous_batching(continuous_batching_config=settings()) as requests:
         with requests.pause():
@@ -277,9 +316,9 @@ def test_a_request_of_two_sequences_that_ends_early_frees_what_no_other_sequence
             requests.output_router.deliver(output)
         else:
             requests._cancelled.add(name)
-            requests._entries_of_batch()
+            requests._free_cancelled()
 
-    requests._hold("x", "a")
+    requests._hold("x", "a").is_coming = False
     ends("x")
     assert model.pool.slots.is_free("a") == (not others)
     if others:
