@@ -11,8 +11,11 @@ from lora_backends.adapters.formats import CONFIG_FILE
 from lora_backends.errors import InvalidInputError
 from lora_backends.files import kind_of, unreadable
 
-Stamp = tuple[tuple[str, int, int, int], ...]
-"""Of each file of an adapter: its name, time of change in ns, size and inode."""
+Stamp = tuple[tuple[str, int, int, int, int], ...]
+"""Of each file of an adapter: its name, times of change in ns, size and inode.
+
+The first time is that of its contents, which `mv` and `rsync` keep; the second that of its inode.
+"""
 
 _FILES = re.compile(r"adapter_(config\.json|model.*)$")
 
@@ -51,9 +54,12 @@ def stamp_of(folder: Path) -> Stamp | None:
     except OSError as error:
         raise unreadable(folder, error) from error
     files = sorted((name, s) for name, s in found if stat.S_ISREG(s.st_mode))
-    return tuple((name, s.st_mtime_ns, s.st_size, s.st_ino) for name, s in files) or None
+    return (
+        tuple((name, s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino) for name, s in files)
+        or None
+    )
 
 
 def newest(stamp: Stamp) -> float:
     """Return when the last of the files changed, in seconds as `time.time` counts."""
-    return max(changed for _, changed, _, _ in stamp) / 1e9
+    return max(max(contents, inode) for _, contents, inode, _, _ in stamp) / 1e9

@@ -6,11 +6,13 @@ import os
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from deltas import random_checkpoint
 
+import lora_backends.adapters.store as store_module
 from lora_backends import InvalidInputError
 from lora_backends.adapters.folders import adapter_folders
 from lora_backends.hf import MultiLoRAModel
@@ -56,10 +58,15 @@ def folder(save_adapter):
     return path.parent
 
 
-def age(folder, seconds=100.0):
-    """Let the files of an adapter have been written a while ago."""
-    for file in folder.iterdir():
-        os.utime(file, (time.time() - seconds,) * 2)
+@pytest.fixture
+def later(monkeypatch):
+    """Return a function after which every file was written a while ago."""
+
+    def pass_time(seconds=100.0):
+        now = SimpleNamespace(time=lambda: time.time() + seconds, monotonic=time.monotonic)
+        monkeypatch.setattr(store_module, "time", now)
+
+    return pass_time
 
 
 def test_an_evicted_adapter_comes_back_from_memory(model, make_base, checkpoints):
@@ -124,14 +131,29 @@ def test_changed_files_are_loaded_between_batches(model, folder, save_adapter):
     assert not torch.equal(logits(model, "a"), after)
 
 
-def test_files_that_are_being_written_are_not_loaded(model, folder, save_adapter):
+def test_files_that_are_being_written_are_not_loaded(model, folder, save_adapter, later):
     store = model.keep_adapters(folder=folder, watch_s=60.0)
-    age(folder / "a")
     before = logits(model, "a")
     save_adapter(name="adapters/a", seed=77, **PLAIN)
     store._looked.clear()  # as after a minute
     assert torch.equal(logits(model, "a"), before)
-    age(folder / "a")
+    later()
+    store._looked.clear()
+    assert not torch.equal(logits(model, "a"), before)
+
+
+def test_old_files_that_are_moved_one_by_one_are_not_loaded_in_between(
+    model, folder, save_adapter, later
+):
+    store = model.keep_adapters(folder=folder, watch_s=60.0)
+    before = logits(model, "a")
+    other = save_adapter(name="elsewhere", seed=77, lora_alpha=80, **PLAIN)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        os.utime(other / name, (time.time() - 1000,) * 2)
+        os.replace(other / name, folder / "a" / name)  # keeps the time
+        store._looked.clear()
+        assert torch.equal(logits(model, "a"), before)
+    later()
     store._looked.clear()
     assert not torch.equal(logits(model, "a"), before)
 
@@ -564,13 +586,13 @@ def test_a_checkpoint_that_changes_after_it_was_given_changes_no_row(model, make
 
 
 def test_changed_files_of_an_evicted_adapter_are_seen_when_it_comes_back(
-    model, folder, save_adapter
+    model, folder, save_adapter, later
 ):
     store = model.keep_adapters(folder=folder, watch_s=50.0)
     before = logits(model, "a")
     logits(model, "b", "c")
     save_adapter(name="adapters/a", seed=77, **PLAIN)
-    age(folder / "a")
+    later()
     assert torch.equal(logits(model, "a"), before)  # within watch_s
     logits(model, "b", "c")
     store._looked = {name: then - 60.0 for name, then in store._looked.items()}  # a minute later
