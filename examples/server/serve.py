@@ -28,6 +28,7 @@ from lora_backends.errors import InvalidInputError, LoRABackendError
 from lora_backends.hf import MultiLoRAModel
 
 BASE = "base"
+MOST_TOKENS = 16  # of an answer, unless the request says otherwise
 
 
 class Server:
@@ -94,7 +95,9 @@ class Server:
                 f'"{BASE}" or the name of an adapter'
             )
         ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-        return ids, None if body["model"] == BASE else body["model"], body.get("max_tokens", 16)
+        most = body.get("max_tokens")  # null: as if left out, not as many as the cache holds
+        most = MOST_TOKENS if most is None else most
+        return ids, None if body["model"] == BASE else body["model"], most
 
     async def _answer(
         self, name: str, model: str, outputs: asyncio.Queue[Any], prompt_tokens: int

@@ -119,6 +119,13 @@ def test_a_wrong_request_gets_an_error_that_says_why(served, body, message):
     assert served[1].output_router.result_handlers == {}
 
 
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": None}], ids=["left out", "null"])
+def test_an_answer_has_16_tokens_where_the_request_gives_no_limit(served, limit):
+    body = {"model": "b", "prompt": "6", **limit}
+    answer = json.loads(served[2](body).read())["choices"][0]
+    assert answer["text"] == alone(served[0], "6", "b", 16)
+
+
 def test_a_client_that_goes_away_ends_its_request(served):
     model, requests, post = served
     response = post({"model": "a", "prompt": "1", "max_tokens": 150, "stream": True})
