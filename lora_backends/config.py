@@ -29,7 +29,7 @@ from lora_backends.errors import (
     shown,
 )
 from lora_backends.files import as_path, read_text
-from lora_backends.names import AUTO, ENV_PREFIX, TILES_VARIABLE
+from lora_backends.names import AUTO, ENV_PREFIX, TILES_VARIABLE, VLLM_VARIABLE
 from lora_backends.registry import backend_names
 
 MOST = 2**31 - 1
@@ -233,7 +233,7 @@ class LoRAConfig(BaseSettings):
     @classmethod
     def _check_environment(cls) -> None:
         fields = [ENV_PREFIX + field.upper() for field in LoRAConfig.model_fields]
-        allowed = [*fields, TILES_VARIABLE]
+        allowed = [*fields, TILES_VARIABLE, VLLM_VARIABLE]
         for variable in os.environ:
             if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in allowed:
                 raise InvalidInputError(

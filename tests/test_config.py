@@ -81,8 +81,9 @@ def test_an_unknown_environment_variable_is_named(monkeypatch):
         LoRAConfig()
 
 
-def test_the_folder_of_tile_tables_is_no_field_but_known(monkeypatch):
+def test_variables_that_are_no_fields_are_known(monkeypatch):
     monkeypatch.setenv("LORA_BACKENDS_TILES", "anywhere")
+    monkeypatch.setenv("LORA_BACKENDS_VLLM", "auto")
     assert LoRAConfig().backend == "auto"
     monkeypatch.setenv("LORA_BACKENDS_TILE", "anywhere")
     with pytest.raises(InvalidInputError, match="did you mean 'LORA_BACKENDS_TILES'"):
