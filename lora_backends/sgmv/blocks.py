@@ -144,18 +144,19 @@ def prefetch_x(
     program,
     in_features,
     x_stride_t,
+    LINES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Bring into L2 the first 512 bytes that `shrink_tile` will read of each of its rows of x.
+    """Bring into L2 the first LINES * 128 bytes that `shrink_tile` will read of its rows of x.
 
     As in `prefetch_a`, an earlier kernel may still write x. The programs of the first rows of A
     do it for all.
     """
     LINE: tl.constexpr = 1024 // x_ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
     PART: tl.constexpr = STEPS * BLOCK_K
-    own = tl.arange(0, 4) * LINE
+    own = tl.arange(0, LINES) * LINE
     k = program % SPLIT_K * PART + own
     wanted = (x_row >= 0) & (program < SPLIT_K)  # [T]
     wanted = wanted[:, None] & ((own < PART) & (k < in_features))[None, :]
@@ -820,11 +821,11 @@ def _expand_tma(
 ):
     """Add CHUNKS blocks of columns with STAGES loads of B through TMA in flight.
 
-    PREFETCH: while the shrink still runs, the first 512 bytes of each row of y go to L2.
+    PREFETCH: so many lines of 128 bytes of each row of y go to L2 while the shrink still runs.
     """
-    if PREFETCH:
+    if PREFETCH > 0:
         LINE: tl.constexpr = 1024 // y_rows.dtype.element_ty.primitive_bitwidth
-        c = first + tl.arange(0, 4) * LINE
+        c = first + tl.arange(0, PREFETCH) * LINE
         prefetch_lines(y_rows[:, None] + c[None, :], has_token[:, None] & (c < end)[None, :])
     if PROGRAMMATIC:
         gdc_wait()

@@ -23,7 +23,7 @@ from lora_backends.sgmv.tiles.rules import (
     ends_beyond_ranks,
     of_8_bits,
     of_scaled_blocks,
-    prefetches_rows,
+    prefetched_lines,
 )
 from lora_backends.sgmv.tiles.sizes import (
     BatchShape,
@@ -141,7 +141,9 @@ def _kernels(
         shrink = replace(shrink, split_k=min(shrink.split_k, PLANES_BESIDE))
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         tma = tma and column_programs(output_slices, expand).even
-    prefetches = options.programmatic and linear and prefetches_rows(batch, options.gpu)
+    x_lines = y_lines = 0
+    if options.programmatic and linear:
+        x_lines, y_lines = prefetched_lines(batch, layer, options.gpu)
     return Kernels(
         _shrink_kernel(
             layer,
@@ -150,7 +152,7 @@ def _kernels(
             storage,
             exact,
             ends_beyond_ranks(batch, options.gpu),
-            prefetches,
+            x_lines,
             row,
             options,
         ),
@@ -169,7 +171,7 @@ def _kernels(
             # only the shrink of run_linear lets the expand start early
             options._replace(programmatic=options.programmatic and linear),
             late_y=form == "beside",
-            prefetches=prefetches,
+            y_lines=y_lines,
         ),
         shrink.split_k,
     )
@@ -204,7 +206,7 @@ def _shrink_kernel(
     storage: Storage,
     exact: bool,
     exits: bool,
-    prefetches: bool,
+    x_lines: int,
     row: tuple[tuple[str, int], ...],
     options: Options,
 ) -> SpecializedKernel:
@@ -227,7 +229,7 @@ def _shrink_kernel(
         # exact: callers see h, so not even zeros are written beyond a rank
         "EVEN_R": layer.max_rank % 8 == 0 and not exact,
         "EXITS": exits,
-        "PREFETCH": prefetches,
+        "PREFETCH": x_lines,
         "PRECISION": options.precision,
         "INTERPRETED": INTERPRETED,
         "PROGRAMMATIC": options.programmatic,
@@ -255,7 +257,7 @@ def _expand_kernel(
     row: tuple[tuple[str, int], ...],
     options: Options,
     late_y: bool,
-    prefetches: bool,
+    y_lines: int,
 ) -> SpecializedKernel:
     columns = column_programs(output_slices, tiles)
     # With 128 registers or fewer, two programs of 8 warps fit on a multiprocessor. A kernel that
@@ -291,7 +293,7 @@ def _expand_kernel(
         "INTERPRETED": INTERPRETED,
         "PROGRAMMATIC": options.programmatic,
         "LATE_Y": late_y,
-        "PREFETCH": prefetches and tiles.num_stages > 1,
+        "PREFETCH": y_lines if tiles.num_stages > 1 else 0,
     }
     return SpecializedKernel(
         options.engine.entry_kernels.expand_kernel,

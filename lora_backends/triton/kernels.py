@@ -79,8 +79,10 @@ def shrink_kernel(
                 a_ptr, ranks_ptr, a_slices_ptr, slot, program, in_features, a_stride_l, a_stride_s,
                 a_stride_r, NUM_SLICES, SLICE_ALIGN, RANK_PAD, BLOCK_N, BLOCK_K, SPLIT_K, STEPS,
             )  # fmt: skip
-        if PREFETCH:
-            prefetch_x(x_ptr, tokens, program, in_features, x_stride_t, BLOCK_K, SPLIT_K, STEPS)
+        if PREFETCH > 0:
+            prefetch_x(
+                x_ptr, tokens, program, in_features, x_stride_t, PREFETCH, BLOCK_K, SPLIT_K, STEPS
+            )
         gdc_wait()  # before reading x, A and ranks, which an earlier kernel may write
         gdc_launch_dependents()
     if slot < 0:

@@ -310,7 +310,7 @@ def test_a_shrink_of_triton_prefetches_lines_of_its_own_rows_alone(
 @triton.jit
 def prefetching_x_kernel(x_ptr, row_ptr, in_features, stride, SPLIT_K: tl.constexpr):
     row = tl.load(row_ptr + tl.arange(0, 4)).to(tl.int64)
-    blocks.prefetch_x(x_ptr, row, tl.program_id(0), in_features, stride, 64, SPLIT_K, 3)
+    blocks.prefetch_x(x_ptr, row, tl.program_id(0), in_features, stride, 4, 64, SPLIT_K, 3)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="addresses are seen in the interpreter alone")
@@ -343,7 +343,7 @@ def test_an_expand_behind_tma_prefetches_lines_of_its_rows_of_y(monkeypatch, eng
     )
     backend = ENGINES[engine]("cpu", tiles=tiles)
     plan, options = backend.prepare_batch(batch), backend._options
-    monkeypatch.setattr(launch, "prefetches_rows", lambda *_: True)
+    monkeypatch.setattr(launch, "prefetched_lines", lambda *_: (4, 4))
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(blocks, name, lambda: None)
     kernels = launch.kernels_of(
@@ -387,7 +387,7 @@ def test_a_prefill_that_prefetches_rows_computes_the_formula(device, engine, dty
     backend._options = backend._options._replace(gpu=H200)
     plan, found = backend.prepare_batch(batch), y.clone().to(device)
     kernels = launch.kernels_of(moved, plan, 7000, dtype, backend._options)
-    assert kernels.shrink.constants["PREFETCH"] == backend._options.programmatic
+    assert bool(kernels.shrink.constants["PREFETCH"]) == backend._options.programmatic
     backend.run_linear(x.to(device), moved, plan, found)
     reference = get_backend("torch_ref", device="cpu")
     expected = reference.run_linear(x, weights, reference.prepare_batch(batch), y.clone())
