@@ -17,6 +17,7 @@ from triton import knobs
 from triton.runtime.errors import OutOfResources
 
 from lora_backends.errors import UnsupportedInputError
+from lora_backends.sgmv.launching.driver import DriverKernel, driver_kernel
 
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on the CPU."""
@@ -124,7 +125,11 @@ class SpecializedKernel:
         pointers = [tensor.data_ptr() for tensor in tensors]
         compiled = self._compiled[_kind(tensors, pointers, numbers)]
         values = [*pointers, *descriptors, *numbers, *self._values]
-        return BoundKernel(compiled, values, second, self._grid(1), self._axis)
+        grid, axis = self._grid(1), self._axis
+        driver = None
+        if tensors[0].is_cuda and all(found is None for found in descriptors):
+            driver = driver_kernel(compiled, pointers, numbers, second, grid, axis)
+        return BoundKernel(compiled, values, second, grid, axis, driver)
 
     @property
     def _axis(self) -> int:
@@ -179,9 +184,10 @@ class BoundKernel:
         second: place of the address that changes besides the first argument's.
         grid: of one row.
         axis: of the grid along which rows follow each other.
+        driver: the same, launched in less time; None if Triton must launch it.
     """
 
-    __slots__ = ("_axis", "_compiled", "_given", "_programs", "_run", "_second")
+    __slots__ = ("_axis", "_compiled", "_driver", "_given", "_programs", "_run", "_second")
 
     def __init__(
         self,
@@ -190,7 +196,9 @@ class BoundKernel:
         second: int,
         grid: tuple[int, int, int],
         axis: int = 0,
+        driver: DriverKernel | None = None,
     ) -> None:
+        self._driver = driver
         # built once: reading Triton's `run` property and filling the list would slow each launch
         self._compiled, self._run = compiled, compiled.run
         fixed = compiled.function, compiled.packed_metadata, None, None, None
@@ -207,6 +215,9 @@ class BoundKernel:
             second: the address of the other tensor that changes.
             hooks: `has_launch_hooks`.
         """
+        driver = None if hooks else self._driver
+        if driver is not None and driver.launch(rows, stream, first, second):
+            return
         given = self._given.copy()  # threads share the kernel
         given[self._axis] = self._programs * rows
         given[3], given[_FIRST], given[self._second] = stream, first, second

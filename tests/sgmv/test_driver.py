@@ -1,0 +1,171 @@
+"""Launches by the CUDA driver: the memory that it is given, as its header describes it."""
+
+import ctypes
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engines import ENGINES, device_or_skip, on
+from layers import small_batch, small_weights
+
+from lora_backends.sgmv.launching import driver as launching
+from lora_backends.sgmv.launching.driver import Driver, DriverKernel, driver_kernel
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h."""
+
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * (8 - ctypes.sizeof(ctypes.c_int))),
+        ("value", ctypes.c_char * 64),
+    ]
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = [
+        *((f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class Cuda:
+    """Stands for the driver: notes what a launch reads."""
+
+    def __init__(self, widths, status=0):
+        self.widths, self.status, self.launches = widths, status, []
+
+    def parameter(self, function, index, offset, width):
+        if index >= len(self.widths):
+            return 1  # CUDA_ERROR_INVALID_VALUE
+        width._obj.value = self.widths[index]
+        return 0
+
+    def launch(self, config_at, function, addresses_at, extra):
+        config = Config.from_address(config_at)
+        addresses = (ctypes.c_void_p * len(self.widths)).from_address(addresses_at)
+        kinds = {4: ctypes.c_int32, 8: ctypes.c_int64}
+        values = [kinds[w].from_address(a).value for w, a in zip(self.widths, addresses, strict=True)]
+        grid = config.grid_x, config.grid_y, config.grid_z
+        block = config.block_x, config.block_y, config.block_z
+        attributes = [
+            (config.attributes[i].id, int.from_bytes(config.attributes[i].value, "little"))
+            for i in range(config.num_attributes)
+        ]
+        stream = config.stream or 0
+        self.launches.append((grid, block, config.shared_bytes, stream, attributes, values))
+        assert function == 77 and extra is None
+        return self.status
+
+
+POINTERS, NUMBERS = [4096, 8192, 1 << 46], [1, 5, -3, 1 << 40, 2**31 - 1]
+WIDTHS = [8, 8, 8, 4, 4, 8, 4, 8, 8]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Return a function that makes a kernel whose launches a stand-in for the driver notes."""
+
+    def make(cuda, **changed):
+        monkeypatch.setattr(launching, "cuda_driver", lambda: Driver(cuda.launch, cuda.parameter))
+        sizes = {"num_ctas": 1, "num_warps": 8, "shared": 2048, "launch_pdl": True}
+        sizes |= {"global_scratch_size": 0, "profile_scratch_size": 0, **changed}
+        compiled = SimpleNamespace(function=77, metadata=SimpleNamespace(**sizes))
+        return driver_kernel(compiled, POINTERS, NUMBERS, 2, (6, 1, 1), 0)
+
+    return make
+
+
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_the_driver_reads_the_sizes_and_every_argument_of_a_launch(made, programmatic):
+    kernel = made(cuda := Cuda(WIDTHS), launch_pdl=programmatic)
+    attributes = [(6, 1)] * programmatic
+    for rows, stream, first, second in ((3, 0, 64, 1 << 45), (2, 1 << 46, 16, 32)):
+        assert kernel.launch(rows, stream, first, second)
+        values = [first, 8192, second, 5, -3, 1 << 40, 2**31 - 1, 0, 0]
+        found = ((6 * rows, 1, 1), (256, 1, 1), 2048, stream, attributes, values)
+        assert cuda.launches.pop() == found
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [
+        WIDTHS[:-1],
+        [*WIDTHS, 8],
+        [8, 8, 8, 4, 4, 4, 4, 8, 8],  # a number of another width
+        [8, 8, 8, 4, 4, 4, 8, 4, 8, 8],  # a number that is 1 is no constant
+    ],
+)
+def test_triton_launches_kernels_with_other_parameters(made, widths):
+    assert made(Cuda(widths)) is None
+
+
+@pytest.mark.parametrize("size", ["global_scratch_size", "profile_scratch_size"])
+def test_triton_launches_kernels_that_need_its_memory(made, size):
+    assert made(Cuda(WIDTHS), **{size: 128}) is None
+
+
+def test_triton_launches_clusters(made):
+    assert made(Cuda(WIDTHS), num_ctas=2) is None
+
+
+def test_there_is_no_cuda_driver_on_rocm(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert launching.cuda_driver.__wrapped__() is None
+
+
+def test_a_launch_that_the_driver_refuses_is_an_error(made):
+    kernel = made(cuda := Cuda(WIDTHS, status=1))
+    with pytest.raises(RuntimeError, match=r"refuses a launch: error 1 \(CUresult\)"):
+        kernel.launch(1, 0, 16, 32)
+    cuda.status = 201  # CUDA_ERROR_INVALID_CONTEXT: a new thread
+    assert kernel.launch(1, 0, 16, 32) is False
+    cuda.status = 0
+    assert kernel.launch(1, 0, 16, 32) is True
+
+
+def test_launches_at_the_same_time_have_memory_of_their_own(made):
+    class Reentered(Cuda):
+        def launch(self, *given):
+            if not self.launches:
+                self.launches.append("inner")
+                kernel.launch(9, 9, 9, 9)  # as another thread may, while the driver reads
+            return super().launch(*given)
+
+    kernel = made(cuda := Reentered(WIDTHS))
+    kernel.launch(3, 5, 64, 128)
+    grid, _, _, stream, _, values = cuda.launches[-1]
+    assert len(cuda.launches) == 3
+    assert (grid, stream, values[0], values[2]) == ((18, 1, 1), 5, 64, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ENGINES)
+def test_repeated_calls_are_launched_by_the_driver_in_new_threads_too(monkeypatch, engine):
+    device = device_or_skip()
+    if launching.cuda_driver() is None:
+        pytest.skip("no CUDA driver")
+    launch, done = DriverKernel.launch, []
+    monkeypatch.setattr(
+        DriverKernel, "launch", lambda *given: done.append(launch(*given)) or done[-1]
+    )
+    backend = ENGINES[engine](device)
+    weights, plan = on(device, small_weights(torch.bfloat16)), backend.prepare_batch(small_batch())
+    x = torch.randn(7, weights.in_features, dtype=torch.bfloat16, device=device)
+    start = torch.randn(7, weights.out_features, dtype=torch.bfloat16, device=device)
+    expected, found = start.clone(), [start.clone() for _ in range(3)]
+    backend.run_linear(x, weights, plan, expected)
+    assert not done
+    for y in found[:2]:
+        backend.run_linear(x, weights, plan, y)
+    assert done == [True] * 4
+    thread = threading.Thread(target=backend.run_linear, args=(x, weights, plan, found[2]))
+    thread.start()
+    thread.join()
+    assert len(done) == 6 and all(torch.equal(y, expected) for y in found)
