@@ -213,7 +213,8 @@ def _expand(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) -> Expan
         kibi = rows * layer.out_features // 1024
         if batch.tile_tokens == 64 or (wide and batch.tile_tokens == 32):
             if kibi >= 2 * H200.multiprocessors:
-                return ExpandTiles(128, block_r, 8, num_warps=8, num_stages=3)
+                stages = 4 if block_r == MIN_DOT else 3
+                return ExpandTiles(128, block_r, 8, num_warps=8, num_stages=stages)
             if 128 <= 2 * kibi <= 200:
                 return ExpandTiles(128, block_r, 4, num_stages=3)
     return ExpandTiles(block_c, block_r, chunks if block_r == rank_pad else 1)
