@@ -51,7 +51,8 @@ class Cuda:
         config = Config.from_address(config_at)
         addresses = (ctypes.c_void_p * len(self.widths)).from_address(addresses_at)
         kinds = {4: ctypes.c_int32, 8: ctypes.c_int64}
-        values = [kinds[w].from_address(a).value for w, a in zip(self.widths, addresses, strict=True)]
+        given = zip(self.widths, addresses, strict=True)
+        values = [kinds[width].from_address(at).value for width, at in given]
         grid = config.grid_x, config.grid_y, config.grid_z
         block = config.block_x, config.block_y, config.block_z
         attributes = [
