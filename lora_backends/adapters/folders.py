@@ -12,9 +12,9 @@ from lora_backends.errors import InvalidInputError
 from lora_backends.files import kind_of, unreadable
 
 Stamp = tuple[tuple[str, int, int, int, int], ...]
-"""Of each file of an adapter: its name, times of change in ns, size and inode.
+"""For each file of an adapter: name, mtime and ctime in ns, size and inode number.
 
-The first time is that of its contents, which `mv` and `rsync` keep; the second that of its inode.
+`mv` and `rsync` keep the mtime of a file, but not its ctime.
 """
 
 _FILES = re.compile(r"adapter_(config\.json|model.*)$")
@@ -53,13 +53,14 @@ def stamp_of(folder: Path) -> Stamp | None:
         return None
     except OSError as error:
         raise unreadable(folder, error) from error
-    files = sorted((name, s) for name, s in found if stat.S_ISREG(s.st_mode))
-    return (
-        tuple((name, s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino) for name, s in files)
-        or None
+    stamps = sorted(
+        (name, s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino)
+        for name, s in found
+        if stat.S_ISREG(s.st_mode)
     )
+    return tuple(stamps) or None
 
 
 def newest(stamp: Stamp) -> float:
     """Return when the last of the files changed, in seconds as `time.time` counts."""
-    return max(max(contents, inode) for _, contents, inode, _, _ in stamp) / 1e9
+    return max(max(mtime, ctime) for _, mtime, ctime, _, _ in stamp) / 1e9

@@ -90,15 +90,15 @@ class Repeats(dict[Any, Repeat]):
 
     def __init__(self) -> None:
         super().__init__()
-        # The only plan whose calls are kept: in all of these passes it follows from the layout and
-        # the shape of an input. Others may depend on more, as those of images do, or be refilled no
-        # longer.
+        # Only calls with this plan are kept: in all of these passes the layout and the shape of an
+        # input select it. Other plans may depend on more, as those of images do, or may no longer
+        # be refilled.
         self.plan: Any = None
 
     def of_pass(self, device: torch.device) -> Repeats:
-        """Return what the pass that starts may repeat; call it before each pass.
+        """Return the calls that the next pass may repeat.
 
-        Nothing while a GPU other than the layers' is current: the stored calls would refuse,
+        There are none while a GPU other than the layers' is current: the stored calls would refuse,
         and torch's product would be wasted.
         """
         if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -134,4 +134,4 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 
 NO_REPEATS = Repeats()
-"""Of code that may repeat nothing; it stays empty."""
+"""For code that may repeat nothing; it stays empty."""

@@ -1,4 +1,4 @@
-"""Whether a call is traced."""
+"""Tells whether a call is traced."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 
 
 def is_traced() -> bool:
-    """Return whether this thread traces a program; torch's flag is one for all threads.
+    """Return whether this thread is tracing a program.
 
-    Dynamo takes the first two answers for True. `torch.export` may trace without it, under modes.
+    Outside of Dynamo, `is_compiling` reads a flag that all threads share. Inside, both calls below
+    return True. `torch.export` may trace without Dynamo, but only under dispatch modes.
     """
     if not torch.compiler.is_compiling():
         return False

@@ -47,7 +47,7 @@ class _Held:
     hold: ExitStack
     remaining: int  # sequences that have not ended
     written: Any  # event after the last write to its slots; None: on a CPU, or waited for
-    is_coming: bool = True  # until the queue of the manager has it
+    is_coming: bool = True  # not in the manager's input queue yet
 
 
 class _Forward:
@@ -72,7 +72,7 @@ class _Forward:
             return self._first_pass(inputs)
 
     def _first_pass(self, inputs: Mapping[str, Any]) -> Any:
-        """Run the model, and refuse one that leaves the requests' cache alone.
+        """Run the model, and refuse one that does not use the cache.
 
         Its tokens would attend to those of other requests, and not to their own earlier ones.
 
@@ -349,7 +349,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         processor = self.batch_processor
         if not self._cancelled or processor is None:
             return set()
-        coming = {name for name, held in list(self._held.items()) if held.is_coming}  # comes first
+        # Read in the order in which a request moves on, or it could slip past all three.
+        coming = {name for name, held in list(self._held.items()) if held.is_coming}
         waiting = {state.request_id for state in list(self.input_queue.queue)}
         scheduler = processor.scheduler
         known = {*list(scheduler.active_requests), *list(scheduler.waiting_requests)}
@@ -358,11 +359,11 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
     def _create_batch_processor(self) -> Any:
         """Return Transformers' processor, which also frees the adapters of cancelled requests.
 
-        It drops these requests before each pass and, while nothing runs, when it looks for work.
+        Its scheduler clears cancelled requests before each pass, and while nothing runs.
         """
         processor = super()._create_batch_processor()
         scheduler = processor.scheduler
-        clear = type(scheduler).clear_cancelled_requests
+        clear = type(scheduler).clear_cancelled_requests  # the instance's may be wrapped already
 
         def clearing() -> Any:
             cleared = clear(scheduler)
@@ -383,7 +384,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 self._release([request_id], whole=self._is_whole(request_id))
 
     def _drop_outputs(self, ids: Container[str]) -> None:
-        """Take the outputs of cancelled requests out of the queue, where nobody takes them."""
+        """Remove the outputs of cancelled requests from the queue: no caller waits for them."""
         outputs = self.output_router.output_queue
         with outputs.mutex:
             kept = [output for output in outputs.queue if output.request_id not in ids]

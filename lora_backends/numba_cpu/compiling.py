@@ -98,15 +98,15 @@ def digest_of(folder: Path) -> int:
 
 
 SOURCES = digest_of(Path(__file__).parent)
-"""What `kept_name` says of the sources: numba's own key would load code with older callees."""
+"""Part of `kept_name`: numba alone would load code whose callees have changed in other files."""
 
 
 def kept_name(run: Any) -> str:
-    """Return the name of a function's files on disk; other code has another name.
+    """Return the name of a function's files on disk, which no other code shares.
 
-    numba keeps the variants of a function in numbered files. Two processes may give a number to two
-    variants at once, and a process that ends early leaves a number that an older file has: either
-    way numba would later load the wrong one.
+    numba keeps the variants of a function in numbered files, and writes their index first. Two
+    processes may give one number to two variants. A process that ends before it writes its file
+    leaves an index that names an older one. In both cases numba would load the wrong code.
     """
     cells = [cell.cell_contents for cell in run.__closure__ or ()]
     cpu = cpu_target.target_context.codegen().magic_tuple()
@@ -126,7 +126,7 @@ def compiled(run: Any) -> Any:
             return kept(run)
         except (OSError, RuntimeError):  # no folder can be written, or the disk is full
             pass
-        except Exception:  # a damaged file, which pickle reads with any error
+        except Exception:  # pickle raises errors of any type for a damaged file
             with suppress(OSError, RuntimeError):
                 FunctionCache(run).flush()
                 return kept(run)
