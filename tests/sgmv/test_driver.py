@@ -47,6 +47,12 @@ class Cuda:
         width._obj.value = self.widths[index]
         return 0
 
+    def text(self, status, text):
+        if status != 1:
+            return 1  # and the text stays NULL
+        text._obj.value = b"invalid argument"
+        return 0
+
     def launch(self, config_at, function, addresses_at, extra):
         config = Config.from_address(config_at)
         addresses = (ctypes.c_void_p * len(self.widths)).from_address(addresses_at)
@@ -74,7 +80,8 @@ def made(monkeypatch):
     """Return a function that makes a kernel whose launches a stand-in for the driver notes."""
 
     def make(cuda, **changed):
-        monkeypatch.setattr(launching, "cuda_driver", lambda: Driver(cuda.launch, cuda.parameter))
+        found = Driver(cuda.launch, cuda.parameter, cuda.text)
+        monkeypatch.setattr(launching, "cuda_driver", lambda: found)
         sizes = {"num_ctas": 1, "num_warps": 8, "shared": 2048, "launch_pdl": True}
         sizes |= {"global_scratch_size": 0, "profile_scratch_size": 0, **changed}
         compiled = SimpleNamespace(function=77, metadata=SimpleNamespace(**sizes))
@@ -116,6 +123,11 @@ def test_triton_launches_clusters(made):
     assert made(Cuda(WIDTHS), num_ctas=2) is None
 
 
+def test_triton_launches_kernels_with_more_shared_memory_than_one_launch_takes(made):
+    assert made(Cuda(WIDTHS), shared=228 << 10) is not None
+    assert made(Cuda(WIDTHS), shared=(228 << 10) + 1) is None
+
+
 def test_there_is_no_cuda_driver_on_rocm(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert launching.cuda_driver.__wrapped__() is None
@@ -123,7 +135,10 @@ def test_there_is_no_cuda_driver_on_rocm(monkeypatch):
 
 def test_a_launch_that_the_driver_refuses_is_an_error(made):
     kernel = made(cuda := Cuda(WIDTHS, status=1))
-    with pytest.raises(RuntimeError, match=r"refuses a launch: error 1 \(CUresult\)"):
+    with pytest.raises(RuntimeError, match=r"not launched: invalid argument \(CUresult 1\)"):
+        kernel.launch(1, 0, 16, 32)
+    cuda.status = 999
+    with pytest.raises(RuntimeError, match=r"not launched: unknown error \(CUresult 999\)"):
         kernel.launch(1, 0, 16, 32)
     cuda.status = 201  # CUDA_ERROR_INVALID_CONTEXT: a new thread
     assert kernel.launch(1, 0, 16, 32) is False
