@@ -11,6 +11,7 @@ from layers import small_batch, small_weights
 
 from lora_backends.sgmv.launching import driver as launching
 from lora_backends.sgmv.launching.driver import Driver, DriverKernel, driver_kernel
+from lora_backends.sgmv.launching.kernel import _without_constants
 
 
 class Attribute(ctypes.Structure):
@@ -71,7 +72,7 @@ class Cuda:
         return self.status
 
 
-POINTERS, NUMBERS = [4096, 8192, 1 << 46], [1, 5, -3, 1 << 40, 2**31 - 1]
+POINTERS, NUMBERS = [4096, 8192, 1 << 46], [5, -3, 1 << 40, 2**31 - 1]
 WIDTHS = [8, 8, 8, 4, 4, 8, 4, 8, 8]
 
 
@@ -107,7 +108,7 @@ def test_the_driver_reads_the_sizes_and_every_argument_of_a_launch(made, program
         WIDTHS[:-1],
         [*WIDTHS, 8],
         [8, 8, 8, 4, 4, 4, 4, 8, 8],  # a number of another width
-        [8, 8, 8, 4, 4, 4, 8, 4, 8, 8],  # a number that is 1 is no constant
+        [8, 8, 8, 4, 4, 4, 8, 4, 8, 8],  # a number more
     ],
 )
 def test_triton_launches_kernels_with_other_parameters(made, widths):
@@ -126,6 +127,23 @@ def test_triton_launches_clusters(made):
 def test_triton_launches_kernels_with_more_shared_memory_than_one_launch_takes(made):
     assert made(Cuda(WIDTHS), shared=228 << 10) is not None
     assert made(Cuda(WIDTHS), shared=(228 << 10) + 1) is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_kernels_take_a_1_that_triton_does_not_specialize(engine):
+    entries = ENGINES[engine].entry_kernels
+    for kernel, first in (
+        (entries.shrink_kernel, "in_features"),
+        (entries.expand_kernel, "h_rows"),
+    ):
+        if not hasattr(kernel, "params"):
+            pytest.skip("kernels are interpreted")
+        names = kernel.arg_names[kernel.arg_names.index(first) :]
+        numbers = tuple([1] * sum(name.islower() for name in names))
+        parameters = kernel.params[-len(names) :]
+        # h_rows is 1 whenever one token is decoded
+        assert _without_constants(parameters, numbers) == [1]
+        assert _without_constants(parameters, (*numbers[:-1], 7)) == [1, 7]
 
 
 def test_there_is_no_cuda_driver_on_rocm(monkeypatch):

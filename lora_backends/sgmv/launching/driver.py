@@ -152,7 +152,7 @@ def driver_kernel(
 ) -> DriverKernel | None:
     """Return a kernel that Triton compiled for these arguments, or None if Triton must launch it.
 
-    Triton compiles a number that is 1 in as a constant. Triton must launch the kernel
+    `numbers` are those that Triton did not compile in as constants. Triton must launch the kernel
     if there is no `cuda_driver`, if the kernel needs scratch memory or launch attributes that are
     not set here, or if its parameters are not the expected ones: the addresses, the numbers (4
     bytes each, 8 where a number does not fit), and two addresses of scratch memory.
@@ -162,7 +162,6 @@ def driver_kernel(
         return None
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         return None
-    numbers = [number for number in numbers if number != 1]
     widths = [4 if -0x80000000 <= number <= 0x7FFFFFFF else 8 for number in numbers]
     if _widths(driver, compiled.function) != [8] * len(pointers) + widths + [8] * _SCRATCH:
         return None
