@@ -11,6 +11,7 @@ from layers import small_batch, small_weights
 
 from lora_backends.sgmv.launching import driver as launching
 from lora_backends.sgmv.launching.driver import Driver, DriverKernel, driver_kernel
+from lora_backends.sgmv.launching.kernel import _without_constants
 
 
 class Attribute(ctypes.Structure):
@@ -47,6 +48,12 @@ class Cuda:
         width._obj.value = self.widths[index]
         return 0
 
+    def text(self, status, text):
+        if status != 1:
+            return 1  # and the text stays NULL
+        text._obj.value = b"invalid argument"
+        return 0
+
     def launch(self, config_at, function, addresses_at, extra):
         config = Config.from_address(config_at)
         addresses = (ctypes.c_void_p * len(self.widths)).from_address(addresses_at)
@@ -65,7 +72,7 @@ class Cuda:
         return self.status
 
 
-POINTERS, NUMBERS = [4096, 8192, 1 << 46], [1, 5, -3, 1 << 40, 2**31 - 1]
+POINTERS, NUMBERS = [4096, 8192, 1 << 46], [5, -3, 1 << 40, 2**31 - 1]
 WIDTHS = [8, 8, 8, 4, 4, 8, 4, 8, 8]
 
 
@@ -74,7 +81,8 @@ def made(monkeypatch):
     """Return a function that makes a kernel whose launches a stand-in for the driver notes."""
 
     def make(cuda, **changed):
-        monkeypatch.setattr(launching, "cuda_driver", lambda: Driver(cuda.launch, cuda.parameter))
+        found = Driver(cuda.launch, cuda.parameter, cuda.text)
+        monkeypatch.setattr(launching, "cuda_driver", lambda: found)
         sizes = {"num_ctas": 1, "num_warps": 8, "shared": 2048, "launch_pdl": True}
         sizes |= {"global_scratch_size": 0, "profile_scratch_size": 0, **changed}
         compiled = SimpleNamespace(function=77, metadata=SimpleNamespace(**sizes))
@@ -100,7 +108,7 @@ def test_the_driver_reads_the_sizes_and_every_argument_of_a_launch(made, program
         WIDTHS[:-1],
         [*WIDTHS, 8],
         [8, 8, 8, 4, 4, 4, 4, 8, 8],  # a number of another width
-        [8, 8, 8, 4, 4, 4, 8, 4, 8, 8],  # a number that is 1 is no constant
+        [8, 8, 8, 4, 4, 4, 8, 4, 8, 8],  # a number more
     ],
 )
 def test_triton_launches_kernels_with_other_parameters(made, widths):
@@ -116,6 +124,28 @@ def test_triton_launches_clusters(made):
     assert made(Cuda(WIDTHS), num_ctas=2) is None
 
 
+def test_triton_launches_kernels_with_more_shared_memory_than_one_launch_takes(made):
+    assert made(Cuda(WIDTHS), shared=228 << 10) is not None
+    assert made(Cuda(WIDTHS), shared=(228 << 10) + 1) is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_kernels_take_a_1_that_triton_does_not_specialize(engine):
+    entries = ENGINES[engine].entry_kernels
+    for kernel, first in (
+        (entries.shrink_kernel, "in_features"),
+        (entries.expand_kernel, "h_rows"),
+    ):
+        if not hasattr(kernel, "params"):
+            pytest.skip("kernels are interpreted")
+        names = kernel.arg_names[kernel.arg_names.index(first) :]
+        numbers = tuple([1] * sum(name.islower() for name in names))
+        parameters = kernel.params[-len(names) :]
+        # h_rows is 1 whenever one token is decoded
+        assert _without_constants(parameters, numbers) == [1]
+        assert _without_constants(parameters, (*numbers[:-1], 7)) == [1, 7]
+
+
 def test_there_is_no_cuda_driver_on_rocm(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert launching.cuda_driver.__wrapped__() is None
@@ -123,7 +153,10 @@ def test_there_is_no_cuda_driver_on_rocm(monkeypatch):
 
 def test_a_launch_that_the_driver_refuses_is_an_error(made):
     kernel = made(cuda := Cuda(WIDTHS, status=1))
-    with pytest.raises(RuntimeError, match=r"refuses a launch: error 1 \(CUresult\)"):
+    with pytest.raises(RuntimeError, match=r"not launched: invalid argument \(CUresult 1\)"):
+        kernel.launch(1, 0, 16, 32)
+    cuda.status = 999
+    with pytest.raises(RuntimeError, match=r"not launched: unknown error \(CUresult 999\)"):
         kernel.launch(1, 0, 16, 32)
     cuda.status = 201  # CUDA_ERROR_INVALID_CONTEXT: a new thread
     assert kernel.launch(1, 0, 16, 32) is False

@@ -1,7 +1,7 @@
 """Launches of compiled kernels by the CUDA driver.
 
-Triton's launcher takes every constant of a kernel anew with each launch, and parses all arguments.
-Here they lie in memory as the driver reads them, and a launch writes the few that have changed.
+Triton's launcher parses all arguments of a kernel, constants included, at every launch. Here they
+stay in memory in the form that the driver reads, and a launch overwrites the few that have changed.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-_CONFIG = struct.Struct(
-    "=7I4xQQI4x"
-)  # CUlaunchConfig: grid, block, shared bytes, stream, attributes
-_ATTRIBUTE = struct.Struct("=I4xI60x")  # CUlaunchAttribute: which, its value
+# CUlaunchConfig: grid, block, bytes of shared memory, stream, address and number of attributes
+_CONFIG = struct.Struct("=7I4xQQI4x")
+# CUlaunchAttribute: id, value
+_ATTRIBUTE = struct.Struct("=I4xI60x")
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _STREAM = 32 // 8  # place of the stream in a configuration, in words
 _ARGUMENTS = (_CONFIG.size + _ATTRIBUTE.size) // 8  # words in front of the arguments
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_SCRATCH = 2  # addresses that Triton adds to a kernel's parameters; ours use no such memory
+_SCRATCH = 2  # addresses of scratch memory that Triton adds to a kernel's parameters
+_MOST_SHARED = 228 << 10  # bytes; Triton 3.9 sets a further attribute for more
 
 
 class Driver(NamedTuple):
@@ -31,6 +32,7 @@ class Driver(NamedTuple):
 
     launch: Any  # cuLaunchKernelEx
     parameter: Any  # cuFuncGetParamInfo
+    text: Any  # cuGetErrorString
 
 
 @lru_cache(maxsize=1)
@@ -41,11 +43,13 @@ def cuda_driver() -> Driver | None:
     try:
         library = ctypes.CDLL("libcuda.so.1")
         launch, parameter = library.cuLaunchKernelEx, library.cuFuncGetParamInfo
+        text = library.cuGetErrorString
     except (OSError, AttributeError):
         return None
     launch.argtypes = [c_void_p] * 4
     parameter.argtypes = [c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)]
-    return Driver(launch, parameter)
+    text.argtypes = [c_int, POINTER(c_char_p)]
+    return Driver(launch, parameter, text)
 
 
 class _Frame(NamedTuple):
@@ -68,7 +72,7 @@ class DriverKernel:
         threads: of a program.
         shared_bytes: of a program.
         programmatic: launch before the kernel in front has ended.
-        arguments: of the kernel, without constants.
+        arguments: of the kernel, without constants. Its tensors and code must stay alive.
         second: place of the address that changes besides the first argument's.
     """
 
@@ -93,7 +97,7 @@ class DriverKernel:
         self._axis, self._programs, self._second = axis, grid[axis], _ARGUMENTS + second
         self._sizes = (*grid, threads, 1, 1, shared_bytes), int(programmatic)
         self._arguments = (*arguments, *[0] * _SCRATCH)
-        self._frames: list[_Frame] = []  # that no launch uses
+        self._frames: list[_Frame] = []  # not in use by any launch
 
     def launch(self, rows: int, stream: int, first: int, second: int) -> bool:
         """Launch on a stream of the current device.
@@ -108,10 +112,10 @@ class DriverKernel:
             second: the address of the other tensor that changes.
 
         Raises:
-            RuntimeError: the driver refuses the launch.
+            RuntimeError: the driver refuses the launch, or an earlier kernel has failed.
         """
         try:
-            frame = self._frames.pop()  # one step: no other thread gets it, too
+            frame = self._frames.pop()  # atomic: no other thread can get the same frame
         except IndexError:
             frame = self._new_frame()
         halves, words, config_at, addresses_at = frame
@@ -120,7 +124,7 @@ class DriverKernel:
         status = self._launch(config_at, self._function, addresses_at, None)
         self._frames.append(frame)
         if status not in (0, _NO_CONTEXT):
-            raise RuntimeError(f"the CUDA driver refuses a launch: error {status} (CUresult)")
+            raise RuntimeError(_refusal(status))
         return not status
 
     def _new_frame(self) -> _Frame:
@@ -130,7 +134,7 @@ class DriverKernel:
         at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         _CONFIG.pack_into(memory, 0, *sizes, 0, at + _CONFIG.size, attributes)
         _ATTRIBUTE.pack_into(memory, _CONFIG.size, _PROGRAMMATIC, 1)
-        # of an argument of 4 bytes the driver reads the lower half
+        # the driver reads the lower half of a word for an argument of 4 bytes
         arguments_at = at + 8 * _ARGUMENTS
         addresses = [arguments_at + 8 * i for i in range(n)]
         struct.pack_into(f"={n}q{n}Q", memory, 8 * _ARGUMENTS, *self._arguments, *addresses)
@@ -148,16 +152,16 @@ def driver_kernel(
 ) -> DriverKernel | None:
     """Return a kernel that Triton compiled for these arguments, or None if Triton must launch it.
 
-    None: without `cuda_driver`, or if the kernel's parameters are other than expected: the
-    addresses, each number in 4 bytes or, if it is wider, in 8, and two addresses of Triton's own
-    memory, of which it uses none. Triton makes a number that is 1 a constant.
+    `numbers` are those that Triton did not compile in as constants. Triton must launch the kernel
+    if there is no `cuda_driver`, if the kernel needs scratch memory or launch attributes that are
+    not set here, or if its parameters are not the expected ones: the addresses, the numbers (4
+    bytes each, 8 where a number does not fit), and two addresses of scratch memory.
     """
     driver, metadata = cuda_driver(), compiled.metadata
-    if driver is None or metadata.num_ctas != 1:
+    if driver is None or metadata.num_ctas != 1 or metadata.shared > _MOST_SHARED:
         return None
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         return None
-    numbers = [number for number in numbers if number != 1]
     widths = [4 if -0x80000000 <= number <= 0x7FFFFFFF else 8 for number in numbers]
     if _widths(driver, compiled.function) != [8] * len(pointers) + widths + [8] * _SCRATCH:
         return None
@@ -181,3 +185,14 @@ def _widths(driver: Driver, function: int) -> list[int]:
     while not driver.parameter(function, len(found), byref(offset), byref(width)):
         found.append(width.value)
     return found
+
+
+def _refusal(status: int) -> str:
+    """Return a message for an error of a launch."""
+    driver, text = cuda_driver(), c_char_p()
+    if driver is not None:
+        driver.text(status, byref(text))
+    said = (text.value or b"unknown error").decode(errors="replace")
+    return (
+        f"a kernel was not launched: {said} (CUresult {status}); an earlier kernel may be the cause"
+    )

@@ -7,7 +7,7 @@ left: dtypes, alignment and widths of the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -128,7 +128,10 @@ class SpecializedKernel:
         grid, axis = self._grid(1), self._axis
         driver = None
         if tensors[0].is_cuda and all(found is None for found in descriptors):
-            driver = driver_kernel(compiled, pointers, numbers, second, grid, axis)
+            taken = _without_constants(
+                self.kernel.params[len(tensors) + len(descriptors) :], numbers
+            )
+            driver = driver_kernel(compiled, pointers, taken, second, grid, axis)
         return BoundKernel(compiled, values, second, grid, axis, driver)
 
     @property
@@ -266,6 +269,15 @@ def _kind(
         *[pointer & 15 == 0 for pointer in pointers],
         *[n if n == 1 else (n & 15 == 0, not -0x80000000 <= n <= 0x7FFFFFFF) for n in numbers],
     )
+
+
+def _without_constants(parameters: Sequence[Any], numbers: tuple[int, ...]) -> list[int]:
+    """Return the numbers that a compiled kernel takes, given its `triton.jit` parameters.
+
+    Triton compiles a 1 in as a constant, except for parameters named in `do_not_specialize`.
+    """
+    pairs = zip(parameters, numbers, strict=False)  # the kernel's constants follow its numbers
+    return [number for parameter, number in pairs if number != 1 or parameter.do_not_specialize]
 
 
 def is_current(device: torch.device) -> bool:
