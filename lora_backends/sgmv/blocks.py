@@ -117,8 +117,8 @@ def prefetch_a(
 ):
     """Bring into L2 the first 512 bytes that `shrink_tile` will read of each of its rows of A.
 
-    It may run while an earlier kernel writes A and the ranks: L2 takes the new values, and with a
-    rank from before that write it brings too many rows or too few. It has no branch, because every
+    It may run while an earlier kernel writes A and the ranks: L2 takes the new values. A rank read
+    before that write makes it prefetch too many rows or too few. It has no branch, because every
     program must wait before it may end.
     """
     LINE: tl.constexpr = 1024 // a_ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
@@ -149,10 +149,10 @@ def prefetch_x(
     SPLIT_K: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Bring into L2 the first LINES * 128 bytes that `shrink_tile` will read of its rows of x.
+    """Prefetch into L2 the first LINES * 128 bytes of each row of x that `shrink_tile` will read.
 
-    As in `prefetch_a`, an earlier kernel may still write x. The programs of the first rows of A
-    do it for all.
+    As in `prefetch_a`, an earlier kernel may still write x. Only the programs of the first rows of
+    A prefetch: the others read the same lines.
     """
     LINE: tl.constexpr = 1024 // x_ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
     PART: tl.constexpr = STEPS * BLOCK_K
@@ -821,7 +821,7 @@ def _expand_tma(
 ):
     """Add CHUNKS blocks of columns with STAGES loads of B through TMA in flight.
 
-    PREFETCH: so many lines of 128 bytes of each row of y go to L2 while the shrink still runs.
+    PREFETCH: lines of 128 bytes to prefetch into L2 from each row of y while the shrink still runs.
     """
     if PREFETCH > 0:
         LINE: tl.constexpr = 1024 // y_rows.dtype.element_ty.primitive_bitwidth

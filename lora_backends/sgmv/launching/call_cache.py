@@ -53,8 +53,8 @@ class Scratch:
     A call takes it away until both of its kernels are launched. So whoever takes it next, in any
     thread, launches behind them.
 
-    Calls on other streams allocate memory of their own, because there torch may allocate from the
-    pool of a CUDA graph: while it captures one, and while `torch.compile` warms a program up to
+    Calls on other streams allocate memory of their own, because torch may allocate from the pool of
+    a CUDA graph there: while it captures one, and while `torch.compile` warms a program up to
     capture it. torch refuses that program if memory of the pool stays in use behind it.
     """
 

@@ -28,7 +28,7 @@ STAGES_ON_ROCM = 2
 _SIZES = (
     *("TILE", "SEGMENT", "GROUP", "ROWS", "BLOCK_N", "BLOCK_K", "WARPS_K"),
     *("BLOCK_C", "BLOCK_R", "STAGES", "num_warps", "num_stages"),
-)  # that an error names
+)  # constants and options named in an error
 
 
 _FIRST = 9

@@ -117,7 +117,7 @@ def ends_beyond_ranks(batch: BatchShape, gpu: Gpu = H200) -> bool:
 
 
 def prefetched_lines(batch: BatchShape, layer: LayerShape, gpu: Gpu = H200) -> tuple[int, int]:
-    """Return the lines of 128 bytes that programs prefetch per row of x, and of y if B is by TMA.
+    """Return the lines of 128 bytes to prefetch per row of x, and per row of y if B comes by TMA.
 
     More lines of y delay the expand: 8 take 1.02 times as long as 4. With 32 rows of the grid,
     lines of x cost up to 1.15 times the time, and lines of y pay only in wide layers.
