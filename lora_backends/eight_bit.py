@@ -95,17 +95,20 @@ def quantized(
     return (stored.round() if dtype == torch.int8 else stored).to(dtype), scales
 
 
-def _sizes(size: int, per_group: int | None) -> list[int]:
-    """Return the widths of the groups of an axis, the last perhaps narrower."""
-    step = per_group or size
-    return [min(step, size - first) for first in range(0, size, step)]
-
-
 def _group_maximum(magnitudes: torch.Tensor, axis: int, per_group: int | None) -> torch.Tensor:
+    """Return the largest of each group along an axis, -1 or -2.
+
+    The last group may be narrower. An empty axis has one group, whose largest is 0.
+    """
     size = magnitudes.shape[axis]
-    parts = torch.split_with_sizes(magnitudes, _sizes(size, per_group), axis) if size else ()
-    if not parts:
+    if size == 0:
         shape = list(magnitudes.shape)
         shape[axis] = 1
         return magnitudes.new_zeros(shape)
-    return torch.cat([part.amax(axis, keepdim=True) for part in parts], axis)
+    step = min(per_group or size, size)
+    whole = size - size % step
+    groups = torch.unflatten(magnitudes.narrow(axis, 0, whole), axis, (whole // step, step))
+    parts = [groups.amax(axis)]
+    if whole < size:
+        parts.append(magnitudes.narrow(axis, whole, size - whole).amax(axis, keepdim=True))
+    return torch.cat(parts, axis)

@@ -25,6 +25,7 @@ from lora_backends.sgmv.tiles.sizes import (
 
 _STAGE_BYTES = 32 * 1024  # of one step of the shrink: fits on every device
 _SHARED_BYTES = 96 * 1024  # for the loads of a shrink in flight
+_SHARED_BYTES_OF_8 = 75 * 1024  # the same for 8-bit stacks
 _FEW_TILES = 16  # so few that programs wait for loads that follow each other, not for bytes
 _MANY_TILES = 200  # so many that the shrink of each needs no split
 _SOME_PAIRS = 100  # below, reading a key for each of its pairs costs more than it saves
@@ -142,9 +143,11 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
     """Return sizes for stacks of 8 bits with a scale per row, made from those for 16 bits.
 
     Twice as many inputs a step keep as many bytes in flight, unless a step is mostly beyond the
-    inputs, or programs are so few that they wait for one load anyway. As for dense layers, blocks
-    of 16 ranks are 256 columns wide where a product takes them, and pairs alone are multiplied
-    without one. Unlike there, B never comes through TMA: `expand_tma` of experts does not widen.
+    inputs, or programs are so few that they wait for one load anyway. Tiles of 16 pairs have so few
+    steps in flight that three programs share a multiprocessor. As for dense layers, blocks of 16
+    ranks are 256 columns wide where a product takes them, and pairs alone are multiplied without
+    one; blocks of more ranks take twice as many columns a program. Unlike there, B never comes
+    through TMA: `expand_tma` of experts does not widen.
     """
     if site.item_bytes == 4:
         return tiles
@@ -161,20 +164,25 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
     wasteful = -(-site.in_features // block_k) * block_k * 8 > site.in_features * 9
     many = tiles.shrink_rows > 1 and count > _FEW_TILES
     if many and stage <= _STAGE_BYTES and not wasteful:
-        most_stages = 3 if tiles.shrink_rows >= 32 else 4
+        if tiles.shrink_rows >= 32:
+            most_stages = min(3, _SHARED_BYTES // stage)
+        else:
+            most_stages = min(4, _SHARED_BYTES_OF_8 // stage)
         shrink = replace(
             shrink,
             block_k=block_k,
             split_k=parts(site.in_features, block_k, shrink.split_k),
-            num_stages=max(2, min(shrink.num_stages, most_stages, _SHARED_BYTES // stage)),
+            num_stages=max(2, min(shrink.num_stages, most_stages)),
         )
-    block_c = expand.block_c
+    block_c, chunks = expand.block_c, expand.chunks
     if rows >= 32:
         block_c = 64
     elif rows > 1 and expand.block_r == MIN_DOT:
         block_c = max(block_c, 256)
-    if block_c != expand.block_c and not site.general:
-        chunks = chunks_of(site.widest, block_c, expand.chunks)
+    elif rows > 1:
+        chunks = 2 * chunks
+    if (block_c, chunks) != (expand.block_c, expand.chunks) and not site.general:
+        chunks = chunks_of(site.widest, block_c, chunks)
         expand = replace(expand, block_c=block_c, chunks=chunks)
     if tiles.shrink_rows > 1:  # else A goes to registers
         shrink = fitting(shrink, tiles.shrink_rows, 1, gpu)
