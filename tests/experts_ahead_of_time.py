@@ -16,6 +16,7 @@ TABLES = {
     "factors_ptr": "*fp32",
     "order_ptr": "*i32",
     "tiles_ptr": "*i32",
+    "singles_ptr": "*i32",
     "count_ptr": "*i32",
     "state_ptr": "*i64",
     "keys_ptr": "*i32",
@@ -28,7 +29,8 @@ GATE_UP, GPT = (2, 16, 2048, (768, 768), False), (2, 16, 2880, (2880, 2880), Tru
 ODD = (3, 130, 77, (33, 7, 1), False)
 CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
     "bf16": [
-        ((8, 8, 1), GATE_UP, 8, False),
+        ((8, 8, 16), GATE_UP, 8, False),
+        ((512, 400, 16), GATE_UP, 8, False),
         ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False),
         ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False),
         ((1024, 128, 16), GPT, 4, False),
@@ -36,13 +38,13 @@ CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), to
     ],
     "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False)],
     "i8": [
-        ((512, 512, 1), GATE_UP, 8, False, "int8", (1, None)),
+        ((512, 512, 16), GATE_UP, 8, False, "int8", (1, None)),
         ((512, 300, 16), GATE_UP, 8, False, "int8", (1, None)),
         ((32768, 1024, 64), (1, 64, 768, (2048,), False), 8, False, "int8", (None, None)),
-        ((512, 512, 1), GATE_UP, 8, False, "float8_e4m3fn", (1, None)),
+        ((512, 512, 16), GATE_UP, 8, False, "float8_e4m3fn", (1, None)),
         ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False, "float8_e4m3fn", (1, None)),
         ((1024, 128, 16), GPT, 4, False, "float8_e5m2", (1, None)),
-        ((37, 37, 1), (2, 20, 77, (33, 33), True), 1, True, "float8_e5m2", (4, 16)),
+        ((37, 37, 16), (2, 20, 77, (33, 33), True), 1, True, "float8_e5m2", (4, 16)),
         ((37, 9, 128), ODD, 1, True, "int8", (4, 16)),
     ],
 }
@@ -51,10 +53,11 @@ CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), to
 def routing_kernels(programmatic):
     from lora_backends.sgmv.experts import routing
 
-    yield routing._compare(8, 8, 128, False, 16, programmatic)
-    yield routing._compare(512, 8, 128, True, 16, programmatic)
+    yield routing._compare(8, 8, 128, False, (16, True), programmatic)
+    yield routing._compare(512, 8, 128, True, (16, False), programmatic)
     yield routing._count(8, 128, True, programmatic)
-    yield routing._scatter(128, 64, 8192, 32768, programmatic)
+    yield routing._scatter(128, (64, False), 8192, 32768, programmatic)
+    yield routing._scatter(128, (16, True), 8192, 2048, programmatic)
 
 
 def site_kernels(dtype, programmatic, gpu):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import math
 
 import pytest
 import torch
@@ -33,6 +34,27 @@ ODD = SiteShape(3, 130, 77, 41, 33, 4, True)
 def make(device):
     """Return a function to one engine: the kernels of experts do not know of which."""
     return lambda **options: ENGINES["triton"](device, **options)
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Return a function that cuts pairs into tiles of a size; with 1 kernels run pair by pair."""
+
+    def cut_into(tile):
+        monkeypatch.setattr(routing, "tile_pairs", lambda *_: max(16, tile))
+        monkeypatch.setattr(rules, "_ALONE", math.inf if tile == 1 else 0.0)
+        monkeypatch.setattr(rules, "_SHARING", {})
+        monkeypatch.setattr(rules, "_SHARING_OF_8", {})
+        monkeypatch.setattr(rules, "_SOME_PAIRS", 0)
+        forget()
+
+    def forget():
+        rules.choose_tiles.cache_clear()
+        launch.kernels_of.cache_clear()
+
+    yield cut_into
+    monkeypatch.undo()
+    forget()
 
 
 def case(tokens=14, rank=5, **options):
@@ -89,16 +111,16 @@ EIGHT_BIT = {
 
 @pytest.mark.parametrize("tile", [1, 16, 128])
 @pytest.mark.parametrize("name", CASES)
-def test_tiles_of_every_size_give_the_one_right_result(backend, monkeypatch, name, tile):
-    monkeypatch.setattr(routing, "tile_pairs", lambda *_: tile)
+def test_tiles_of_every_size_give_the_one_right_result(backend, cut, name, tile):
+    cut(tile)
     chosen = CASES[name]
     kit.check_experts(backend, chosen, chosen.build(backend.device))
 
 
 @pytest.mark.parametrize("tile", [1, 16])
 @pytest.mark.parametrize("name", EIGHT_BIT)
-def test_stacks_of_8_bits_give_the_one_right_result(backend, monkeypatch, name, tile):
-    monkeypatch.setattr(routing, "tile_pairs", lambda *_: tile)
+def test_stacks_of_8_bits_give_the_one_right_result(backend, monkeypatch, cut, name, tile):
+    cut(tile)
     monkeypatch.setattr(LoRABackend, "run_experts", None)  # not the default of every backend
     chosen = EIGHT_BIT[name]
     kit.check_experts(backend, chosen, chosen.build(backend.device))
@@ -108,8 +130,8 @@ def test_stacks_of_8_bits_give_the_one_right_result(backend, monkeypatch, name, 
 @pytest.mark.parametrize("tile", [1, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stored", LARGEST)
-def test_every_byte_has_its_value(make, monkeypatch, stored, dtype, tile):
-    monkeypatch.setattr(routing, "tile_pairs", lambda *_: tile)
+def test_every_byte_has_its_value(make, cut, stored, dtype, tile):
+    cut(tile)
     backend = make()
     every = torch.arange(256, dtype=torch.uint8).view(stored)
     one, x = torch.ones(1, 16).to(stored), torch.eye(16, dtype=dtype)
@@ -267,12 +289,13 @@ def test_a_gpu_of_half_the_size_takes_the_sizes_for_twice_the_tiles(site, keys):
 
 
 @pytest.mark.parametrize("site", [QWEN, WIDE, ODD])
-@pytest.mark.parametrize("tile", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+@pytest.mark.parametrize("each", [1, 1.2, 4, 8])
 @pytest.mark.parametrize("keys", [1, 8, 120, 4000])
 @pytest.mark.parametrize("a_bytes", [None, 1])
 @pytest.mark.parametrize("gpu", [H200, Gpu(58, 99 << 10), Gpu(304, 64 << 10)])
-def test_sizes_fit_the_devices_and_the_kernels(site, tile, keys, a_bytes, gpu):
-    pairs = PairShape(keys * max(1, tile // 2), keys, tile)
+def test_sizes_fit_the_devices_and_the_kernels(site, tile, each, keys, a_bytes, gpu):
+    pairs = PairShape(int(keys * each * tile // 16), keys, tile)
     tiles = rules.choose_tiles(pairs, site, gpu)
     if a_bytes:
         tiles = rules.of_8_bits(tiles, pairs, site, gpu)
@@ -282,7 +305,7 @@ def test_sizes_fit_the_devices_and_the_kernels(site, tile, keys, a_bytes, gpu):
     for size in (shrink.block_n, shrink.block_k, expand.block_c, expand.block_r):
         assert size >= 8 and size & (size - 1) == 0
     for rows, side in ((tiles.shrink_rows, shrink.block_n), (tiles.expand_rows, expand.block_c)):
-        assert rows == 1 == tile or min(rows, side) >= 16  # 1: without a matrix product
+        assert (rows == 1 and pairs.has_singles) or min(rows, side) >= 16
     assert tile % tiles.expand_rows * (tile > 16) == 0
     assert shrink.block_k >= 16 * shrink.warps_k
     if tiles.shrink_rows > 1:  # else A goes to registers

@@ -53,8 +53,6 @@ class Kernels(NamedTuple):
     shrink: SpecializedKernel
     expand: SpecializedKernel
     split_k: int  # planes of h
-    shrink_parts: int  # rows of the shrink's grid per tile
-    expand_parts: int  # rows of the expand's grid per tile
 
 
 class Call(NamedTuple):
@@ -121,11 +119,11 @@ def launch_shrink(call: Call, found: Kernels, h: torch.Tensor) -> None:
         call.a_scales,
         call.shrunk,
     )
-    tables = (shrunk.order, shrunk.tiles, shrunk.count)
+    tables, rows = _tiles_of(shrunk, found.shrink)
     tensors = (x, stored_bytes(a), scales, ranks, *tables, h)
     strides = (x.stride(0), *_strides(a, 4), *_strides(scales, 4), *_strides(ranks, 2))
     arguments = Arguments(tensors, (), (a.shape[4], *strides, h.shape[1]))
-    found.shrink.launch(shrunk.max_tiles * found.shrink_parts, arguments)
+    found.shrink.launch(rows, arguments)
 
 
 def launch_expand(call: Call, found: Kernels, h: torch.Tensor, to: torch.Tensor) -> None:
@@ -135,10 +133,20 @@ def launch_expand(call: Call, found: Kernels, h: torch.Tensor, to: torch.Tensor)
     tma = descriptor(b, sizes["BLOCK_C"], sizes["BLOCK_R"]) if sizes["STAGES"] > 1 else None
     strides = (*_strides(b, 3), *_strides(scales, 3), *to.stride()[:2])
     strides += (*_strides(ranks, 2), *_strides(scalings, 2))
-    tables = (ranks, scalings, routing.topk_weights, routing.order, routing.tiles, routing.count)
-    tensors = (h, stored_bytes(b), scales, to, *tables)
+    tiles, rows = _tiles_of(routing, found.expand)
+    tensors = (h, stored_bytes(b), scales, to, ranks, scalings, routing.topk_weights, *tiles)
     arguments = Arguments(tensors, (tma,), (h.shape[1], *strides))
-    found.expand.launch(routing.max_tiles * found.expand_parts, arguments)
+    found.expand.launch(rows, arguments)
+
+
+def _tiles_of(
+    routing: SgmvRouting, kernel: SpecializedKernel
+) -> tuple[tuple[torch.Tensor, ...], int]:
+    """Return the tables that a kernel's tiles stand in, and the rows of its grid."""
+    if kernel.constants["ROWS"] == 1:
+        return (routing.order, routing.singles, routing.num_live), routing.num_pairs
+    rows = routing.max_tiles * kernel.constants["PARTS"]
+    return (routing.order, routing.tiles, routing.count), rows
 
 
 def _launch_sum(call: Call, deltas: torch.Tensor, kernel: SpecializedKernel) -> None:
@@ -285,8 +293,6 @@ def kernels_with(
         _shrink_kernel(tiles, shrunk_tile, site, options._replace(tma=False)),
         _expand_kernel(tiles, tile, site, fresh, options),
         tiles.shrink.split_k,
-        max(1, shrunk_tile // tiles.shrink_rows),
-        max(1, tile // tiles.expand_rows),
     )
 
 
@@ -298,7 +304,7 @@ def _shrink_kernel(tiles: SiteTiles, tile: int, site: Site, options: Options) ->
     constants = {
         "PROGRAMS": programs,
         "ROWS": rows,
-        "PARTS": max(1, tile // rows),
+        "PARTS": 1 if rows == 1 else tile // rows,
         "TOP_K": 1 if site.by_pair or site.by_token else site.top_k,
         "NUM_A": site.num_a,
         "MAX_RANK": shape.max_rank,
@@ -340,7 +346,7 @@ def _expand_kernel(
         "FIRST_PROGRAMS": columns.firsts,
         "PROGRAMS": columns.programs,
         "ROWS": rows,
-        "PARTS": max(1, tile // rows),
+        "PARTS": 1 if rows == 1 else tile // rows,
         "TOP_K": site.top_k,
         "NUM_A": site.num_a,
         "SPLIT_K": tiles.shrink.split_k,

@@ -33,20 +33,26 @@ class SgmvRouting(ExpertRouting):
 
         order   [2, 0, 4, 1, 5]                          the last place is not written
         tiles   [[0, 0, 0, 1, 2], [1, 0, 1, 2, 0], [1, 2, 3, 2, 1]]
-        count   [3]
+        count   [3, 5]
 
     A tile's values are slot, expert, first place, pairs and first pair. Tiles may stand in any
-    order, and the pairs of an expert too where there are many.
+    order, and the pairs of an expert too where there are many. Where few pairs share an expert of a
+    slot, `singles` has a tile for each of them, in the order of their places.
     """
 
     num_slots: int  # that keys are made of
     shape: PairShape  # that tile sizes follow from
     order: torch.Tensor  # [num_tokens * top_k] int32, the pair at every place
     tiles: torch.Tensor  # [max_tiles, 8] int32; three values are unused
-    count: torch.Tensor  # [1] int32, tiles in use
+    singles: torch.Tensor  # [num_tokens * top_k, 8] int32, or [0, 8]
+    count: torch.Tensor  # [2] int32, tiles in use, and live pairs where there are singles
     scratch: tuple[torch.Tensor, ...]  # counters and keys that the sort keeps between launches
     tokens: SgmvRouting | None  # the tokens sorted by slot, for an A that all experts share
     refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
+    num_live: torch.Tensor = field(init=False)  # the second value of `count`
+
+    def __post_init__(self) -> None:
+        self.num_live = self.count[1:]
 
     @property
     def num_pairs(self) -> int:
@@ -115,7 +121,8 @@ def _new_routing(
         shape=shape,
         order=ints(pairs),
         tiles=ints(max_runs(pairs, num_keys, shape.tile), 8),
-        count=ints(1),
+        singles=ints(pairs if shape.has_singles else 0, 8),
+        count=ints(2),
         scratch=scratch,
         tokens=by_slot,
     )
@@ -143,11 +150,12 @@ def sort_pairs(
     mapped = topk_ids if expert_map is None else expert_map  # not read without a map
     inputs = (topk_ids, topk_weights, mapped, plan.token_slots())
     kept = (routing.topk_ids, routing.topk_weights)
-    found = (routing.order, routing.tiles, routing.count)
+    found = (routing.order, routing.tiles, routing.singles, routing.count)
     strides = (*topk_ids.stride(), *topk_weights.stride(), mapped.shape[0])
     shape = (routing.top_k, routing.num_experts, expert_map is not None)
+    cut = routing.shape.tile, routing.shape.has_singles
     if pairs <= MOST_COMPARED:
-        kernel = _compare(pairs, *shape, routing.shape.tile, programmatic)
+        kernel = _compare(pairs, *shape, cut, programmatic)
         arguments = Arguments((*inputs, *kept, *found, *routing.scratch), (), (pairs, *strides))
         kernel.launch(-(-pairs // kernel.constants["OWN"]), arguments)
         return
@@ -156,7 +164,7 @@ def sort_pairs(
     count = _count(*shape, programmatic)
     numbers = (pairs, num_keys, *strides)
     count.launch(programs, Arguments((*inputs, *kept, *routing.scratch), (), numbers))
-    scatter = _scatter(routing.num_experts, routing.shape.tile, num_keys, pairs, programmatic)
+    scatter = _scatter(routing.num_experts, cut, num_keys, pairs, programmatic)
     arguments = Arguments((keys, nths, counts, turn, *found), (), (pairs, num_keys))
     scatter.launch(programs, arguments)
 
@@ -176,7 +184,12 @@ def sort_tokens(routing: SgmvRouting, programmatic: bool) -> SgmvRouting:
 
 @lru_cache(maxsize=1024)
 def _compare(
-    pairs: int, top_k: int, num_experts: int, has_map: bool, tile: int, programmatic: bool
+    pairs: int,
+    top_k: int,
+    num_experts: int,
+    has_map: bool,
+    cut: tuple[int, bool],
+    programmatic: bool,
 ) -> SpecializedKernel:
     width = max(16, power_of_two(pairs))
     own = 8
@@ -185,7 +198,8 @@ def _compare(
         "TOP_K": top_k,
         "NUM_EXPERTS": num_experts,
         "HAS_MAP": has_map,
-        "TILE": tile,
+        "TILE": cut[0],
+        "SINGLES": cut[1],
         "OWN": own,
         "BLOCK_Q": width,
         "ALONE": pairs <= own,
@@ -211,12 +225,13 @@ def _count(top_k: int, num_experts: int, has_map: bool, programmatic: bool) -> S
 
 @lru_cache(maxsize=1024)
 def _scatter(
-    num_experts: int, tile: int, num_keys: int, pairs: int, programmatic: bool
+    num_experts: int, cut: tuple[int, bool], num_keys: int, pairs: int, programmatic: bool
 ) -> SpecializedKernel:
     constants = {
         "PROGRAMS": 1,
         "NUM_EXPERTS": num_experts,
-        "TILE": tile,
+        "TILE": cut[0],
+        "SINGLES": cut[1],
         "OWN": _OWN,
         "BLOCK_K": max(_OWN, min(_MOST_SCANNED, power_of_two(num_keys))),
         "HALF": 16 if pairs < 2**16 else 32,

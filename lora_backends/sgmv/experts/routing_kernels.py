@@ -5,7 +5,7 @@ The key of a pair is slot * num_experts + expert; a dead pair has `DEAD`, above 
 sorting, place i holds pair ``order[i]``, and a tile is a run of at most TILE places of one key. A
 tile's record has five values: slot, expert, first place, pairs, first pair. Records stand in any
 order, so that they can be handed out by a counter; a pair's result depends on neither its tile nor
-its place.
+its place. With SINGLES every pair also has a record for itself, at its place.
 
 Axes: P (pairs of this program), Q (pairs to compare with), K (keys).
 """
@@ -92,6 +92,7 @@ def compare_kernel(
     factors_ptr,
     order_ptr,
     tiles_ptr,
+    singles_ptr,
     count_ptr,
     state_ptr,
     pairs,
@@ -105,6 +106,7 @@ def compare_kernel(
     NUM_EXPERTS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     TILE: tl.constexpr,
+    SINGLES: tl.constexpr,
     OWN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     ALONE: tl.constexpr,
@@ -158,6 +160,10 @@ def compare_kernel(
             tl.store(state_ptr, (seen * 0).to(tl.int64))
     count = tl.minimum(of_key - earlier_of_key, TILE)
     _record(tiles_ptr, row, key, place, count, p, heads, NUM_EXPERTS)
+    if SINGLES:
+        _record(singles_ptr, place, key, place, 1, p, live, NUM_EXPERTS)
+        if tl.program_id(0) == 0:
+            tl.store(count_ptr + 1, tl.sum((other != DEAD).to(tl.int32), axis=0))
 
 
 @triton.jit(do_not_specialize=["pairs", "num_keys"])
@@ -220,12 +226,14 @@ def scatter_kernel(
     turn_ptr,
     order_ptr,
     tiles_ptr,
+    singles_ptr,
     count_ptr,
     pairs,
     num_keys,
     PROGRAMS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TILE: tl.constexpr,
+    SINGLES: tl.constexpr,
     OWN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HALF: tl.constexpr,
@@ -266,10 +274,14 @@ def scatter_kernel(
     count = tl.minimum(of_key - nth, TILE)
     heads = live & (nth % TILE == 0)
     _record(tiles_ptr, row, key, place, count, p, heads, NUM_EXPERTS)
+    if SINGLES:
+        _record(singles_ptr, place, key, place, 1, p, live, NUM_EXPERTS)
     other = counts_ptr + (1 - turn).to(tl.int64) * num_keys
     for first in range(tl.program_id(0) * OWN, num_keys, tl.num_programs(0) * OWN):
         k = first + tl.arange(0, OWN)
         tl.store(other + k, tl.zeros((OWN,), dtype=tl.int32), mask=k < num_keys)
     if tl.program_id(0) == 0:
         tl.store(count_ptr, ((done >> HALF) & LOW).to(tl.int32))
+        if SINGLES:
+            tl.store(count_ptr + 1, (done & LOW).to(tl.int32))
         tl.store(turn_ptr, 1 - turn)

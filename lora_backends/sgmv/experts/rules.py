@@ -28,9 +28,16 @@ _SHARED_BYTES = 96 * 1024  # for the loads of a shrink in flight
 _SHARED_BYTES_OF_8 = 75 * 1024  # the same for 8-bit stacks
 _FEW_TILES = 16  # so few that programs wait for loads that follow each other, not for bytes
 _MANY_TILES = 200  # so many that the shrink of each needs no split
-_SOME_PAIRS = 100  # below, reading a key for each of its pairs costs more than it saves
-_ALONE = 1.13  # pairs per key up to which nearly every pair has its key for itself
-_LONG_INPUT = 8192  # in_features from which groups of warps share out a step
+# Pairs per key below which the expand runs pair by pair, without a matrix product, by padded rank.
+# Pairs of one key then read its B once each, the first from memory and the others from L2.
+_ALONE = 1.13  # for other ranks: nearly every pair has its key for itself
+_SHARING = {16: 1.8}  # for whole rows of 16 bits
+_SHARING_OF_8 = {16: 2.6, 32: 1.8, 64: 1.35}
+_SHARING_OF_SOME = 5.0  # for 8 bits of rank 16 and fewer than _SOME_PAIRS
+_SOME_PAIRS = 100
+_SHRINK_SHARING_OF_8 = 2.0  # for the shrink of 8 bits, at rank 16
+_SHARED_OUT_TILES = 50  # from which groups of warps share out a step, at rank 16
+_LONG_INPUT = 8192  # in_features from which they do with fewer tiles
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
 _MOST_SINGLE_RANKS = 128  # up to which a pair alone is expanded without a matrix product
 _SINGLE_VALUES = 4096  # of B per program there
@@ -49,6 +56,22 @@ class PairShape:
     pairs: int  # of a token and an expert, dead ones included
     keys: int  # pairs of a slot and an expert that are expected to be in use
     tile: int  # most pairs per tile
+
+    @property
+    def each(self) -> float:
+        """Pairs per key that are expected."""
+        return self.pairs / max(1, self.keys)
+
+    @property
+    def has_singles(self) -> bool:
+        """Whether kernels may run pair by pair, in tiles of one."""
+        return self.each < self.sharing_of_8(MIN_DOT)
+
+    def sharing_of_8(self, rank_pad: int) -> float:
+        """Return the pairs per key below which 8-bit stacks are expanded pair by pair."""
+        if rank_pad == MIN_DOT and self.pairs < _SOME_PAIRS:
+            return _SHARING_OF_SOME
+        return _SHARING_OF_8.get(rank_pad, _ALONE)
 
     @property
     def tiles(self) -> int:
@@ -100,14 +123,8 @@ def expected_keys(tokens: int, top_k: int, num_experts: int, active_slots: int) 
 
 
 def tile_pairs(pairs: int, keys: int) -> int:
-    """Return the most pairs per tile: 1, 16, 32, 64 or 128.
-
-    Where nearly every pair has its key for itself, tiles of one are expanded without a matrix
-    product.
-    """
+    """Return the most pairs per tile: 16, 32, 64 or 128."""
     each = pairs / max(1, keys)
-    if each < _ALONE and not _FEW_TILES < pairs < _SOME_PAIRS:
-        return 1
     for tile, most in ((16, 12), (32, 24), (64, 96)):
         if each < most:
             return tile
@@ -121,11 +138,13 @@ def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTile
     rank_pad, few = padded_rank(site.max_rank), tiles <= _FEW_TILES
     shrink_rows = max(MIN_DOT, min(64, pairs.tile))
     expand_rows = max(MIN_DOT, min(32 if rank_pad <= 32 else 64, pairs.tile))
-    if pairs.tile == 1 and rank_pad <= _MOST_SINGLE_RANKS:
+    whole = site.item_bytes < 4 and site.max_rank == rank_pad
+    sharing = _SHARING.get(rank_pad, _ALONE) if whole else _ALONE
+    if rank_pad <= _MOST_SINGLE_RANKS and pairs.each < sharing:
         expand_rows = 1
     shrink = _shrink(tiles, pairs, site, shrink_rows)
     shrink = fitting(shrink, shrink_rows, site.item_bytes, gpu)
-    few_pairs = pairs.tile == 1 and pairs.tiles <= _MOST_SINGLE_TILES
+    few_pairs = pairs.each < _ALONE and pairs.tiles <= _MOST_SINGLE_TILES
     if few_pairs and site.in_features <= _MOST_SINGLE_INPUTS:
         programs = _SINGLE_PROGRAMS if rank_pad == MIN_DOT else _SINGLE_LONG_PROGRAMS
         shrink, shrink_rows = _shrink_single(tiles, site, _SINGLE_ROWS, programs), 1
@@ -145,16 +164,22 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
     Twice as many inputs a step keep as many bytes in flight, unless a step is mostly beyond the
     inputs, or programs are so few that they wait for one load anyway. Tiles of 16 pairs have so few
     steps in flight that three programs share a multiprocessor. As for dense layers, blocks of 16
-    ranks are 256 columns wide where a product takes them, and pairs alone are multiplied without
-    one; blocks of more ranks take twice as many columns a program. Unlike there, B never comes
-    through TMA: `expand_tma` of experts does not widen.
+    ranks are 256 columns wide where a product takes them; blocks of more ranks take twice as many
+    columns a program. Where few pairs share a key, kernels run pair by pair, at higher shares than
+    for 16 bits: reading B again costs half as much. Unlike for dense layers, B never comes through
+    TMA: `expand_tma` of experts does not widen.
     """
     if site.item_bytes == 4:
         return tiles
     count = gpu.as_on_h200(pairs.tiles)
     few = pairs.tiles <= _MOST_SINGLE_TILES
-    short = pairs.tile == 1 and site.in_features <= _MOST_SINGLE_INPUTS
-    if short and (few or padded_rank(site.max_rank) == MIN_DOT):
+    rank_pad = padded_rank(site.max_rank)
+    if rank_pad <= _MOST_SINGLE_RANKS and pairs.each < pairs.sharing_of_8(rank_pad):
+        tiles = replace(tiles, expand=_expand(count, site, 1, tma=False), expand_rows=1)
+    by_pair = pairs.each < _ALONE and few
+    if rank_pad == MIN_DOT and tiles.expand_rows == 1:
+        by_pair = pairs.each < _SHRINK_SHARING_OF_8 or pairs.pairs < _SOME_PAIRS
+    if by_pair and site.in_features <= _MOST_SINGLE_INPUTS:
         block_n = _SINGLE_ROWS if few else 2 * _SINGLE_ROWS
         shrink = _shrink_single(count, site, block_n, _SINGLE_PROGRAMS)
         tiles = replace(tiles, shrink=shrink, shrink_rows=1)
@@ -207,7 +232,7 @@ def _shrink(tiles: int, pairs: PairShape, site: SiteShape, rows: int) -> ShrinkT
     blocks = -(-site.stacked // block_n) * tiles * parts_of_tile
     many = blocks >= (2 * H200.multiprocessors if block_n <= 32 else _MANY_TILES)
     most = 1 if many else min(planes, programs // blocks)
-    shared_out = tiles >= _MANY_TILES or site.in_features >= _LONG_INPUT
+    shared_out = tiles >= _SHARED_OUT_TILES or site.in_features >= _LONG_INPUT
     if block_n == 16 and rows == MIN_DOT and tiles > _FEW_TILES and shared_out:
         return ShrinkTiles(16, 256, parts(site.in_features, 256, most), warps_k=4, num_stages=4)
     split_k = parts(site.in_features, 128, most)
