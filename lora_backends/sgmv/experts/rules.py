@@ -164,8 +164,8 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
     Twice as many inputs a step keep as many bytes in flight, unless a step is mostly beyond the
     inputs, or programs are so few that they wait for one load anyway. Tiles of 16 pairs have so few
     steps in flight that three programs share a multiprocessor. As for dense layers, blocks of 16
-    ranks are 256 columns wide where a product takes them; blocks of more ranks take twice as many
-    columns a program. Where few pairs share a key, kernels run pair by pair, at higher shares than
+    ranks are 256 columns wide where a product takes them; programs of more ranks take twice as
+    many columns. Where few pairs share a key, kernels run pair by pair, at higher shares than
     for 16 bits: reading B again costs half as much. Unlike for dense layers, B never comes through
     TMA: `expand_tma` of experts does not widen.
     """
@@ -204,6 +204,8 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
         block_c = 64
     elif rows > 1 and expand.block_r == MIN_DOT:
         block_c = max(block_c, 256)
+    elif rows > 1 and chunks == 1:
+        block_c = 2 * block_c
     elif rows > 1:
         chunks = 2 * chunks
     if (block_c, chunks) != (expand.block_c, expand.chunks) and not site.general:
