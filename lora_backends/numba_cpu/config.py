@@ -44,18 +44,23 @@ LONG_TILES = 4
 """Groups of 16 rows of B per pass over a long segment: with 3 tokens 24 sums, and 64 columns of y,
 whole cache lines, are updated at once."""
 
-SHRINK_AHEAD = 4096
-"""Distance in bytes of prefetches in a row of A, and at its end in the row that follows. On two
-cores of an AMD EPYC, half of this and of EXPAND_AHEAD took 1.0 to 1.2 times as long, and twice as
-much made no difference."""
+SHRINK_AHEAD = 2048
+"""Distance in bytes of prefetches in a row of A, and at its end in the row that follows. Prefetches
+go to the first-level cache. On two cores of an AMD EPYC the second level took 1.05 to 1.2 times as
+long, and no prefetches 0.8 to 1.4 times; on the Intel Xeon A took 1.1 times as long without."""
+
+DOT_AHEAD = 4096
+"""The same in a shrink of int8 by bfloat16; half of it took 1.03 to 1.15 times as long on the AMD
+EPYC."""
 
 DOT_CHUNK = 2048
 """Inputs per chunk in a shrink of int8 by bfloat16, a multiple of 32. 8 rows of x take 32 KiB,
 which stay in the first-level cache of the AMD EPYC while A is read."""
 
-EXPAND_AHEAD = 16384
-"""Prefetch distance in B, in bytes; each vector of columns issues four prefetches. Prefetches of 16
-whole rows at once took 1.4 to 2.2 times as long: a core waits for its oldest requests."""
+EXPAND_AHEAD = 8192
+"""Prefetch distance in B, in bytes; each vector of columns issues four prefetches. On the AMD EPYC
+half and twice as much took 1.0 to 1.15 times as long. Prefetches of 16 whole rows at once took 1.4
+to 2.2 times as long: a core waits for its oldest requests."""
 
 SERIAL_BYTES = 150_000
 """Bytes below which one thread does all: the weights of all segments, and an eighth of a segment's

@@ -26,6 +26,7 @@ import numpy as np
 from lora_backends.numba_cpu import vectors as v
 from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import (
+    DOT_AHEAD,
     DOT_CHUNK,
     EXPAND_COST,
     FETCH_COST,
@@ -34,7 +35,6 @@ from lora_backends.numba_cpu.config import (
     LONG_RANKS,
     LONG_SEGMENT,
     MAX_SEGMENT,
-    SHRINK_AHEAD,
 )
 from lora_backends.numba_cpu.kernels import (
     SEGMENT_BYTES,
@@ -313,7 +313,7 @@ def dot_columns(rows_of_a, ranks, scratch, rows, t, tokens, x, h):
 @function
 def ahead_of(width, step, first, new_chunk):
     """Return the prefetch distance, and the offset to add to it past the end of a chunk's rows."""
-    ahead, turns = min(SHRINK_AHEAD, width), max(1, SHRINK_AHEAD // max(width, 1))
+    ahead, turns = min(DOT_AHEAD, width), max(1, DOT_AHEAD // max(width, 1))
     if new_chunk:
         return ahead, first  # back to the first row
     return ahead, turns * step - width  # to the next rows; short rows need several

@@ -128,41 +128,59 @@ def shrink_block(kinds, rows, count, t, end, x, h):
     a, a_row, n = rows
     last = count - 1
     a_rows = (a, a + min(1, last) * a_row, a + min(2, last) * a_row, a + last * a_row)
-    to_next = SHRINK_RANKS * a_row
-    i = t
+    passes = (end - t) // 4 + (end - t) // 2 % 2 + (end - t) % 2
+    ahead, step = fetched(n * v.size(kinds[0]), 2 * LANES * v.size(kinds[0]), passes)
+    fetch, i = (ahead, step, SHRINK_RANKS * a_row), t
     while i + 4 <= end:
-        sums = dot_rows(kinds, a_rows, v.rows(x, i, FOUR), n, i == t, to_next)
+        sums = dot_rows(kinds, a_rows, v.rows(x, i, FOUR), n, fetch)
         v.write_totals(v.rows(h, i, FOUR), count, sums)
-        i += 4
+        fetch, i = following(fetch, n), i + 4
     if i + 2 <= end:
-        sums2 = dot_rows(kinds, a_rows, v.rows(x, i, TWO), n, i == t, to_next)
+        sums2 = dot_rows(kinds, a_rows, v.rows(x, i, TWO), n, fetch)
         v.write_totals(v.rows(h, i, TWO), count, sums2)
-        i += 2
+        fetch, i = following(fetch, n), i + 2
     if i < end:
-        sums1 = dot_rows(kinds, a_rows, v.rows(x, i, ONE), n, i == t, to_next)
+        sums1 = dot_rows(kinds, a_rows, v.rows(x, i, ONE), n, fetch)
         v.write_totals(v.rows(h, i, ONE), count, sums1)
 
 
+@function
+def fetched(width, step, passes):
+    """Return where the first pass over 4 rows of a begins to prefetch, and its bytes per step.
+
+    A single pass prefetches its own rows. Several passes share out the next 4 rows instead: the
+    later ones read no memory by themselves, and would leave it idle.
+    """
+    if passes == 1:
+        return min(SHRINK_AHEAD, width), step
+    return width, step // passes
+
+
+@function
+def following(fetch, n):
+    """Return `fetch` for the next pass: it goes on where this one, n // 32 steps, ended."""
+    ahead, step, to_next = fetch
+    return ahead + n // (2 * LANES) * step, step, to_next
+
+
 @inlined
-def dot_rows(kinds, a_rows, x_rows, n, fresh, to_next):
+def dot_rows(kinds, a_rows, x_rows, n, fetch):
     """Return a vector of partial sums of ``a @ x`` per pair of rows.
 
-    a is prefetched if it is `fresh`, not in a cache yet, and towards the end the rows that lie
-    `to_next` bytes on.
+    Meanwhile a is prefetched: from a distance on, some bytes per step; beyond the end of a row, the
+    rows that lie `to_next` bytes on.
     """
     kind, kind_x = kinds
+    ahead, step, to_next = fetch
     width = n * v.size(kind)
-    ahead = min(SHRINK_AHEAD, width)
     sums = v.zeros(a_rows, x_rows)
     k = 0
     while k + 2 * LANES <= n:
-        if fresh:
-            at = k * v.size(kind) + ahead
-            if at >= width:
-                at += to_next - width
-            v.prefetch(a_rows, at)
-            if v.size(kind) > 2:  # 32 elements are two lines
-                v.prefetch(a_rows, at + LINE)
+        at = ahead if ahead < width else ahead + to_next - width
+        v.prefetch(a_rows, at)
+        if step > LINE:
+            v.prefetch(a_rows, at + LINE)
+        ahead += step
         a = v.load_rows(kind, a_rows, k)  # 32 of every row
         x = v.load_rows(kind_x, x_rows, k)
         sums = v.add_products(sums, a, x)
