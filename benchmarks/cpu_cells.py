@@ -4,11 +4,12 @@
 
 A cell is one linear layer: widths, tokens, active adapters, rank. Each cell rotates over enough
 layers that their weights do not stay in the second-level cache. The contenders sweep the layers in
-turns, and the best sweep of each counts. The floor is the time of the bytes (active A and B once,
-x once, y twice) at the copy bandwidth, measured before and after every cell because it changes on
-a shared machine. The read bandwidth is measured in the same way, by the fastest torch operation
-that only reads. The summary also has the speed over the loop of an ideal engine, which runs at
-either bandwidth and has no cost per call.
+turns, and the best sweep of each counts. Before each sweep and after it, the fastest of torch's
+operations that only read passes over 256 MiB, which empties the caches. `of_read` divides the
+bytes per second of a `numba_cpu` sweep (active A and B once, x once, y twice) by the mean of these
+two reads: the median over the sweeps, because the bandwidth of a shared machine changes within
+seconds. The copy bandwidth is the best before and after a cell. The summary also has the speed over
+the loop of an ideal engine, which runs at either bandwidth and has no cost per call.
 """
 
 from __future__ import annotations
@@ -83,42 +84,55 @@ def _linear(backend: Any, plan: Any, cell: Cell) -> Callable[[LoRAWeights], None
     return lambda weights: backend.run_linear(cell.x, weights, plan, cell.y)
 
 
-def bandwidths(source: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
-    """Return bytes per second of a copy (read and written) and of a read, the best of five."""
-    matrix = source.view(-1, 4096)
-    copied = _best_seconds(lambda: target.copy_(source))
-    # the matrix product alone reads at 0.6 of the rate of the others on an AMD EPYC
-    readers = (lambda: matrix @ matrix[0], source.sum, lambda: source @ source)
-    read = min(map(_best_seconds, readers))
-    return 2 * source.nbytes / copied, source.nbytes / read
+class Memory:
+    """What the machine's memory does now, in bytes per second."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.source, self.target = source, torch.empty_like(source)
+        matrix = source.view(-1, 4096)
+        # which one is fastest depends on the CPU: on an AMD EPYC the matrix product reads at
+        # 0.6 of the rate of the others
+        readers = (lambda: matrix @ matrix[0], source.sum, lambda: source @ source)
+        self.reader = min(readers, key=_best_seconds)
+
+    def copied(self) -> float:
+        """Return the rate of a copy, its reads and writes, the best of five."""
+        return 2 * self.source.nbytes / _best_seconds(lambda: self.target.copy_(self.source))
+
+    def read(self) -> float:
+        """Return the rate of one pass that only reads."""
+        return self.source.nbytes / _seconds(self.reader)
 
 
 def _best_seconds(call: Callable[[], Any]) -> float:
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(_seconds(call) for _ in range(5))
 
 
-def measure(cell: Cell, repeats: int, buffers: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
-    """Return microseconds per layer of every contender, and the floor."""
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure(cell: Cell, repeats: int, memory: Memory) -> dict[str, Any]:
+    """Return microseconds per layer of every contender, and how they compare with memory."""
     calls = cell.contenders()
-    best = dict.fromkeys(calls, math.inf)
-    before = bandwidths(*buffers)
+    sweeps: dict[str, list[float]] = {name: [] for name in calls}
+    reads, shares = [], []
+    copied = memory.copied()
     for call in calls.values():
         call(cell.layers[0])
     for _ in range(repeats):
         for name, call in calls.items():
+            before = memory.read()
             cell.y.zero_()
-            start = time.perf_counter()
-            for weights in cell.layers:
-                call(weights)
-            seconds = (time.perf_counter() - start) / cell.num_layers
-            best[name] = min(best[name], seconds)
-    copied, read = (max(pair) for pair in zip(before, bandwidths(*buffers), strict=True))
-    floor = cell.bytes / copied
+            seconds = _seconds(lambda call=call: _sweep(call, cell)) / cell.num_layers
+            sweeps[name].append(seconds)
+            if name == "numba_cpu":
+                reads.append((before + memory.read()) / 2)
+                shares.append(cell.bytes / seconds / reads[-1])
+    best = {name: min(found) for name, found in sweeps.items()}
+    copied, read = max(copied, memory.copied()), statistics.median(reads)
     return {
         "dtype": str(cell.dtype).removeprefix("torch."),
         "in_features": cell.d_in,
@@ -127,14 +141,20 @@ def measure(cell: Cell, repeats: int, buffers: tuple[torch.Tensor, torch.Tensor]
         "adapters": cell.adapters,
         "rank": cell.rank,
         "layers": cell.num_layers,
+        "bytes": cell.bytes,
         "microseconds": {name: round(best[name] * 1e6, 2) for name in CONTENDERS},
-        "floor_microseconds": round(floor * 1e6, 2),
+        "copy_floor_microseconds": round(cell.bytes / copied * 1e6, 2),
         "read_floor_microseconds": round(cell.bytes / read * 1e6, 2),
         "copy_gb_per_s": round(copied / 1e9, 1),
         "read_gb_per_s": round(read / 1e9, 1),
         "times_loop": round(best["loop"] / best["numba_cpu"], 2),
-        "of_floor": round(floor / best["numba_cpu"], 2),
+        "of_read": round(statistics.median(shares), 2),
     }
+
+
+def _sweep(call: Callable[[LoRAWeights], None], cell: Cell) -> None:
+    for weights in cell.layers:
+        call(weights)
 
 
 def call_microseconds(calls: int = 5000) -> float:
@@ -149,6 +169,17 @@ def call_microseconds(calls: int = 5000) -> float:
     return round(_best_seconds(sweep) / calls * 1e6, 2)
 
 
+def cold_call_microseconds(memory: Memory, repeats: int = 25) -> float:
+    """Return the median time of such a call of 64 layers in turn, once the caches are emptied."""
+    cell = Cell(torch.float32, (16, 16), (1, 1), 4)
+    call, found = cell.contenders()["numba_cpu"], []
+    _sweep(call, cell)
+    for _ in range(repeats):
+        memory.read()
+        found.append(_seconds(lambda: _sweep(call, cell)) / cell.num_layers)
+    return round(statistics.median(found) * 1e6, 2)
+
+
 def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the summary of the cells, by dtype."""
     found: dict[str, Any] = {}
@@ -156,20 +187,20 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
         mine = [cell for cell in cells if cell["dtype"] == dtype]
         decode = [cell for cell in mine if cell["tokens"] <= 64]
         long = [cell for cell in mine if cell["tokens"] > 64]
-        large = [cell for cell in decode if cell["floor_microseconds"] > 50]
         speeds = [cell["times_loop"] for cell in decode]
         found[dtype] = {
             "decode_times_loop_geometric_mean": round(statistics.geometric_mean(speeds), 2),
             "decode_times_loop_least": min(speeds),
-            "decode_times_loop_at_copy_bandwidth": _at_floor(decode, "floor_microseconds"),
+            "decode_times_loop_at_copy_bandwidth": _at_floor(decode, "copy_floor_microseconds"),
             "decode_times_loop_at_read_bandwidth": _at_floor(decode, "read_floor_microseconds"),
             "decode_times_loop_at_copy_bandwidth_or_measured": _at_floor(
-                decode, "floor_microseconds", or_measured=True
+                decode, "copy_floor_microseconds", or_measured=True
             ),
             "512_tokens_times_loop_least": min(cell["times_loop"] for cell in long),
-            "decode_of_floor_least_where_above_50_us": min(
-                (cell["of_floor"] for cell in large), default=None
-            ),
+            "decode_of_read_least_by_adapters": {
+                str(count): min(cell["of_read"] for cell in decode if cell["adapters"] == count)
+                for count in sorted({cell["adapters"] for cell in decode})
+            },
         }
     return found
 
@@ -195,21 +226,20 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     dtypes = [getattr(torch, name) for name in options.dtypes]
     NumbaCPUBackend().warmup(dtypes)
-    source = torch.ones(64 * 2**20)
-    buffers = source, torch.empty_like(source)
+    memory = Memory(torch.ones(64 * 2**20))
     cells = []
     for dtype in dtypes:
         for widths in WIDTHS:
             for batch in COMPOSITIONS:
                 for rank in RANKS:
                     with torch.no_grad():
-                        found = measure(Cell(dtype, widths, batch, rank), options.repeats, buffers)
+                        found = measure(Cell(dtype, widths, batch, rank), options.repeats, memory)
                     cells.append(found)
                     print(json.dumps(found), flush=True)
     with torch.no_grad():
-        call = call_microseconds()
+        call, cold = call_microseconds(), cold_call_microseconds(memory)
     method = " ".join((__doc__ or "").split("\n\n")[2].split())
-    result = new_result(method, call_microseconds=call)
+    result = new_result(method, call_microseconds=call, cold_call_microseconds=cold)
     result |= {"rows": cells, "summary": summary(cells)}
     write_result(options.output, result)
     print(json.dumps(result["summary"], indent=1))

@@ -29,9 +29,6 @@ CPU_ROWS = {
     "the loop's time over the copy limit in decode, geometric mean": (
         "decode_times_loop_at_copy_bandwidth"
     ),
-    "lowest share of the copy limit in decode, limits above 50 us": (
-        "decode_of_floor_least_where_above_50_us"
-    ),
 }
 
 
@@ -171,6 +168,10 @@ def numba_cpu() -> str:
         [label, *(f"{summary[dtype][field]:.2f}" for dtype in dtypes)]
         for label, field in CPU_ROWS.items()
     ]
+    for adapters in ("64", "8", "1"):
+        shares = [summary[dtype]["decode_of_read_least_by_adapters"][adapters] for dtype in dtypes]
+        label = f"lowest share of the read bandwidth in decode, adapters: {adapters}"
+        rows.append([label, *(f"{share:.2f}" for share in shares)])
     return table(["", *(f">{dtype}" for dtype in dtypes)], rows)
 
 
