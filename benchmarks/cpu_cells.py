@@ -2,14 +2,16 @@
 
     python benchmarks/cpu_cells.py [--dtypes float32 bfloat16] [--repeats 9] [--output FILE]
 
-A cell is one linear layer: widths, tokens, active adapters, rank. Each cell rotates over enough
-layers that their weights do not stay in the second-level cache. The contenders sweep the layers in
-turns, and the best sweep of each counts. Before each sweep and after it, the fastest of torch's
-operations that only read passes over 256 MiB, which empties the caches. `of_read` divides the
-bytes per second of a `numba_cpu` sweep (active A and B once, x once, y twice) by the mean of these
-two reads: the median over the sweeps, because the bandwidth of a shared machine changes within
-seconds. The copy bandwidth is the best before and after a cell. The summary also has the speed over
-the loop of an ideal engine, which runs at either bandwidth and has no cost per call.
+A cell is one linear layer: widths, tokens, active adapters, rank. The contenders take turns to
+sweep over the cell's layers, and the best sweep of each counts. A read of 256 MiB, by the fastest
+of three torch operations, empties the caches before every sweep. A second read follows each
+`numba_cpu` sweep. `of_read` is the bandwidth of the sweep over the mean bandwidth of the two
+reads, where the sweep's bytes are A and B of the active adapters: x and y, which all layers
+share, stay in a cache. It is the median over the sweeps, because the bandwidth of a shared
+machine changes within seconds. The floors are the times of the bytes of A and B once, x once and
+y twice at the bandwidth of a copy, the better of two measurements before and after a cell, and at
+that of the reads. The summary also gives the speedup over the loop of an ideal engine that runs
+at a floor and has no cost per call.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class Cell:
         self.rows = [(slots == slot).nonzero().flatten() for slot in range(self.adapters)]
         self.x = torch.randn(self.tokens, self.d_in).to(dtype)
         self.y = torch.zeros(self.tokens, self.d_out, dtype=dtype)
+        self.weight_bytes = layer_bytes
         self.bytes = layer_bytes + self.tokens * (self.d_in + 2 * self.d_out) * dtype.itemsize
 
     def _layer(self) -> LoRAWeights:
@@ -85,22 +88,24 @@ def _linear(backend: Any, plan: Any, cell: Cell) -> Callable[[LoRAWeights], None
 
 
 class Memory:
-    """What the machine's memory does now, in bytes per second."""
+    """Measures the current bandwidth of the memory, in bytes per second."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self.source, self.target = source, torch.empty_like(source)
         matrix = source.view(-1, 4096)
-        # which one is fastest depends on the CPU: on an AMD EPYC the matrix product reads at
-        # 0.6 of the rate of the others
         readers = (lambda: matrix @ matrix[0], source.sum, lambda: source @ source)
-        self.reader = min(readers, key=_best_seconds)
+        # the fastest depends on the CPU: on an AMD EPYC the matrix product reads at 0.6 of the rate
+        # of the others; they take turns, because a busy machine may slow one of them down
+        rounds = [[_seconds(reader) for reader in readers] for _ in range(9)]
+        best = [min(times) for times in zip(*rounds, strict=True)]
+        self.reader = readers[best.index(min(best))]
 
     def copied(self) -> float:
-        """Return the rate of a copy, its reads and writes, the best of five."""
+        """Return the bandwidth of a copy, reads and writes together: the best of five."""
         return 2 * self.source.nbytes / _best_seconds(lambda: self.target.copy_(self.source))
 
     def read(self) -> float:
-        """Return the rate of one pass that only reads."""
+        """Return the bandwidth of one pass that only reads."""
         return self.source.nbytes / _seconds(self.reader)
 
 
@@ -115,7 +120,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def measure(cell: Cell, repeats: int, memory: Memory) -> dict[str, Any]:
-    """Return microseconds per layer of every contender, and how they compare with memory."""
+    """Return the microseconds per layer of every contender, and the share of the read bandwidth."""
     calls = cell.contenders()
     sweeps: dict[str, list[float]] = {name: [] for name in calls}
     reads, shares = [], []
@@ -130,7 +135,7 @@ def measure(cell: Cell, repeats: int, memory: Memory) -> dict[str, Any]:
             sweeps[name].append(seconds)
             if name == "numba_cpu":
                 reads.append((before + memory.read()) / 2)
-                shares.append(cell.bytes / seconds / reads[-1])
+                shares.append(cell.weight_bytes / seconds / reads[-1])
     best = {name: min(found) for name, found in sweeps.items()}
     copied, read = max(copied, memory.copied()), statistics.median(reads)
     return {
@@ -170,7 +175,10 @@ def call_microseconds(calls: int = 5000) -> float:
 
 
 def cold_call_microseconds(memory: Memory, repeats: int = 25) -> float:
-    """Return the median time of such a call of 64 layers in turn, once the caches are emptied."""
+    """Return the mean time of such a call over 64 layers, run once after the caches are emptied.
+
+    It is the median of the repeats.
+    """
     cell = Cell(torch.float32, (16, 16), (1, 1), 4)
     call, found = cell.contenders()["numba_cpu"], []
     _sweep(call, cell)

@@ -168,10 +168,11 @@ def numba_cpu() -> str:
         [label, *(f"{summary[dtype][field]:.2f}" for dtype in dtypes)]
         for label, field in CPU_ROWS.items()
     ]
-    for adapters in ("64", "8", "1"):
-        shares = [summary[dtype]["decode_of_read_least_by_adapters"][adapters] for dtype in dtypes]
-        label = f"lowest share of the read bandwidth in decode, adapters: {adapters}"
-        rows.append([label, *(f"{share:.2f}" for share in shares)])
+    shares = {dtype: summary[dtype]["decode_of_read_least_by_adapters"] for dtype in dtypes}
+    for count in sorted(shares[dtypes[0]], key=int, reverse=True):
+        label = "lowest share of the read bandwidth in decode, {} adapter{}"
+        values = [f"{shares[dtype][count]:.2f}" for dtype in dtypes]
+        rows.append([label.format(count, "" if count == "1" else "s"), *values])
     return table(["", *(f">{dtype}" for dtype in dtypes)], rows)
 
 

@@ -45,22 +45,23 @@ LONG_TILES = 4
 whole cache lines, are updated at once."""
 
 SHRINK_AHEAD = 2048
-"""Distance in bytes of prefetches in a row of A, and at its end in the row that follows. Prefetches
-go to the first-level cache. On two cores of an AMD EPYC the second level took 1.05 to 1.2 times as
-long, and no prefetches 0.8 to 1.4 times; on the Intel Xeon A took 1.1 times as long without."""
+"""Prefetch distance in A, in bytes, in a segment of one pass; past the end of a row, prefetches go
+to the row 4 further on. On two cores of an AMD EPYC, prefetches into the second-level cache took
+1.05 to 1.2 times as long as these into the first, and no prefetches at all 0.8 to 1.4 times. On the
+Intel Xeon, A took 1.1 times as long without them."""
 
 DOT_AHEAD = 4096
-"""The same in a shrink of int8 by bfloat16; half of it took 1.03 to 1.15 times as long on the AMD
-EPYC."""
+"""Prefetch distance in A, in bytes, where int8 meets bfloat16. On the AMD EPYC, half of it took
+1.03 to 1.15 times as long."""
 
 DOT_CHUNK = 2048
 """Inputs per chunk in a shrink of int8 by bfloat16, a multiple of 32. 8 rows of x take 32 KiB,
 which stay in the first-level cache of the AMD EPYC while A is read."""
 
 EXPAND_AHEAD = 8192
-"""Prefetch distance in B, in bytes; each vector of columns issues four prefetches. On the AMD EPYC
-half and twice as much took 1.0 to 1.15 times as long. Prefetches of 16 whole rows at once took 1.4
-to 2.2 times as long: a core waits for its oldest requests."""
+"""Prefetch distance in B, in bytes; each vector of columns issues four prefetches. On the AMD EPYC,
+half and twice this distance took 1.0 to 1.15 times as long. Prefetches of 16 whole rows at once
+took 1.4 to 2.2 times as long: a core waits for its oldest requests."""
 
 SERIAL_BYTES = 150_000
 """Bytes below which one thread does all: the weights of all segments, and an eighth of a segment's

@@ -129,49 +129,41 @@ def shrink_block(kinds, rows, count, t, end, x, h):
     last = count - 1
     a_rows = (a, a + min(1, last) * a_row, a + min(2, last) * a_row, a + last * a_row)
     passes = (end - t) // 4 + (end - t) // 2 % 2 + (end - t) % 2
-    ahead, step = fetched(n * v.size(kinds[0]), 2 * LANES * v.size(kinds[0]), passes)
-    fetch, i = (ahead, step, SHRINK_RANKS * a_row), t
+    ahead, step = prefetches_of(n * v.size(kinds[0]), 2 * LANES * v.size(kinds[0]), passes)
+    to_next, i = SHRINK_RANKS * a_row, t
     while i + 4 <= end:
-        sums = dot_rows(kinds, a_rows, v.rows(x, i, FOUR), n, fetch)
+        sums, ahead = dot_rows(kinds, a_rows, v.rows(x, i, FOUR), n, ahead, step, to_next)
         v.write_totals(v.rows(h, i, FOUR), count, sums)
-        fetch, i = following(fetch, n), i + 4
+        i += 4
     if i + 2 <= end:
-        sums2 = dot_rows(kinds, a_rows, v.rows(x, i, TWO), n, fetch)
+        sums2, ahead = dot_rows(kinds, a_rows, v.rows(x, i, TWO), n, ahead, step, to_next)
         v.write_totals(v.rows(h, i, TWO), count, sums2)
-        fetch, i = following(fetch, n), i + 2
+        i += 2
     if i < end:
-        sums1 = dot_rows(kinds, a_rows, v.rows(x, i, ONE), n, fetch)
+        sums1, ahead = dot_rows(kinds, a_rows, v.rows(x, i, ONE), n, ahead, step, to_next)
         v.write_totals(v.rows(h, i, ONE), count, sums1)
 
 
 @function
-def fetched(width, step, passes):
-    """Return where the first pass over 4 rows of a begins to prefetch, and its bytes per step.
+def prefetches_of(width, step, passes):
+    """Return the offset of the first prefetch in a row of a, and the bytes from one to the next.
 
-    A single pass prefetches its own rows. Several passes share out the next 4 rows instead: the
-    later ones read no memory by themselves, and would leave it idle.
+    A single pass prefetches its own rows. With several passes only the first one reads a from
+    memory, so each of them prefetches an equal share of the next 4 rows.
     """
     if passes == 1:
         return min(SHRINK_AHEAD, width), step
     return width, step // passes
 
 
-@function
-def following(fetch, n):
-    """Return `fetch` for the next pass: it goes on where this one, n // 32 steps, ended."""
-    ahead, step, to_next = fetch
-    return ahead + n // (2 * LANES) * step, step, to_next
-
-
 @inlined
-def dot_rows(kinds, a_rows, x_rows, n, fetch):
-    """Return a vector of partial sums of ``a @ x`` per pair of rows.
+def dot_rows(kinds, a_rows, x_rows, n, ahead, step, to_next):
+    """Return a vector of partial sums of ``a @ x`` per pair of rows, and the next prefetch offset.
 
-    Meanwhile a is prefetched: from a distance on, some bytes per step; beyond the end of a row, the
-    rows that lie `to_next` bytes on.
+    Each step prefetches `step` bytes of every row at offset `ahead`. Offsets beyond the end of a
+    row continue in the row `to_next` bytes later.
     """
     kind, kind_x = kinds
-    ahead, step, to_next = fetch
     width = n * v.size(kind)
     sums = v.zeros(a_rows, x_rows)
     k = 0
@@ -191,7 +183,7 @@ def dot_rows(kinds, a_rows, x_rows, n, fetch):
         x_tail = v.load_some(kind_x, x_rows, k, count)
         sums = v.add_products(sums, a_tail, x_tail)
         k += LANES
-    return sums
+    return sums, ahead
 
 
 @inlined

@@ -1,6 +1,7 @@
 """Pairs are sorted by slot and expert on the device, and cut into tiles of one of each."""
 
 import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -117,14 +118,17 @@ def test_keys_beyond_one_block_of_counts_are_placed(device, make, monkeypatch):
     monkeypatch.setattr(routing_of_pairs, "MOST_COMPARED", 0)
     backend = make()
     slots, experts = 3, 2000  # the counts of 6000 keys take two blocks
-    ids = torch.randint(0, experts, (40, 2), device=device)
-    batch = LoRABatch([t % slots for t in range(40)], slots)
+    tokens = 80  # and their 160 pairs two programs
+    ids = torch.randint(0, experts, (tokens, 2), device=device)
+    batch = LoRABatch([t % slots for t in range(tokens)], slots)
     plan = backend.prepare_batch(batch)
     for _ in range(3):
         ids = (ids + 777) % experts
-        routing = backend.prepare_experts(plan, ids, torch.ones(40, 2, device=device), experts)
+        factors = torch.ones(tokens, 2, device=device)
+        routing = backend.prepare_experts(plan, ids, factors, experts)
+        assert routing.shape.has_singles
         found = tiles_of(routing)
-        assert sorted(p for pairs in found.values() for p in pairs) == list(range(80))
+        assert sorted(p for pairs in found.values() for p in pairs) == list(range(2 * tokens))
         for (slot, expert), pairs in found.items():
             assert {(p // 2 % slots, int(ids[p // 2, p % 2])) for p in pairs} == {(slot, expert)}
 
@@ -153,6 +157,25 @@ def test_a_copied_routing_outlives_the_original(make, device):
     copied = copy.deepcopy(routing)
     backend.prepare_experts(routing.plan, ids.flip(0), weights, EXPERTS, out=routing)
     assert torch.equal(backend.run_experts(x, layer, copied), y)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
+def test_a_copied_routing_can_be_refilled(make, device, copied):
+    """The copy of a routing with two live pairs, refilled with twelve."""
+    backend, layer = make(), experts_layer(device)
+    plan = backend.prepare_batch(LoRABatch([0, 1, 2, 3, 4, 0], SLOTS))
+    ids = torch.arange(12, dtype=torch.int32, device=device).view(6, 2) % EXPERTS
+    weights = torch.ones(6, 2, device=device)
+    few = ids.clone()
+    few[1:] = -1
+    x = torch.randn(6, 8, device=device)
+    routing = copied(backend.prepare_experts(plan, few, weights, EXPERTS))
+    assert routing.shape.has_singles
+    backend.prepare_experts(plan, ids, weights, EXPERTS, out=routing)
+    fresh = backend.prepare_experts(plan, ids, weights, EXPERTS)
+    y = backend.run_experts(x, layer, routing)
+    assert torch.equal(y, backend.run_experts(x, layer, fresh))
+    assert y.abs().sum(2).ne(0).all()
 
 
 def test_a_routing_of_other_slots_is_not_refilled(make, device):

@@ -45,7 +45,7 @@ def cut(monkeypatch):
         monkeypatch.setattr(rules, "_ALONE", math.inf if tile == 1 else 0.0)
         monkeypatch.setattr(rules, "_SHARING", {})
         monkeypatch.setattr(rules, "_SHARING_OF_8", {})
-        monkeypatch.setattr(rules, "_SOME_PAIRS", 0)
+        monkeypatch.setattr(rules, "_FEW_PAIRS", 0)
         forget()
 
     def forget():
@@ -55,6 +55,19 @@ def cut(monkeypatch):
     yield cut_into
     monkeypatch.undo()
     forget()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return a list that gets the pairs per program of both kernels at each `run_experts`."""
+    rows, launch_expand = [], launch.launch_expand
+
+    def launch_and_note(call, found, h, to):
+        rows.append(tuple(kernel.constants["ROWS"] for kernel in (found.shrink, found.expand)))
+        launch_expand(call, found, h, to)
+
+    monkeypatch.setattr(launch, "launch_expand", launch_and_note)
+    return rows
 
 
 def case(tokens=14, rank=5, **options):
@@ -111,10 +124,24 @@ EIGHT_BIT = {
 
 @pytest.mark.parametrize("tile", [1, 16, 128])
 @pytest.mark.parametrize("name", CASES)
-def test_tiles_of_every_size_give_the_one_right_result(backend, cut, name, tile):
+def test_tiles_of_every_size_give_the_one_right_result(backend, cut, launched, name, tile):
     cut(tile)
     chosen = CASES[name]
     kit.check_experts(backend, chosen, chosen.build(backend.device))
+    assert launched and all((expand_rows == 1) == (tile == 1) for _, expand_rows in launched)
+
+
+@pytest.mark.parametrize("most_compared", [0, 512])
+@pytest.mark.parametrize("name", ["plain", "down", "summed", "float16"])
+def test_a_shrink_of_tiles_feeds_an_expand_of_pairs(
+    backend, cut, launched, monkeypatch, name, most_compared
+):
+    cut(1)
+    monkeypatch.setattr(rules, "_MOST_SINGLE_TILES", 0)  # the shrink takes whole tiles
+    monkeypatch.setattr(routing, "MOST_COMPARED", most_compared)
+    chosen = CASES[name]
+    kit.check_experts(backend, chosen, chosen.build(backend.device))
+    assert set(launched) == {(16, 1)}
 
 
 @pytest.mark.parametrize("tile", [1, 16])
@@ -306,7 +333,7 @@ def test_sizes_fit_the_devices_and_the_kernels(site, tile, each, keys, a_bytes, 
         assert size >= 8 and size & (size - 1) == 0
     for rows, side in ((tiles.shrink_rows, shrink.block_n), (tiles.expand_rows, expand.block_c)):
         assert (rows == 1 and pairs.has_singles) or min(rows, side) >= 16
-    assert tile % tiles.expand_rows * (tile > 16) == 0
+    assert tile % tiles.shrink_rows == tile % tiles.expand_rows == 0
     assert shrink.block_k >= 16 * shrink.warps_k
     if tiles.shrink_rows > 1:  # else A goes to registers
         assert shrink_bytes(shrink, tiles.shrink_rows, item_bytes) <= gpu.shared_bytes

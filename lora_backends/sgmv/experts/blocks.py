@@ -29,13 +29,15 @@ def tile_of(row, tiles_ptr, order_ptr, count_ptr, ROWS: tl.constexpr, PARTS: tl.
     """Return the slot, expert, first place and number of pairs of a row, and its pairs [T].
 
     A tile has PARTS rows of the grid, of at most ROWS pairs each. A row that has none has 0 pairs.
+    With ROWS 1 the tiles are those of single pairs, whose number is the second count.
     The first pair stands in the record, so that a tile of one pair needs no second load.
     """
     part = row % PARTS
     at = tiles_ptr + row // PARTS * RECORD
     slot, expert = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
     place, count, only = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    used = row // PARTS < tl.load(count_ptr)
+    NUMBER: tl.constexpr = 1 if ROWS == 1 else 0
+    used = row // PARTS < tl.load(count_ptr + NUMBER)
     count = tl.where(used, tl.minimum(count - part * ROWS, ROWS), 0)
     place += part * ROWS
     t = tl.arange(0, ROWS)  # [T]

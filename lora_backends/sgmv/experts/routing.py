@@ -49,10 +49,6 @@ class SgmvRouting(ExpertRouting):
     scratch: tuple[torch.Tensor, ...]  # counters and keys that the sort keeps between launches
     tokens: SgmvRouting | None  # the tokens sorted by slot, for an A that all experts share
     refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
-    num_live: torch.Tensor = field(init=False)  # the second value of `count`
-
-    def __post_init__(self) -> None:
-        self.num_live = self.count[1:]
 
     @property
     def num_pairs(self) -> int:

@@ -25,18 +25,18 @@ from lora_backends.sgmv.tiles.sizes import (
 
 _STAGE_BYTES = 32 * 1024  # of one step of the shrink: fits on every device
 _SHARED_BYTES = 96 * 1024  # for the loads of a shrink in flight
-_SHARED_BYTES_OF_8 = 75 * 1024  # the same for 8-bit stacks
+_SHARED_BYTES_OF_8 = 75 * 1024  # the same for 8-bit stacks in tiles of 16: three programs fit
 _FEW_TILES = 16  # so few that programs wait for loads that follow each other, not for bytes
 _MANY_TILES = 200  # so many that the shrink of each needs no split
 # Pairs per key below which the expand runs pair by pair, without a matrix product, by padded rank.
 # Pairs of one key then read its B once each, the first from memory and the others from L2.
-_ALONE = 1.13  # for other ranks: nearly every pair has its key for itself
-_SHARING = {16: 1.8}  # for whole rows of 16 bits
+_ALONE = 1.13  # for other ranks, and for the shrink: nearly every pair has its key for itself
+_SHARING = {16: 1.8}  # for 16 bits if max_rank is the padded rank, so that no load is masked
 _SHARING_OF_8 = {16: 2.6, 32: 1.8, 64: 1.35}
-_SHARING_OF_SOME = 5.0  # for 8 bits of rank 16 and fewer than _SOME_PAIRS
-_SOME_PAIRS = 100
+_SHARING_OF_8_FEW = 5.0  # for 8 bits of rank 16 and fewer than _FEW_PAIRS
+_FEW_PAIRS = 100
 _SHRINK_SHARING_OF_8 = 2.0  # for the shrink of 8 bits, at rank 16
-_SHARED_OUT_TILES = 50  # from which groups of warps share out a step, at rank 16
+_SHARED_OUT_TILES = 50  # from which groups of warps share out a step, where A has 16 rows in all
 _LONG_INPUT = 8192  # in_features from which they do with fewer tiles
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
 _MOST_SINGLE_RANKS = 128  # up to which a pair alone is expanded without a matrix product
@@ -64,13 +64,14 @@ class PairShape:
 
     @property
     def has_singles(self) -> bool:
-        """Whether kernels may run pair by pair, in tiles of one."""
-        return self.each < self.sharing_of_8(MIN_DOT)
+        """Whether kernels of some layer may run pair by pair, in tiles of one."""
+        most = max([_ALONE, *_SHARING.values(), *_SHARING_OF_8.values()])
+        return self.each < max(most, self.sharing_of_8(MIN_DOT))
 
     def sharing_of_8(self, rank_pad: int) -> float:
         """Return the pairs per key below which 8-bit stacks are expanded pair by pair."""
-        if rank_pad == MIN_DOT and self.pairs < _SOME_PAIRS:
-            return _SHARING_OF_SOME
+        if rank_pad == MIN_DOT and self.pairs < _FEW_PAIRS:
+            return _SHARING_OF_8_FEW
         return _SHARING_OF_8.get(rank_pad, _ALONE)
 
     @property
@@ -103,7 +104,7 @@ class SiteShape:
     out_features: int
     widest: int  # columns of the widest slice that the expand tells apart
     item_bytes: int  # of a value of x, to which 8-bit weights are widened: 2, or 4 for float32
-    general: bool  # interleaved columns, or ranks beyond one product
+    general: bool  # interleaved columns
 
     @property
     def stacked(self) -> int:
@@ -162,12 +163,12 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
     """Return sizes for stacks of 8 bits with a scale per row, made from those for 16 bits.
 
     Twice as many inputs a step keep as many bytes in flight, unless a step is mostly beyond the
-    inputs, or programs are so few that they wait for one load anyway. Tiles of 16 pairs have so few
-    steps in flight that three programs share a multiprocessor. As for dense layers, blocks of 16
-    ranks are 256 columns wide where a product takes them; programs of more ranks take twice as
-    many columns. Where few pairs share a key, kernels run pair by pair, at higher shares than
-    for 16 bits: reading B again costs half as much. Unlike for dense layers, B never comes through
-    TMA: `expand_tma` of experts does not widen.
+    inputs, or programs are so few that they wait for one load anyway. The loads in flight of tiles
+    of 16 pairs take at most 75 KiB, so that three programs fit on a multiprocessor. As for dense
+    layers, blocks of 16 ranks are 256 columns wide where a product takes them. At higher ranks,
+    up to those of one product, a program takes twice as many columns. Kernels run pair by pair up
+    to more pairs per key than for 16 bits, because reading B again costs half as much. Unlike for
+    dense layers, B never comes through TMA: `expand_tma` of experts does not widen.
     """
     if site.item_bytes == 4:
         return tiles
@@ -178,7 +179,7 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
         tiles = replace(tiles, expand=_expand(count, site, 1, tma=False), expand_rows=1)
     by_pair = pairs.each < _ALONE and few
     if rank_pad == MIN_DOT and tiles.expand_rows == 1:
-        by_pair = pairs.each < _SHRINK_SHARING_OF_8 or pairs.pairs < _SOME_PAIRS
+        by_pair = pairs.each < _SHRINK_SHARING_OF_8 or pairs.pairs < _FEW_PAIRS
     if by_pair and site.in_features <= _MOST_SINGLE_INPUTS:
         block_n = _SINGLE_ROWS if few else 2 * _SINGLE_ROWS
         shrink = _shrink_single(count, site, block_n, _SINGLE_PROGRAMS)
@@ -204,10 +205,8 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
         block_c = 64
     elif rows > 1 and expand.block_r == MIN_DOT:
         block_c = max(block_c, 256)
-    elif rows > 1 and chunks == 1:
-        block_c = 2 * block_c
-    elif rows > 1:
-        chunks = 2 * chunks
+    elif rows > 1 and expand.block_r == rank_pad:
+        block_c, chunks = (2 * block_c, 1) if chunks == 1 else (block_c, 2 * chunks)
     if (block_c, chunks) != (expand.block_c, expand.chunks) and not site.general:
         chunks = chunks_of(site.widest, block_c, chunks)
         expand = replace(expand, block_c=block_c, chunks=chunks)
