@@ -229,7 +229,8 @@ def shrink_part(part, parts, call, layer, routines, low, high):
                     v.invoke(routines.copy_x, (call.x_dtype, *x, tokens, n, own_scratch))
                     copied = True
                 copy = (own_scratch + ORDER_BYTES, row_bytes(n), own_scratch)
-                v.invoke(routines.shrink_short, (a, a_row, n, first, last, 0, tokens) + copy + h)
+                own_rows = (a, a_row, n, first, last, int(last == layer.max_rank))
+                v.invoke(routines.shrink_short, (*own_rows, 0, tokens) + copy + h)
             else:
                 at, steps, sizes = scales
                 for j in range(first, last, LONG_PANEL):

@@ -28,11 +28,15 @@ PLAIN, MULTIPLIED = (), (0,)  # vectors of output_scales per 16 columns of y
 
 
 def shrink_short(kind: Any, kind_x: Any) -> Any:
-    """Compile ``h[t, first:last] = x[t] @ a[first:last].T`` for weights and x of these kinds."""
+    """Compile ``h[t, first:last] = x[t] @ a[first:last].T`` for weights and x of these kinds.
 
-    def run(a, a_row, n, first, last, t, end, x, x_row, x_order, h, h_row, h_order):
+    `goes_on`: the rows behind the last one are read next.
+    """
+
+    def run(a, a_row, n, first, last, goes_on, t, end, x, x_row, x_order, h, h_row, h_order):
         for j in range(first, last, SHRINK_RANKS):
-            rows, columns = (a + j * a_row, a_row, n), (h + 4 * j, h_row, h_order)
+            to_next = SHRINK_RANKS * a_row if goes_on or j + SHRINK_RANKS < last else 0
+            rows, columns = (a + j * a_row, a_row, n, to_next), (h + 4 * j, h_row, h_order)
             count = min(last - j, SHRINK_RANKS)
             shrink_block((kind, kind_x), rows, count, t, end, (x, x_row, x_order), columns)
 
@@ -125,12 +129,11 @@ def expand_column(kind: Any, kind_y: Any) -> Any:
 @inlined
 def shrink_block(kinds, rows, count, t, end, x, h):
     """Write up to 4 columns of h for the tokens of a segment; the last row of a fills up to 4."""
-    a, a_row, n = rows
-    last = count - 1
+    a, a_row, n, to_next = rows
+    last, i = count - 1, t
     a_rows = (a, a + min(1, last) * a_row, a + min(2, last) * a_row, a + last * a_row)
     passes = (end - t) // 4 + (end - t) // 2 % 2 + (end - t) % 2
     ahead, step = prefetches_of(n * v.size(kinds[0]), 2 * LANES * v.size(kinds[0]), passes)
-    to_next, i = SHRINK_RANKS * a_row, t
     while i + 4 <= end:
         sums, ahead = dot_rows(kinds, a_rows, v.rows(x, i, FOUR), n, ahead, step, to_next)
         v.write_totals(v.rows(h, i, FOUR), count, sums)
