@@ -3,15 +3,15 @@
     python benchmarks/cpu_cells.py [--dtypes float32 bfloat16] [--repeats 9] [--output FILE]
 
 A cell is one linear layer: widths, tokens, active adapters, rank. The contenders take turns to
-sweep over the cell's layers, and the best sweep of each counts. A read of 256 MiB, by the fastest
-of three torch operations, empties the caches before every sweep. A second read follows each
-`numba_cpu` sweep. `of_read` is the bandwidth of the sweep over the mean bandwidth of the two
-reads, where the sweep's bytes are A and B of the active adapters: x and y, which all layers
-share, stay in a cache. It is the median over the sweeps, because the bandwidth of a shared
-machine changes within seconds. The floors are the times of the bytes of A and B once, x once and
-y twice at the bandwidth of a copy, the better of two measurements before and after a cell, and at
-that of the reads. The summary also gives the speedup over the loop of an ideal engine that runs
-at a floor and has no cost per call.
+sweep over the cell's layers; the best sweep of each gives its time. A read of 256 MiB, by the
+fastest of three torch operations, empties the caches before every sweep. A second read follows
+each `numba_cpu` sweep. `of_read` is the bandwidth of a `numba_cpu` sweep over the mean bandwidth
+of the two reads, as the median over all sweeps, because the bandwidth of a shared machine changes
+within seconds. It counts the bytes of A and B of the active adapters alone: all layers share x and
+y, which stay in a cache. A floor is the time to move A and B once, x once and y twice. The copy
+floor takes the bandwidth of a copy, the better of two measurements before and after the cell; the
+read floor takes the median bandwidth of the reads. The summary also gives the speedup over the
+loop of an ideal engine that runs at a floor and has no cost per call.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def measure(cell: Cell, repeats: int, memory: Memory) -> dict[str, Any]:
-    """Return the microseconds per layer of every contender, and the share of the read bandwidth."""
+    """Return the results of a cell: microseconds per layer, floors, bandwidths and `of_read`."""
     calls = cell.contenders()
     sweeps: dict[str, list[float]] = {name: [] for name in calls}
     reads, shares = [], []
@@ -175,9 +175,9 @@ def call_microseconds(calls: int = 5000) -> float:
 
 
 def cold_call_microseconds(memory: Memory, repeats: int = 25) -> float:
-    """Return the mean time of such a call over 64 layers, run once after the caches are emptied.
+    """Return the time of the call of `call_microseconds` on layers that are in no cache.
 
-    It is the median of the repeats.
+    Each repeat empties the caches and takes the mean over 64 layers; the median repeat counts.
     """
     cell = Cell(torch.float32, (16, 16), (1, 1), 4)
     call, found = cell.contenders()["numba_cpu"], []
@@ -205,6 +205,7 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
                 decode, "copy_floor_microseconds", or_measured=True
             ),
             "512_tokens_times_loop_least": min(cell["times_loop"] for cell in long),
+            "read_gb_per_s": statistics.median(cell["read_gb_per_s"] for cell in decode),
             "decode_of_read_least_by_adapters": {
                 str(count): min(cell["of_read"] for cell in decode if cell["adapters"] == count)
                 for count in sorted({cell["adapters"] for cell in decode})

@@ -168,6 +168,8 @@ def numba_cpu() -> str:
         [label, *(f"{summary[dtype][field]:.2f}" for dtype in dtypes)]
         for label, field in CPU_ROWS.items()
     ]
+    read = [f"{summary[dtype]['read_gb_per_s']:.0f}" for dtype in dtypes]
+    rows.append(["read bandwidth in decode, GB/s, median", *read])
     shares = {dtype: summary[dtype]["decode_of_read_least_by_adapters"] for dtype in dtypes}
     for count in sorted(shares[dtypes[0]], key=int, reverse=True):
         label = "lowest share of the read bandwidth in decode, {} adapter{}"

@@ -1,4 +1,4 @@
-"""`numba_cpu`: compiled kernels for CPUs, at the speed of the memory."""
+"""`numba_cpu`: compiled kernels for CPUs."""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ whole cache lines, are updated at once."""
 
 SHRINK_AHEAD = 2048
 """Prefetch distance in A, in bytes, in a segment of one pass; past the end of a row, prefetches go
-to the row 4 further on. On two cores of an AMD EPYC, prefetches into the second-level cache took
-1.05 to 1.2 times as long as these into the first, and no prefetches at all 0.8 to 1.4 times. On the
-Intel Xeon, A took 1.1 times as long without them."""
+to the row 4 further on. On two cores of an AMD EPYC, the shrink took 1.05 to 1.2 times as long with
+prefetches into the second-level cache, and 0.8 to 1.4 times as long without prefetches. On the
+Intel Xeon, it took 1.1 times as long without them."""
 
 DOT_AHEAD = 4096
-"""Prefetch distance in A, in bytes, where int8 meets bfloat16. On the AMD EPYC, half of it took
-1.03 to 1.15 times as long."""
+"""Prefetch distance in A, in bytes, in a shrink of int8 by bfloat16. On the AMD EPYC, half this
+distance took 1.03 to 1.15 times as long."""
 
 DOT_CHUNK = 2048
 """Inputs per chunk in a shrink of int8 by bfloat16, a multiple of 32. 8 rows of x take 32 KiB,

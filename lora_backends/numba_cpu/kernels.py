@@ -248,7 +248,7 @@ def shrink_part(part, parts, call, layer, routines, low, high):
             x = (call.x, call.x_row, call.x_order)
             h = (call.h + s * call.h_slice, call.h_row, call.to_order)
             if stop - start < LONG_SEGMENT:
-                goes_on = int(last == layer.max_rank)  # to the next slot, often the next segment's
+                goes_on = int(last == layer.max_rank)  # the next slice's or slot's rows follow
                 columns = (first, last, goes_on, start, stop)
                 v.invoke(
                     routines.shrink_short, (a, item.a_row, layer.in_features) + columns + x + h

@@ -30,7 +30,7 @@ PLAIN, MULTIPLIED = (), (0,)  # vectors of output_scales per 16 columns of y
 def shrink_short(kind: Any, kind_x: Any) -> Any:
     """Compile ``h[t, first:last] = x[t] @ a[first:last].T`` for weights and x of these kinds.
 
-    `goes_on`: the rows behind the last one are read next.
+    `goes_on`: whether to prefetch past the last row: the rows that follow in memory are often next.
     """
 
     def run(a, a_row, n, first, last, goes_on, t, end, x, x_row, x_order, h, h_row, h_order):
@@ -151,8 +151,9 @@ def shrink_block(kinds, rows, count, t, end, x, h):
 def prefetches_of(width, step, passes):
     """Return the offset of the first prefetch in a row of a, and the bytes from one to the next.
 
-    A single pass prefetches its own rows. With several passes only the first one reads a from
-    memory, so each of them prefetches an equal share of the next 4 rows.
+    A single pass prefetches SHRINK_AHEAD bytes ahead, in its own rows and then in the next 4; in
+    rows no longer than that, only in the next 4. Several passes read the same rows, from a cache
+    after the first pass, so each of them prefetches an equal share of the next 4 rows.
     """
     if passes == 1:
         return min(SHRINK_AHEAD, width), step
@@ -163,8 +164,9 @@ def prefetches_of(width, step, passes):
 def dot_rows(kinds, a_rows, x_rows, n, ahead, step, to_next):
     """Return a vector of partial sums of ``a @ x`` per pair of rows, and the next prefetch offset.
 
-    Each step prefetches `step` bytes of every row at offset `ahead`. Offsets beyond the end of a
-    row continue in the row `to_next` bytes later.
+    Each step prefetches the line at offset `ahead` of every row, and the next line if `step` is
+    longer than a line, then adds `step` to `ahead`. Offsets beyond the end of a row continue in the
+    row `to_next` bytes later.
     """
     kind, kind_x = kinds
     width = n * v.size(kind)

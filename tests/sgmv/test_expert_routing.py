@@ -117,8 +117,8 @@ def test_a_map_and_strided_choices_are_read(make, device, way):
 def test_keys_beyond_one_block_of_counts_are_placed(device, make, monkeypatch):
     monkeypatch.setattr(routing_of_pairs, "MOST_COMPARED", 0)
     backend = make()
-    slots, experts = 3, 2000  # the counts of 6000 keys take two blocks
-    tokens = 80  # and their 160 pairs two programs
+    slots, experts = 3, 3000  # the counts of 9000 keys take two blocks
+    tokens = 80  # 160 pairs take two programs
     ids = torch.randint(0, experts, (tokens, 2), device=device)
     batch = LoRABatch([t % slots for t in range(tokens)], slots)
     plan = backend.prepare_batch(batch)

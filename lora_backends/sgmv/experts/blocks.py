@@ -29,7 +29,7 @@ def tile_of(row, tiles_ptr, order_ptr, count_ptr, ROWS: tl.constexpr, PARTS: tl.
     """Return the slot, expert, first place and number of pairs of a row, and its pairs [T].
 
     A tile has PARTS rows of the grid, of at most ROWS pairs each. A row that has none has 0 pairs.
-    With ROWS 1 the tiles are those of single pairs, whose number is the second count.
+    With ROWS 1 the tiles are `singles` of the routing; the second value of `count` is their number.
     The first pair stands in the record, so that a tile of one pair needs no second load.
     """
     part = row % PARTS

@@ -30,7 +30,7 @@ _FEW_TILES = 16  # so few that programs wait for loads that follow each other, n
 _MANY_TILES = 200  # so many that the shrink of each needs no split
 # Pairs per key below which the expand runs pair by pair, without a matrix product, by padded rank.
 # Pairs of one key then read its B once each, the first from memory and the others from L2.
-_ALONE = 1.13  # for other ranks, and for the shrink: nearly every pair has its key for itself
+_ALONE = 1.13  # for other ranks, and for the shrink: nearly every pair has its key to itself
 _SHARING = {16: 1.8}  # for 16 bits if max_rank is the padded rank, so that no load is masked
 _SHARING_OF_8 = {16: 2.6, 32: 1.8, 64: 1.35}
 _SHARING_OF_8_FEW = 5.0  # for 8 bits of rank 16 and fewer than _FEW_PAIRS
@@ -162,13 +162,14 @@ def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTile
 def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTiles:
     """Return sizes for stacks of 8 bits with a scale per row, made from those for 16 bits.
 
-    Twice as many inputs a step keep as many bytes in flight, unless a step is mostly beyond the
-    inputs, or programs are so few that they wait for one load anyway. The loads in flight of tiles
-    of 16 pairs take at most 75 KiB, so that three programs fit on a multiprocessor. As for dense
-    layers, blocks of 16 ranks are 256 columns wide where a product takes them. At higher ranks,
-    up to those of one product, a program takes twice as many columns. Kernels run pair by pair up
-    to more pairs per key than for 16 bits, because reading B again costs half as much. Unlike for
-    dense layers, B never comes through TMA: `expand_tma` of experts does not widen.
+    Twice as many inputs a step keep as many bytes in flight, unless that pads the inputs by over an
+    eighth, or programs are so few that they wait for one load anyway. The loads in flight of tiles
+    of 16 pairs take at most 75 KiB, so that three programs fit on a multiprocessor. Where the
+    expand has matrix products, programs of 32 pairs or more take blocks of 64 columns. Programs of
+    16 pairs take blocks of at least 256 columns at rank 16, and up to twice as many columns as in
+    16 bits at ranks 32 and 64. Kernels run pair by pair with more pairs per key than in 16 bits,
+    because reading B again costs half as much. Unlike for dense layers, B never comes through TMA:
+    `expand_tma` of experts does not widen.
     """
     if site.item_bytes == 4:
         return tiles
