@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown, told
 
 OF_THE_BATCH = frozenset({"do_sample", "num_return_sequences"})
 """Followed, with one value for all requests of a manager."""
@@ -132,8 +132,10 @@ def read_as_generate(base: Any, given: Any | None) -> Any:
     try:
         # A method of GenerationMixin: its order of sources is written nowhere else.
         config, _ = base._prepare_generation_config(given)
-    except (ValueError, TypeError) as error:
-        raise InvalidInputError(f"generate refuses this generation_config: {error}") from error
+    except Exception as error:  # values of a wrong type raise what they will
+        raise InvalidInputError(
+            f"generate refuses this generation_config: {told(error)}"
+        ) from error
     lengths = [getattr(source, "max_length", None) for source in (given, base.generation_config)]
     config.max_length = next((length for length in lengths if length is not None), None)
     return config
@@ -148,8 +150,8 @@ def with_words(config: Any, words: Mapping[str, Any]) -> Any:
     changed = copy.copy(config)
     try:
         unknown = changed.update(**words)
-    except (ValueError, TypeError) as error:
-        raise InvalidInputError(f"generate refuses the words {shown(words)}: {error}") from error
+    except Exception as error:
+        raise InvalidInputError(f"generate refuses {shown_words(words)}: {told(error)}") from error
     if unknown:
         raise InvalidInputError(
             f"a request has no option {', '.join(map(shown, unknown))}\n"

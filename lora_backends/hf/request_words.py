@@ -17,11 +17,16 @@ from transformers import LogitsProcessor
 
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown, told
 from lora_backends.hf.generation_words import (
+    FOLLOWED,
     OF_THE_BATCH,
     check_followed,
+    default_words,
+    is_off,
     read_as_generate,
+    shown_words,
     with_words,
 )
+from lora_backends.hf.sites import vocabulary_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class RequestWords:
         self.config = read_as_generate(base, given)
         check_followed(self.config)
         self._base, self._per_request = base, per_request
+        self._vocabulary = vocabulary_of(base)
         self._ends = _checked_ends(self.config.eos_token_id)
         self._positions = _positions(base)
         # With an end, which a request may have: some processors are there only with one.
@@ -128,27 +134,39 @@ class RequestWords:
         return new or min(most, default=None)
 
     def _processors(self, config: Any, ids: list[int], new: int | None, ends: list[int]) -> Any:
-        """Return the processors that `generate` makes for a prompt alone."""
-        config = copy.copy(config)
+        """Return the processors that `generate` makes for a prompt alone, each tried once."""
         if config.forced_eos_token_id is not None and new is None:
             raise InvalidInputError("forced_eos_token_id goes with max_new_tokens\n  given: None")
-        config.max_length = None if new is None else len(ids) + new
-        if config.min_new_tokens is not None:
-            config.min_length = config.min_new_tokens + len(ids)
+        own = copy.copy(config)
+        own.max_length = None if new is None else len(ids) + new
+        if own.min_new_tokens is not None:
+            own.min_length = own.min_new_tokens + len(ids)
+        try:
+            processors = self._made(own, ids, ends)
+            # Some look at their values only at the first or at the last token, where a failure
+            # would end all requests.
+            for tokens in (ids, ids + [0] * ((new or 1) - 1)) if processors else ():
+                scores = torch.zeros(1, self._vocabulary, device=self._base.device)
+                processors(torch.tensor([tokens], device=scores.device), scores)
+        except Exception as error:
+            defaults = default_words()
+            words = {word: getattr(config, word, None) for word in sorted(FOLLOWED)}
+            given = {word: v for word, v in words.items() if not is_off(word, v, defaults)}
+            raise InvalidInputError(
+                f"generate refuses one of {shown_words(given)}: {told(error)}"
+            ) from error
+        return processors
+
+    def _made(self, config: Any, ids: list[int], ends: list[int]) -> Any:
         device = self._base.device
         config._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
-        try:
-            return self._base._get_logits_processor(
-                generation_config=config,
-                input_ids_seq_length=len(ids),
-                encoder_input_ids=torch.tensor([ids], device=device),
-                device=device,
-                model_kwargs={},
-            )
-        except Exception as error:
-            raise InvalidInputError(
-                f"generate refuses a word of the generation_config: {told(error)}"
-            ) from error
+        return self._base._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=len(ids),
+            encoder_input_ids=torch.tensor([ids], device=device),
+            device=device,
+            model_kwargs={},
+        )
 
 
 class RowProcessors(LogitsProcessor):  # type: ignore[misc]  # has no types
@@ -196,6 +214,16 @@ def _checked_ends(value: Any) -> list[int]:
 
 
 def _positions(base: Any) -> int | None:
-    """Return how many positions the model has, as its configuration says; None if it does not."""
-    most = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    return most if type(most) is int and most > 0 else None
+    """Return how many positions a request may have, as the model's configuration says.
+
+    Where the frequencies of positions are other ones beyond a length ("longrope"), one request
+    beyond it would change those of all that share its passes.
+    """
+    config = base.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer = [own for own in rope.values() if isinstance(own, Mapping)]
+    most = [getattr(config, "max_position_embeddings", None)]
+    for own in (rope, *by_layer):
+        if own.get("rope_type") == "longrope":
+            most.append(own.get("original_max_position_embeddings"))
+    return min((each for each in most if type(each) is int and each > 0), default=None)

@@ -11,13 +11,13 @@ from lora_backends import InvalidInputError, LoRABackendError, UnsupportedInputE
 from lora_backends.hf import MultiLoRAModel
 from lora_backends.hf.generation_words import FOLLOWED, HARMLESS, KEEPING_ROWS, WITHOUT_EFFECT
 
-NEW, ENTRIES = 12, [None, "a", "b", {"a": 0.7, "b": 0.3}, "b"]
+NEW, ENTRIES = 10, [None, "a", {"a": 0.7, "b": 0.3}]
 SCORES = {
     "repetition_penalty": {"repetition_penalty": 3.0},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 4.0},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
     "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
-    "bad_words_ids": {"bad_words_ids": [[i] for i in range(0, 40, 3)] + [[1, 2]]},
+    "bad_words_ids": {"bad_words_ids": [[i] for i in range(0, 40, 2)] + [[1, 3]]},
     "sequence_bias": {"sequence_bias": {(7,): 0.5, (7, 8): 9.0, (8, 9): 9.0}},
     "suppress_tokens": {"suppress_tokens": list(range(0, 40, 2))},
     "begin_suppress_tokens": {"begin_suppress_tokens": list(range(0, 40, 2))},
@@ -103,33 +103,41 @@ def alone(model, ids, adapter, config=None, **words):
     return tokens[0, ids.shape[1] :].tolist()
 
 
-def batched(model, inputs, config=None):
+def batched(model, inputs, config=None, **changes):
     outputs = soon(
         lambda: model.generate_batch(
             inputs,
             adapters=ENTRIES,
             generation_config=config,
-            continuous_batching_config=settings(),
+            continuous_batching_config=settings(**changes),
         )
     )
     return [output.generated_tokens for output in outputs.values()]
 
 
-@pytest.mark.parametrize("source", ["given", "of the model"])
+def answers(model, inputs, config=None):
+    return [alone(model, *pair, config) for pair in zip(inputs, ENTRIES, strict=True)]
+
+
 @pytest.mark.parametrize("name", SCORES)
-def test_requests_follow_a_word_as_generate_does(model, name, source):
-    inputs = prompts(len(ENTRIES) - 1) + [[3]]  # some words act on prompts of one token alone
-    plain = [alone(model, *pair) for pair in zip(inputs, ENTRIES, strict=True)]
+def test_requests_follow_a_word_as_generate_does(model, name):
+    inputs = [*prompts(len(ENTRIES) - 1), [3]]  # some words act on prompts of one token alone
+    plain = answers(model, inputs)
     config = GenerationConfig(**SCORES[name])
-    if source == "of the model":
-        model.base.generation_config.update(**SCORES[name])
-        config = None
     if "max_length" in SCORES[name]:
         model.base.generation_config.max_new_tokens = None
-    expected = [alone(model, *pair, config) for pair in zip(inputs, ENTRIES, strict=True)]
+    expected = answers(model, inputs, config)
     assert batched(model, inputs, config) == expected
     changes = not {"remove_invalid_values", "renormalize_logits"} & SCORES[name].keys()
     assert (expected != plain) == changes
+
+
+def test_requests_follow_words_of_the_models_own_configuration(model):
+    inputs = prompts(len(ENTRIES))
+    model.base.generation_config.update(repetition_penalty=3.0, eos_token_id=[1, 5, 9, 13])
+    config = GenerationConfig(no_repeat_ngram_size=2)
+    for given in (None, config):
+        assert batched(model, inputs, given) == answers(model, inputs, given)
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -140,6 +148,30 @@ def test_a_request_alone_is_sampled_as_by_generate(model, name):
         answer = soon(requests.collect, [request])[request].generated_tokens
     torch.manual_seed(3)
     assert answer == alone(model, [3, 4, 5], "a", config)
+
+
+def test_every_sequence_of_a_request_follows_its_words(model):
+    words = {"repetition_penalty": 3.0, "no_repeat_ngram_size": 1, "temperature": 1e-5}
+    config = GenerationConfig(do_sample=True, num_return_sequences=2, **words)
+    outputs = soon(
+        lambda: model.generate_batch(
+            [[3, 4, 5], [6]],
+            adapters=["a", "b"],
+            generation_config=config,
+            continuous_batching_config=settings(),
+        )
+    )
+    config.num_return_sequences = 1
+    first, second = alone(model, [3, 4, 5], "a", config), alone(model, [6], "b", config)
+    assert [o.generated_tokens for o in outputs.values()] == [first, first, second, second]
+
+
+def test_a_request_that_gives_its_place_away_follows_its_words(model):
+    """Where the cache is full, Transformers begins a request again, with its tokens as a prompt."""
+    words = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_new_tokens": 20}
+    config = GenerationConfig(max_new_tokens=24, **words)
+    inputs = [[1, 2, 3, 4, 5], [6, 7, 8, 9], [5, 4, 3, 2, 1]]
+    assert batched(model, inputs, config, num_blocks=5) == answers(model, inputs, config)
 
 
 def test_every_followed_word_is_tried_here():
@@ -183,7 +215,7 @@ def test_a_word_that_requests_do_not_follow_is_refused_by_name(model, word, sour
 def test_every_word_of_transformers_is_followed_or_refused(model):
     """Also one that a later version adds: it is in no list of this library."""
     for word in vars(GenerationConfig()):
-        if word.startswith("_") or word in FOLLOWED | WITHOUT_EFFECT:
+        if word.startswith("_") or word in FOLLOWED | WITHOUT_EFFECT | {"watermarking_config"}:
             continue
         config = GenerationConfig()
         setattr(config, word, object())
@@ -193,7 +225,9 @@ def test_every_word_of_transformers_is_followed_or_refused(model):
 
 def test_what_generate_refuses_is_refused(model):
     for config, message in (
-        (GenerationConfig(top_p=3.0, do_sample=True), "top_p"),
+        (GenerationConfig(top_p=-1.0, do_sample=True), "top_p"),
+        (GenerationConfig(sequence_bias={(40,): 1.0}), "sequence_bias"),
+        (GenerationConfig(temperature="hot", do_sample=True), "temperature"),
         (GenerationConfig(bad_words_ids=[3]), "bad_words_ids"),
         (GenerationConfig(eos_token_id="x"), "eos_token_id is 'x'"),
         (GenerationConfig(eos_token_id=[1.5]), "eos_token_id is"),
@@ -208,42 +242,48 @@ def test_what_generate_refuses_is_refused(model):
 
 def test_requests_may_have_words_of_their_own(model):
     own = [{}, {"repetition_penalty": 3.0}, {"no_repeat_ngram_size": 1}, {"eos_token_id": [1, 5]}]
-    own += [{"suppress_tokens": list(range(20)), "max_new_tokens": 4}]
-    inputs = prompts(len(own))
+    own += [{"suppress_tokens": list(range(20)), "max_new_tokens": 4}, {"min_new_tokens": 3}]
+    inputs, entries = prompts(len(own)), ENTRIES * 2
     config = settings(per_request_processors=True)
     with model.continuous_batching(None, config) as requests:
-        added = zip(inputs, ENTRIES, own, strict=True)
+        added = zip(inputs, entries, own, strict=True)
         names = [requests.add_request(ids, adapter=who, **words) for ids, who, words in added]
         found = soon(requests.collect, names)
-    for name, ids, who, words in zip(names, inputs, ENTRIES, own, strict=True):
+    for name, ids, who, words in zip(names, inputs, entries, own, strict=True):
         assert found[name].generated_tokens == alone(model, ids, who, **words)
 
 
 WRONG = {
     "needs 65 tokens, the model has 64 positions": {"input_ids": [1] * 40, "max_new_tokens": 25},
-    "temperature": {"temperature": 0.0},
+    "temperature=0.0": {"temperature": 0.0},
     "does not follow num_beams=3": {"num_beams": 3},
     "'stop'": {"stop": ["x"]},
     "'logits_processor'": {"logits_processor": []},
-    "do_sample of a request is True": {"do_sample": True},
+    "do_sample of a request is False": {"do_sample": False},
     "eos_token_id is '5'": {"eos_token_id": "5"},
     "eos_token_id is True": {"eos_token_id": True},
     "request_id is 7": {"request_id": 7},
     "request_id is 'x__child#0'": {"request_id": "x__child#0"},
     "streaming is 'no'": {"streaming": "no"},
     "forced_eos_token_id": {"forced_eos_token_id": "x"},
+    "forced_eos_token_id=40": {"forced_eos_token_id": 40},
+    "forced_bos_token_id=40": {"input_ids": [1], "forced_bos_token_id": 40},
+    "exponential_decay_length_penalty": {
+        "exponential_decay_length_penalty": (2, 1.5),
+        "eos_token_id": 40,
+    },
+    "max_new_tokens is '5'": {"max_new_tokens": "5"},
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_a_wrong_word_of_a_request_hurts_no_other(model, message):
+def test_a_wrong_word_of_a_request_hurts_no_other(model):
     model.base.config.max_position_embeddings = 64
-    config = settings(per_request_processors=True)
-    sampling = GenerationConfig(do_sample=message == "temperature", top_k=1)
-    with model.continuous_batching(sampling, config) as requests:
+    config = GenerationConfig(do_sample=True, top_k=1)
+    with model.continuous_batching(config, settings(per_request_processors=True)) as requests:
         name = requests.add_request([1, 2, 3], adapter="a")
-        with pytest.raises(LoRABackendError, match=message):
-            requests.add_request(**{"input_ids": [1, 2], **WRONG[message]})
+        for message, wrong in WRONG.items():
+            with pytest.raises(LoRABackendError, match=message):
+                requests.add_request(**{"input_ids": [1, 2], **wrong})
         answer = soon(requests.collect, [name])[name].generated_tokens
     assert answer == alone(model, [1, 2, 3], "a")
 
@@ -277,6 +317,18 @@ def test_a_request_beyond_the_positions_of_the_model_is_refused(make_base):
         found = soon(requests.collect, [fits, unlimited])
     for name in (fits, unlimited):
         assert found[name].generated_tokens == alone(model, [1] * 30, None, max_new_tokens=2)
+
+
+def test_a_request_that_changes_the_positions_of_others_is_refused():
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    lengths = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+    config = transformers.Phi3Config(**sizes, **heads, **lengths, rope_scaling=rope)
+    model = MultiLoRAModel(transformers.Phi3ForCausalLM(config).eval(), "torch_ref", max_rank=4)
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        with pytest.raises(InvalidInputError, match="needs 17 tokens, the model has 16 positions"):
+            requests.add_request([1] * 10, max_new_tokens=7)
 
 
 STATEFUL = {
@@ -359,7 +411,6 @@ def test_generate_does_not_leave_the_thread_of_its_adapters(model):
     [
         {"stop_strings": None, "max_time": 100.0},
         {"cache_implementation": "static"},
-        {"cache_implementation": "offloaded"},
         {"prefill_chunk_size": 2},
         {"watermarking_config": transformers.WatermarkingConfig(bias=5.0)},
         {"repetition_penalty": 2.0, "min_new_tokens": 3},
