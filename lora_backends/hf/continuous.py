@@ -19,19 +19,31 @@ from itertools import chain, count
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
+from lora_backends.errors import (
+    InvalidInputError,
+    LoRABackendError,
+    UnsupportedInputError,
+    shown,
+    told,
+)
 from lora_backends.hf.entries import ALLOWED, Entry, adapter_names, is_per_token
 from lora_backends.hf.packed import RequestsCall, Wrapped, find_packed
-from lora_backends.hf.running import running
+from lora_backends.hf.paged import PagedModel, check_model, no_batching
+from lora_backends.hf.request_words import RequestWords, RowProcessors
 from lora_backends.hf.sites import vocabulary_of
 
 CPU_BLOCKS, CPU_BATCH_TOKENS = 64, 256
 """Of the cache on a CPU unless the caller says otherwise: Transformers would take 0.6 of the free
 memory for it."""
+
+CHILD = "__child#"
+"""In the ids that Transformers gives further sequences of a request."""
+
+DELIVERY = ("streaming", "record_timestamps")
+"""Options of a request that change none of its tokens."""
 
 LOOK_S = 0.01
 """Seconds between polls of the output queue: a new output wakes one waiting thread, which may be
@@ -47,58 +59,8 @@ class _Held:
     hold: ExitStack
     remaining: int  # sequences that have not ended
     written: Any  # event after the last write to its slots; None: on a CPU, or waited for
+    processors: Any = None  # of its scores, as `generate` makes them
     is_coming: bool = True  # not in the manager's input queue yet
-
-
-class _Forward:
-    """Stands for the base model in the manager: its forward passes belong to the requests."""
-
-    def __init__(self, wrapped: Wrapped, call: RequestsCall) -> None:
-        self._wrapped, self._call = wrapped, call
-        self._reads_cache = False  # until a pass has shown it
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._wrapped.base, name)
-
-    def __call__(self, **inputs: Any) -> Any:
-        self._wrapped.check()
-        # Transformers writes is_causal (False with SDPA) into the model's configuration for the
-        # time of the pass, and passes of other threads would then attend to later tokens. The masks
-        # that the manager passes need no flag.
-        inputs.pop("is_causal", None)
-        with running(self._call):
-            if self._reads_cache:
-                return self._wrapped.base(**inputs)
-            return self._first_pass(inputs)
-
-    def _first_pass(self, inputs: Mapping[str, Any]) -> Any:
-        """Run the model, and refuse one that does not use the cache.
-
-        Its tokens would attend to those of other requests, and not to their own earlier ones.
-
-        Raises:
-            UnsupportedInputError: no layer has updated the cache, or the pass failed before one
-                did.
-        """
-        base, cache, update = self._wrapped.base, inputs["cache"], inputs["cache"].update
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            self._reads_cache = True
-            return update(*args, **kwargs)
-
-        cache.update = noting
-        try:
-            output = base(**inputs)
-        except RuntimeError as error:
-            # Masks have the sizes of the cache. Subclasses are other failures, e.g. of memory.
-            if self._reads_cache or type(error) is not RuntimeError:
-                raise
-            raise _no_paged_attention(base, f"\n  the pass ended with: {error}") from error
-        finally:
-            del cache.update
-        if not self._reads_cache:
-            raise _no_paged_attention(base)
-        return output
 
 
 class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no types
@@ -124,18 +86,13 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         continuous_batching_config: ContinuousBatchingConfig | None = None,
     ) -> None:
         base: Any = wrapped.base
-        if not hasattr(base, "init_continuous_batching"):
-            raise UnsupportedInputError(
-                f"{type(base).__name__} has no continuous batching\n"
-                f"  allowed: a model that generates text, e.g. of AutoModelForCausalLM"
-            )
-        if not any(map(_uses_interface, base.modules())):
-            raise _no_paged_attention(base)
+        check_model(base)
         wrapped.check()
-        generation_config = copy.deepcopy(generation_config or base.generation_config)
+        config = _checked(continuous_batching_config, base.device)
+        self._words = RequestWords(base, generation_config, config.per_request_processors)
+        generation_config = copy.copy(self._words.config)
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1  # Transformers' word for none
-        config = _checked(continuous_batching_config, base.device)
         self._wrapped, self._packed = wrapped, find_packed(wrapped)
         self._held: dict[str, _Held] = {}
         self._held_lock = threading.RLock()
@@ -144,12 +101,21 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         self._cancelled: set[str] = set()
         self._numbers = count()
         self._vocabulary = vocabulary_of(base)
-        super().__init__(
-            model=base, generation_config=generation_config, continuous_batching_config=config
-        )
-        _check_resolved(self.continuous_batching_config)
         call = RequestsCall(wrapped, self._packed, self._entries_of_batch)
-        self.model = _Forward(wrapped, call)
+        processors = [RowProcessors(self._scored)] if self._words.change_scores else []
+        try:
+            super().__init__(
+                model=PagedModel(wrapped, call, processors),
+                generation_config=generation_config,
+                continuous_batching_config=config,
+            )
+            _check_resolved(self.continuous_batching_config)
+        except Exception as error:
+            if getattr(self, "_original_attn_impl", None) is not None:  # has been switched
+                base.set_attn_implementation(self._original_attn_impl)
+            if isinstance(error, LoRABackendError):
+                raise
+            raise no_batching(base, f"ends with {told(error)}") from error
         self.output_router.deliver = self._noting(self.output_router.deliver)
         deliver_batch = self.output_router.deliver_batch
         self.output_router.deliver_batch = self._noting_batch(deliver_batch)
@@ -180,22 +146,35 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             max_new_tokens: None takes that of the generation configuration, or, where it has none
                 and the number of blocks is known, as many as the cache holds.
             adapter: an adapter's name, a blend of several, or None.
-            options: streaming and others of Transformers' `add_request`.
+            options: streaming, record_timestamps, eos_token_id; with per_request_processors in
+                the ContinuousBatchingConfig also words of a GenerationConfig, e.g. temperature.
 
         Returns:
             The id of the request.
 
         Raises:
-            InvalidInputError: an unknown adapter, a wrong token or id, more tokens than the cache
-                holds, or the manager has stopped.
+            InvalidInputError: an unknown adapter, a wrong token, id or option, more tokens than
+                the cache or the model's positions hold, or the manager has stopped.
             UnsupportedInputError: entries per token, an adapter of a module that does not see the
-                tokens in their order, or a blend as in a call.
+                tokens in their order, a blend as in a call, or an option that is not followed.
         """
-        ids, max_new_tokens = self._check_tokens(input_ids, max_new_tokens)
+        ids = self._check_tokens(input_ids)
+        delivery = {name: options.pop(name) for name in DELIVERY if name in options}
+        for name, value in delivery.items():
+            if type(value) is not bool:
+                raise InvalidInputError(f"{name} is {shown(value)}\n  allowed: True or False")
+        asked = self._words.of_request(ids, max_new_tokens, self._room(), options)
         request_id = f"lora_{next(self._numbers)}" if request_id is None else request_id
+        if not isinstance(request_id, str) or CHILD in request_id:
+            raise InvalidInputError(
+                f"request_id is {shown(request_id)}\n  allowed: a str without {CHILD!r}, or None"
+            )
         held = self._hold(request_id, adapter)
+        held.processors = asked.processors
         try:
-            added = super().add_request(ids, request_id, max_new_tokens, **options)
+            added = super().add_request(
+                ids, request_id, asked.max_new_tokens, eos_token_id=asked.ends, **delivery
+            )
         except BaseException:
             self._release([request_id])
             raise
@@ -298,7 +277,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             RuntimeError: a request failed, or no thread runs them: none was started, or it ended.
         """
         children = range(self.num_return_sequences - 1)
-        wanted = [[*(f"{name}__child#{i}" for i in children), name] for name in names]
+        wanted = [[*(f"{name}{CHILD}{i}" for i in children), name] for name in names]
         ids = list(chain.from_iterable(wanted))
         found: dict[str, Any] = {}
         while missing := [name for name in ids if name not in found]:
@@ -464,11 +443,17 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         error = self.background_thread_status.fatal_error
         return "" if error is None else f": {type(error).__name__}: {error}"
 
-    def _check_tokens(self, input_ids: Any, max_new_tokens: Any) -> tuple[list[int], int | None]:
-        """Return a prompt as a list, and the most new tokens.
+    def _scored(self) -> list[tuple[Any, list[int]]]:
+        """Return the processors and the tokens of each request that gets a token in this pass."""
+        batch = self.batch_processor.inputs_and_outputs.requests_in_batch
+        states = [future.state for future in batch if future.has_new_token]
+        return [
+            (self._find(state.request_id).processors, state.initial_tokens + state.generated_tokens)
+            for state in states
+        ]
 
-        A wrong token would end all requests, and so would one request that fills the cache.
-        """
+    def _check_tokens(self, input_ids: Any) -> list[int]:
+        """Return a prompt as a list; a wrong token would end all requests."""
         given = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
         ids = list(given) if isinstance(given, Iterable) else []
         if not ids or not all(type(i) is int and 0 <= i < self._vocabulary for i in ids):
@@ -476,25 +461,18 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 f"input_ids is {shown(input_ids)}\n  allowed: one or more ints, 0 or more and "
                 f"less than {self._vocabulary}; each prompt on its own, without padding"
             )
-        new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        if new is not None and (type(new) is not int or new < 1):
-            raise InvalidInputError(f"max_new_tokens is {shown(new)}\n  allowed: an int, 1 or more")
+        return ids
+
+    def _room(self) -> int | None:
+        """Return how many tokens the cache holds, if that is known."""
         config = self.continuous_batching_config
         page = vars(config).get("page_size") or vars(config).get("block_size")  # the older name
-        room = None if config.num_blocks is None or page is None else config.num_blocks * page
-        if room is None:
-            return ids, new
-        if len(ids) + (new or 1) > room:
-            raise InvalidInputError(
-                f"the request needs {len(ids) + (new or 1)} tokens, the cache holds {room}\n"
-                f"  to do: ask for fewer, or raise num_blocks of the ContinuousBatchingConfig"
-            )
-        return ids, new or room - len(ids)
+        return None if config.num_blocks is None or page is None else config.num_blocks * page
 
 
 def _parent(request_id: str) -> str:
     """Return the request of which Transformers made this one, for num_return_sequences."""
-    return request_id.rpartition("__child#")[0]
+    return request_id.rpartition(CHILD)[0]
 
 
 def _checked(
@@ -522,26 +500,6 @@ def _checked(
 def _check_resolved(config: ContinuousBatchingConfig) -> None:
     if config.varlen_compile_config is not None or config.decode_compile_config is not None:
         raise _not_followed("a compile configuration", "the plans change with every batch")
-
-
-def _uses_interface(module: torch.nn.Module) -> bool:
-    """Return whether a part of a model may use Transformers' interface for attention.
-
-    Transformers looks for the interface in the source, and may miss it in the code of others.
-    """
-    if not isinstance(module, PreTrainedModel):
-        return False
-    is_foreign = not type(module).__module__.startswith("transformers.")
-    return is_foreign or module._can_set_attn_implementation()
-
-
-def _no_paged_attention(base: torch.nn.Module, failure: str = "") -> UnsupportedInputError:
-    return UnsupportedInputError(
-        f"{type(base).__name__} has an attention of its own, which does not read the cache of "
-        f"continuous batching: requests would see each other's tokens{failure}\n"
-        f"  allowed: a model with Transformers' interface for attention\n"
-        f"  to do: call generate() for these rows"
-    )
 
 
 def _not_followed(option: str, reason: str) -> UnsupportedInputError:

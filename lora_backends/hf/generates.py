@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,23 @@ import torch
 from torch import nn
 
 from lora_backends.errors import UnsupportedInputError
+from lora_backends.hf.generation_words import check_rows_are_kept, shown_words
 from lora_backends.hf.request import Request
+
+KNOWN_ARGUMENTS = {
+    "self",
+    "inputs",
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "assistant_model",
+    "streamer",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+}
+"""Of `generate`: with them it keeps each row at its place, or repeats it next to itself."""
 
 
 def check_generate(
@@ -25,7 +42,8 @@ def check_generate(
 
     Raises:
         UnsupportedInputError: an encoder-decoder whose adapters differ by token, or guidance of
-            such rows; a `generate` of the model's own, which may drop or repeat rows; long sound.
+            such rows; a `generate` of the model's own, or a word or argument that may drop, repeat
+            or move rows; long sound; continuous batching, which runs in a thread without adapters.
     """
     config: Any = getattr(base, "config", None)
     name = type(base).__name__
@@ -34,17 +52,39 @@ def check_generate(
             f"adapters differ by token, and {name} is an encoder-decoder\n"
             f"  allowed: one adapter per row"
         )
-    if generates and request.per_token:
+    if not generates:
+        return
+    if inputs.get("cache_implementation") == "paged":
+        raise UnsupportedInputError(
+            "cache_implementation='paged' runs continuous batching, in a thread without adapters\n"
+            "  to do: call generate_batch(prompts, adapters=[...])"
+        )
+    if request.per_token:
         _check_guidance(base, inputs)
-    if not generates or not request.differ:
+    if not request.differ and not request.per_token:
         return
     module = getattr(getattr(type(base), "generate", None), "__module__", "")
     if module.endswith(".generation_whisper"):
         _check_sound(name, config, inputs)
-    elif module.startswith("transformers.") and not module.startswith("transformers.generation."):
+    elif "generate" in vars(base) or not module.startswith("transformers.generation."):
         raise UnsupportedInputError(
             f"{name} has a generate of its own, which may drop or repeat rows\n"
             f"  allowed: one adapter for all rows\n  to do: split the batch by adapter"
+        )
+    else:
+        _check_arguments(base, inputs)
+    check_rows_are_kept(base, inputs)
+
+
+def _check_arguments(base: Any, inputs: Mapping[str, Any]) -> None:
+    """Refuse arguments of `generate` that may move rows, e.g. custom_generate."""
+    names = inspect.signature(type(base).generate).parameters.keys() - KNOWN_ARGUMENTS
+    given = {name: inputs[name] for name in sorted(names) if inputs.get(name) is not None}
+    if given:
+        raise UnsupportedInputError(
+            f"adapters differ by row or token, and generate may move rows with "
+            f"{shown_words(given)}\n  allowed: one adapter for all rows\n"
+            f"  to do: split the batch by adapter"
         )
 
 

@@ -1,34 +1,21 @@
 """Requests that join and leave a batch: every one is answered as when it runs alone."""
 
-import dataclasses
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from continuous import TARGETS, begun, prompts, settings, soon
 from deltas import random_checkpoint
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from lora_backends import InvalidInputError, LoRABatch, UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
 from lora_backends.hf.packed import RequestsCall
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head")
 NEW = 6
-
-
-def settings(**changes):
-    """Return a small cache, so that a test neither waits nor needs memory."""
-    sizes = {"num_blocks": 24, "max_batch_tokens": 7, **changes}
-    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-    sizes["page_size" if "page_size" in known else "block_size"] = 8  # the name in older versions
-    if "auto_switch_to_flash" in known:
-        sizes["auto_switch_to_flash"] = False
-    return ContinuousBatchingConfig(**sizes)
 
 
 @pytest.fixture
@@ -43,31 +30,6 @@ def model(request, make_base):
     for seed, name in enumerate("ab"):
         model.add_adapter(name, random_checkpoint(base, TARGETS, seed=seed))
     return model
-
-
-def prompts(count, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 12, (count,), generator=generator).tolist()
-    return [torch.randint(1, 40, (n,), generator=generator).tolist() for n in lengths]
-
-
-def begun(call, *args):
-    """Begin a call in a thread, which does not keep the tests from ending."""
-    found = Future()
-
-    def run():
-        try:
-            found.set_result(call(*args))
-        except Exception as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return found
-
-
-def soon(call, *args):
-    """Return what a call returns, or fail where it waits for ever."""
-    return begun(call, *args).result(timeout=30)
 
 
 def alone(model, ids, adapter, new=NEW):
