@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+import vllm_ops as ops
 
 from lora_backends import InvalidInputError, UnsupportedInputError, get_backend
-from lora_backends.integrations.vllm import ops
 
 SLOTS, RANK, INNER = 3, 8, 48
 WIDTHS = (32, 20, 24)
@@ -118,7 +118,7 @@ def test_contradictions_are_refused_before_anything_is_written(change, words):
 
 
 def test_without_a_backend_the_configured_one_runs(monkeypatch):
-    from lora_backends.integrations.vllm.ops.metadata import backend_for
+    from vllm_ops.metadata import backend_for
 
     monkeypatch.setenv("LORA_BACKENDS_BACKEND", "torch_ref")
     assert backend_for(torch.device("cpu", 0), None).name == "torch_ref"

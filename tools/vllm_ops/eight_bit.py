@@ -19,8 +19,8 @@ import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError
-from lora_backends.integrations.vllm.ops.dense import expand, half, lora_expand, lora_shrink, shrink
-from lora_backends.integrations.vllm.ops.metadata import Metadata, layer_stacks
+from vllm_ops.dense import expand, half, lora_expand, lora_shrink, shrink
+from vllm_ops.metadata import Metadata, layer_stacks
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 

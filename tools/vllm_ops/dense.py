@@ -9,7 +9,8 @@ import torch
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.errors import InvalidInputError
-from lora_backends.integrations.vllm.ops.metadata import (
+from lora_backends.weights import LoRAWeights
+from vllm_ops.metadata import (
     FLOATS,
     Metadata,
     backend_for,
@@ -18,7 +19,6 @@ from lora_backends.integrations.vllm.ops.metadata import (
     layer_stacks,
     plan_of,
 )
-from lora_backends.weights import LoRAWeights
 
 
 def lora_shrink(

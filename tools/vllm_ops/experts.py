@@ -10,7 +10,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertWeights
-from lora_backends.integrations.vllm.ops.metadata import (
+from vllm_ops.metadata import (
     backend_for,
     check_output,
     columns,

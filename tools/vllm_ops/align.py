@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lora_backends.errors import InvalidInputError
-from lora_backends.integrations.vllm.ops.metadata import is_integral
+from vllm_ops.metadata import is_integral
 
 
 def moe_lora_align_block_size(
