@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import ENGINES, run_interpreted
-from layers import small_batch, small_weights
+from helpers.engines import ENGINES, run_interpreted
+from helpers.small_layers import small_batch, small_weights
 
 import lora_backends
 from lora_backends import LoRABatch, LoRAWeights
@@ -163,7 +163,7 @@ sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f,
 
 import torch
 import lora_backends
-from layers import per_token, small_batch, small_weights
+from helpers.small_layers import per_token, small_batch, small_weights
 from lora_backends.{engine} import {backend}
 from lora_backends.explain import Layer
 from lora_backends.{engine}.explain import explain
