@@ -143,7 +143,7 @@ lint: $(STAMP)  ## ruff and mypy --strict
 	@$(BIN)/mypy
 
 benchmark: $(STAMP)  ## a decode step of SmolLM2 with 8 adapters: base, backends, PEFT
-	@$(BIN)/python benchmarks/decode_smollm2.py
+	@$(BIN)/python benchmarks/run.py decode_smollm2
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) $(FLOORS) $(VLLM) $(QUANTIZED) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

@@ -195,6 +195,8 @@ def test_an_engine_runs_where_the_folder_of_the_other_is_deleted(engine, other, 
     names = {"engine": engine, "backend": ENGINES[engine].__name__, "other": other}
     code = tmp_path / "alone.py"
     code.write_text(ALONE.format(copy=str(tmp_path), **names))
-    shutil.copy(Path(__file__).parent.parent / "layers.py", tmp_path)
+    helpers = tmp_path / "helpers"
+    helpers.mkdir()
+    shutil.copy(Path(__file__).parent.parent / "helpers" / "small_layers.py", helpers)
     printed = run_interpreted(str(code), PYTHONPATH=str(tmp_path))
     assert printed == "ran alone\n"

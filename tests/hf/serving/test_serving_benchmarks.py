@@ -22,16 +22,16 @@ def summary_of(tmp_path, monkeypatch):
 
 def test_continuous_batching_answers_as_alone(summary_of):
     arguments = ("--tiny", "--rounds", "1", "--backend", "torch_ref")
-    summary = summary_of("continuous_smollm2.py", *arguments)
+    summary = summary_of("continuous_smollm2", *arguments)
     assert summary["answers_as_alone"] == summary["requests"] == 12
 
 
 def test_swaps_serve_no_wrong_row(summary_of):
-    summary = summary_of("adapter_swaps.py", "--swaps", "60")
+    summary = summary_of("adapter_swaps", "--swaps", "60")
     assert summary["wrong_rows"] == 0 and summary["swaps"] >= 60
     assert summary["rows"] > summary["swaps"] / 2
 
 
 def test_the_cost_of_a_swap_is_measured(summary_of):
     arguments = ("--tiny", "--steps", "2", "--backend", "torch_ref")
-    assert min(summary_of("prefetch_h200.py", *arguments).values()) > 0
+    assert min(summary_of("prefetch_h200", *arguments).values()) > 0

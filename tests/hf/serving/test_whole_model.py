@@ -15,7 +15,7 @@ def test_the_benchmark_of_a_whole_model_runs_small(tokens, modes, tmp_path, monk
     given = ["--tiny", "--fuse", "--layers", "1", "--ranks", "4", "--adapters", "3"]
     given += ["--rows", "6", "--prefill", "0"] if tokens == 1 else ["--rows", "--prefill", "64"]
     given += ["--modes", *modes, "--backend", "torch_ref", "--samples", "1", "--output", output]
-    run_script(monkeypatch, "whole_model.py", *given)
+    run_script(monkeypatch, "whole_model", *given)
     result = json.loads(output.read_text())
     assert result["failed"] == {}
     cells = [(tokens, mode) for mode in modes]
