@@ -262,9 +262,9 @@ def method(sizes: Sizes) -> str:
         f"{sizes.new[1]} new tokens, both uniform; request i uses adapter i mod {ADAPTERS}, "
         f"random adapters of rank {RANK} on all linear layers. Fixed batches take {FIXED_ROWS} "
         f"requests in their order, padded on the left, and end with the longest. Continuous "
-        f"batching runs at most {sizes.at_once} requests at a time. Greedy, only the length ends an answer. The "
-        f"two take turns; tokens that were asked for by the median of the seconds, and the median "
-        f"of each round's ratio."
+        f"batching runs at most {sizes.at_once} requests at a time. Greedy, only the length ends "
+        f"an answer. The two take turns; tokens that were asked for by the median of the seconds, "
+        f"and the median of each round's ratio."
     )
 
 
