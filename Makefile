@@ -49,7 +49,7 @@ $(VENV)/.proofs: $(SOURCES)
 	@touch $@
 
 sweep: $(STAMP)  ## compare every architecture and adapter variant with PEFT, as the pages say
-	@$(PYTEST) -n auto -m sweep tests/hf/test_sweep.py
+	@$(PYTEST) -n auto -m sweep tests/hf/models/test_sweep.py
 
 docs: $(STAMP)  ## write what the pages quote anew, and build them into site/
 	@$(BIN)/python tools/pages.py
@@ -62,8 +62,9 @@ docs: $(STAMP)  ## write what the pages quote anew, and build them into site/
 FLOORS := .venv-floors
 FLOORS_STAMP := $(FLOORS)/.installed
 FLOORS_PYTEST := OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(FLOORS)/bin/python -m pytest -q
-FLOORS_TESTS := $(addprefix tests/,test_batch.py test_weights.py test_backend.py test_torch_ref.py \
-	test_config.py test_registry.py test_explain.py test_compiled.py hf/test_prepared.py hf/test_siblings.py)
+FLOORS_TESTS := $(addprefix tests/interface/test_,batch.py weights.py backend.py torch_ref.py compiled.py) \
+	$(addprefix tests/command/test_,config.py registry.py explain.py) \
+	tests/hf/calls/test_prepared.py tests/hf/layers/test_siblings.py
 
 $(FLOORS_STAMP): pyproject.toml tools/floors.py
 	@echo "setting up $(FLOORS) (minutes)"
@@ -75,19 +76,19 @@ $(FLOORS_STAMP): pyproject.toml tools/floors.py
 
 test-floors: $(FLOORS_STAMP)  ## a part of the tests with the oldest versions that are allowed
 	@$(FLOORS_PYTEST) -m "not slow and not sweep" $(FLOORS_TESTS)
-	@$(FLOORS_PYTEST) tests/test_cli.py -k "help or version or list"
-	@TRITON_INTERPRET=1 $(FLOORS_PYTEST) tests/test_regressions.py
+	@$(FLOORS_PYTEST) tests/command/test_cli.py -k "help or version or list"
+	@TRITON_INTERPRET=1 $(FLOORS_PYTEST) tests/interface/test_regressions.py
 
 # Tests that rely on an order of sums which a matrix library does not promise fail here.
-BLAS_TESTS := tests/adapters tests/hf tests/test_backend.py tests/test_compiled.py tests/test_conformance.py \
-	tests/test_copies.py tests/test_regressions.py tests/test_torch_ref.py
+BLAS_TESTS := tests/adapters tests/hf \
+	$(addprefix tests/interface/test_,backend.py compiled.py conformance.py copies.py regressions.py torch_ref.py)
 
 test-blas: $(STAMP)  ## tests that multiply, with products that sum in another order
-	@for order in 1 2; do ORDER=$$order $(PYTEST) -p any_order_blas -q -m "not slow and not sweep" $(BLAS_TESTS) || exit 1; done
+	@for order in 1 2; do ORDER=$$order $(PYTEST) -p helpers.any_order_blas -q -m "not slow and not sweep" $(BLAS_TESTS) || exit 1; done
 
 # Tests may depend neither on their order nor on torch's default device.
 test-surroundings: $(STAMP)  ## the quick tests in a random order, under another default device
-	@ORDER=$${ORDER:-1} DEVICE=$${DEVICE:-meta} $(PYTEST) -p any_surroundings -q -m "not slow and not sweep"
+	@ORDER=$${ORDER:-1} DEVICE=$${DEVICE:-meta} $(PYTEST) -p helpers.any_surroundings -q -m "not slow and not sweep"
 
 # Packages that quantise base models, in an environment of their own: PEFT imports those that it
 # finds, which takes seconds and writes lines into the demo.
@@ -104,7 +105,7 @@ $(QUANTIZED_STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test-quantized: $(QUANTIZED_STAMP)  ## adapters on base models that five packages have quantised
-	@OMP_NUM_THREADS=1 $(QUANTIZED)/bin/python -m pytest -q tests/hf/test_quantized_bases.py
+	@OMP_NUM_THREADS=1 $(QUANTIZED)/bin/python -m pytest -q tests/hf/models/test_quantized_bases.py
 
 # The real vLLM, built for CPUs, in an environment of its own (3.5 GB): it pins torch, Transformers and others.
 # An older version lies beside it, so that two are tested; it has the same requirements.
@@ -142,7 +143,7 @@ lint: $(STAMP)  ## ruff and mypy --strict
 	@$(BIN)/mypy
 
 benchmark: $(STAMP)  ## a decode step of SmolLM2 with 8 adapters: base, backends, PEFT
-	@$(BIN)/python benchmarks/decode_smollm2.py
+	@$(BIN)/python benchmarks/run.py decode_smollm2
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) $(FLOORS) $(VLLM) $(QUANTIZED) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

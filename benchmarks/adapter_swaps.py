@@ -1,12 +1,9 @@
-"""Swaps of adapters under load: rows are compared, and the memory of the process is watched.
-
-python benchmarks/adapter_swaps.py [--swaps 100000] [--output FILE]
-"""
+"""Swaps of adapters under load: rows are compared, and the memory of the process is watched."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import json
 import os
 import random
 import statistics
@@ -14,6 +11,7 @@ import tempfile
 import threading
 import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,11 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from rich.console import Console
+from measuring import Measurement, Options, Result, Row, flag
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lora_backends.adapters.store import AdapterStore
-from lora_backends.bench.results import new_result, write_result
 from lora_backends.hf import MultiLoRAModel
 
 ADAPTERS, SLOTS, ROWS, THREADS, RANK = 24, 6, 2, 2, 4
@@ -66,8 +63,6 @@ IDS = torch.arange(1, 7)[None]
 
 def save(folder: Path, seed: int) -> None:
     """Write an adapter whose folder appears, or changes, at once."""
-    import json
-
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
     partial = folder / "partial"
@@ -153,7 +148,7 @@ def expected_logits() -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def run(swaps: int, console: Console) -> tuple[Load, list[tuple[int, int]], float]:
+def run(swaps: int) -> tuple[Load, list[tuple[int, int]], float]:
     """Run the load; return it, samples of swaps and memory, and the seconds."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
@@ -175,38 +170,31 @@ def run(swaps: int, console: Console) -> tuple[Load, list[tuple[int, int]], floa
             done.append(store.swaps)
             sizes.append(resident_bytes())
             if len(done) % 80 == 0:
-                console.print(f"{store.swaps} swaps, {load.rows} rows, {load.wrong} wrong")
+                print(f"{store.swaps} swaps, {load.rows} rows, {load.wrong} wrong")
         samples = list(zip(done, sizes, strict=True))
         return load, samples, time.perf_counter() - start
 
 
-def main() -> None:
-    """Run, print and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--swaps", type=int, default=100_000)
-    default = Path(__file__).parent / "results" / "adapter_swaps_cpu.json"
-    parser.add_argument("--output", type=Path, default=default)
-    arguments = parser.parse_args()
-    console, swaps = Console(stderr=True), arguments.swaps
-    load, samples, seconds = run(swaps, console)
+def measure(options: Options, result: Result) -> Iterator[Row]:
+    """Yield samples of the memory; refuse wrong rows after the file has been written."""
+    swaps = options.swaps
+    load, samples, taken = run(swaps)
     if load.errors:
         raise SystemExit(load.errors[0])
     early = [size for done, size in samples if 0.1 * swaps <= done <= 0.2 * swaps]
     late = [size for done, size in samples if done >= 0.9 * swaps]
-    result = new_result(METHOD, dtype="float32", backend="torch_ref")
-    result["rows"] = [{"swaps": done, "resident_bytes": size} for done, size in thinned(samples)]
     result["summary"] = {
         "swaps": load.store.swaps,
         "disk_reads": load.store.disk_reads,
         "rows": load.rows,
         "wrong_rows": load.wrong,
         "refused_replacements": load.refused,
-        "seconds": round(seconds, 1),
+        "seconds": round(taken, 1),
         "resident_mb_early": round(statistics.median(early) / 1e6, 2) if early else None,
         "resident_mb_late": round(statistics.median(late) / 1e6, 2) if late else None,
     }
-    write_result(arguments.output, result)
-    console.print(result["summary"], f"written to {arguments.output}")
+    for done, size in thinned(samples):
+        yield {"swaps": done, "resident_bytes": size}
     if load.wrong:
         raise SystemExit(f"{load.wrong} wrong rows")
 
@@ -216,5 +204,11 @@ def thinned(samples: list[tuple[int, int]], most: int = 40) -> list[tuple[int, i
     return samples[:: -(-len(samples) // most)]
 
 
-if __name__ == "__main__":
-    main()
+SWAPS = Measurement(
+    rows=measure,
+    file="adapter_swaps_cpu.json",
+    method=METHOD,
+    settings=lambda _: {"dtype": "float32", "backend": "torch_ref"},
+    options={"--swaps": flag(100_000)},
+    partial=True,
+)

@@ -1,34 +1,20 @@
-"""Measures `numba_cpu` against a plain torch loop and `torch_ref`, cell by cell.
-
-    python benchmarks/cpu_cells.py [--dtypes float32 bfloat16] [--repeats 9] [--output FILE]
-
-A cell is one linear layer: widths, tokens, active adapters, rank. The contenders take turns to
-sweep over the cell's layers; the best sweep of each gives its time. A read of 256 MiB, by the
-fastest of three torch operations, empties the caches before every sweep. A second read follows
-each `numba_cpu` sweep. `of_read` is the bandwidth of a `numba_cpu` sweep over the mean bandwidth
-of the two reads, as the median over all sweeps, because the bandwidth of a shared machine changes
-within seconds. It counts the bytes of A and B of the active adapters alone: all layers share x and
-y, which stay in a cache. A floor is the time to move A and B once, x once and y twice. The copy
-floor takes the bandwidth of a copy, the better of two measurements before and after the cell; the
-read floor takes the median bandwidth of the reads. The summary also gives the speedup over the
-loop of an ideal engine that runs at a floor and has no cost per call.
-"""
+"""Measures `numba_cpu` layer by layer: beside a torch loop and `torch_ref`, and with 8 bits."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from measuring import Measurement, Options, Result, Row, flag, mean_and_least, seconds
 
-from lora_backends import LoRABatch, LoRAWeights
-from lora_backends.bench.results import new_result, write_result
+from lora_backends import LoRABatch, LoRAWeights, quantize_weights
+from lora_backends.dtypes import dtype_name
 from lora_backends.numba_cpu import NumbaCPUBackend
 from lora_backends.torch_ref import TorchRefBackend
 
@@ -37,7 +23,27 @@ COMPOSITIONS = ((1, 1), (16, 8), (64, 8), (64, 64), (512, 8))  # tokens, active 
 RANKS = (16, 64)
 ROTATED_BYTES = 192 * 2**20
 CONTENDERS = ("loop", "torch_ref", "numba_cpu")
-RESULT = Path(__file__).parent / "results" / "cpu_cells.json"
+STORED = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+METHOD = (
+    "A cell is one linear layer: widths, tokens, active adapters, rank. The contenders take turns "
+    "to sweep over the cell's layers; the best sweep of each gives its time. A read of 256 MiB, "
+    "by the fastest of three torch operations, empties the caches before every sweep. A second "
+    "read follows each `numba_cpu` sweep. `of_read` is the bandwidth of a `numba_cpu` sweep over "
+    "the mean bandwidth of the two reads, as the median over all sweeps, because the bandwidth of "
+    "a shared machine changes within seconds. It counts the bytes of A and B of the active "
+    "adapters alone: all layers share x and y, which stay in a cache. A floor is the time to move "
+    "A and B once, x once and y twice. The copy floor takes the bandwidth of a copy, the better "
+    "of two measurements before and after the cell; the read floor takes the median bandwidth of "
+    "the reads. The summary also gives the speedup over the loop of an ideal engine that runs at "
+    "a floor and has no cost per call."
+)
+EIGHT_BIT_METHOD = (
+    "A cell is one linear layer of the decode cells of `cpu_cells.py` with at least 8 adapters. "
+    "Each cell rotates over enough layers that the weights of each dtype do not stay in the "
+    "second-level cache. x and y have the dtype of the stacks, and are bfloat16 for those of 8 "
+    "bits. The dtypes take turns call by call for some seconds, so that a busy machine slows all "
+    "of them; the time that a tenth of the calls stays below counts."
+)
 
 
 class Cell:
@@ -96,7 +102,7 @@ class Memory:
         readers = (lambda: matrix @ matrix[0], source.sum, lambda: source @ source)
         # the fastest depends on the CPU: on an AMD EPYC the matrix product reads at 0.6 of the rate
         # of the others; they take turns, because a busy machine may slow one of them down
-        rounds = [[_seconds(reader) for reader in readers] for _ in range(9)]
+        rounds = [[seconds(reader) for reader in readers] for _ in range(9)]
         best = [min(times) for times in zip(*rounds, strict=True)]
         self.reader = readers[best.index(min(best))]
 
@@ -106,17 +112,11 @@ class Memory:
 
     def read(self) -> float:
         """Return the bandwidth of one pass that only reads."""
-        return self.source.nbytes / _seconds(self.reader)
+        return self.source.nbytes / seconds(self.reader)
 
 
 def _best_seconds(call: Callable[[], Any]) -> float:
-    return min(_seconds(call) for _ in range(5))
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    return min(seconds(call) for _ in range(5))
 
 
 def measure(cell: Cell, repeats: int, memory: Memory) -> dict[str, Any]:
@@ -131,11 +131,11 @@ def measure(cell: Cell, repeats: int, memory: Memory) -> dict[str, Any]:
         for name, call in calls.items():
             before = memory.read()
             cell.y.zero_()
-            seconds = _seconds(lambda call=call: _sweep(call, cell)) / cell.num_layers
-            sweeps[name].append(seconds)
+            taken = seconds(lambda call=call: _sweep(call, cell)) / cell.num_layers
+            sweeps[name].append(taken)
             if name == "numba_cpu":
                 reads.append((before + memory.read()) / 2)
-                shares.append(cell.weight_bytes / seconds / reads[-1])
+                shares.append(cell.weight_bytes / taken / reads[-1])
     best = {name: min(found) for name, found in sweeps.items()}
     copied, read = max(copied, memory.copied()), statistics.median(reads)
     return {
@@ -184,21 +184,21 @@ def cold_call_microseconds(memory: Memory, repeats: int = 25) -> float:
     _sweep(call, cell)
     for _ in range(repeats):
         memory.read()
-        found.append(_seconds(lambda: _sweep(call, cell)) / cell.num_layers)
+        found.append(seconds(lambda: _sweep(call, cell)) / cell.num_layers)
     return round(statistics.median(found) * 1e6, 2)
 
 
-def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(result: Result) -> dict[str, Any]:
     """Return the summary of the cells, by dtype."""
-    found: dict[str, Any] = {}
+    cells, found = result["rows"], {}
     for dtype in sorted({cell["dtype"] for cell in cells}):
         mine = [cell for cell in cells if cell["dtype"] == dtype]
         decode = [cell for cell in mine if cell["tokens"] <= 64]
         long = [cell for cell in mine if cell["tokens"] > 64]
-        speeds = [cell["times_loop"] for cell in decode]
+        mean, least = mean_and_least([cell["times_loop"] for cell in decode])
         found[dtype] = {
-            "decode_times_loop_geometric_mean": round(statistics.geometric_mean(speeds), 2),
-            "decode_times_loop_least": min(speeds),
+            "decode_times_loop_geometric_mean": mean,
+            "decode_times_loop_least": least,
             "decode_times_loop_at_copy_bandwidth": _at_floor(decode, "copy_floor_microseconds"),
             "decode_times_loop_at_read_bandwidth": _at_floor(decode, "read_floor_microseconds"),
             "decode_times_loop_at_copy_bandwidth_or_measured": _at_floor(
@@ -224,35 +224,90 @@ def _at_floor(cells: list[dict[str, Any]], floor: str, or_measured: bool = False
     return round(statistics.geometric_mean(ratios), 2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=RESULT)
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_num_threads(options.threads)
+def measure_cells(options: Options, result: Result) -> Iterator[Row]:
+    """Yield a row per cell, then measure the time of a call alone."""
     dtypes = [getattr(torch, name) for name in options.dtypes]
     NumbaCPUBackend().warmup(dtypes)
     memory = Memory(torch.ones(64 * 2**20))
-    cells = []
-    for dtype in dtypes:
-        for widths in WIDTHS:
-            for batch in COMPOSITIONS:
-                for rank in RANKS:
-                    with torch.no_grad():
-                        found = measure(Cell(dtype, widths, batch, rank), options.repeats, memory)
-                    cells.append(found)
-                    print(json.dumps(found), flush=True)
-    with torch.no_grad():
-        call, cold = call_microseconds(), cold_call_microseconds(memory)
-    method = " ".join((__doc__ or "").split("\n\n")[2].split())
-    result = new_result(method, call_microseconds=call, cold_call_microseconds=cold)
-    result |= {"rows": cells, "summary": summary(cells)}
-    write_result(options.output, result)
-    print(json.dumps(result["summary"], indent=1))
+    for cell in itertools.product(dtypes, WIDTHS, COMPOSITIONS, RANKS):
+        yield measure(Cell(*cell), options.repeats, memory)
+    result["call_microseconds"] = call_microseconds()
+    result["cold_call_microseconds"] = cold_call_microseconds(memory)
 
 
-if __name__ == "__main__":
-    main()
+def layers_of(cell: Cell, stored: torch.dtype) -> list[LoRAWeights]:
+    """Return the layers of a cell with other stacks, as many as fill the rotation."""
+    if stored == cell.dtype:
+        return cell.layers
+    ratio = cell.dtype.itemsize // stored.itemsize
+    return [quantize_weights(layer, stored) for layer in cell.layers for _ in range(ratio)]
+
+
+def measure_stored(
+    widths: tuple[int, int], batch: tuple[int, int], rank: int, limit: float, stored: list[Any]
+) -> dict[str, Any]:
+    """Return microseconds per layer of every dtype."""
+    backend = NumbaCPUBackend()
+    cells = {torch.float32: Cell(torch.float32, widths, batch, rank)}
+    cells[torch.bfloat16] = Cell(torch.bfloat16, widths, batch, rank)
+    layers = {dtype: layers_of(cells.get(dtype, cells[torch.bfloat16]), dtype) for dtype in stored}
+    times: dict[Any, list[float]] = {dtype: [] for dtype in stored}
+    plan = backend.prepare_batch(cells[torch.float32].batch)
+    end, turn = time.perf_counter() + limit, 0
+    while time.perf_counter() < end or turn < 20:
+        for dtype in stored:
+            cell = cells.get(dtype, cells[torch.bfloat16])
+            weights = layers[dtype][turn % len(layers[dtype])]
+            call = partial(backend.run_linear, cell.x, weights, plan, cell.y)
+            times[dtype].append(seconds(call))
+        turn += 1
+    best = {dtype: sorted(taken)[len(taken) // 10] for dtype, taken in times.items()}
+    found: dict[str, Any] = {"in_features": widths[0], "out_features": widths[1]}
+    found |= {"tokens": batch[0], "adapters": batch[1], "rank": rank}
+    found["microseconds"] = {dtype_name(dtype): round(best[dtype] * 1e6, 2) for dtype in stored}
+    for other in (torch.bfloat16, torch.float32):
+        found[f"int8_times_{dtype_name(other)}"] = round(best[other] / best[torch.int8], 2)
+    return found
+
+
+def measure_eight_bit(options: Options, _: Result) -> Iterator[Row]:
+    """Yield a row per cell of decode with 8 adapters at least."""
+    stored = list(STORED if options.all else STORED[:3])
+    NumbaCPUBackend().warmup(stored)
+    for widths, batch, rank in itertools.product(WIDTHS, COMPOSITIONS, RANKS):
+        if batch[1] >= 8 and batch[0] <= 64:
+            yield measure_stored(widths, batch, rank, options.seconds, stored)
+
+
+def eight_bit_summary(result: Result) -> dict[str, float]:
+    """Return the geometric mean and the least of int8's speed over the wider dtypes."""
+    found = {}
+    for name in ("int8_times_bfloat16", "int8_times_float32"):
+        mean, least = mean_and_least([row[name] for row in result["rows"]])
+        found |= {f"{name}_geometric_mean": mean, f"{name}_least": least}
+    return found
+
+
+DTYPES = flag(["float32", "bfloat16"])
+THREADS = flag(2)
+
+CELLS = Measurement(
+    rows=measure_cells,
+    file="cpu_cells.json",
+    method=METHOD,
+    settings=lambda _: {"call_microseconds": None, "cold_call_microseconds": None},
+    summary=summary,
+    options={"--dtypes": DTYPES, "--repeats": flag(9), "--threads": THREADS},
+)
+
+EIGHT_BIT = Measurement(
+    rows=measure_eight_bit,
+    file="cpu_eight_bit.json",
+    method=EIGHT_BIT_METHOD,
+    summary=eight_bit_summary,
+    options={
+        "--seconds": flag(8.0, "of each cell"),
+        "--threads": THREADS,
+        "--all": flag(False, "measure float8 as well"),
+    },
+)

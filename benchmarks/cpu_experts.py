@@ -1,37 +1,35 @@
-"""Measures `run_experts` of `numba_cpu` against a loop in torch, over both sites of a layer.
-
-    python benchmarks/cpu_experts.py [--dtypes float32 bfloat16] [--repeats 25] [--output FILE]
-
-A cell is one layer of experts in decode: the routing, then gate_up (a row of x per token), then
-down (a row per pair, weighted). Tokens are dealt to the slots in turn, and each chooses different
-experts at random. The loop groups the pairs once a layer, by a sort of their keys, then visits
-each active (slot, expert) pair: one product with both matrices A of gate and up, a product with
-each B, and an index_add_. It is warm and its rows are grouped for both sites at once, as the
-routing of `numba_cpu` is. Cells rotate over several layers and the contenders take turns; the best
-time of each layer counts, and the mean over the layers is reported.
-"""
+"""Measures `run_experts` of `numba_cpu` against a loop in torch, over both sites of a layer."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import math
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from cpu_cells import DTYPES, THREADS
+from measuring import Measurement, Options, Result, Row, flag, mean_and_least, seconds
 
 from lora_backends import ExpertWeights, LoRABatch
-from lora_backends.bench.results import new_result, write_result
+from lora_backends.dtypes import dtype_name
 from lora_backends.numba_cpu import NumbaCPUBackend
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, RANK, SLOTS = 1024, 512, 32, 4, 16, 8
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 LAYERS = 3
-RESULT = Path(__file__).parent / "results" / "cpu_experts.json"
+METHOD = (
+    "A cell is one layer of experts in decode: the routing, then gate_up (a row of x per token), "
+    "then down (a row per pair, weighted). Tokens are dealt to the slots in turn, and each "
+    "chooses different experts at random. The loop groups the pairs once a layer, by a sort of "
+    "their keys, then visits each active (slot, expert) pair: one product with both matrices A of "
+    "gate and up, a product with each B, and an index_add_. It is warm and its rows are grouped "
+    "for both sites at once, as the routing of `numba_cpu` is. Cells rotate over several layers "
+    "and the contenders take turns; the best time of each layer counts, and the mean over the "
+    "layers is reported."
+)
 
 
 def experts_of(inputs: int, slices: tuple[int, ...], dtype: torch.dtype) -> ExpertWeights:
@@ -114,47 +112,51 @@ def measure(dtype: torch.dtype, tokens: int, repeats: int) -> dict[str, Any]:
             for y in (cell.y13, cell.y2):
                 y.zero_()
             for i, sites in enumerate(cell.layers):
-                start = time.perf_counter()
-                call(*sites)
-                best[name][i] = min(best[name][i], time.perf_counter() - start)
-    seconds = {name: statistics.mean(times) for name, times in best.items()}
+                best[name][i] = min(best[name][i], seconds(partial(call, *sites)))
+    mean = {name: statistics.mean(times) for name, times in best.items()}
     keys = (cell.slots[:, None] * EXPERTS + cell.ids).unique().numel()
     return {
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "tokens": tokens,
         "active_pairs": keys,
-        "microseconds": {name: round(mean * 1e6, 1) for name, mean in seconds.items()},
-        "times_loop": round(seconds["loop"] / seconds["numba_cpu"], 2),
+        "microseconds": {name: round(one * 1e6, 1) for name, one in mean.items()},
+        "times_loop": round(mean["loop"] / mean["numba_cpu"], 2),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=RESULT)
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_num_threads(options.threads)
-    rows = []
-    for dtype in [getattr(torch, name) for name in options.dtypes]:
-        for tokens in options.tokens:
-            with torch.no_grad():
-                rows.append(measure(dtype, tokens, options.repeats))
-            print(json.dumps(rows[-1]), flush=True)
-    sizes: dict[str, Any] = {"hidden": HIDDEN, "width": WIDTH, "experts": EXPERTS, "top_k": TOP_K}
-    sizes |= {"rank": RANK, "slots": SLOTS, "layers": LAYERS}
-    method = " ".join((__doc__ or "").split("\n\n")[2].split())
-    result = new_result(method, **sizes) | {"rows": rows, "summary": {}}
-    for dtype in options.dtypes:
-        speeds = [row["times_loop"] for row in rows if row["dtype"] == dtype]
-        mean = round(statistics.geometric_mean(speeds), 2)
-        result["summary"][dtype] = {"least": min(speeds), "geometric_mean": mean}
-    write_result(options.output, result)
-    print(json.dumps(result["summary"], indent=1))
+def measure_all(options: Options, _: Result) -> Iterator[Row]:
+    """Yield a row per dtype and number of tokens."""
+    dtypes = [getattr(torch, name) for name in options.dtypes]
+    for dtype, tokens in itertools.product(dtypes, options.tokens):
+        yield measure(dtype, tokens, options.repeats)
 
 
-if __name__ == "__main__":
-    main()
+def settings(_: Options) -> dict[str, Any]:
+    """Return the sizes of the layer."""
+    sizes = {"hidden": HIDDEN, "width": WIDTH, "experts": EXPERTS, "top_k": TOP_K}
+    return sizes | {"rank": RANK, "slots": SLOTS, "layers": LAYERS}
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """Return the least speed over the loop and the geometric mean, by dtype."""
+    found = {}
+    for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
+        speeds = [row["times_loop"] for row in result["rows"] if row["dtype"] == dtype]
+        mean, least = mean_and_least(speeds)
+        found[dtype] = {"least": least, "geometric_mean": mean}
+    return found
+
+
+CELLS = Measurement(
+    rows=measure_all,
+    file="cpu_experts.json",
+    method=METHOD,
+    settings=settings,
+    summary=summary,
+    options={
+        "--dtypes": DTYPES,
+        "--tokens": flag(TOKENS),
+        "--repeats": flag(25),
+        "--threads": THREADS,
+    },
+)

@@ -1,17 +1,7 @@
-"""Measures backends on an H200: cells beside peers, sweeps, and the bytes that memory moves.
-
-    python benchmarks/h200.py cells --backend csgmv --option segment_size=auto
-    python benchmarks/h200.py sweep --sweep tokens
-    python benchmarks/h200.py plot docs/images        # anywhere, from the results of sweep
-    python benchmarks/h200.py memory                  # needs Nsight Compute
-
-Run from the repository root with PYTHONPATH=. where the package is not installed. Each command
-writes benchmarks/results/h200_NAME.json, or --output.
-"""
+"""Measures backends on an H200: cells beside peers, sweeps, and the bytes that memory moves."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib
 import json
@@ -21,27 +11,26 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import RESULTS, ROOT, Measurement, Options, Result, Row, flag
 
 from lora_backends import LoRABackend, get_backend
 from lora_backends.bench.cells import Cell
 from lora_backends.bench.contenders import from_backend
 from lora_backends.bench.layers import make_layers, make_workload
 from lora_backends.bench.measure import measure, time_contenders
-from lora_backends.bench.results import new_result, read_result, summarize, write_result
+from lora_backends.bench.results import read_result, summarize
 from lora_backends.bench.timing import measure_limits
 from lora_backends.errors import UnknownBackendError
 from lora_backends.model_shapes import preset
 from lora_backends.option_text import read_options
 
-ROOT = Path(__file__).parents[1]
 PEERS = Path(__file__).parent / "peers" / "h200.json"
-RESULTS = Path(__file__).parent / "results"
 DEVICE, DTYPE = "cuda", torch.bfloat16
 O_PROJECTION = ("o", 4096, (4096,))
 COPY_GB_PER_S, LAUNCH_US = 4270.0, 0.96  # of the limits in the peers' file
@@ -55,40 +44,14 @@ SWEEPS = {
 METRIC = "dram__bytes_read.sum"
 WIDTHS = (8, 64)  # of the stack, for adapters of rank 8
 LAUNCHES = 3  # of every kernel, under Nsight Compute
+MEMORY_CELL = Cell(*O_PROJECTION, tokens=64, adapters=64, rank=8)
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subparsers(required=True)
-    cells = commands.add_parser("cells", help="one backend over the 80 cells of the peers' file")
-    cells.add_argument("--backend", default="triton")
-    cells.add_argument("--option", action="append", default=[], metavar="KEY=VALUE")
-    cells.add_argument("--peers", type=Path, default=PEERS, help="cells, limits and peers")
-    cells.add_argument("--output", type=Path)
-    cells.set_defaults(run=run_cells)
-    sweep = commands.add_parser("sweep", help="curves along tokens and along adapters")
-    sweep.add_argument("--backends", default="triton,csgmv", help="separated by commas")
-    sweep.add_argument("--sweep", choices=list(SWEEPS), action="append", help="default: all")
-    sweep.add_argument("--output", type=Path, default=RESULTS / "h200_sweep.json")
-    sweep.set_defaults(run=run_sweep)
-    plot = commands.add_parser("plot", help="draw the curves of a sweep")
-    plot.add_argument("folder", type=Path)
-    plot.add_argument("--input", type=Path, default=RESULTS / "h200_sweep.json")
-    plot.set_defaults(run=run_plot)
-    memory = commands.add_parser("memory", help="bytes read by each kernel, by Nsight Compute")
-    memory.add_argument("--backends", default="triton,csgmv", help="separated by commas")
-    memory.add_argument("--output", type=Path, default=RESULTS / "h200_mixed_ranks.json")
-    memory.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    memory.set_defaults(run=run_memory)
-    arguments = parser.parse_args()
-    arguments.run(arguments)
-
-
-def create(name: str, options: dict[str, Any]) -> LoRABackend:
-    """Return a backend on the GPU; the source tree need not be installed."""
+def create(name: str, options: dict[str, Any], device: Any = None) -> LoRABackend:
+    """Return a backend, on the GPU by default; the source tree need not be installed."""
+    device = DEVICE if device is None else device
     try:
-        return get_backend(name, DEVICE, **options)
+        return get_backend(name, device, **options)
     except UnknownBackendError:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         registered = project["entry-points"]["lora_backends"]
@@ -96,37 +59,33 @@ def create(name: str, options: dict[str, Any]) -> LoRABackend:
             raise
         module, _, attribute = registered[name].partition(":")
         backend: LoRABackend = getattr(importlib.import_module(module), attribute)(
-            DEVICE, **options
+            device, **options
         )
         return backend
 
 
-def run_cells(arguments: argparse.Namespace) -> None:
+def time_cells(options: Options, result: Result) -> Iterator[Row]:
     """Time one backend over the peers' cells, and its host work and mixed ranks."""
-    options = read_options(arguments.option)
-    backend, peers = create(arguments.backend, options), json.loads(arguments.peers.read_text())
-    contender = replace(from_backend(backend, options), name=arguments.backend)
+    settings = read_options(options.option)
+    backend, peers = create(options.backend, settings), json.loads(options.peers.read_text())
+    contender = replace(from_backend(backend, settings), name=options.backend)
     by_cell = {cell_of(row, peers["projections"]): row for row in peers["rows"]}
-    device = torch.device(DEVICE)
     limits = replace(
-        measure_limits(device, DTYPE), copy_gb_per_s=COPY_GB_PER_S, launch_us=LAUNCH_US
+        measure_limits(torch.device(DEVICE), DTYPE),
+        copy_gb_per_s=COPY_GB_PER_S,
+        launch_us=LAUNCH_US,
     )
-    result: dict[str, Any] = {}
     try:
         measure(
-            list(by_cell), [contender], device, DTYPE, limits=limits, progress=show, result=result
+            list(by_cell), [contender], DEVICE, DTYPE, limits=limits, progress=show, result=result
         )
         result["host_us"] = attempt(lambda: measure_host(backend))
         result["mixed_ranks"] = attempt(lambda: measure_mixed_ranks(backend))
-    finally:  # keeps the rows measured before an interruption
+        print(result["host_us"], result["mixed_ranks"])
+    finally:
         for row in result.get("rows", ()):
             add_peers(row, by_cell)
-        if result:
-            result["summary"] = summarize(result)
-            output = arguments.output or RESULTS / f"h200_{arguments.backend}.json"
-            write_result(output, result)
-    for name in ("host_us", "mixed_ranks", "summary"):
-        print(name, json.dumps(result[name]))
+    yield from ()
 
 
 def cell_of(row: dict[str, Any], projections: dict[str, tuple[int, list[int]]]) -> Cell:
@@ -160,7 +119,6 @@ def show(index: int, cell: Cell) -> None:
     print(f"{index + 1:3} {cell.projection}: {batch}", flush=True)
 
 
-@torch.no_grad()
 def measure_host(backend: LoRABackend, calls: int = 200) -> dict[str, float]:
     """Return host microseconds of one call as an engine makes it, the GPU idle at its start."""
     cell = Cell(*O_PROJECTION, tokens=256, adapters=64, rank=16)
@@ -183,7 +141,6 @@ def measure_host(backend: LoRABackend, calls: int = 200) -> dict[str, float]:
     }
 
 
-@torch.no_grad()
 def measure_mixed_ranks(backend: LoRABackend) -> list[dict[str, Any]]:
     """Return times of adapters of rank 8 in a stack of 64 ranks, and in one of 8."""
     results = []
@@ -200,19 +157,17 @@ def measure_mixed_ranks(backend: LoRABackend) -> list[dict[str, Any]]:
     return results
 
 
-def run_sweep(arguments: argparse.Namespace) -> None:
+def time_sweeps(options: Options, result: Result) -> Iterator[Row]:
     """Time backends side by side along tokens and adapters; sweeps not asked for are kept."""
-    contenders = [from_backend(create(name, {})) for name in arguments.backends.split(",")]
-    result: dict[str, Any] = {}
+    contenders = [from_backend(create(name, {})) for name in options.backends.split(",")]
+    output = options.output or RESULTS / SWEEP.file
     try:
-        cells = sweep_cells(arguments.sweep or SWEEPS)
+        cells = sweep_cells(options.sweep)
         measure(cells, contenders, DEVICE, DTYPE, progress=show, result=result)
-    finally:  # keeps the rows measured before an interruption
+    finally:
         if result.get("rows"):
-            keep_others(result, arguments.output)
-            result["summary"] = summarize(result)
-            write_result(arguments.output, result)
-            print(json.dumps(result["summary"]))
+            keep_others(result, output)
+    yield from ()
 
 
 def sweep_cells(sweeps: Iterable[str]) -> list[Cell]:
@@ -240,42 +195,14 @@ def keep_others(result: dict[str, Any], path: Path) -> None:
     result["rows"] += [row for row in rows if tuple(row[key] for key in keys) not in measured]
 
 
-def run_plot(arguments: argparse.Namespace) -> None:
-    """Write one SVG a sweep."""
-    from lora_backends.bench.plots import save_figure, time_against_adapters, time_against_tokens
-
-    result = read_result(arguments.input)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    for sweep, batches in SWEEPS.items():
-        plot = time_against_tokens if sweep == "tokens" else time_against_adapters
-        rows = [row for row in result["rows"] if (row["tokens"], row["adapters"]) in batches]
-        figure = plot({**result, "rows": rows}) if rows else None
-        if figure is not None:
-            print(save_figure(figure, arguments.folder / f"h200_sweep_{sweep}.svg"))
-
-
-def run_memory(arguments: argparse.Namespace) -> None:
-    """Write the bytes that kernels read for rank 8 in a narrow and in a wide stack.
+def read_bytes(options: Options, _: Result) -> list[Row]:
+    """Return the bytes that kernels read for rank 8 in a narrow and in a wide stack.
 
     The adapters are the same in both stacks and each layer runs once, so nothing is in a cache: the
     difference is the layout alone.
     """
-    cell = Cell(*O_PROJECTION, tokens=64, adapters=64, rank=8)
-    names = arguments.backends.split(",")
-    if arguments.child:
-        run_layers(names, cell)
-        return
-    result = new_result(
-        f"Bytes read from memory by one launch ({METRIC} of Nsight Compute, median of {LAUNCHES}), "
-        f"one layer of {cell.in_features} inputs and outputs, {cell.adapters} adapters of rank "
-        f"{cell.rank} with a token each.",
-        DEVICE,
-        dtype="bfloat16",
-    )
-    result["rows"] = bytes_read(profile(names), names, cell)
-    for row in result["rows"]:
-        print(row)
-    write_result(arguments.output, result)
+    names = options.backends.split(",")
+    return bytes_read(profile(names), names, MEMORY_CELL)
 
 
 def run_layers(names: Sequence[str], cell: Cell) -> None:
@@ -297,7 +224,7 @@ def profile(names: Sequence[str]) -> list[dict[str, str]]:
     if ncu is None:
         raise SystemExit("Nsight Compute (ncu) is not on the PATH; it comes with the CUDA toolkit")
     command = [ncu, "--csv", "-k", "regex:shrink_kernel|expand_kernel", "--metrics", METRIC]
-    command += [sys.executable, __file__, "memory", "--child", "--backends", ",".join(names)]
+    command += [sys.executable, __file__, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return list(csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"')))
 
@@ -332,5 +259,44 @@ def bytes_read(
     return rows
 
 
-if __name__ == "__main__":
-    main()
+BACKENDS = flag("triton,csgmv", "separated by commas")
+
+CELLS = Measurement(
+    rows=time_cells,
+    file=lambda options: f"h200_{options.backend}.json",
+    settings=None,
+    summary=summarize,
+    partial=True,
+    options={
+        "--backend": flag("triton"),
+        "--option": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
+        "--peers": {"type": Path, "default": PEERS, "help": "cells, limits and peers"},
+    },
+)
+
+SWEEP = Measurement(
+    rows=time_sweeps,
+    file="h200_sweep.json",
+    settings=None,
+    summary=summarize,
+    partial=True,
+    options={
+        "--backends": BACKENDS,
+        "--sweep": {"choices": list(SWEEPS), "nargs": "+", "default": list(SWEEPS)},
+    },
+)
+
+MEMORY = Measurement(
+    rows=read_bytes,
+    file="h200_mixed_ranks.json",
+    method=f"Bytes read from memory by one launch ({METRIC} of Nsight Compute, median of "
+    f"{LAUNCHES}), one layer of {MEMORY_CELL.in_features} inputs and outputs, "
+    f"{MEMORY_CELL.adapters} adapters of rank {MEMORY_CELL.rank} with a token each.",
+    settings=lambda _: {"device": DEVICE, "dtype": "bfloat16"},
+    options={"--backends": BACKENDS},
+)
+
+
+if __name__ == "__main__":  # under Nsight Compute, which writes what each launch reads
+    with torch.no_grad():
+        run_layers(sys.argv[1:], MEMORY_CELL)

@@ -1,8 +1,8 @@
 """Compares two source trees of the package on one GPU, cell by cell.
 
-Each tree runs in a process of its own, with PYTHONPATH set to that tree. Within a cell the trees
+Each tree runs in a process of its own, with that tree first in sys.path. Within a cell the trees
 take turns (old, new, old, new), so a clock that drifts meets both alike. The time of a cell is that
-of one `run_linear` into an existing y, replayed from one CUDA graph that runs the call over many
+of one `run_linear` into an existing y, replayed from a CUDA graph that runs the call over many
 layers with different weights (240 MB or more in all); medians of timings of 10 replays. Both trees
 get the same seeds, and each result is compared with float32 products before it is timed.
 
@@ -11,29 +11,26 @@ get the same seeds, and each result is compared with float32 products before it 
 
 Needs torch and Triton; the package need not be installed. A cell that fails is recorded, and its
 process is replaced if the error has ended it. Efficiency = modelled minimum time / measured time.
+Each tree makes its cells and its clock with its `lora_backends.bench`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
+import itertools
 import json
+import multiprocessing
 import os
-import select
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from compare_worker import num_slots
+from compare_worker import serve
 
-WORKER = Path(__file__).resolve().parent / "compare_worker.py"
 PEERS = Path(__file__).parent / "peers" / "h200.json"
 TREES = ("old", "new")
 DECODE_TOKENS = 256  # batches of at most as many tokens count as decode
@@ -58,9 +55,8 @@ class Process:
     """
 
     def __init__(self, tree: Path, device: str) -> None:
-        self._tree, self._device = tree, device
-        self._process: subprocess.Popen[bytes] | None = None
-        self._start()
+        self._given = tree, device
+        self._process: Any = None
 
     def ask(self, op: str, **request: Any) -> Reply:
         """Return the reply to a request.
@@ -68,56 +64,36 @@ class Process:
         Raises:
             WorkerError: the request failed, or the process died or did not answer in time.
         """
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        process = self._process
-        assert process is not None and process.stdin and process.stdout
+        if self._process is None or not self._process.is_alive():
+            spawn = multiprocessing.get_context("spawn")
+            self._pipe, other = spawn.Pipe()
+            self._process = spawn.Process(target=serve, args=(*self._given, other), daemon=True)
+            self._process.start()
+            other.close()  # so that the worker's end closes with the worker
         try:
-            process.stdin.write((json.dumps({"op": op, **request}) + "\n").encode())
-            process.stdin.flush()
-        except OSError as error:
-            raise WorkerError(f"the process has ended: {self._end()}") from error
-        ready, _, _ = select.select([process.stdout], [], [], REPLY_SECONDS)
-        line = process.stdout.readline() if ready else b""
-        if not line:
-            why = "the process has ended" if ready else f"no reply in {REPLY_SECONDS:.0f} s"
-            raise WorkerError(f"{why}: {self._end()}")
-        reply: Reply = json.loads(line)
+            self._pipe.send((op, request))
+            if not self._pipe.poll(REPLY_SECONDS):
+                self.close()
+                raise WorkerError(f"no reply in {REPLY_SECONDS:.0f} s")
+            reply: Reply = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            self._process.join()
+            status = self._process.exitcode
+            self.close()
+            raise WorkerError(f"the process has ended: exit status {status}") from error
         if "error" in reply:
+            if reply["fatal"]:
+                self.close()
             raise WorkerError(reply["error"])
         return reply
 
     def close(self) -> None:
         """End the process."""
-        self._end()
-
-    def _start(self) -> None:
-        self._log = tempfile.TemporaryFile()
-        paths = [str(self._tree), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        command = [sys.executable, str(WORKER), str(self._tree)]
-        self._process = subprocess.Popen(
-            [*command, "--device", self._device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment,
-        )
-
-    def _end(self) -> str:
-        """Kill the process; return the last line it wrote to stderr."""
-        if self._process is None:
-            return ""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close() if pipe else None
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
         self._process = None
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        self._log.close()
-        return lines[-1] if lines else "nothing on stderr"
 
 
 def warm(trees: dict[str, Path], todo: Sequence[Request], device: str, most: int) -> str:
@@ -150,35 +126,30 @@ def compare_cell(
 ) -> dict[str, Any]:
     """Return both trees' times of a cell, or their errors."""
     found: dict[str, Any] = {}
-    prepared: dict[str, Reply] = {}
-    for name in TREES:
-        try:
-            prepared[name] = processes[name].ask("prepare", **request)
-        except WorkerError as error:
-            found[f"{name}_error"] = str(error)
-    times: dict[str, list[float]] = {name: [] for name in prepared}
+    digests: dict[str, str] = {}
+    times: dict[str, list[float]] = {name: [] for name in TREES}
 
     def turns(rounds: int) -> None:
-        for _ in range(rounds):
-            for name in times:
-                reply = processes[name].ask("time", timings=timings, replays=replays)
+        for _, name in itertools.product(range(rounds), TREES):
+            if f"{name}_error" in found:
+                continue
+            try:
+                reply = processes[name].ask("cell", timings=timings, replays=replays, **request)
                 times[name] += reply["us"]
+                digests[name] = reply["digest"]
+            except WorkerError as error:
+                found[f"{name}_error"] = str(error)
 
-    try:
-        turns(2)
-        if len(times) == 2 and _ratio(times) > SLOWER:
-            turns(3)  # a second look, for both
-    except WorkerError as error:
-        return found | {"error": str(error)}
+    turns(2)
+    if not found and _ratio(times) > SLOWER:
+        turns(3)  # a second look, for both
     for name, series in times.items():
-        found[f"{name}_us"] = round(statistics.median(series), 3)
-        found[f"{name}_relative_error"] = prepared[name]["relative_error"]
-        with contextlib.suppress(WorkerError):
-            processes[name].ask("drop")
-    if len(times) == 2:
+        if f"{name}_error" not in found:
+            found[f"{name}_us"] = round(statistics.median(series), 3)
+    if all(f"{name}_us" in found for name in TREES):
         found["ratio"] = round(_ratio(times), 4)
         found["timings"] = len(times["old"])
-        found["same_bits"] = prepared["old"]["digest"] == prepared["new"]["digest"]
+        found["same_bits"] = digests["old"] == digests["new"]
     return found
 
 
@@ -239,17 +210,20 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def read_cells(peers: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the cells of the peers' file, those of one layer together."""
+def read_cells(peers: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
+    """Return the cells of the peers' file and their limits, those of one layer together."""
     cells = []
     for row in peers["rows"]:
         width, slices = peers["projections"][row["projection"]]
-        cells.append(
-            {"projection": row["projection"], "in": width, "slices": slices}
-            | {"tokens": row["tokens"], "adapters": row["active_adapters"]}
-            | {"rank": row["rank"], "mix": row["mix"], "limit_us": row["limit_us"]}
-        )
-    return sorted(cells, key=lambda c: (c["projection"], num_slots(c), c["rank"], c["tokens"]))
+        cell = {"projection": row["projection"], "in_features": width, "output_slices": slices}
+        cell |= {"tokens": row["tokens"], "adapters": row["active_adapters"]}
+        cells.append((cell | {"rank": row["rank"], "mix": row["mix"]}, row["limit_us"]))
+    return sorted(cells, key=lambda pair: _layers_first(pair[0]))
+
+
+def _layers_first(cell: dict[str, Any]) -> tuple[Any, ...]:
+    slots = max(8, cell["adapters"])  # of a stack
+    return cell["projection"], slots, cell["rank"], cell["tokens"]
 
 
 def parse_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -280,7 +254,8 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
         result["options"] = options
         result |= processes["old"].ask("hello")
         processes["new"].ask("hello")
-        todo = [{**request, "cell": cell} for cell in cells for request in requests.values()]
+        limits = [limit for _, limit in cells for _ in requests]
+        todo = [{**request, "cell": cell} for cell, _ in cells for request in requests.values()]
         if arguments.jobs:
             result["compiling"] = warm(trees, todo, arguments.device, arguments.jobs)
             print(result["compiling"], flush=True)
@@ -288,8 +263,8 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
             result["host_us"][name] = compare_host(
                 processes, requests[name], arguments.host_rounds, arguments.host_calls
             )
-        for request in todo:
-            row = {"backend": request["backend"], **request["cell"]}
+        for request, limit in zip(todo, limits, strict=True):
+            row = {"backend": request["backend"], **request["cell"], "limit_us": limit}
             result["rows"].append(row)
             if time.monotonic() > end:
                 row["error"] = "not run: the budget is used up"

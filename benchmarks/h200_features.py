@@ -1,28 +1,21 @@
-"""Measures what factors, tensors per slice and several adapters per token cost, on a GPU.
-
-    python benchmarks/h200_features.py --backends triton,csgmv
-
-Writes benchmarks/results/h200_features.json, or --output: for each cell the time of a plain call
-and the ratio of each variant to it. Variants of a cell are timed in turns.
-"""
+"""Measures what factors, tensors per slice and several adapters per token cost, on a GPU."""
 
 from __future__ import annotations
 
-import argparse
-import math
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from h200 import DEVICE, DTYPE, RESULTS, create, measure_host
+from h200 import BACKENDS, DEVICE, DTYPE, create, measure_host
+from measuring import Measurement, Options, Result, Row, by_backend, in_turns
 
 from lora_backends import LoRABackend, LoRABatch, LoRAWeights
 from lora_backends.bench.cells import Cell
 from lora_backends.bench.layers import Workload, make_layers, make_workload
-from lora_backends.bench.results import new_result, write_result
 from lora_backends.bench.timing import Call, between_events
 from lora_backends.dtypes import dtype_name
 from lora_backends.model_shapes import preset
@@ -38,48 +31,21 @@ METHOD = (
 )
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--backends", default="triton,csgmv", help="separated by commas")
-    parser.add_argument("--output", type=Path, default=RESULTS / "h200_features.json")
-    arguments = parser.parse_args()
-    names = arguments.backends.split(",")
-    result = new_result(
-        METHOD, torch.device(DEVICE), dtype=dtype_name(DTYPE), summary={}, host_us={}
-    )
-    torch.manual_seed(0)
-    try:
-        for name in names:
-            backend = create(name, {})
-            result["rows"] += list(measure_cells(backend))
-            result["host_us"][name] = measure_host(backend)
-            result["summary"][name] = summary = summarize(result["rows"], name)
-            print(name, summary, result["host_us"][name], flush=True)
-    finally:  # keeps the rows measured before an interruption
-        write_result(arguments.output, result)
-
-
-@torch.no_grad()
-def measure_cells(backend: LoRABackend) -> Iterator[dict[str, Any]]:
-    """Yield a row per cell."""
+def measure_cells(options: Options, result: Result) -> Iterator[Row]:
+    """Yield the time of a plain call and the ratio of each variant to it, cell by cell."""
     projections, _ = preset("llama3-8b")
-    for name, shape in projections.items():
-        if name == "embedding":  # its x are token ids
-            continue
-        for rank in RANKS:
-            for tokens in TOKENS:
-                cell = Cell(name, *shape, tokens=tokens, adapters=min(ADAPTERS, tokens), rank=rank)
-                work = make_workload(cell, make_layers(cell, DEVICE, DTYPE))
-                times = in_turns(variants(backend, work), len(work.layers))
-                plain = times.pop("plain")
-                ratios = {variant: round(us / plain, 3) for variant, us in times.items()}
-                print(backend.name, name, tokens, rank, round(plain, 2), ratios, flush=True)
-                yield cell.describe() | {
-                    "backend": backend.name,
-                    "plain_us": round(plain, 3),
-                    "ratios": ratios,
-                }
+    names = [name for name in projections if name != "embedding"]  # whose x are token ids
+    for backend in [create(name, {}) for name in options.backends.split(",")]:
+        for name, rank, tokens in itertools.product(names, RANKS, TOKENS):
+            batch = {"tokens": tokens, "adapters": min(ADAPTERS, tokens), "rank": rank}
+            cell = Cell(name, *projections[name], **batch)
+            work = make_workload(cell, make_layers(cell, DEVICE, DTYPE))
+            times = replays_in_turns(variants(backend, work), len(work.layers))
+            plain = times.pop("plain")
+            ratios = {variant: round(us / plain, 3) for variant, us in times.items()}
+            found = {"backend": backend.name, "plain_us": round(plain, 3), "ratios": ratios}
+            yield cell.describe() | found
+        result["host_us"][backend.name] = measure_host(backend)
 
 
 def variants(backend: LoRABackend, work: Workload) -> dict[str, Call]:
@@ -115,14 +81,12 @@ def per_slice(layer: LoRAWeights) -> LoRAWeights:
     )
 
 
-def in_turns(calls: dict[str, Call], num_layers: int) -> dict[str, float]:
+def replays_in_turns(calls: dict[str, Call], num_layers: int) -> dict[str, float]:
     """Return microseconds of one call of each variant."""
     graphs = {name: captured(call, num_layers) for name, call in calls.items()}
-    found: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, replay in graphs.items():
-            found[name].append(between_events(replay) / (REPLAYS * num_layers))
-    return {name: statistics.median(times) for name, times in found.items()}
+    clocks = {name: partial(between_events, replay) for name, replay in graphs.items()}
+    found = in_turns(clocks, ROUNDS)
+    return {name: statistics.median(us) / (REPLAYS * num_layers) for name, us in found.items()}
 
 
 def captured(call: Call, num_layers: int) -> Callable[[], None]:
@@ -143,17 +107,21 @@ def captured(call: Call, num_layers: int) -> Callable[[], None]:
     return replay
 
 
-def summarize(rows: list[dict[str, Any]], backend: str) -> dict[str, Any]:
+def summarize(rows: list[Row]) -> dict[str, Any]:
     """Return the geometric mean and the greatest ratio of each variant."""
-    own = [row["ratios"] for row in rows if row["backend"] == backend]
+    every = {name: [row["ratios"][name] for row in rows] for name in rows[0]["ratios"]}
     return {
-        name: {
-            "mean": round(math.exp(statistics.fmean(math.log(row[name]) for row in own)), 3),
-            "greatest": max(row[name] for row in own),
-        }
-        for name in own[0]
+        name: {"mean": round(statistics.geometric_mean(ratios), 3), "greatest": max(ratios)}
+        for name, ratios in every.items()
     }
 
 
-if __name__ == "__main__":
-    main()
+FEATURES = Measurement(
+    rows=measure_cells,
+    file="h200_features.json",
+    method=METHOD,
+    settings=lambda _: {"device": DEVICE, "dtype": dtype_name(DTYPE), "host_us": {}},
+    summary=by_backend(summarize),
+    options={"--backends": BACKENDS},
+    partial=True,
+)

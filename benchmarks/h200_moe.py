@@ -1,33 +1,32 @@
-"""Measures experts on an H200: 60 cells beside peers, routing alone, and cells without peers.
-
-    python benchmarks/h200_moe.py --backend triton
-
-Run from the repository root with PYTHONPATH=. where the package is not installed. Writes
-benchmarks/results/h200_experts.json, or --output. Kernels are compiled first, by --processes at
-once.
-"""
+"""Measures experts on an H200: 60 cells beside peers, routing alone, and cells without peers."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import multiprocessing
 import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from h200 import create
+from measuring import Measurement, Options, Result, Row, flag
 
 from lora_backends import LoRABackend
-from lora_backends.bench.expert_cells import LAUNCHES, ExpertCell, Steps, make_steps, reference
-from lora_backends.bench.results import DECODE_TOKENS, new_result, write_result
+from lora_backends.bench.expert_cells import (
+    LAUNCHES,
+    ExpertCell,
+    Step,
+    Steps,
+    make_steps,
+    reference,
+)
+from lora_backends.bench.results import DECODE_TOKENS
 from lora_backends.bench.timing import graph_times, spread
 
 PEERS = Path(__file__).parent / "peers" / "h200_moe.json"
-RESULTS = Path(__file__).parent / "results"
 DEVICE, DTYPE = "cuda", torch.bfloat16
 LAUNCH_US = 0.96  # of the limits in the peers' file
 TOLERANCE = 1e-2  # largest error of a row over its norm: h and y are each rounded to 8 bits
@@ -38,43 +37,34 @@ ROUTED = [(256, 64, 128, 8), (256, 8, 32, 4), (1024, 64, 128, 2), (4096, 64, 128
 """Tokens, slots, experts and experts per token for which the routing is timed alone."""
 
 
-def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--backend", default="triton")
-    parser.add_argument("--peers", type=Path, default=PEERS, help="cells, limits and peers")
-    parser.add_argument("--output", type=Path, default=RESULTS / "h200_experts.json")
-    parser.add_argument("--processes", type=int, default=0, help="that compile beforehand")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
-    arguments = parser.parse_args()
-    peers = json.loads(arguments.peers.read_text())
-    cells = [cell for cell in all_cells(peers) if arguments.only in name_of(cell)]
-    if arguments.processes:
-        compile_ahead(arguments.backend, cells, arguments.processes)
-    backend = create(arguments.backend, {})
-    result = new_result(
-        f"{peers['method']} Here y of every cell is checked, up to {CHECKED_PAIRS} pairs.",
-        DEVICE,
-        dtype="bfloat16",
-        backend=arguments.backend,
-        copy_gb_per_s=peers["copy_tb_per_s"] * 1e3,
-        launch_us=LAUNCH_US,
-    )
+def measure_all(options: Options, result: Result) -> Iterator[Row]:
+    """Yield a row per cell, with the best peer's time where there is one."""
+    peers = json.loads(options.peers.read_text())
+    cells = [cell for cell in all_cells(peers) if options.only in name_of(cell)]
+    compile_ahead(run_once, [options.backend], cells, options.processes)
+    backend = create(options.backend, {})
     known = {cell_of(peers, row): row for row in peers["cells"]}
-    try:
-        for cell in cells:
-            row = measure(backend, cell, result["copy_gb_per_s"])
-            if cell in known:
-                row["best_peer_us"] = known[cell]["best_peer_us"]
-                row["peer_limit_us"] = known[cell]["limit_us"]
-            result["rows"].append(row)
-            print(line_of(cell, row), flush=True)
-        result["routing_us"] = [measure_routing(backend, *shape) for shape in ROUTED]
-        print(json.dumps(result["routing_us"]))
-    finally:  # keeps the rows measured before an interruption
-        result["summary"] = summary(result["rows"])
-        print(json.dumps(result["summary"], indent=1))
-        write_result(arguments.output, result)
+    for cell in cells:
+        row = measure(backend, cell, result["copy_gb_per_s"])
+        if cell in known:
+            row["best_peer_us"] = known[cell]["best_peer_us"]
+            row["peer_limit_us"] = known[cell]["limit_us"]
+        yield row
+    result["routing_us"] = [measure_routing(backend, *shape) for shape in ROUTED]
+
+
+def settings(options: Options) -> dict[str, Any]:
+    """Return what the result says besides its rows."""
+    peers = json.loads(options.peers.read_text())
+    checked = f"Here y of every cell is checked, up to {CHECKED_PAIRS} pairs."
+    return {
+        "method": f"{peers['method']} {checked}",
+        "device": DEVICE,
+        "dtype": "bfloat16",
+        "backend": options.backend,
+        "copy_gb_per_s": peers["copy_tb_per_s"] * 1e3,
+        "launch_us": LAUNCH_US,
+    }
 
 
 def cell_of(peers: dict[str, Any], row: dict[str, Any]) -> ExpertCell:
@@ -101,17 +91,6 @@ def name_of(cell: ExpertCell) -> str:
     return f"{cell.model} T{cell.tokens} a{cell.adapters} r{cell.rank}{kind}"
 
 
-def line_of(cell: ExpertCell, row: dict[str, Any]) -> str:
-    """Return a measured cell as a line of text."""
-    peer = row.get("best_peer_us")
-    beside = f" peer {peer} {'SLOWER' if peer < row['us'] else ''}" if peer else ""
-    return (
-        f"{name_of(cell):36} {row['us']:8.2f} us, limit {row['limit_us']:7.2f}, "
-        f"{row['efficiency']:.3f}, routing {row['routing_us']:.2f}{beside}"
-    )
-
-
-@torch.no_grad()
 def measure(backend: LoRABackend, cell: ExpertCell, copy_gb_per_s: float) -> dict[str, Any]:
     """Check and time one cell."""
     torch.manual_seed(0)
@@ -134,21 +113,29 @@ def measure(backend: LoRABackend, cell: ExpertCell, copy_gb_per_s: float) -> dic
     }
 
 
-def check(calls: Steps, cell: ExpertCell) -> float:
-    """Return the largest error of a row over its norm, or raise if it is too large."""
+def check(
+    calls: Steps, cell: ExpertCell, exact: Step | None = None, bound: float = TOLERANCE
+) -> float:
+    """Return the largest error of a row over its norm, or raise if it is too large.
+
+    Args:
+        calls: the first step is run.
+        cell: of the steps.
+        exact: the step with the weights to compare with; by default the first one.
+        bound: the largest error that is allowed.
+    """
     calls.run(0)
-    step, worst = calls.steps[0], 0.0
+    step, worst = exact or calls.steps[0], 0.0
     wanted = reference(step, cell.token_slots)
     for y, delta in zip((step.y13, step.y2), wanted, strict=True):
         errors = (y.float() - delta).norm(dim=-1) / delta.norm(dim=-1)
         worst = max(worst, float(errors.max()))
         y.zero_()
-    if not worst <= TOLERANCE:
-        raise SystemExit(f"{name_of(cell)}: a row is off by {worst:.1e}, allowed {TOLERANCE:g}")
+    if not worst <= bound:
+        raise SystemExit(f"{name_of(cell)}: a row is off by {worst:.1e}, allowed {bound:g}")
     return round(worst, 5)
 
 
-@torch.no_grad()
 def measure_routing(
     backend: LoRABackend, tokens: int, slots: int, experts: int, top_k: int
 ) -> dict[str, Any]:
@@ -159,9 +146,9 @@ def measure_routing(
     return {"pairs": tokens * top_k, "keys": slots * experts, "us": round(us, 3)}
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(result: Result) -> dict[str, Any]:
     """Return geometric means of efficiency over the cells that have peers, and the slower cells."""
-    rows = [row for row in rows if "best_peer_us" in row]
+    rows = [row for row in result["rows"] if "best_peer_us" in row]
     groups = {
         f"{phase}{rank}": [
             row["efficiency"]
@@ -182,25 +169,42 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def compile_ahead(name: str, cells: list[ExpertCell], processes: int) -> None:
+def compile_ahead(
+    run: Callable[..., None], names: list[str], cells: list[Any], processes: int, *more: Any
+) -> None:
     """Compile the kernels of all cells: Triton keeps them on the disk for the timing."""
-    count = math.ceil(len(cells) / processes)
-    parts = [cells[index::processes] for index in range(processes)]
-    print(f"compiling in {processes} processes, up to {count} cells each", flush=True)
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        pool.starmap(run_once, [(name, part) for part in parts])
+    if processes:
+        parts = [(names, cells[index::processes], *more) for index in range(processes)]
+        with multiprocessing.get_context("spawn").Pool(processes) as pool:
+            pool.starmap(run, parts)
 
 
-def run_once(name: str, cells: list[ExpertCell]) -> None:
+@torch.no_grad()
+def run_once(names: list[str], cells: list[ExpertCell]) -> None:
     """Run one step of every cell, so that its kernels are compiled."""
-    backend = create(name, {})
-    for cell in cells:
-        calls = Steps(backend, cell, make_steps(cell, DEVICE, DTYPE, fewest=1)[:1])
-        calls.run(0)
-        torch.cuda.synchronize()
-        del calls
-        torch.cuda.empty_cache()
+    for name in names:
+        backend = create(name, {})
+        for cell in cells:
+            calls = Steps(backend, cell, make_steps(cell, DEVICE, DTYPE, fewest=1)[:1])
+            calls.run(0)
+            torch.cuda.synchronize()
+            del calls
+            torch.cuda.empty_cache()
 
 
-if __name__ == "__main__":
-    main()
+PROCESSES = flag(0, "that compile beforehand")
+ONLY = flag("", "cells whose name contains this")
+
+EXPERTS = Measurement(
+    rows=measure_all,
+    file="h200_experts.json",
+    settings=settings,
+    summary=summary,
+    partial=True,
+    options={
+        "--backend": flag("triton"),
+        "--peers": {"type": Path, "default": PEERS, "help": "cells, limits and peers"},
+        "--processes": PROCESSES,
+        "--only": ONLY,
+    },
+)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-from lora_backends import LoRABackend, LoRABackendError, get_backend
 from lora_backends.adapters import Checkpoint, ModuleDelta
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -26,10 +25,10 @@ SIZES = {
 TINY = dict(zip(SIZES, (1024, 32, 48, 4, 2), strict=True))
 
 
-def make_base(device: torch.device, layers: int, tiny: bool) -> Any:
+def make_base(device: torch.device, layers: int, tiny: bool, **others: int) -> Any:
     """Return a Llama with random weights, the same in every call, made on the device."""
     torch.manual_seed(0)
-    sizes = TINY if tiny else SIZES
+    sizes = (TINY if tiny else SIZES) | others
     config = LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=4096)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if tiny else torch.bfloat16)
@@ -40,25 +39,14 @@ def make_base(device: torch.device, layers: int, tiny: bool) -> Any:
         torch.set_default_dtype(before)
 
 
-def make_backend(name: str, device: torch.device) -> LoRABackend:
-    """Return a backend by its name, or by its class where the package is not installed."""
-    try:
-        return get_backend(name, device=device)
-    except LoRABackendError:
-        if name == "triton":
-            from lora_backends.triton import TritonBackend
+def random_adapter(
+    base: Any, rank: int, seed: int, device: torch.device | str | None = None
+) -> Checkpoint:
+    """Return random LoRA for all linear layers but the head, with a small delta.
 
-            return TritonBackend(device)
-        if name == "torch_ref":
-            from lora_backends.torch_ref import TorchRefBackend
-
-            return TorchRefBackend(device)
-        raise
-
-
-def random_adapter(base: Any, rank: int, seed: int) -> Checkpoint:
-    """Return random LoRA for all linear layers but the head, with a small delta."""
-    device = next(base.parameters()).device
+    It is on the base model's device unless another is given.
+    """
+    device = device or next(base.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     modules = {}
     for path, module in base.named_modules():

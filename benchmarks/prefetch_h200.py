@@ -1,64 +1,20 @@
-"""Times a decode step with a new adapter that is in its slot, prefetched, or in memory.
-
-python benchmarks/prefetch_h200.py [--layers 16] [--output FILE]
-
---tiny runs a small model on the CPU, to try the script.
-"""
+"""Times a decode step with a new adapter that is in its slot, prefetched, or in memory."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
+import llama
 import torch
-from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from measuring import Measurement, Options, Result, Row, flag
 
-from lora_backends.adapters import Checkpoint, ModuleDelta
-from lora_backends.bench.results import new_result, write_result
 from lora_backends.hf import MultiLoRAModel
 
 ROWS, SLOTS, ADAPTERS, RANK = 16, 8, 24, 16
 KINDS = ("in its slot", "prefetched", "from memory")
-
-
-def make_base(layers: int, device: str) -> Any:
-    """Return a model of random weights, of the shape of Llama 3 8B on a GPU."""
-    large = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-    }
-    small = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 64,
-    }
-    config = LlamaConfig(num_hidden_layers=layers, **(small if device == "cpu" else large))
-    torch.manual_seed(0)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype).eval()
-
-
-def checkpoint_of(base: Any, seed: int) -> Checkpoint:
-    """Return random LoRA of all linear layers."""
-    generator = torch.Generator().manual_seed(seed)
-    deltas = {}
-    for path, module in base.named_modules():
-        if isinstance(module, torch.nn.Linear) and path != "lm_head":
-            wide, high = module.in_features, module.out_features
-            a = torch.randn(RANK, wide, generator=generator) / wide**0.5
-            b = torch.randn(high, RANK, generator=generator) / 100
-            deltas[path] = ModuleDelta(path, "linear", RANK, 1.0, a, b, None)
-    return Checkpoint(Path("in memory"), deltas, {})
 
 
 def measure(model: MultiLoRAModel, names: list[str], steps: int) -> dict[str, list[float]]:
@@ -96,41 +52,53 @@ def measure(model: MultiLoRAModel, names: list[str], steps: int) -> dict[str, li
     return times
 
 
-def main() -> None:
-    """Measure and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--backend", default="auto")
-    default = Path(__file__).parent / "results" / "h200_prefetch.json"
-    parser.add_argument("--output", type=Path, default=default)
-    arguments = parser.parse_args()
-    device = "cpu" if arguments.tiny else "cuda"
-    base = make_base(2 if arguments.tiny else arguments.layers, device)
-    model = MultiLoRAModel(base, arguments.backend, SLOTS, RANK)
+def device_of(options: Options) -> torch.device:
+    """Return where the model is."""
+    return torch.device("cpu" if options.tiny else "cuda")
+
+
+def measure_kinds(options: Options, result: Result) -> Iterator[Row]:
+    """Yield a row for each place of the adapter."""
+    base = llama.make_base(device_of(options), layers_of(options), options.tiny, vocab_size=32000)
+    model = MultiLoRAModel(base, options.backend, SLOTS, RANK)
     model.keep_adapters(cpu_bytes=64 * 2**30)
     names = [f"adapter{index}" for index in range(ADAPTERS)]
     for seed, name in enumerate(names):
-        model.add_adapter(name, checkpoint_of(base, seed))
-    times = measure(model, names, arguments.steps)
-    result = new_result(
+        model.add_adapter(name, llama.random_adapter(base, RANK, seed, "cpu"))
+    result |= {"dtype": str(base.dtype).removeprefix("torch."), "backend": model.backend.name}
+    for kind, series in measure(model, names, options.steps).items():
+        yield {
+            "kind": kind,
+            "ms": round(statistics.median(series), 3),
+            "ms_min": round(min(series), 3),
+        }
+
+
+def layers_of(options: Options) -> int:
+    """Return the layers of the model."""
+    return 2 if options.tiny else options.layers
+
+
+def settings(options: Options) -> dict[str, Any]:
+    """Return what the result says besides its rows."""
+    method = (
         f"A pass of {ROWS} rows of one token, eager, 7 or 8 adapters of rank {RANK} on all linear "
-        f"layers of {base.config.num_hidden_layers} layers; the adapter of the first row lies in "
-        f"its slot, was prefetched into a slot during the 3 passes before, or comes from memory at "
-        f"that moment. Milliseconds from a synchronised start to the end, medians.",
-        device,
-        dtype=str(base.dtype).removeprefix("torch."),
-        backend=model.backend.name,
+        f"layers of {layers_of(options)} layers; the adapter of the first row lies in its slot, "
+        f"was prefetched into a slot during the 3 passes before, or comes from memory at that "
+        f"moment. Milliseconds from a synchronised start to the end, medians."
     )
-    result["rows"] = [
-        {"kind": kind, "ms": round(statistics.median(series), 3), "ms_min": round(min(series), 3)}
-        for kind, series in times.items()
-    ]
-    result["summary"] = {row["kind"]: row["ms"] for row in result["rows"]}
-    write_result(arguments.output, result)
-    Console(stderr=True).print(result["summary"], f"written to {arguments.output}")
+    return {"method": method, "device": device_of(options), "dtype": None, "backend": None}
 
 
-if __name__ == "__main__":
-    main()
+PREFETCH = Measurement(
+    rows=measure_kinds,
+    file="h200_prefetch.json",
+    settings=settings,
+    summary=lambda result: {row["kind"]: row["ms"] for row in result["rows"]},
+    options={
+        "--layers": flag(16),
+        "--steps": flag(40),
+        "--tiny": flag(False, "a small model on the CPU, to try it"),
+        "--backend": flag("auto"),
+    },
+)

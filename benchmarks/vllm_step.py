@@ -1,14 +1,11 @@
 """A step of the real vLLM: LoRA off, vLLM's own operators and this library, in turns.
 
-python benchmarks/vllm_step.py [--dtypes float32] [--cells 64x8 8x8] [--rounds 5] [--output FILE]
-
 Run it where vLLM is installed: `make test-vllm` makes .venv-vllm for CPUs. On a GPU the model is a
-Llama of the 8B shape with random weights.
+Llama of the 8B shape with random weights. OMP_NUM_THREADS is 1 unless it is set.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -18,7 +15,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +27,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from measuring import ROOT, Measurement, Options, Result, Row, flag, median_ratio, middle_and_ends
 from safetensors.torch import save_file
 
-from lora_backends.bench.results import new_result, versions, write_result
+from lora_backends.bench.results import versions
 
-ROOT = Path(__file__).parents[1]
 VARIABLE = "LORA_BACKENDS_VLLM"
+ON_GPU = torch.cuda.is_available()
 LLAMA_8B = {"hidden": 4096, "intermediate": 14336, "layers": 32, "kv": 1024}
 SMOLLM2 = {"hidden": 576, "intermediate": 1536, "layers": 30, "kv": 192}
 METHOD = (
@@ -184,27 +182,26 @@ class Contender:
         return spans[0], statistics.median(spans[3:-2])
 
 
-def measure(arguments: argparse.Namespace, dtype: str, folder: Path) -> list[dict[str, Any]]:
+def measure(arguments: Options, dtype: str, folder: Path) -> list[dict[str, Any]]:
     """Build the engines, let them take turns, and return one row each."""
-    on_gpu = torch.cuda.is_available()
-    shape = LLAMA_8B if on_gpu else SMOLLM2
+    shape = LLAMA_8B if ON_GPU else SMOLLM2
     adapters = [
         save_adapter(
             folder / f"adapter{index}", shape, arguments.rank, index, getattr(torch, dtype)
         )
         for index in range(arguments.adapters)
     ]
-    options = engine_options(arguments, dtype, folder, on_gpu)
+    options = engine_options(arguments, dtype, folder)
     contenders = {}
     for name in arguments.engines:
         print(f"building the engine {name!r} ...", flush=True)
         contenders[name] = Contender(name, options, adapters)
-        if on_gpu:
+        if ON_GPU:
             contenders[name].draw_weights()
     entries = {name: (engine, True) for name, engine in contenders.items()}
-    if not on_gpu:  # the engine of this library, whose LoRA layers then add nothing
+    if not ON_GPU:  # the engine of this library, whose LoRA layers then add nothing
         entries = {"adding nothing": (contenders[arguments.engines[-1]], False), **entries}
-    clock = time.perf_counter if on_gpu else time.process_time
+    clock = time.perf_counter if ON_GPU else time.process_time
     cells = arguments.cells
     times: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {
         cell: {name: [] for name in entries} for cell in cells
@@ -227,9 +224,7 @@ def cell_of(text: str) -> tuple[int, int]:
     return rows, adapters
 
 
-def engine_options(
-    arguments: argparse.Namespace, dtype: str, folder: Path, on_gpu: bool
-) -> dict[str, Any]:
+def engine_options(arguments: Options, dtype: str, folder: Path) -> dict[str, Any]:
     """Return vLLM's options, the same for every engine but for LoRA."""
     most = max(rows for rows, _ in arguments.cells)
     tokens = most * arguments.prompt
@@ -248,7 +243,7 @@ def engine_options(
         max_lora_rank=max(8, arguments.rank),
         max_cpu_loras=arguments.adapters,
     )
-    if not on_gpu:
+    if not ON_GPU:
         model = os.environ.get("SMOLLM2", str(ROOT / ".venv-vllm" / "smollm2"))
         return options | {"model": model, "enforce_eager": True}
     kv_bytes = 2 * 2**30
@@ -266,71 +261,66 @@ def rows_of(
     times: dict[str, list[tuple[float, float]]],
     dtype: str,
     cell: tuple[int, int],
-    arguments: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    """Return the rows of the result, each contender's ratio to the first one included."""
+    arguments: Options,
+) -> Iterator[Row]:
+    """Yield the rows of a cell, each contender's ratio to the first one included."""
     base, *_ = times.values()
-    rows = []
     for index, step in enumerate(("prefill", "decode")):
-        if step == "prefill" and torch.cuda.is_available():
+        if step == "prefill" and ON_GPU:
             continue  # vLLM returns from a step before the GPU has run it
         for name, series in times.items():
             ms = [each[index] for each in series]
-            ratios = [own / first[index] for own, first in zip(ms, base, strict=True)]
             row = {"step": step, "contender": name, "dtype": dtype}
             row |= {"rows": cell[0], "adapters": cell[1]}
-            row |= {"rank": arguments.rank, "prompt": arguments.prompt}
-            row |= {"ms": round(statistics.median(ms), 3), "ms_min": round(min(ms), 3)}
-            row |= {"ms_max": round(max(ms), 3)}
-            rows.append(row | {"ratio": round(statistics.median(ratios), 3)})
-    return rows
+            row |= {"rank": arguments.rank, "prompt": arguments.prompt} | middle_and_ends(ms, 3)
+            ratio = median_ratio(ms, [each[index] for each in base])
+            yield row | {"ratio": round(ratio, 3)}
 
 
-def main() -> None:
-    """Measure, print the rows and write the result file."""
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engines", nargs="+", default=["off", "own", "auto"])
-    dtypes = ["bfloat16"] if on_gpu else ["float32", "bfloat16"]
-    parser.add_argument("--dtypes", nargs="+", default=dtypes)
-    default = [(64, 8), (8, 8), (64, 1)] if on_gpu else [(32, 8)]
-    rows_by_adapters = {"nargs": "+", "type": cell_of, "metavar": "ROWSxADAPTERS"}
-    parser.add_argument("--cells", default=default, **rows_by_adapters)
-    parser.add_argument("--adapters", type=int, default=8, help="that engines have room for")
-    parser.add_argument("--rank", type=int, default=16 if on_gpu else 8)
-    parser.add_argument("--prompt", type=int, default=128 if on_gpu else 32)
-    parser.add_argument("--steps", type=int, default=40 if on_gpu else 10)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mode", choices=["compile", "graph", "eager"], default="compile")
-    name = "vllm_step_gpu.json" if on_gpu else "vllm_step_cpu.json"
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / name)
-    arguments = parser.parse_args()
+def measure_all(arguments: Options, result: Result) -> Iterator[Row]:
+    """Yield a row per dtype, cell, step and contender."""
     if any(adapters > arguments.adapters for _, adapters in arguments.cells):
-        parser.error(f"a cell has more adapters than --adapters {arguments.adapters}")
+        raise SystemExit(f"a cell has more adapters than --adapters {arguments.adapters}")
     import vllm
 
     allow_a_second_engine()
-    rows = []
+    result["versions"] |= {"vllm": vllm.__version__, **versions("lora-backends")}
     for dtype in arguments.dtypes:
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure(arguments, dtype, Path(folder))
+            rows = measure(arguments, dtype, Path(folder))
+        yield from rows
         gc.collect()  # the engines of a dtype end before those of the next are built
-    for row in rows:
-        ratio = f"{row['ratio']:6.2f} times"
-        name = f"{row['dtype']} {row['step']} {row['contender']}"
-        print(f"{name:36} {row['rows']:3} x {row['adapters']:<3}{row['ms']:10.2f} ms {ratio}")
-    load = round(os.getloadavg()[0], 1)  # other processes share caches and memory
-    result = new_result(METHOD, "cuda" if on_gpu else "cpu", mode=arguments.mode, load=load)
-    result["versions"] |= {"vllm": vllm.__version__, **versions("lora-backends")}
-    result["rows"] = rows
-    result["summary"] = {
+    result["load"] = round(os.getloadavg()[0], 1)  # other processes share caches and memory
+
+
+def summary(result: Result) -> dict[str, float]:
+    """Return the ratio of each row, by its name."""
+    return {
         f"{row['dtype']} {row['step']} {row['contender']}"
-        + f" {row['rows']}x{row['adapters']}" * on_gpu: row["ratio"]
-        for row in rows
+        + f" {row['rows']}x{row['adapters']}" * ON_GPU: row["ratio"]
+        for row in result["rows"]
     }
-    write_result(arguments.output, result)
-    print(f"written to {arguments.output}")
 
 
-if __name__ == "__main__":
-    main()
+STEP = Measurement(
+    rows=measure_all,
+    file=f"vllm_step_{'gpu' if ON_GPU else 'cpu'}.json",
+    method=METHOD,
+    settings=lambda o: {"device": "cuda" if ON_GPU else "cpu", "mode": o.mode, "load": None},
+    summary=summary,
+    options={
+        "--engines": flag(["off", "own", "auto"]),
+        "--dtypes": flag(["bfloat16"] if ON_GPU else ["float32", "bfloat16"]),
+        "--cells": flag(
+            [(64, 8), (8, 8), (64, 1)] if ON_GPU else [(32, 8)],
+            type=cell_of,
+            metavar="ROWSxADAPTERS",
+        ),
+        "--adapters": flag(8, "that engines have room for"),
+        "--rank": flag(16 if ON_GPU else 8),
+        "--prompt": flag(128 if ON_GPU else 32),
+        "--steps": flag(40 if ON_GPU else 10),
+        "--rounds": flag(5),
+        "--mode": flag("compile", choices=["compile", "graph", "eager"]),
+    },
+)

@@ -3,28 +3,26 @@
 Decode steps of 1, 8 and 64 rows and a prefill of 2048 tokens; adapters of rank 16 and 64, 8 and 64
 of them; called eagerly, replayed from a CUDA graph and compiled; with --peft, PEFT's mixed batch
 too. A cell's logits are checked before it is timed, and a cell that fails does not stop the others.
-
-    python benchmarks/whole_model.py --rows 64 --ranks 16 --adapters 8 --modes eager graph compiled
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import traceback
-import warnings
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import llama
 import torch
+from h200 import create
 from llama import Pass, distance
+from measuring import Measurement, Options, Result, Row, flag, in_turns, middle_and_ends
 
-from lora_backends.bench.results import new_result, write_result
 from lora_backends.bench.timing import measure_limits
 from lora_backends.hf import MultiLoRAModel
 
-RESULT = Path(__file__).parent / "results" / "h200_whole_model.json"
 MODES = ("eager", "graph", "compiled")
 ROUNDING = 5e-2  # the most that logits of 16 layers in bfloat16 differ by
 PREFILL_ROWS = 8
@@ -38,37 +36,11 @@ class Shape(NamedTuple):
     tokens: int  # per row; 1 is a decode step
 
 
-def main() -> None:
-    """Check, measure, write the result file and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="triton")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64], help="of decode steps")
-    parser.add_argument("--prefill", type=int, default=2048, help="tokens; 0 leaves it out")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--adapters", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=12, help="timings of each contender")
-    parser.add_argument("--peft", action="store_true", help="time PEFT's mixed batch too")
-    parser.add_argument(
-        "--fuse",
-        action=argparse.BooleanOptionalAction,
-        help="q, k, v in one call, gate and up too; on a GPU unless --no-fuse is given",
-    )
-    parser.add_argument("--tiny", action="store_true", help="a small model; on the CPU no graphs")
-    parser.add_argument("--output", type=Path, default=RESULT)
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    with torch.no_grad():
-        Benchmark(arguments).run()
-
-
 class Benchmark:
-    """The base model, the same never wrapped, and the results so far."""
+    """The base model, the same never wrapped, and the result so far."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def __init__(self, arguments: Options, result: Result) -> None:
+        self.arguments, self.result, self.device = arguments, result, device()
         if self.device.type == "cpu" and not arguments.tiny:
             raise SystemExit("needs a GPU; --tiny runs a small model on the CPU")
         self.modes = [m for m in arguments.modes if m != "graph" or self.device.type == "cuda"]
@@ -77,62 +49,7 @@ class Benchmark:
         self.shapes = [Shape(rows, 1) for rows in arguments.rows]
         if arguments.prefill:
             self.shapes.append(Shape(PREFILL_ROWS, arguments.prefill // PREFILL_ROWS))
-        limits = measure_limits(self.device, self.base.dtype)
-        self.result = new_result(
-            f"A Llama of 8B shape with {arguments.layers} layers and random weights; random "
-            f"adapters on {', '.join(llama.TARGETS)}; row i uses adapter i modulo their number. A "
-            f"decode step has a static cache of {llama.PAST} to {llama.PAST + llama.STEPS} tokens, "
-            f"a prefill no cache and {PREFILL_ROWS} rows. A sample is the wall time of "
-            f"{llama.STEPS} consecutive passes over their number; contenders take turns; "
-            f"milliseconds are medians, ratios those of medians. The base model is a copy with the "
-            f"same weights that was never wrapped. bytes_ms is the time of a copy of the active "
-            f"adapters' A and B.",
-            self.device,
-            backend=arguments.backend,
-            limits=limits.describe(),
-        )
-        self.result |= {"checks": [], "failed": {}}
-        self.copy_bytes_per_ms = limits.copy_gb_per_s * 1e6
-
-    def run(self) -> None:
-        """Run every cell, and write the results after each."""
-        for rank in self.arguments.ranks:
-            for count in self.arguments.adapters:
-                Adapted(self, rank, count).run()
-        self.print_table()
-
-    def add(self, where: dict[str, Any], times: dict[str, list[float]], moved: int) -> None:
-        """Add a row per contender, and write the file."""
-        base = statistics.median(times["base"])
-        for name, series in times.items():
-            middle = statistics.median(series)
-            row = where | {"contender": name, "ms": round(middle, 4)}
-            row |= {"ms_min": round(min(series), 4), "ms_max": round(max(series), 4)}
-            row["ratio_to_base"] = round(middle / base, 3)
-            if name == "ours":
-                row["bytes_ms"] = round(moved / self.copy_bytes_per_ms, 4)
-            self.result["rows"].append(row)
-        self.write()
-
-    def write(self) -> None:
-        """Write the results so far."""
-        self.result["summary"] = {
-            f"{_name(row)}, {row['mode']}, {row['contender']}": row["ratio_to_base"]
-            for row in self.result["rows"]
-            if row["contender"] != "base"
-        }
-        write_result(self.arguments.output, self.result)
-
-    def print_table(self) -> None:
-        """Print times, checks and failures."""
-        for row in self.result["rows"]:
-            print(
-                f"{_name(row):52}{row['mode']:9}{row['contender']:6}{row['ms']:9.3f} ms "
-                f"({row['ms_min']:.3f} to {row['ms_max']:.3f})  x {row['ratio_to_base']:.3f}"
-            )
-        for check in self.result["checks"]:
-            print(check)
-        print("failed", self.result["failed"])
+        result["limits"] = measure_limits(self.device, self.base.dtype).describe()
 
 
 class Adapted:
@@ -148,8 +65,8 @@ class Adapted:
         self.benchmark, self.rank = benchmark, rank
         self.names = [f"adapter{i}" for i in range(count)]
 
-    def run(self) -> None:
-        """Run the cells; one that fails is recorded, and the others still run."""
+    def run(self) -> Iterator[Row]:
+        """Yield the rows of the cells; one that fails is recorded, and the others still run."""
         arguments = self.benchmark.arguments
         oracle = self.wrapped("torch_ref", fuse=False)
         self.expected = {s: self.reference(oracle, s) for s in self.benchmark.shapes}
@@ -157,17 +74,17 @@ class Adapted:
         self.model = self.wrapped(arguments.backend, fuse=arguments.fuse)
         cells = [(s, mode) for s in self.benchmark.shapes for mode in self.benchmark.modes]
         for shape, mode in cells:
-            self.attempt(shape, mode, lambda s=shape, m=mode: self.measure(s, m))
+            yield from self.attempt(shape, mode, lambda s=shape, m=mode: self.measure(s, m))
         self.model.detach()
         if arguments.peft:
             run = llama.peft_model(self.benchmark.base, self.names, self.rank)
             for shape in self.benchmark.shapes:
-                self.attempt(shape, "peft", lambda s=shape: self.measure_peft(run, s))
+                yield from self.attempt(shape, "peft", lambda s=shape: self.measure_peft(run, s))
             self.benchmark.base = run.unload()
 
     def wrapped(self, backend: str, fuse: bool | None) -> MultiLoRAModel:
         """Return the base model with the adapters of this cell on a backend."""
-        base, engine = self.benchmark.base, llama.make_backend(backend, self.benchmark.device)
+        base, engine = self.benchmark.base, create(backend, {}, self.benchmark.device)
         model = MultiLoRAModel(base, engine, len(self.names), self.rank, fuse=fuse)
         for seed, name in enumerate(self.names):
             model.add_adapter(name, llama.random_adapter(base, self.rank, seed))
@@ -186,22 +103,22 @@ class Adapted:
         skewed = [self.names[-1]] * (rows - 1) + [self.names[0]]
         return [mixed, some, skewed, [None] * rows][turn % COMPOSITIONS]
 
-    def attempt(self, shape: Shape, mode: str, part: Any) -> None:
+    def attempt(self, shape: Shape, mode: str, part: Callable[[], list[Row]]) -> list[Row]:
         """Measure a cell; one that fails is recorded."""
         try:
-            part()
+            return part()
         except Exception as error:  # the other cells are still worth timing
             traceback.print_exc()
             name = f"{_name(self.where(shape, mode))}, {mode}"
             self.benchmark.result["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
-            self.benchmark.write()
+            return []
 
     def where(self, shape: Shape, mode: str) -> dict[str, Any]:
         """Return the keys of a cell."""
         sizes = {"rank": self.rank, "adapters": len(self.names)}
         return {"rows": shape.rows, "tokens": shape.tokens, **sizes, "mode": mode}
 
-    def measure(self, shape: Shape, mode: str) -> None:
+    def measure(self, shape: Shape, mode: str) -> list[Row]:
         """Check and time the base model and ours in one mode."""
         benchmark, rows = self.benchmark, self.composition(shape.rows)
         with self.model.prepare(rows, tokens=shape.tokens) as step:
@@ -217,9 +134,11 @@ class Adapted:
                 self.compile(base, ours)
             self.check(shape, mode, step, ours, eager)
             step.update(rows)
-            self.time(shape, mode, {"base": base, "ours": ours})
+            contenders = {"base": base, "ours": ours}
+            found = self.time(shape, mode, contenders, self.benchmark.arguments.samples)
         if mode == "compiled":
             torch.compiler.reset()
+        return found
 
     def compile(self, base: Pass, ours: Pass) -> None:
         """Let both run programs of `torch.compile`."""
@@ -256,27 +175,28 @@ class Adapted:
         if max(errors) > ROUNDING or max(errors) > min(apart, default=1) / 3:
             raise AssertionError(f"logits are wrong: {found_check}")
 
-    def measure_peft(self, run: Any, shape: Shape) -> None:
+    def measure_peft(self, run: Any, shape: Shape) -> list[Row]:
         """Time the mixed batch of PEFT, called eagerly; its adapters have other values."""
         plain, names = self.benchmark.plain, self.composition(shape.rows)
         mixed = Pass(plain, run, *shape, adapter_names=names)
         contenders = {"base": Pass(plain, plain, *shape), "peft": mixed}
-        self.time(shape, "peft", contenders, samples=3)
+        return self.time(shape, "peft", contenders, samples=3)
 
-    def time(
-        self, shape: Shape, mode: str, contenders: dict[str, Pass], samples: int | None = None
-    ) -> None:
-        """Let contenders take turns; the first two samples of each do not count."""
-        samples = samples or self.benchmark.arguments.samples
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        for turn in range(samples + 2):
-            for name, run in contenders.items():
-                sample = run.time()
-                if turn >= 2:
-                    times[name].append(sample)
-        active = min(shape.rows, len(self.names))
-        moved = active * llama.adapter_bytes(self.benchmark.plain, self.rank)
-        self.benchmark.add(self.where(shape, mode), times, moved)
+    def time(self, shape: Shape, mode: str, contenders: dict[str, Pass], samples: int) -> list[Row]:
+        """Let contenders take turns; return a row each."""
+        clocks = {name: one.time for name, one in contenders.items()}
+        times = in_turns(clocks, samples, warmup=2)
+        base, rows = statistics.median(times["base"]), []
+        for name, series in times.items():
+            ratio = round(statistics.median(series) / base, 3)
+            row = self.where(shape, mode) | {"contender": name} | middle_and_ends(series, 4)
+            rows.append(row | {"ratio_to_base": ratio})
+            if name == "ours":
+                active = min(shape.rows, len(self.names))
+                moved = active * llama.adapter_bytes(self.benchmark.plain, self.rank)
+                copied = self.benchmark.result["limits"]["copy_gb_per_s"] * 1e6  # bytes a ms
+                rows[-1]["bytes_ms"] = round(moved / copied, 4)
+        return rows
 
 
 def _name(where: dict[str, Any]) -> str:
@@ -284,5 +204,63 @@ def _name(where: dict[str, Any]) -> str:
     return f"{phase}, {where['rows']} rows, {where['adapters']} adapters of rank {where['rank']}"
 
 
-if __name__ == "__main__":
-    main()
+def device() -> torch.device:
+    """Return where the model is."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def measure_all(arguments: Options, result: Result) -> Iterator[Row]:
+    """Yield a row per cell and contender."""
+    benchmark = Benchmark(arguments, result)
+    for rank, count in itertools.product(arguments.ranks, arguments.adapters):
+        yield from Adapted(benchmark, rank, count).run()
+    print("failed", result["failed"])
+
+
+def settings(arguments: Options) -> dict[str, Any]:
+    """Return what the result says besides its rows."""
+    method = (
+        f"A Llama of 8B shape with {arguments.layers} layers and random weights; random adapters "
+        f"on {', '.join(llama.TARGETS)}; row i uses adapter i modulo their number. A decode step "
+        f"has a static cache of {llama.PAST} to {llama.PAST + llama.STEPS} tokens, a prefill no "
+        f"cache and {PREFILL_ROWS} rows. A sample is the wall time of {llama.STEPS} consecutive "
+        f"passes over their number; contenders take turns; milliseconds are medians, ratios those "
+        f"of medians. The base model is a copy with the same weights that was never wrapped. "
+        f"bytes_ms is the time of a copy of the active adapters' A and B."
+    )
+    found: dict[str, Any] = {"method": method, "device": device(), "backend": arguments.backend}
+    return found | {"limits": {}, "checks": [], "failed": {}}
+
+
+def summary(result: Result) -> dict[str, float]:
+    """Return the ratio of each cell and contender to the base model."""
+    return {
+        f"{_name(row)}, {row['mode']}, {row['contender']}": row["ratio_to_base"]
+        for row in result["rows"]
+        if row["contender"] != "base"
+    }
+
+
+WHOLE_MODEL = Measurement(
+    rows=measure_all,
+    file="h200_whole_model.json",
+    settings=settings,
+    summary=summary,
+    partial=True,
+    options={
+        "--backend": flag("triton"),
+        "--rows": flag([1, 8, 64], "of decode steps", nargs="*"),
+        "--prefill": flag(2048, "tokens; 0 leaves it out"),
+        "--ranks": flag([16, 64]),
+        "--adapters": flag([8, 64]),
+        "--modes": flag(list(MODES), choices=MODES),
+        "--layers": flag(16),
+        "--samples": flag(12, "timings of each contender"),
+        "--peft": flag(False, "time PEFT's mixed batch too"),
+        "--fuse": {
+            "action": argparse.BooleanOptionalAction,
+            "help": "q, k, v in one call, gate and up too; on a GPU unless --no-fuse is given",
+        },
+        "--tiny": flag(False, "a small model; on the CPU no graphs"),
+    },
+)

@@ -20,32 +20,32 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("no clock")
 
 PEFT_MODELS = [
-    f"hf/test_{name}.py"
+    f"hf/{name}.py"
     for name in (
-        "blends",
-        "experts",
-        "generate",
-        "hf_rows",
-        "kinds",
-        "memory",
-        "model",
-        "moe_hf_rows",
-        "own_modules",
-        "own_modules_elsewhere",
-        "peft_equality",
-        "rows",
-        "serving_benchmarks",
-        "smollm2",
-        "store",
-        "sweep",
-        "words",
+        "adapters/test_memory",
+        "adapters/test_model",
+        "adapters/test_own_modules",
+        "adapters/test_own_modules_elsewhere",
+        "adapters/test_store",
+        "calls/test_blends",
+        "calls/test_generate",
+        "calls/test_rows",
+        "calls/test_words",
+        "layers/test_experts",
+        "models/test_hf_rows",
+        "models/test_kinds",
+        "models/test_moe_hf_rows",
+        "models/test_peft_equality",
+        "models/test_smollm2",
+        "models/test_sweep",
+        "serving/test_serving_benchmarks",
     )
 ]
 NEEDS = {
     "peft": ["adapters", "fuzz", *PEFT_MODELS],
     "pydantic": ["adapters", "fuzz", *PEFT_MODELS],
-    "pydantic_settings": ["test_cli.py", "test_config.py", "test_registry.py"],
-    "typer": ["test_cli.py", "test_registry.py"],
+    "pydantic_settings": [f"command/test_{name}.py" for name in ("cli", "config", "registry")],
+    "typer": ["command/test_cli.py", "command/test_registry.py"],
 }
 MISSING = [package for package in NEEDS if importlib.util.find_spec(package) is None]
 collect_ignore = [path for package in MISSING for path in NEEDS[package]]

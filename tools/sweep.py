@@ -1,9 +1,8 @@
 """Compares every architecture and every variant of an adapter with PEFT; minutes on a CPU.
 
 Writes benchmarks/results/peft_sweep.json, from which `tools/pages.py` makes the support tables.
-The cases are in tests/sweep.py, tests/sweep_variants.py and tests/sweep_bases.py. Quantised bases
-need their packages: bitsandbytes, torchao, optimum-quanto, hqq and compressed-tensors. The file
-keeps the rows of those that are missing.
+The cases are in tests/helpers/sweeps/. Quantised bases need their packages: bitsandbytes, torchao,
+optimum-quanto, hqq and compressed-tensors. The file keeps the rows of those that are missing.
 
     python tools/sweep.py
     python tools/sweep.py bases layers   # these kinds alone: the file keeps the others
@@ -52,10 +51,8 @@ def counted(kind: str, rows: list[dict[str, Any]]) -> dict[str, int]:
 
 def main() -> None:
     """Run the sweep, print each case and write the result file."""
-    import sweep
-    import sweep_bases
-    import sweep_variants
     import transformers
+    from helpers.sweeps import sweep, sweep_bases, sweep_variants
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()

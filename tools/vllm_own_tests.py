@@ -3,8 +3,8 @@
     python tools/vllm_own_tests.py FOLDER --backend triton --out vllm_own_tests.json
 
 FOLDER is an unpacked source distribution of vLLM, of which tests/lora is run, with the vLLM that is
-installed. Its operators are replaced by `lora_backends.integrations.vllm.ops`, its wrapper by the
-plug-in. A test that fails makes the exit status 1, unless it is listed in CONTRADICTIONS.
+installed. Its operators are replaced by those of tools/vllm_ops, its wrapper by the plug-in. A test
+that fails makes the exit status 1, unless it is listed in CONTRADICTIONS.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def stand_in(backend: str) -> None:
     os.environ["LORA_BACKENDS_VLLM"] = backend
     import torch
     import vllm._custom_ops as custom_ops
+    import vllm_ops as ops
     from torch.nn.functional import linear
     from vllm.lora.ops import triton_ops
     from vllm.lora.punica_wrapper import punica_gpu
@@ -123,7 +124,7 @@ def stand_in(backend: str) -> None:
     from vllm.platforms import current_platform
 
     from lora_backends import get_backend
-    from lora_backends.integrations.vllm import ops, register
+    from lora_backends.integrations.vllm import register
 
     device = torch.device(current_platform.device_type)
     chosen = get_backend(backend, device=device)

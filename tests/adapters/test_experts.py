@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from mixtures import build, in_peft, peft_layers, updates, write_folder
+from helpers.sweeps.mixtures import build, in_peft, peft_layers, updates, write_folder
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.adapters import (

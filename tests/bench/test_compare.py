@@ -44,7 +44,7 @@ def test_trees_are_compared_and_a_wrong_or_dead_one_is_recorded(tmp_path):
     right, wrong, dead, after = found["rows"]
     for cell in (right, after):
         assert cell["same_bits"] and cell["old_us"] > 0 and cell["new_us"] > 0
-        assert cell["ratio"] > 0 and cell["old_relative_error"] == cell["new_relative_error"]
+        assert cell["ratio"] > 0
     assert "wrong result" in wrong["new_error"] and "ratio" not in wrong
     assert "the process has ended" in dead["new_error"] and dead["old_us"] > 0
     summary = found["summary"]["torch_ref"]

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,8 +76,7 @@ def test_the_script_checks_times_and_compares(script, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "ROUTED", [(4, 2, 4, 2)])
     output = tmp_path / "out.json"
     given = ["--peers", tmp_path / "peers.json", "--output", output]
-    monkeypatch.setattr(sys, "argv", ["h200_moe", *map(str, given)])
-    script.main()
+    importlib.import_module("run").main(["h200_moe", *map(str, given)])
     found = read_result(output)
     assert found["summary"]["cells"] == 1 and found["summary"]["slower_than_best_peer"] == 0
     assert found["rows"][0]["best_peer_us"] == 9.0 and found["rows"][0]["largest_error"] < 1e-4

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layers import per_token, small_batch, small_weights
+from helpers.small_layers import per_token, small_batch, small_weights
 
 from lora_backends import LoRAWeights, get_backend
 from lora_backends.bench import (

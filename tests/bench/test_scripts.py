@@ -1,8 +1,7 @@
-"""The script for an H200, here on the CPU, and the files of results."""
+"""Measurements for an H200, here on the CPU, the table of all, and the files of results."""
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,15 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def script(monkeypatch, tmp_path):
-    """Return a function that runs benchmarks/h200.py on the CPU with some arguments."""
+    """Return a function that runs a measurement of benchmarks/h200.py on the CPU."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     module = importlib.import_module("h200")
     monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(module, "O_PROJECTION", ("o", 16, (16,)))
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["h200", *map(str, arguments)])
-        module.main()
+    def run(name, *arguments):
+        importlib.import_module("run").main([f"h200_{name}", *map(str, arguments)])
 
     run.module = module
     return run
@@ -96,15 +94,16 @@ def test_a_sweep_keeps_the_other_sweeps_and_is_drawn(script, monkeypatch, tmp_pa
     file = tmp_path / "sweep.json"
     given = ["sweep", "--backends", "torch_ref", "--output", file]
     small = {"active": [(8, 1), (8, 4)], "tokens": [(1, 2), (3, 2)], "adapters": [(6, 1), (6, 2)]}
-    monkeypatch.setattr(script.module, "SWEEPS", small)
+    for sweep, batches in small.items():
+        monkeypatch.setitem(script.module.SWEEPS, sweep, batches)
     widths = {"qkv": (8, (6, 3)), "o": (8, (8,))}
     monkeypatch.setattr(script.module, "preset", lambda name: (widths, []))
     script(*given, "--sweep", "tokens")
     assert len(read_result(file)["rows"]) == 4
-    script(*given, "--sweep", "active", "--sweep", "adapters")
+    script(*given, "--sweep", "active", "adapters")
     found = read_result(file)
     assert len(found["rows"]) == found["summary"]["torch_ref"]["cells"] == 12
-    script("plot", tmp_path / "images", "--input", file)
+    importlib.import_module("plot_sweep").draw(tmp_path / "images", file)
     assert {one.name for one in (tmp_path / "images").iterdir()} == {
         f"h200_sweep_{name}.svg" for name in small
     }
@@ -131,6 +130,22 @@ def test_memory_takes_the_median_of_each_kernel_and_stack(script, monkeypatch, t
     assert rows == [
         (8, "shrink", 8001), (8, "expand", 8001), (64, "shrink", 64001), (64, "expand", 64001),
     ]  # fmt: skip
+
+
+def test_every_measurement_of_the_table_shows_its_options(script, capsys):
+    table = importlib.import_module("run").TABLE
+    for name, (place, _) in table.items():
+        module = place.partition(":")[0]
+        if module in ("smollm2", "eight_bit_quality"):
+            pytest.importorskip("peft")
+        with pytest.raises(SystemExit, match="0"):
+            importlib.import_module("run").main([name, "--help"])
+        assert f"run.py {name}" in capsys.readouterr().out
+
+
+def test_a_measurement_that_is_not_in_the_table_is_refused_with_those_that_are(script):
+    with pytest.raises(SystemExit, match="cpu_cells"):
+        importlib.import_module("run").main(["nothing"])
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("*.json")))

@@ -1,7 +1,7 @@
 """Where csgmv runs: on the GPU, else in the interpreter."""
 
-import engines
 import pytest
+from helpers import engines
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

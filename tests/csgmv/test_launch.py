@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from engines import on
-from layers import small_batch, small_weights
+from helpers.engines import on
+from helpers.small_layers import small_batch, small_weights
 
 from lora_backends import InvalidInputError, get_backend
 from lora_backends.csgmv import CsgmvBackend

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from layers import small_batch, small_weights
-from storing import Storing
+from helpers.small_layers import small_batch, small_weights
+from helpers.storing import Storing
 
 from lora_backends import InvalidInputError, LoRABatch
 from lora_backends.dispatch.any_axes import over_rows

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 import torch
-from layers import small_batch, small_weights
-from storing import Plan, Storing
+from helpers.small_layers import small_batch, small_weights
+from helpers.storing import Plan, Storing
 
 from lora_backends import InvalidInputError, LoRABatch, features
 from lora_backends.dispatch import cached

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from layers import ByAddress, small_batch, small_weights
+from helpers.small_layers import ByAddress, small_batch, small_weights
 from torch._subclasses import FakeTensorMode
 
 from lora_backends import InvalidInputError, LoRABackend

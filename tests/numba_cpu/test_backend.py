@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layers import per_token
+from helpers.small_layers import per_token
 
 from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.numba_cpu import NumbaCPUBackend, launch
@@ -76,7 +76,7 @@ def random_batch(weights, tokens, seed=1):
 
 @pytest.mark.usefixtures("two_threads")
 class TestAlwaysThreads:
-    """No call is small enough for one thread; tests/test_conformance.py runs on one."""
+    """No call is small enough for one thread; tests/interface/test_conformance.py runs on one."""
 
     @pytest.fixture(autouse=True)
     def _threads(self, monkeypatch):

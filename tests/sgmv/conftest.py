@@ -2,8 +2,8 @@
 
 from functools import partial
 
-import engines
 import pytest
+from helpers import engines
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import VARIANTS, make_engine, on, poisoned
-from layers import small_batch
+from helpers.engines import VARIANTS, make_engine, on, poisoned
+from helpers.small_layers import small_batch
 
 from lora_backends import NO_ADAPTER, LoRABatch, LoRAWeights
 from lora_backends.sgmv import engine

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engines import ENGINES
-from layers import small_weights
+from helpers.engines import ENGINES
+from helpers.small_layers import small_weights
 
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, UnsupportedInputError
 from lora_backends.sgmv import engine, launch

@@ -1,7 +1,7 @@
 """Every kernel compiles ahead of time, as it is launched, for the devices named as supported."""
 
 import pytest
-from ahead_of_time import TARGETS, compiled_by_a_process
+from helpers.ahead_of_time import TARGETS, compiled_by_a_process
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import ENGINES, device_or_skip, on
-from layers import small_batch, small_weights
+from helpers.engines import ENGINES, device_or_skip, on
+from helpers.small_layers import small_batch, small_weights
 
 from lora_backends.sgmv.launching import driver as launching
 from lora_backends.sgmv.launching.driver import Driver, DriverKernel, driver_kernel

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import ENGINES, run_interpreted
-from layers import small_batch, small_weights
+from helpers.engines import ENGINES, run_interpreted
+from helpers.small_layers import small_batch, small_weights
 
 import lora_backends
 from lora_backends import LoRABatch, LoRAWeights
@@ -163,7 +163,7 @@ sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f,
 
 import torch
 import lora_backends
-from layers import per_token, small_batch, small_weights
+from helpers.small_layers import per_token, small_batch, small_weights
 from lora_backends.{engine} import {backend}
 from lora_backends.explain import Layer
 from lora_backends.{engine}.explain import explain
@@ -195,6 +195,8 @@ def test_an_engine_runs_where_the_folder_of_the_other_is_deleted(engine, other, 
     names = {"engine": engine, "backend": ENGINES[engine].__name__, "other": other}
     code = tmp_path / "alone.py"
     code.write_text(ALONE.format(copy=str(tmp_path), **names))
-    shutil.copy(Path(__file__).parent.parent / "layers.py", tmp_path)
+    helpers = tmp_path / "helpers"
+    helpers.mkdir()
+    shutil.copy(Path(__file__).parent.parent / "helpers" / "small_layers.py", helpers)
     printed = run_interpreted(str(code), PYTHONPATH=str(tmp_path))
     assert printed == "ran alone\n"

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from engines import ON_GPU, make_engine
+from helpers.engines import ON_GPU, make_engine
 
 from lora_backends import InvalidInputError, LoRABatch
 from lora_backends.sgmv import engine

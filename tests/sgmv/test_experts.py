@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from engines import DTYPES, ENGINES, ON_GPU, UNITS
+from helpers.engines import DTYPES, ENGINES, ON_GPU, UNITS
 
 from lora_backends import (
     ExpertWeights,

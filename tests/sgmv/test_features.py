@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import UNITS, VARIANTS, device_or_skip, make_engine
+from helpers.engines import UNITS, VARIANTS, device_or_skip, make_engine
 
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, get_backend, quantize_weights
 from lora_backends.sgmv import launch

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from engines import ENGINES, INTERPRETED, run_interpreted
+from helpers.engines import ENGINES, INTERPRETED, run_interpreted
 
 pytestmark = [
     pytest.mark.slow,

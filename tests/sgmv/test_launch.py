@@ -9,8 +9,18 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from engines import DTYPES, ENGINES, ON_GPU, UNITS, VARIANTS, make_engine, on, ones, poisoned
-from layers import per_token, small_batch, small_weights
+from helpers.engines import (
+    DTYPES,
+    ENGINES,
+    ON_GPU,
+    UNITS,
+    VARIANTS,
+    make_engine,
+    on,
+    ones,
+    poisoned,
+)
+from helpers.small_layers import per_token, small_batch, small_weights
 
 from lora_backends import LoRABatch, LoRAWeights, get_backend, quantize_weights
 from lora_backends.sgmv import blocks, launch

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import ENGINES
+from helpers.engines import ENGINES
 
 from lora_backends.sgmv.experts import rules as expert_rules
 from lora_backends.sgmv.launch import INVARIANT_BATCH

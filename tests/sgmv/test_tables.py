@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import ENGINES
+from helpers.engines import ENGINES
 
 from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.tiles import rules, source

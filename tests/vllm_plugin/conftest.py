@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_engines import ADAPTERS, HIDDEN, LAYERS, VOCAB, Engine
+from helpers.vllm_engines import ADAPTERS, HIDDEN, LAYERS, VOCAB, Engine
 
 ROOT = Path(__file__).parents[2]
 if (

@@ -4,7 +4,7 @@ import gc
 import sys
 from pathlib import Path
 
-from vllm_engines import ADAPTERS, PROMPTS, Engine
+from helpers.vllm_engines import ADAPTERS, PROMPTS, Engine
 
 NAMES = [None, "all", "small", "some", "uneven", "ends"]
 

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from vllm_engines import HIDDEN, PROMPTS
+from helpers.vllm_engines import HIDDEN, PROMPTS
 
 ROWS = [None, "all", "small", "some", "all", None, "some", "small"]
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_engines import PROMPTS
+from helpers.vllm_engines import PROMPTS
 
 NAMES = [None, "all", "small", "some", "uneven", "ends"]
 

@@ -1,7 +1,7 @@
 """Waking up inside the real vLLM."""
 
 import pytest
-from vllm_engines import SETTINGS  # noqa: F401  # before vLLM is imported
+from helpers.vllm_engines import SETTINGS  # noqa: F401  # before vLLM is imported
 
 
 def test_waking_up_twice_changes_nothing_more(monkeypatch):

@@ -1,0 +1,1 @@
+"""What tests share: small layers and models, engines, deltas, plug-ins of pytest."""

@@ -1,0 +1,309 @@
+"""Compiles the engines' kernels without a device: ``python -m ahead_of_time cuda:90``.
+
+The kernels, their constants and options are those that `sgmv.launch` launches for a spread of
+layers and batches.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
+GPUS = {  # multiprocessors, and shared memory of a program
+    ("cuda", 80): (108, 163 << 10),
+    ("cuda", 89): (58, 99 << 10),
+    ("cuda", 90): (132, 227 << 10),
+    ("cuda", 100): (148, 227 << 10),
+    ("cuda", 120): (170, 99 << 10),
+    ("hip", "gfx942"): (304, 64 << 10),
+}
+BARRIERS = 64  # bytes
+POINTERS = {
+    "ranks_ptr": "*i32",
+    "scalings_ptr": "*fp32",
+    "slot_table_ptr": "*i32",
+    "token_table_ptr": "*i32",
+    "group_starts_ptr": "*i32",
+    "token_ids_ptr": "*i64",
+    "h_ptr": "*fp32",
+    "output_scales_ptr": "*fp32",
+    "token_scales_ptr": "*fp32",
+    "a_slices_ptr": "*i64",
+    "b_slices_ptr": "*i64",
+    "a_scales_ptr": "*fp32",
+    "b_scales_ptr": "*fp32",
+}
+BLOCKS = {  # of TMA
+    "b_tma": ("BLOCK_C", "BLOCK_R"),
+    "x_tma": ("BLOCK_T", "BLOCK_K"),
+    "w_tma": ("BLOCK_C", "BLOCK_K"),
+}
+KEEP_FREED_MEMORY = (
+    "glibc.malloc.tcache_count=2000:glibc.malloc.trim_threshold=1073741824:"
+    "glibc.malloc.top_pad=67108864"
+)
+"""MLIR and LLVM free and allocate all the time: this spares about a tenth of it."""
+QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
+PRIME = ((4096,), 11008, 64)  # 43 steps of 256 inputs: parts are unequal
+ALL = ("linear", "separate", "embedding")
+STORAGE = {  # the dtype, and the block of a scale
+    "linear int8": ("int8", (1, None)),
+    "factors e4m3": ("float8_e4m3fn", (1, None)),
+    "linear blocks": ("float8_e5m2", (4, 16)),
+}
+FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slices' tables
+    "linear": ((False, False, False), (0, 0)),
+    "beside": ((False, False, False), (16, 16)),
+    "factors": ((True, True, True), (16, 16)),
+    "separate": ((True, False, True), (16, 16)),
+    "embedding": ((True, True, False), (0, 0)),
+}
+CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
+    ("triton", "bf16"): [
+        (QKV, (1, 1), None, ("linear", "beside")),  # row by row, without a matrix product
+        (QKV, (16, 1), None, ("linear", "beside")),
+        (ODD, (1, 1), None, (*ALL, "beside")),
+        (DOWN, (2048, 8), None, ("linear", "separate")),
+        (PRIME, (16, 8), None, ("linear",)),
+        (DOWN, (8192, 8), None, ("linear",)),  # B through TMA, where there is any
+    ],
+    ("triton", "i8"): [
+        (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
+        (PRIME, (1, 1), None, ("linear int8",)),
+        (QKV, (64, 64), None, ("linear int8",)),  # row by row, without a matrix product
+        (DOWN, (64, 8), None, ("linear int8",)),  # blocks of 16 ranks and 128 columns, too
+        (ODD, (64, 8), None, ("linear blocks",)),
+        (DOWN, (2048, 8), None, ("linear int8",)),  # wgmma in the shrink
+        (DOWN, (512, 8), None, ("linear blocks",)),  # the most shared memory
+        (QKV, (8192, 8), None, ("linear int8",)),  # B through TMA
+    ],
+    ("triton", "fp16"): [(DOWN, (8192, 8), None, ("factors",))],
+    ("triton", "fp32"): [(DOWN, (2048, 8), None, ("linear",))],
+    # the engines differ in how an entry kernel finds its row: tests/sgmv/test_engines.py
+    ("csgmv", "bf16"): [
+        (ODD, (1, 1), 16, ALL),
+        (QKV, (64, 64), 128, ("linear", "beside")),
+        (DOWN, (8192, 8), 16, ("linear",)),  # groups of four segments
+    ],
+}
+
+
+BASES = [  # rows, columns, and whether there is a bias
+    (1, 4096, False),
+    (64, 4096, True),
+    (16, 14336, False),
+    (64, 14336, False),
+    (64, 65536, True),
+]
+
+
+def compiled_by_a_process(target, cache):
+    """Return the output of a process of its own: one that runs the interpreter cannot compile."""
+    imports = "from helpers import ahead_of_time, experts_ahead_of_time"
+    code = f"{imports}; ahead_of_time.main(); experts_ahead_of_time.main()"
+    tests = Path(__file__).parents[1]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "GLIBC_TUNABLES": KEEP_FREED_MEMORY}
+    paths = [str(tests.parent), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, target],
+        cwd=tests,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def target_of(name):
+    from triton.backends.compiler import GPUTarget
+
+    backend, arch = name.split(":")
+    if backend == "cuda":
+        return GPUTarget("cuda", int(arch), 32)
+    return GPUTarget("hip", arch, 64)
+
+
+def gpu_of(target):
+    from lora_backends.sgmv.tiles.gpu import Gpu
+
+    return Gpu(*GPUS[target.backend, target.arch])
+
+
+def compile_kernel(found, dtype, target):
+    """Compile a `SpecializedKernel` for weights of a dtype, all strides multiples of 16."""
+    import triton
+    from triton.compiler import ASTSource
+
+    from lora_backends.sgmv.launching.kernel import STAGES_ON_ROCM
+
+    kernel, constants, options = found.kernel, found.constants, dict(found.options)
+    if target.backend == "hip":
+        options["num_stages"] = min(options["num_stages"], STAGES_ON_ROCM)
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name.isupper() or (name.endswith("_tma") and constants["STAGES"] <= 1):
+            signature[name] = "constexpr"
+        elif name.endswith("_tma"):
+            block = [constants[size] for size in BLOCKS[name]]
+            signature[name] = f"tensordesc<{dtype}{block}>"
+        else:
+            own = "bf16" if dtype == "i8" and name not in ("a_ptr", "b_ptr") else dtype
+            default = f"*{own}" if name.endswith("_ptr") else "i32"
+            signature[name] = POINTERS.get(name, default)
+            if not kernel.params[place].do_not_specialize:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    named = {name: constants.get(name) for name in signature if signature[name] == "constexpr"}
+    source = ASTSource(kernel, signature, named, attributes)
+    compiled = triton.compile(source, target=target, options=options)
+    assert compiled.metadata.shared <= gpu_of(target).shared_bytes
+    if "BLOCK_N" in constants:
+        assert compiled.metadata.shared <= BARRIERS + most_shared_bytes(found, dtype)
+    if kernel.__name__ == "expand_kernel" and is_wide(constants) and target.backend == "cuda":
+        # a thread with one column reads single values of y: of the first token, and of later ones
+        has_one = not constants["STAGES"] and constants["BLOCK_C"] <= 32 * options["num_warps"]
+        narrow = 2 * constants["CHUNKS"] if has_one else 0
+        found = compiled.asm["ptx"].count("ld.global.b16")
+        assert found <= narrow, "B or y is read 2 bytes at a time"
+    if kernel.__name__ == "expand_kernel" and dtype == "i8" and target.backend == "cuda":
+        check_widening(compiled.asm["ptx"], constants)
+    if constants.get("PROGRAMMATIC") and kernel.__name__ == "shrink_kernel":
+        check_waits_first(compiled.asm["ptx"])
+        prefetched = "prefetch.global.L2" in compiled.asm["ptx"].partition("griddepcontrol")[0]
+        is_dense = "experts" not in kernel.__module__
+        assert prefetched == (is_dense and constants["WARPS_K"] > 0), "A is prefetched late"
+    elif constants.get("PROGRAMMATIC") and (constants.get("LATE_Y") or "BLOCK_T" in constants):
+        check_waits(kernel.__name__, compiled.asm["ptx"])
+    return compiled
+
+
+def check_waits_first(ptx):
+    """Check that each program of a shrink waits before it can end or let the next kernel start.
+
+    A base product relies on it: it reads x without a wait of its own.
+    """
+    seen = re.findall(r"griddepcontrol\.\w+|st\.global|\bbra\b|\bret;", ptx)
+    assert seen[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"], seen[:2]
+
+
+def check_waits(name, ptx):
+    """Check that a kernel that starts early writes behind a wait, and also waits where it ends."""
+    seen = re.findall(r"griddepcontrol\.\w+|st\.global", ptx)
+    wait, launch = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    assert seen.index(wait) < seen.index("st.global"), f"{name} writes before it waits"
+    is_base = name == "base_kernel"  # each of its programs has work
+    assert is_base or seen.count(wait) > 1, f"{name} ends without a wait where it has no work"
+    is_first = seen.index(launch) < seen.index(wait)
+    assert is_first == is_base, "the base product alone lets the next kernel start before it waits"
+
+
+def check_widening(ptx, constants):
+    """Check that widened values of B are stored many at a time, and before the wait for h."""
+    if "HAS_BIAS" not in constants or constants["STAGES"] != 1 or constants["GROUP_R"]:
+        return  # a kernel of experts, or one that widens behind the wait
+    if constants["BLOCK_R"] < constants["RANK_PAD"] or constants["EVEN_R"] != 16:
+        return
+    assert ptx.count("st.shared.b16") < 8, "widened values are stored one by one"
+    seen = re.findall(r"griddepcontrol\.wait|sub\.rn\.bf16x2|cvt\.rn\.f16x2\.e4m3x2", ptx)
+    if constants["PROGRAMMATIC"]:
+        assert seen[0] != "griddepcontrol.wait", "B is widened behind the wait for the shrink"
+
+
+def most_shared_bytes(found, dtype):
+    """Return what the rules take for the shared memory of a shrink."""
+    from lora_backends.sgmv.tiles.sizes import ShrinkTiles, shrink_bytes
+
+    sizes = found.constants
+    names = ("BLOCK_N", "BLOCK_K", "SPLIT_K", "WARPS_K")
+    shrink = ShrinkTiles(*(sizes[name] for name in names), num_stages=found.options["num_stages"])
+    rows = sizes.get("TILE") or sizes.get("ROWS") or sizes["SEGMENT"] * sizes["GROUP"]
+    item_bytes = {"i8": 1, "bf16": 2, "fp16": 2, "fp32": 4}[dtype]
+    scaled = sizes["GROUP_K"] > 0
+    return shrink_bytes(shrink, rows, 2 if scaled else item_bytes, scaled)
+
+
+def is_wide(constants):
+    """Return whether an expand of slices' tensors has nothing to read but in 16 bytes."""
+    if "HAS_BIAS" not in constants:  # a kernel of experts
+        return False
+    odd = constants["HAS_BIAS"] or constants["STORAGE"] or not constants["EVEN_C"]
+    return constants["SLICE_ALIGN"] == 16 and constants["EVEN_R"] and not odd
+
+
+def kernels(engine, dtype, programmatic, gpu):
+    """Yield every kernel that the engine launches for the layers and batches above."""
+    import torch
+
+    from lora_backends.registry import backend_class
+    from lora_backends.sgmv import launch
+    from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
+    from lora_backends.sgmv.tiles import rules
+    from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
+    from lora_backends.sgmv.tiles.source import rules_for
+
+    cls = backend_class(engine)
+    options = launch.Options(cls, "ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
+    item_bytes = 4 if dtype == "fp32" else 2
+    for (slices, inputs, rank), (tokens, active), segment_size, forms in CASES[engine, dtype]:
+        layer = LayerShape(len(slices), rank, inputs, sum(slices), item_bytes)
+        constants, tile = row_constants(engine, segment_size, rules.tile_tokens(tokens, active))
+        batch = BatchShape(tokens, active, tile)
+        for form in forms:
+            row, (epilogue, aligns) = constants(form == "separate"), FACTORS[form.split()[0]]
+            storage = PLAIN
+            if form in STORAGE:
+                stored, block = STORAGE[form]
+                kind = storage_kind(getattr(torch, stored), programmatic)
+                storage = Storage(kind, block, torch.bfloat16)
+            form = next((name for name in (*ALL, "beside") if form.startswith(name)), "linear")
+            yield from launch._kernels(
+                batch, layer, slices, launch.Epilogue(*epilogue), aligns, storage, row, options,
+                form, programmatic and storage.block[1] is None,
+            )[:2]  # fmt: skip
+        if "embedding" in forms:
+            yield launch.gather_kernel(cls, len(slices), rank, 0, PLAIN, constants(False))
+
+
+def base_kernels(gpu):
+    """Yield the kernels that multiply by base weights of several widths."""
+    from lora_backends.sgmv.base.product import _block_t, _kernel, base_tiles
+
+    for rows, out_features, has_bias in BASES:
+        tiles = base_tiles(rows, out_features, gpu)
+        programs = -(-out_features // tiles.block_c)
+        yield _kernel(tiles, _block_t(rows), programs, has_bias, True)
+
+
+def row_constants(engine, segment_size, tile):
+    """Return the constants that a plan gives its entry kernels, and its tokens per tile."""
+    if engine == "triton":
+        return lambda by_token: (("TILE", tile),), tile
+    from lora_backends.csgmv import segment_and_group
+
+    segment, group = segment_and_group(segment_size, tile)
+    pairs = (("SEGMENT", segment), ("GROUP", group))
+    return lambda by_token: (*pairs, ("BY_TOKEN", by_token)), segment * group
+
+
+def main():
+    target, done = target_of(sys.argv[1]), set()
+    programmatic = target.backend == "cuda" and target.arch >= 90
+    for engine, dtype in CASES:
+        for found in kernels(engine, dtype, programmatic, gpu_of(target)):
+            name = found.kernel.__name__
+            key = (engine, dtype, name, str(found.constants), str(found.options))
+            if key not in done:
+                done.add(key)
+                compile_kernel(found, dtype, target)
+                print("compiled", engine, dtype, name, flush=True)
+    for found in base_kernels(gpu_of(target)) if programmatic else ():
+        compile_kernel(found, "bf16", target)
+        print("compiled", "bf16", found.kernel.__name__, flush=True)
+
+
+if __name__ == "__main__":
+    main()

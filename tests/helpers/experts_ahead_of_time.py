@@ -1,0 +1,112 @@
+"""Compiles the experts' kernels without a device: ``python -m experts_ahead_of_time cuda:90``.
+
+The kernels, their constants and options are those that `sgmv.experts` launches.
+"""
+
+import sys
+
+from helpers import ahead_of_time
+
+TABLES = {
+    "ids_ptr": "*i64",
+    "weights_ptr": "*fp32",
+    "map_ptr": "*i32",
+    "slots_ptr": "*i32",
+    "experts_ptr": "*i64",
+    "factors_ptr": "*fp32",
+    "order_ptr": "*i32",
+    "tiles_ptr": "*i32",
+    "singles_ptr": "*i32",
+    "count_ptr": "*i32",
+    "state_ptr": "*i64",
+    "keys_ptr": "*i32",
+    "nths_ptr": "*i32",
+    "counts_ptr": "*i32",
+    "turn_ptr": "*i32",
+    "deltas_ptr": "*fp32",
+}
+GATE_UP, GPT = (2, 16, 2048, (768, 768), False), (2, 16, 2880, (2880, 2880), True)
+ODD = (3, 130, 77, (33, 7, 1), False)
+CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
+    "bf16": [
+        ((8, 8, 16), GATE_UP, 8, False),
+        ((512, 400, 16), GATE_UP, 8, False),
+        ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False),
+        ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False),
+        ((1024, 128, 16), GPT, 4, False),
+        ((37, 9, 128), ODD, 1, True),
+    ],
+    "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False)],
+    "i8": [
+        ((512, 512, 16), GATE_UP, 8, False, "int8", (1, None)),
+        ((512, 300, 16), GATE_UP, 8, False, "int8", (1, None)),
+        ((32768, 1024, 64), (1, 64, 768, (2048,), False), 8, False, "int8", (None, None)),
+        ((512, 512, 16), GATE_UP, 8, False, "float8_e4m3fn", (1, None)),
+        ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False, "float8_e4m3fn", (1, None)),
+        ((1024, 128, 16), GPT, 4, False, "float8_e5m2", (1, None)),
+        ((37, 37, 16), (2, 20, 77, (33, 33), True), 1, True, "float8_e5m2", (4, 16)),
+        ((37, 9, 128), ODD, 1, True, "int8", (4, 16)),
+    ],
+}
+
+
+def routing_kernels(programmatic):
+    from lora_backends.sgmv.experts import routing
+
+    yield routing._compare(8, 8, 128, False, (16, True), programmatic)
+    yield routing._compare(512, 8, 128, True, (16, False), programmatic)
+    yield routing._count(8, 128, True, programmatic)
+    yield routing._scatter(128, (64, False), 8192, 32768, programmatic)
+    yield routing._scatter(128, (16, True), 8192, 2048, programmatic)
+
+
+def site_kernels(dtype, programmatic, gpu):
+    import torch
+
+    from lora_backends.sgmv.experts import launch
+    from lora_backends.sgmv.experts.rules import PairShape, SiteShape
+    from lora_backends.sgmv.storage import Storage, storage_kind
+
+    options = launch.Options("ieee", programmatic, programmatic, gpu)
+    for pairs, layer, top_k, fresh, *stored in CASES[dtype]:
+        num_a, rank, inputs, slices, interleaved = layer
+        widths = (sum(slices),) if interleaved or num_a == 1 else slices
+        item_bytes = 4 if dtype == "fp32" else 2
+        shape = SiteShape(num_a, rank, inputs, sum(slices), max(widths), item_bytes, interleaved)
+        by_token = interleaved  # one case of each
+        site = launch.Site(shape, widths, num_a, interleaved, top_k, num_a == 1, by_token, fresh)
+        if stored:
+            kind = storage_kind(getattr(torch, stored[0]), programmatic)
+            storage = Storage(kind, stored[1], torch.bfloat16)
+            site = launch.with_scales(site, storage, slices, interleaved)
+        sizes = PairShape(*pairs)
+        found = launch.kernels_of(sizes, sizes, site, fresh, options)
+        h = "*fp32" if found.split_k > 1 else f"*{'bf16' if stored else dtype}"
+        yield found.shrink, {"h_ptr": h}
+        yield found.expand, {"h_ptr": h} | ({"y_ptr": "*fp32"} if fresh else {})
+        if fresh:
+            yield launch._sum_kernel(site, programmatic), {}
+
+
+def main():
+    target = ahead_of_time.target_of(sys.argv[1])
+    programmatic = target.backend == "cuda" and target.arch >= 90
+    common = dict(ahead_of_time.POINTERS)
+    for dtype in CASES:
+        found = list(site_kernels(dtype, programmatic, ahead_of_time.gpu_of(target)))
+        if dtype == "bf16":
+            found += [(kernel, {}) for kernel in routing_kernels(programmatic)]
+        for kernel, pointers in found:
+            ahead_of_time.POINTERS = common | TABLES | pointers
+            compiled = ahead_of_time.compile_kernel(kernel, dtype, target)
+            print(
+                "compiled experts",
+                dtype,
+                kernel.kernel.__name__,
+                compiled.metadata.shared,
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

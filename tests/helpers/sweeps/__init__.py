@@ -1,0 +1,1 @@
+"""Architectures and variants of adapters, each beside PEFT."""

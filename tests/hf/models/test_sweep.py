@@ -1,0 +1,94 @@
+"""A part of the sweep, all of it with ``-m sweep``, and what its result file says."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+from helpers.sweeps import sweep, sweep_bases, sweep_variants
+
+from lora_backends.bench.results import read_result
+
+RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "peft_sweep.json"
+
+SAMPLE = ["GPT2", "Roberta (tokens)", "Llama (classes)", "T5", "Whisper", "ViT", "Swin", "Wav2Vec2"]
+SAMPLE += ["Qwen3_5", "Gemma4"]  # vllm 49354, 41754: adapters that loaded and changed nothing
+PLAIN = [
+    name
+    for name, (_, config) in sweep_variants.VARIANTS.items()
+    if isinstance(config, str)
+    or not {"modules_to_save", "trainable_token_indices", "bias", "task_type"} & {*config}
+]
+"""Variants that other tests run with every backend."""
+
+
+def known(case):
+    """Return what the result file says of a case: refused, or the bound."""
+    return next(row for row in read_result(RESULT)["rows"] if row["name"] == case)
+
+
+def check(case, found):
+    expected = known(case)
+    if isinstance(found, float):
+        assert "worst" in expected and not expected.get("split")
+        assert found <= sweep.BOUND
+    else:
+        assert expected.get("split") or expected["refused"] == found
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_rows_of_an_architecture_are_those_of_peft(name):
+    assert sweep.run(name) <= sweep.BOUND
+
+
+@pytest.mark.parametrize("name", [n for n in sweep_variants.VARIANTS if n not in PLAIN])
+def test_rows_of_a_variant_are_those_of_peft(name):
+    assert sweep_variants.run(name) <= sweep.BOUND
+
+
+@pytest.mark.parametrize("name", sweep_variants.FILES)
+def test_files_in_another_form_give_the_same_rows(name):
+    assert sweep_variants.run_file(name) <= sweep.BOUND
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", sweep.NAMES)
+def test_an_architecture_of_the_sweep_is_as_the_result_file_says(name):
+    check(name, sweep.run(name))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", sweep_variants.VARIANTS)
+def test_a_variant_of_the_sweep_is_as_the_result_file_says(name):
+    check(name, sweep_variants.run(name))
+
+
+def test_the_result_file_is_of_these_cases_and_none_is_wrong():
+    rows = read_result(RESULT)["rows"]
+
+    def of(kind):
+        return {row["name"]: row for row in rows if row["kind"] == kind}
+
+    assert [*of("architectures")] == sweep.NAMES
+    assert [*of("variants")] == [*sweep_variants.VARIANTS]
+    assert [*of("files")] == [*sweep_variants.FILES]
+    assert [*of("bases")] == [*sweep_bases.BASES]
+    assert [*of("layers")] == [*sweep_bases.LAYERS]
+    assert all(row["package"] for row in of("bases").values())
+    assert all(row.get("worst", 0) <= sweep.BOUND for row in rows)
+    assert sum("worst" in case for case in of("architectures").values()) >= 55
+    assert sum("worst" in case for case in of("variants").values()) >= 30
+
+
+def test_a_wrong_row_fails_the_sweep(monkeypatch):
+    """The sweep would see rows in the wrong order."""
+    real = sweep.MultiLoRAModel.__call__
+
+    def shifted(self, *args, adapters, **inputs):
+        return real(self, *args, adapters=adapters[1:] + adapters[:1], **inputs)
+
+    monkeypatch.setattr(sweep.MultiLoRAModel, "__call__", shifted)
+    assert sweep.run("GPT2") > 20 * sweep.BOUND
+
+
+def test_the_script_of_the_sweep_can_be_read():
+    assert callable(runpy.run_path(str(RESULT.parents[2] / "tools" / "sweep.py"))["outcome"])

@@ -1,0 +1,101 @@
+"""The pages are true: their code runs, and prints the text under it."""
+
+import importlib.util
+import re
+
+import pytest
+from helpers.page_code import BLOCK, README, ROOT, run
+
+PAGES = sorted([README, *(ROOT / "docs").rglob("*.md")])
+PAGES_WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
+TRANSFORMERS = ROOT / "docs" / "how-to" / "use-with-transformers.md"
+OF_A_MODEL = {
+    TRANSFORMERS,
+    ROOT / "docs" / "how-to" / "serve-requests.md",
+    ROOT / "docs" / "how-to" / "keep-many-adapters.md",
+}
+NEEDS = {
+    **dict.fromkeys(OF_A_MODEL, ("transformers", "peft")),
+    ROOT / "docs" / "how-to" / "mixtures-of-experts.md": ("transformers", "peft"),
+    ROOT / "docs" / "how-to" / "cuda-graphs-and-compile.md": ("transformers",),
+}
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def model_and_adapters(tmp_path, make_base, save_adapter):
+    """Return a folder with a tiny model, its tokenizer and PEFT adapters, as a reader has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<unk>", "<eos>", *"Why is the sky blue Name a fruit ? .".split()]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(
+        tmp_path / "my-model"
+    )
+    make_base("llama").save_pretrained(tmp_path / "my-model")
+    attention = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    everything = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    save_adapter(name="adapters/pirate", **attention)
+    save_adapter(name="adapters/json", **everything)
+    save_adapter(name="adapters/careful", use_dora=True, **attention)
+    return tmp_path
+
+
+def _save_classifiers(folder, config):
+    """Save a model of 3 labels, and adapters that bring heads of 5 and 2."""
+    import peft
+    from transformers import LlamaForSequenceClassification
+
+    for name, labels in (("adapters/topic", 5), ("adapters/mood", 2), (None, 3)):
+        config.num_labels, config.pad_token_id = labels, 0
+        base = LlamaForSequenceClassification(config)
+        if name is None:
+            base.save_pretrained(folder / "my-classifier")
+        else:
+            lora = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")
+            peft.get_peft_model(base, lora).save_pretrained(folder / name)
+
+
+# tests/hf/models/test_smollm2.py runs README's program, which loads a real model
+@pytest.mark.parametrize("page", [p for p in PAGES_WITH_CODE if p != README], ids=name_of)
+def test_code_on_a_page_prints_the_text_under_it(page, monkeypatch, request):
+    missing = [name for name in NEEDS.get(page, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    folder = request.getfixturevalue("model_and_adapters") if page in OF_A_MODEL else ROOT
+    monkeypatch.chdir(folder)
+    if page == TRANSFORMERS:
+        _save_classifiers(folder, request.getfixturevalue("make_base")("llama").config)
+    _, printed, expected = run(page)
+    assert printed == expected
+
+
+def test_no_python_on_a_page_is_left_unrun():
+    fences = [
+        f"{name_of(page)}: {line}"
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        if re.match(r"\s*(```|~~~)\s*\{?\.?(py|pycon)", line)
+    ]
+    assert [fence for fence in fences if not fence.endswith(": ```python")] == []
+
+
+@pytest.mark.parametrize("page", [README, TRANSFORMERS], ids=name_of)
+def test_the_pages_that_users_read_first_have_code_that_runs(page):
+    assert page in PAGES_WITH_CODE
+
+
+def test_links_between_pages_lead_somewhere():
+    broken = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            if not (page.parent / target).exists():
+                broken.append(f"{name_of(page)}: {target}")
+    assert not broken
