@@ -100,8 +100,9 @@ class Images:
             features: [..., hidden] of the images of all rows, in order, or anything else.
         """
         ids = inputs.get("input_ids")
-        tensors = isinstance(ids, torch.Tensor) and isinstance(features, torch.Tensor)
-        if not tensors or not isinstance(self._token, int) or features.ndim < 2:
+        if not isinstance(ids, torch.Tensor) or not isinstance(features, torch.Tensor):
+            return None
+        if not isinstance(self._token, int) or features.ndim < 2:
             return None
         counts: list[int] = ids.eq(self._token).sum(dim=1).tolist()
         return counts if sum(counts) == features.shape[:-1].numel() else None

@@ -159,7 +159,9 @@ def _joined(
         return _chosen([part.flatten(0, -2) for part in parts], tokens).view_as(parts[0])
     cures = {"loss": "leave labels away, and compute the loss from the logits"}
     is_cache = not isinstance(parts[0], torch.Tensor | tuple | list | Mapping)
-    cure = cures.get(name, "pass use_cache=False" if is_cache else "do not ask for it")
+    cure = cures.get(
+        name, "pass use_cache=False" if is_cache else f"leave {name} out of the outputs"
+    )
     raise UnsupportedInputError(
         f"split=True cannot join the outputs {name}: it is not known which row each element "
         f"belongs to\n  allowed: outputs of rows, e.g. logits, last_hidden_state, hidden_states\n"
