@@ -46,8 +46,8 @@ TEXT_INPUTS = frozenset(
     """attention_mask bbox cache_position cross_attn_head_mask cu_seq_lens_k cu_seq_lens_q
     decoder_attention_mask decoder_head_mask decoder_input_ids decoder_inputs_embeds
     decoder_position_ids encoder_attention_mask encoder_hidden_states encoder_outputs
-    global_attention_mask head_mask input_ids inputs_embeds labels logits_to_keep mm_token_type_ids
-    position_ids rope_deltas token_type_ids""".split()
+    global_attention_mask head_mask input_ids input_mask inputs_embeds labels logits_to_keep
+    mm_token_type_ids perm_mask position_ids rope_deltas target_mapping token_type_ids""".split()
 )
 """Inputs that bring no elements besides the tokens of the rows."""
 

@@ -175,6 +175,8 @@ def _same(value: Any, other: Any) -> bool:
         return value.dtype == other.dtype and torch.equal(value, other)
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):
         return len(value) == len(other) and all(map(_same, value, other))
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return _same([*value], [*other]) and _same([*value.values()], [*other.values()])
     return isinstance(value, _PLAIN) and type(value) is type(other) and value == other
 
 

@@ -313,6 +313,24 @@ def test_an_embedding_of_text_that_images_reach_too_is_refused(images, targets, 
         step.update(ROWS)
 
 
+def test_an_embedding_of_its_own_that_images_reach_too_is_refused(tmp_path):
+    base, given = chameleon(), inputs_of_chameleon([2, 1, 0])
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=3)
+    own = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+    for seed, name in enumerate("ab"):
+        sweep.adapt(base, tmp_path / name, seed, **own)
+        model.load_adapter(name, tmp_path / name)
+    with pytest.raises(UnsupportedInputError, match="pixel_values may reach it, too"):
+        model(adapters=ROWS, **given)
+    plain = {"input_ids": given["input_ids"].clamp(max=57)}
+    for inputs, options in ((plain, {}), (given, SPLIT)):
+        output = model(adapters=ROWS, **inputs, **options).logits
+        for row, name in enumerate(ROWS):
+            with torch.no_grad():
+                alone = sweep.in_peft(base, name and tmp_path / name)(**inputs).logits
+            torch.testing.assert_close(output[row], alone[row], rtol=0, atol=BOUND)
+
+
 def test_modules_that_text_alone_reaches_take_images_beside_it():
     mixed, given = Mixed(chameleon(), ["q_proj", "up_proj"]), inputs_of_chameleon([2, 1, 0])
     mixed.check(given)
