@@ -142,6 +142,8 @@ class Images:
 
 
 def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = [*value.values()]
     if isinstance(value, list | tuple):
         return any(map(_has_tensor, value))
     return isinstance(value, torch.Tensor)

@@ -104,11 +104,11 @@ class Untried:
 
     Args:
         name: of the input.
-        lacks_tried: whether the pass lacks the trial's input, so that calls prove nothing.
+        alone: whether modules run on it without the trial's input, so that calls prove nothing.
     """
 
-    def __init__(self, name: str, lacks_tried: bool) -> None:
-        self._name, self._lacks_tried = name, lacks_tried
+    def __init__(self, name: str, alone: bool) -> None:
+        self._name, self._alone = name, alone
         self._calls: Counter[str] = Counter()
 
     def reason_against(self, key: str, allowed: int) -> str | None:
@@ -119,8 +119,8 @@ class Untried:
             allowed: calls in the trial.
         """
         self._calls[key] += 1
-        if self._lacks_tried:
-            return f"the pass is given {self._name} without token ids"
+        if self._alone:
+            return f"{self._name} may reach it without token ids"
         if self._calls[key] > allowed:
             return f"{self._name} may reach it, too: text alone calls it {allowed} times"
         return None

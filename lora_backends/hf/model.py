@@ -718,8 +718,9 @@ class MultiLoRAModel(ModelWords):
             request = Request(
                 self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
             )
-            if not after_cache:  # generate encodes images before its first forward pass
-                request.begin_forward(inputs, rows, length)
+            if not after_cache:
+                config = getattr(self.base, "generation_config", None)
+                request.begin_generate(inputs, rows, length, config)
             check_generate(self.base, request, inputs, generates=not after_cache)
             if request.own:
                 check_compiled(self.base)

@@ -148,6 +148,22 @@ class Request:
         self._first = past if self._first is None else self._first
         self._past = past - self._first
 
+    def begin_generate(
+        self, inputs: Mapping[str, Any], rows: int, length: int, config: Any
+    ) -> None:
+        """Note the prompts: `generate` encodes images and sound before its first forward pass.
+
+        Args:
+            inputs: of `generate`.
+            rows: of the prompts.
+            length: tokens of a prompt.
+            config: the model's `GenerationConfig`, whose words are no inputs of the model.
+        """
+        self.begin_forward(inputs, rows, length)
+        inputs = {name: x for name, x in inputs.items() if not hasattr(config, name)}
+        untried = self._images.untried(inputs) if self._differ else None
+        self._untried = None if untried is None else Untried(untried[0], True)
+
     def repeats(self) -> Repeats:
         """Return the stored calls that modules may repeat in the forward pass that starts."""
         size = self._rows, self._length

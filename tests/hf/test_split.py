@@ -331,6 +331,20 @@ def test_an_embedding_of_its_own_that_images_reach_too_is_refused(tmp_path):
             torch.testing.assert_close(output[row], alone[row], rtol=0, atol=BOUND)
 
 
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["q_proj", "up_proj"]])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generated_tokens_are_pefts_where_images_reach_no_adapter(targets, beams):
+    mixed, given = Mixed(chameleon(), targets), inputs_of_chameleon([2, 1, 0])
+    given |= {"max_new_tokens": 4, "num_beams": beams, "do_sample": False, "pad_token_id": 0}
+    if targets == ["embed_tokens"]:
+        with pytest.raises(UnsupportedInputError, match="pixel_values may reach it"):
+            mixed.model.generate(adapters=ROWS, **given)
+        return
+    tokens = mixed.model.generate(adapters=ROWS, **given)
+    for row, name in enumerate(ROWS):
+        assert torch.equal(tokens[row], mixed.peft[name].generate(**given)[row])
+
+
 def test_modules_that_text_alone_reaches_take_images_beside_it():
     mixed, given = Mixed(chameleon(), ["q_proj", "up_proj"]), inputs_of_chameleon([2, 1, 0])
     mixed.check(given)
@@ -344,7 +358,7 @@ def test_images_without_token_ids_are_refused():
     mixed, given = Mixed(chameleon(), ["embed_tokens"]), inputs_of_chameleon([2, 1, 0])
     with torch.no_grad():
         given["inputs_embeds"] = mixed.peft[None].get_input_embeddings()(given.pop("input_ids"))
-    with pytest.raises(UnsupportedInputError, match="pixel_values without token ids"):
+    with pytest.raises(UnsupportedInputError, match="pixel_values may reach it without token ids"):
         mixed.model(adapters=ROWS, **given)
 
 
