@@ -136,7 +136,7 @@ def test_inputs_that_rows_share_are_not_divided(kind, rows, split):
     mixed.check(given, entries, **(SPLIT if split else {}))
 
 
-@pytest.mark.parametrize("name", ["Whisper", "T5", "BART"])
+@pytest.mark.parametrize("name", ["Whisper", "T5", "Bart"])
 def test_encoder_decoders_are_split(name):
     if name not in sweep.CASES:
         pytest.skip(f"the sweep has no {name}")
