@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lora_backends.hf.trial import CACHES
+
 
 @dataclass(frozen=True)
 class ImageModules:
@@ -40,14 +42,26 @@ OTHER_INPUTS = ("pixel_values_videos", "window_index")
 """Inputs that bring further elements to the axis, or another order."""
 
 
+TEXT_INPUTS = frozenset(
+    """attention_mask bbox cache_position cross_attn_head_mask cu_seq_lens_k cu_seq_lens_q
+    decoder_attention_mask decoder_head_mask decoder_input_ids decoder_inputs_embeds
+    decoder_position_ids encoder_attention_mask encoder_hidden_states encoder_outputs
+    global_attention_mask head_mask input_ids input_mask inputs_embeds labels logits_to_keep
+    mm_token_type_ids perm_mask position_ids rope_deltas target_mapping token_type_ids""".split()
+)
+"""Inputs that bring no elements besides the tokens of the rows."""
+
+
 class Images:
     """The rows of the images in one base model's passes.
 
     Args:
         config: of the base model, or None.
+        tried: the input that the trial passes of the model give (`hf/trial.py`).
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, tried: str = "input_ids") -> None:
+        self._tried = tried
         self._token: Any = getattr(config, "image_token_id", None)
         known = KNOWN.get(getattr(config, "model_type", ""))
         vision = getattr(config, "vision_config", None)
@@ -59,6 +73,39 @@ class Images:
         """Return whether a module has images along its input's first axis."""
         part = path.removeprefix("model.").partition(".")[0]
         return self._modules is not None and part in self._modules.parts
+
+    def untried(self, inputs: Mapping[str, Any]) -> tuple[str, bool] | None:
+        """Return the first input that no trial pass gave, and whether the tried one is missing.
+
+        Images, sound and the like may reach modules that text reaches, too: an embedding of the
+        codes of images for instance, which may be as many as the rows.
+
+        Args:
+            inputs: of the base model.
+        """
+        for name, value in inputs.items():
+            if name in TEXT_INPUTS or name == self._tried or not _has_tensor(value):
+                continue
+            if name not in CACHES and not name.startswith("past"):
+                return name, inputs.get(self._tried) is None
+        return None
+
+    def placeholders(self, inputs: Mapping[str, Any], features: Any) -> list[int] | None:
+        """Return how many placeholder tokens each row has, if `features` are one for each of all.
+
+        On a GPU this waits for the device.
+
+        Args:
+            inputs: of the base model.
+            features: [..., hidden] of the images of all rows, in order, or anything else.
+        """
+        ids = inputs.get("input_ids")
+        if not isinstance(ids, torch.Tensor) or not isinstance(features, torch.Tensor):
+            return None
+        if not isinstance(self._token, int) or features.ndim < 2:
+            return None
+        counts: list[int] = ids.eq(self._token).sum(dim=1).tolist()
+        return counts if sum(counts) == features.shape[:-1].numel() else None
 
     def elements(self, inputs: Mapping[str, Any], size: int) -> list[int] | None:
         """Return how many elements of an axis with images belong to each row, in their order.
@@ -92,6 +139,14 @@ class Images:
             return None
         shares = [divmod(size * count, total) for count in placeholders]
         return None if any(rest for _, rest in shares) else [share for share, _ in shares]
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
 
 
 def _owned(pixels: torch.Tensor) -> list[int] | None:

@@ -62,6 +62,7 @@ class Layout:
     in_order: bool  # tokens of a row lie in their order: token t depends on none behind it
     reason: str  # a clause, e.g. "no pass of plain text reaches it"; or why `steps` is False
     steps: bool  # whether passes with one token per row have these forms, too
+    calls: int  # of the module in a trial pass
 
     def spread(self, shape: Sequence[int], rows: int, length: int) -> Spread | None:
         """Return how the rows lie in an input of `shape`, without its last axis.
@@ -85,21 +86,54 @@ class Layout:
         return None
 
 
+class UnknownRowsError(UnsupportedInputError):
+    """It is not known which row of the batch each position of a module's input belongs to."""
+
+
 def commonest(layouts: Iterable[Layout]) -> Layout:
     """Return the layout of most modules."""
     counted = Counter(layouts).most_common(1)
-    return counted[0][0] if counted else Layout((), False, "there is no module", False)
+    return counted[0][0] if counted else Layout((), False, "there is no module", False, 0)
+
+
+class Untried:
+    """Counts the calls of modules in a forward pass with inputs that no trial pass gave.
+
+    A module that text and images reach sees as many images as rows by chance. But then it is called
+    more often than in the trial.
+
+    Args:
+        name: of the input.
+        alone: whether modules run on it without the trial's input, so that calls prove nothing.
+    """
+
+    def __init__(self, name: str, alone: bool) -> None:
+        self._name, self._alone = name, alone
+        self._calls: Counter[str] = Counter()
+
+    def reason_against(self, key: str, allowed: int) -> str | None:
+        """Count a call, and return why the form of its input is not known, or None.
+
+        Args:
+            key: of what is counted.
+            allowed: calls in the trial.
+        """
+        self._calls[key] += 1
+        if self._alone:
+            return f"{self._name} may reach it without token ids"
+        if self._calls[key] > allowed:
+            return f"{self._name} may reach it, too: text alone calls it {allowed} times"
+        return None
 
 
 def unknown_rows(
     path: str, shape: Sequence[int], rows: int, length: int, reason: str
-) -> UnsupportedInputError:
+) -> UnknownRowsError:
     """Return the error for an input whose positions cannot be assigned to rows."""
-    return UnsupportedInputError(
+    return UnknownRowsError(
         f"module {path} sees an input of shape {list(shape)} (without its last axis) in a forward "
         f"pass of {rows} rows of {length} tokens, and it is not known which row each position "
         f"belongs to: {reason or 'the shape is none of those it was seen with'}\n"
         f"  allowed: one adapter for all rows, or adapters without this module\n"
-        f"  to do: split the batch by adapter (split=True in a call), or leave the module out of "
-        f"target_modules"
+        f"  to do: split the batch by adapter, or leave the module out of target_modules"
     )

@@ -38,7 +38,7 @@ from lora_backends.hf.hooked import Hooked
 from lora_backends.hf.hooks import begin_hook, rows_and_length
 from lora_backends.hf.images import Images
 from lora_backends.hf.invocation import invoked
-from lora_backends.hf.layout import commonest
+from lora_backends.hf.layout import UnknownRowsError, commonest
 from lora_backends.hf.own_modules import OwnModules
 from lora_backends.hf.own_rows import check_compiled, check_labels, label_counts, with_labels
 from lora_backends.hf.packed import Wrapped
@@ -48,8 +48,9 @@ from lora_backends.hf.request import Request
 from lora_backends.hf.routers import find_routers
 from lora_backends.hf.running import IDLE, open_block, running
 from lora_backends.hf.sites import base_layer, check_start, find_sites
-from lora_backends.hf.split import run_split
+from lora_backends.hf.split import accepted, run_split
 from lora_backends.hf.structure import Structure
+from lora_backends.hf.trial import tried_input
 from lora_backends.hf.words import ModelWords, OneAdapter, chosen_adapters
 from lora_backends.selection import get_backend
 
@@ -174,8 +175,8 @@ class MultiLoRAModel(ModelWords):
         self.store: AdapterStore | None = None
         """Adapters without a slot, after `keep_adapters`."""
         self._structure = Structure(base)
-        self._images = Images(getattr(base, "config", None))
         self._main_input: str = getattr(base, "main_input_name", "input_ids")
+        self._images = Images(getattr(base, "config", None), tried_input(base))
         begin = begin_hook(self._key, self._structure, self._main_input)
         self._hooked.register(base, begin)
 
@@ -439,7 +440,14 @@ class MultiLoRAModel(ModelWords):
         self._hooked.drop_moved()
         layout = commonest(self._layouts.values())
         return PreparedAdapters(
-            self._key, self.pool, self.backend, adapters, tokens, layout, self._hooked.joined
+            self._key,
+            self.pool,
+            self.backend,
+            adapters,
+            tokens,
+            layout,
+            self._hooked.joined,
+            self._images,
         )
 
     @contextmanager
@@ -489,8 +497,9 @@ class MultiLoRAModel(ModelWords):
             adapter_names: the same under PEFT's name; "__base__" stands for None in both.
             logits_as_list: return the logits as a list with a tensor per row, for adapters whose
                 heads have different numbers of labels.
-            split: run a pass for each adapter, with its rows alone, for models in which a module
-                does not show which row an input belongs to (DeBERTa).
+            split: run the batch once for each adapter, and take each row from the pass of its
+                adapter, for models in which a module does not show which row an input belongs to
+                (DeBERTa).
             inputs: of the base model, at least input_ids or inputs_embeds.
 
         Returns:
@@ -524,11 +533,19 @@ class MultiLoRAModel(ModelWords):
             return self._run_prepared(adapters, inputs)
         chosen = chosen_adapters(adapters, adapter_names)
         if split:
-            return run_split(self, chosen, inputs)
-        with self._active(chosen, inputs, after_cache=True) as request:
-            counts = label_counts(request.own, self.pool, request.rows)
-            check_labels(counts, logits_as_list, inputs)
-            return with_labels(self.base(**inputs), counts, logits_as_list)
+            return run_split(self, chosen, inputs, self._images)
+        try:
+            with self._active(chosen, inputs, after_cache=True) as request:
+                counts = label_counts(request.own, self.pool, request.rows)
+                check_labels(counts, logits_as_list, inputs)
+                output = self.base(**inputs)
+                return with_labels(output, counts, logits_as_list, len(request.rows))
+        except UnknownRowsError as error:
+            # as the only adapter, too, one with an invocation would differ by row
+            if logits_as_list or request.per_token or request.has_invocations:
+                raise
+            cure = self._how_to_split(len(chosen), inputs)
+            raise UnsupportedInputError(f"{error}{cure}") from None
 
     @torch.no_grad()
     def generate(
@@ -667,6 +684,13 @@ class MultiLoRAModel(ModelWords):
     def __repr__(self) -> str:
         return f"<MultiLoRAModel of {type(self.base).__name__}, {self.backend!r}, {self.adapters}>"
 
+    def _how_to_split(self, rows: int, inputs: Mapping[str, Any]) -> str:
+        """Return the line of an error that offers `split`, if a trial of it runs."""
+        for words, changes in (("", {}), (", use_cache=False", {"use_cache": False})):
+            if accepted(self, rows, {**inputs, **changes}, self._images):
+                return f"\n  to do: or pass split=True{words} in this call"
+        return ""
+
     @contextmanager
     def _active(
         self,
@@ -694,8 +718,9 @@ class MultiLoRAModel(ModelWords):
             request = Request(
                 self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
             )
-            if not after_cache:  # generate encodes images before its first forward pass
-                request.begin_forward(inputs, rows, length)
+            if not after_cache:
+                config = getattr(self.base, "generation_config", None)
+                request.begin_generate(inputs, rows, length, config)
             check_generate(self.base, request, inputs, generates=not after_cache)
             if request.own:
                 check_compiled(self.base)

@@ -190,16 +190,17 @@ def check_labels(counts: list[int] | None, as_list: bool, inputs: Mapping[str, A
         )
 
 
-def with_labels(output: Any, counts: list[int] | None, as_list: bool) -> Any:
+def with_labels(output: Any, counts: list[int] | None, as_list: bool, rows: int) -> Any:
     """Return a model's output with the logits of each row's own labels.
 
     Args:
         output: of the model.
         counts: labels of each row; None where all have the base's.
         as_list: whether to return a tensor for each row.
+        rows: of the batch.
 
     Raises:
-        UnsupportedInputError: the output has no logits, or the model mixes labels.
+        UnsupportedInputError: the output has no logits of these rows, or the model mixes labels.
     """
     if counts is None and not as_list:
         return output
@@ -209,9 +210,15 @@ def with_labels(output: Any, counts: list[int] | None, as_list: bool) -> Any:
             f"an adapter has a head with other labels, and {type(output).__name__} has no logits\n"
             f"  to do: return_dict=True, on a model with logits"
         )
-    rows = [*logits] if counts is None else check_heads(logits, counts)
+    if logits.shape[:1] != (rows,):
+        raise UnsupportedInputError(
+            f"logits have no row of the batch in each element of their first axis\n"
+            f"  given: logits {list(logits.shape)} for {rows} rows\n"
+            f"  to do: split the batch by the number of labels"
+        )
+    own = [*logits] if counts is None else check_heads(logits, counts)
     if as_list:
-        output["logits"] = rows
+        output["logits"] = own
     return output
 
 

@@ -19,7 +19,8 @@ from lora_backends.dispatch.tracing import is_traced
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.beside import multiplies_bases
 from lora_backends.hf.entries import Choices, Entry, adapter_names, is_per_token
-from lora_backends.hf.layout import Layout, Spread, unknown_rows
+from lora_backends.hf.images import Images
+from lora_backends.hf.layout import Layout, Spread, Untried, unknown_rows
 from lora_backends.hf.own_rows import OwnRows
 from lora_backends.hf.request import slot_of_all, spread_slots, uses_one_slot
 from lora_backends.hf.running import RUNNING, Joined
@@ -53,6 +54,7 @@ class PreparedAdapters:
         tokens: tokens per row of every forward pass.
         layout: of most modules' inputs.
         joined: the model's, whose weights a captured graph or a program reads besides.
+        images: of the model.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class PreparedAdapters:
         tokens: int,
         layout: Layout,
         joined: Mapping[str, Joined],
+        images: Images,
     ) -> None:
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise InvalidInputError(f"tokens is {tokens!r}\n  allowed: an int, 1 or more")
@@ -82,7 +85,8 @@ class PreparedAdapters:
         self.asks_backend = self.multiplies_bases
         self._compiled: set[int] = set()  # active slots whose kernels are compiled
         self._pool = pool
-        self._layout = layout
+        self._layout, self._images = layout, images
+        self._untried: Untried | None = None  # in the forward pass that runs
         self._repeats = Repeats()
         self._shape: tuple[int, ...] | None = None  # of most inputs with that layout
         self._plan: Any = None  # of those
@@ -148,7 +152,8 @@ class PreparedAdapters:
 
         Raises:
             InvalidInputError: another shape, or released.
-            UnsupportedInputError: a CUDA graph captures a backend that it must not capture.
+            UnsupportedInputError: a CUDA graph captures a backend that it must not capture; a
+                program is compiled with images or sound among its inputs.
         """
         if self._released:
             self._check_usable()
@@ -158,6 +163,8 @@ class PreparedAdapters:
                 f"  given: {rows} rows of {length} tokens\n"
                 f"  to do: prepare one for each shape, or pad the batch with rows of None"
             )
+        untried = self._images.untried(inputs)
+        self._untried = None if untried is None else self._counted(untried)
         if not is_traced():
             capturing = is_capturing(self.backend.device)
             if capturing:
@@ -171,7 +178,9 @@ class PreparedAdapters:
 
     def repeats(self) -> Repeats:
         """Return the stored calls that modules may repeat in the forward pass that starts."""
-        return NO_REPEATS if self.asks_backend else self._repeats.of_pass(self.backend.device)
+        if self.asks_backend or self._untried is not None:
+            return NO_REPEATS
+        return self._repeats.of_pass(self.backend.device)
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis.
@@ -185,7 +194,7 @@ class PreparedAdapters:
             UnsupportedInputError: the row of some position is not known, and rows differ.
             InvalidInputError: a graph captures a shape that no call has met before.
         """
-        if layout is self._layout and shape == self._shape:
+        if layout is self._layout and shape == self._shape and self._untried is None:
             return self._plan
         return self._find(shape, layout, paths)
 
@@ -223,8 +232,11 @@ class PreparedAdapters:
         """Return the plan for an input, made now if there is none yet."""
         assert self._choices is not None  # __init__ has updated it
         key: _Key | None = layout.spread(shape, self.rows, self.tokens)
-        if key is None:
-            unknown = {tuple(paths): (shape, layout.reason)}
+        reason = layout.reason if key is None else None
+        if self._untried is not None and paths:
+            reason = reason or self._untried.reason_against(paths[0], layout.calls)
+        if key is None or reason is not None:
+            unknown = {tuple(paths): (shape, reason or "")}
             if not unknown.items() <= self._unknown.items():  # else every update has checked it
                 self._check_unknown(self._choices, unknown)
                 self._unknown |= unknown
@@ -238,6 +250,16 @@ class PreparedAdapters:
             self._drop_plans()
             self._plans[key] = self.backend.prepare_batch(_batch(self._choices, key))
         return self._plans[key]
+
+    def _counted(self, untried: tuple[str, bool]) -> Untried:
+        """Return a counter of modules' calls, which a compiled program cannot have."""
+        if is_traced():
+            raise UnsupportedInputError(
+                f"a compiled program with {untried[0]} cannot use prepared adapters: images or "
+                f"sound may reach modules of text\n"
+                f"  to do: run this pass without torch.compile, and compile decode steps"
+            )
+        return Untried(*untried)
 
     def _drop_plans(self) -> None:
         """Make room for a plan: an input of all cached tokens needs another in every step."""

@@ -70,7 +70,7 @@ def probe(base: nn.Module, sites: Mapping[str, Site]) -> dict[str, Layout]:
     layouts = {}
     for path in sites:
         layout = _layout(passes.seen[path], failure, passes.step_failure)
-        key = (layout.forms, layout.in_order, layout.reason, layout.steps)
+        key = (layout.forms, layout.in_order, layout.reason, layout.steps, layout.calls)
         layouts[path] = kinds.setdefault(key, layout)
     return layouts
 
@@ -81,7 +81,7 @@ def _failure(on: str, error: Exception) -> str:
 
 def _layout(seen: Sequence[_Seen], failure: str, step_failure: str) -> Layout:
     """Return the layout of a module's inputs, which may be unknown in decode steps alone."""
-    unknown = [s for s in seen if not s.forms]
+    unknown, calls = [s for s in seen if not s.forms], sum(not s.step for s in seen)
     if not failure and not seen:
         failure = UNREACHED
     if unknown:
@@ -91,9 +91,10 @@ def _layout(seen: Sequence[_Seen], failure: str, step_failure: str) -> Layout:
         )
         failure = failure or ("" if unknown[0].step else step_failure)
     if failure:
-        return Layout((), False, failure, False)
-    forms = dict.fromkeys(form for s in seen for form in s.forms)
-    return Layout(tuple(forms), all(s.in_order for s in seen), step_failure, not step_failure)
+        return Layout((), False, failure, False, calls)
+    forms = tuple(dict.fromkeys(form for s in seen for form in s.forms))
+    in_order = all(s.in_order for s in seen)
+    return Layout(forms, in_order, step_failure, not step_failure, calls)
 
 
 class _Passes:

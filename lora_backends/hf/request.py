@@ -17,7 +17,7 @@ from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.entries import Choices, RowAdapters, entries_of
 from lora_backends.hf.images import Images
-from lora_backends.hf.layout import Layout, Spread, unknown_rows
+from lora_backends.hf.layout import Layout, Spread, Untried, unknown_rows
 from lora_backends.hf.own_rows import OwnRows, own_rows
 from lora_backends.hf.running import Joined
 from lora_backends.hf.trial import CACHES
@@ -106,6 +106,7 @@ class Request:
         self.own: Mapping[str, OwnRows] = own_rows(pool, slots, self._choices)
         self.rows = self._slots  # numbers in `Choices`, of each row
         self.per_token, self.differ = self._per_token, self._differ
+        self.has_invocations = any("" in pool.own_modules(slot) for slot in slots.values())
         self._touched: dict[int, set[str]] | None = None  # by the adapters of this call
         self._first: int | None = None if after_cache else 0  # position of the first entry
         self._plans: dict[Any, _Planned] = {}
@@ -115,6 +116,7 @@ class Request:
         self._rows = self._length = self._past = 0
         self._row_slots: list[int] = []
         self._inputs: Mapping[str, Any] = {}
+        self._untried: Untried | None = None
         self._forget()
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
@@ -139,15 +141,33 @@ class Request:
             )
         self._forget()
         self._inputs, self._rows, self._length = inputs, rows, length
+        untried = self._images.untried(inputs) if self._differ else None
+        self._untried = None if untried is None else Untried(*untried)
         self._row_slots = [row[0] for row in self._slots for _ in range(rows // len(self._slots))]
         past = past_tokens(inputs) if self._per_token else 0
         self._first = past if self._first is None else self._first
         self._past = past - self._first
 
+    def begin_generate(
+        self, inputs: Mapping[str, Any], rows: int, length: int, config: Any
+    ) -> None:
+        """Note the prompts: `generate` encodes images and sound before its first forward pass.
+
+        Args:
+            inputs: of `generate`.
+            rows: of the prompts.
+            length: tokens of a prompt.
+            config: the model's `GenerationConfig`, whose words are no inputs of the model.
+        """
+        self.begin_forward(inputs, rows, length)
+        inputs = {name: x for name, x in inputs.items() if not hasattr(config, name)}
+        untried = self._images.untried(inputs) if self._differ else None
+        self._untried = None if untried is None else Untried(untried[0], True)
+
     def repeats(self) -> Repeats:
         """Return the stored calls that modules may repeat in the forward pass that starts."""
         size = self._rows, self._length
-        if self._per_token:
+        if self._per_token or self._untried is not None:
             return NO_REPEATS
         if size not in self._repeats:
             if len(self._repeats) >= MOST_PLANS:  # they keep plans alive
@@ -171,13 +191,14 @@ class Request:
         Raises:
             UnsupportedInputError: the row of some position is not known, and rows differ.
         """
-        if layout is self._layout and shape == self._shape:
+        if layout is self._layout and shape == self._shape and self._untried is None:
             return self._last.plan
-        return self._find(shape, layout, paths).plan
+        return self._find(shape, layout, paths, paths[0], layout.calls).plan
 
     def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
         """Return the slot of each position of such an input; arguments and errors as `plan`."""
-        numbers: torch.Tensor = self._find(shape, layout, paths).numbers
+        key, calls = f"{paths[0]} own", 2 * layout.calls  # asked before LoRA and after it
+        numbers: torch.Tensor = self._find(shape, layout, paths, key, calls).numbers
         return numbers
 
     def _forget(self) -> None:
@@ -188,12 +209,17 @@ class Request:
         self._shape: tuple[int, ...] = ()
         self._last: _Planned = _Planned(None, None)
 
-    def _find(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> _Planned:
+    def _find(
+        self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str], key: str, calls: int
+    ) -> _Planned:
         spread: Spread | None = (1, math.prod(shape))
         if self._differ:
             spread = layout.spread(shape, self._rows, self._length)
-        if spread is None:
-            return self._plan_without_spread(shape, layout, paths)
+        reason = layout.reason if spread is None else None
+        if self._untried is not None:
+            reason = reason or self._untried.reason_against(key, calls)
+        if spread is None or reason is not None:
+            return self._plan_without_spread(shape, paths, reason or "")
         if self._per_token:
             plan = self._plan_by_token(shape, layout, spread, paths)
         else:
@@ -217,10 +243,9 @@ class Request:
         return _Planned(token_slots, plan)
 
     def _plan_without_spread(
-        self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]
+        self, shape: tuple[int, ...], paths: Sequence[str], reason: str
     ) -> _Planned:
         """Return the plan for an input of images, or of modules that no adapter here touches."""
-        reason = layout.reason
         if self._images.hold(paths[0]) and shape and not self._per_token:
             if shape not in self._image_plans:
                 self._image_plans[shape] = self._plan_of_images(shape)

@@ -89,12 +89,10 @@ def trial_of(base: nn.Module) -> Trial:
     flags: dict[str, Any] = {
         name: True for name in ("use_cache", "return_dict") if name in parameters
     }
-    main = getattr(base, "main_input_name", "input_ids")
+    main = tried_input(base)
     config: Any = getattr(base, "config", None)
     decodes = "decoder_input_ids" in parameters
     values: dict[str, Mapping[str, torch.Tensor]] = {}
-    if "input_ids" in parameters and not decodes:
-        main = "input_ids"
     if main == "input_ids":
         tokens = _tokens(base)
         values[main] = {row: ids[:LENGTH] for row, ids in tokens.items()}
@@ -116,6 +114,14 @@ def trial_of(base: nn.Module) -> Trial:
     if decodes:
         values["next decoder_input_ids"] = {row: ids[LENGTH:] for row, ids in tokens.items()}
     return Trial(None, values, flags, parameters)
+
+
+def tried_input(base: nn.Module) -> str:
+    """Return the name of the input that the trial passes of a model give its first modules."""
+    parameters = inspect.signature(base.forward).parameters
+    if "input_ids" in parameters and "decoder_input_ids" not in parameters:
+        return "input_ids"
+    return getattr(base, "main_input_name", "input_ids")
 
 
 def _tokens(base: nn.Module) -> dict[str, torch.Tensor]:

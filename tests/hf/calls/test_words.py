@@ -162,7 +162,7 @@ def test_rows_are_divided_by_adapter_where_that_is_asked_for(tmp_path):
         adapt(base, folder, seed)
         model.load_adapter(name, folder)
     rows, given = ["a", None, "b", "a"], inputs("deberta")
-    with pytest.raises(UnsupportedInputError, match="split=True in a call"):
+    with pytest.raises(UnsupportedInputError, match="or pass split=True in this call"):
         model(adapters=rows, **given)
     output = model(adapters=rows, split=True, output_hidden_states=True, **given)
     for row, name in enumerate(rows):
@@ -179,11 +179,9 @@ def test_rows_are_divided_by_adapter_where_that_is_asked_for(tmp_path):
     assert type(plain) is tuple and torch.equal(plain[0], output.logits)
 
 
-def test_what_has_no_rows_is_not_divided(llama):
+def test_what_has_no_rows_is_not_joined(llama):
     model, _ = llama
     given = inputs("llama")
-    with pytest.raises(UnsupportedInputError, match="cannot divide position_ids by rows"):
-        model(adapters=["a", "b"] * 2, split=True, position_ids=torch.arange(6)[None], **given)
     with pytest.raises(UnsupportedInputError, match="cannot join the outputs past_key_values"):
         model(adapters=["a", "b"] * 2, split=True, use_cache=True, **given)
     with pytest.raises(InvalidInputError, match="and not together"):
