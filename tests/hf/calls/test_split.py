@@ -3,10 +3,10 @@
 import copy
 
 import pytest
-import sweep
 import torch
 import transformers
-from architectures import KNOWN, build, in_peft, inputs_of
+from helpers.sweeps import sweep
+from helpers.sweeps.architectures import KNOWN, build, in_peft, inputs_of
 
 from lora_backends import InvalidInputError, LoRABackendError, UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
