@@ -176,7 +176,7 @@ class MultiLoRAModel(ModelWords):
         self._structure = Structure(base)
         self._images = Images(getattr(base, "config", None))
         self._main_input: str = getattr(base, "main_input_name", "input_ids")
-        begin = begin_hook(self._key, self._structure, self._main_input)
+        begin = begin_hook(self._key, self._structure, self._main_input, base.forward)
         self._hooked.register(base, begin)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -695,7 +695,7 @@ class MultiLoRAModel(ModelWords):
                 self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
             )
             if not after_cache:  # generate encodes images before its first forward pass
-                request.begin_forward(inputs, rows, length)
+                request.begin(inputs, rows, length)
             check_generate(self.base, request, inputs, generates=not after_cache)
             if request.own:
                 check_compiled(self.base)
