@@ -25,7 +25,7 @@ def check_generate(
 
     Raises:
         UnsupportedInputError: an encoder-decoder whose adapters differ by token, or guidance of
-            such rows; a `generate` of the model's own, which may drop or repeat rows; long sound.
+            such rows; any `generate` but Transformers', which may move rows; long sound.
     """
     config: Any = getattr(base, "config", None)
     name = type(base).__name__
@@ -38,12 +38,16 @@ def check_generate(
         _check_guidance(base, inputs)
     if not generates or not request.differ:
         return
-    module = getattr(getattr(type(base), "generate", None), "__module__", "")
+    generate = getattr(base, "generate", None)
+    module = getattr(generate, "__module__", "")
+    loop = "custom_generate" if inputs.get("custom_generate") is not None else ""
     if module.endswith(".generation_whisper"):
         _check_sound(name, config, inputs)
-    elif module.startswith("transformers.") and not module.startswith("transformers.generation."):
+    elif generate is not None and not module.startswith("transformers.generation."):
+        loop = "a generate of its own"
+    if loop:
         raise UnsupportedInputError(
-            f"{name} has a generate of its own, which may drop or repeat rows\n"
+            f"{name} has {loop}, which may drop, repeat or move rows\n"
             f"  allowed: one adapter for all rows\n  to do: split the batch by adapter"
         )
 
