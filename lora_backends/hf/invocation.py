@@ -13,10 +13,9 @@ import torch
 
 from lora_backends.adapters import AdapterPool
 from lora_backends.errors import UnsupportedInputError
+from lora_backends.hf.cache import past_tokens
 from lora_backends.hf.entries import RowAdapters
 from lora_backends.hf.own_modules import Invocation
-from lora_backends.hf.request import past_tokens
-from lora_backends.hf.trial import CACHES
 
 
 def invoked(
@@ -59,7 +58,7 @@ def invoked(
                 f"input_ids to find them in\n  to do: pass input_ids, or one entry per token"
             )
         chosen = _from_invocation(entry, ids[row].tolist(), list(found.tokens))
-        if chosen is None and after_cache and _follows_cache(inputs):
+        if chosen is None and after_cache and past_tokens(inputs):
             raise UnsupportedInputError(
                 f"adapter {entry!r} acts behind its invocation tokens (aLoRA), which are not in "
                 f"adapters[{row}]'s input_ids and may be in the key-value cache\n"
@@ -76,10 +75,6 @@ def _alone(entry: RowAdapters) -> RowAdapters:
         name, strength = next(iter(entry.items()))
         return name if strength == 1 else entry
     return entry
-
-
-def _follows_cache(inputs: Mapping[str, Any]) -> bool:
-    return any(inputs.get(name) is not None for name in CACHES) and past_tokens(inputs) > 0
 
 
 def _from_invocation(name: str, ids: list[int], tokens: list[int]) -> RowAdapters:

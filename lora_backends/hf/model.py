@@ -177,7 +177,7 @@ class MultiLoRAModel(ModelWords):
         self._structure = Structure(base)
         self._main_input: str = getattr(base, "main_input_name", "input_ids")
         self._images = Images(getattr(base, "config", None), tried_input(base))
-        begin = begin_hook(self._key, self._structure, self._main_input)
+        begin = begin_hook(self._key, self._structure, self._main_input, base.forward)
         self._hooked.register(base, begin)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

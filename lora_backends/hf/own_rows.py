@@ -200,10 +200,16 @@ def with_labels(output: Any, counts: list[int] | None, as_list: bool, rows: int)
         rows: of the batch.
 
     Raises:
-        UnsupportedInputError: the output has no logits of these rows, or the model mixes labels.
+        UnsupportedInputError: the output has no logits of these rows, or a loss, or the model
+            mixes labels.
     """
     if counts is None and not as_list:
         return output
+    if counts is not None and getattr(output, "loss", None) is not None:
+        raise UnsupportedInputError(
+            f"{type(output).__name__} has a loss, and an adapter has a head with other labels than "
+            f"the base model\n  to do: pass no labels, and compute the loss from the logits"
+        )
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor):
         raise UnsupportedInputError(

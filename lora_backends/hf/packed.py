@@ -89,7 +89,8 @@ def find_packed(wrapped: Wrapped) -> PackedModules:
         callable(getattr(base, "_supports_logits_to_keep", None))
         and base._supports_logits_to_keep()
     ):
-        # as Transformers' own model runner asks
+        # As Transformers' own model runner asks. Under another name it would be missed here and in
+        # `begin_forward`, and `plan` would refuse a head that sees fewer positions than tokens.
         inputs["logits_to_keep"] = torch.tensor(_KEPT, device=device)
     seen: dict[str, set[int]] = {path: set() for path in wrapped.modules}
 

@@ -127,11 +127,12 @@ class _Passes:
         self._length, self._is_step = trial.length, False
         output = twin(**trial.prompt(rows))
         self._length, self._is_step = None if trial.length is None else 1, True
-        for step in trial.steps(rows, output):
-            try:
+        try:
+            step = trial.step(rows, output)
+            if step is not None:
                 twin(**step)
-            except Exception as error:
-                self.step_failure = _failure("a step after plain text", error)
+        except Exception as error:
+            self.step_failure = _failure("a step after plain text", error)
 
     def _seen_part(self, x: torch.Tensor | None) -> torch.Tensor:
         """Return the part of an input that is compared."""

@@ -15,12 +15,12 @@ from lora_backends.batch import NO_ADAPTER
 from lora_backends.devices import is_capturing
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.cache import carried, past_tokens
 from lora_backends.hf.entries import Choices, RowAdapters, entries_of
 from lora_backends.hf.images import Images
 from lora_backends.hf.layout import Layout, Spread, Untried, unknown_rows
 from lora_backends.hf.own_rows import OwnRows, own_rows
 from lora_backends.hf.running import Joined
-from lora_backends.hf.trial import CACHES
 
 MOST_PLANS = 8
 """Plans that a call keeps. A pass meets a few shapes; one that grows with the cache is new in
@@ -127,7 +127,16 @@ class Request:
         Raises:
             InvalidInputError: its rows are no multiple of the number of adapters given, or a
                 CUDA graph captures it.
+            UnsupportedInputError: adapters differ by token, and it is not known how many tokens
+                of each row went before, or which positions have logits.
         """
+        self.begin(inputs, rows, length)
+        past = self._past_tokens(inputs, length) if self._per_token else 0
+        self._first = past if self._first is None else self._first
+        self._past = past - self._first
+
+    def begin(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
+        """Note the rows and tokens of a call of `generate`, or of a pass; errors as there."""
         if is_capturing(self.backend.device):
             raise InvalidInputError(
                 "a CUDA graph cannot capture a call that makes its plan as it runs\n"
@@ -144,9 +153,6 @@ class Request:
         untried = self._images.untried(inputs) if self._differ else None
         self._untried = None if untried is None else Untried(*untried)
         self._row_slots = [row[0] for row in self._slots for _ in range(rows // len(self._slots))]
-        past = past_tokens(inputs) if self._per_token else 0
-        self._first = past if self._first is None else self._first
-        self._past = past - self._first
 
     def begin_generate(
         self, inputs: Mapping[str, Any], rows: int, length: int, config: Any
@@ -159,7 +165,7 @@ class Request:
             length: tokens of a prompt.
             config: the model's `GenerationConfig`, whose words are no inputs of the model.
         """
-        self.begin_forward(inputs, rows, length)
+        self.begin(inputs, rows, length)
         inputs = {name: x for name, x in inputs.items() if not hasattr(config, name)}
         untried = self._images.untried(inputs) if self._differ else None
         self._untried = None if untried is None else Untried(untried[0], True)
@@ -200,6 +206,24 @@ class Request:
         key, calls = f"{paths[0]} own", 2 * layout.calls  # asked before LoRA and after it
         numbers: torch.Tensor = self._find(shape, layout, paths, key, calls).numbers
         return numbers
+
+    def _past_tokens(self, inputs: Mapping[str, Any], length: int) -> int:
+        """Return how many tokens of each row went before a pass."""
+        if isinstance(inputs.get("logits_to_keep"), torch.Tensor):
+            raise UnsupportedInputError(
+                "logits_to_keep is a tensor of positions and adapters differ by token\n"
+                "  allowed: an int, or one adapter per row"
+            )
+        # `generate` passes all tokens of the prompt, unless something holds the earlier ones.
+        is_whole = self._first is None or length >= max(map(len, self._slots))
+        if not is_whole and not carried(inputs):
+            raise UnsupportedInputError(
+                f"a pass of generate has {length} tokens of each row and no cache, and adapters "
+                f"differ by token\n  given: {', '.join(inputs)}\n"
+                f"  allowed: a cache among the inputs, or all tokens\n"
+                f"  to do: use one adapter per row, or use_cache=False"
+            )
+        return past_tokens(inputs)
 
     def _forget(self) -> None:
         """Forget the previous forward pass."""
@@ -302,27 +326,3 @@ class Request:
         if tokens == self._inputs.get("logits_to_keep"):
             return end - tokens
         return 0 if tokens == end and self._first == 0 else None
-
-
-def past_tokens(inputs: Mapping[str, Any]) -> int:
-    """Return how many tokens of each row went before: asked only where slots differ by token.
-
-    On a GPU the answer may wait for the device.
-    """
-    if isinstance(inputs.get("logits_to_keep"), torch.Tensor):
-        raise UnsupportedInputError(
-            "logits_to_keep is a tensor of positions and adapters differ by token\n"
-            "  allowed: an int, or one adapter per row"
-        )
-    for name in CACHES:
-        cache = inputs.get(name)
-        if cache is None:
-            continue
-        try:
-            return int(cache.get_seq_length())
-        except (AttributeError, ValueError):  # a cache without attention layers raises ValueError
-            raise UnsupportedInputError(
-                f"{name} does not tell how many tokens it holds, and adapters differ by token\n"
-                f"  allowed: one adapter per row, or use_cache=False"
-            ) from None
-    return 0

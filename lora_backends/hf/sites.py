@@ -142,6 +142,7 @@ def _spec(module: nn.Module) -> ModuleSpec | None:
         wide, high = module.weight.shape
         return ModuleSpec("linear", wide, high, transposed=True)
     if isinstance(module, nn.Embedding):
+        # PEFT asks for the same name, so without it LoRA is not scaled there either
         scale = float(getattr(module, "embed_scale", 1.0))
         return ModuleSpec("embedding", module.num_embeddings, module.embedding_dim, scale)
     if (packed := packed_size(module)) is not None:

@@ -16,14 +16,12 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from lora_backends.hf.cache import states_of
 from lora_backends.hf.quantized_base import embedding_size
 from lora_backends.hf.sites import token_embedding_of
 
 LENGTH, SHARED = 5, 3
 """Tokens per row, and those at the beginning of a row that the row "ac" has in common with "a"."""
-
-CACHES = ("past_key_values", "cache_params", "state", "mems")
-"""Names under which models return what the next pass takes."""
 
 PIXELS = 224
 """Height and width of images for models that name none: they take any, some of 32 or more."""
@@ -42,7 +40,7 @@ class Trial:
     length: int | None  # tokens per row
     values: Mapping[str, Mapping[str, torch.Tensor]]  # of each input by its name, by row
     flags: Mapping[str, Any]
-    parameters: Sequence[str]  # of the model's forward
+    parameters: Mapping[str, inspect.Parameter]  # of the model's forward
 
     def prompt(self, rows: Sequence[str]) -> dict[str, Any]:
         """Return the inputs of the first pass."""
@@ -60,23 +58,23 @@ class Trial:
         device = next(iter(next(iter(self.values.values())).values())).device
         return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
-    def steps(self, rows: Sequence[str], output: Any) -> list[dict[str, Any]]:
-        """Return the inputs of passes with one token per row behind the first one."""
-        steps = []
-        for name in self.parameters:
-            is_cache = name in CACHES or name.startswith("past")
-            cache = getattr(output, name, None) if is_cache else None
-            if cache is None:
-                continue
-            step = {name: cache, **self.flags}
-            for key, values in self.values.items():
-                if key.startswith("next "):
-                    step[key.removeprefix("next ")] = torch.stack([values[row] for row in rows])
-            if "encoder_outputs" in self.parameters:
-                state = output.encoder_last_hidden_state
-                step["encoder_outputs"] = BaseModelOutput(last_hidden_state=state)
-            steps.append(step)
-        return steps
+    def step(self, rows: Sequence[str], output: Any) -> dict[str, Any] | None:
+        """Return the inputs of a pass with one token per row after the first one, or None.
+
+        Raises:
+            TypeError: the output may hold a state, and it is not known how the model takes it.
+        """
+        states = states_of(output, self.parameters)
+        if not states:
+            return None
+        step = {**states, **self.flags}
+        for key, values in self.values.items():
+            if key.startswith("next "):
+                step[key.removeprefix("next ")] = torch.stack([values[row] for row in rows])
+        if "encoder_outputs" in self.parameters:
+            state = output.encoder_last_hidden_state
+            step["encoder_outputs"] = BaseModelOutput(last_hidden_state=state)
+        return step
 
 
 def trial_of(base: nn.Module) -> Trial:
@@ -85,7 +83,7 @@ def trial_of(base: nn.Module) -> Trial:
     Raises:
         TypeError: it takes neither text nor images nor sound that is known here.
     """
-    parameters = list(inspect.signature(base.forward).parameters)
+    parameters = inspect.signature(base.forward).parameters
     flags: dict[str, Any] = {
         name: True for name in ("use_cache", "return_dict") if name in parameters
     }

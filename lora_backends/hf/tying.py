@@ -46,6 +46,7 @@ def check_tying(base: nn.Module, checkpoint: Checkpoint) -> None:
 
 def _tied_with_embedding(base: nn.Module) -> list[str]:
     """Return the modules that PEFT takes for tied with the embedding, whatever they share."""
+    # PEFT reads these two names: a model without them has no tied weights for PEFT either
     keys: Any = getattr(base, "_tied_weights_keys", None)
     if not keys or getattr(getattr(base, "config", None), "tie_word_embeddings", None) is False:
         return []

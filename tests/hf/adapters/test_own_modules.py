@@ -259,6 +259,20 @@ def test_an_adapter_acts_from_its_invocation_on_and_not_without_it(tmp_path):
         model(adapters=["own"] * 4, inputs_embeds=embeds)
 
 
+def test_a_loss_of_another_head_is_refused_whatever_its_labels_are_called(heads):
+    model, _ = heads
+
+    class Renamed(type(model.base)):
+        def forward(self, targets=None, **given):
+            return super().forward(labels=targets, **given)
+
+    model.base.__class__ = Renamed
+    with pytest.raises(UnsupportedInputError, match="has a loss, and an adapter has a head with"):
+        rows = ["two", None] * 2
+        targets = torch.ones(4, dtype=torch.long)
+        model(adapters=rows, logits_as_list=True, targets=targets, **inputs("bert"))
+
+
 @pytest.fixture
 def invoked(tmp_path):
     base, config = build("llama"), sweep_variants.VARIANTS["aLoRA"][1]

@@ -78,19 +78,27 @@ def test_sound_that_moves_rows_as_it_is_transcribed_is_refused(tmp_path):
         assert torch.equal(tokens[row], alone)
 
 
-def test_a_generate_of_the_models_own_takes_one_adapter(tmp_path):
+@pytest.mark.parametrize("where", ["transformers.models.pop2piano.modeling_pop2piano", "anyones"])
+def test_a_generate_of_the_models_own_takes_one_adapter(tmp_path, where):
     model, _ = pair("T5", tmp_path)
 
     class Own(type(model.base)):
         def generate(self, **given):
             return super().generate(**given)
 
-    Own.generate.__module__ = "transformers.models.pop2piano.modeling_pop2piano"
+    Own.generate.__module__ = where
     model.base.__class__ = Own
     given = {k: v for k, v in sweep.inputs("T5").items() if k != "decoder_input_ids"}
     with pytest.raises(UnsupportedInputError, match="Own has a generate of its own"):
         model.generate(adapters=["a", "b"] * 2, **given, **NEW)
     assert len(model.generate(adapters=["a"] * 4, **given, **NEW)) == 4
+
+
+def test_a_loop_of_the_callers_own_takes_one_adapter(tmp_path):
+    model, _ = pair("T5", tmp_path)
+    given = {k: v for k, v in sweep.inputs("T5").items() if k != "decoder_input_ids"}
+    with pytest.raises(UnsupportedInputError, match="has custom_generate, which may drop"):
+        model.generate(adapters=["a", "b"] * 2, custom_generate=lambda *_, **__: 0, **given, **NEW)
 
 
 def test_windows_of_an_image_belong_to_its_row(tmp_path):

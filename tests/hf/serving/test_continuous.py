@@ -337,9 +337,9 @@ def test_what_the_hooks_cannot_follow_is_refused_by_name(model, changes, message
 
 def test_a_model_with_an_attention_of_its_own_is_refused():
     """Transformers warns, and lets each token attend to all that are in the batch."""
-    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}
-    base = transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes)).eval()
-    with pytest.raises(UnsupportedInputError, match="GPTJForCausalLM has an attention of its own"):
+    sizes = {"vocab_size": 40, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+    base = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)).eval()
+    with pytest.raises(UnsupportedInputError, match="BloomForCausalLM has an attention of its own"):
         MultiLoRAModel(base, "torch_ref").continuous_batching(continuous_batching_config=settings())
 
 
