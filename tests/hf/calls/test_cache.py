@@ -3,10 +3,9 @@
 import inspect
 
 import pytest
-import sweep_variants
 import torch
 import transformers
-from helpers.sweeps import sweep
+from helpers.sweeps import sweep, sweep_variants
 from helpers.sweeps.architectures import build, in_peft
 
 from lora_backends import UnsupportedInputError
