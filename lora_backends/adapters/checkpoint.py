@@ -31,6 +31,7 @@ from lora_backends.adapters.module_rules import (
     HEAD,
     ModuleRule,
     module_rules,
+    targets_among,
     targets_parameter,
     ties_saved,
     ties_targets,
@@ -39,6 +40,7 @@ from lora_backends.adapters.old_names import renamed, without_adapter_name
 from lora_backends.adapters.own import take_own
 from lora_backends.adapters.peft_config import ALL_LINEAR, PeftLoraConfig, read_config
 from lora_backends.adapters.pickle_file import read_pickle
+from lora_backends.adapters.promises import check_tokens, check_untrained, promises_of
 from lora_backends.adapters.residual import RESIDUAL_INITS
 from lora_backends.adapters.safetensors_file import read_safetensors
 from lora_backends.adapters.shards import read_shards, shards_of
@@ -129,7 +131,8 @@ def read_checkpoint(
     """Read a PEFT LoRA checkpoint: `delta(x) = scaling * B (A x) + bias` for each module in it.
 
     Nothing is reproduced approximately, and no code in the folder is run. The tensors in the file
-    decide which modules have LoRA: it may hold fewer than `target_modules` names.
+    decide which modules have LoRA: it may hold fewer than `target_modules` names, with a warning
+    where the base model has them.
 
     Args:
         folder: holds `adapter_config.json` and `adapter_model.safetensors`, else
@@ -227,13 +230,31 @@ def checked_checkpoint(
     specs = experts if modules is None else experts or {}
     room = max_rank if max_expert_rank is None else max_expert_rank
     of_experts = ExpertSource(weights, config, rules, specs, room, limits)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path,
         MappingProxyType(deltas),
         MappingProxyType(copies),
         MappingProxyType(read_experts(of_experts, taken)),
         own,
     )
+    return _with_promises(source, limits, checkpoint, experts or {})
+
+
+def _with_promises(
+    source: _Source, limits: LoadLimits, checkpoint: Checkpoint, experts: Iterable[str]
+) -> Checkpoint:
+    """Note what the configuration promises; refuse what the file lacks whatever the base model."""
+    config, own = source.config, checkpoint.own
+    others = [path for path in source.specs or () if path not in checkpoint.modules]
+    config_path = checkpoint.folder / CONFIG_FILE
+    untrained = targets_among(config, others, config_path, limits) if others else []
+    stacked = [path for path in experts if path not in checkpoint.experts]
+    weights = (f"{path}.weight" for path in others)
+    untrained += [path for path in (*weights, *stacked) if targets_parameter(config, path)]
+    promises = promises_of(config, untrained)
+    check_tokens(source.path, own, promises)
+    check_untrained(source.path, config, untrained)
+    return replace(checkpoint, own=replace(own, promises=promises))
 
 
 def _tied(

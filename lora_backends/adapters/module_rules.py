@@ -34,6 +34,11 @@ HEAD = "lm_head"
 _TIED_NAMES = ("embed_tokens", HEAD)
 _HEAD_NAMES = (HEAD, "embed_out")
 _CLASSIFIER_NAMES = ("score", "classifier")
+_SAVED_BY_TASK = {
+    "SEQ_CLS": _CLASSIFIER_NAMES,
+    "TOKEN_CLS": _CLASSIFIER_NAMES,
+    "QUESTION_ANS": ("qa_outputs",),
+}
 
 _METACHARACTERS = frozenset(r"\^$*+?{}[]|()")
 # The first numbered component counts: later ones number experts.
@@ -87,6 +92,41 @@ def module_rules(
             raise _too_slow(config, path, limits)
         found[module] = rules.rule(module)
     return found
+
+
+def targets_among(
+    config: PeftLoraConfig, modules: Sequence[str], path: Path, limits: LoadLimits
+) -> list[str]:
+    """Return the modules of a base model that a configuration targets, whatever the file holds.
+
+    Modules whose LoRA depends on the base model are left out: embedding and head where PEFT ties
+    them, and linear layers outside of the stacks of layers where the targets are "all-linear".
+
+    Args:
+        config: of the adapter.
+        modules: their paths.
+        path: as in `module_rules`, as what follows.
+        limits: as there.
+    """
+    tied = _TIED_NAMES if config.ensure_weight_tying else ()
+    saved = [f".{name}." for name in saved_names(config)]
+    asked = [
+        module
+        for module in modules
+        if module.split(".")[-1] not in tied and not any(name in f".{module}." for name in saved)
+    ]
+    plain = config.model_copy(update={"rank_pattern": None, "alpha_pattern": None})
+    rules = _Rules(plain, _matches(plain, asked, path, limits))
+    found = [module for module in asked if rules.rule(module).targeted]
+    if str(config.target_modules).lower() == ALL_LINEAR:
+        return [module for module in found if any(part.isdigit() for part in module.split("."))]
+    return found
+
+
+def saved_names(config: PeftLoraConfig) -> tuple[str, ...]:
+    """Return the ends of the paths of modules that PEFT saves whole, those of a task as well."""
+    named = (*(config.modules_to_save or ()), *_SAVED_BY_TASK.get(config.task_type or "", ()))
+    return tuple(dict.fromkeys(named))
 
 
 def ties_saved(config: PeftLoraConfig) -> bool:
