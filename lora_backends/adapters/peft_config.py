@@ -113,8 +113,13 @@ _REFUSED_IF_SET = {
 
 _NOT_WITH_DORA = ("lora_bias", "monteclora_config", "target_parameters", "velora_config")
 
-# LoRA-GA changes the base weight while it trains, not when it is loaded.
-_PLAIN_INITS = frozenset({"eva", "gaussian", "lora_ga", "mica", "orthogonal"})
+_PLAIN_INITS = frozenset({"eva", "gaussian", "mica", "orthogonal"})
+
+# PEFT loads LoRA-GA on the untouched base, which is not the model that was trained.
+_INITS_REFUSED = {
+    "lora_ga": "training took its start off the base weights, and the file does not hold it; "
+    "save_pretrained with path_initial_model_for_weight_conversion writes one that does",
+}
 
 
 def read_config(path: Path, limits: LoadLimits, own_modules: bool = False) -> PeftLoraConfig:
@@ -220,6 +225,7 @@ def _refused_values(config: PeftLoraConfig, own_modules: bool) -> Iterator[str]:
     taken = own_modules and init in RESIDUAL_INITS and not config.use_dora
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS and not taken:
         reason = "loading it changes the base weights, or it is not known"
+        reason = _INITS_REFUSED.get(init.lower(), reason)
         yield f"init_lora_weights = {as_json(init)}: {reason}"
     if config.bias != "none" and not own_modules:
         yield f"bias = {as_json(config.bias)}: it replaces biases of the base model"

@@ -196,7 +196,7 @@ def test_embed_scale_of_a_linear_layer_has_no_effect(write_adapter):
     assert read_checkpoint(write_adapter(), specs).modules[Q_PROJ].scaling == 2.0
 
 
-@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "mica", "lora_ga", "eva"])
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "mica", "eva"])
 def test_accepted_initialisations_leave_the_base_of_peft_unchanged(
     init, save_adapter, load_in_peft, make_base
 ):

@@ -102,9 +102,7 @@ def test_fields_without_effect_at_inference_are_accepted(read, values):
     read(**values)
 
 
-@pytest.mark.parametrize(
-    "init", [True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga", "Gaussian"]
-)
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal", "mica", "Gaussian"])
 def test_initialisations_that_leave_the_base_alone_are_accepted(read, init):
     assert read(init_lora_weights=init).init_lora_weights == init
 
@@ -188,6 +186,16 @@ def test_empty_object_that_switches_a_feature_on_is_refused(read, key):
 def test_initialisation_that_changes_the_base_is_refused(read, init):
     with pytest.raises(UnsupportedInputError, match=f'init_lora_weights = "{init}"'):
         read(init_lora_weights=init)
+
+
+@pytest.mark.parametrize("init", ["lora_ga", "LoRA_GA"])
+def test_lora_ga_is_refused_as_its_file_lacks_its_start(read, init):
+    with pytest.raises(UnsupportedInputError, match=f'"{init}": training took its start off'):
+        read(init_lora_weights=init, lora_ga_config={"direction": "ArB2r"})
+
+
+def test_a_converted_adapter_of_lora_ga_is_accepted(read):
+    assert read(init_lora_weights=True, lora_ga_config={"direction": "ArB2r"}).init_lora_weights
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "model.embed_tokens"], ["lm_head"], ".*lm_head"])
