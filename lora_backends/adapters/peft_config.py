@@ -227,6 +227,13 @@ def _refused_values(config: PeftLoraConfig, own_modules: bool) -> Iterator[str]:
         reason = "loading it changes the base weights, or it is not known"
         reason = _INITS_REFUSED.get(init.lower(), reason)
         yield f"init_lora_weights = {as_json(init)}: {reason}"
+    if taken and config.alora_invocation_tokens:
+        # PEFT computes the tokens before the invocation with the changed base weights, too.
+        yield (
+            f"alora_invocation_tokens with init_lora_weights = {as_json(init)}: the start is taken "
+            f"off the base weights for every token; save_pretrained with "
+            f"path_initial_model_for_weight_conversion writes an adapter without it"
+        )
     if config.bias != "none" and not own_modules:
         yield f"bias = {as_json(config.bias)}: it replaces biases of the base model"
 

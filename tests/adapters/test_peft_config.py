@@ -198,6 +198,18 @@ def test_a_converted_adapter_of_lora_ga_is_accepted(read):
     assert read(init_lora_weights=True, lora_ga_config={"direction": "ArB2r"}).init_lora_weights
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_invocation_beside_a_start_taken_off_the_base_is_refused(init, tmp_path):
+    """PEFT takes the start off for every token, and adds the LoRA from the invocation on."""
+    values = {"peft_type": "LORA", "target_modules": ["q_proj"], "init_lora_weights": init}
+    path = tmp_path / "adapter_config.json"
+    config_files.checked_config(values, path, own_modules=True)
+    with pytest.raises(UnsupportedInputError, match="alora_invocation_tokens(.|\n)*" + init):
+        config_files.checked_config(
+            {**values, "alora_invocation_tokens": [9]}, path, own_modules=True
+        )
+
+
 @pytest.mark.parametrize("targets", [["q_proj", "model.embed_tokens"], ["lm_head"], ".*lm_head"])
 def test_ensure_weight_tying_of_embedding_or_head_is_refused(read, targets):
     with pytest.raises(UnsupportedInputError, match="ensure_weight_tying = true"):
