@@ -418,6 +418,7 @@ def _check_targeted(source: _Source, module: str, kind: Kind) -> None:
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
+        "modules_to_save",
     )
     values = ((key, getattr(source.config, key)) for key in keys)
     given = [f"LoRA for {module!r}", *(f"{k} = {shown(v)}" for k, v in values if v is not None)]

@@ -109,12 +109,7 @@ def targets_among(
         limits: as there.
     """
     tied = _TIED_NAMES if config.ensure_weight_tying else ()
-    saved = [f".{name}." for name in saved_names(config)]
-    asked = [
-        module
-        for module in modules
-        if module.split(".")[-1] not in tied and not any(name in f".{module}." for name in saved)
-    ]
+    asked = [module for module in modules if module.split(".")[-1] not in tied]
     plain = config.model_copy(update={"rank_pattern": None, "alpha_pattern": None})
     rules = _Rules(plain, _matches(plain, asked, path, limits))
     found = [module for module in asked if rules.rule(module).targeted]
@@ -170,6 +165,7 @@ Patterns: TypeAlias = Mapping[str, tuple[T, Mapping[str, bool | str] | None]]
 class _Rules:
     def __init__(self, config: PeftLoraConfig, matches: Matches) -> None:
         self._config, self._matches = config, matches
+        self._saved = [f".{name}." for name in saved_names(config)]
         self._layers = frozenset(_as_list(config.layers_to_transform))
         self._ranks = self._with_matches(config.rank_pattern or {})
         self._alphas = self._with_matches(config.alpha_pattern or {})
@@ -200,7 +196,7 @@ class _Rules:
         }
 
     def _is_targeted(self, module: str) -> bool:
-        """Return whether PEFT puts LoRA on a module.
+        """Return whether PEFT puts LoRA on a module; on none that is saved whole, or in one.
 
         A list matches whole trailing components; `layers_to_transform` narrows such matches, but
         not an entry that is the full path. A string is a regular expression for the full path.
@@ -208,6 +204,8 @@ class _Rules:
         """
         targets, excluded = self._config.target_modules, self._config.exclude_modules
         if targets is None or (excluded and self._names(excluded, module)):
+            return False
+        if any(name in f".{module}." for name in self._saved):
             return False
         if isinstance(targets, str):
             if targets.lower() == ALL_LINEAR:

@@ -30,7 +30,8 @@ def promises_of(config: PeftLoraConfig, untrained: Sequence[str]) -> Promises:
     indices = config.trainable_token_indices or {}
     by_end = indices.items() if isinstance(indices, dict) else [(None, indices)]
     tokens = tuple((end, tuple(ids)) for end, ids in by_end)
-    return Promises(saved_names(config), tokens, config.bias, tuple(untrained))
+    is_old = not config.peft_version
+    return Promises(saved_names(config), tokens, config.bias, tuple(untrained), is_old)
 
 
 def check_tokens(path: Path, own: OwnModules, promises: Promises) -> None:

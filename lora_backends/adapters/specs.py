@@ -86,6 +86,7 @@ class OwnParameter:
 
     value: Tensor  # floating, on the CPU; of a head, its rows may be more or fewer than the base's
     alone: bool  # of this module alone (modules_to_save); else wherever the base model shares it
+    plain: bool = False  # named as in the base model, which PEFT ignores where it wraps the module
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +114,7 @@ class Promises:
     """Ends of paths of embeddings, and ids of their rows; None: the token embedding."""
     bias: str = "none"  # all; lora_only: of the modules with LoRA
     untrained: tuple[str, ...] = ()  # paths of targeted modules that have no LoRA in the file
+    is_old: bool = False  # nothing says that it was saved by a PEFT that names its version
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +125,8 @@ class OwnModules:
     tokens: Mapping[str, TokenRows] = field(default_factory=dict)  # by path of the embedding
     invocation: tuple[int, ...] = ()  # aLoRA: it acts from their last place in the prompt on
     tying: Tying | None = None
+    originals: Mapping[str, Tensor] = field(default_factory=dict)
+    """By path of the parameter: copies of the base model's, which PEFT loads into it."""
     promises: Promises = Promises()
 
     def __bool__(self) -> bool:

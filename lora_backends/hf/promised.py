@@ -1,12 +1,15 @@
-"""Refuses files that lack what their `adapter_config.json` promises for this base model.
+"""Refuses files that hold less, or more, than their `adapter_config.json` says of this base model.
 
-The base model's own values would answer in its place: a head that nobody trained, for instance.
+The base model's own values would answer for what they lack: a head that nobody trained, for
+instance. What they hold besides is refused where PEFT does something else with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from lora_backends.adapters import Checkpoint
@@ -14,7 +17,8 @@ from lora_backends.adapters.formats import CONFIG_FILE
 from lora_backends.adapters.messages import MOST_FACTS
 from lora_backends.adapters.old_names import renamed
 from lora_backends.adapters.promises import TO_DO
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.quantized_base import is_plain
 from lora_backends.hf.sites import token_embedding_of
 
 
@@ -35,14 +39,67 @@ def check_promises(base: nn.Module, checkpoint: Checkpoint) -> None:
         *_biases(checkpoint, modules),
     ]
     if missing:
-        given = [f"\n  given: {fact}" for fact in missing[:MOST_FACTS]]
-        given += [f"\n  given: ... and {len(missing) - MOST_FACTS} more"] * (
-            len(missing) > MOST_FACTS
-        )
         raise InvalidInputError(
-            f"{checkpoint.folder} lacks what its {CONFIG_FILE} promises{''.join(given)}\n"
+            f"{checkpoint.folder} lacks what its {CONFIG_FILE} promises{_facts(missing)}\n"
             f"  allowed: a tensor for each of them\n  to do: {TO_DO}"
         )
+
+
+def check_unpromised(base: nn.Module, checkpoint: Checkpoint) -> None:
+    """Refuse weights that PEFT ignores, and copies of the base's that change it for other modules.
+
+    PEFT wraps a module with LoRA or rows of tokens, and reads no tensor under its plain name. It
+    loads copies beside an adapter's own tensors into the base model.
+
+    Args:
+        base: the model that the adapter is for.
+        checkpoint: of the adapter.
+
+    Raises:
+        UnsupportedInputError: such a tensor differs from the base model's; the message names each.
+    """
+    modules = dict(base.named_modules())
+    own, promises = checkpoint.own, checkpoint.own.promises
+    adapted = {*checkpoint.modules, *promises.untrained}
+    with_rows = {id(getattr(modules.get(renamed(p, modules)), "weight", None)) for p in own.tokens}
+    holders = Counter(id(p) for _, p in base.named_parameters(remove_duplicate=False))
+    found = []
+    for name, parameter in own.parameters.items():
+        path, leaf, value = _place(name, modules)
+        wrapped = path in adapted or (leaf == "weight" and id(value) in with_rows)
+        # PEFT had no base_layer in its first versions: their biases have the plain name.
+        is_bias = leaf == "bias" and promises.bias != "none" and promises.is_old
+        if parameter.plain and wrapped and not is_bias and _differs(parameter.value, value):
+            found.append(f"{name}, which PEFT ignores beside its LoRA or rows of tokens")
+    for name, original in own.originals.items():
+        _, _, value = _place(name, modules)
+        if (holders[id(value)] > 1 or id(value) in with_rows) and _differs(original, value):
+            found.append(f"a copy of the base model's {name} with other values")
+    if found:
+        raise UnsupportedInputError(
+            f"{checkpoint.folder} holds tensors that its {CONFIG_FILE} does not promise"
+            f"{_facts(found)}\n  allowed: values equal to the base model's\n"
+            f"  to do: remove these tensors, or load the base model that the adapter was saved with"
+        )
+
+
+def _place(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, str, torch.Tensor | None]:
+    """Return the path of a parameter's module, its name there and the base model's value."""
+    given, _, leaf = name.rpartition(".")
+    path = renamed(given, modules)
+    return path, leaf, modules[path]._parameters.get(leaf) if path in modules else None
+
+
+def _differs(value: torch.Tensor, base: torch.Tensor | None) -> bool:
+    if base is None or value.shape != base.shape or not is_plain(base):
+        return True
+    return not value.to(base.device, base.dtype).equal(base)
+
+
+def _facts(facts: Sequence[str]) -> str:
+    lines = [f"\n  given: {fact}" for fact in facts[:MOST_FACTS]]
+    more = len(facts) - MOST_FACTS
+    return "".join([*lines, *[f"\n  given: ... and {more} more"] * (more > 0)])
 
 
 def _saved(checkpoint: Checkpoint, modules: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sweep import BOUND, adapt, in_peft, result
 from sweep_variants import BERT, EXPERTS, Q_V, build, inputs
 
-from lora_backends import InvalidInputError
+from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
 
 ALL = {"target_modules": "all-linear", "bias": "lora_only"}
@@ -26,6 +26,18 @@ def without(folder, *parts):
         assert lost, [*tensors]
         for name in lost:
             del tensors[name]
+    save_file(tensors, file)
+    return folder
+
+
+def beside(folder, base, *names, off=0.3, start=""):
+    """Put parameters of a base model into a file, moved by `off`, under names that begin so."""
+    file = Path(folder, "adapter_model.safetensors")
+    tensors = load_file(file)
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        value = base.get_parameter(name).detach() + off
+        tensors[f"base_model.model.{path}.{start}{leaf}"] = value
     save_file(tensors, file)
     return folder
 
@@ -192,3 +204,74 @@ def test_targets_without_lora_are_refused_where_peft_draws_their_numbers(
     without(tmp_path, lost)
     with pytest.raises(InvalidInputError, match=rf"no LoRA for 'model\.{told}"):
         load(base, tmp_path)
+
+
+Q_WEIGHT, Q_BIAS = (f"model.layers.1.self_attn.q_proj.{leaf}" for leaf in ("weight", "bias"))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "tensor", "start"),
+    [
+        ("llama", {}, Q_WEIGHT, ""),
+        ("llama", {"target_modules": "all-linear"}, Q_WEIGHT, ""),
+        ("llama with biases", {}, Q_BIAS, ""),
+        ("llama with biases", {"bias": "all"}, Q_BIAS, ""),
+        ("llama", {"target_modules": ["embed_tokens"]}, "model.embed_tokens.weight", ""),
+        ("llama", {"trainable_token_indices": [4]}, "model.embed_tokens.weight", ""),
+        ("tied llama", {"trainable_token_indices": [4]}, "lm_head.weight", ""),
+        ("llama", {"trainable_token_indices": [4]}, "model.embed_tokens.weight", "token_adapter.b"),
+        ("tied llama", {"modules_to_save": ["lm_head"]}, "lm_head.weight", "original_module."),
+    ],
+)
+def test_a_tensor_that_peft_ignores_or_gives_to_the_base_is_refused(
+    name, config, tensor, start, tmp_path
+):
+    base = build(name)
+    adapt(base, str(tmp_path), 1, **{**Q_V, **config})
+    start = start.replace("adapter.b", "adapter.base_layer.")
+    if config.get("bias") != "all" and "embed_tokens" not in config.get("target_modules", ()):
+        beside(tmp_path, base, tensor, off=0.0, start=start)
+        assert_rows_of_peft(name, base, tmp_path)
+    if config.get("bias") == "all":  # else the file has two values, which is refused as such
+        without(tmp_path, tensor.replace("bias", "base_layer.bias"))
+    beside(tmp_path, base, tensor, start=start)
+    with pytest.raises(UnsupportedInputError, match="does not promise") as error:
+        load(base, tmp_path)
+    assert tensor in str(error.value)
+
+
+def test_a_plain_weight_of_a_targeted_module_without_lora_is_refused(tmp_path):
+    base = build("llama")
+    adapt(base, str(tmp_path), 1, **Q_V)
+    beside(without(tmp_path, "layers.1.self_attn.q_proj"), base, Q_WEIGHT)
+    with pytest.warns(RuntimeWarning), pytest.raises(UnsupportedInputError, match="PEFT ignores"):
+        load(base, tmp_path)
+
+
+def test_lora_of_a_module_that_is_saved_whole_is_refused(tmp_path):
+    base = build("llama")
+    adapt(base, str(tmp_path), 1, target_modules=["q_proj", "lm_head"])
+    edit_config(tmp_path, modules_to_save=["lm_head"])
+    beside(without(tmp_path, "lm_head.base_layer"), base, "lm_head.weight")
+    with pytest.raises(InvalidInputError, match="does not target module 'lm_head'"):
+        load(base, tmp_path)
+
+
+@pytest.mark.parametrize("tensor", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_a_whole_weight_that_peft_reads_into_the_base_is_replaced(tensor, tmp_path):
+    base = build("tied llama")
+    adapt(base, str(tmp_path), 1, **Q_V)
+    beside(tmp_path, base, tensor)
+    assert_rows_of_peft("tied llama", base, tmp_path)
+
+
+def test_biases_under_the_names_of_the_first_versions_of_peft_are_read(tmp_path):
+    base = build("llama with biases")
+    adapt(base, str(tmp_path), 1, **Q_V, bias="lora_only")
+    given = inputs("llama with biases")
+    expected = load(base, tmp_path)(adapters=["own"] * 4, **given).logits
+    file = Path(tmp_path, "adapter_model.safetensors")
+    save_file({n.replace("base_layer.bias", "bias"): t for n, t in load_file(file).items()}, file)
+    edit_config(tmp_path, peft_version=None)
+    rows = load(base, tmp_path)(adapters=["own"] * 4, **given).logits
+    assert torch.equal(rows, expected)
