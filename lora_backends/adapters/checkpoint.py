@@ -19,6 +19,7 @@ from lora_backends.adapters.formats import (
     LONGEST_NAME,
     PICKLE_FILE,
     SAFETENSORS_FILE,
+    check_beside,
     check_folder,
     format_of,
     names_in,
@@ -160,6 +161,7 @@ def read_checkpoint(
     if kind_of(path / CONFIG_FILE) is None:
         raise no_config(path)
     config = read_config(path / CONFIG_FILE, limits, own_modules)
+    check_beside(path)
     with torch.device("cpu"):  # whatever the caller's default device is
         weights, tensors = _read_tensors(path, limits)
     return checked_checkpoint(
