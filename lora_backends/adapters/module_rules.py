@@ -91,7 +91,29 @@ def module_rules(
         if time.monotonic() > deadline:
             raise _too_slow(config, path, limits)
         found[module] = rules.rule(module)
+    if not config.is_of_peft(0, 15):
+        _check_old_patterns(config, rules, found, path)
     return found
+
+
+def _check_old_patterns(
+    config: PeftLoraConfig, rules: _Rules, found: Mapping[str, ModuleRule], path: Path
+) -> None:
+    """Refuse patterns that PEFT up to 0.14 read in another way, where only the alphas differ.
+
+    It looked up the first key of both patterns that matches. A wrong rank shows in the tensors.
+    """
+    given = []
+    for module, rule in found.items():
+        old = rules.old_rule(module)
+        if rule.targeted and old.rank == rule.rank and old.scaling != rule.scaling:
+            given.append(f"{module!r}: scaling {old.scaling:g} up to 0.14, {rule.scaling:g} since")
+    if given:
+        what = "PEFT up to 0.14 read rank_pattern and alpha_pattern in another way than since"
+        version = f"peft_version = {as_json(config.peft_version)}"
+        allowed = "the same keys in both, or a peft_version of 0.15 or later"
+        to_do = f'where 0.15 or later trained it, add "peft_version": "0.15.0" to {path.name}'
+        raise UnsupportedInputError(problem(path, what, [version, *given], allowed, to_do))
 
 
 def targets_among(
@@ -174,8 +196,22 @@ class _Rules:
         config = self._config
         rank = _first(self._ranks, module, config.r)
         alpha = _first(self._alphas, module, config.lora_alpha)
-        scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        return ModuleRule(self._is_targeted(module), rank, scaling)
+        return ModuleRule(self._is_targeted(module), rank, self._scaling(rank, alpha))
+
+    def old_rule(self, module: str) -> ModuleRule:
+        """Return the rule of PEFT up to 0.14, which looks up one key in both patterns."""
+        config = self._config
+        keys = {
+            key: (key, matches)
+            for key, (_, matches) in (*self._ranks.items(), *self._alphas.items())
+        }
+        key = _first(keys, module, module)
+        rank = (config.rank_pattern or {}).get(key, config.r)
+        alpha = (config.alpha_pattern or {}).get(key, config.lora_alpha)
+        return ModuleRule(self._is_targeted(module), rank, self._scaling(rank, alpha))
+
+    def _scaling(self, rank: int, alpha: float) -> float:
+        return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
 
     def is_tied_target(self, name: str) -> bool:
         """Return whether the embedding or head of this name is among the targets."""

@@ -6,6 +6,7 @@ Everything that `base(x) + scaling * (B A x + b)` cannot reproduce exactly is re
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -60,6 +61,11 @@ class PeftLoraConfig(BaseModel):
     alora_invocation_tokens: list[TokenId] | None = None
     task_type: str | None = None
     peft_version: object = None  # that saved it; anything may stand there
+
+    def is_of_peft(self, major: int, minor: int) -> bool:
+        """Return whether the file says that this version of PEFT or a later one saved it."""
+        match = re.match(r"(\d{1,6})\.(\d{1,6})", str(self.peft_version))
+        return match is not None and (int(match[1]), int(match[2])) >= (major, minor)
 
 
 ALLOWED = {

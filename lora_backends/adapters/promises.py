@@ -30,7 +30,7 @@ def promises_of(config: PeftLoraConfig, untrained: Sequence[str]) -> Promises:
     indices = config.trainable_token_indices or {}
     by_end = indices.items() if isinstance(indices, dict) else [(None, indices)]
     tokens = tuple((end, tuple(ids)) for end, ids in by_end)
-    is_old = not config.peft_version
+    is_old = not config.is_of_peft(0, 7)
     return Promises(saved_names(config), tokens, config.bias, tuple(untrained), is_old)
 
 

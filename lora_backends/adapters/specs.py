@@ -114,7 +114,7 @@ class Promises:
     """Ends of paths of embeddings, and ids of their rows; None: the token embedding."""
     bias: str = "none"  # all; lora_only: of the modules with LoRA
     untrained: tuple[str, ...] = ()  # paths of targeted modules that have no LoRA in the file
-    is_old: bool = False  # nothing says that it was saved by a PEFT that names its version
+    is_old: bool = False  # its PEFT may be one that names no base_layer
 
 
 @dataclass(frozen=True, eq=False)

@@ -506,6 +506,25 @@ def test_path_that_is_a_key_counts_even_where_it_does_not_match_itself():
     assert module_rank(make(rank_pattern={"q(1)": 2}), "q(1)") == 2
 
 
+@pytest.mark.parametrize("version", [None, "0.13.2", "0.14.0", "", "no version"])
+def test_patterns_that_older_peft_read_in_another_way_are_refused_without_a_version(version):
+    patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.0.q_proj": 32}}
+    config = make(**patterns, peft_version=version)
+    with pytest.raises(
+        UnsupportedInputError, match=r"layers\.0\.q_proj': scaling 4 up to 0\.14, 16"
+    ):
+        rule(config, "layers.0.q_proj")
+    assert rule(config, "layers.1.q_proj").scaling == 4  # both readings agree
+    for newer in ("0.15.0", "0.17.2.dev0", "1.0"):
+        assert rule(make(**patterns, peft_version=newer), "layers.0.q_proj").scaling == 16
+
+
+@pytest.mark.parametrize("alphas", [{"q_proj": 6}, {"q_proj": 6, "v_proj": 3}, {}])
+def test_patterns_with_one_meaning_need_no_version(alphas):
+    config = make(rank_pattern={"q_proj": 2}, alpha_pattern=alphas)
+    assert rule(config, "layers.0.q_proj").scaling == alphas.get("q_proj", 8) / 2
+
+
 # Which modules are targeted
 
 
