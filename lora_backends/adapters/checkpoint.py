@@ -19,6 +19,7 @@ from lora_backends.adapters.formats import (
     LONGEST_NAME,
     PICKLE_FILE,
     SAFETENSORS_FILE,
+    check_beside,
     check_folder,
     format_of,
     names_in,
@@ -31,6 +32,7 @@ from lora_backends.adapters.module_rules import (
     HEAD,
     ModuleRule,
     module_rules,
+    targets_among,
     targets_parameter,
     ties_saved,
     ties_targets,
@@ -39,6 +41,7 @@ from lora_backends.adapters.old_names import renamed, without_adapter_name
 from lora_backends.adapters.own import take_own
 from lora_backends.adapters.peft_config import ALL_LINEAR, PeftLoraConfig, read_config
 from lora_backends.adapters.pickle_file import read_pickle
+from lora_backends.adapters.promises import check_tokens, check_untrained, promises_of
 from lora_backends.adapters.residual import RESIDUAL_INITS
 from lora_backends.adapters.safetensors_file import read_safetensors
 from lora_backends.adapters.shards import read_shards, shards_of
@@ -129,7 +132,8 @@ def read_checkpoint(
     """Read a PEFT LoRA checkpoint: `delta(x) = scaling * B (A x) + bias` for each module in it.
 
     Nothing is reproduced approximately, and no code in the folder is run. The tensors in the file
-    decide which modules have LoRA: it may hold fewer than `target_modules` names.
+    decide which modules have LoRA: it may hold fewer than `target_modules` names, with a warning
+    where the base model has them.
 
     Args:
         folder: holds `adapter_config.json` and `adapter_model.safetensors`, else
@@ -157,6 +161,7 @@ def read_checkpoint(
     if kind_of(path / CONFIG_FILE) is None:
         raise no_config(path)
     config = read_config(path / CONFIG_FILE, limits, own_modules)
+    check_beside(path)
     with torch.device("cpu"):  # whatever the caller's default device is
         weights, tensors = _read_tensors(path, limits)
     return checked_checkpoint(
@@ -227,13 +232,31 @@ def checked_checkpoint(
     specs = experts if modules is None else experts or {}
     room = max_rank if max_expert_rank is None else max_expert_rank
     of_experts = ExpertSource(weights, config, rules, specs, room, limits)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path,
         MappingProxyType(deltas),
         MappingProxyType(copies),
         MappingProxyType(read_experts(of_experts, taken)),
         own,
     )
+    return _with_promises(source, limits, checkpoint, experts or {})
+
+
+def _with_promises(
+    source: _Source, limits: LoadLimits, checkpoint: Checkpoint, experts: Iterable[str]
+) -> Checkpoint:
+    """Note what the configuration promises; refuse what the file lacks whatever the base model."""
+    config, own = source.config, checkpoint.own
+    others = [path for path in source.specs or () if path not in checkpoint.modules]
+    config_path = checkpoint.folder / CONFIG_FILE
+    untrained = targets_among(config, others, config_path, limits) if others else []
+    stacked = [path for path in experts if path not in checkpoint.experts]
+    weights = (f"{path}.weight" for path in others)
+    untrained += [path for path in (*weights, *stacked) if targets_parameter(config, path)]
+    promises = promises_of(config, untrained)
+    check_tokens(source.path, own, promises)
+    check_untrained(source.path, config, untrained)
+    return replace(checkpoint, own=replace(own, promises=promises))
 
 
 def _tied(
@@ -397,6 +420,7 @@ def _check_targeted(source: _Source, module: str, kind: Kind) -> None:
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
+        "modules_to_save",
     )
     values = ((key, getattr(source.config, key)) for key in keys)
     given = [f"LoRA for {module!r}", *(f"{k} = {shown(v)}" for k, v in values if v is not None)]

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from lora_backends.adapters.messages import problem
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.files import kind_of
 
 CONFIG_FILE = "adapter_config.json"
@@ -20,6 +20,15 @@ LONGEST_NAME = 1000
 
 _SAVED_BY_PEFT = "pass the folder that PEFT's save_pretrained wrote"
 _MOST_ENTRIES = 1000  # of a folder that are looked at
+
+# Files in which trainers put trained weights that are no LoRA: LLaVA's and Qwen-VL's projectors,
+# LongLoRA's embeddings and norms, ms-swift's vision tower. A value head is no part of the model
+# that answers.
+_TRAINED_BESIDE = re.compile(
+    r"(?i)(?!value_head|v_head)(.*non_?lora.*|.*trainable.*|.*projector.*|.*resampler.*|"
+    r".*connector.*|vit|.*vision.*|.*embed(s|dings?|_tokens)?|.*_head|classifier|score|"
+    r".*modules_to_save.*)\.(bin|safetensors|pt|pth)"
+)
 
 # By what a tensor's name holds; first hit wins.
 _FORMATS = (
@@ -68,6 +77,20 @@ def check_folder(folder: Path) -> None:
         )
     given = kind or "no such folder"
     raise InvalidInputError(problem(folder, "it is not a folder", given, "a folder", to_do))
+
+
+def check_beside(folder: Path) -> None:
+    """Refuse a folder with trained weights in other files than the adapter's.
+
+    Raises:
+        UnsupportedInputError: there are some; the message names them.
+    """
+    names = sorted(name for name in names_in(folder) if _TRAINED_BESIDE.fullmatch(name))
+    if names:
+        what = "the folder has trained weights in files beside the adapter's, which PEFT ignores"
+        allowed = f"all trained weights in {SAFETENSORS_FILE} or {PICKLE_FILE}"
+        to_do = "merge them into the base model, and remove the files from the adapter's folder"
+        raise UnsupportedInputError(problem(folder, what, names, allowed, to_do))
 
 
 def no_config(folder: Path) -> InvalidInputError:

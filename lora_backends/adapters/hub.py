@@ -12,7 +12,8 @@ from lora_backends.errors import InvalidInputError, shown
 from lora_backends.files import as_path, kind_of
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_SAFE = [CONFIG_FILE, SAFETENSORS_FILE, "adapter_model-*-of-*.safetensors"]
+_SAFE = [CONFIG_FILE, SAFETENSORS_FILE, "adapter_model-*-of-*.safetensors", "non_lora_*"]
+"""The last are trained weights beside the adapter: `read_checkpoint` refuses them, unread."""
 
 
 def local_folder(given: str | Path) -> Path:

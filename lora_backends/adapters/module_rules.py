@@ -34,6 +34,11 @@ HEAD = "lm_head"
 _TIED_NAMES = ("embed_tokens", HEAD)
 _HEAD_NAMES = (HEAD, "embed_out")
 _CLASSIFIER_NAMES = ("score", "classifier")
+_SAVED_BY_TASK = {
+    "SEQ_CLS": _CLASSIFIER_NAMES,
+    "TOKEN_CLS": _CLASSIFIER_NAMES,
+    "QUESTION_ANS": ("qa_outputs",),
+}
 
 _METACHARACTERS = frozenset(r"\^$*+?{}[]|()")
 # The first numbered component counts: later ones number experts.
@@ -86,7 +91,59 @@ def module_rules(
         if time.monotonic() > deadline:
             raise _too_slow(config, path, limits)
         found[module] = rules.rule(module)
+    if not config.is_of_peft(0, 15):
+        _check_old_patterns(config, rules, found, path)
     return found
+
+
+def _check_old_patterns(
+    config: PeftLoraConfig, rules: _Rules, found: Mapping[str, ModuleRule], path: Path
+) -> None:
+    """Refuse patterns that PEFT up to 0.14 read in another way, where only the alphas differ.
+
+    It looked up the first key of both patterns that matches. A wrong rank shows in the tensors.
+    """
+    given = []
+    for module, rule in found.items():
+        old = rules.old_rule(module)
+        if rule.targeted and old.rank == rule.rank and old.scaling != rule.scaling:
+            given.append(f"{module!r}: scaling {old.scaling:g} up to 0.14, {rule.scaling:g} since")
+    if given:
+        what = "PEFT up to 0.14 read rank_pattern and alpha_pattern in another way than since"
+        version = f"peft_version = {as_json(config.peft_version)}"
+        allowed = "the same keys in both, or a peft_version of 0.15 or later"
+        to_do = f'where 0.15 or later trained it, add "peft_version": "0.15.0" to {path.name}'
+        raise UnsupportedInputError(problem(path, what, [version, *given], allowed, to_do))
+
+
+def targets_among(
+    config: PeftLoraConfig, modules: Sequence[str], path: Path, limits: LoadLimits
+) -> list[str]:
+    """Return the modules of a base model that a configuration targets, whatever the file holds.
+
+    Modules whose LoRA depends on the base model are left out: embedding and head where PEFT ties
+    them, and linear layers outside of the stacks of layers where the targets are "all-linear".
+
+    Args:
+        config: of the adapter.
+        modules: their paths.
+        path: as in `module_rules`, as what follows.
+        limits: as there.
+    """
+    tied = _TIED_NAMES if config.ensure_weight_tying else ()
+    asked = [module for module in modules if module.split(".")[-1] not in tied]
+    plain = config.model_copy(update={"rank_pattern": None, "alpha_pattern": None})
+    rules = _Rules(plain, _matches(plain, asked, path, limits))
+    found = [module for module in asked if rules.rule(module).targeted]
+    if str(config.target_modules).lower() == ALL_LINEAR:
+        return [module for module in found if any(part.isdigit() for part in module.split("."))]
+    return found
+
+
+def saved_names(config: PeftLoraConfig) -> tuple[str, ...]:
+    """Return the ends of the paths of modules that PEFT saves whole, those of a task as well."""
+    named = (*(config.modules_to_save or ()), *_SAVED_BY_TASK.get(config.task_type or "", ()))
+    return tuple(dict.fromkeys(named))
 
 
 def ties_saved(config: PeftLoraConfig) -> bool:
@@ -130,6 +187,7 @@ Patterns: TypeAlias = Mapping[str, tuple[T, Mapping[str, bool | str] | None]]
 class _Rules:
     def __init__(self, config: PeftLoraConfig, matches: Matches) -> None:
         self._config, self._matches = config, matches
+        self._saved = [f".{name}." for name in saved_names(config)]
         self._layers = frozenset(_as_list(config.layers_to_transform))
         self._ranks = self._with_matches(config.rank_pattern or {})
         self._alphas = self._with_matches(config.alpha_pattern or {})
@@ -138,8 +196,22 @@ class _Rules:
         config = self._config
         rank = _first(self._ranks, module, config.r)
         alpha = _first(self._alphas, module, config.lora_alpha)
-        scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        return ModuleRule(self._is_targeted(module), rank, scaling)
+        return ModuleRule(self._is_targeted(module), rank, self._scaling(rank, alpha))
+
+    def old_rule(self, module: str) -> ModuleRule:
+        """Return the rule of PEFT up to 0.14, which looks up one key in both patterns."""
+        config = self._config
+        keys = {
+            key: (key, matches)
+            for key, (_, matches) in (*self._ranks.items(), *self._alphas.items())
+        }
+        key = _first(keys, module, module)
+        rank = (config.rank_pattern or {}).get(key, config.r)
+        alpha = (config.alpha_pattern or {}).get(key, config.lora_alpha)
+        return ModuleRule(self._is_targeted(module), rank, self._scaling(rank, alpha))
+
+    def _scaling(self, rank: int, alpha: float) -> float:
+        return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
 
     def is_tied_target(self, name: str) -> bool:
         """Return whether the embedding or head of this name is among the targets."""
@@ -160,7 +232,7 @@ class _Rules:
         }
 
     def _is_targeted(self, module: str) -> bool:
-        """Return whether PEFT puts LoRA on a module.
+        """Return whether PEFT puts LoRA on a module; on none that is saved whole, or in one.
 
         A list matches whole trailing components; `layers_to_transform` narrows such matches, but
         not an entry that is the full path. A string is a regular expression for the full path.
@@ -168,6 +240,8 @@ class _Rules:
         """
         targets, excluded = self._config.target_modules, self._config.exclude_modules
         if targets is None or (excluded and self._names(excluded, module)):
+            return False
+        if any(name in f".{module}." for name in self._saved):
             return False
         if isinstance(targets, str):
             if targets.lower() == ALL_LINEAR:

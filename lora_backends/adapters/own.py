@@ -48,6 +48,7 @@ def take_own(
     rest: dict[str, Tensor] = {}
     parameters: dict[str, OwnParameter] = {}
     tokens: dict[str, TokenRows] = {}
+    originals: dict[str, Tensor] = {}
 
     def error(what: str, given: str, allowed: str, to_do: str) -> InvalidInputError:
         return InvalidInputError(problem(path, what, given, allowed, to_do))
@@ -58,6 +59,7 @@ def take_own(
             rest[key] = tensor
             continue
         if not name:
+            originals |= _original(key, tensor)
             continue
         check_dtype(error, key, tensor)
         check_finite(error, key, tensor.flatten())
@@ -70,7 +72,8 @@ def take_own(
                 what = "modules_to_save names modules one inside another"
                 allowed, to_do = "the outer ones alone", "correct modules_to_save and train again"
                 raise UnsupportedInputError(problem(path, what, saved, allowed, to_do))
-            before = parameters.setdefault(name, OwnParameter(tensor, bool(saved)))
+            plain = not saved and key == _PREFIX + name
+            before = parameters.setdefault(name, OwnParameter(tensor, bool(saved), plain))
             same = before.value.dtype == tensor.dtype and torch.equal(before.value, tensor)
             if not same:
                 raise error(
@@ -83,7 +86,16 @@ def take_own(
         what = "PEFT does not tie embeddings with different tokens"
         given = f"ensure_weight_tying = true, rows of {', '.join(tokens)}"
         raise UnsupportedInputError(problem(path, what, given, "ensure_weight_tying = false"))
-    return OwnModules(parameters, tokens, tuple(config.alora_invocation_tokens or ())), rest
+    invocation = tuple(config.alora_invocation_tokens or ())
+    return OwnModules(parameters, tokens, invocation, originals=originals), rest
+
+
+def _original(key: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return a copy of a tensor of the base model by its name there; unused LoRA is none."""
+    name = key.removeprefix(_PREFIX)
+    for mark in _UNUSED:
+        name = name.replace(mark, ".")
+    return {} if ".lora_" in name else {name: tensor}
 
 
 def _own_name(key: str, config: PeftLoraConfig) -> str | None:

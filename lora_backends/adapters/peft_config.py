@@ -6,6 +6,7 @@ Everything that `base(x) + scaling * (B A x + b)` cannot reproduce exactly is re
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -61,6 +62,11 @@ class PeftLoraConfig(BaseModel):
     task_type: str | None = None
     peft_version: object = None  # that saved it; anything may stand there
 
+    def is_of_peft(self, major: int, minor: int) -> bool:
+        """Return whether the file says that this version of PEFT or a later one saved it."""
+        match = re.match(r"(\d{1,6})\.(\d{1,6})", str(self.peft_version))
+        return match is not None and (int(match[1]), int(match[2])) >= (major, minor)
+
 
 ALLOWED = {
     "peft_type": '"LORA"',
@@ -113,8 +119,13 @@ _REFUSED_IF_SET = {
 
 _NOT_WITH_DORA = ("lora_bias", "monteclora_config", "target_parameters", "velora_config")
 
-# LoRA-GA changes the base weight while it trains, not when it is loaded.
-_PLAIN_INITS = frozenset({"eva", "gaussian", "lora_ga", "mica", "orthogonal"})
+_PLAIN_INITS = frozenset({"eva", "gaussian", "mica", "orthogonal"})
+
+# PEFT loads LoRA-GA on the untouched base, which is not the model that was trained.
+_INITS_REFUSED = {
+    "lora_ga": "training took its start off the base weights, and the file does not hold it; "
+    "save_pretrained with path_initial_model_for_weight_conversion writes one that does",
+}
 
 
 def read_config(path: Path, limits: LoadLimits, own_modules: bool = False) -> PeftLoraConfig:
@@ -220,7 +231,15 @@ def _refused_values(config: PeftLoraConfig, own_modules: bool) -> Iterator[str]:
     taken = own_modules and init in RESIDUAL_INITS and not config.use_dora
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS and not taken:
         reason = "loading it changes the base weights, or it is not known"
+        reason = _INITS_REFUSED.get(init.lower(), reason)
         yield f"init_lora_weights = {as_json(init)}: {reason}"
+    if taken and config.alora_invocation_tokens:
+        # PEFT computes the tokens before the invocation with the changed base weights, too.
+        yield (
+            f"alora_invocation_tokens with init_lora_weights = {as_json(init)}: the start is taken "
+            f"off the base weights for every token; save_pretrained with "
+            f"path_initial_model_for_weight_conversion writes an adapter without it"
+        )
     if config.bias != "none" and not own_modules:
         yield f"bias = {as_json(config.bias)}: it replaces biases of the base model"
 

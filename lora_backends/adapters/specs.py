@@ -86,6 +86,7 @@ class OwnParameter:
 
     value: Tensor  # floating, on the CPU; of a head, its rows may be more or fewer than the base's
     alone: bool  # of this module alone (modules_to_save); else wherever the base model shares it
+    plain: bool = False  # named as in the base model, which PEFT ignores where it wraps the module
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +105,18 @@ class Tying:
     untargeted: tuple[str, ...] = ()  # paths of LoRA that only a tied head has
 
 
+@dataclass(frozen=True)
+class Promises:
+    """What an `adapter_config.json` says that its file holds, in the words of the base model."""
+
+    saved: tuple[str, ...] = ()  # ends of paths of modules: modules_to_save
+    tokens: tuple[tuple[str | None, tuple[int, ...]], ...] = ()
+    """Ends of paths of embeddings, and ids of their rows; None: the token embedding."""
+    bias: str = "none"  # all; lora_only: of the modules with LoRA
+    untrained: tuple[str, ...] = ()  # paths of targeted modules that have no LoRA in the file
+    is_old: bool = False  # its PEFT may be one that names no base_layer
+
+
 @dataclass(frozen=True, eq=False)
 class OwnModules:
     """The parts of an adapter that are not LoRA."""
@@ -112,6 +125,9 @@ class OwnModules:
     tokens: Mapping[str, TokenRows] = field(default_factory=dict)  # by path of the embedding
     invocation: tuple[int, ...] = ()  # aLoRA: it acts from their last place in the prompt on
     tying: Tying | None = None
+    originals: Mapping[str, Tensor] = field(default_factory=dict)
+    """By path of the parameter: copies of the base model's, which PEFT loads into it."""
+    promises: Promises = Promises()
 
     def __bool__(self) -> bool:
         return bool(self.parameters or self.tokens or self.invocation)

@@ -21,6 +21,7 @@ from lora_backends.hf.layout import Layout
 from lora_backends.hf.own_rows import Hook, OwnModule, replace_rows
 from lora_backends.hf.own_trial import reason_against
 from lora_backends.hf.probe import UNREACHED, probe
+from lora_backends.hf.promised import check_promises, check_unpromised
 from lora_backends.hf.quantized_base import is_plain, packed_size
 from lora_backends.hf.running import RUNNING
 from lora_backends.hf.sites import Site, token_embedding_of
@@ -76,6 +77,8 @@ class OwnModules:
         self._check_residuals(checkpoint)
         values = self._values(checkpoint)
         tokens = self._tokens(checkpoint)
+        check_promises(self._base, checkpoint)
+        check_unpromised(self._base, checkpoint)
         own: dict[str, Any] = {}
         for path in dict.fromkeys([*values, *tokens]):
             own[path] = self._own(checkpoint, path, values.get(path, {}), tokens.get(path))

@@ -196,7 +196,7 @@ def test_embed_scale_of_a_linear_layer_has_no_effect(write_adapter):
     assert read_checkpoint(write_adapter(), specs).modules[Q_PROJ].scaling == 2.0
 
 
-@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "mica", "lora_ga", "eva"])
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "mica", "eva"])
 def test_accepted_initialisations_leave_the_base_of_peft_unchanged(
     init, save_adapter, load_in_peft, make_base
 ):
@@ -836,3 +836,30 @@ def test_a_file_of_a_checkpoint_names_its_folder(write_adapter):
 def test_what_is_no_path_is_refused(folder):
     with pytest.raises(InvalidInputError, match="is no path|of a user that|cannot read"):
         read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "non_lora_trainables.bin",
+        "non_lora_state_dict.bin",
+        "mm_projector.bin",
+        "trainable_params.bin",
+        "vit.safetensors",
+        "embed_tokens.pt",
+        "lm_head.safetensors",
+    ],
+)
+def test_trained_weights_beside_the_adapter_are_refused(name, write_adapter):
+    folder = write_adapter()
+    torch.save({}, folder / name)
+    assert f"given: {name}" in rejected(UnsupportedInputError, folder)
+
+
+def test_files_of_a_training_run_beside_the_adapter_are_no_weights(write_adapter):
+    folder = write_adapter()
+    names = "optimizer.pt scheduler.pt rng_state.pth training_args.bin scaler.pt model.safetensors"
+    others = "value_head.bin v_head.safetensors tokenizer.json projector.json README.md"
+    for name in [*names.split(), *others.split(), "pytorch_model.bin"]:
+        torch.save({}, folder / name)
+    assert [*read_checkpoint(folder).modules] == [Q_PROJ]

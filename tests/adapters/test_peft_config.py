@@ -102,9 +102,7 @@ def test_fields_without_effect_at_inference_are_accepted(read, values):
     read(**values)
 
 
-@pytest.mark.parametrize(
-    "init", [True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga", "Gaussian"]
-)
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal", "mica", "Gaussian"])
 def test_initialisations_that_leave_the_base_alone_are_accepted(read, init):
     assert read(init_lora_weights=init).init_lora_weights == init
 
@@ -188,6 +186,28 @@ def test_empty_object_that_switches_a_feature_on_is_refused(read, key):
 def test_initialisation_that_changes_the_base_is_refused(read, init):
     with pytest.raises(UnsupportedInputError, match=f'init_lora_weights = "{init}"'):
         read(init_lora_weights=init)
+
+
+@pytest.mark.parametrize("init", ["lora_ga", "LoRA_GA"])
+def test_lora_ga_is_refused_as_its_file_lacks_its_start(read, init):
+    with pytest.raises(UnsupportedInputError, match=f'"{init}": training took its start off'):
+        read(init_lora_weights=init, lora_ga_config={"direction": "ArB2r"})
+
+
+def test_a_converted_adapter_of_lora_ga_is_accepted(read):
+    assert read(init_lora_weights=True, lora_ga_config={"direction": "ArB2r"}).init_lora_weights
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_invocation_beside_a_start_taken_off_the_base_is_refused(init, tmp_path):
+    """PEFT takes the start off for every token, and adds the LoRA from the invocation on."""
+    values = {"peft_type": "LORA", "target_modules": ["q_proj"], "init_lora_weights": init}
+    path = tmp_path / "adapter_config.json"
+    config_files.checked_config(values, path, own_modules=True)
+    with pytest.raises(UnsupportedInputError, match="alora_invocation_tokens(.|\n)*" + init):
+        config_files.checked_config(
+            {**values, "alora_invocation_tokens": [9]}, path, own_modules=True
+        )
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "model.embed_tokens"], ["lm_head"], ".*lm_head"])
@@ -484,6 +504,25 @@ def test_alternatives_of_a_pattern_are_one_expression():
 
 def test_path_that_is_a_key_counts_even_where_it_does_not_match_itself():
     assert module_rank(make(rank_pattern={"q(1)": 2}), "q(1)") == 2
+
+
+@pytest.mark.parametrize("version", [None, "0.13.2", "0.14.0", "", "no version"])
+def test_patterns_that_older_peft_read_in_another_way_are_refused_without_a_version(version):
+    patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.0.q_proj": 32}}
+    config = make(**patterns, peft_version=version)
+    with pytest.raises(
+        UnsupportedInputError, match=r"layers\.0\.q_proj': scaling 4 up to 0\.14, 16"
+    ):
+        rule(config, "layers.0.q_proj")
+    assert rule(config, "layers.1.q_proj").scaling == 4  # both readings agree
+    for newer in ("0.15.0", "0.17.2.dev0", "1.0"):
+        assert rule(make(**patterns, peft_version=newer), "layers.0.q_proj").scaling == 16
+
+
+@pytest.mark.parametrize("alphas", [{"q_proj": 6}, {"q_proj": 6, "v_proj": 3}, {}])
+def test_patterns_with_one_meaning_need_no_version(alphas):
+    config = make(rank_pattern={"q_proj": 2}, alpha_pattern=alphas)
+    assert rule(config, "layers.0.q_proj").scaling == alphas.get("q_proj", 8) / 2
 
 
 # Which modules are targeted

@@ -50,6 +50,7 @@ def draw_config(draw):
     )
     config = {
         "peft_type": "LORA",
+        "peft_version": "0.21.2",
         "r": draw.randint(1, 8),
         "lora_alpha": draw.choice([1, 4, 16, 0.5]),
         "use_rslora": draw.random() < 0.3,
