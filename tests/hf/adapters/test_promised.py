@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.sweeps.sweep import BOUND, adapt, in_peft, result
+from helpers.sweeps.sweep_variants import BERT, EXPERTS, Q_V, build, inputs
 from safetensors.torch import load_file, save_file
-from sweep import BOUND, adapt, in_peft, result
-from sweep_variants import BERT, EXPERTS, Q_V, build, inputs
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
