@@ -499,7 +499,8 @@ class MultiLoRAModel(ModelWords):
                 heads have different numbers of labels.
             split: run the batch once for each adapter, and take each row from the pass of its
                 adapter, for models in which a module does not show which row an input belongs to
-                (DeBERTa).
+                (DeBERTa). Outputs of image, video and sound encoders that differ between the passes
+                are None.
             inputs: of the base model, at least input_ids or inputs_embeds.
 
         Returns:

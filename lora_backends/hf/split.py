@@ -28,6 +28,9 @@ ROW_OUTPUTS = frozenset(
 OF_IMAGES = "image_hidden_states"
 """The output with the images of all rows, in order."""
 
+ENCODERS = frozenset({"image_outputs", "video_outputs", "audio_outputs"})
+"""Outputs of the encoders of images, video and sound, which do not name the row of an image."""
+
 _PLAIN = bool | int | float | str | None
 
 Run = Callable[..., Any]
@@ -83,6 +86,7 @@ def accepted(run: Run, count: int, inputs: Mapping[str, Any], images: Images) ->
         return False
     return all(
         isinstance(value, _PLAIN)
+        or name in ENCODERS
         or (name in ROW_OUTPUTS and _has_rows(value, count))
         or (name == OF_IMAGES and images.placeholders(inputs, value) is not None)
         for name, value in output.items()
@@ -150,6 +154,8 @@ def _joined(
     """
     if all(_same(part, parts[0]) for part in parts):
         return parts[0]
+    if name in ENCODERS:
+        return None  # as `MultiLoRAModel.__call__` says
     if name in ROW_OUTPUTS and all(_has_rows(part, len(owners)) for part in parts):
         return _chosen(parts, owners)
     counts = images.placeholders(inputs, parts[0]) if name == OF_IMAGES else None
@@ -173,6 +179,8 @@ def _same(value: Any, other: Any) -> bool:
     """Return whether an output of two passes is the same."""
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return value.dtype == other.dtype and torch.equal(value, other)
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return value.keys() == other.keys() and all(_same(value[k], other[k]) for k in value)
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):
         return len(value) == len(other) and all(map(_same, value, other))
     if isinstance(value, Mapping) and isinstance(other, Mapping):
