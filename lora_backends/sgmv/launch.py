@@ -169,10 +169,10 @@ def _kernels(
     of_b = expand_sizes(
         expand,
         columns,
+        shrink.split_k if linear else 1,
         rank,
         storage._replace(wide=None) if exact_h else storage,
         FIRST_GROUPS=tuple(accumulate(b_row_groups(output_slices, storage.block), initial=0)),
-        SPLIT_K=shrink.split_k if linear else 1,
         PRECISION="ieee" if exact_h else options.precision,
         PROGRAMMATIC=options.programmatic and linear,
         NUM_SLICES=layer.num_slices,

@@ -156,6 +156,18 @@ def test_an_engine_imports_nothing_of_the_other(folder, others):
         assert not {i for i in imported if f"{i[1]}.".startswith(f"{other}.")}
 
 
+def test_kernels_use_nothing_of_triton_that_another_package_replaces():
+    """SGLang replaces functions of the module `triton`, which kernels would then see."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or not any(
+                "triton.jit" in ast.unparse(of) for of in node.decorator_list
+            ):
+                continue
+            names = [n for line in node.body for n in ast.walk(line) if isinstance(n, ast.Name)]
+            assert "triton" not in {name.id for name in names}, f"{path}: {node.name}"
+
+
 ALONE = """
 import importlib.util
 import sys

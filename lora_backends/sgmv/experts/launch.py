@@ -307,10 +307,10 @@ def _expand_kernel(
         SIZES=expand_sizes(
             tiles.expand,
             columns,
+            tiles.shrink.split_k,
             site.shape.max_rank,
             site.storage,
             FIRST_GROUPS=site.first_groups,
-            SPLIT_K=tiles.shrink.split_k,
             padded_h=True,
             PRECISION=options.precision,
             PROGRAMMATIC=options.programmatic,

@@ -38,8 +38,7 @@ def load_h_row(h_row, plane, r, rank, S: tl.constexpr):
 
     One load takes all planes: code for each of up to 32 would not stay in the caches.
     """
-    PLANES: tl.constexpr = triton.next_power_of_2(S.SPLIT_K)
-    k = tl.arange(0, PLANES)  # [planes]
+    k = tl.arange(0, S.PLANES)
     mask = (k < S.SPLIT_K)[:, None] & (r < rank)[None, :]
     h = tl.load(h_row + k[:, None] * plane + r[None, :], mask=mask, other=0.0)
     # The gather keeps the layout of this load from spreading to the product. So B is multiplied in

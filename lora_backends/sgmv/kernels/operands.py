@@ -187,6 +187,7 @@ class ExpandSizes(NamedTuple):
     FIRST_GROUPS: tuple[int, ...]  # the first group of columns of every slice
     WIDE: Any  # dtype of the product with an 8-bit B
     SPLIT_K: int  # planes of h
+    PLANES: int  # the same, rounded up to a power of two
     RANK_PAD: int
     BLOCK_C: int
     BLOCK_R: int

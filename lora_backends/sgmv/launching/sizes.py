@@ -9,7 +9,13 @@ import triton.language as tl
 from lora_backends.sgmv.kernels.operands import ExpandSizes, ShrinkSizes
 from lora_backends.sgmv.launching.kernel import INTERPRETED
 from lora_backends.sgmv.storage import WIDE, Storage
-from lora_backends.sgmv.tiles.sizes import ColumnPrograms, ExpandTiles, ShrinkTiles, padded_rank
+from lora_backends.sgmv.tiles.sizes import (
+    ColumnPrograms,
+    ExpandTiles,
+    ShrinkTiles,
+    padded_rank,
+    power_of_two,
+)
 
 
 def shrink_sizes(
@@ -36,6 +42,7 @@ def shrink_sizes(
 def expand_sizes(
     tiles: ExpandTiles,
     columns: ColumnPrograms,
+    planes: int,
     max_rank: int,
     storage: Storage,
     padded_h: bool = False,
@@ -46,6 +53,7 @@ def expand_sizes(
     Args:
         tiles: tile sizes.
         columns: the grid over the columns of y.
+        planes: of h.
         max_rank: of the stack.
         storage: how B is stored.
         padded_h: whether rows of h have room for the padded rank.
@@ -60,6 +68,8 @@ def expand_sizes(
         GROUP_C=storage.block[0] or 0,
         GROUP_R=storage.block[1] or 0,
         WIDE=WIDE[storage.wide] or tl.float32,
+        SPLIT_K=planes,
+        PLANES=power_of_two(planes),
         RANK_PAD=padded_rank(max_rank),
         BLOCK_C=tiles.block_c,
         BLOCK_R=tiles.block_r,
