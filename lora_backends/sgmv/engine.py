@@ -19,7 +19,6 @@ from lora_backends.features import FEATURES
 from lora_backends.operations import BY_NAME, OPERATIONS
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.base.product import MOST_ROWS, base_arguments, base_kernel_of
-from lora_backends.sgmv.experts.launch import Options as ExpertOptions
 from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
 from lora_backends.sgmv.experts.rules import PairShape
@@ -51,7 +50,7 @@ class SgmvBackend(LoRABackend):
     """
 
     entry_kernels: ClassVar[Any]
-    """The module with `shrink_kernel`, `gather_kernel` and `expand_kernel`."""
+    """The module with `shrink_kernel`, `gather_kernel`, `expand_kernel` and `find_rows`."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     plan_type: ClassVar[type] = SgmvPlan
@@ -298,8 +297,7 @@ class SgmvBackend(LoRABackend):
             factors = scales * routing.topk_weights if weighted else scales.contiguous()
             routing, weighted = copy.copy(routing), True
             routing.topk_weights = factors
-        fixed = ExpertOptions(options.precision, options.programmatic, options.tma, options.gpu)
-        add_experts(y, x, weights, routing, fixed, rows=rows, weighted=weighted, reduce=reduce)
+        add_experts(y, x, weights, routing, options, rows=rows, weighted=weighted, reduce=reduce)
         return y
 
     def _rows(self, plan: SgmvPlan, tokens: int) -> int:

@@ -9,15 +9,16 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
-import triton.language as tl
 
 from lora_backends.eight_bit import b_row_groups
+from lora_backends.sgmv.kernels.operands import ExpandSizes, GatherSizes, ShrinkSizes
 from lora_backends.sgmv.launching.call_cache import Launched
-from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
+from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel, specialized
+from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
 from lora_backends.sgmv.launching.slice_tables import located_a, located_b, slice_alignments
 from lora_backends.sgmv.launching.tma import allows_tma, descriptor
 from lora_backends.sgmv.layout import SgmvPlan
-from lora_backends.sgmv.storage import PLAIN, WIDE, Storage, storage_kind, stored_bytes
+from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
 from lora_backends.sgmv.tiles.gpu import Gpu
 from lora_backends.sgmv.tiles.rules import (
     ends_beyond_ranks,
@@ -27,6 +28,7 @@ from lora_backends.sgmv.tiles.rules import (
 )
 from lora_backends.sgmv.tiles.sizes import (
     BatchShape,
+    ColumnPrograms,
     ExpandTiles,
     LayerShape,
     ShrinkTiles,
@@ -130,7 +132,7 @@ def _kernels(
     epilogue: Epilogue,
     slice_aligns: tuple[int, int],
     storage: Storage,
-    row: tuple[tuple[str, int], ...],
+    row: tuple[Any, ...],
     options: Options,
     form: Form,
     tma: bool,
@@ -141,38 +143,51 @@ def _kernels(
         shrink = replace(shrink, split_k=min(shrink.split_k, PLANES_BESIDE))
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         tma = tma and column_programs(output_slices, expand).even
+    if exact or not tma:  # the expand with TMA rounds h
+        expand = replace(expand, num_stages=min(1, expand.num_stages))
     x_lines = y_lines = 0
     if options.programmatic and linear:
         x_lines, y_lines = prefetched_lines(batch, layer, options.gpu)
+    rank, wide_ranks = layer.max_rank, layer.max_rank % 8 == 0
+    # h is exact where callers pass it, and where it is not a value of the stack's dtype
+    exact_h = exact or (form == "embedding" and storage.kind > 0)
+    columns = column_programs(output_slices, expand)
+    of_a = shrink_sizes(
+        shrink,
+        layer.in_features,
+        rank,
+        storage,
+        PRECISION=options.precision,
+        PROGRAMMATIC=options.programmatic,
+        NUM_SLICES=layer.num_slices,
+        SLICE_ALIGN=slice_aligns[0],
+        # exact: callers see h, so not even zeros are written beyond a rank
+        EVEN_R=8 if wide_ranks and not exact else 0,
+        EXITS=ends_beyond_ranks(batch, options.gpu),
+        PREFETCH=x_lines,
+    )
+    of_b = expand_sizes(
+        expand,
+        columns,
+        shrink.split_k if linear else 1,
+        rank,
+        storage._replace(wide=None) if exact_h else storage,
+        FIRST_GROUPS=tuple(accumulate(b_row_groups(output_slices, storage.block), initial=0)),
+        PRECISION="ieee" if exact_h else options.precision,
+        PROGRAMMATIC=options.programmatic and linear,
+        NUM_SLICES=layer.num_slices,
+        SLICE_ALIGN=slice_aligns[1],
+        HAS_BIAS=epilogue.bias,
+        HAS_OUTPUT_SCALES=epilogue.output_scales,
+        HAS_TOKEN_SCALES=epilogue.token_scales,
+        EXACT_H=exact_h,
+        LATE_Y=form == "beside",
+        EARLY_B=storage.kind > 0,
+        PREFETCH=y_lines if expand.num_stages > 1 else 0,
+    )
     return Kernels(
-        _shrink_kernel(
-            layer,
-            shrink,
-            slice_aligns[0],
-            storage,
-            exact,
-            ends_beyond_ranks(batch, options.gpu),
-            x_lines,
-            row,
-            options,
-        ),
-        _expand_kernel(
-            layer,
-            output_slices,
-            # the expand with TMA rounds h
-            expand if tma and not exact else replace(expand, num_stages=min(1, expand.num_stages)),
-            shrink.split_k if linear else 1,
-            epilogue,
-            slice_aligns[1],
-            storage,
-            # h is exact where callers pass it, and where it is not a value of the stack's dtype
-            exact or (form == "embedding" and storage.kind > 0),
-            row,
-            # only the shrink of run_linear lets the expand start early
-            options._replace(programmatic=options.programmatic and linear),
-            late_y=form == "beside",
-            y_lines=y_lines,
-        ),
+        _shrink_kernel(layer, shrink, of_a, row, options),
+        _expand_kernel(expand, columns, of_b, row, options),
         shrink.split_k,
     )
 
@@ -198,110 +213,49 @@ def _tiles(
     return chosen.shrink, choose(exact).expand
 
 
-@lru_cache(maxsize=4096)
 def _shrink_kernel(
     layer: LayerShape,
     tiles: ShrinkTiles,
-    slice_align: int,
-    storage: Storage,
-    exact: bool,
-    exits: bool,
-    x_lines: int,
-    row: tuple[tuple[str, int], ...],
+    sizes: ShrinkSizes,
+    row: tuple[Any, ...],
     options: Options,
 ) -> SpecializedKernel:
-    step = tiles.block_k * tiles.split_k
-    programs = -(-layer.stacked // tiles.block_n) * tiles.split_k
-    constants = {
-        "PROGRAMS": programs,
-        "NUM_SLICES": layer.num_slices,
-        "SLICE_ALIGN": slice_align,
-        "STORAGE": storage.kind,
-        "GROUP_R": storage.block[0] or 0,
-        "GROUP_K": storage.block[1] or 0,
-        "RANK_PAD": padded_rank(layer.max_rank),
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_K": tiles.block_k,
-        "WARPS_K": tiles.warps_k,
-        "SPLIT_K": tiles.split_k,
-        "STEPS": -(-layer.in_features // step),
-        "EVEN_K": layer.in_features % step == 0,
-        # exact: callers see h, so not even zeros are written beyond a rank
-        "EVEN_R": layer.max_rank % 8 == 0 and not exact,
-        "EXITS": exits,
-        "PREFETCH": x_lines,
-        "PRECISION": options.precision,
-        "INTERPRETED": INTERPRETED,
-        "PROGRAMMATIC": options.programmatic,
-    }
-    return SpecializedKernel(
-        options.engine.entry_kernels.shrink_kernel,
-        constants | dict(row),
-        programs,
-        tiles.num_warps,
-        tiles.num_stages,
-        options.programmatic,
+    entries = options.engine.entry_kernels
+    return specialized(
+        entries.shrink_kernel,
+        -(-layer.stacked // tiles.block_n) * tiles.split_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        programmatic=sizes.PROGRAMMATIC,
+        FIND=entries.find_rows,
+        ROW=row,
+        SIZES=sizes,
     )
 
 
-@lru_cache(maxsize=4096)
 def _expand_kernel(
-    layer: LayerShape,
-    output_slices: tuple[int, ...],
     tiles: ExpandTiles,
-    planes: int,
-    epilogue: Epilogue,
-    slice_align: int,
-    storage: Storage,
-    exact: bool,
-    row: tuple[tuple[str, int], ...],
+    columns: ColumnPrograms,
+    sizes: ExpandSizes,
+    row: tuple[Any, ...],
     options: Options,
-    late_y: bool,
-    y_lines: int,
 ) -> SpecializedKernel:
-    columns = column_programs(output_slices, tiles)
     # With 128 registers or fewer, two programs of 8 warps fit on a multiprocessor. A kernel that
-    # widens B behind TMA takes 138 if ptxas may choose, and 126, without spills, under this limit.
-    widens = storage.kind > 0 and tiles.num_stages > 1 and tiles.num_warps == 8
-    group = 16 if storage.kind and layer.max_rank % 16 == 0 else 8  # ranks of a wide load
-    constants = {
-        "STARTS": columns.starts,
-        "FIRST_PROGRAMS": columns.firsts,
+    # widens B after TMA takes 138 if ptxas may choose, and 126, without spills, under this limit.
+    widens = sizes.STORAGE > 0 and tiles.num_stages > 1 and tiles.num_warps == 8
+    entries = options.engine.entry_kernels
+    return specialized(
+        entries.expand_kernel,
+        columns.programs,
+        num_warps=tiles.num_warps,
+        programmatic=sizes.PROGRAMMATIC,
+        max_registers=128 if widens else 0,
         # With TMA two axes: finding the row by division takes up to 24 registers, with which one
         # program fits on a multiprocessor instead of two.
-        "PROGRAMS": columns.programs if tiles.num_stages <= 1 else 0,
-        "NUM_SLICES": layer.num_slices,
-        "SLICE_ALIGN": slice_align,
-        "STORAGE": storage.kind,
-        "FIRST_GROUPS": tuple(accumulate(b_row_groups(output_slices, storage.block), initial=0)),
-        "GROUP_C": storage.block[0] or 0,
-        "GROUP_R": storage.block[1] or 0,
-        "WIDE": WIDE[None if exact else storage.wide] or tl.float32,
-        "SPLIT_K": planes,
-        "RANK_PAD": padded_rank(layer.max_rank),
-        "BLOCK_C": tiles.block_c,
-        "BLOCK_R": tiles.block_r,
-        "CHUNKS": tiles.chunks,
-        "STAGES": tiles.num_stages,
-        "EVEN_C": columns.even,
-        "EVEN_R": group if layer.max_rank % group == 0 else 0,
-        "HAS_BIAS": epilogue.bias,
-        "HAS_OUTPUT_SCALES": epilogue.output_scales,
-        "HAS_TOKEN_SCALES": epilogue.token_scales,
-        "EXACT_H": exact,
-        "PRECISION": "ieee" if exact else options.precision,
-        "INTERPRETED": INTERPRETED,
-        "PROGRAMMATIC": options.programmatic,
-        "LATE_Y": late_y,
-        "PREFETCH": y_lines if tiles.num_stages > 1 else 0,
-    }
-    return SpecializedKernel(
-        options.engine.entry_kernels.expand_kernel,
-        constants | dict(row),
-        columns.programs,
-        tiles.num_warps,
-        programmatic=options.programmatic,
-        max_registers=128 if widens else 0,
+        PROGRAMS=columns.programs if tiles.num_stages <= 1 else 0,
+        FIND=entries.find_rows,
+        ROW=row,
+        SIZES=sizes,
     )
 
 
@@ -325,21 +279,21 @@ def gather_kernel(
     max_rank: int,
     slice_align: int,
     storage: Storage,
-    row: tuple[tuple[str, int], ...],
+    row: tuple[Any, ...],
 ) -> SpecializedKernel:
     """Return the kernel that shrinks one-hot rows."""
     block_r = min(64, padded_rank(max_rank))
-    programs = -(-max_rank // block_r) * num_slices
-    constants = {
-        "PROGRAMS": programs,
-        "NUM_SLICES": num_slices,
-        "SLICE_ALIGN": slice_align,
-        "STORAGE": storage.kind,
-        "GROUP_R": storage.block[0] or 0,
-        "GROUP_K": storage.block[1] or 0,
-        "BLOCK_R": block_r,
-    }
-    return SpecializedKernel(engine.entry_kernels.gather_kernel, constants | dict(row), programs)
+    sizes = GatherSizes(
+        NUM_SLICES=num_slices,
+        SLICE_ALIGN=slice_align,
+        STORAGE=storage.kind,
+        GROUP_R=storage.block[0] or 0,
+        GROUP_K=storage.block[1] or 0,
+        BLOCK_R=block_r,
+    )
+    entries, programs = engine.entry_kernels, -(-max_rank // block_r) * num_slices
+    find = entries.find_rows
+    return specialized(entries.gather_kernel, programs, FIND=find, ROW=row, SIZES=sizes)
 
 
 def shrink(
@@ -364,11 +318,8 @@ def shrink_arguments(
     x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, h: torch.Tensor
 ) -> Arguments:
     """Return the arguments of `shrink`'s kernel."""
-    a = located_a(weights)
-    scales = a.base if weights.a_scales is None else weights.a_scales
-    tensors = (x, stored_bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
-    scale_strides = scales.stride()[:3] if scales is weights.a_scales else (0, 0, 0)
-    numbers = (weights.in_features, x.stride(0), *a.strides, *scale_strides, *_layout_of(h))
+    tensors, strides = _a_of(x, weights, plan, h)
+    numbers = (weights.in_features, x.stride(0), *strides, *_layout_of(h))
     return Arguments(tensors, (), numbers)
 
 
@@ -381,13 +332,21 @@ def gather(
     kernel: SpecializedKernel,
 ) -> Launched:
     """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, max_rank] float32."""
-    a = located_a(weights)
-    scales = a.base if weights.a_scales is None else weights.a_scales
-    tensors = (token_ids, stored_bytes(a.base), weights.ranks, a.table, scales, *plan.tables(), h)
-    scale_strides = scales.stride()[:3] if scales is weights.a_scales else (0, 0, 0)
-    arguments = Arguments(tensors, (), (*a.strides, *scale_strides, *h.stride()[1:3]))
+    tensors, strides = _a_of(token_ids, weights, plan, h)
+    arguments = Arguments(tensors, (), (*strides, *h.stride()[1:3]))
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
+
+
+def _a_of(
+    x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, h: torch.Tensor
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Return the tensors of a kernel that reads A, and the strides of A and of its scales."""
+    a = located_a(weights)
+    scales = a.base if weights.a_scales is None else weights.a_scales  # the base is not read
+    strides = (0, 0, 0) if weights.a_scales is None else scales.stride()[:3]
+    tensors = (x, stored_bytes(a.base), weights.ranks, a.table, scales, *_tables(plan), h)
+    return tensors, (*a.strides, *strides)
 
 
 def expand(
@@ -416,14 +375,13 @@ def expand_arguments(
     kernel: SpecializedKernel,
 ) -> Arguments:
     """Return the arguments of `expand`'s kernel."""
-    located, sizes = located_b(weights), kernel.constants
+    located, sizes = located_b(weights), kernel.sizes
     bias, scales, of_tokens = weights.bias, weights.output_scales, plan.token_scales
     # also passed for the tensors that the layer or the plan lacks: the kernel does not read those
     b = stored_bytes(located.base)
     tma = None
-    if sizes["STAGES"] > 1:
-        block = sizes["BLOCK_C"], sizes["BLOCK_R"]
-        tma = descriptor(located._replace(base=b), weights.max_rank, *block)
+    if sizes.STAGES > 1:
+        tma = descriptor(located._replace(base=b), weights.max_rank, sizes.BLOCK_C, sizes.BLOCK_R)
     tensors = (
         h,
         b,
@@ -435,7 +393,7 @@ def expand_arguments(
         b if of_tokens is None else of_tokens,
         located.table,
         b if weights.b_scales is None else weights.b_scales,
-        *plan.tables(),
+        *_tables(plan),
     )
     numbers = (
         *_layout_of(h),
@@ -446,6 +404,11 @@ def expand_arguments(
         *((0, 0) if weights.b_scales is None else weights.b_scales.stride()[:2]),
     )
     return Arguments(tensors, (tma,), numbers)
+
+
+def _tables(plan: SgmvPlan) -> tuple[torch.Tensor | None, ...]:
+    """Return the three tables that entry kernels take; None for one that the engine lacks."""
+    return (*plan.tables(), None)[:3]
 
 
 def _layout_of(h: torch.Tensor) -> tuple[int, int, int]:

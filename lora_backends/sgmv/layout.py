@@ -76,8 +76,8 @@ class SgmvPlan(CachingPlan):
         """Return the rows that h has per slice and plane in `run_linear` on x of `rows` rows."""
         raise NotImplementedError
 
-    def row_constants(self, by_token: bool) -> tuple[tuple[str, int], ...]:
-        """Return the constants by which an entry kernel finds its row.
+    def row_constants(self, by_token: bool) -> tuple[Any, ...]:
+        """Return the constants by which the engine's `find_rows` finds a row, a NamedTuple.
 
         `by_token` says that h has a row for every token, as callers of `run_lora_a` see it.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from typing_extensions import override
@@ -11,6 +12,12 @@ from typing_extensions import override
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv import layout
 from lora_backends.sgmv.layout import Counted, SgmvPlan, Tables
+
+
+class TileRow(NamedTuple):
+    """The constants by which a program finds its tile."""
+
+    TILE: int  # tokens
 
 
 @dataclass(eq=False)
@@ -37,8 +44,8 @@ class TritonPlan(SgmvPlan):
         return rows
 
     @override
-    def row_constants(self, by_token: bool) -> tuple[tuple[str, int], ...]:
-        return (("TILE", self.tile_tokens),)
+    def row_constants(self, by_token: bool) -> TileRow:
+        return TileRow(self.tile_tokens)
 
     @override
     def _view_tables(self) -> Tables:

@@ -4,11 +4,14 @@ The kernels, their constants and options are those that `sgmv.launch` launches f
 layers and batches.
 """
 
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from lora_backends.sgmv.kernels.operands import ExpandSizes, ShrinkSizes
 
 TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
 GPUS = {  # multiprocessors, and shared memory of a program
@@ -141,15 +144,20 @@ def compile_kernel(found, dtype, target):
 
     from lora_backends.sgmv.launching.kernel import STAGES_ON_ROCM
 
-    kernel, constants, options = found.kernel, found.constants, dict(found.options)
+    kernel, sizes, options = found.kernel, found.sizes, dict(found.options)
     if target.backend == "hip":
         options["num_stages"] = min(options["num_stages"], STAGES_ON_ROCM)
     signature, attributes = {}, {}
+    lacking = set()  # passed as None
+    if "TILE" in getattr(found.constants.get("ROW"), "_fields", ()):
+        lacking.add("group_starts_ptr")
     for place, name in enumerate(kernel.arg_names):
-        if name.isupper() or (name.endswith("_tma") and constants["STAGES"] <= 1):
+        if name.endswith("_tma") and sizes.STAGES <= 1:
+            lacking.add(name)
+        if name.isupper() or name in lacking:
             signature[name] = "constexpr"
         elif name.endswith("_tma"):
-            block = [constants[size] for size in BLOCKS[name]]
+            block = [getattr(sizes, size) for size in BLOCKS[name]]
             signature[name] = f"tensordesc<{dtype}{block}>"
         else:
             own = "bf16" if dtype == "i8" and name not in ("a_ptr", "b_ptr") else dtype
@@ -157,28 +165,40 @@ def compile_kernel(found, dtype, target):
             signature[name] = POINTERS.get(name, default)
             if not kernel.params[place].do_not_specialize:
                 attributes[(place,)] = [["tt.divisibility", 16]]
-    named = {name: constants.get(name) for name in signature if signature[name] == "constexpr"}
+    named = {
+        name: found.constants.get(name) for name in signature if signature[name] == "constexpr"
+    }
     source = ASTSource(kernel, signature, named, attributes)
     compiled = triton.compile(source, target=target, options=options)
     assert compiled.metadata.shared <= gpu_of(target).shared_bytes
-    if "BLOCK_N" in constants:
+    if isinstance(sizes, ShrinkSizes):
         assert compiled.metadata.shared <= BARRIERS + most_shared_bytes(found, dtype)
-    if kernel.__name__ == "expand_kernel" and is_wide(constants) and target.backend == "cuda":
-        # a thread with one column reads single values of y: of the first token, and of later ones
-        has_one = not constants["STAGES"] and constants["BLOCK_C"] <= 32 * options["num_warps"]
-        narrow = 2 * constants["CHUNKS"] if has_one else 0
-        found = compiled.asm["ptx"].count("ld.global.b16")
-        assert found <= narrow, "B or y is read 2 bytes at a time"
-    if kernel.__name__ == "expand_kernel" and dtype == "i8" and target.backend == "cuda":
-        check_widening(compiled.asm["ptx"], constants)
-    if constants.get("PROGRAMMATIC") and kernel.__name__ == "shrink_kernel":
-        check_waits_first(compiled.asm["ptx"])
-        prefetched = "prefetch.global.L2" in compiled.asm["ptx"].partition("griddepcontrol")[0]
-        is_dense = "experts" not in kernel.__module__
-        assert prefetched == (is_dense and constants["WARPS_K"] > 0), "A is prefetched late"
-    elif constants.get("PROGRAMMATIC") and (constants.get("LATE_Y") or "BLOCK_T" in constants):
-        check_waits(kernel.__name__, compiled.asm["ptx"])
+    if target.backend == "cuda":
+        check_ptx(found, dtype, compiled.asm["ptx"])
     return compiled
+
+
+def check_ptx(found, dtype, ptx):
+    """Check how a kernel reads memory, and where it waits."""
+    name, sizes = found.kernel.__name__, found.sizes
+    is_dense = "experts" not in found.kernel.__module__
+    if isinstance(sizes, ExpandSizes) and is_dense:
+        if is_wide(sizes):
+            # a thread with one column reads single values of y: of the first token, and of later
+            # ones
+            has_one = not sizes.STAGES and sizes.BLOCK_C <= 32 * found.options["num_warps"]
+            narrow = 2 * sizes.CHUNKS if has_one else 0
+            assert ptx.count("ld.global.b16") <= narrow, "B or y is read 2 bytes at a time"
+        if dtype == "i8":
+            check_widening(ptx, sizes)
+    if not getattr(sizes, "PROGRAMMATIC", False):  # a gather never starts early
+        return
+    if isinstance(sizes, ShrinkSizes):
+        check_waits_first(ptx)
+        prefetched = "prefetch.global.L2" in ptx.partition("griddepcontrol")[0]
+        assert prefetched == (is_dense and sizes.WARPS_K > 0), "A is prefetched late"
+    elif name == "base_kernel" or getattr(sizes, "LATE_Y", False):
+        check_waits(name, ptx)
 
 
 def check_waits_first(ptx):
@@ -201,37 +221,45 @@ def check_waits(name, ptx):
     assert is_first == is_base, "the base product alone lets the next kernel start before it waits"
 
 
-def check_widening(ptx, constants):
+def check_widening(ptx, sizes):
     """Check that widened values of B are stored many at a time, and before the wait for h."""
-    if "HAS_BIAS" not in constants or constants["STAGES"] != 1 or constants["GROUP_R"]:
-        return  # a kernel of experts, or one that widens behind the wait
-    if constants["BLOCK_R"] < constants["RANK_PAD"] or constants["EVEN_R"] != 16:
+    if sizes.STAGES != 1 or sizes.GROUP_R:
+        return  # a kernel that widens after the wait
+    if sizes.BLOCK_R < sizes.RANK_PAD or sizes.EVEN_R != 16:
         return
     assert ptx.count("st.shared.b16") < 8, "widened values are stored one by one"
     seen = re.findall(r"griddepcontrol\.wait|sub\.rn\.bf16x2|cvt\.rn\.f16x2\.e4m3x2", ptx)
-    if constants["PROGRAMMATIC"]:
-        assert seen[0] != "griddepcontrol.wait", "B is widened behind the wait for the shrink"
+    if sizes.PROGRAMMATIC:
+        assert seen[0] != "griddepcontrol.wait", "B is widened after the wait for the shrink"
 
 
 def most_shared_bytes(found, dtype):
     """Return what the rules take for the shared memory of a shrink."""
     from lora_backends.sgmv.tiles.sizes import ShrinkTiles, shrink_bytes
 
-    sizes = found.constants
+    sizes = found.sizes
     names = ("BLOCK_N", "BLOCK_K", "SPLIT_K", "WARPS_K")
-    shrink = ShrinkTiles(*(sizes[name] for name in names), num_stages=found.options["num_stages"])
-    rows = sizes.get("TILE") or sizes.get("ROWS") or sizes["SEGMENT"] * sizes["GROUP"]
+    shrink = ShrinkTiles(
+        *(getattr(sizes, name) for name in names), num_stages=found.options["num_stages"]
+    )
     item_bytes = {"i8": 1, "bf16": 2, "fp16": 2, "fp32": 4}[dtype]
-    scaled = sizes["GROUP_K"] > 0
-    return shrink_bytes(shrink, rows, 2 if scaled else item_bytes, scaled)
+    scaled = sizes.GROUP_K > 0
+    return shrink_bytes(shrink, rows_of(found.constants), 2 if scaled else item_bytes, scaled)
 
 
-def is_wide(constants):
+def rows_of(constants):
+    """Return the rows of a program's tile."""
+    if "SITE" in constants:
+        return constants["SITE"].ROWS
+    return math.prod(
+        size for name, size in constants["ROW"]._asdict().items() if name != "BY_TOKEN"
+    )
+
+
+def is_wide(sizes):
     """Return whether an expand of slices' tensors has nothing to read but in 16 bytes."""
-    if "HAS_BIAS" not in constants:  # a kernel of experts
-        return False
-    odd = constants["HAS_BIAS"] or constants["STORAGE"] or not constants["EVEN_C"]
-    return constants["SLICE_ALIGN"] == 16 and constants["EVEN_R"] and not odd
+    odd = sizes.HAS_BIAS or sizes.STORAGE or not sizes.EVEN_C
+    return sizes.SLICE_ALIGN == 16 and sizes.EVEN_R and not odd
 
 
 def kernels(engine, dtype, programmatic, gpu):
@@ -279,14 +307,16 @@ def base_kernels(gpu):
 
 
 def row_constants(engine, segment_size, tile):
-    """Return the constants that a plan gives its entry kernels, and its tokens per tile."""
+    """Return the constants by which an engine finds a row, and its tokens per tile."""
     if engine == "triton":
-        return lambda by_token: (("TILE", tile),), tile
+        from lora_backends.triton.plan import TileRow
+
+        return lambda by_token: TileRow(tile), tile
     from lora_backends.csgmv import segment_and_group
+    from lora_backends.csgmv.plan import GroupRow
 
     segment, group = segment_and_group(segment_size, tile)
-    pairs = (("SEGMENT", segment), ("GROUP", group))
-    return lambda by_token: (*pairs, ("BY_TOKEN", by_token)), segment * group
+    return lambda by_token: GroupRow(segment, group, by_token), segment * group
 
 
 def main():

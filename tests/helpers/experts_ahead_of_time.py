@@ -63,11 +63,15 @@ def routing_kernels(programmatic):
 def site_kernels(dtype, programmatic, gpu):
     import torch
 
+    from lora_backends.registry import backend_class
     from lora_backends.sgmv.experts import launch
     from lora_backends.sgmv.experts.rules import PairShape, SiteShape
+    from lora_backends.sgmv.launch import Options
     from lora_backends.sgmv.storage import Storage, storage_kind
+    from lora_backends.sgmv.tiles.source import rules_for
 
-    options = launch.Options("ieee", programmatic, programmatic, gpu)
+    cls = backend_class("triton")
+    options = Options(cls, "ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
     for pairs, layer, top_k, fresh, *stored in CASES[dtype]:
         num_a, rank, inputs, slices, interleaved = layer
         widths = (sum(slices),) if interleaved or num_a == 1 else slices
@@ -80,7 +84,8 @@ def site_kernels(dtype, programmatic, gpu):
             storage = Storage(kind, stored[1], torch.bfloat16)
             site = launch.with_scales(site, storage, slices, interleaved)
         sizes = PairShape(*pairs)
-        found = launch.kernels_of(sizes, sizes, site, fresh, options)
+        tma = programmatic and not stored and not fresh
+        found = launch.kernels_of(sizes, sizes, site, fresh, tma, options)
         h = "*fp32" if found.split_k > 1 else f"*{'bf16' if stored else dtype}"
         yield found.shrink, {"h_ptr": h}
         yield found.expand, {"h_ptr": h} | ({"y_ptr": "*fp32"} if fresh else {})

@@ -18,7 +18,7 @@ from lora_backends.sgmv import launch
 from lora_backends.sgmv.launching.kernel import SpecializedKernel
 
 PACKAGE = Path(lora_backends.__file__).parent
-ROW = {"TILE", "SEGMENT", "GROUP", "BY_TOKEN"}
+ROW = {"FIND", "ROW"}
 """The constants by which an entry kernel finds its row."""
 
 
@@ -88,8 +88,10 @@ def test_constants_of_both_engines_agree_but_for_how_a_row_is_found(segment_size
             for one, other in zip(of_triton, of_csgmv, strict=True):
                 (row, rest), (other_row, other_rest) = split(one), split(other)
                 assert rest == other_rest
-                assert row == {"TILE": plans[0].tile_tokens}
-                assert other_row == {
+                assert row["FIND"] is triton.entry_kernels.find_rows
+                assert other_row["FIND"] is csgmv.entry_kernels.find_rows
+                assert row["ROW"]._asdict() == {"TILE": plans[0].tile_tokens}
+                assert other_row["ROW"]._asdict() == {
                     "SEGMENT": plans[1].segment_size,
                     "GROUP": plans[1].group_size,
                     "BY_TOKEN": form == "separate",
@@ -152,6 +154,18 @@ def test_an_engine_imports_nothing_of_the_other(folder, others):
     for other in others:
         other = f"lora_backends.{other}"
         assert not {i for i in imported if f"{i[1]}.".startswith(f"{other}.")}
+
+
+def test_kernels_use_nothing_of_triton_that_another_package_replaces():
+    """SGLang replaces functions of the module `triton`, which kernels would then see."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or not any(
+                "triton.jit" in ast.unparse(of) for of in node.decorator_list
+            ):
+                continue
+            names = [n for line in node.body for n in ast.walk(line) if isinstance(n, ast.Name)]
+            assert "triton" not in {name.id for name in names}, f"{path}: {node.name}"
 
 
 ALONE = """

@@ -63,7 +63,7 @@ def launched(monkeypatch):
     rows, launch_expand = [], launch.launch_expand
 
     def launch_and_note(call, found, h, to):
-        rows.append(tuple(kernel.constants["ROWS"] for kernel in (found.shrink, found.expand)))
+        rows.append(tuple(kernel.constants["SITE"].ROWS for kernel in (found.shrink, found.expand)))
         launch_expand(call, found, h, to)
 
     monkeypatch.setattr(launch, "launch_expand", launch_and_note)

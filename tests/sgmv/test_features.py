@@ -172,8 +172,8 @@ def test_a_wide_product_of_8_bits_is_right(device):
     weights = quantize_weights(full, torch.int8)
     x = rows(tokens, inputs, device, torch.bfloat16)
     kernels = launch.kernels_of(weights, plan, tokens, x.dtype, backend._options)
-    sizes = kernels.shrink.constants
-    assert min(sizes["BLOCK_N"], sizes["TILE"]) >= 64 and sizes["WARPS_K"] == 1
+    sizes, row = kernels.shrink.sizes, kernels.shrink.constants["ROW"]
+    assert min(sizes.BLOCK_N, row.TILE) >= 64 and sizes.WARPS_K == 1
     wanted = reference_of.run_linear(x, weights, reference_plan)
     agree(backend.run_linear(x, weights, plan), wanted, torch.zeros_like(wanted), torch.bfloat16)
 

@@ -23,7 +23,9 @@ from helpers.engines import (
 from helpers.small_layers import per_token, small_batch, small_weights
 
 from lora_backends import LoRABatch, LoRAWeights, get_backend, quantize_weights
-from lora_backends.sgmv import blocks, launch
+from lora_backends.sgmv import launch
+from lora_backends.sgmv.kernels import blocks, entry, prefetch
+from lora_backends.sgmv.kernels.operands import AStack, Input, ShrinkSizes
 from lora_backends.sgmv.launching.kernel import INTERPRETED
 from lora_backends.sgmv.tiles.gpu import H200
 from lora_backends.sgmv.tiles.sizes import (
@@ -262,7 +264,7 @@ def test_programs_beyond_the_ranks_end_early_only_in_a_grid_of_many_rows(device,
     x, y = torch.randn(2 * slots, 64, generator=generator), torch.full((2 * slots, 32), -0.0)
     moved, plan, found = on(device, weights), backend.prepare_batch(batch), y.clone().to(device)
     kernels = launch.kernels_of(moved, plan, 2 * slots, torch.float32, backend._options)
-    assert kernels.shrink.constants["EXITS"] == (slots == 40)
+    assert kernels.shrink.sizes.EXITS == (slots == 40)
     backend.run_linear(x.to(device), moved, plan, found)
     reference = get_backend("torch_ref", device="cpu")
     expected = reference.run_linear(x, weights, reference.prepare_batch(batch), y.clone())
@@ -280,14 +282,20 @@ def prefetching_kernel(
     stride_l,
     stride_s,
     stride_r,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     slot = tl.load(slot_ptr).to(tl.int64)
-    blocks.prefetch_a(
-        a_ptr, ranks_ptr, ranks_ptr, slot, tl.program_id(0), in_features, stride_l, stride_s,
-        stride_r, 2, 0, 32, 16, BLOCK_K, SPLIT_K, 3,
+    x = Input(ptr=a_ptr, stride_t=0, features=in_features)
+    a = AStack(
+        ptr=a_ptr, ranks=ranks_ptr, slices=None, scales=None, stride_l=stride_l, stride_s=stride_s,
+        stride_r=stride_r, scales_stride_l=0, scales_stride_s=0, scales_stride_r=0,
     )  # fmt: skip
+    prefetch.prefetch_a(x, a, slot, tl.program_id(0), SIZES)
+
+
+def prefetching(**sizes):
+    """Return the constants of a shrink that prefetches; others are not read."""
+    return ShrinkSizes(**dict.fromkeys(ShrinkSizes._fields) | {"STEPS": 3} | sizes)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="addresses are seen in the interpreter alone")
@@ -309,8 +317,11 @@ def test_a_shrink_of_triton_prefetches_lines_of_its_own_rows_alone(
     a = torch.zeros(3, 2, 20, 300, dtype=dtype)
     ranks = torch.tensor([[20, 3], [0, 17], [1, 20]], dtype=torch.int32)
     block_k = 64 if split_k == 2 else 128
+    sizes = prefetching(
+        NUM_SLICES=2, SLICE_ALIGN=0, RANK_PAD=32, BLOCK_N=16, BLOCK_K=block_k, SPLIT_K=split_k
+    )
     prefetching_kernel[(4 * split_k,)](
-        a, ranks, torch.tensor([slot], dtype=torch.int32), 300, *a.stride()[:3], block_k, split_k
+        a, ranks, torch.tensor([slot], dtype=torch.int32), 300, *a.stride()[:3], sizes
     )
     rows = [(s, r) for s in range(2) for r in range(ranks[slot, s] if slot >= 0 else 0)]
     expected = [a[slot, s, r, k:].data_ptr() for s, r in rows for k in columns]
@@ -318,9 +329,10 @@ def test_a_shrink_of_triton_prefetches_lines_of_its_own_rows_alone(
 
 
 @triton.jit
-def prefetching_x_kernel(x_ptr, row_ptr, in_features, stride, SPLIT_K: tl.constexpr):
-    row = tl.load(row_ptr + tl.arange(0, 4)).to(tl.int64)
-    blocks.prefetch_x(x_ptr, row, tl.program_id(0), in_features, stride, 4, 64, SPLIT_K, 3)
+def prefetching_x_kernel(x_ptr, row_ptr, in_features, stride, SIZES: tl.constexpr):
+    tokens = tl.load(row_ptr + tl.arange(0, 4)).to(tl.int64)
+    x = Input(ptr=x_ptr, stride_t=stride, features=in_features)
+    prefetch.prefetch_x(x, tokens, tl.program_id(0), SIZES)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="addresses are seen in the interpreter alone")
@@ -337,7 +349,8 @@ def test_a_shrink_prefetches_lines_of_its_rows_of_x_once(monkeypatch, dtype, spl
     noted = noted_lines(monkeypatch)
     x = torch.zeros(9, 320, dtype=dtype)[:, :300]
     rows = torch.tensor([7, 0, -1, 3], dtype=torch.int32)
-    prefetching_x_kernel[(3 * split_k,)](x, rows, 300, x.stride(0), split_k)
+    sizes = prefetching(PREFETCH=4, BLOCK_K=64, SPLIT_K=split_k)
+    prefetching_x_kernel[(3 * split_k,)](x, rows, 300, x.stride(0), sizes)
     expected = [x[row, k:].data_ptr() for row in (7, 0, 3) for k in columns]
     assert sorted(noted) == sorted(expected)
 
@@ -355,11 +368,12 @@ def test_an_expand_behind_tma_prefetches_lines_of_its_rows_of_y(monkeypatch, eng
     plan, options = backend.prepare_batch(batch), backend._options
     monkeypatch.setattr(launch, "prefetched_lines", lambda *_: (4, 4))
     for name in ("gdc_wait", "gdc_launch_dependents"):
-        monkeypatch.setattr(blocks, name, lambda: None)
+        for module in (blocks, entry):
+            monkeypatch.setattr(module, name, lambda: None)
     kernels = launch.kernels_of(
         weights, plan, 3, torch.bfloat16, options._replace(programmatic=True)
     )
-    assert kernels.shrink.constants["PREFETCH"] and kernels.expand.constants["PREFETCH"]
+    assert kernels.shrink.sizes.PREFETCH and kernels.expand.sizes.PREFETCH
     h = torch.zeros(kernels.split_k, 2, plan.h_rows(3), 16)
     y = torch.zeros(3, 128, dtype=torch.bfloat16)
     launch.expand(h, weights, plan, y, plan.grid_rows(False, 0), kernels.expand)
@@ -376,7 +390,7 @@ def noted_lines(monkeypatch):
         at, is_wanted = np.broadcast_arrays(pointers.handle.data, wanted.handle.data)
         noted.extend(at[is_wanted.astype(bool)].tolist())
 
-    monkeypatch.setattr(blocks, "prefetch_lines", note)
+    monkeypatch.setattr(prefetch, "prefetch_lines", note)
     return noted
 
 
@@ -397,7 +411,7 @@ def test_a_prefill_that_prefetches_rows_computes_the_formula(device, engine, dty
     backend._options = backend._options._replace(gpu=H200)
     plan, found = backend.prepare_batch(batch), y.clone().to(device)
     kernels = launch.kernels_of(moved, plan, 7000, dtype, backend._options)
-    assert bool(kernels.shrink.constants["PREFETCH"]) == backend._options.programmatic
+    assert bool(kernels.shrink.sizes.PREFETCH) == backend._options.programmatic
     backend.run_linear(x.to(device), moved, plan, found)
     reference = get_backend("torch_ref", device="cpu")
     expected = reference.run_linear(x, weights, reference.prepare_batch(batch), y.clone())
@@ -437,7 +451,7 @@ def test_an_expand_of_triton_waits_for_what_kernels_in_front_write(monkeypatch, 
     monkeypatch.setattr(blocks, "gdc_wait", wait)
     monkeypatch.setattr(blocks, "gdc_launch_dependents", lambda: None)
     launch.expand(h, weights, plan, y, 1, kernels.expand)
-    assert kernels.expand.constants["STAGES"] == tiles.choose_tiles(None, None).expand.num_stages
+    assert kernels.expand.sizes.STAGES == tiles.choose_tiles(None, None).expand.num_stages
     assert y.T.unique(dim=0).tolist() == [[1 + 48 * scale for scale in (1, -2, 0.5)]]
 
 

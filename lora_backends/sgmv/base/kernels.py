@@ -6,14 +6,14 @@ computes BLOCK_C columns of y for all rows, and TMA loads STAGES blocks of the w
 weight is the left operand, because a wgmma has 64 rows of the left operand and as few as 8 columns
 of the right one.
 
-Axes are named as in `sgmv.blocks`: T (rows of x), C (columns of y), K (inputs).
+Axes are named as in `sgmv.kernels`: T (rows of x), C (columns of y), K (inputs).
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lora_backends.sgmv.elements import multiply, rounded
+from lora_backends.sgmv.kernels.products import multiply, rounded
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -26,33 +26,30 @@ def base_kernel(
     in_features,
     out_features,
     PROGRAMS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Write ``x @ w.T + bias`` into y [rows, out_features], contiguous; sums are float32.
 
     PROGRAMMATIC: this kernel may start before the one in front has ended, and reads x at once. So
     the one in front must wait for all earlier kernels before it lets this one start.
     """
-    if PROGRAMMATIC:
+    C: tl.constexpr = SIZES.BLOCK_C
+    T: tl.constexpr = SIZES.BLOCK_T
+    if SIZES.PROGRAMMATIC:
         gdc_launch_dependents()
-    first = tl.program_id(0) * BLOCK_C
-    c = first + tl.arange(0, BLOCK_C)  # [C]
-    t = tl.arange(0, BLOCK_T)  # [T]
-    acc = tl.zeros((BLOCK_C, BLOCK_T), dtype=tl.float32)
-    for k in tl.range(0, in_features, BLOCK_K, num_stages=STAGES):  # beyond an end TMA loads zeros
-        w, x = w_tma.load([first, k]), x_tma.load([0, k])  # [C, K], [T, K]
-        acc = multiply(w, x.T, acc, "ieee", INTERPRETED)
-    if HAS_BIAS:
+    first = tl.program_id(0) * C
+    c = first + tl.arange(0, C)  # [C]
+    t = tl.arange(0, T)  # [T]
+    acc = tl.zeros((C, T), dtype=tl.float32)
+    for k in tl.range(0, in_features, SIZES.BLOCK_K, num_stages=SIZES.STAGES):
+        # [C, K], [T, K]; beyond an end TMA loads zeros
+        w, x = w_tma.load([first, k]), x_tma.load([0, k])
+        acc = multiply(w, x.T, acc, SIZES)
+    if SIZES.HAS_BIAS:
         bias = tl.load(bias_ptr + c, mask=c < out_features, other=0.0)
         acc += bias.to(tl.float32)[:, None]
-    if PROGRAMMATIC:
+    if SIZES.PROGRAMMATIC:
         gdc_wait()  # the next kernel waits for this one alone, but reads what both have written
     at = y_ptr + t.to(tl.int64)[None, :] * out_features + c[:, None]
     mask = (t < rows)[None, :] & (c < out_features)[:, None]
-    tl.store(at, rounded(acc, y_ptr.dtype.element_ty, INTERPRETED), mask=mask)
+    tl.store(at, rounded(acc, y_ptr.dtype.element_ty, SIZES.INTERPRETED), mask=mask)

@@ -9,7 +9,13 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lora_backends.sgmv.base.kernels import base_kernel
-from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
+from lora_backends.sgmv.kernels.operands import BaseSizes
+from lora_backends.sgmv.launching.kernel import (
+    INTERPRETED,
+    Arguments,
+    SpecializedKernel,
+    specialized,
+)
 from lora_backends.sgmv.tiles.gpu import Gpu
 
 MOST_ROWS = 64
@@ -127,17 +133,17 @@ def _kernel(
     has_bias: bool,
     programmatic: bool,
 ) -> SpecializedKernel:
-    constants = {
-        "PROGRAMS": 1,  # the grid has one axis
-        "BLOCK_T": block_t,
-        "BLOCK_C": tiles.block_c,
-        "BLOCK_K": tiles.block_k,
-        "STAGES": tiles.num_stages,
-        "HAS_BIAS": has_bias,
-        "INTERPRETED": INTERPRETED,
-        "PROGRAMMATIC": programmatic,
-    }
-    return SpecializedKernel(base_kernel, constants, programs, programmatic=programmatic)
+    sizes = BaseSizes(
+        BLOCK_T=block_t,
+        BLOCK_C=tiles.block_c,
+        BLOCK_K=tiles.block_k,
+        STAGES=tiles.num_stages,
+        HAS_BIAS=has_bias,
+        PRECISION="ieee",  # of operands of 16 bits
+        INTERPRETED=INTERPRETED,
+        PROGRAMMATIC=programmatic,
+    )
+    return specialized(base_kernel, programs, programmatic=programmatic, PROGRAMS=1, SIZES=sizes)
 
 
 def base_arguments(
@@ -152,10 +158,10 @@ def base_arguments(
     y is [rows, out_features], contiguous. The launch has one row of programs. A programmatic kernel
     must follow a shrink, which waits for all earlier kernels.
     """
-    sizes = kernel.constants
+    sizes = kernel.sizes
     descriptors = (
-        _descriptor(x, sizes["BLOCK_T"], sizes["BLOCK_K"]),
-        _descriptor(weight, sizes["BLOCK_C"], sizes["BLOCK_K"]),
+        _descriptor(x, sizes.BLOCK_T, sizes.BLOCK_K),
+        _descriptor(weight, sizes.BLOCK_C, sizes.BLOCK_K),
     )
     numbers = (x.shape[0], x.shape[1], weight.shape[0])
     return Arguments((y, y if bias is None else bias), descriptors, numbers)

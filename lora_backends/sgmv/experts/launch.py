@@ -5,29 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton.language as tl
 
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.experts import ExpertWeights
 from lora_backends.sgmv.experts import kernels, rules
 from lora_backends.sgmv.experts.routing import SgmvRouting, sort_tokens
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape, SiteTiles
-from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel
-from lora_backends.sgmv.storage import PLAIN, WIDE, Storage, storage_kind, stored_bytes
+from lora_backends.sgmv.kernels.operands import SiteSizes, SumSizes
+from lora_backends.sgmv.launch import Options
+from lora_backends.sgmv.launching.kernel import (
+    INTERPRETED,
+    Arguments,
+    SpecializedKernel,
+    specialized,
+)
+from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
+from lora_backends.sgmv.launching.slice_tables import Located
+from lora_backends.sgmv.launching.tma import allows_tma, descriptor
+from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
 from lora_backends.sgmv.tiles.gpu import Gpu
 from lora_backends.sgmv.tiles.sizes import column_programs, padded_rank
-
-
-class Options(NamedTuple):
-    """Options of a backend, equal in all of its launches."""
-
-    precision: str  # of float32 products, as `tl.dot` names it
-    programmatic: bool  # whether a kernel launches before the one in front has ended
-    tma: bool  # whether the device has TMA
-    gpu: Gpu
 
 
 class Site(NamedTuple):
@@ -82,9 +82,10 @@ def add_experts(
 ) -> None:
     """Add the delta of every live pair to y, in place; arguments as in `run_experts`."""
     site = site_of(weights, routing, x.dtype, options, by_pair=rows == "pairs", weighted=weighted)
-    tma = options.tma and not reduce and allows_tma(weights.lora_b)
+    tma = options.tma and not reduce and weights.lora_b.element_size() == 2  # it does not widen
+    tma = tma and allows_tma(_located(weights.lora_b), weights.max_rank, 0)
     shrunk = sort_tokens(routing, options.programmatic) if site.by_token else routing
-    found = kernels_of(routing.shape, shrunk.shape, site, reduce, options._replace(tma=tma))
+    found = kernels_of(routing.shape, shrunk.shape, site, reduce, tma, options)
     # copies are made before the first launch: no kernel may run between the shrink and an expand
     # that starts before the shrink has ended
     tables = weights.ranks.contiguous(), weights.scalings.contiguous()
@@ -129,8 +130,9 @@ def launch_shrink(call: Call, found: Kernels, h: torch.Tensor) -> None:
 def launch_expand(call: Call, found: Kernels, h: torch.Tensor, to: torch.Tensor) -> None:
     """Add the deltas to `to`, or write them there."""
     routing, ranks, scalings, scales = call.routing, call.ranks, call.scalings, call.b_scales
-    b, sizes = call.weights.lora_b, found.expand.constants
-    tma = descriptor(b, sizes["BLOCK_C"], sizes["BLOCK_R"]) if sizes["STAGES"] > 1 else None
+    b, sizes, tma = call.weights.lora_b, found.expand.sizes, None
+    if sizes.STAGES > 1:
+        tma = descriptor(_located(b), b.shape[3], sizes.BLOCK_C, sizes.BLOCK_R)
     strides = (*_strides(b, 3), *_strides(scales, 3), *to.stride()[:2])
     strides += (*_strides(ranks, 2), *_strides(scalings, 2))
     tiles, rows = _tiles_of(routing, found.expand)
@@ -143,9 +145,10 @@ def _tiles_of(
     routing: SgmvRouting, kernel: SpecializedKernel
 ) -> tuple[tuple[torch.Tensor, ...], int]:
     """Return the tables that a kernel's tiles stand in, and the rows of its grid."""
-    if kernel.constants["ROWS"] == 1:
+    site = kernel.constants["SITE"]
+    if site.ROWS == 1:
         return (routing.order, routing.singles, routing.count), routing.num_pairs
-    rows = routing.max_tiles * kernel.constants["PARTS"]
+    rows = routing.max_tiles * site.PARTS
     return (routing.order, routing.tiles, routing.count), rows
 
 
@@ -173,36 +176,8 @@ def _strides(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
     return (slot, expert if tensor.shape[1] > 1 else 0, *rest)
 
 
-def allows_tma(lora_b: torch.Tensor) -> bool:
-    """Return whether B can be loaded through TMA.
-
-    B of all slots and experts must form one matrix of 16-bit rows, aligned.
-    """
-    slot, expert, row, _ = lora_b.stride()
-    return (
-        lora_b.element_size() == 2
-        and lora_b.shape[3] % 8 == 0
-        and row >= lora_b.shape[3]
-        and row % 8 == 0
-        and slot % row == 0
-        and expert % row == 0
-        and lora_b.data_ptr() % 16 == 0
-        and _rows(lora_b) < 2**31
-    )
-
-
-def _rows(lora_b: torch.Tensor) -> int:
-    slots, experts, columns, _ = lora_b.shape
-    slot, expert, row, _ = lora_b.stride()
-    return ((slots - 1) * slot + (experts - 1) * expert) // row + columns
-
-
-def descriptor(lora_b: torch.Tensor, block_c: int, block_r: int) -> Any:
-    """Return the TMA descriptor of a B that `allows_tma`, as one matrix [rows, max_rank]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    shape = [_rows(lora_b), lora_b.shape[3]]
-    return TensorDescriptor(lora_b, shape, [lora_b.stride(2), 1], [block_c, block_r])
+def _located(lora_b: torch.Tensor) -> Located:
+    return Located(lora_b, lora_b.stride()[:3], lora_b)
 
 
 def site_of(
@@ -257,15 +232,34 @@ def with_scales(site: Site, storage: Storage, widths: tuple[int, ...], spread: b
 
 @lru_cache(maxsize=16384)
 def kernels_of(
-    pairs: PairShape, shrunk: PairShape, site: Site, fresh: bool, options: Options
+    pairs: PairShape, shrunk: PairShape, site: Site, fresh: bool, tma: bool, options: Options
 ) -> Kernels:
-    """Return both kernels of a site; `fresh`: the expand writes deltas instead of adding them."""
+    """Return both kernels of a site.
+
+    Args:
+        pairs: of the routing.
+        shrunk: of the tiles that the shrink runs on.
+        site: of the call.
+        fresh: whether the expand writes deltas instead of adding them.
+        tma: whether B allows TMA.
+        options: of the backend.
+    """
     tiles = _choose_tiles(pairs, site, options.gpu)
     if site.by_token:
         of_tokens = _choose_tiles(shrunk, site, options.gpu)
         rows = of_tokens.shrink_rows
         tiles = replace(tiles, shrink=of_tokens.shrink, shrink_rows=rows, eager_a=True)
-    return kernels_with(tiles, pairs.tile, shrunk.tile, site, fresh, options)
+    expand, general = tiles.expand, site.interleaved
+    general |= padded_rank(site.shape.max_rank) > expand.block_r
+    if general or fresh or not tma:
+        expand = replace(expand, num_stages=1)
+    if general:
+        expand = replace(expand, chunks=1)
+    return Kernels(
+        _shrink_kernel(tiles, shrunk.tile, site, options),
+        _expand_kernel(replace(tiles, expand=expand), pairs.tile, site, fresh, options),
+        tiles.shrink.split_k,
+    )
 
 
 def _choose_tiles(pairs: PairShape, site: Site, gpu: Gpu) -> SiteTiles:
@@ -278,125 +272,79 @@ def _choose_tiles(pairs: PairShape, site: Site, gpu: Gpu) -> SiteTiles:
     return tiles
 
 
-def kernels_with(
-    tiles: SiteTiles, tile: int, shrunk_tile: int, site: Site, fresh: bool, options: Options
-) -> Kernels:
-    """Return both kernels of a site with the sizes given."""
-    long = padded_rank(site.shape.max_rank) > tiles.expand.block_r
-    expand = tiles.expand
-    if not options.tma or long or site.interleaved or fresh:
-        expand = replace(expand, num_stages=1)
-    if long or site.interleaved:
-        expand = replace(expand, chunks=1)
-    tiles = replace(tiles, expand=expand)
-    return Kernels(
-        _shrink_kernel(tiles, shrunk_tile, site, options._replace(tma=False)),
-        _expand_kernel(tiles, tile, site, fresh, options),
-        tiles.shrink.split_k,
-    )
-
-
-@lru_cache(maxsize=4096)
 def _shrink_kernel(tiles: SiteTiles, tile: int, site: Site, options: Options) -> SpecializedKernel:
-    shape, sizes, rows = site.shape, tiles.shrink, tiles.shrink_rows
-    step = sizes.block_k * sizes.split_k
-    programs = -(-shape.stacked // sizes.block_n) * sizes.split_k
-    constants = {
-        "PROGRAMS": programs,
-        "ROWS": rows,
-        "PARTS": 1 if rows == 1 else tile // rows,
-        "TOP_K": 1 if site.by_pair or site.by_token else site.top_k,
-        "NUM_A": site.num_a,
-        "MAX_RANK": shape.max_rank,
-        "RANK_PAD": padded_rank(shape.max_rank),
-        "STORAGE": site.storage.kind,
-        "GROUP_R": site.storage.block[0] or 0,
-        "GROUP_K": site.storage.block[1] or 0,
-        "BLOCK_N": sizes.block_n,
-        "BLOCK_K": sizes.block_k,
-        "WARPS_K": sizes.warps_k,
-        "SPLIT_K": sizes.split_k,
-        "STEPS": -(-shape.in_features // step),
-        "EVEN_K": shape.in_features % step == 0,
-        "EAGER": tiles.eager_a,
-        "BY_TOKEN": site.by_token,
-        "PRECISION": options.precision,
-        "INTERPRETED": INTERPRETED,
-        "PROGRAMMATIC": options.programmatic,
-    }
-    return SpecializedKernel(
+    shape, sizes = site.shape, tiles.shrink
+    top_k = 1 if site.by_pair or site.by_token else site.top_k
+    return specialized(
         kernels.shrink_kernel,
-        constants,
-        programs,
-        sizes.num_warps,
-        sizes.num_stages,
-        options.programmatic,
+        -(-shape.stacked // sizes.block_n) * sizes.split_k,
+        num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages,
+        programmatic=options.programmatic,
+        SITE=_site_sizes(site, top_k, tiles.shrink_rows, tile, tiles.eager_a),
+        SIZES=shrink_sizes(
+            sizes,
+            shape.in_features,
+            shape.max_rank,
+            site.storage,
+            PRECISION=options.precision,
+            PROGRAMMATIC=options.programmatic,
+            EVEN_R=8,  # beyond the rank, anything is written
+        ),
     )
 
 
-@lru_cache(maxsize=4096)
 def _expand_kernel(
     tiles: SiteTiles, tile: int, site: Site, fresh: bool, options: Options
 ) -> SpecializedKernel:
-    shape, sizes, rows = site.shape, tiles.expand, tiles.expand_rows
-    columns = column_programs(site.slices, sizes)
-    group = 16 if site.storage.kind and shape.max_rank % 16 == 0 else 8  # ranks of a wide load
-    constants = {
-        "STARTS": columns.starts,
-        "FIRST_PROGRAMS": columns.firsts,
-        "PROGRAMS": columns.programs,
-        "ROWS": rows,
-        "PARTS": 1 if rows == 1 else tile // rows,
-        "TOP_K": site.top_k,
-        "NUM_A": site.num_a,
-        "SPLIT_K": tiles.shrink.split_k,
-        "MAX_RANK": shape.max_rank,
-        "RANK_PAD": padded_rank(shape.max_rank),
-        "SCALE_STARTS": site.scale_starts,
-        "FIRST_GROUPS": site.first_groups,
-        "SPREAD": site.spread,
-        "STORAGE": site.storage.kind,
-        "GROUP_C": site.storage.block[0] or 0,
-        "GROUP_R": site.storage.block[1] or 0,
-        "WIDE": WIDE[site.storage.wide] or tl.float32,
-        "BLOCK_C": sizes.block_c,
-        "BLOCK_R": sizes.block_r,
-        "CHUNKS": sizes.chunks,
-        "STAGES": sizes.num_stages,
-        "EVEN_C": columns.even,
-        "EVEN_R": group if shape.max_rank % group == 0 else 0,
-        "EAGER": tiles.eager_b,
-        "BY_TOKEN": site.by_token,
-        "INTERLEAVED": site.interleaved,
-        "WEIGHTED": site.weighted,
-        "FRESH": fresh,
-        "PRECISION": options.precision,
-        "INTERPRETED": INTERPRETED,
-        "PROGRAMMATIC": options.programmatic,
-    }
-    return SpecializedKernel(
+    columns = column_programs(site.slices, tiles.expand)
+    return specialized(
         kernels.expand_kernel,
-        constants,
         columns.programs,
-        sizes.num_warps,
+        num_warps=tiles.expand.num_warps,
         programmatic=options.programmatic,
+        SITE=_site_sizes(site, site.top_k, tiles.expand_rows, tile, tiles.eager_b),
+        SIZES=expand_sizes(
+            tiles.expand,
+            columns,
+            tiles.shrink.split_k,
+            site.shape.max_rank,
+            site.storage,
+            FIRST_GROUPS=site.first_groups,
+            padded_h=True,
+            PRECISION=options.precision,
+            PROGRAMMATIC=options.programmatic,
+            FRESH=fresh,
+            SCALE_STARTS=site.scale_starts,
+            SPREAD=site.spread,
+        ),
+    )
+
+
+def _site_sizes(site: Site, top_k: int, rows: int, tile: int, eager: bool) -> SiteSizes:
+    return SiteSizes(
+        ROWS=rows,
+        PARTS=1 if rows == 1 else tile // rows,
+        TOP_K=top_k,
+        NUM_A=site.num_a,
+        MAX_RANK=site.shape.max_rank,
+        EAGER=eager,
+        BY_TOKEN=site.by_token,
+        INTERLEAVED=site.interleaved,
+        WEIGHTED=site.weighted,
     )
 
 
 @lru_cache(maxsize=1024)
 def _sum_kernel(site: Site, programmatic: bool) -> SpecializedKernel:
-    starts = [0]
-    for width in site.slices[:-1]:
-        starts.append(starts[-1] + width)
-    programs = -(-site.shape.out_features // 1024)
-    constants = {
-        "PROGRAMS": programs,
-        "STARTS": tuple(starts),
-        "TOP_K": site.top_k,
-        "NUM_A": site.num_a,
-        "BLOCK_C": 1024,
-        "INTERLEAVED": site.interleaved,
-        "INTERPRETED": INTERPRETED,
-        "PROGRAMMATIC": programmatic,
-    }
-    return SpecializedKernel(kernels.sum_kernel, constants, programs, programmatic=programmatic)
+    sizes = SumSizes(
+        STARTS=tuple(accumulate(site.slices[:-1], initial=0)),
+        TOP_K=site.top_k,
+        NUM_A=site.num_a,
+        BLOCK_C=1024,
+        INTERLEAVED=site.interleaved,
+        INTERPRETED=INTERPRETED,
+        PROGRAMMATIC=programmatic,
+    )
+    programs = -(-site.shape.out_features // sizes.BLOCK_C)
+    return specialized(kernels.sum_kernel, programs, programmatic=programmatic, SIZES=sizes)

@@ -12,7 +12,8 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertRouting
 from lora_backends.sgmv.experts import routing_kernels
 from lora_backends.sgmv.experts.rules import PairShape, expected_keys, tile_pairs
-from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel
+from lora_backends.sgmv.kernels.operands import RoutingSizes
+from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel, specialized
 from lora_backends.sgmv.layout import max_runs
 from lora_backends.sgmv.tiles.sizes import power_of_two
 
@@ -153,7 +154,7 @@ def sort_pairs(
     if pairs <= MOST_COMPARED:
         kernel = _compare(pairs, *shape, cut, programmatic)
         arguments = Arguments((*inputs, *kept, *found, *routing.scratch), (), (pairs, *strides))
-        kernel.launch(-(-pairs // kernel.constants["OWN"]), arguments)
+        kernel.launch(-(-pairs // kernel.sizes.OWN), arguments)
         return
     keys, nths, counts, turn = routing.scratch
     num_keys, programs = counts.shape[1], -(-pairs // _OWN)
@@ -188,52 +189,42 @@ def _compare(
     programmatic: bool,
 ) -> SpecializedKernel:
     width = max(16, power_of_two(pairs))
-    own = 8
-    constants = {
-        "PROGRAMS": 1,
-        "TOP_K": top_k,
-        "NUM_EXPERTS": num_experts,
-        "HAS_MAP": has_map,
-        "TILE": cut[0],
-        "SINGLES": cut[1],
-        "OWN": own,
-        "BLOCK_Q": width,
-        "ALONE": pairs <= own,
-        "PROGRAMMATIC": programmatic,
-    }
+    sizes = RoutingSizes(
+        NUM_EXPERTS=num_experts,
+        OWN=8,
+        PROGRAMMATIC=programmatic,
+        TOP_K=top_k,
+        HAS_MAP=has_map,
+        TILE=cut[0],
+        SINGLES=cut[1],
+        BLOCK_Q=width,
+        ALONE=pairs <= 8,
+    )
     warps = 1 if width <= 32 else 4 if width <= 128 else 8
-    kernel = routing_kernels.compare_kernel
-    return SpecializedKernel(kernel, constants, 1, warps, programmatic=programmatic)
+    return _kernel(routing_kernels.compare_kernel, sizes, warps)
 
 
 @lru_cache(maxsize=1024)
 def _count(top_k: int, num_experts: int, has_map: bool, programmatic: bool) -> SpecializedKernel:
-    constants = {
-        "PROGRAMS": 1,
-        "TOP_K": top_k,
-        "NUM_EXPERTS": num_experts,
-        "HAS_MAP": has_map,
-        "OWN": _OWN,
-        "PROGRAMMATIC": programmatic,
-    }
-    return SpecializedKernel(routing_kernels.count_kernel, constants, 1, programmatic=programmatic)
+    sizes = RoutingSizes(num_experts, _OWN, programmatic, top_k, has_map)
+    return _kernel(routing_kernels.count_kernel, sizes, 4)
 
 
 @lru_cache(maxsize=1024)
 def _scatter(
     num_experts: int, cut: tuple[int, bool], num_keys: int, pairs: int, programmatic: bool
 ) -> SpecializedKernel:
-    constants = {
-        "PROGRAMS": 1,
-        "NUM_EXPERTS": num_experts,
-        "TILE": cut[0],
-        "SINGLES": cut[1],
-        "OWN": _OWN,
-        "BLOCK_K": max(_OWN, min(_MOST_SCANNED, power_of_two(num_keys))),
-        "HALF": 16 if pairs < 2**16 else 32,
-        "PROGRAMMATIC": programmatic,
-    }
-    warps = 4 if num_keys <= 512 else 8
-    return SpecializedKernel(
-        routing_kernels.scatter_kernel, constants, 1, warps, programmatic=programmatic
+    sizes = RoutingSizes(
+        NUM_EXPERTS=num_experts,
+        OWN=_OWN,
+        PROGRAMMATIC=programmatic,
+        TILE=cut[0],
+        SINGLES=cut[1],
+        BLOCK_K=max(_OWN, min(_MOST_SCANNED, power_of_two(num_keys))),
+        HALF=16 if pairs < 2**16 else 32,
     )
+    return _kernel(routing_kernels.scatter_kernel, sizes, 4 if num_keys <= 512 else 8)
+
+
+def _kernel(kernel: Any, sizes: RoutingSizes, warps: int) -> SpecializedKernel:
+    return specialized(kernel, 1, num_warps=warps, programmatic=sizes.PROGRAMMATIC, SIZES=sizes)

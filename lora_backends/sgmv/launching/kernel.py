@@ -38,7 +38,7 @@ _FIRST = 9
 class Arguments(NamedTuple):
     """A kernel's arguments besides its constants, in the order of its signature."""
 
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[Any, ...]  # None, but for the first, where the kernel takes no tensor
     descriptors: tuple[Any, ...]  # TMA descriptors; None where the kernel uses no TMA
     numbers: tuple[int, ...]
 
@@ -60,7 +60,7 @@ class SpecializedKernel:
         TypeError: a constant is missing or unknown.
     """
 
-    __slots__ = ("_compiled", "_programs", "_values", "constants", "kernel", "options")
+    __slots__ = ("_compiled", "_programs", "_values", "constants", "kernel", "options", "sizes")
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class SpecializedKernel:
         if set(names) != set(constants):
             raise TypeError(f"{kernel.__name__} takes {names}, given {sorted(constants)}")
         self.kernel, self.constants, self._programs = kernel, dict(constants), programs
+        self.sizes: Any = constants.get("SIZES")  # as `sgmv.kernels.operands` names them
         self._values = tuple(constants[name] for name in names)
         if torch.version.hip is not None:
             num_stages = min(num_stages, STAGES_ON_ROCM)
@@ -89,7 +90,7 @@ class SpecializedKernel:
     def is_compiled(self, arguments: Arguments) -> bool:
         """Return whether it is compiled for such arguments, so that a CUDA graph can capture it."""
         tensors, _, numbers = arguments
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers = _addresses(tensors)
         return INTERPRETED or _kind(tensors, pointers, numbers) in self._compiled
 
     def launch(self, rows: int, arguments: Arguments) -> None:
@@ -122,7 +123,7 @@ class SpecializedKernel:
                 the first tensor. Their dtypes and 16-byte alignment must not change.
         """
         tensors, descriptors, numbers = arguments
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers = _addresses(tensors)
         compiled = self._compiled[_kind(tensors, pointers, numbers)]
         values = [*pointers, *descriptors, *numbers, *self._values]
         grid, axis = self._grid(1), self._axis
@@ -131,7 +132,10 @@ class SpecializedKernel:
             taken = _without_constants(
                 self.kernel.params[len(tensors) + len(descriptors) :], numbers
             )
-            driver = driver_kernel(compiled, pointers, taken, second, grid, axis)
+            # Triton compiles None in as a constant: the driver takes no argument for it
+            given = [pointer for pointer in pointers if pointer is not None]
+            place = second - pointers[:second].count(None)
+            driver = driver_kernel(compiled, given, taken, place, grid, axis)
         return BoundKernel(compiled, values, second, grid, axis, driver)
 
     @property
@@ -151,7 +155,9 @@ class SpecializedKernel:
 
     def _too_large(self, error: OutOfResources) -> UnsupportedInputError:
         unit = "bytes of shared memory" if error.name == "shared memory" else error.name
-        sizes = {**self.constants, **self.options}
+        sizes = self.options | self.constants
+        for bundle in self.constants.values():
+            sizes |= bundle._asdict() if hasattr(bundle, "_asdict") else {}
         given = ", ".join(f"{name}={sizes[name]}" for name in _SIZES if name in sizes)
         return UnsupportedInputError(
             f"{self.kernel.__name__} does not fit on the GPU: it takes {error.required} {unit}\n"
@@ -163,7 +169,7 @@ class SpecializedKernel:
 
     def _launch(self, device: int, rows: int, arguments: Arguments) -> None:
         tensors, descriptors, numbers = arguments
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers = _addresses(tensors)
         kind, grid = _kind(tensors, pointers, numbers), self._grid(rows)
         compiled = self._compiled.get(kind)
         if compiled is None:
@@ -176,6 +182,18 @@ class SpecializedKernel:
         else:
             values = [*pointers, *descriptors, *numbers, *self._values]
             _run(compiled, grid, current_stream(device), values, has_launch_hooks())
+
+
+@lru_cache(maxsize=16384)
+def specialized(kernel: Any, programs: int, **given: Any) -> SpecializedKernel:
+    """Return the `SpecializedKernel` with these constants, in capitals, and other arguments.
+
+    One object serves all batches and layers that lead to the same constants, so that it is compiled
+    once. A PROGRAMS that is not among the constants is `programs`.
+    """
+    constants = {"PROGRAMS": programs} | {k: v for k, v in given.items() if k.isupper()}
+    others = {name: value for name, value in given.items() if not name.isupper()}
+    return SpecializedKernel(kernel, constants, programs, **others)
 
 
 class BoundKernel:
@@ -259,14 +277,19 @@ def has_launch_hooks() -> bool:
     )
 
 
+def _addresses(tensors: tuple[Any, ...]) -> list[Any]:
+    """Return the addresses of tensors; None for None."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
 def _kind(
-    tensors: tuple[torch.Tensor, ...], pointers: list[int], numbers: tuple[int, ...]
+    tensors: tuple[Any, ...], pointers: list[Any], numbers: tuple[int, ...]
 ) -> tuple[Any, ...]:
     """Return all that Triton specialises a kernel on besides its constants."""
     return (
         tensors[0].device.index,
-        *[tensor.dtype for tensor in tensors],
-        *[pointer & 15 == 0 for pointer in pointers],
+        *[None if tensor is None else tensor.dtype for tensor in tensors],
+        *[None if pointer is None else pointer & 15 == 0 for pointer in pointers],
         *[n if n == 1 else (n & 15 == 0, not -0x80000000 <= n <= 0x7FFFFFFF) for n in numbers],
     )
 

@@ -28,20 +28,20 @@ def has_tma(device: torch.device) -> bool:
 def allows_tma(lora_b: Located, max_rank: int, max_rows: int) -> bool:
     """Return whether B can be loaded through TMA by a grid of up to `max_rows` rows.
 
-    B of all slots and slices must form one matrix of 8- or 16-bit values with aligned rows; slots
-    and slices may lie at any distance. If slices are separate tensors, a block must not reach
-    beyond a slice, because the memory behind it may be unmapped: `launch` then takes TMA only where
-    blocks divide the slices.
+    B of all slots, and slices or experts, must form one matrix of 8- or 16-bit values with aligned
+    rows; slots, slices and experts may lie at any distance. If slices are separate tensors, a block
+    must not reach beyond a slice, because the memory after it may be unmapped: `launch` then takes
+    TMA only where blocks divide the slices.
     """
     base = lora_b.base
-    slot_stride, row_stride = base.stride()[0], base.stride()[1]
+    *outer, row_stride, _ = base.stride()
     return (
         max_rows <= MAX_GRID_ROWS
         and base.element_size() <= 2
         and max_rank % 8 == 0
         and row_stride >= max_rank
         and row_stride * base.element_size() % _ALIGNMENT == 0
-        and slot_stride % row_stride == 0
+        and not any(stride % row_stride for stride in outer)
         and base.data_ptr() % _ALIGNMENT == 0
         and 0 < _rows(lora_b) < 2**31
     )
@@ -50,9 +50,10 @@ def allows_tma(lora_b: Located, max_rank: int, max_rows: int) -> bool:
 def _rows(lora_b: Located) -> int:
     if lora_b.alignment:
         return lora_b.rows
-    num_slots, out_features, _ = lora_b.base.shape
-    slot_stride, row_stride, _ = lora_b.base.stride()
-    return (num_slots - 1) * (slot_stride // row_stride) + out_features
+    *outer, out_features, _ = lora_b.base.shape
+    *strides, row_stride, _ = lora_b.base.stride()
+    steps = [(n - 1) * stride for n, stride in zip(outer, strides, strict=True)]
+    return sum(steps) // row_stride + out_features
 
 
 def descriptor(lora_b: Located, max_rank: int, block_c: int, block_r: int) -> Any:
@@ -62,7 +63,7 @@ def descriptor(lora_b: Located, max_rank: int, block_c: int, block_r: int) -> An
     their distance further on. A load takes `block_c` columns of y and `block_r` ranks.
     """
     shape = [_rows(lora_b), max_rank]
-    return TensorDescriptor(lora_b.base, shape, [lora_b.base.stride()[1], 1], [block_c, block_r])
+    return TensorDescriptor(lora_b.base, shape, [lora_b.base.stride(-2), 1], [block_c, block_r])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+# mypy: ignore-errors
+"""Device functions that bring lines into L2 while an earlier kernel still runs; CUDA only."""
+
+import triton
+import triton.language as tl
+
+from lora_backends.sgmv.kernels.indexing import rows_of_a
+
+
+@triton.jit
+def prefetch_lines(pointers, wanted):
+    """Bring the lines of 128 bytes at some addresses into L2."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred wanted;
+        setp.ne.s32 wanted, $2, 0;
+        @wanted prefetch.global.L2 [$1];
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [pointers.to(tl.int64), wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_a(x, a, slot, program, S: tl.constexpr):
+    """Bring into L2 the first 512 bytes that `shrink_tile` will read of each of its rows of A.
+
+    It may run while an earlier kernel writes A and the ranks: L2 takes the new values. A rank read
+    before that write makes it prefetch too many rows or too few. It has no branch, because every
+    program must wait before it may end.
+    """
+    LINE: tl.constexpr = 1024 // a.ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
+    PART: tl.constexpr = S.STEPS * S.BLOCK_K
+    n = program // S.SPLIT_K * S.BLOCK_N + tl.arange(0, S.BLOCK_N)  # [N]
+    s, r = n // S.RANK_PAD, n % S.RANK_PAD  # [N]
+    has_rank = s < tl.where(slot >= 0, S.NUM_SLICES, 0)  # [N]
+    ranks_at = a.ranks + slot * S.NUM_SLICES + s
+    rank = tl.load(ranks_at, mask=has_rank, other=0, cache_modifier=".cg")  # [N]
+    a_rows = rows_of_a(a, slot, s, r, S)
+    of_part = tl.arange(0, 4) * LINE
+    k = program % S.SPLIT_K * PART + of_part
+    wanted = (r < rank)[:, None] & ((of_part < PART) & (k < x.features))[None, :]
+    prefetch_lines(a_rows[:, None] + k[None, :], wanted)
+
+
+@triton.jit
+def prefetch_x(x, tokens, program, S: tl.constexpr):
+    """Bring into L2 the first PREFETCH lines of each row of x that `shrink_tile` will read.
+
+    As in `prefetch_a`, an earlier kernel may still write x. Only the programs of the first rows of
+    A prefetch: the others read the same lines.
+    """
+    LINE: tl.constexpr = 1024 // x.ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
+    PART: tl.constexpr = S.STEPS * S.BLOCK_K
+    of_part = tl.arange(0, S.PREFETCH) * LINE
+    k = program % S.SPLIT_K * PART + of_part
+    wanted = (tokens >= 0) & (program < S.SPLIT_K)  # [T]
+    wanted = wanted[:, None] & ((of_part < PART) & (k < x.features))[None, :]
+    prefetch_lines((x.ptr + tokens * x.stride_t)[:, None] + k[None, :], wanted)
+
+
+@triton.jit
+def prefetch_y(tile, S: tl.constexpr):
+    """Bring into L2 the first PREFETCH lines of each row of y that `expand_tma` will read."""
+    LINE: tl.constexpr = (
+        1024 // tile.y.at.dtype.element_ty.primitive_bitwidth
+    )  # values of 128 bytes
+    c = tile.first + tl.arange(0, S.PREFETCH) * LINE
+    at = tile.y.at[:, None] + c[None, :]
+    prefetch_lines(at, tile.y.written[:, None] & (c < tile.end)[None, :])
