@@ -11,33 +11,47 @@ from typing import Any
 
 import torch
 
-from lora_backends import features
 from lora_backends.batch import MOST, LoRABatch
-from lora_backends.dispatch.engine import Engine, Layer
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
-from lora_backends.dispatch.output import output_shape
 from lora_backends.dispatch.problems import Problems, describe
 from lora_backends.dtypes import accumulator_dtype, dtype_name, dtype_names
 from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import shown
+from lora_backends.features import CAPACITY, TOKEN_SCALES
+from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Input, Operation
-from lora_backends.tensors import has_memory
-from lora_backends.weights import LoRAWeights, extent_of
+from lora_backends.plan import LoRAPlan
+from lora_backends.tensors import extent_of, has_memory
+from lora_backends.weights import LoRAWeights
 
 
 def check_prepare_batch(
     engine: Engine, batch: LoRABatch, out: Any | None = None, capacity: int | None = None
 ) -> None:
     """Guard `prepare_batch`; the signature is the method's."""
+    if type(batch) is LoRABatch and batch.token_scales is None and capacity is None:
+        if out is None or (type(out) is engine.plan_type and _has_room(engine, batch, out)):
+            return  # as in nearly every step of a model
     problems = Problems()
     if problems.check_type("batch", batch, LoRABatch, "a LoRABatch"):
-        if batch.token_scales is not None and features.TOKEN_SCALES not in engine.features:
-            problems.unsupported.append(_missing(engine, features.TOKEN_SCALES, "the batch has"))
+        if batch.token_scales is not None and TOKEN_SCALES not in engine.features:
+            problems.unsupported.append(_missing(engine, TOKEN_SCALES, "the batch has"))
         if capacity is not None:
             _check_capacity(problems, engine, batch, capacity)
         if out is not None:
             _check_refill(problems, engine, batch, out, capacity)
     problems.raise_if_any(engine.name, "prepare_batch", batch=batch, out=out)
+
+
+def _has_room(engine: Engine, batch: LoRABatch, out: Any) -> bool:
+    return (
+        isinstance(out, LoRAPlan)
+        and CAPACITY in engine.features
+        and out.num_slots == batch.num_slots
+        and batch.num_tokens <= out.capacity
+        and batch.token_slots.ndim == 1
+    )
 
 
 def _check_capacity(problems: Problems, engine: Engine, batch: LoRABatch, capacity: Any) -> None:
@@ -47,8 +61,8 @@ def _check_capacity(problems: Problems, engine: Engine, batch: LoRABatch, capaci
         problems.invalid.append(
             f"capacity is {capacity}; allowed: {batch.num_tokens} (the batch's tokens) to {MOST}"
         )
-    if features.CAPACITY not in engine.features:
-        problems.unsupported.append(_missing(engine, features.CAPACITY, "the call has a"))
+    if CAPACITY not in engine.features:
+        problems.unsupported.append(_missing(engine, CAPACITY, "the call has a"))
 
 
 def _check_refill(
@@ -66,13 +80,12 @@ def _check_refill(
             f"out was made for {most} adapters per token, the batch has "
             f"{batch.adapters_per_token}; make a new plan"
         )
-    slots, tokens = planned_size(out, "num_slots"), planned_size(out, "num_tokens")
+    slots, (tokens, room) = planned_size(out, "num_slots"), rows_allowed(out)
     if slots is not None and slots != batch.num_slots:
         problems.invalid.append(
             f"out was made for num_slots={slots}, the batch has {batch.num_slots}; make a new plan"
         )
-    room = capacity_of(out)
-    if features.CAPACITY in engine.features:
+    if CAPACITY in engine.features:
         if room is not None and batch.num_tokens > room:
             problems.invalid.append(
                 f"out has room for {room} tokens, the batch has num_tokens={batch.num_tokens}; "
@@ -122,7 +135,7 @@ def check_operation(
             if operation.input is Input.ROWS and not problems.unsupported:
                 check_input_dtype(problems, engine, name, first)
         if not problems.invalid:
-            shape = output_shape(operation, first, weights, plan)
+            shape = operation.output_shape(first, weights, plan)
             read = {**weights.tensors, name: first}
             check_writing(problems, engine, read, base_output, shape)
             if out is not None:
@@ -193,7 +206,7 @@ def _check_rows(
 
 
 def check_matrix(
-    problems: Problems, name: str, x: torch.Tensor, weights: Layer, rows: int, meaning: str
+    problems: Problems, name: str, x: torch.Tensor, weights: LayerWeights, rows: int, meaning: str
 ) -> None:
     """Check that x is [rows, in_features], its last axis contiguous, in the weights' dtype."""
     shape = (rows, weights.in_features)
@@ -284,10 +297,10 @@ def check_input_dtype(problems: Problems, engine: Engine, name: str, x: torch.Te
         )
 
 
-def check_weights(problems: Problems, engine: Engine, weights: Layer, plan: Any) -> None:
+def check_weights(problems: Problems, engine: Engine, weights: LayerWeights, plan: Any) -> None:
     """Check the number of slots, dtype and device of a layer."""
     num_slots = planned_size(plan, "num_slots")
-    for feature in sorted(getattr(weights, "needs", frozenset()) - engine.features):
+    for feature in sorted(weights.needs - engine.features):
         problems.unsupported.append(_missing(engine, feature, "the layer has"))
     if num_slots is not None and num_slots != weights.num_slots:
         problems.invalid.append(
@@ -300,6 +313,11 @@ def check_weights(problems: Problems, engine: Engine, weights: Layer, plan: Any)
         )
     for name, tensor in weights.tensors.items():
         check_memory(problems, engine, name, tensor)
+    for name in weights.changed():
+        problems.invalid.append(
+            f"{name} is {describe(weights.tensors[name])}, and had another shape, dtype or device "
+            f"when its layer was made; make a new {type(weights).__name__}"
+        )
     check_device(problems, engine, "weights", weights)
 
 
@@ -309,15 +327,17 @@ def planned_size(plan: Any, field: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def capacity_of(plan: Any) -> int | None:
-    """Return the rows that a call may have at most, or None from a plan that does not say."""
+def rows_allowed(plan: Any) -> tuple[int | None, int | None]:
+    """Return the fewest and the most rows of a call; None from a plan that does not say."""
+    if isinstance(plan, LoRAPlan):
+        return plan.num_tokens, max(plan.capacity, plan.num_tokens)
     room, tokens = planned_size(plan, "capacity"), planned_size(plan, "num_tokens")
-    return tokens if room is None or tokens is None else max(room, tokens)
+    return tokens, tokens if room is None or tokens is None else max(room, tokens)
 
 
 def _rows_for(plan: Any, given: int) -> int:
     """Return the rows that a call is expected to have: those given, if the plan allows them."""
-    tokens, room = planned_size(plan, "num_tokens"), capacity_of(plan)
+    tokens, room = rows_allowed(plan)
     if tokens is None or room is None or tokens <= given <= room:
         return given
     return tokens
@@ -325,6 +345,14 @@ def _rows_for(plan: Any, given: int) -> int:
 
 def check_tensor(problems: Problems, engine: Engine, name: str, value: Any) -> bool:
     """Check that a value is plain memory on the engine's device; False if no check may follow."""
+    if (
+        type(value) is torch.Tensor
+        and value.device == engine.device
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_neg())
+        and has_memory(value)
+    ):
+        return True
     if not isinstance(value, torch.Tensor):
         problems.invalid.append(f"{name} is {describe(value)}; allowed: a tensor")
         return False
@@ -355,7 +383,7 @@ def check_memory(problems: Problems, engine: Engine, name: str, tensor: torch.Te
 
 
 def check_device(
-    problems: Problems, engine: Engine, name: str, given: torch.Tensor | Layer
+    problems: Problems, engine: Engine, name: str, given: torch.Tensor | LayerWeights
 ) -> None:
     """Check that a tensor or a layer is where the engine runs."""
     if given.device != engine.device:

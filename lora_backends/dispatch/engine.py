@@ -1,8 +1,7 @@
-"""Protocols: the attributes of a backend and of a layer that dispatch reads."""
+"""The attributes of a backend that dispatch reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -50,43 +49,3 @@ class Engine(Protocol):
     @property
     def storing(self) -> frozenset[str]:
         """Operations whose calls the engine stores on its plans."""
-
-
-class Layer(Protocol):
-    """The sizes and tensors that every kind of weights has."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of A and B."""
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """Dtype of a result without base_output."""
-
-    @property
-    def input_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes that x may have."""
-
-    @property
-    def num_slots(self) -> int:
-        """Adapters that there is room for."""
-
-    @property
-    def in_features(self) -> int:
-        """Width of x."""
-
-    @property
-    def out_features(self) -> int:
-        """Width of y."""
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Every tensor by name."""
-
-    @property
-    def handle(self) -> int:
-        """An int that stands for the layer in a traced program."""

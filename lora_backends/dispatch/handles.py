@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from weakref import WeakValueDictionary
 
 from lora_backends.errors import InvalidInputError
@@ -19,6 +19,7 @@ class Handled:
     """
 
     handle: int
+    _transient: ClassVar[tuple[str, ...]] = ("handle",)  # attributes that a copy makes anew
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Give the object its handle, whatever a subclass's constructor does."""
@@ -31,7 +32,7 @@ class Handled:
         found: Any = object.__getstate__(self)
         plain, slots = found if isinstance(found, tuple) else (found, None)
         state = {**(plain or {}), **(slots or {})}
-        return {name: value for name, value in state.items() if name != "handle"}
+        return {name: value for name, value in state.items() if name not in self._transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from lora_backends.dispatch.engine import Engine, Layer
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.handles import Handled, lookup
-from lora_backends.dispatch.output import NO_OPTIONS, new_output
+from lora_backends.dispatch.output import new_output
 from lora_backends.dtypes import accumulator_dtype
-from lora_backends.operations import BY_NAME, Operation
+from lora_backends.layer_weights import LayerWeights
+from lora_backends.operations import BY_NAME, NO_OPTIONS, Operation
 from lora_backends.weights import LoRAWeights
 
 
@@ -99,7 +100,7 @@ def trace_add(
     call: Callable[..., torch.Tensor],
     engine: Engine,
     x: torch.Tensor,
-    weights: Layer,
+    weights: LayerWeights,
     plan: Any,
     base_output: torch.Tensor | None,
     options: Mapping[str, Any] = NO_OPTIONS,
@@ -121,7 +122,7 @@ def trace_add(
 
 def _needs_python(
     x: torch.Tensor,
-    weights: Layer,
+    weights: LayerWeights,
     plan: Any,
     base_output: torch.Tensor | None,
 ) -> bool:

@@ -15,34 +15,27 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 
 from lora_backends.batch import LoRABatch
-from lora_backends.dispatch.cached import CachingPlan, marked_to_store_calls
+from lora_backends.dispatch.cached import (
+    CachingPlan,
+    accept,
+    is_accepted,
+    marked_to_store_calls,
+)
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
 from lora_backends.dispatch.engine import Engine
-from lora_backends.dispatch.expert_checks import check_experts, check_prepare_experts
+from lora_backends.dispatch.experts import wrap_prepare_experts, wrap_routed
 from lora_backends.dispatch.handles import Handled
 from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
-from lora_backends.dispatch.many_adapters import (
-    ManyAdaptersPlan,
-    ManyAdaptersRouting,
-    add_each,
-    prepare_each,
-    refuse,
-    routings_of,
-)
-from lora_backends.dispatch.ordinary import (
-    is_ordinary,
-    is_ordinary_batch,
-    is_ordinary_choice,
-    is_ordinary_routed,
-)
+from lora_backends.dispatch.many_adapters import ManyAdaptersPlan, add_each, prepare_each, refuse
 from lora_backends.dispatch.output import new_output
 from lora_backends.dispatch.tracing import is_traced
-from lora_backends.experts import ExpertWeights
+from lora_backends.errors import LoRABackendError
 from lora_backends.features import CAPACITY
 from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
 from lora_backends.weights import LoRAWeights
 
 Method: TypeAlias = Callable[..., torch.Tensor]
+_is_compiling = torch.compiler.is_compiling
 
 
 class Dispatched(Handled):
@@ -115,7 +108,7 @@ def _stored_as(operation: Operation, is_default: bool) -> str:
 def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
     """Return the wrapper that takes the place of a class's method for an operation."""
     if operation.input is Input.ROUTED_ROWS:
-        call = _wrap_routed(operation, method)
+        call = wrap_routed(operation, method)
     elif operation.result == "h":
         call = _wrap_h(operation, method)
     else:
@@ -124,36 +117,6 @@ def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
         call = _with_argument(operation, call)
     functools.update_wrapper(call, method)
     call.wrapped = _Wrapped(call, method, marked_to_store_calls(method), is_default)  # type: ignore[attr-defined]
-    return call
-
-
-def _wrap_routed(operation: Operation, method: Method) -> Method:
-    defaults = {option.name: option.values[0] for option in operation.options}
-
-    def call(
-        self: Engine,
-        x: Any,
-        weights: ExpertWeights,
-        routing: Any,
-        base_output: Any = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        unknown = options.keys() - defaults.keys()
-        if unknown:
-            raise TypeError(f"{operation.name}() got unexpected keyword arguments {unknown}")
-        given = {**defaults, **options}
-        if is_traced():
-            return trace_add(operation, call, self, x, weights, routing, base_output, given)
-        if isinstance(routing, ManyAdaptersRouting):
-            y: torch.Tensor | None = base_output
-            for part in routing.routings:
-                y = call(self, x, weights, part, y, **given)
-            assert y is not None  # a token has an adapter or more
-            return y
-        if not is_ordinary_routed(self, x, weights, routing, base_output, given):
-            check_experts(self, operation, x, weights, routing, base_output, given)
-        return method(self, x, weights, routing, base_output, **given)
-
     return call
 
 
@@ -170,7 +133,7 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
         if isinstance(plan, ManyAdaptersPlan):
             refuse(operation.name, plan)
         if out is None:
-            _check(operation, self, x, weights, plan, None)
+            check(self, operation, x, weights, plan)
             return method(self, x, weights, plan)
         check_operation(self, operation, x, weights, plan, out=out)
         if takes_out:
@@ -183,34 +146,33 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
 
 def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     name, slices, stores = operation.name, operation.num_slices, marked_to_store_calls(method)
-    checks_values = operation.input is Input.TOKEN_IDS  # which no earlier call can vouch for
     stored_name = _stored_as(operation, is_default)
 
     def call(
         self: Engine, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
     ) -> torch.Tensor:
-        if is_traced():
+        if _is_compiling() and is_traced():
             return trace_add(operation, call, self, x, weights, plan, base_output)
-        if isinstance(plan, CachingPlan) and (stores or name in self.storing):
-            cache = plan.call_cache
-        elif isinstance(plan, ManyAdaptersPlan):
-            return _add_each(operation, call, self, x, weights, plan, base_output)
-        else:
-            cache = None
         y: torch.Tensor | None = base_output
-        checked = cache is None or checks_values or (y is None and not _has_rows(x, weights, plan))
-        if checked:
-            _check(operation, self, x, weights, plan, y)
-        if cache is None:
+        if not isinstance(plan, CachingPlan) or not (stores or name in self.storing):
+            if isinstance(plan, ManyAdaptersPlan):
+                return _add_each(operation, call, self, x, weights, plan, y)
+            check(self, operation, x, weights, plan, y)
             return method(self, x, weights, plan, y)
+        # no earlier call vouches for token ids, whose values are checked
+        checked = operation.input is Input.TOKEN_IDS or (
+            y is None and not _has_rows(x, weights, plan)
+        )
+        if checked:
+            check(self, operation, x, weights, plan, y)
         if y is None:
             y = new_output(operation, x, weights, plan)
-        cached = cache.find(stored_name, self, x, weights, y, plan.num_tokens)
+        cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
         if cached is not None and (slices is None or slices == weights.num_slices):
             if cached.run(x, weights, plan, y):
                 return y
         if not checked:
-            _check(operation, self, x, weights, plan, base_output)
+            check(self, operation, x, weights, plan, base_output)
         return method(self, x, weights, plan, y)
 
     return call
@@ -255,12 +217,23 @@ def _stores(cls: type, operation: Operation) -> bool:
     return found.stores or (by_default and _stores(cls, BY_NAME[operation.same_as or ""]))
 
 
-def _check(
-    operation: Operation, engine: Engine, first: Any, weights: LoRAWeights, plan: Any, y: Any
+def check(
+    engine: Engine, operation: Operation, first: Any, weights: Any, plan: Any, y: Any = None
 ) -> None:
-    is_rows = operation.input is Input.ROWS
-    if not (is_rows and is_ordinary(engine, operation.num_slices, first, weights, plan, y)):
+    """Check a call by its kind, or explain what is wrong with it."""
+    reads_values = operation.input is Input.TOKEN_IDS and engine.device.type == "cpu"
+    if reads_values or not is_accepted(engine, operation, first, weights, plan, y):
         check_operation(engine, operation, first, weights, plan, y)
+        accept(engine, operation, first, weights, y)
+
+
+def runs(engine: Engine, name: str, first: Any, weights: Any, plan: Any, y: Any) -> bool:
+    """Return whether an operation would run, for another method that takes its place."""
+    try:
+        check(engine, BY_NAME[name], first, weights, plan, y)
+    except LoRABackendError:
+        return False
+    return True
 
 
 def _with_argument(operation: Operation, call: Method) -> Method:
@@ -280,8 +253,6 @@ def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Engine, batch: LoRABatch, out: Any = None, capacity: int | None = None) -> Any:
         if is_traced():
             return call_outside(call, self, batch, out, capacity)
-        if is_ordinary_batch(self, batch, out, capacity):
-            return method(self, batch, out=out)
         check_prepare_batch(self, batch, out, capacity)
         # a refill keeps the capacity; a backend without that feature does not know the argument
         options = {} if capacity is None or out is not None else {"capacity": capacity}
@@ -292,33 +263,8 @@ def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(
-        self: Engine,
-        plan: Any,
-        topk_ids: Any,
-        topk_weights: Any,
-        num_experts: Any,
-        expert_map: Any = None,
-        out: Any = None,
-    ) -> Any:
-        choice = (topk_ids, topk_weights, num_experts, expert_map)
-        if is_traced():
-            return call_outside(call, self, plan, *choice, out)
-        if isinstance(plan, ManyAdaptersPlan):
-            outs = [None] * len(plan.plans) if out is None else routings_of(out, plan)
-            parts = zip(plan.plans, outs, strict=True)
-            made = tuple([call(self, part, *choice, own) for part, own in parts])
-            return ManyAdaptersRouting(made) if out is None else out
-        if not is_ordinary_choice(self, plan, *choice, out):
-            check_prepare_experts(self, plan, *choice, out)
-        return method(self, plan, *choice, out=out)
-
-    return call
-
-
 PREPARATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "prepare_batch": _wrap_prepare_batch,
-    "prepare_experts": _wrap_prepare_experts,
+    "prepare_experts": wrap_prepare_experts,
 }
 """Methods of the interface that make what operations run on, and what puts the guard in front."""

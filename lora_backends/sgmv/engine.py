@@ -12,8 +12,8 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.devices import as_device, is_capturing
 from lora_backends.dispatch.cached import stores_calls
-from lora_backends.dispatch.ordinary import is_ordinary
 from lora_backends.dispatch.output import added_to, new_output
+from lora_backends.dispatch.wrap import runs
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.operations import BY_NAME, OPERATIONS
@@ -209,7 +209,7 @@ class SgmvBackend(LoRABackend):
         if base_weight.shape[0] != weights.out_features or not self.multiplies_bases:
             return None
         y = x.new_empty((x.shape[0], weights.out_features))
-        if not is_ordinary(self, None, x, weights, plan, y):
+        if type(x) is not torch.Tensor or not runs(self, "run_linear", x, weights, plan, y):
             return None
         options = self._options
         base = base_kernel_of(x, base_weight, base_bias, options.gpu, options.programmatic)
