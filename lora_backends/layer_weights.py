@@ -87,8 +87,7 @@ class LayerWeights(Handled):
     @property
     def footprint(self) -> Footprint:
         """Where the tensors lie now: the same object for as long as none of them moves."""
-        addresses = tuple(map(_data_ptr, self.tensors.values()))
-        footprint = self._footprint
+        addresses, footprint = tuple(map(_data_ptr, self.tensors.values())), self._footprint
         if footprint is None or footprint.addresses != addresses:
             footprint = Footprint(tuple(self.tensors.values()), addresses)
             self._keep(_footprint=footprint)
@@ -100,10 +99,12 @@ class LayerWeights(Handled):
         `make` is a function of a module, which depends on shapes, strides, dtypes and addresses,
         never on values.
         """
-        derived = self.footprint.derived
-        if make not in derived:
-            derived[make] = make(self)
-        made: _Derived = derived[make]
+        footprint = self._footprint
+        if footprint is None or footprint.addresses != tuple(map(_data_ptr, self.tensors.values())):
+            footprint = self.footprint
+        made: _Derived | None = footprint.derived.get(make)
+        if made is None:
+            made = footprint.derived[make] = make(self)
         return made
 
     def requires_gradient(self, *others: torch.Tensor) -> bool:

@@ -49,7 +49,7 @@ def is_accepted(
 
     Args:
         engine: that runs the call.
-        operation: on x, of whose values the guards read none.
+        operation: of the interface.
         x: the first argument. All arguments are unchecked.
         weights: the layer.
         plan: of the batch.
@@ -66,6 +66,8 @@ def is_accepted(
         or plan.num_slots != weights.num_slots
     ):
         return False
+    if operation.input is Input.TOKEN_IDS and x.is_cpu:
+        return False  # the guards read their values
     footprint = weights.footprint
     kinds = footprint.accepted.get((operation.name, engine.handle))
     if kinds is None:
@@ -265,11 +267,10 @@ class CallCache:
             self._calls.clear()
         stored = _Entry(self.key, call, x, weights, y)
         key = operation, backend.handle, weights.handle
-        others = [
-            entry
-            for entry in self._calls.get(key, ())
-            if (entry.key, entry.kind) != (stored.key, stored.kind)
-        ]
+        others = self._calls.get(key, ())
+        if others:
+            new = stored.key, stored.kind
+            others = tuple([entry for entry in others if (entry.key, entry.kind) != new])
         # the newest first: `find` takes less time where the next call is like this one
         self._calls[key] = (stored, *others[: MOST_KINDS - 1])
 

@@ -133,7 +133,8 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
         if isinstance(plan, ManyAdaptersPlan):
             refuse(operation.name, plan)
         if out is None:
-            check(self, operation, x, weights, plan)
+            if not is_accepted(self, operation, x, weights, plan):
+                guard(self, operation, x, weights, plan)
             return method(self, x, weights, plan)
         check_operation(self, operation, x, weights, plan, out=out)
         if takes_out:
@@ -157,22 +158,23 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
         if not isinstance(plan, CachingPlan) or not (stores or name in self.storing):
             if isinstance(plan, ManyAdaptersPlan):
                 return _add_each(operation, call, self, x, weights, plan, y)
-            check(self, operation, x, weights, plan, y)
+            if not is_accepted(self, operation, x, weights, plan, y):
+                guard(self, operation, x, weights, plan, y)
             return method(self, x, weights, plan, y)
         # no earlier call vouches for token ids, whose values are checked
         checked = operation.input is Input.TOKEN_IDS or (
             y is None and not _has_rows(x, weights, plan)
         )
-        if checked:
-            check(self, operation, x, weights, plan, y)
+        if checked and not is_accepted(self, operation, x, weights, plan, y):
+            guard(self, operation, x, weights, plan, y)
         if y is None:
             y = new_output(operation, x, weights, plan)
         cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
         if cached is not None and (slices is None or slices == weights.num_slices):
             if cached.run(x, weights, plan, y):
                 return y
-        if not checked:
-            check(self, operation, x, weights, plan, base_output)
+        if not (checked or is_accepted(self, operation, x, weights, plan, base_output)):
+            guard(self, operation, x, weights, plan, base_output)
         return method(self, x, weights, plan, y)
 
     return call
@@ -217,20 +219,21 @@ def _stores(cls: type, operation: Operation) -> bool:
     return found.stores or (by_default and _stores(cls, BY_NAME[operation.same_as or ""]))
 
 
-def check(
+def guard(
     engine: Engine, operation: Operation, first: Any, weights: Any, plan: Any, y: Any = None
 ) -> None:
-    """Check a call by its kind, or explain what is wrong with it."""
-    reads_values = operation.input is Input.TOKEN_IDS and engine.device.type == "cpu"
-    if reads_values or not is_accepted(engine, operation, first, weights, plan, y):
-        check_operation(engine, operation, first, weights, plan, y)
-        accept(engine, operation, first, weights, y)
+    """Explain what is wrong with a call, or accept its kind from now on."""
+    check_operation(engine, operation, first, weights, plan, y)
+    accept(engine, operation, first, weights, y)
 
 
 def runs(engine: Engine, name: str, first: Any, weights: Any, plan: Any, y: Any) -> bool:
     """Return whether an operation would run, for another method that takes its place."""
+    operation = BY_NAME[name]
+    if is_accepted(engine, operation, first, weights, plan, y):
+        return True
     try:
-        check(engine, BY_NAME[name], first, weights, plan, y)
+        guard(engine, operation, first, weights, plan, y)
     except LoRABackendError:
         return False
     return True

@@ -17,9 +17,11 @@ from lora_backends.torch_ref import TorchRefBackend
 @pytest.fixture
 def checked(monkeypatch):
     """Return the list of operations that were checked."""
-    names, check = [], wrap.check
+    names, accepted = [], wrap.is_accepted
     monkeypatch.setattr(
-        wrap, "check", lambda engine, op, *args: names.append(op.name) or check(engine, op, *args)
+        wrap,
+        "is_accepted",
+        lambda engine, op, *args: names.append(op.name) or accepted(engine, op, *args),
     )
     return names
 

@@ -60,7 +60,7 @@ class SpecializedKernel:
         TypeError: a constant is missing or unknown.
     """
 
-    __slots__ = ("_compiled", "_programs", "_values", "constants", "kernel", "options")
+    __slots__ = ("_axis", "_compiled", "_programs", "_values", "constants", "kernel", "options")
 
     def __init__(
         self,
@@ -77,6 +77,7 @@ class SpecializedKernel:
             raise TypeError(f"{kernel.__name__} takes {names}, given {sorted(constants)}")
         self.kernel, self.constants, self._programs = kernel, dict(constants), programs
         self._values = tuple(constants[name] for name in names)
+        self._axis = 0 if constants["PROGRAMS"] else 1  # of the grid, along which rows lie
         if torch.version.hip is not None:
             num_stages = min(num_stages, STAGES_ON_ROCM)
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
@@ -133,11 +134,6 @@ class SpecializedKernel:
             )
             driver = driver_kernel(compiled, pointers, taken, second, grid, axis)
         return BoundKernel(compiled, values, second, grid, axis, driver)
-
-    @property
-    def _axis(self) -> int:
-        """The axis of the grid along which rows follow each other."""
-        return 0 if self.constants["PROGRAMS"] else 1
 
     def _grid(self, rows: int) -> tuple[int, int, int]:
         """Return one axis in which the programs of a row follow each other, or two axes.
