@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Self
@@ -53,17 +52,7 @@ class ExpertWeights(LayerWeights):
     scale_block: ScaleBlock = (1, None)  # as in `LoRAWeights`; rows of B count within their slice
     compute_dtype: torch.dtype | None = None  # as in `LoRAWeights`
 
-    dtype: torch.dtype = field(init=False)  # of lora_a and lora_b
-    device: torch.device = field(init=False)  # of every tensor
-    num_slots: int = field(init=False)  # adapters that the stack has room for
-    num_slices: int = field(init=False)  # projections fused in this site
     num_a: int = field(init=False)  # num_slices, or 1: one A feeds every slice
-    max_rank: int = field(init=False)  # padded rank width of the stack
-    in_features: int = field(init=False)  # width of x
-    out_features: int = field(init=False)  # width of y, all slices together
-    tensors: Mapping[str, torch.Tensor] = field(init=False, repr=False)  # every tensor by name
-    input_dtypes: tuple[torch.dtype, ...] = field(init=False, repr=False)  # that x may have
-    needs: frozenset[str] = field(init=False, repr=False)  # features of a backend that runs it
 
     def __post_init__(self) -> None:
         stacks = {"lora_a": self.lora_a, "lora_b": self.lora_b}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -47,16 +48,8 @@ class Footprint:
         return False
 
 
-class LayerWeights(Handled):
-    """Stacks of A and B with their ranks and scalings, and all that is computed once from them.
-
-    Values may change in place at any time. Shapes, dtypes and devices stay; `changed` finds where
-    someone has exchanged a tensor's memory for another kind.
-    """
-
-    _transient: ClassVar[tuple[str, ...]] = ("handle", "_footprint")
-    _footprint: Footprint | None
-    _kinds: tuple[Any, ...]  # shape, dtype and device of each tensor
+class _Arguments:
+    """The arguments that layers of all kinds have; each class documents its own."""
 
     lora_a: Any
     lora_b: Any
@@ -67,16 +60,33 @@ class LayerWeights(Handled):
     b_scales: torch.Tensor | None
     scale_block: ScaleBlock
     compute_dtype: torch.dtype | None
-    num_slots: int
-    num_slices: int
-    max_rank: int
-    in_features: int
-    out_features: int
-    dtype: torch.dtype
-    device: torch.device
-    tensors: Mapping[str, torch.Tensor]
-    input_dtypes: tuple[torch.dtype, ...]
-    needs: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights(_Arguments, Handled):
+    """Stacks of A and B with their ranks and scalings, and all that is computed once from them.
+
+    Values may change in place at any time. Shapes, dtypes and devices stay; `changed` finds where
+    someone has exchanged a tensor's memory for another kind.
+    """
+
+    _transient: ClassVar[tuple[str, ...]] = ("handle", "_footprint")
+
+    dtype: torch.dtype = field(init=False)  # of lora_a and lora_b
+    device: torch.device = field(init=False)  # of every tensor
+    num_slots: int = field(init=False)  # adapters that the stack has room for
+    num_slices: int = field(init=False)  # projections fused in this layer
+    max_rank: int = field(init=False)  # padded rank width of the stack
+    in_features: int = field(init=False)  # width of x; the vocabulary of an embedding; 0 without A
+    out_features: int = field(init=False)  # width of y, all slices together
+    tensors: Mapping[str, torch.Tensor] = field(init=False, repr=False)
+    # every tensor by name: lora_a, or lora_a[0], lora_a[1] ... of a tuple, and so on
+    input_dtypes: tuple[torch.dtype, ...] = field(init=False, repr=False)
+    # that x may have: the stacks' own, or for 8-bit stacks `COMPUTE_DTYPES`
+    needs: frozenset[str] = field(init=False, repr=False)
+    # features, see `lora_backends.features`, that a backend must have to run the layer
+    _footprint: Footprint | None = field(init=False, repr=False)
+    _kinds: tuple[Any, ...] = field(init=False, repr=False)  # shape, dtype, device of each tensor
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Give each object, copies included, a footprint of its own."""

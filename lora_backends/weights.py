@@ -82,21 +82,8 @@ class LoRAWeights(LayerWeights):
     compute_dtype: torch.dtype | None = None  # of a result without base_output: of 8-bit stacks as
     # given, or bfloat16; of all others their own dtype
 
-    dtype: torch.dtype = field(init=False)  # of lora_a and lora_b
-    device: torch.device = field(init=False)  # of every tensor
-    num_slots: int = field(init=False)  # adapters that the stack has room for
-    num_slices: int = field(init=False)  # projections fused in this layer
-    max_rank: int = field(init=False)  # padded rank width of the stack
-    in_features: int = field(init=False)  # width of x; the vocabulary of an embedding; 0 without A
-    out_features: int = field(init=False)  # width of y, all slices together
     slice_offsets: tuple[int, ...] = field(init=False)
     # first output column of every slice, then out_features: num_slices + 1 ints
-    tensors: Mapping[str, torch.Tensor] = field(init=False, repr=False)
-    # every tensor by name: lora_a, or lora_a[0], lora_a[1] ... of a tuple, and so on
-    input_dtypes: tuple[torch.dtype, ...] = field(init=False, repr=False)
-    # that x may have: the stacks' own, or for 8-bit stacks `COMPUTE_DTYPES`
-    needs: frozenset[str] = field(init=False, repr=False)
-    # features, see `lora_backends.features`, that a backend must have to run the layer
 
     def __post_init__(self) -> None:
         for name in ("lora_a", "lora_b"):

@@ -14,16 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from lora_backends.dispatch.engine import Engine
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Input, Operation
 from lora_backends.plan import LoRAPlan
 from lora_backends.tensors import extent_of
 from lora_backends.weights import LoRAWeights
+
+if TYPE_CHECKING:
+    from lora_backends.backend import LoRABackend
 
 MOST_LAYERS = 4096
 """Layers and operations that a cache keeps calls of."""
@@ -36,7 +38,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 def is_accepted(
-    engine: Engine,
+    engine: LoRABackend,
     operation: Operation,
     x: Any,
     weights: Any,
@@ -102,7 +104,12 @@ def is_accepted(
 
 
 def accept(
-    engine: Engine, operation: Operation, x: Any, weights: Any, y: Any = None, detail: Any = None
+    engine: LoRABackend,
+    operation: Operation,
+    x: Any,
+    weights: Any,
+    y: Any = None,
+    detail: Any = None,
 ) -> None:
     """Remember the kind of a call that has just passed the guards; arguments as `is_accepted`."""
     if type(x) is _Tensor and (y is None or type(y) is _Tensor):
@@ -206,7 +213,7 @@ class CallCache:
     def find(
         self,
         operation: str,
-        backend: Engine,
+        backend: LoRABackend,
         x: _Tensor,
         weights: LoRAWeights,
         y: _Tensor,
@@ -253,7 +260,7 @@ class CallCache:
     def store(
         self,
         operation: str,
-        backend: Engine,
+        backend: LoRABackend,
         x: _Tensor,
         weights: LoRAWeights,
         y: _Tensor,

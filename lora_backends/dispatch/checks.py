@@ -7,12 +7,11 @@ at, because that would wait for the device.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lora_backends.batch import MOST, LoRABatch
-from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
 from lora_backends.dtypes import accumulator_dtype, dtype_name, dtype_names
@@ -25,9 +24,12 @@ from lora_backends.plan import LoRAPlan
 from lora_backends.tensors import extent_of, has_memory
 from lora_backends.weights import LoRAWeights
 
+if TYPE_CHECKING:
+    from lora_backends.backend import LoRABackend
+
 
 def check_prepare_batch(
-    engine: Engine, batch: LoRABatch, out: Any | None = None, capacity: int | None = None
+    engine: LoRABackend, batch: LoRABatch, out: Any | None = None, capacity: int | None = None
 ) -> None:
     """Guard `prepare_batch`; the signature is the method's."""
     if type(batch) is LoRABatch and batch.token_scales is None and capacity is None:
@@ -44,7 +46,7 @@ def check_prepare_batch(
     problems.raise_if_any(engine.name, "prepare_batch", batch=batch, out=out)
 
 
-def _has_room(engine: Engine, batch: LoRABatch, out: Any) -> bool:
+def _has_room(engine: LoRABackend, batch: LoRABatch, out: Any) -> bool:
     return (
         isinstance(out, LoRAPlan)
         and CAPACITY in engine.features
@@ -54,7 +56,9 @@ def _has_room(engine: Engine, batch: LoRABatch, out: Any) -> bool:
     )
 
 
-def _check_capacity(problems: Problems, engine: Engine, batch: LoRABatch, capacity: Any) -> None:
+def _check_capacity(
+    problems: Problems, engine: LoRABackend, batch: LoRABatch, capacity: Any
+) -> None:
     if isinstance(capacity, bool) or not isinstance(capacity, int):
         problems.invalid.append(f"capacity is {shown(capacity)}; allowed: an int, or None")
     elif not batch.num_tokens <= capacity <= MOST:
@@ -66,7 +70,7 @@ def _check_capacity(problems: Problems, engine: Engine, batch: LoRABatch, capaci
 
 
 def _check_refill(
-    problems: Problems, engine: Engine, batch: LoRABatch, out: Any, capacity: int | None
+    problems: Problems, engine: LoRABackend, batch: LoRABatch, out: Any, capacity: int | None
 ) -> None:
     """Check that a plan can take a batch, of another number of tokens where it has room."""
     kind = ManyAdaptersPlan if isinstance(out, ManyAdaptersPlan) else engine.plan_type
@@ -103,7 +107,7 @@ def _check_refill(
         )
 
 
-def _missing(engine: Engine, feature: str, given: str) -> str:
+def _missing(engine: LoRABackend, feature: str, given: str) -> str:
     return (
         f"{given} {feature}, which this backend does not have; it has: "
         f"{', '.join(sorted(engine.features)) or 'the plain interface alone'}"
@@ -111,7 +115,7 @@ def _missing(engine: Engine, feature: str, given: str) -> str:
 
 
 def check_operation(
-    engine: Engine,
+    engine: LoRABackend,
     operation: Operation,
     first: Any,
     weights: LoRAWeights,
@@ -168,7 +172,7 @@ def _has_halves(problems: Problems, operation: Operation, weights: LoRAWeights) 
 
 def _check_out(
     problems: Problems,
-    engine: Engine,
+    engine: LoRABackend,
     out: Any,
     sizes: tuple[int, ...],
     weights: LoRAWeights,
@@ -278,7 +282,7 @@ _GUARDS = {
 }
 
 
-def _weights_fit(problems: Problems, engine: Engine, weights: LoRAWeights, plan: Any) -> bool:
+def _weights_fit(problems: Problems, engine: LoRABackend, weights: LoRAWeights, plan: Any) -> bool:
     """Check weights and plan against the engine; False if nothing else can be checked."""
     made = "what prepare_batch of this backend returned"
     if not problems.check_type("weights", weights, LoRAWeights, "LoRAWeights"):
@@ -289,7 +293,7 @@ def _weights_fit(problems: Problems, engine: Engine, weights: LoRAWeights, plan:
     return True
 
 
-def check_input_dtype(problems: Problems, engine: Engine, name: str, x: torch.Tensor) -> None:
+def check_input_dtype(problems: Problems, engine: LoRABackend, name: str, x: torch.Tensor) -> None:
     """Check that the engine takes x of a dtype that 8-bit weights allow."""
     if x.is_floating_point() and x.dtype not in engine.dtypes:
         problems.unsupported.append(
@@ -297,7 +301,9 @@ def check_input_dtype(problems: Problems, engine: Engine, name: str, x: torch.Te
         )
 
 
-def check_weights(problems: Problems, engine: Engine, weights: LayerWeights, plan: Any) -> None:
+def check_weights(
+    problems: Problems, engine: LoRABackend, weights: LayerWeights, plan: Any
+) -> None:
     """Check the number of slots, dtype and device of a layer."""
     num_slots = planned_size(plan, "num_slots")
     for feature in sorted(weights.needs - engine.features):
@@ -343,7 +349,7 @@ def _rows_for(plan: Any, given: int) -> int:
     return tokens
 
 
-def check_tensor(problems: Problems, engine: Engine, name: str, value: Any) -> bool:
+def check_tensor(problems: Problems, engine: LoRABackend, name: str, value: Any) -> bool:
     """Check that a value is plain memory on the engine's device; False if no check may follow."""
     if (
         type(value) is torch.Tensor
@@ -368,7 +374,7 @@ def check_tensor(problems: Problems, engine: Engine, name: str, value: Any) -> b
     return check_memory(problems, engine, name, value)
 
 
-def check_memory(problems: Problems, engine: Engine, name: str, tensor: torch.Tensor) -> bool:
+def check_memory(problems: Problems, engine: LoRABackend, name: str, tensor: torch.Tensor) -> bool:
     """Check that an engine can read a tensor by its address; False if it has none.
 
     A differentiable backend computes with torch's operators, which need no address.
@@ -383,7 +389,7 @@ def check_memory(problems: Problems, engine: Engine, name: str, tensor: torch.Te
 
 
 def check_device(
-    problems: Problems, engine: Engine, name: str, given: torch.Tensor | LayerWeights
+    problems: Problems, engine: LoRABackend, name: str, given: torch.Tensor | LayerWeights
 ) -> None:
     """Check that a tensor or a layer is where the engine runs."""
     if given.device != engine.device:
@@ -399,7 +405,7 @@ def last_axis_is_contiguous(tensor: torch.Tensor) -> bool:
 
 def check_writing(
     problems: Problems,
-    engine: Engine,
+    engine: LoRABackend,
     read: dict[str, torch.Tensor],
     base_output: Any,
     shape: tuple[int, ...],
@@ -413,7 +419,7 @@ def check_writing(
 
 
 def _check_base(
-    problems: Problems, engine: Engine, base_output: Any, shape: tuple[int, ...]
+    problems: Problems, engine: LoRABackend, base_output: Any, shape: tuple[int, ...]
 ) -> None:
     """Check that base_output can be added to in place, row by row."""
     if not check_tensor(problems, engine, "base_output", base_output):
@@ -485,7 +491,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def check_gradients(
     problems: Problems,
-    engine: Engine,
+    engine: LoRABackend,
     tensors: list[torch.Tensor],
     base_output: torch.Tensor | None,
 ) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lora_backends.dispatch import checks
 from lora_backends.dispatch.cached import accept, is_accepted
-from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.library import call_outside, trace_add
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
@@ -19,6 +18,9 @@ from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.layer_weights import MOST
 from lora_backends.operations import Operation
+
+if TYPE_CHECKING:
+    from lora_backends.backend import LoRABackend
 
 
 @dataclass(eq=False)
@@ -42,7 +44,7 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return the wrapper that takes the place of a class's `prepare_experts`."""
 
     def call(
-        self: Engine,
+        self: LoRABackend,
         plan: Any,
         topk_ids: Any,
         topk_weights: Any,
@@ -71,7 +73,7 @@ def wrap_routed(
     defaults = {option.name: option.values[0] for option in operation.options}
 
     def call(
-        self: Engine,
+        self: LoRABackend,
         x: Any,
         weights: ExpertWeights,
         routing: Any,
@@ -115,7 +117,7 @@ def _routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
 
 
 def _check(
-    engine: Engine,
+    engine: LoRABackend,
     operation: Operation,
     x: Any,
     weights: Any,
@@ -135,7 +137,7 @@ def _check(
 
 
 def _check_prepare(
-    engine: Engine,
+    engine: LoRABackend,
     plan: Any,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -179,7 +181,7 @@ def _check_prepare(
 
 
 def _check_pairs(
-    problems: Problems, engine: Engine, plan: Any, topk_ids: Any, topk_weights: Any
+    problems: Problems, engine: LoRABackend, plan: Any, topk_ids: Any, topk_weights: Any
 ) -> None:
     if not checks.check_tensor(problems, engine, "topk_ids", topk_ids):
         return
@@ -212,7 +214,7 @@ def _check_ids(problems: Problems, name: str, ids: torch.Tensor, limit: int) -> 
 
 
 def _check_refill(
-    problems: Problems, engine: Engine, topk_ids: torch.Tensor, num_experts: int, out: Any
+    problems: Problems, engine: LoRABackend, topk_ids: torch.Tensor, num_experts: int, out: Any
 ) -> None:
     if not problems.check_type("out", out, engine.routing_type, "a routing of this backend"):
         return
@@ -231,7 +233,7 @@ def _check_refill(
 
 
 def _check_routed(
-    engine: Engine,
+    engine: LoRABackend,
     operation: Operation,
     x: torch.Tensor,
     weights: ExpertWeights,
@@ -267,7 +269,7 @@ def _check_routed(
     )
 
 
-def _layer_fits(problems: Problems, engine: Engine, weights: Any, routing: Any) -> bool:
+def _layer_fits(problems: Problems, engine: LoRABackend, weights: Any, routing: Any) -> bool:
     """Check weights and routing against the engine; False if nothing else can be checked."""
     made = "what prepare_experts of this backend returned"
     if not problems.check_type("weights", weights, ExpertWeights, "ExpertWeights"):

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,7 +22,6 @@ from lora_backends.dispatch.cached import (
     marked_to_store_calls,
 )
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
-from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.experts import wrap_prepare_experts, wrap_routed
 from lora_backends.dispatch.handles import Handled
 from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
@@ -33,6 +32,9 @@ from lora_backends.errors import LoRABackendError
 from lora_backends.features import CAPACITY
 from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
 from lora_backends.weights import LoRAWeights
+
+if TYPE_CHECKING:
+    from lora_backends.backend import LoRABackend
 
 Method: TypeAlias = Callable[..., torch.Tensor]
 _is_compiling = torch.compiler.is_compiling
@@ -84,7 +86,7 @@ def _wrapped(method: Any) -> _Wrapped | None:
     return found if found is not None and found.call is method else None
 
 
-def unchecked(engine: Engine, name: str) -> Method:
+def unchecked(engine: LoRABackend, name: str) -> Method:
     """Return an operation of an engine without its checks, for a caller that has made its own."""
     method: Method = getattr(engine, name)
     found = _wrapped(getattr(method, "__func__", None))
@@ -93,7 +95,7 @@ def unchecked(engine: Engine, name: str) -> Method:
     return MethodType(found.method, engine)
 
 
-def stored_as(engine: Engine, name: str) -> str | None:
+def stored_as(engine: LoRABackend, name: str) -> str | None:
     """Return the operation under which an engine stores calls of another; None: it stores none."""
     found = _wrapped(getattr(getattr(engine, name), "__func__", None))
     if found is None or not (found.stores or name in engine.storing):
@@ -124,7 +126,7 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
     takes_out = "out" in inspect.signature(method).parameters
 
     def call(
-        self: Engine, x: Any, weights: LoRAWeights, plan: Any, out: Any = None
+        self: LoRABackend, x: Any, weights: LoRAWeights, plan: Any, out: Any = None
     ) -> torch.Tensor:
         if is_traced():
             if out is not None:  # a copy of the traced result would convert and broadcast
@@ -150,7 +152,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     stored_name = _stored_as(operation, is_default)
 
     def call(
-        self: Engine, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
+        self: LoRABackend, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
     ) -> torch.Tensor:
         if _is_compiling() and is_traced():
             return trace_add(operation, call, self, x, weights, plan, base_output)
@@ -192,7 +194,7 @@ def _has_rows(x: Any, weights: Any, plan: CachingPlan) -> bool:
 def _add_each(
     operation: Operation,
     call: Method,
-    engine: Engine,
+    engine: LoRABackend,
     first: Any,
     weights: LoRAWeights,
     plan: ManyAdaptersPlan,
@@ -220,14 +222,14 @@ def _stores(cls: type, operation: Operation) -> bool:
 
 
 def guard(
-    engine: Engine, operation: Operation, first: Any, weights: Any, plan: Any, y: Any = None
+    engine: LoRABackend, operation: Operation, first: Any, weights: Any, plan: Any, y: Any = None
 ) -> None:
     """Explain what is wrong with a call, or accept its kind from now on."""
     check_operation(engine, operation, first, weights, plan, y)
     accept(engine, operation, first, weights, y)
 
 
-def runs(engine: Engine, name: str, first: Any, weights: Any, plan: Any, y: Any) -> bool:
+def runs(engine: LoRABackend, name: str, first: Any, weights: Any, plan: Any, y: Any) -> bool:
     """Return whether an operation would run, for another method that takes its place."""
     operation = BY_NAME[name]
     if is_accepted(engine, operation, first, weights, plan, y):
@@ -242,7 +244,7 @@ def runs(engine: Engine, name: str, first: Any, weights: Any, plan: Any, y: Any)
 def _with_argument(operation: Operation, call: Method) -> Method:
     """Return a function that takes the first argument by the name it has in the interface."""
 
-    def renamed(self: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def renamed(self: LoRABackend, *args: Any, **kwargs: Any) -> torch.Tensor:
         if "x" in kwargs:
             raise TypeError(f"{operation.name}() got an unexpected keyword argument 'x'")
         if operation.argument in kwargs:
@@ -253,7 +255,9 @@ def _with_argument(operation: Operation, call: Method) -> Method:
 
 
 def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Engine, batch: LoRABatch, out: Any = None, capacity: int | None = None) -> Any:
+    def call(
+        self: LoRABackend, batch: LoRABatch, out: Any = None, capacity: int | None = None
+    ) -> Any:
         if is_traced():
             return call_outside(call, self, batch, out, capacity)
         check_prepare_batch(self, batch, out, capacity)
