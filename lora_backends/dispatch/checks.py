@@ -336,7 +336,7 @@ def planned_size(plan: Any, field: str) -> int | None:
 def rows_allowed(plan: Any) -> tuple[int | None, int | None]:
     """Return the fewest and the most rows of a call; None from a plan that does not say."""
     if isinstance(plan, LoRAPlan):
-        return plan.num_tokens, max(plan.capacity, plan.num_tokens)
+        return plan.num_tokens, plan.capacity
     room, tokens = planned_size(plan, "capacity"), planned_size(plan, "num_tokens")
     return tokens, tokens if room is None or tokens is None else max(room, tokens)
 
@@ -351,14 +351,17 @@ def _rows_for(plan: Any, given: int) -> int:
 
 def check_tensor(problems: Problems, engine: LoRABackend, name: str, value: Any) -> bool:
     """Check that a value is plain memory on the engine's device; False if no check may follow."""
-    if (
-        type(value) is torch.Tensor
-        and value.device == engine.device
-        and value.layout is torch.strided
-        and not (value.is_nested or value.is_neg())
-        and has_memory(value)
-    ):
-        return True
+    try:
+        if (
+            type(value) is torch.Tensor
+            and value.device == engine.device
+            and value.layout is torch.strided
+            and not (value.is_nested or value.is_neg())
+            and value.data_ptr()
+        ):
+            return True
+    except RuntimeError:  # it has no address; `check_memory` says so
+        pass
     if not isinstance(value, torch.Tensor):
         problems.invalid.append(f"{name} is {describe(value)}; allowed: a tensor")
         return False

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from lora_backends.backend import LoRABackend
 
 
+_is_compiling = torch.compiler.is_compiling
+
+
 @dataclass(eq=False)
 class ManyAdaptersRouting:
     """The routing of a batch whose tokens have several adapters: one for each of its plans."""
@@ -53,7 +56,7 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
         out: Any = None,
     ) -> Any:
         choice = (topk_ids, topk_weights, num_experts, expert_map)
-        if is_traced():
+        if _is_compiling() and is_traced():
             return call_outside(call, self, plan, *choice, out)
         if isinstance(plan, ManyAdaptersPlan):
             outs = [None] * len(plan.plans) if out is None else _routings_of(out, plan)
@@ -84,7 +87,7 @@ def wrap_routed(
         if unknown:
             raise TypeError(f"{operation.name}() got unexpected keyword arguments {unknown}")
         options = {**defaults, **options}
-        if is_traced():
+        if _is_compiling() and is_traced():
             return trace_add(operation, call, self, x, weights, routing, base_output, options)
         if isinstance(routing, ManyAdaptersRouting):
             y: torch.Tensor | None = base_output
@@ -147,7 +150,8 @@ def _check_prepare(
 ) -> None:
     """Guard `prepare_experts`; the signature is the method's."""
     problems = Problems()
-    problems.check_type("plan", plan, engine.plan_type, "a plan of this backend")
+    if not isinstance(plan, engine.plan_type):
+        problems.check_type("plan", plan, engine.plan_type, "a plan of this backend")
     is_count = isinstance(num_experts, int) and not isinstance(num_experts, bool)
     if not is_count or not 1 <= num_experts <= MOST:
         problems.invalid.append(f"num_experts is {shown(num_experts)}; allowed: 1 to {MOST}")
@@ -164,7 +168,8 @@ def _check_prepare(
         _check_ids(problems, "topk_ids", topk_ids, highest)
         if expert_map is not None:
             _check_ids(problems, "expert_map", expert_map, num_experts)
-        checks.check_gradients(problems, engine, [topk_weights], None)
+        if torch.is_grad_enabled():
+            checks.check_gradients(problems, engine, [topk_weights], None)
     if not problems.invalid and out is not None:
         _check_refill(problems, engine, topk_ids, num_experts, out)
     if not (problems.invalid or problems.unsupported):
@@ -186,10 +191,11 @@ def _check_pairs(
     if not checks.check_tensor(problems, engine, "topk_ids", topk_ids):
         return
     tokens, room = checks.rows_allowed(plan)
+    shape = topk_ids.shape
     if (
-        topk_ids.ndim != 2
-        or topk_ids.shape[1] < 1
-        or not (tokens is None or room is None or tokens <= topk_ids.shape[0] <= room)
+        len(shape) != 2
+        or shape[1] < 1
+        or not (tokens is None or room is None or tokens <= shape[0] <= room)
         or topk_ids.dtype not in (torch.int32, torch.int64)
     ):
         planned = "num_tokens" if tokens is None else tokens
@@ -198,9 +204,9 @@ def _check_pairs(
         )
     if not checks.check_tensor(problems, engine, "topk_weights", topk_weights):
         return
-    if topk_weights.dtype != torch.float32 or topk_weights.shape != topk_ids.shape:
+    if topk_weights.dtype != torch.float32 or topk_weights.shape != shape:
         problems.invalid.append(
-            f"topk_weights is {describe(topk_weights)}; allowed: {list(topk_ids.shape)} float32, "
+            f"topk_weights is {describe(topk_weights)}; allowed: {list(shape)} float32, "
             f"one weight per id"
         )
 
@@ -218,18 +224,12 @@ def _check_refill(
 ) -> None:
     if not problems.check_type("out", out, engine.routing_type, "a routing of this backend"):
         return
-    for name, made, wanted in (
-        ("num_tokens, k", out.topk_ids.shape, topk_ids.shape),
-        ("num_experts", out.num_experts, num_experts),
-    ):
-        if made != wanted:
-            shown_made, shown_wanted = (
-                list(n) if isinstance(n, tuple) else n for n in (made, wanted)
-            )
-            problems.invalid.append(
-                f"out was made for {name} = {shown_made}, the call has {shown_wanted}; "
-                f"make a new routing"
-            )
+    text = "out was made for {} = {}, the call has {}; make a new routing"
+    if out.topk_ids.shape != topk_ids.shape:
+        sizes = list(out.topk_ids.shape), list(topk_ids.shape)
+        problems.invalid.append(text.format("num_tokens, k", *sizes))
+    if out.num_experts != num_experts:
+        problems.invalid.append(text.format("num_experts", out.num_experts, num_experts))
 
 
 def _check_routed(

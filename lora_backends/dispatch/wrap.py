@@ -258,12 +258,15 @@ def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(
         self: LoRABackend, batch: LoRABatch, out: Any = None, capacity: int | None = None
     ) -> Any:
-        if is_traced():
+        if _is_compiling() and is_traced():
             return call_outside(call, self, batch, out, capacity)
         check_prepare_batch(self, batch, out, capacity)
+        is_many = batch.token_slots.ndim > 1 or isinstance(out, ManyAdaptersPlan)
+        if capacity is None and not is_many:
+            return method(self, batch, out=out)
         # a refill keeps the capacity; a backend without that feature does not know the argument
         options = {} if capacity is None or out is not None else {"capacity": capacity}
-        if batch.adapters_per_token > 1 or isinstance(out, ManyAdaptersPlan):
+        if is_many:
             return prepare_each(MethodType(method, self), batch, out, **options)
         return method(self, batch, out=out, **options)
 
