@@ -87,8 +87,8 @@ class ExpertWeights(LayerWeights):
         b_ranks = ranks.amax(1, keepdim=True) if self.lora_b.shape[1] < ranks.shape[1] else ranks
         stored, scales = torch.empty_like(self.lora_b, dtype=dtype), []
         for s in range(self.num_slices):
-            own = b_ranks[:, :, s if self.num_a > 1 else 0]
-            used = (counted < own[..., None])[:, :, None]
+            slice_ranks = b_ranks[:, :, s if self.num_a > 1 else 0]
+            used = (counted < slice_ranks[..., None])[:, :, None]
             part, part_scales = quantized(self.lora_b[:, :, self.columns(s)], used, dtype, block)
             stored.view(torch.int8)[:, :, self.columns(s)] = part.view(torch.int8)
             scales.append(part_scales)

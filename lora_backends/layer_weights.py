@@ -28,16 +28,15 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Footprint:
-    """Where the tensors of a layer lie, and what follows from it until one of them moves."""
+    """Where the tensors of a layer lie. It holds none of them: stored calls keep it."""
 
-    __slots__ = ("accepted", "addresses", "derived", "spans")
+    __slots__ = ("accepted", "addresses", "spans")
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], addresses: tuple[int, ...]) -> None:
         self.addresses = addresses
         # the first byte of each tensor and the byte behind its last element; [] if it has none
         sizes = map(extent_of, tensors)
         self.spans = [(at, at + size) for at, size in zip(addresses, sizes, strict=True) if size]
-        self.derived: dict[Any, Any] = {}  # by the function that made it
         self.accepted: dict[Any, list[Any]] = {}  # kinds of calls that passed the guards
 
     def meets(self, first: int, end: int) -> bool:
@@ -70,7 +69,7 @@ class LayerWeights(_Arguments, Handled):
     someone has exchanged a tensor's memory for another kind.
     """
 
-    _transient: ClassVar[tuple[str, ...]] = ("handle", "_footprint")
+    _transient: ClassVar[tuple[str, ...]] = ("handle", "_footprint", "_derived")
 
     dtype: torch.dtype = field(init=False)  # of lora_a and lora_b
     device: torch.device = field(init=False)  # of every tensor
@@ -86,6 +85,7 @@ class LayerWeights(_Arguments, Handled):
     needs: frozenset[str] = field(init=False, repr=False)
     # features, see `lora_backends.features`, that a backend must have to run the layer
     _footprint: Footprint | None = field(init=False, repr=False)
+    _derived: dict[Any, Any] = field(init=False, repr=False)  # by the function that made it
     _kinds: tuple[Any, ...] = field(init=False, repr=False)  # shape, dtype, device of each tensor
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -100,7 +100,7 @@ class LayerWeights(_Arguments, Handled):
         addresses, footprint = tuple(map(_data_ptr, self.tensors.values())), self._footprint
         if footprint is None or footprint.addresses != addresses:
             footprint = Footprint(tuple(self.tensors.values()), addresses)
-            self._keep(_footprint=footprint)
+            self._keep(_derived={}, _footprint=footprint)  # in this order: threads read both
         return footprint
 
     def derived(self, make: Callable[[Self], _Derived]) -> _Derived:
@@ -111,10 +111,10 @@ class LayerWeights(_Arguments, Handled):
         """
         footprint = self._footprint
         if footprint is None or footprint.addresses != tuple(map(_data_ptr, self.tensors.values())):
-            footprint = self.footprint
-        made: _Derived | None = footprint.derived.get(make)
+            _ = self.footprint  # which forgets what was derived
+        made: _Derived | None = self._derived.get(make)
         if made is None:
-            made = footprint.derived[make] = make(self)
+            made = self._derived[make] = make(self)
         return made
 
     def requires_gradient(self, *others: torch.Tensor) -> bool:
@@ -252,8 +252,8 @@ def _as_numbers(values: Any, name: str, wanted: str) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         check_usable(name, values)
     try:
-        own = values.device if isinstance(values, torch.Tensor) else "cpu"
-        tensor = torch.as_tensor(values, device=own)  # not on torch's default device
+        device = values.device if isinstance(values, torch.Tensor) else "cpu"
+        tensor = torch.as_tensor(values, device=device)  # not on torch's default device
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
             f"{name} cannot be read as a tensor\n  given: {type(values).__name__} ({error})\n"

@@ -133,8 +133,8 @@ class LoRAWeights(LayerWeights):
             return values
         groups = b_row_groups(self.output_slices, self.scale_block)
         first = sum(groups[:s])
-        own = self.b_scales[slot, first : first + groups[s]]
-        return values * spread(own, values.shape[0], rank, self.scale_block)
+        scales = self.b_scales[slot, first : first + groups[s]]
+        return values * spread(scales, values.shape[0], rank, self.scale_block)
 
     def _quantized(self, dtype: torch.dtype, block: ScaleBlock) -> dict[str, Any]:
         """Return the fields that `quantize_weights` replaces, each slice on its own."""

@@ -115,6 +115,8 @@ def accept(
     if type(x) is _Tensor and (y is None or type(y) is _Tensor):
         accepted, key = weights.footprint.accepted, (operation.name, engine.handle)
         kind = _accepted_kind(operation, x, y, detail)
+        if len(accepted) >= MOST_LAYERS:
+            accepted.clear()
         others = [other for other in accepted.get(key, ()) if other != kind]
         accepted[key] = [kind, *others[: MOST_KINDS - 1]]  # the newest is compared first
 

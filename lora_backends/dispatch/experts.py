@@ -109,11 +109,11 @@ def _routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
     """
     count = plan.adapters_per_token
     if not isinstance(out, ManyAdaptersRouting) or len(out.routings) != count:
-        given = f"a {type(out).__name__}"
+        refused = f"a {type(out).__name__}"
         if isinstance(out, ManyAdaptersRouting):
-            given = f"a routing of {len(out.routings)} adapters per token"
+            refused = f"a routing of {len(out.routings)} adapters per token"
         raise InvalidInputError(
-            f"prepare_experts cannot refill out\n  given: {given}\n"
+            f"prepare_experts cannot refill out\n  given: {refused}\n"
             f"  allowed: a routing made for a plan of {count} adapters per token, as this one"
         )
     return out.routings
@@ -149,33 +149,32 @@ def _check_prepare(
     out: ExpertRouting | None = None,
 ) -> None:
     """Guard `prepare_experts`; the signature is the method's."""
-    problems = Problems()
+    problems = Problems(engine)
     if not isinstance(plan, engine.plan_type):
         problems.check_type("plan", plan, engine.plan_type, "a plan of this backend")
     is_count = isinstance(num_experts, int) and not isinstance(num_experts, bool)
     if not is_count or not 1 <= num_experts <= MOST:
-        problems.invalid.append(f"num_experts is {shown(num_experts)}; allowed: 1 to {MOST}")
-    _check_pairs(problems, engine, plan, topk_ids, topk_weights)
-    if expert_map is not None and checks.check_tensor(problems, engine, "expert_map", expert_map):
+        problems.refuse(f"num_experts is {shown(num_experts)}; allowed: 1 to {MOST}")
+    _check_pairs(problems, plan, topk_ids, topk_weights)
+    if expert_map is not None and checks.check_tensor(problems, "expert_map", expert_map):
         if expert_map.dtype != torch.int32 or expert_map.ndim != 1 or not expert_map.numel():
-            problems.invalid.append(
+            problems.refuse(
                 f"expert_map is {describe(expert_map)}; allowed: [global experts] int32"
             )
         elif not expert_map.is_contiguous():  # kernels read it by address
-            problems.invalid.append("expert_map is not contiguous; pass expert_map.contiguous()")
+            problems.refuse("expert_map is not contiguous; pass expert_map.contiguous()")
     if not problems.invalid:
         highest = num_experts if expert_map is None else expert_map.shape[0]
         _check_ids(problems, "topk_ids", topk_ids, highest)
         if expert_map is not None:
             _check_ids(problems, "expert_map", expert_map, num_experts)
         if torch.is_grad_enabled():
-            checks.check_gradients(problems, engine, [topk_weights], None)
+            checks.check_gradients(problems, [topk_weights], None)
     if not problems.invalid and out is not None:
-        _check_refill(problems, engine, topk_ids, num_experts, out)
+        _check_refill(problems, topk_ids, num_experts, out)
     if not (problems.invalid or problems.unsupported):
         return
     problems.raise_if_any(
-        engine.name,
         "prepare_experts",
         plan=plan,
         topk_ids=topk_ids,
@@ -185,10 +184,8 @@ def _check_prepare(
     )
 
 
-def _check_pairs(
-    problems: Problems, engine: LoRABackend, plan: Any, topk_ids: Any, topk_weights: Any
-) -> None:
-    if not checks.check_tensor(problems, engine, "topk_ids", topk_ids):
+def _check_pairs(problems: Problems, plan: Any, topk_ids: Any, topk_weights: Any) -> None:
+    if not checks.check_tensor(problems, "topk_ids", topk_ids):
         return
     tokens, room = checks.rows_allowed(plan)
     shape = topk_ids.shape
@@ -199,13 +196,13 @@ def _check_pairs(
         or topk_ids.dtype not in (torch.int32, torch.int64)
     ):
         planned = "num_tokens" if tokens is None else tokens
-        problems.invalid.append(
+        problems.refuse(
             f"topk_ids is {describe(topk_ids)}; allowed: [{planned}, k] int32 or int64, k >= 1"
         )
-    if not checks.check_tensor(problems, engine, "topk_weights", topk_weights):
+    if not checks.check_tensor(problems, "topk_weights", topk_weights):
         return
     if topk_weights.dtype != torch.float32 or topk_weights.shape != shape:
-        problems.invalid.append(
+        problems.refuse(
             f"topk_weights is {describe(topk_weights)}; allowed: {list(shape)} float32, "
             f"one weight per id"
         )
@@ -214,22 +211,22 @@ def _check_pairs(
 def _check_ids(problems: Problems, name: str, ids: torch.Tensor, limit: int) -> None:
     """Refuse ids that are too high, on a CPU; a device's values are not looked at."""
     if ids.device.type == "cpu" and ids.numel() and (highest := int(ids.max())) >= limit:
-        problems.invalid.append(
+        problems.refuse(
             f"{name} holds {highest}; allowed: 0..{limit - 1}, or a negative id for none"
         )
 
 
-def _check_refill(
-    problems: Problems, engine: LoRABackend, topk_ids: torch.Tensor, num_experts: int, out: Any
-) -> None:
-    if not problems.check_type("out", out, engine.routing_type, "a routing of this backend"):
+def _check_refill(problems: Problems, topk_ids: torch.Tensor, num_experts: int, out: Any) -> None:
+    if not problems.check_type(
+        "out", out, problems.engine.routing_type, "a routing of this backend"
+    ):
         return
     text = "out was made for {} = {}, the call has {}; make a new routing"
     if out.topk_ids.shape != topk_ids.shape:
         sizes = list(out.topk_ids.shape), list(topk_ids.shape)
-        problems.invalid.append(text.format("num_tokens, k", *sizes))
+        problems.refuse(text.format("num_tokens, k", *sizes))
     if out.num_experts != num_experts:
-        problems.invalid.append(text.format("num_experts", out.num_experts, num_experts))
+        problems.refuse(text.format("num_experts", out.num_experts, num_experts))
 
 
 def _check_routed(
@@ -242,25 +239,22 @@ def _check_routed(
     options: Mapping[str, Any],
 ) -> None:
     """Guard an operation on routed rows; arguments and errors as in `check_operation`."""
-    problems = Problems()
+    problems = Problems(engine)
     for option in operation.options:
         if options[option.name] not in option.values:
             allowed = ", ".join(map(repr, option.values))
-            problems.invalid.append(
-                f"{option.name} is {options[option.name]!r}; allowed: {allowed}"
-            )
-    if _layer_fits(problems, engine, weights, routing):
-        if not problems.invalid and checks.check_tensor(problems, engine, operation.argument, x):
+            problems.refuse(f"{option.name} is {options[option.name]!r}; allowed: {allowed}")
+    if _layer_fits(problems, weights, routing):
+        if not problems.invalid and checks.check_tensor(problems, operation.argument, x):
             rows = routing.num_tokens * (routing.top_k if options["rows"] == "pairs" else 1)
             meaning = f"a row for each of the routing's {options['rows']}"
             checks.check_matrix(problems, operation.argument, x, weights, rows, meaning)
-            checks.check_input_dtype(problems, engine, operation.argument, x)
+            checks.check_input_dtype(problems, operation.argument, x)
         if not problems.invalid:
             shape = operation.output_shape(x, weights, routing, options)
             read = {**weights.tensors, operation.argument: x}
-            checks.check_writing(problems, engine, read, base_output, shape)
+            checks.check_writing(problems, read, base_output, shape)
     problems.raise_if_any(
-        engine.name,
         operation.name,
         **{operation.argument: x},
         weights=weights,
@@ -269,23 +263,23 @@ def _check_routed(
     )
 
 
-def _layer_fits(problems: Problems, engine: LoRABackend, weights: Any, routing: Any) -> bool:
+def _layer_fits(problems: Problems, weights: Any, routing: Any) -> bool:
     """Check weights and routing against the engine; False if nothing else can be checked."""
     made = "what prepare_experts of this backend returned"
     if not problems.check_type("weights", weights, ExpertWeights, "ExpertWeights"):
         return False
-    if not problems.check_type("routing", routing, engine.routing_type, made):
+    if not problems.check_type("routing", routing, problems.engine.routing_type, made):
         return False
     tokens = checks.planned_size(routing.plan, "num_tokens")
     if tokens is not None and tokens > routing.num_tokens:
-        problems.invalid.append(
+        problems.refuse(
             f"the routing is for {routing.num_tokens} tokens, its plan was refilled with {tokens}; "
             f"make a new routing"
         )
     if routing.num_experts != weights.num_experts:
-        problems.invalid.append(
+        problems.refuse(
             f"the routing is for {routing.num_experts} experts, the weights have "
             f"{weights.num_experts}"
         )
-    checks.check_weights(problems, engine, weights, routing.plan)
+    checks.check_weights(problems, weights, routing.plan)
     return True

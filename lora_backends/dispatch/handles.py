@@ -29,8 +29,8 @@ class Handled:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        found: Any = object.__getstate__(self)
-        plain, slots = found if isinstance(found, tuple) else (found, None)
+        state: Any = object.__getstate__(self)
+        plain, slots = state if isinstance(state, tuple) else (state, None)
         state = {**(plain or {}), **(slots or {})}
         return {name: value for name, value in state.items() if name not in self._transient}
 
@@ -41,10 +41,10 @@ class Handled:
 
 def lookup(handle: int) -> Any:
     """Return the object that a handle stands for."""
-    found = _OBJECTS.get(handle)
-    if found is None:
+    target = _OBJECTS.get(handle)
+    if target is None:
         raise InvalidInputError(
             f"handle {handle} stands for nothing: its backend, weights or plan no longer exist\n"
             f"  to do: keep them for as long as a compiled program or a captured graph uses them"
         )
-    return found
+    return target

@@ -53,8 +53,8 @@ def _add(
     options: list[int],
 ) -> None:
     pairs = zip(BY_NAME[operation].options, options, strict=True)
-    given = {option.name: option.values[index] for option, index in pairs}
-    getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y, **given)
+    keywords = {option.name: option.values[index] for option, index in pairs}
+    getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y, **keywords)
 
 
 def _register(suffix: str, tags: tuple[torch.Tag, ...]) -> tuple[Any, Any]:
@@ -123,10 +123,7 @@ def trace_add(
 
 
 def _needs_python(
-    x: torch.Tensor,
-    weights: LayerWeights,
-    plan: Any,
-    base_output: torch.Tensor | None,
+    x: torch.Tensor, weights: LayerWeights, plan: Any, base_output: torch.Tensor | None
 ) -> bool:
     """Return whether a call cannot be an operation: a foreign plan, or a gradient is wanted."""
     if not isinstance(plan, Handled):

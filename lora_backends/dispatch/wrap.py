@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 import torch
 
 from lora_backends.batch import LoRABatch
-from lora_backends.dispatch.cached import (
-    CachingPlan,
-    accept,
-    is_accepted,
-    marked_to_store_calls,
-)
+from lora_backends.dispatch.cached import CachingPlan, accept, is_accepted, marked_to_store_calls
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
 from lora_backends.dispatch.experts import wrap_prepare_experts, wrap_routed
 from lora_backends.dispatch.handles import Handled
@@ -53,7 +48,7 @@ class Dispatched(Handled):
         for operation in OPERATIONS:
             method = getattr(cls, operation.name, None)
             if method is not None and _wrapped(method) is None:
-                # e.g. the interface's own `run_qkv`, which calls `run_linear`
+                # e.g. the interface's `run_qkv`, which calls `run_linear`
                 is_default = Dispatched in cls.__bases__ and operation.same_as is not None
                 setattr(cls, operation.name, _wrap(operation, method, is_default))
         for name, wrap in PREPARATIONS.items():
@@ -69,38 +64,38 @@ class Dispatched(Handled):
 
 def _takes(cls: type, method: str, argument: str) -> bool:
     """Return whether a class's method, behind the checks, takes an argument."""
-    found = _wrapped(getattr(cls, method, None))
-    return found is not None and argument in inspect.signature(found.method).parameters
+    wrapper = _wrapped(getattr(cls, method, None))
+    return wrapper is not None and argument in inspect.signature(wrapper.method).parameters
 
 
 class _Wrapped(NamedTuple):
     call: Callable[..., Any]  # the wrapper itself: functools.wraps copies attributes further on
     method: Callable[..., Any]
     stores: bool = False  # whether the method stores calls
-    is_default: bool = False  # whether it is the interface's own, which calls another operation
+    is_default: bool = False  # whether it is the interface's, which calls another operation
 
 
 def _wrapped(method: Any) -> _Wrapped | None:
     """Return the `_Wrapped` of a wrapper; None for another function."""
-    found: _Wrapped | None = getattr(method, "wrapped", None)
-    return found if found is not None and found.call is method else None
+    wrapper: _Wrapped | None = getattr(method, "wrapped", None)
+    return wrapper if wrapper is not None and wrapper.call is method else None
 
 
 def unchecked(engine: LoRABackend, name: str) -> Method:
-    """Return an operation of an engine without its checks, for a caller that has made its own."""
+    """Return an operation of an engine without its checks, for a caller that has checked."""
     method: Method = getattr(engine, name)
-    found = _wrapped(getattr(method, "__func__", None))
-    if found is None:
+    wrapper = _wrapped(getattr(method, "__func__", None))
+    if wrapper is None:
         return method  # put in place behind the checks
-    return MethodType(found.method, engine)
+    return MethodType(wrapper.method, engine)
 
 
 def stored_as(engine: LoRABackend, name: str) -> str | None:
     """Return the operation under which an engine stores calls of another; None: it stores none."""
-    found = _wrapped(getattr(getattr(engine, name), "__func__", None))
-    if found is None or not (found.stores or name in engine.storing):
+    wrapper = _wrapped(getattr(getattr(engine, name), "__func__", None))
+    if wrapper is None or not (wrapper.stores or name in engine.storing):
         return None
-    return _stored_as(BY_NAME[name], found.is_default)
+    return _stored_as(BY_NAME[name], wrapper.is_default)
 
 
 def _stored_as(operation: Operation, is_default: bool) -> str:
@@ -214,11 +209,11 @@ def _add_each(
 
 def _stores(cls: type, operation: Operation) -> bool:
     """Return whether a class's method for an operation, or what a default calls, stores calls."""
-    found = _wrapped(getattr(cls, operation.name, None))
-    if found is None:
+    wrapper = _wrapped(getattr(cls, operation.name, None))
+    if wrapper is None:
         return False
-    by_default = found.is_default and operation.same_as is not None
-    return found.stores or (by_default and _stores(cls, BY_NAME[operation.same_as or ""]))
+    by_default = wrapper.is_default and operation.same_as is not None
+    return wrapper.stores or (by_default and _stores(cls, BY_NAME[operation.same_as or ""]))
 
 
 def guard(

@@ -1,11 +1,15 @@
 """What a call passes before the engine's method: every check once, whoever defines the method."""
 
+import copy
 import functools
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
 from layers import ByAddress, small_batch, small_weights
+from storing import Storing
 from torch._subclasses import FakeTensorMode
 
 from lora_backends import InvalidInputError, LoRABackend, LoRABackendError
@@ -273,3 +277,27 @@ def test_a_layer_whose_memory_was_exchanged_is_checked_anew(guarded):
     weights.lora_b.data = weights.lora_b[:, :13].clone()
     with pytest.raises(InvalidInputError, match="lora_b is .* had another shape"):
         backend.run_linear(x, weights, plan)
+
+
+def test_a_stored_call_keeps_no_layer_alive():
+    backend = Storing()
+    weights, plan = small_weights(), backend.prepare_batch(small_batch())
+    weights.derived(tensors_of)
+    backend.run_linear(torch.randn(7, 10), weights, plan, torch.zeros(7, 14))
+    alive = weakref.ref(weights.lora_a)
+    del weights
+    gc.collect()
+    assert len(plan.call_cache) == 1 and alive() is None
+
+
+def tensors_of(weights):
+    return tuple(weights.tensors.values())
+
+
+def test_what_is_derived_from_a_layer_is_made_anew_where_a_tensor_moved():
+    weights = small_weights()
+    first = weights.derived(tensors_of)
+    assert weights.derived(tensors_of) is first
+    weights.lora_b.data = weights.lora_b.clone()
+    assert weights.derived(tensors_of) is not first
+    assert copy.copy(weights).derived(tensors_of) is not weights.derived(tensors_of)
