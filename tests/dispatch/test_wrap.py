@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import inspect
+import random
 import weakref
 
 import pytest
@@ -301,3 +302,35 @@ def test_what_is_derived_from_a_layer_is_made_anew_where_a_tensor_moved():
     weights.lora_b.data = weights.lora_b.clone()
     assert weights.derived(tensors_of) is not first
     assert copy.copy(weights).derived(tensors_of) is not weights.derived(tensors_of)
+
+
+def any_tensor(draw, memory, columns):
+    """Return a tensor of about the kind that a call takes, or of one a little off."""
+    rows, width = draw.choice([0, 1, 6, 7, 8]), columns + draw.choice([0, 0, 0, 0, 1])
+    dtype = draw.choice([torch.float32, torch.float32, torch.float64])
+    first, row = draw.choice([0, 0, 3, 60, 120]), draw.choice([width, width, width + 4, 1, 0])
+    view = memory.view(dtype)[first:].as_strided((rows, width), (row, draw.choice([1, 1, 1, 2])))
+    return draw.choice([view, view, view.clone(), torch._neg_view(view), view[None]])
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("backend", [TorchRefBackend(), ByAddress()], ids=["torch", "address"])
+def test_no_call_is_recognised_that_the_guard_refuses(backend, gradients):
+    """Whatever has passed before for the same layer."""
+    draw, operation = random.Random(7), BY_NAME["run_linear"]
+    weights, plan = small_weights(), backend.prepare_batch(small_batch(), capacity=8)
+    passed = recognised = 0
+    with torch.set_grad_enabled(gradients):
+        for _ in range(1500):
+            plan.num_tokens, memory = draw.choice([6, 7, 8]), torch.zeros(800)
+            x, y = any_tensor(draw, memory, 10), any_tensor(draw, memory, 14)
+            y = draw.choice([y, y, None])
+            x.requires_grad_(gradients and x.is_leaf and draw.random() < 0.1)
+            found = wrap.is_accepted(backend, operation, x, weights, plan, y)
+            try:
+                wrap.guard(backend, operation, x, weights, plan, y)
+                passed += 1
+            except LoRABackendError:
+                assert not found, (x.shape, x.stride(), y is not None and (y.shape, y.stride()))
+            recognised += found
+    assert passed > recognised > passed / 3
