@@ -33,7 +33,14 @@ def check_prepare_batch(
 ) -> None:
     """Guard `prepare_batch`; the signature is the method's."""
     if type(batch) is LoRABatch and batch.token_scales is None and capacity is None:
-        if out is None or (type(out) is engine.plan_type and _has_room(engine, batch, out)):
+        if out is None or (
+            type(out) is engine.plan_type
+            and isinstance(out, LoRAPlan)
+            and CAPACITY in engine.features
+            and out.num_slots == batch.num_slots
+            and batch.num_tokens <= out.capacity
+            and batch.token_slots.ndim == 1
+        ):
             return  # as in nearly every step of a model
     problems = Problems(engine)
     if problems.check_type("batch", batch, LoRABatch, "a LoRABatch"):
@@ -44,16 +51,6 @@ def check_prepare_batch(
         if out is not None:
             _check_refill(problems, batch, out, capacity)
     problems.raise_if_any("prepare_batch", batch=batch, out=out)
-
-
-def _has_room(engine: LoRABackend, batch: LoRABatch, out: Any) -> bool:
-    return (
-        isinstance(out, LoRAPlan)
-        and CAPACITY in engine.features
-        and out.num_slots == batch.num_slots
-        and batch.num_tokens <= out.capacity
-        and batch.token_slots.ndim == 1
-    )
 
 
 def _check_capacity(problems: Problems, batch: LoRABatch, capacity: Any) -> None:

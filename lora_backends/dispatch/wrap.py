@@ -256,7 +256,7 @@ def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
         if _is_compiling() and is_traced():
             return call_outside(call, self, batch, out, capacity)
         check_prepare_batch(self, batch, out, capacity)
-        is_many = batch.token_slots.ndim > 1 or isinstance(out, ManyAdaptersPlan)
+        is_many = batch.token_slots.ndim > 1 or type(out) is ManyAdaptersPlan
         if capacity is None and not is_many:
             return method(self, batch, out=out)
         # a refill keeps the capacity; a backend without that feature does not know the argument
