@@ -54,7 +54,7 @@ class LoRABackend(Dispatched, ABC):
     """
 
     name: str = ""
-    """The name it was asked for by; else the class's own, which is its name if none is given."""
+    """Registered name; defaults to the class name."""
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     """Types of `torch.device` it runs on; ROCm devices are of type cuda."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
@@ -194,17 +194,7 @@ class LoRABackend(Dispatched, ABC):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`run_linear` for the three slices q, k and v of a fused attention projection.
-
-        Args:
-            x: as in `run_linear`.
-            weights: a layer of three slices.
-            plan: as in `run_linear`.
-            base_output: as in `run_linear`, [num_tokens, q + k + v].
-
-        Returns:
-            [num_tokens, out_features].
-        """
+        """`run_linear` for the three slices q, k and v of a fused attention projection."""
         return unchecked(self, "run_linear")(x, weights, plan, base_output)
 
     def run_gate_up(
@@ -214,17 +204,7 @@ class LoRABackend(Dispatched, ABC):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`run_linear` for the two slices gate and up of a fused MLP projection.
-
-        Args:
-            x: as in `run_linear`.
-            weights: a layer of two slices.
-            plan: as in `run_linear`.
-            base_output: as in `run_linear`, [num_tokens, gate + up].
-
-        Returns:
-            [num_tokens, out_features].
-        """
+        """`run_linear` for the two slices gate and up of a fused MLP projection."""
         return unchecked(self, "run_linear")(x, weights, plan, base_output)
 
     def run_embedding(
@@ -261,16 +241,9 @@ class LoRABackend(Dispatched, ABC):
         plan: Any,
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`run_linear` for the language-model head, with a plan made for the sampled rows.
+        """`run_linear` for the language-model head, on the rows whose logits are wanted.
 
-        Args:
-            hidden: [num_sampled, in_features], the rows whose logits are wanted.
-            weights: the head.
-            plan: from `prepare_batch` of the sampled rows' slots.
-            base_output: [num_sampled, vocabulary], as in `run_linear`.
-
-        Returns:
-            [num_sampled, vocabulary].
+        The plan is made of the slots of those rows.
         """
         return unchecked(self, "run_linear")(hidden, weights, plan, base_output)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Self
@@ -10,30 +9,13 @@ from typing import Any, Self
 import torch
 
 from lora_backends.dispatch.handles import Handled
-from lora_backends.eight_bit import (
-    LARGEST,
-    ScaleBlock,
-    b_row_groups,
-    checked_block,
-    groups_of,
-    is_eight_bit,
-    quantized,
-)
+from lora_backends.eight_bit import ScaleBlock, b_row_groups, groups_of, quantized
 from lora_backends.errors import InvalidInputError
-from lora_backends.features import EIGHT_BIT
-from lora_backends.weights import (
-    DTYPES,
-    _as_numbers,
-    _as_widths,
-    _check_ranks,
-    _check_usable,
-    extent_of,
-    keep_compute_dtype,
-)
+from lora_backends.layer_weights import LayerWeights, check_last_axis, check_stacks
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertWeights(Handled):
+class ExpertWeights(LayerWeights):
     """The A and B matrices of every slot and expert for one site of a mixture of experts.
 
     Gate and up of 8 experts, widths (32, 32) over 16 inputs, 4 slots of rank at most 2, where one
@@ -70,60 +52,20 @@ class ExpertWeights(Handled):
     scale_block: ScaleBlock = (1, None)  # as in `LoRAWeights`; rows of B count within their slice
     compute_dtype: torch.dtype | None = None  # as in `LoRAWeights`
 
-    num_slots: int = field(init=False)  # adapters that the stack has room for
-    num_slices: int = field(init=False)  # projections fused in this site
     num_a: int = field(init=False)  # num_slices, or 1: one A feeds every slice
-    max_rank: int = field(init=False)  # padded rank width of the stack
-    in_features: int = field(init=False)  # width of x
-    out_features: int = field(init=False)  # width of y, all slices together
-    tensors: Mapping[str, torch.Tensor] = field(init=False, repr=False)  # every tensor by name
-    extents: tuple[int, ...] = field(init=False, repr=False)  # as in `LoRAWeights`
-    input_dtypes: tuple[torch.dtype, ...] = field(init=False, repr=False)  # that x may have
-    needs: frozenset[str] = field(init=False, repr=False)  # features of a backend that runs it
 
     def __post_init__(self) -> None:
-        _check_matrices(self)
-        device = self.lora_a.device
-        object.__setattr__(self, "scale_block", checked_block(self.scale_block))
-        keep_compute_dtype(self)
-        needs = {EIGHT_BIT} if is_eight_bit(self.dtype) else set()
-        object.__setattr__(self, "needs", frozenset(needs))
-        for name in ("a_scales", "b_scales"):
-            if getattr(self, name) is not None:
-                scales = _as_numbers(getattr(self, name), name, "float32")
-                object.__setattr__(self, name, scales.to(device, torch.float32))
-        ranks = _as_numbers(self.ranks, "ranks", "int32").to(device)
-        scalings = _as_numbers(self.scalings, "scalings", "float32").to(device, torch.float32)
-        object.__setattr__(self, "output_slices", _as_widths(self.output_slices))
-        object.__setattr__(self, "scalings", scalings)
-        object.__setattr__(self, "ranks", ranks)
+        stacks = {"lora_a": self.lora_a, "lora_b": self.lora_b}
+        for name, axes in zip(stacks, _AXES, strict=True):
+            _check_axes(name, stacks[name], axes)
+        check_stacks(stacks)
+        for name, stack in stacks.items():
+            check_last_axis(name, stack)
+        self._keep(dtype=self.lora_a.dtype, device=self.lora_a.device)
+        self._keep_numbers()
         _check_shapes(self)
-        _check_ranks(ranks, self.lora_a.shape[3])
-        object.__setattr__(self, "ranks", ranks.to(torch.int32))
-        names = ("lora_a", "lora_b", "ranks", "scalings", "a_scales", "b_scales")
-        tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        sizes = {
-            "num_slots": self.lora_a.shape[0],
-            "num_slices": len(self.output_slices),
-            "num_a": self.lora_a.shape[2],
-            "max_rank": self.lora_a.shape[3],
-            "in_features": self.lora_a.shape[4],
-            "out_features": self.lora_b.shape[2],
-            "tensors": tensors,
-            "extents": tuple(map(extent_of, tensors.values())),
-        }
-        for name, size in sizes.items():
-            object.__setattr__(self, name, size)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of lora_a and lora_b."""
-        return self.lora_a.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of every tensor."""
-        return self.lora_a.device
+        _, _, num_a, max_rank, inputs = self.lora_a.shape
+        self._keep_sizes(stacks, num_a=num_a, max_rank=max_rank, in_features=inputs)
 
     def columns(self, slice_index: int) -> slice:
         """Return the output columns of a slice."""
@@ -145,8 +87,8 @@ class ExpertWeights(Handled):
         b_ranks = ranks.amax(1, keepdim=True) if self.lora_b.shape[1] < ranks.shape[1] else ranks
         stored, scales = torch.empty_like(self.lora_b, dtype=dtype), []
         for s in range(self.num_slices):
-            own = b_ranks[:, :, s if self.num_a > 1 else 0]
-            used = (counted < own[..., None])[:, :, None]
+            slice_ranks = b_ranks[:, :, s if self.num_a > 1 else 0]
+            used = (counted < slice_ranks[..., None])[:, :, None]
             part, part_scales = quantized(self.lora_b[:, :, self.columns(s)], used, dtype, block)
             stored.view(torch.int8)[:, :, self.columns(s)] = part.view(torch.int8)
             scales.append(part_scales)
@@ -227,37 +169,20 @@ def local_ids(
     return torch.where((ids >= 0) & (ids < num_experts), ids, -1)
 
 
-def _check_matrices(weights: ExpertWeights) -> None:
-    axes = {
-        "lora_a": "[num_slots, num_experts or 1, num_a, max_rank, in_features]",
-        "lora_b": "[num_slots, num_experts or 1, out_features, max_rank]",
-    }
-    for name, allowed in axes.items():
-        tensor = getattr(weights, name)
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (*DTYPES, *LARGEST):
-            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise InvalidInputError(
-                f"{name} is not a floating-point tensor\n  given: {kind}\n"
-                f"  allowed: float16, bfloat16, float32 or float64, or with scales int8, "
-                f"float8_e4m3fn or float8_e5m2"
-            )
-        if tensor.layout != torch.strided or tensor.ndim != allowed.count(",") + 1:
-            raise InvalidInputError(
-                f"{name} has the wrong axes\n  given: {list(tensor.shape)} {tensor.layout}\n"
-                f"  allowed: a dense tensor {allowed}"
-            )
-        _check_usable(name, tensor)
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise InvalidInputError(
-                f"the last axis of {name} is not contiguous\n"
-                f"  given: strides {tuple(tensor.stride())}\n  to do: pass {name}.contiguous()"
-            )
-    a, b = weights.lora_a, weights.lora_b
-    if a.dtype != b.dtype or a.device != b.device:
+_AXES = (
+    "[num_slots, num_experts or 1, num_a, max_rank, in_features]",
+    "[num_slots, num_experts or 1, out_features, max_rank]",
+)
+"""Of lora_a and lora_b."""
+
+
+def _check_axes(name: str, stack: Any, axes: str) -> None:
+    if not isinstance(stack, torch.Tensor):
+        return  # refused by its type
+    if stack.layout != torch.strided or stack.ndim != axes.count(",") + 1:
         raise InvalidInputError(
-            f"lora_a and lora_b differ in dtype or device\n"
-            f"  given: {a.dtype} on {a.device} and {b.dtype} on {b.device}\n"
-            f"  allowed: one dtype and one device for both"
+            f"{name} has the wrong axes\n  given: {list(stack.shape)} {stack.layout}\n"
+            f"  allowed: a dense tensor {axes}"
         )
 
 

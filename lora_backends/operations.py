@@ -6,12 +6,19 @@ added here and to `LoRABackend`, and nowhere else by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lora_backends.errors import InvalidInputError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch  # takes seconds, and commands read this list to describe themselves
+
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Input(Enum):
@@ -46,6 +53,16 @@ class Operation:
     def is_dense(self) -> bool:
         """Whether it takes a `LoRAWeights` and a plan."""
         return self.input is not Input.ROUTED_ROWS
+
+    def output_shape(
+        self, first: torch.Tensor, weights: Any, plan: Any, options: Mapping[str, Any] = NO_OPTIONS
+    ) -> tuple[int, ...]:
+        """Return the shape of y for arguments that are checked; `plan` may be a routing."""
+        if self.input is Input.ROUTED_ROWS:
+            pairs = (plan.num_tokens,) if options["reduce"] else (plan.num_tokens, plan.top_k)
+            return *pairs, weights.out_features
+        tokens = first.shape[1] if self.input is Input.H else first.shape[0]
+        return tokens, weights.out_features
 
 
 OPERATIONS = (

@@ -1,4 +1,4 @@
-"""Checks that an engine can read a tensor by its address."""
+"""Whether an engine can read a tensor by its address, and how far its memory reaches."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return not tensor.numel() or tensor.data_ptr() != 0
     except RuntimeError:  # torch refuses to name one
         return False
+
+
+def extent_of(tensor: torch.Tensor | None) -> int:
+    """Return the bytes from the first element of a tensor to behind its last one."""
+    if tensor is None or not tensor.numel():
+        return 0
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()

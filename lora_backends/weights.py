@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 
-from lora_backends import features
-from lora_backends.dispatch.handles import Handled
 from lora_backends.eight_bit import (
     COMPUTE_DTYPES,
     LARGEST,
@@ -19,19 +16,17 @@ from lora_backends.eight_bit import (
     b_row_groups,
     checked_block,
     groups_of,
-    is_eight_bit,
     quantized,
     spread,
 )
 from lora_backends.errors import InvalidInputError, shown
-from lora_backends.tensors import unusable
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes of weights; a backend supports some of them."""
-
-MOST = torch.iinfo(torch.int32).max
-"""Columns of y at most: kernels count them in int32."""
-
+from lora_backends.layer_weights import (
+    DTYPES,
+    LayerWeights,
+    check_last_axis,
+    check_stacks,
+    check_usable,
+)
 
 Stack: TypeAlias = Any
 """A or B of every slot: one tensor for all slices, a tuple of one for each, or None. Most code
@@ -39,7 +34,7 @@ meets one tensor, so types do not tell the three apart; `a_of` and `b_of` read e
 
 
 @dataclass(frozen=True, eq=False)
-class LoRAWeights(Handled):
+class LoRAWeights(LayerWeights):
     """The A and B matrices of every slot for one layer, with rank and scaling per slice.
 
     A fused qkv layer of widths (8, 2, 2) over 16 inputs, 4 slots of rank at most 2:
@@ -87,82 +82,30 @@ class LoRAWeights(Handled):
     compute_dtype: torch.dtype | None = None  # of a result without base_output: of 8-bit stacks as
     # given, or bfloat16; of all others their own dtype
 
-    num_slots: int = field(init=False)  # adapters that the stack has room for
-    num_slices: int = field(init=False)  # projections fused in this layer
-    max_rank: int = field(init=False)  # padded rank width of the stack
-    in_features: int = field(init=False)  # width of x; the vocabulary of an embedding; 0 without A
-    out_features: int = field(init=False)  # width of y, all slices together
     slice_offsets: tuple[int, ...] = field(init=False)
     # first output column of every slice, then out_features: num_slices + 1 ints
-    tensors: Mapping[str, torch.Tensor] = field(init=False, repr=False)
-    # every tensor by name: lora_a, or lora_a[0], lora_a[1] ... of a tuple, and so on
-    extents: tuple[int, ...] = field(init=False, repr=False)
-    # bytes from the first to behind the last element of each of `tensors`
-    input_dtypes: tuple[torch.dtype, ...] = field(init=False, repr=False)
-    # that x may have: the stacks' own, or for 8-bit stacks `COMPUTE_DTYPES`
-    needs: frozenset[str] = field(init=False, repr=False)
-    # features, see `lora_backends.features`, that a backend must have to run the layer
 
     def __post_init__(self) -> None:
         for name in ("lora_a", "lora_b"):
             if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        _check_tensors(self)
-        object.__setattr__(self, "output_slices", _as_widths(self.output_slices))
-        device = self.device
-        object.__setattr__(self, "ranks", _as_numbers(self.ranks, "ranks", "int32").to(device))
-        object.__setattr__(self, "scale_block", checked_block(self.scale_block))
-        keep_compute_dtype(self)
+                self._keep(**{name: tuple(getattr(self, name))})
+        stacks = _stacks(self)
+        check_stacks(stacks)
+        first = next(iter(stacks.values()))
+        self._keep(dtype=first.dtype, device=first.device)
+        _check_bias(self.bias, first)
         for name in ("scalings", "output_scales", "a_scales", "b_scales"):
-            if name == "scalings" or getattr(self, name) is not None:
-                numbers = _as_numbers(getattr(self, name), name, "float32")
-                _refuse_gradient(name, numbers)
-                object.__setattr__(self, name, numbers.to(device, torch.float32))
-        max_rank = _check_shapes(self)
-        _check_ranks(self.ranks, max_rank)
-        object.__setattr__(self, "ranks", self.ranks.to(torch.int32))
-        self._keep_sizes(max_rank)
-
-    def _keep_sizes(self, max_rank: int) -> None:
-        """Set the sizes; asking a tensor for them in every call takes longer than checking it."""
+            if getattr(getattr(self, name), "requires_grad", False):
+                raise InvalidInputError(
+                    f"{name} requires a gradient, which no backend computes\n"
+                    f"  to do: pass {name}.detach()"
+                )
+        self._keep_numbers()
+        _, max_rank, inputs = _common_sizes(self)
         offsets = tuple(accumulate(self.output_slices, initial=0))
-        tensors = dict(_named_tensors(self))
-        needs = set()
-        if isinstance(self.lora_a, tuple) or isinstance(self.lora_b, tuple):
-            needs.add(features.SLICE_TENSORS)
-        if self.output_scales is not None:
-            needs.add(features.OUTPUT_SCALES)
-        if is_eight_bit(self.dtype):
-            needs.add(features.EIGHT_BIT)
-        sizes = {
-            "num_slots": self.ranks.shape[0],
-            "num_slices": len(self.output_slices),
-            "max_rank": max_rank,
-            "in_features": 0 if self.lora_a is None else _parts(self.lora_a)[0].shape[-1],
-            "out_features": offsets[-1],
-            "slice_offsets": offsets,
-            "tensors": tensors,
-            "extents": tuple(map(extent_of, tensors.values())),
-            "needs": frozenset(needs),
-        }
-        for name, size in sizes.items():
-            object.__setattr__(self, name, size)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of lora_a and lora_b."""
-        return self._first.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of every tensor."""
-        return self._first.device
-
-    @property
-    def _first(self) -> torch.Tensor:
-        stack: Any = self.lora_b if self.lora_a is None else self.lora_a
-        first: torch.Tensor = stack[0] if isinstance(stack, tuple) else stack
-        return first
+        self._keep(slice_offsets=offsets)
+        _check_shapes(self, stacks)
+        self._keep_sizes(stacks, max_rank=max_rank, in_features=inputs)
 
     def a_of(self, s: int) -> torch.Tensor:
         """Return A of slice s, [num_slots, max_rank, in_features], a view."""
@@ -190,8 +133,8 @@ class LoRAWeights(Handled):
             return values
         groups = b_row_groups(self.output_slices, self.scale_block)
         first = sum(groups[:s])
-        own = self.b_scales[slot, first : first + groups[s]]
-        return values * spread(own, values.shape[0], rank, self.scale_block)
+        scales = self.b_scales[slot, first : first + groups[s]]
+        return values * spread(scales, values.shape[0], rank, self.scale_block)
 
     def _quantized(self, dtype: torch.dtype, block: ScaleBlock) -> dict[str, Any]:
         """Return the fields that `quantize_weights` replaces, each slice on its own."""
@@ -225,147 +168,24 @@ class LoRAWeights(Handled):
         )
 
 
-def _parts(stack: Stack) -> tuple[torch.Tensor, ...]:
-    if stack is None:
-        return ()
-    return stack if isinstance(stack, tuple) else (stack,)
-
-
-def _named_tensors(weights: LoRAWeights) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in ("lora_a", "lora_b"):
-        stack = getattr(weights, name)
-        if isinstance(stack, tuple):
-            yield from ((f"{name}[{s}]", part) for s, part in enumerate(stack))
-        elif stack is not None:
-            yield name, stack
-    for name in ("ranks", "scalings", "bias", "output_scales", "a_scales", "b_scales"):
-        if getattr(weights, name) is not None:
-            yield name, getattr(weights, name)
-
-
-def keep_compute_dtype(weights: Any) -> None:
-    """Set compute_dtype and input_dtypes; refuse scales that are missing or superfluous."""
-    has_scales = is_eight_bit(weights.dtype)
-    for stack, scales in (("lora_a", "a_scales"), ("lora_b", "b_scales")):
-        wanted = has_scales and getattr(weights, stack) is not None
-        if wanted != (getattr(weights, scales) is not None):
-            raise InvalidInputError(
-                f"{scales} {'is missing' if wanted else 'is superfluous'}\n"
-                f"  given: {stack} of {weights.dtype}\n"
-                f"  allowed: scales with stacks of int8, float8_e4m3fn or float8_e5m2 alone"
-            )
-    dtype = (weights.compute_dtype or torch.bfloat16) if has_scales else weights.dtype
-    if has_scales and dtype not in COMPUTE_DTYPES:
-        raise InvalidInputError(
-            f"compute_dtype cannot be used with 8-bit stacks\n  given: {shown(dtype)}\n"
-            f"  allowed: float16, bfloat16 or float32"
-        )
-    object.__setattr__(weights, "compute_dtype", dtype)
-    object.__setattr__(weights, "input_dtypes", COMPUTE_DTYPES if has_scales else (dtype,))
-
-
-def _refuse_gradient(name: str, numbers: torch.Tensor) -> None:
-    if numbers.requires_grad:
-        raise InvalidInputError(
-            f"{name} requires a gradient, which no backend computes\n  to do: pass {name}.detach()"
-        )
-
-
-def extent_of(tensor: torch.Tensor | None) -> int:
-    """Return the bytes from the first element of a tensor to behind its last one."""
-    if tensor is None or not tensor.numel():
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
-
-
-def _as_widths(output_slices: Sequence[int]) -> tuple[int, ...]:
-    try:
-        widths = tuple(0 if isinstance(w, bool) else operator.index(w) for w in output_slices)
-    except TypeError:
-        widths = ()
-    if not widths or min(widths) < 1 or sum(widths) > MOST:
-        raise InvalidInputError(
-            f"output_slices is not a tuple of widths\n  given: {shown(output_slices)}\n"
-            f"  allowed: at least one int from 1 to {MOST}, one per slice"
-        )
-    return widths
-
-
-def _check_usable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that engines, which read weights by address, would read wrongly."""
-    reason = unusable(tensor)
-    if reason:
-        raise InvalidInputError(f"weights cannot be read by address\n  given: {name} {reason}")
-
-
-def _as_numbers(values: Any, name: str, wanted: str) -> torch.Tensor:
-    """Return `values` as a tensor of the kind of numbers that is wanted, in its own dtype."""
-    if isinstance(values, torch.Tensor):
-        _check_usable(name, values)
-    try:
-        own = values.device if isinstance(values, torch.Tensor) else "cpu"
-        tensor = torch.as_tensor(values, device=own)  # not on torch's default device
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(
-            f"{name} cannot be read as a tensor\n  given: {type(values).__name__} ({error})\n"
-            f"  allowed: [num_slots, num_slices] {wanted}"
-        ) from error
-    odd = tensor.is_complex() or tensor.dtype == torch.bool
-    if odd or (wanted == "int32" and tensor.is_floating_point()):
-        raise InvalidInputError(
-            f"{name} has the wrong dtype\n  given: {tensor.dtype}\n  allowed: {wanted}"
-        )
-    return tensor
-
-
-def _check_ranks(ranks: torch.Tensor, max_rank: int) -> None:
-    wide = ranks.to(torch.int64)
-    wrong = (wide < 0) | (wide > max_rank)
-    if bool(wrong.any()):
-        index = wrong.nonzero()[0].tolist()
-        raise InvalidInputError(
-            f"a rank is out of range\n"
-            f"  given: ranks{index} = {int(wide[tuple(index)])}\n"
-            f"  allowed: 0 to {max_rank} (max_rank, the last axis but one of lora_a)"
-        )
-
-
-def _check_tensors(weights: LoRAWeights) -> None:
-    """Check the types, dtypes and devices of the stacks of A and B."""
-    given = {"lora_a": weights.lora_a, "lora_b": weights.lora_b}
+def _stacks(weights: LoRAWeights) -> dict[str, Any]:
+    """Return the stacks by name, those of a tuple one by one."""
     if weights.lora_a is None and weights.lora_b is None:
         raise InvalidInputError(
             "lora_a and lora_b are both None\n  allowed: one of them, for a layer of which only "
             "the other half runs"
         )
-    parts: dict[str, Any] = {}
-    for name, stack in given.items():
+    stacks: dict[str, Any] = {}
+    for name, stack in (("lora_a", weights.lora_a), ("lora_b", weights.lora_b)):
         if isinstance(stack, tuple):
-            parts |= {f"{name}[{s}]": part for s, part in enumerate(stack)}
+            stacks |= {f"{name}[{s}]": part for s, part in enumerate(stack)}
             if not stack:
                 raise InvalidInputError(
                     f"{name} is an empty tuple\n  allowed: one tensor per slice"
                 )
         elif stack is not None:
-            parts[name] = stack
-    first_name, first = next(iter(parts.items()))
-    for name, tensor in parts.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (*DTYPES, *LARGEST):
-            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise InvalidInputError(
-                f"{name} is not a floating-point tensor\n  given: {kind}\n"
-                f"  allowed: float16, bfloat16, float32 or float64, or with scales int8, "
-                f"float8_e4m3fn or float8_e5m2"
-            )
-        _check_usable(name, tensor)
-        if tensor.dtype != first.dtype or tensor.device != first.device:
-            raise InvalidInputError(
-                f"{first_name} and {name} differ in dtype or device\n"
-                f"  given: {first.dtype} on {first.device} and {tensor.dtype} on {tensor.device}\n"
-                f"  allowed: one dtype and one device for all"
-            )
-    _check_bias(weights.bias, first)
+            stacks[name] = stack
+    return stacks
 
 
 def _check_bias(bias: Any, first: torch.Tensor) -> None:
@@ -377,7 +197,7 @@ def _check_bias(bias: Any, first: torch.Tensor) -> None:
             f"bias is not a floating-point tensor\n  given: {kind}\n"
             f"  allowed: float16, bfloat16, float32 or float64"
         )
-    _check_usable("bias", bias)
+    check_usable("bias", bias)
     if bias.device != first.device:
         raise InvalidInputError(
             f"bias is on another device\n  given: {bias.device}, the weights are on "
@@ -385,8 +205,8 @@ def _check_bias(bias: Any, first: torch.Tensor) -> None:
         )
 
 
-def _check_shapes(weights: LoRAWeights) -> int:
-    """Check that the shapes fit together; return max_rank."""
+def _check_shapes(weights: LoRAWeights, stacks: Mapping[str, torch.Tensor]) -> None:
+    """Check that the shapes fit together."""
     widths = weights.output_slices
     slots, rank, inputs = _common_sizes(weights)
     num_slices, out = len(widths), sum(widths)
@@ -427,20 +247,19 @@ def _check_shapes(weights: LoRAWeights) -> int:
         expected |= {f"lora_b[{s}]": [slots, width, rank] for s, width in enumerate(widths)}
     elif b is not None:
         expected["lora_b"] = [slots, out, rank]
-    for name, tensor in _named_tensors(weights):
+    tables = ("ranks", "scalings", "bias", "output_scales", "a_scales", "b_scales")
+    tensors = {**stacks, **{name: getattr(weights, name) for name in tables}}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
         if name in expected and list(tensor.shape) != expected[name]:
             raise InvalidInputError(
                 f"{name} has the wrong shape\n  given: {list(tensor.shape)}\n"
                 f"  allowed: {expected[name]}, from {_described(weights)} and "
                 f"output_slices {widths}"
             )
-        wide = name not in ("ranks", "scalings") and tensor.shape[-1] > 1
-        if wide and tensor.stride(-1) != 1:
-            raise InvalidInputError(
-                f"the last axis of {name} is not contiguous\n"
-                f"  given: strides {tuple(tensor.stride())}\n  to do: pass {name}.contiguous()"
-            )
-    return rank
+        if name not in ("ranks", "scalings"):
+            check_last_axis(name, tensor)
 
 
 def _common_sizes(weights: LoRAWeights) -> tuple[int, int, int]:

@@ -15,11 +15,11 @@ from lora_backends.bench.measure import Progress, check_device, check_memory, me
 from lora_backends.devices import as_device
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import InvalidInputError, did_you_mean, shown
+from lora_backends.layer_weights import DTYPES
 from lora_backends.model_shapes import LAYER, Projections, preset, read_config
 from lora_backends.names import AUTO
 from lora_backends.operations import DENSE
 from lora_backends.option_text import EXAMPLE, read_options
-from lora_backends.weights import DTYPES
 
 ALL = "all"
 DEFAULTS = {"cpu": ("smollm2", torch.float32), "cuda": ("llama3-8b", torch.bfloat16)}

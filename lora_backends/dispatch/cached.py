@@ -1,10 +1,12 @@
-"""Cached calls: what an engine keeps on its plans to repeat a call with little host time.
+"""Calls that were made before: recognised, so that they skip the guards or the engine's method.
 
-In a model every layer meets the same plan in every step. After its first run an engine stores, on
-the plan, a `CachedCall` that holds the compiled kernels and their arguments, without the addresses
-of x and y. All plans of an engine may share a cache, if its calls hold nothing of a plan. Dispatch
-finds it for a call of the same kind, which has then passed every check: what the checks depend on
-is part of the key, or is compared in `CallCache.find`.
+The guards' verdict on a call depends on its kind, on the layer and on the engine, and on what may
+differ from call to call: rows, addresses, lazy negations, gradients. A kind that has passed is kept
+with the layer's footprint, and `is_accepted` compares it and looks at the rest.
+
+An engine also stores, on the plan, a `CachedCall` that holds the compiled kernels and their
+arguments, without the addresses of x and y. All plans of an engine may share a cache, if its calls
+hold nothing of a plan.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from lora_backends.dispatch.engine import Engine
-from lora_backends.dispatch.ordinary import addresses_of, lies_on, requires_gradient
+from lora_backends.layer_weights import LayerWeights
+from lora_backends.operations import Input, Operation
 from lora_backends.plan import LoRAPlan
-from lora_backends.weights import LoRAWeights, extent_of
+from lora_backends.tensors import extent_of
+from lora_backends.weights import LoRAWeights
+
+if TYPE_CHECKING:
+    from lora_backends.backend import LoRABackend
 
 MOST_LAYERS = 4096
 """Layers and operations that a cache keeps calls of."""
@@ -27,11 +33,119 @@ MOST_LAYERS = 4096
 MOST_KINDS = 16
 """Calls of one layer that differ in strides, dtypes or alignment; beyond, the oldest goes."""
 
+_Tensor = torch.Tensor
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def is_accepted(
+    engine: LoRABackend,
+    operation: Operation,
+    x: Any,
+    weights: Any,
+    plan: Any,
+    y: Any = None,
+    rows: tuple[int, int] | None = None,
+    detail: Any = None,
+) -> bool:
+    """Return True only where the guards would find no problem; nothing is explained.
+
+    Args:
+        engine: that runs the call.
+        operation: of the interface.
+        x: the first argument. All arguments are unchecked.
+        weights: the layer.
+        plan: of the batch.
+        y: base_output, or None.
+        rows: that x and y must have; None: equally many, as the plan allows.
+        detail: what the guards depend on besides.
+    """
+    if (
+        type(x) is not _Tensor
+        or not (y is None or type(y) is _Tensor)
+        or not isinstance(weights, LayerWeights)
+        or not isinstance(plan, LoRAPlan)
+        or not isinstance(plan, engine.plan_type)
+        or plan.num_slots != weights.num_slots
+    ):
+        return False
+    if operation.input is Input.TOKEN_IDS and x.is_cpu:
+        return False  # the guards read their values
+    footprint = weights.footprint
+    kinds = footprint.accepted.get((operation.name, engine.handle))
+    if kinds is None:
+        return False
+    try:
+        if _accepted_kind(operation, x, y, detail) not in kinds:
+            return False
+        x_rows = x.shape[1 if operation.input is Input.H else 0]
+        x_wanted, y_wanted = (x_rows, x_rows) if rows is None else rows
+        x_first, y_first = x.data_ptr(), 0 if y is None else y.data_ptr()
+    except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
+        return False
+    if (
+        x_rows != x_wanted
+        or not plan.num_tokens <= y_wanted <= plan.capacity
+        or not x_first  # no memory, or no rows
+        or x.is_neg()
+    ):
+        return False
+    if y is not None:
+        if y.shape[0] != y_wanted or not y_first or y.is_neg():
+            return False
+        y_end = y_first + (y.nbytes if y.is_contiguous() else extent_of(y))
+        x_end = x_first + (x.nbytes if x.is_contiguous() else extent_of(x))
+        if (x_first < y_end and y_first < x_end) or footprint.meets(y_first, y_end):
+            return False
+    if not _is_grad_enabled():
+        return True
+    if y is not None and y.requires_grad and (y.is_leaf or not engine.differentiable):
+        return False
+    return engine.differentiable or not weights.requires_gradient(x)
+
+
+def accept(
+    engine: LoRABackend,
+    operation: Operation,
+    x: Any,
+    weights: Any,
+    y: Any = None,
+    detail: Any = None,
+) -> None:
+    """Remember the kind of a call that has just passed the guards; arguments as `is_accepted`."""
+    if type(x) is _Tensor and (y is None or type(y) is _Tensor):
+        accepted, key = weights.footprint.accepted, (operation.name, engine.handle)
+        kind = _accepted_kind(operation, x, y, detail)
+        if len(accepted) >= MOST_LAYERS:
+            accepted.clear()
+        others = [other for other in accepted.get(key, ()) if other != kind]
+        accepted[key] = [kind, *others[: MOST_KINDS - 1]]  # the newest is compared first
+
+
+def _accepted_kind(operation: Operation, x: _Tensor, y: _Tensor | None, detail: Any) -> Any:
+    """Return all that the guards depend on besides engine, layer, plan, rows and addresses."""
+    shape = x.shape
+    return (
+        (*shape[:1], *shape[2:]) if operation.input is Input.H else shape[1:],
+        len(shape),
+        x.is_contiguous() or x.stride(),  # strides take longer to read
+        x.dtype,
+        x.device,
+        detail,
+        y is not None
+        and (
+            y.shape[1:],
+            # whether rows of more axes overlap depends on all sizes
+            y.is_contiguous() or (y.stride(), y.ndim > 2 and y.shape),
+            y.dtype,
+            y.device,
+        ),
+    )
+
 
 class CachedCall(Protocol):
     """One call of an engine, ready to be repeated with other values of x and y."""
 
-    def run(self, x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
+    def run(self, x: _Tensor, weights: LoRAWeights, plan: Any, y: _Tensor) -> bool:
         """Add to y, or return False where nothing was written and the method has to run.
 
         The layer's tensors have the same addresses as when the call was stored; their values, and
@@ -42,37 +156,37 @@ class CachedCall(Protocol):
 class _Entry:
     """One stored call, and the properties that another call must share with it."""
 
-    __slots__ = ("addresses", "apart", "call", "key", "kind", "rows", "x_extent", "y_extent")
+    __slots__ = ("apart", "call", "footprint", "key", "kind", "rows", "x_extent", "y_extent")
 
     def __init__(
-        self, key: Any, call: CachedCall, x: torch.Tensor, weights: LoRAWeights, y: torch.Tensor
+        self, key: Any, call: CachedCall, x: _Tensor, weights: LayerWeights, y: _Tensor
     ) -> None:
         self.call = call
         self.key, self.kind = key, shared(_kind_of(x, x.data_ptr(), y, y.data_ptr()))
         self.rows = y.numel() // weights.out_features
-        self.x_extent, self.y_extent = extent_of(x), extent_of(y)  # bytes, first to last element
-        self.addresses = addresses_of(weights)  # to notice that a tensor of the layer has moved
+        self.x_extent, self.y_extent = extent_of(x), extent_of(y)
+        self.footprint = weights.footprint  # to notice that a tensor of the layer has moved
         # addresses of x and y that were last found apart
         self.apart: tuple[int, int] | None = None
 
-    def is_apart(self, weights: LoRAWeights, x_first: int, y_first: int) -> bool:
+    def is_apart(self, x_first: int, y_first: int) -> bool:
         """Return whether y overlaps neither x nor the layer; if so, remember the addresses."""
         if not (x_first and y_first):
             return False  # no memory, or no rows
         y_end = y_first + self.y_extent
         if x_first < y_end and y_first < x_first + self.x_extent:
             return False
-        if lies_on(self.addresses, weights.extents, y_first, y_end):
+        if self.footprint.meets(y_first, y_end):
             return False
         self.apart = (x_first, y_first)
         return True
 
 
-def _kind_of(x: torch.Tensor, x_first: int, y: torch.Tensor, y_first: int) -> tuple[Any, ...]:
+def _kind_of(x: _Tensor, x_first: int, y: _Tensor, y_first: int) -> tuple[Any, ...]:
     """Return all that checks and compiled kernels depend on besides the layer."""
     return (
         x.shape,
-        x.is_contiguous() or x.stride(),  # strides take longer to read
+        x.is_contiguous() or x.stride(),
         x.dtype,
         x.device,
         y.shape,
@@ -101,10 +215,10 @@ class CallCache:
     def find(
         self,
         operation: str,
-        backend: Engine,
-        x: torch.Tensor,
+        backend: LoRABackend,
+        x: _Tensor,
         weights: LoRAWeights,
-        y: torch.Tensor,
+        y: _Tensor,
         num_tokens: int,
     ) -> CachedCall | None:
         """Return the call that these arguments repeat, or None; they need not be checked.
@@ -115,9 +229,9 @@ class CallCache:
         before; addresses, lazy negations and gradients may differ from call to call.
         """
         if (
-            type(x) is not torch.Tensor
-            or type(y) is not torch.Tensor
-            or type(weights) is not LoRAWeights
+            type(x) is not _Tensor
+            or type(y) is not _Tensor
+            or not isinstance(weights, LayerWeights)
         ):
             return None
         entries = self._calls.get((operation, backend.handle, weights.handle))
@@ -135,12 +249,12 @@ class CallCache:
             return None
         if (
             entry.rows < num_tokens  # a refill may have brought more
-            or entry.addresses != addresses_of(weights)
+            or entry.footprint is not weights.footprint
             # an allocator repeats addresses
-            or (entry.apart != (x_first, y_first) and not entry.is_apart(weights, x_first, y_first))
+            or (entry.apart != (x_first, y_first) and not entry.is_apart(x_first, y_first))
             or x.is_neg()
             or y.is_neg()
-            or (torch.is_grad_enabled() and requires_gradient(weights, x, y))
+            or (_is_grad_enabled() and weights.requires_gradient(x, y))
         ):
             return None
         return entry.call
@@ -148,10 +262,10 @@ class CallCache:
     def store(
         self,
         operation: str,
-        backend: Engine,
-        x: torch.Tensor,
+        backend: LoRABackend,
+        x: _Tensor,
         weights: LoRAWeights,
-        y: torch.Tensor,
+        y: _Tensor,
         call: CachedCall,
     ) -> None:
         """Keep a call for arguments of this kind; a full cache is emptied first.
@@ -162,11 +276,10 @@ class CallCache:
             self._calls.clear()
         stored = _Entry(self.key, call, x, weights, y)
         key = operation, backend.handle, weights.handle
-        others = [
-            entry
-            for entry in self._calls.get(key, ())
-            if (entry.key, entry.kind) != (stored.key, stored.kind)
-        ]
+        others = self._calls.get(key, ())
+        if others:
+            new = stored.key, stored.kind
+            others = tuple([entry for entry in others if (entry.key, entry.kind) != new])
         # the newest first: `find` takes less time where the next call is like this one
         self._calls[key] = (stored, *others[: MOST_KINDS - 1])
 

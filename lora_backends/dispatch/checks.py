@@ -7,98 +7,102 @@ at, because that would wait for the device.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_backends import features
 from lora_backends.batch import MOST, LoRABatch
-from lora_backends.dispatch.engine import Engine, Layer
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
-from lora_backends.dispatch.output import output_shape
 from lora_backends.dispatch.problems import Problems, describe
 from lora_backends.dtypes import accumulator_dtype, dtype_name, dtype_names
 from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import shown
+from lora_backends.features import CAPACITY, TOKEN_SCALES
+from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Input, Operation
-from lora_backends.tensors import has_memory
-from lora_backends.weights import LoRAWeights, extent_of
+from lora_backends.plan import LoRAPlan
+from lora_backends.tensors import extent_of, has_memory
+from lora_backends.weights import LoRAWeights
+
+if TYPE_CHECKING:
+    from lora_backends.backend import LoRABackend
 
 
 def check_prepare_batch(
-    engine: Engine, batch: LoRABatch, out: Any | None = None, capacity: int | None = None
+    engine: LoRABackend, batch: LoRABatch, out: Any | None = None, capacity: int | None = None
 ) -> None:
     """Guard `prepare_batch`; the signature is the method's."""
-    problems = Problems()
+    if type(batch) is LoRABatch and batch.token_scales is None and capacity is None:
+        if out is None or (
+            type(out) is engine.plan_type
+            and isinstance(out, LoRAPlan)
+            and CAPACITY in engine.features
+            and out.num_slots == batch.num_slots
+            and batch.num_tokens <= out.capacity
+            and batch.token_slots.ndim == 1
+        ):
+            return  # as in nearly every step of a model
+    problems = Problems(engine)
     if problems.check_type("batch", batch, LoRABatch, "a LoRABatch"):
-        if batch.token_scales is not None and features.TOKEN_SCALES not in engine.features:
-            problems.unsupported.append(_missing(engine, features.TOKEN_SCALES, "the batch has"))
+        if batch.token_scales is not None:
+            problems.need(TOKEN_SCALES, "the batch has")
         if capacity is not None:
-            _check_capacity(problems, engine, batch, capacity)
+            _check_capacity(problems, batch, capacity)
         if out is not None:
-            _check_refill(problems, engine, batch, out, capacity)
-    problems.raise_if_any(engine.name, "prepare_batch", batch=batch, out=out)
+            _check_refill(problems, batch, out, capacity)
+    problems.raise_if_any("prepare_batch", batch=batch, out=out)
 
 
-def _check_capacity(problems: Problems, engine: Engine, batch: LoRABatch, capacity: Any) -> None:
+def _check_capacity(problems: Problems, batch: LoRABatch, capacity: Any) -> None:
     if isinstance(capacity, bool) or not isinstance(capacity, int):
-        problems.invalid.append(f"capacity is {shown(capacity)}; allowed: an int, or None")
+        problems.refuse(f"capacity is {shown(capacity)}; allowed: an int, or None")
     elif not batch.num_tokens <= capacity <= MOST:
-        problems.invalid.append(
+        problems.refuse(
             f"capacity is {capacity}; allowed: {batch.num_tokens} (the batch's tokens) to {MOST}"
         )
-    if features.CAPACITY not in engine.features:
-        problems.unsupported.append(_missing(engine, features.CAPACITY, "the call has a"))
+    problems.need(CAPACITY, "the call has a")
 
 
-def _check_refill(
-    problems: Problems, engine: Engine, batch: LoRABatch, out: Any, capacity: int | None
-) -> None:
+def _check_refill(problems: Problems, batch: LoRABatch, out: Any, capacity: int | None) -> None:
     """Check that a plan can take a batch, of another number of tokens where it has room."""
-    kind = ManyAdaptersPlan if isinstance(out, ManyAdaptersPlan) else engine.plan_type
+    kind = ManyAdaptersPlan if isinstance(out, ManyAdaptersPlan) else problems.engine.plan_type
     if not problems.check_type("out", out, kind, "a plan of this backend"):
         return
     if isinstance(out, ManyAdaptersPlan):
-        problems.check_type("out", out.plans[0], engine.plan_type, "a plan of this backend")
+        problems.check_type(
+            "out", out.plans[0], problems.engine.plan_type, "a plan of this backend"
+        )
     most = out.adapters_per_token if isinstance(out, ManyAdaptersPlan) else 1
     if batch.adapters_per_token > most:
-        problems.invalid.append(
+        problems.refuse(
             f"out was made for {most} adapters per token, the batch has "
             f"{batch.adapters_per_token}; make a new plan"
         )
-    slots, tokens = planned_size(out, "num_slots"), planned_size(out, "num_tokens")
+    slots, (tokens, room) = planned_size(out, "num_slots"), rows_allowed(out)
     if slots is not None and slots != batch.num_slots:
-        problems.invalid.append(
+        problems.refuse(
             f"out was made for num_slots={slots}, the batch has {batch.num_slots}; make a new plan"
         )
-    room = capacity_of(out)
-    if features.CAPACITY in engine.features:
+    if CAPACITY in problems.engine.features:
         if room is not None and batch.num_tokens > room:
-            problems.invalid.append(
+            problems.refuse(
                 f"out has room for {room} tokens, the batch has num_tokens={batch.num_tokens}; "
                 f"make a plan with capacity={batch.num_tokens} or more"
             )
     elif tokens is not None and tokens != batch.num_tokens:
-        problems.invalid.append(
+        problems.refuse(
             f"out was made for num_tokens={tokens}, the batch has {batch.num_tokens}; "
             f"pad the batch with NO_ADAPTER, or make a new plan"
         )
     if capacity is not None and room is not None and capacity != room:
-        problems.invalid.append(
+        problems.refuse(
             f"capacity is {capacity}, out was made for {room}; allowed: None, since a refill "
             f"keeps the capacity"
         )
 
 
-def _missing(engine: Engine, feature: str, given: str) -> str:
-    return (
-        f"{given} {feature}, which this backend does not have; it has: "
-        f"{', '.join(sorted(engine.features)) or 'the plain interface alone'}"
-    )
-
-
 def check_operation(
-    engine: Engine,
+    engine: LoRABackend,
     operation: Operation,
     first: Any,
     weights: LoRAWeights,
@@ -110,25 +114,24 @@ def check_operation(
 
     One that returns h has no base_output, but `out`; the others have no `out`.
     """
-    problems, name = Problems(), operation.argument
-    if _weights_fit(problems, engine, weights, plan) and _has_halves(problems, operation, weights):
+    problems, name = Problems(engine), operation.argument
+    if _weights_fit(problems, weights, plan) and _has_halves(problems, operation, weights):
         if operation.num_slices not in (None, weights.num_slices):
-            problems.invalid.append(
+            problems.refuse(
                 f"the layer has {weights.num_slices} slices; {operation.name} takes "
                 f"{operation.num_slices}, {operation.same_as} any number"
             )
-        if check_tensor(problems, engine, name, first):
+        if check_tensor(problems, name, first):
             _GUARDS[operation.input](problems, name, first, weights, plan)
             if operation.input is Input.ROWS and not problems.unsupported:
-                check_input_dtype(problems, engine, name, first)
+                check_input_dtype(problems, name, first)
         if not problems.invalid:
-            shape = output_shape(operation, first, weights, plan)
+            shape = operation.output_shape(first, weights, plan)
             read = {**weights.tensors, name: first}
-            check_writing(problems, engine, read, base_output, shape)
+            check_writing(problems, read, base_output, shape)
             if out is not None:
-                _check_out(problems, engine, out, (weights.num_slices, *shape[:1]), weights, read)
+                _check_out(problems, out, (weights.num_slices, *shape[:1]), weights, read)
     problems.raise_if_any(
-        engine.name,
         operation.name,
         **{name: first},
         weights=weights,
@@ -140,13 +143,10 @@ def check_operation(
 
 def _has_halves(problems: Problems, operation: Operation, weights: LoRAWeights) -> bool:
     """Check that the layer has the halves that an operation reads."""
-    reads = {
-        "lora_a": operation.input is not Input.H,
-        "lora_b": operation.result == "y",
-    }
+    reads = {"lora_a": operation.input is not Input.H, "lora_b": operation.result == "y"}
     for name, needed in reads.items():
         if needed and getattr(weights, name) is None:
-            problems.invalid.append(
+            problems.refuse(
                 f"the layer's {name} is None, which {operation.name} reads; without lora_b only "
                 f"run_lora_a runs, without lora_a only run_lora_b"
             )
@@ -155,27 +155,26 @@ def _has_halves(problems: Problems, operation: Operation, weights: LoRAWeights) 
 
 def _check_out(
     problems: Problems,
-    engine: Engine,
     out: Any,
     sizes: tuple[int, ...],
     weights: LoRAWeights,
     read: dict[str, torch.Tensor],
 ) -> None:
     """Check the tensor that h is written to."""
-    if not check_tensor(problems, engine, "out", out):
+    if not check_tensor(problems, "out", out):
         return
     shape, dtype = (*sizes, weights.max_rank), accumulator_dtype(weights.dtype)
     if tuple(out.shape) != shape or out.dtype != dtype:
-        problems.invalid.append(
+        problems.refuse(
             f"out is {describe(out)}; allowed: {list(shape)} {dtype_name(dtype)}, "
             f"[num_slices, num_tokens, max_rank]"
         )
     elif not out.is_contiguous():
-        problems.invalid.append(f"out is not contiguous (strides {tuple(out.stride())})")
+        problems.refuse(f"out is not contiguous (strides {tuple(out.stride())})")
     if out.requires_grad or (
         torch.is_grad_enabled() and any(t.requires_grad for t in read.values())
     ):
-        problems.unsupported.append(
+        problems.lack(
             "a gradient is wanted, which a result in out does not carry; leave out None, or call "
             "under torch.no_grad()"
         )
@@ -187,28 +186,28 @@ def _check_rows(
 ) -> None:
     """Guard x: [num_tokens, in_features], any row stride, in the weights' dtype."""
     if x.ndim != 2:
-        problems.invalid.append(f"{name} is {describe(x)}; allowed: a tensor of two axes")
+        problems.refuse(f"{name} is {describe(x)}; allowed: a tensor of two axes")
         return
     check_matrix(problems, name, x, weights, _rows_for(plan, x.shape[0]), "the plan's tokens")
 
 
 def check_matrix(
-    problems: Problems, name: str, x: torch.Tensor, weights: Layer, rows: int, meaning: str
+    problems: Problems, name: str, x: torch.Tensor, weights: LayerWeights, rows: int, meaning: str
 ) -> None:
     """Check that x is [rows, in_features], its last axis contiguous, in the weights' dtype."""
     shape = (rows, weights.in_features)
     if tuple(x.shape) != shape:
-        problems.invalid.append(
+        problems.refuse(
             f"{name} is {list(x.shape)}; allowed: {list(shape)}, {meaning} and the layer's "
             f"in_features"
         )
     if x.ndim and not last_axis_is_contiguous(x):
-        problems.invalid.append(
+        problems.refuse(
             f"the last axis of {name} is not contiguous (strides {tuple(x.stride())}); "
             f"pass {name}.contiguous()"
         )
     if x.dtype not in weights.input_dtypes:
-        problems.invalid.append(
+        problems.refuse(
             f"{name}.dtype is {dtype_name(x.dtype)}, the weights are {dtype_name(weights.dtype)}; "
             f"allowed: {dtype_names(weights.input_dtypes)}"
             + "; torch.autocast is on, and changes dtypes: call it outside of autocast"
@@ -227,13 +226,13 @@ def _check_h(
     tokens = _rows_for(plan, h.shape[1] if h.ndim == 3 else 0)
     shape = (weights.num_slices, tokens, weights.max_rank)
     if tuple(h.shape) != shape:
-        problems.invalid.append(
+        problems.refuse(
             f"{name} is {describe(h)}; allowed: {list(shape)}, [num_slices, num_tokens, max_rank]"
         )
     elif not last_axis_is_contiguous(h):
-        problems.invalid.append(f"the last axis of {name} is not contiguous")
+        problems.refuse(f"the last axis of {name} is not contiguous")
     if h.dtype not in (torch.float32, accumulator_dtype(weights.dtype)):
-        problems.invalid.append(f"{name}.dtype is {dtype_name(h.dtype)}; allowed: float32")
+        problems.refuse(f"{name}.dtype is {dtype_name(h.dtype)}; allowed: float32")
 
 
 def _check_token_ids(
@@ -246,61 +245,58 @@ def _check_token_ids(
         or token_ids.dtype not in (torch.int32, torch.int64)
         or not token_ids.is_contiguous()
     ):
-        problems.invalid.append(
+        problems.refuse(
             f"{name} is {describe(token_ids)}; allowed: [{tokens}] int32 or int64, contiguous"
         )
     elif token_ids.device.type == "cpu" and token_ids.numel():
         low, high = (int(value) for value in token_ids.aminmax())
         if low < 0 or high >= weights.in_features:
-            problems.invalid.append(
+            problems.refuse(
                 f"{name} range over {low}..{high}; allowed: 0..{weights.in_features - 1} "
                 f"(in_features)"
             )
 
 
-_GUARDS = {
-    Input.ROWS: _check_rows,
-    Input.H: _check_h,
-    Input.TOKEN_IDS: _check_token_ids,
-}
+_GUARDS = {Input.ROWS: _check_rows, Input.H: _check_h, Input.TOKEN_IDS: _check_token_ids}
 
 
-def _weights_fit(problems: Problems, engine: Engine, weights: LoRAWeights, plan: Any) -> bool:
+def _weights_fit(problems: Problems, weights: LoRAWeights, plan: Any) -> bool:
     """Check weights and plan against the engine; False if nothing else can be checked."""
     made = "what prepare_batch of this backend returned"
     if not problems.check_type("weights", weights, LoRAWeights, "LoRAWeights"):
         return False
-    if not problems.check_type("plan", plan, engine.plan_type, made):
+    if not problems.check_type("plan", plan, problems.engine.plan_type, made):
         return False
-    check_weights(problems, engine, weights, plan)
+    check_weights(problems, weights, plan)
     return True
 
 
-def check_input_dtype(problems: Problems, engine: Engine, name: str, x: torch.Tensor) -> None:
+def check_input_dtype(problems: Problems, name: str, x: torch.Tensor) -> None:
     """Check that the engine takes x of a dtype that 8-bit weights allow."""
-    if x.is_floating_point() and x.dtype not in engine.dtypes:
-        problems.unsupported.append(
-            f"{name}.dtype is {dtype_name(x.dtype)}; supported: {dtype_names(engine.dtypes)}"
-        )
+    if x.is_floating_point() and x.dtype not in problems.engine.dtypes:
+        problems.lack(f"{name}.dtype is {dtype_name(x.dtype)}; supported: {problems.dtypes}")
 
 
-def check_weights(problems: Problems, engine: Engine, weights: Layer, plan: Any) -> None:
+def check_weights(problems: Problems, weights: LayerWeights, plan: Any) -> None:
     """Check the number of slots, dtype and device of a layer."""
     num_slots = planned_size(plan, "num_slots")
-    for feature in sorted(getattr(weights, "needs", frozenset()) - engine.features):
-        problems.unsupported.append(_missing(engine, feature, "the layer has"))
+    for feature in sorted(weights.needs):
+        problems.need(feature, "the layer has")
     if num_slots is not None and num_slots != weights.num_slots:
-        problems.invalid.append(
+        problems.refuse(
             f"the plan is for {num_slots} slots, the weights have {weights.num_slots}; "
             f"prepare the batch with num_slots={weights.num_slots}"
         )
-    if weights.dtype not in engine.dtypes and not is_eight_bit(weights.dtype):
-        problems.unsupported.append(
-            f"lora_a.dtype is {dtype_name(weights.dtype)}; supported: {dtype_names(engine.dtypes)}"
-        )
+    if weights.dtype not in problems.engine.dtypes and not is_eight_bit(weights.dtype):
+        problems.lack(f"lora_a.dtype is {dtype_name(weights.dtype)}; supported: {problems.dtypes}")
     for name, tensor in weights.tensors.items():
-        check_memory(problems, engine, name, tensor)
-    check_device(problems, engine, "weights", weights)
+        check_memory(problems, name, tensor)
+    for name in weights.changed():
+        problems.refuse(
+            f"{name} is {describe(weights.tensors[name])}, and had another shape, dtype or device "
+            f"when its layer was made; make a new {type(weights).__name__}"
+        )
+    check_device(problems, "weights", weights)
 
 
 def planned_size(plan: Any, field: str) -> int | None:
@@ -309,58 +305,74 @@ def planned_size(plan: Any, field: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def capacity_of(plan: Any) -> int | None:
-    """Return the rows that a call may have at most, or None from a plan that does not say."""
+def rows_allowed(plan: Any) -> tuple[int | None, int | None]:
+    """Return the fewest and the most rows of a call; None from a plan that does not say."""
+    if isinstance(plan, LoRAPlan):
+        return plan.num_tokens, plan.capacity
     room, tokens = planned_size(plan, "capacity"), planned_size(plan, "num_tokens")
-    return tokens if room is None or tokens is None else max(room, tokens)
+    return tokens, tokens if room is None or tokens is None else max(room, tokens)
 
 
-def _rows_for(plan: Any, given: int) -> int:
-    """Return the rows that a call is expected to have: those given, if the plan allows them."""
-    tokens, room = planned_size(plan, "num_tokens"), capacity_of(plan)
-    if tokens is None or room is None or tokens <= given <= room:
-        return given
+def _rows_for(plan: Any, rows: int) -> int:
+    """Return the rows that a call is expected to have: those of x, if the plan allows them."""
+    tokens, room = rows_allowed(plan)
+    if tokens is None or room is None or tokens <= rows <= room:
+        return rows
     return tokens
 
 
-def check_tensor(problems: Problems, engine: Engine, name: str, value: Any) -> bool:
+def check_tensor(problems: Problems, name: str, value: Any) -> bool:
     """Check that a value is plain memory on the engine's device; False if no check may follow."""
+    try:
+        if (
+            type(value) is torch.Tensor
+            and value.device == problems.engine.device
+            and value.layout is torch.strided
+            and not (value.is_nested or value.is_neg())
+            and value.data_ptr()
+        ):
+            return True
+    except RuntimeError:  # it has no address; `check_memory` says so
+        pass
     if not isinstance(value, torch.Tensor):
-        problems.invalid.append(f"{name} is {describe(value)}; allowed: a tensor")
+        problems.refuse(f"{name} is {describe(value)}; allowed: a tensor")
         return False
     if value.layout != torch.strided or value.is_nested:
-        problems.invalid.append(f"{name} is {describe(value)}; allowed: a dense tensor")
+        problems.refuse(f"{name} is {describe(value)}; allowed: a dense tensor")
         return False
     if value.is_neg():
-        problems.invalid.append(
+        problems.refuse(
             f"{name} is a lazy negation (torch's negative bit is set), so its memory holds the "
             f"negated values; pass {name}.resolve_neg()"
         )
-    check_device(problems, engine, name, value)
-    return check_memory(problems, engine, name, value)
+    check_device(problems, name, value)
+    return check_memory(problems, name, value)
 
 
-def check_memory(problems: Problems, engine: Engine, name: str, tensor: torch.Tensor) -> bool:
-    """Check that an engine can read a tensor by its address; False if it has none.
+def check_memory(problems: Problems, name: str, tensor: torch.Tensor) -> bool:
+    """Check that an problems.engine can read a tensor by its address; False if it has none.
 
     A differentiable backend computes with torch's operators, which need no address.
     """
-    if engine.differentiable or tensor.device != engine.device or has_memory(tensor):
+    if (
+        problems.engine.differentiable
+        or tensor.device != problems.engine.device
+        or has_memory(tensor)
+    ):
         return True  # another device is refused by its name
-    problems.invalid.append(
+    problems.refuse(
         f"{name} has no address: its memory was freed, or it is a {type(tensor).__name__} that a "
         f"transform or mode of torch made; call the backend outside of that, or use torch_ref"
     )
     return False
 
 
-def check_device(
-    problems: Problems, engine: Engine, name: str, given: torch.Tensor | Layer
-) -> None:
+def check_device(problems: Problems, name: str, value: torch.Tensor | LayerWeights) -> None:
     """Check that a tensor or a layer is where the engine runs."""
-    if given.device != engine.device:
-        problems.invalid.append(
-            f"{name} is on {given.device}, the backend on {engine.device}; move one of them"
+    if value.device != problems.engine.device:
+        problems.refuse(
+            f"{name} is on {value.device}, the backend on {problems.engine.device}; "
+            f"move one of them"
         )
 
 
@@ -370,43 +382,36 @@ def last_axis_is_contiguous(tensor: torch.Tensor) -> bool:
 
 
 def check_writing(
-    problems: Problems,
-    engine: Engine,
-    read: dict[str, torch.Tensor],
-    base_output: Any,
-    shape: tuple[int, ...],
+    problems: Problems, read: dict[str, torch.Tensor], base_output: Any, shape: tuple[int, ...]
 ) -> None:
     """Check base_output, if there is one, and gradients against the tensors that a call reads."""
     if base_output is not None:
-        _check_base(problems, engine, base_output, shape)
+        _check_base(problems, base_output, shape)
         _check_apart(problems, base_output, read)
     if not problems.invalid:
-        check_gradients(problems, engine, list(read.values()), base_output)
+        check_gradients(problems, list(read.values()), base_output)
 
 
-def _check_base(
-    problems: Problems, engine: Engine, base_output: Any, shape: tuple[int, ...]
-) -> None:
+def _check_base(problems: Problems, base_output: Any, shape: tuple[int, ...]) -> None:
     """Check that base_output can be added to in place, row by row."""
-    if not check_tensor(problems, engine, "base_output", base_output):
+    if not check_tensor(problems, "base_output", base_output):
         return
     if tuple(base_output.shape) != shape:
-        problems.invalid.append(
+        problems.refuse(
             f"base_output is {describe(base_output)}; allowed: {list(shape)}, the plan's tokens "
             f"and the layer's out_features"
         )
         return
-    if base_output.dtype not in engine.dtypes:
-        problems.unsupported.append(
-            f"base_output.dtype is {dtype_name(base_output.dtype)}; "
-            f"supported: {dtype_names(engine.dtypes)}"
+    if base_output.dtype not in problems.engine.dtypes:
+        problems.lack(
+            f"base_output.dtype is {dtype_name(base_output.dtype)}; supported: {problems.dtypes}"
         )
     if not last_axis_is_contiguous(base_output):
-        problems.invalid.append(
+        problems.refuse(
             f"the last axis of base_output is not contiguous (strides {base_output.stride()})"
         )
     if _rows_overlap(base_output):
-        problems.invalid.append(
+        problems.refuse(
             f"rows of base_output overlap (strides {base_output.stride()}); pass a copy"
         )
 
@@ -433,9 +438,7 @@ def _check_apart(
         return
     for name, tensor in others.items():
         if tensor.numel() and _overlap(tensor, base_output):
-            problems.invalid.append(
-                f"{written} overlaps {name} in memory; pass a copy of one of them"
-            )
+            problems.refuse(f"{written} overlaps {name} in memory; pass a copy of one of them")
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -456,10 +459,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def check_gradients(
-    problems: Problems,
-    engine: Engine,
-    tensors: list[torch.Tensor],
-    base_output: torch.Tensor | None,
+    problems: Problems, tensors: list[torch.Tensor], base_output: torch.Tensor | None
 ) -> None:
     """Refuse to lose a gradient silently, and to write to a leaf of the graph."""
     if not torch.is_grad_enabled():
@@ -467,12 +467,12 @@ def check_gradients(
     if base_output is not None:
         tensors = [*tensors, base_output]
         if base_output.requires_grad and base_output.is_leaf:
-            problems.invalid.append(
+            problems.refuse(
                 "base_output is a leaf that requires a gradient, so it cannot be added to in "
                 "place; pass base_output.clone(), or call under torch.no_grad()"
             )
-    if not engine.differentiable and any(tensor.requires_grad for tensor in tensors):
-        problems.unsupported.append(
+    if not problems.engine.differentiable and any(tensor.requires_grad for tensor in tensors):
+        problems.lack(
             "a tensor requires a gradient, which this backend does not compute; "
             "call under torch.no_grad(), or use torch_ref"
         )

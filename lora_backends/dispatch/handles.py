@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from weakref import WeakValueDictionary
 
 from lora_backends.errors import InvalidInputError
@@ -19,6 +19,7 @@ class Handled:
     """
 
     handle: int
+    _transient: ClassVar[tuple[str, ...]] = ("handle",)  # attributes that a copy makes anew
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Give the object its handle, whatever a subclass's constructor does."""
@@ -28,10 +29,10 @@ class Handled:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        found: Any = object.__getstate__(self)
-        plain, slots = found if isinstance(found, tuple) else (found, None)
+        state: Any = object.__getstate__(self)
+        plain, slots = state if isinstance(state, tuple) else (state, None)
         state = {**(plain or {}), **(slots or {})}
-        return {name: value for name, value in state.items() if name != "handle"}
+        return {name: value for name, value in state.items() if name not in self._transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
@@ -40,10 +41,10 @@ class Handled:
 
 def lookup(handle: int) -> Any:
     """Return the object that a handle stands for."""
-    found = _OBJECTS.get(handle)
-    if found is None:
+    target = _OBJECTS.get(handle)
+    if target is None:
         raise InvalidInputError(
             f"handle {handle} stands for nothing: its backend, weights or plan no longer exist\n"
             f"  to do: keep them for as long as a compiled program or a captured graph uses them"
         )
-    return found
+    return target

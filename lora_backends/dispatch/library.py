@@ -15,16 +15,19 @@ whose plan is no `LoRAPlan`, run outside of the traced program.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_backends.dispatch.engine import Engine, Layer
 from lora_backends.dispatch.handles import Handled, lookup
-from lora_backends.dispatch.output import NO_OPTIONS, new_output
+from lora_backends.dispatch.output import new_output
 from lora_backends.dtypes import accumulator_dtype
-from lora_backends.operations import BY_NAME, Operation
+from lora_backends.layer_weights import LayerWeights
+from lora_backends.operations import BY_NAME, NO_OPTIONS, Operation
 from lora_backends.weights import LoRAWeights
+
+if TYPE_CHECKING:
+    from lora_backends.backend import LoRABackend
 
 
 def _shrink(
@@ -50,8 +53,8 @@ def _add(
     options: list[int],
 ) -> None:
     pairs = zip(BY_NAME[operation].options, options, strict=True)
-    given = {option.name: option.values[index] for option, index in pairs}
-    getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y, **given)
+    keywords = {option.name: option.values[index] for option, index in pairs}
+    getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y, **keywords)
 
 
 def _register(suffix: str, tags: tuple[torch.Tag, ...]) -> tuple[Any, Any]:
@@ -80,7 +83,7 @@ def call_outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def trace_shrink(
     call: Callable[..., torch.Tensor],
-    engine: Engine,
+    engine: LoRABackend,
     x: torch.Tensor,
     weights: LoRAWeights,
     plan: Any,
@@ -97,9 +100,9 @@ def trace_shrink(
 def trace_add(
     operation: Operation,
     call: Callable[..., torch.Tensor],
-    engine: Engine,
+    engine: LoRABackend,
     x: torch.Tensor,
-    weights: Layer,
+    weights: LayerWeights,
     plan: Any,
     base_output: torch.Tensor | None,
     options: Mapping[str, Any] = NO_OPTIONS,
@@ -120,10 +123,7 @@ def trace_add(
 
 
 def _needs_python(
-    x: torch.Tensor,
-    weights: Layer,
-    plan: Any,
-    base_output: torch.Tensor | None,
+    x: torch.Tensor, weights: LayerWeights, plan: Any, base_output: torch.Tensor | None
 ) -> bool:
     """Return whether a call cannot be an operation: a foreign plan, or a gradient is wanted."""
     if not isinstance(plan, Handled):

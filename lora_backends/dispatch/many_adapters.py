@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lora_backends.batch import LoRABatch
-from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.errors import UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
 from lora_backends.plan import LoRAPlan
 
@@ -29,23 +29,6 @@ class ManyAdaptersPlan(LoRAPlan):
     def adapters_per_token(self) -> int:
         """Adapters that a token can have."""
         return len(self.plans)
-
-
-@dataclass(eq=False)
-class ManyAdaptersRouting:
-    """The routing of a batch whose tokens have several adapters: one for each of its plans."""
-
-    routings: tuple[Any, ...]  # of the backend
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are routed."""
-        return int(self.routings[0].num_tokens)
-
-    @property
-    def top_k(self) -> int:
-        """Experts per token."""
-        return int(self.routings[0].top_k)
 
 
 def prepare_each(
@@ -86,24 +69,6 @@ def add_each(
     for part in plan.plans:
         call(part, y)
     return y
-
-
-def routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
-    """Return the routings that a refill for a plan of several adapters per token writes to.
-
-    Raises:
-        InvalidInputError: `out` is no routing of as many adapters per token.
-    """
-    count = plan.adapters_per_token
-    if not isinstance(out, ManyAdaptersRouting) or len(out.routings) != count:
-        given = f"a {type(out).__name__}"
-        if isinstance(out, ManyAdaptersRouting):
-            given = f"a routing of {len(out.routings)} adapters per token"
-        raise InvalidInputError(
-            f"prepare_experts cannot refill out\n  given: {given}\n"
-            f"  allowed: a routing made for a plan of {count} adapters per token, as this one"
-        )
-    return out.routings
 
 
 def refuse(operation: str, plan: ManyAdaptersPlan) -> None:

@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_backends.dtypes import dtype_name
+from lora_backends.dtypes import dtype_name, dtype_names
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+
+if TYPE_CHECKING:
+    from lora_backends.backend import LoRABackend
 
 
 class Problems:
     """Contradictions, and what the engine does not support."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: LoRABackend) -> None:
+        self.engine = engine
         self.invalid: list[str] = []
         self.unsupported: list[str] = []
+
+    def refuse(self, text: str) -> None:
+        """Note a contradiction."""
+        self.invalid.append(text)
+
+    def lack(self, text: str) -> None:
+        """Note what the engine does not support."""
+        self.unsupported.append(text)
+
+    def need(self, feature: str, who: str) -> None:
+        """Note a feature that the engine does not have; `who` has it."""
+        features = self.engine.features
+        if feature not in features:
+            supported = ", ".join(sorted(features)) or "the plain interface alone"
+            self.lack(f"{who} {feature}, which this backend does not have; it has: {supported}")
+
+    @property
+    def dtypes(self) -> str:
+        """Names of the dtypes that the engine supports."""
+        return dtype_names(self.engine.dtypes)
 
     def check_type(self, name: str, value: Any, kind: type, allowed: str) -> bool:
         """Return whether an argument is of a class; note a problem if not."""
         if isinstance(value, kind):
             return True
         named = "" if kind.__name__ in allowed else f" ({kind.__name__})"
-        self.invalid.append(f"{name} is a {type(value).__name__}; allowed: {allowed}{named}")
+        self.refuse(f"{name} is a {type(value).__name__}; allowed: {allowed}{named}")
         return False
 
-    def raise_if_any(self, engine: str, method: str, **given: Any) -> None:
+    def raise_if_any(self, method: str, **arguments: Any) -> None:
         """Raise the typed error that lists the problems and the arguments given."""
         if not self.invalid and not self.unsupported:
             return
-        lines = [f"backend {engine!r} cannot run {method}:"]
+        lines = [f"backend {self.engine.name!r} cannot run {method}:"]
         lines += [f"  - {problem}" for problem in self.invalid + self.unsupported]
-        described = ", ".join(f"{k} {describe(v)}" for k, v in given.items() if v is not None)
+        described = ", ".join(f"{k} {describe(v)}" for k, v in arguments.items() if v is not None)
         lines.append(f"  given: {described}")
         error = InvalidInputError if self.invalid else UnsupportedInputError
         raise error("\n".join(lines))

@@ -6,14 +6,16 @@ what the call reads. So each module has one object with all that its next call c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from lora_backends.dispatch.cached import CachedCall, CachingPlan, shared
-from lora_backends.dispatch.engine import Engine
 from lora_backends.weights import LoRAWeights
+
+if TYPE_CHECKING:
+    from lora_backends.backend import LoRABackend
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
@@ -108,7 +110,7 @@ class Repeats(dict[Any, Repeat]):
     def keep(
         self,
         key: Any,
-        engine: Engine,
+        engine: LoRABackend,
         operation: str | None,
         x: torch.Tensor,
         weights: LoRAWeights,

@@ -10,39 +10,29 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
 from lora_backends.batch import LoRABatch
-from lora_backends.dispatch.cached import CachingPlan, marked_to_store_calls
+from lora_backends.dispatch.cached import CachingPlan, accept, is_accepted, marked_to_store_calls
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
-from lora_backends.dispatch.engine import Engine
-from lora_backends.dispatch.expert_checks import check_experts, check_prepare_experts
+from lora_backends.dispatch.experts import wrap_prepare_experts, wrap_routed
 from lora_backends.dispatch.handles import Handled
 from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
-from lora_backends.dispatch.many_adapters import (
-    ManyAdaptersPlan,
-    ManyAdaptersRouting,
-    add_each,
-    prepare_each,
-    refuse,
-    routings_of,
-)
-from lora_backends.dispatch.ordinary import (
-    is_ordinary,
-    is_ordinary_batch,
-    is_ordinary_choice,
-    is_ordinary_routed,
-)
+from lora_backends.dispatch.many_adapters import ManyAdaptersPlan, add_each, prepare_each, refuse
 from lora_backends.dispatch.output import new_output
 from lora_backends.dispatch.tracing import is_traced
-from lora_backends.experts import ExpertWeights
+from lora_backends.errors import LoRABackendError
 from lora_backends.features import CAPACITY
 from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
 from lora_backends.weights import LoRAWeights
 
+if TYPE_CHECKING:
+    from lora_backends.backend import LoRABackend
+
 Method: TypeAlias = Callable[..., torch.Tensor]
+_is_compiling = torch.compiler.is_compiling
 
 
 class Dispatched(Handled):
@@ -58,7 +48,7 @@ class Dispatched(Handled):
         for operation in OPERATIONS:
             method = getattr(cls, operation.name, None)
             if method is not None and _wrapped(method) is None:
-                # e.g. the interface's own `run_qkv`, which calls `run_linear`
+                # e.g. the interface's `run_qkv`, which calls `run_linear`
                 is_default = Dispatched in cls.__bases__ and operation.same_as is not None
                 setattr(cls, operation.name, _wrap(operation, method, is_default))
         for name, wrap in PREPARATIONS.items():
@@ -74,38 +64,38 @@ class Dispatched(Handled):
 
 def _takes(cls: type, method: str, argument: str) -> bool:
     """Return whether a class's method, behind the checks, takes an argument."""
-    found = _wrapped(getattr(cls, method, None))
-    return found is not None and argument in inspect.signature(found.method).parameters
+    wrapper = _wrapped(getattr(cls, method, None))
+    return wrapper is not None and argument in inspect.signature(wrapper.method).parameters
 
 
 class _Wrapped(NamedTuple):
     call: Callable[..., Any]  # the wrapper itself: functools.wraps copies attributes further on
     method: Callable[..., Any]
     stores: bool = False  # whether the method stores calls
-    is_default: bool = False  # whether it is the interface's own, which calls another operation
+    is_default: bool = False  # whether it is the interface's, which calls another operation
 
 
 def _wrapped(method: Any) -> _Wrapped | None:
     """Return the `_Wrapped` of a wrapper; None for another function."""
-    found: _Wrapped | None = getattr(method, "wrapped", None)
-    return found if found is not None and found.call is method else None
+    wrapper: _Wrapped | None = getattr(method, "wrapped", None)
+    return wrapper if wrapper is not None and wrapper.call is method else None
 
 
-def unchecked(engine: Engine, name: str) -> Method:
-    """Return an operation of an engine without its checks, for a caller that has made its own."""
+def unchecked(engine: LoRABackend, name: str) -> Method:
+    """Return an operation of an engine without its checks, for a caller that has checked."""
     method: Method = getattr(engine, name)
-    found = _wrapped(getattr(method, "__func__", None))
-    if found is None:
+    wrapper = _wrapped(getattr(method, "__func__", None))
+    if wrapper is None:
         return method  # put in place behind the checks
-    return MethodType(found.method, engine)
+    return MethodType(wrapper.method, engine)
 
 
-def stored_as(engine: Engine, name: str) -> str | None:
+def stored_as(engine: LoRABackend, name: str) -> str | None:
     """Return the operation under which an engine stores calls of another; None: it stores none."""
-    found = _wrapped(getattr(getattr(engine, name), "__func__", None))
-    if found is None or not (found.stores or name in engine.storing):
+    wrapper = _wrapped(getattr(getattr(engine, name), "__func__", None))
+    if wrapper is None or not (wrapper.stores or name in engine.storing):
         return None
-    return _stored_as(BY_NAME[name], found.is_default)
+    return _stored_as(BY_NAME[name], wrapper.is_default)
 
 
 def _stored_as(operation: Operation, is_default: bool) -> str:
@@ -115,7 +105,7 @@ def _stored_as(operation: Operation, is_default: bool) -> str:
 def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
     """Return the wrapper that takes the place of a class's method for an operation."""
     if operation.input is Input.ROUTED_ROWS:
-        call = _wrap_routed(operation, method)
+        call = wrap_routed(operation, method)
     elif operation.result == "h":
         call = _wrap_h(operation, method)
     else:
@@ -127,41 +117,11 @@ def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
     return call
 
 
-def _wrap_routed(operation: Operation, method: Method) -> Method:
-    defaults = {option.name: option.values[0] for option in operation.options}
-
-    def call(
-        self: Engine,
-        x: Any,
-        weights: ExpertWeights,
-        routing: Any,
-        base_output: Any = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        unknown = options.keys() - defaults.keys()
-        if unknown:
-            raise TypeError(f"{operation.name}() got unexpected keyword arguments {unknown}")
-        given = {**defaults, **options}
-        if is_traced():
-            return trace_add(operation, call, self, x, weights, routing, base_output, given)
-        if isinstance(routing, ManyAdaptersRouting):
-            y: torch.Tensor | None = base_output
-            for part in routing.routings:
-                y = call(self, x, weights, part, y, **given)
-            assert y is not None  # a token has an adapter or more
-            return y
-        if not is_ordinary_routed(self, x, weights, routing, base_output, given):
-            check_experts(self, operation, x, weights, routing, base_output, given)
-        return method(self, x, weights, routing, base_output, **given)
-
-    return call
-
-
 def _wrap_h(operation: Operation, method: Method) -> Method:
     takes_out = "out" in inspect.signature(method).parameters
 
     def call(
-        self: Engine, x: Any, weights: LoRAWeights, plan: Any, out: Any = None
+        self: LoRABackend, x: Any, weights: LoRAWeights, plan: Any, out: Any = None
     ) -> torch.Tensor:
         if is_traced():
             if out is not None:  # a copy of the traced result would convert and broadcast
@@ -170,7 +130,8 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
         if isinstance(plan, ManyAdaptersPlan):
             refuse(operation.name, plan)
         if out is None:
-            _check(operation, self, x, weights, plan, None)
+            if not is_accepted(self, operation, x, weights, plan):
+                guard(self, operation, x, weights, plan)
             return method(self, x, weights, plan)
         check_operation(self, operation, x, weights, plan, out=out)
         if takes_out:
@@ -183,34 +144,34 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
 
 def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     name, slices, stores = operation.name, operation.num_slices, marked_to_store_calls(method)
-    checks_values = operation.input is Input.TOKEN_IDS  # which no earlier call can vouch for
     stored_name = _stored_as(operation, is_default)
 
     def call(
-        self: Engine, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
+        self: LoRABackend, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
     ) -> torch.Tensor:
-        if is_traced():
+        if _is_compiling() and is_traced():
             return trace_add(operation, call, self, x, weights, plan, base_output)
-        if isinstance(plan, CachingPlan) and (stores or name in self.storing):
-            cache = plan.call_cache
-        elif isinstance(plan, ManyAdaptersPlan):
-            return _add_each(operation, call, self, x, weights, plan, base_output)
-        else:
-            cache = None
         y: torch.Tensor | None = base_output
-        checked = cache is None or checks_values or (y is None and not _has_rows(x, weights, plan))
-        if checked:
-            _check(operation, self, x, weights, plan, y)
-        if cache is None:
+        if not isinstance(plan, CachingPlan) or not (stores or name in self.storing):
+            if isinstance(plan, ManyAdaptersPlan):
+                return _add_each(operation, call, self, x, weights, plan, y)
+            if not is_accepted(self, operation, x, weights, plan, y):
+                guard(self, operation, x, weights, plan, y)
             return method(self, x, weights, plan, y)
+        # no earlier call vouches for token ids, whose values are checked
+        checked = operation.input is Input.TOKEN_IDS or (
+            y is None and not _has_rows(x, weights, plan)
+        )
+        if checked and not is_accepted(self, operation, x, weights, plan, y):
+            guard(self, operation, x, weights, plan, y)
         if y is None:
             y = new_output(operation, x, weights, plan)
-        cached = cache.find(stored_name, self, x, weights, y, plan.num_tokens)
+        cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
         if cached is not None and (slices is None or slices == weights.num_slices):
             if cached.run(x, weights, plan, y):
                 return y
-        if not checked:
-            _check(operation, self, x, weights, plan, base_output)
+        if not (checked or is_accepted(self, operation, x, weights, plan, base_output)):
+            guard(self, operation, x, weights, plan, base_output)
         return method(self, x, weights, plan, y)
 
     return call
@@ -228,7 +189,7 @@ def _has_rows(x: Any, weights: Any, plan: CachingPlan) -> bool:
 def _add_each(
     operation: Operation,
     call: Method,
-    engine: Engine,
+    engine: LoRABackend,
     first: Any,
     weights: LoRAWeights,
     plan: ManyAdaptersPlan,
@@ -248,25 +209,37 @@ def _add_each(
 
 def _stores(cls: type, operation: Operation) -> bool:
     """Return whether a class's method for an operation, or what a default calls, stores calls."""
-    found = _wrapped(getattr(cls, operation.name, None))
-    if found is None:
+    wrapper = _wrapped(getattr(cls, operation.name, None))
+    if wrapper is None:
         return False
-    by_default = found.is_default and operation.same_as is not None
-    return found.stores or (by_default and _stores(cls, BY_NAME[operation.same_as or ""]))
+    by_default = wrapper.is_default and operation.same_as is not None
+    return wrapper.stores or (by_default and _stores(cls, BY_NAME[operation.same_as or ""]))
 
 
-def _check(
-    operation: Operation, engine: Engine, first: Any, weights: LoRAWeights, plan: Any, y: Any
+def guard(
+    engine: LoRABackend, operation: Operation, first: Any, weights: Any, plan: Any, y: Any = None
 ) -> None:
-    is_rows = operation.input is Input.ROWS
-    if not (is_rows and is_ordinary(engine, operation.num_slices, first, weights, plan, y)):
-        check_operation(engine, operation, first, weights, plan, y)
+    """Explain what is wrong with a call, or accept its kind from now on."""
+    check_operation(engine, operation, first, weights, plan, y)
+    accept(engine, operation, first, weights, y)
+
+
+def runs(engine: LoRABackend, name: str, first: Any, weights: Any, plan: Any, y: Any) -> bool:
+    """Return whether an operation would run, for another method that takes its place."""
+    operation = BY_NAME[name]
+    if is_accepted(engine, operation, first, weights, plan, y):
+        return True
+    try:
+        guard(engine, operation, first, weights, plan, y)
+    except LoRABackendError:
+        return False
+    return True
 
 
 def _with_argument(operation: Operation, call: Method) -> Method:
     """Return a function that takes the first argument by the name it has in the interface."""
 
-    def renamed(self: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def renamed(self: LoRABackend, *args: Any, **kwargs: Any) -> torch.Tensor:
         if "x" in kwargs:
             raise TypeError(f"{operation.name}() got an unexpected keyword argument 'x'")
         if operation.argument in kwargs:
@@ -277,48 +250,26 @@ def _with_argument(operation: Operation, call: Method) -> Method:
 
 
 def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Engine, batch: LoRABatch, out: Any = None, capacity: int | None = None) -> Any:
-        if is_traced():
+    def call(
+        self: LoRABackend, batch: LoRABatch, out: Any = None, capacity: int | None = None
+    ) -> Any:
+        if _is_compiling() and is_traced():
             return call_outside(call, self, batch, out, capacity)
-        if is_ordinary_batch(self, batch, out, capacity):
-            return method(self, batch, out=out)
         check_prepare_batch(self, batch, out, capacity)
+        is_many = batch.token_slots.ndim > 1 or type(out) is ManyAdaptersPlan
+        if capacity is None and not is_many:
+            return method(self, batch, out=out)
         # a refill keeps the capacity; a backend without that feature does not know the argument
         options = {} if capacity is None or out is not None else {"capacity": capacity}
-        if batch.adapters_per_token > 1 or isinstance(out, ManyAdaptersPlan):
+        if is_many:
             return prepare_each(MethodType(method, self), batch, out, **options)
         return method(self, batch, out=out, **options)
 
     return call
 
 
-def _wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(
-        self: Engine,
-        plan: Any,
-        topk_ids: Any,
-        topk_weights: Any,
-        num_experts: Any,
-        expert_map: Any = None,
-        out: Any = None,
-    ) -> Any:
-        choice = (topk_ids, topk_weights, num_experts, expert_map)
-        if is_traced():
-            return call_outside(call, self, plan, *choice, out)
-        if isinstance(plan, ManyAdaptersPlan):
-            outs = [None] * len(plan.plans) if out is None else routings_of(out, plan)
-            parts = zip(plan.plans, outs, strict=True)
-            made = tuple([call(self, part, *choice, own) for part, own in parts])
-            return ManyAdaptersRouting(made) if out is None else out
-        if not is_ordinary_choice(self, plan, *choice, out):
-            check_prepare_experts(self, plan, *choice, out)
-        return method(self, plan, *choice, out=out)
-
-    return call
-
-
 PREPARATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "prepare_batch": _wrap_prepare_batch,
-    "prepare_experts": _wrap_prepare_experts,
+    "prepare_experts": wrap_prepare_experts,
 }
 """Methods of the interface that make what operations run on, and what puts the guard in front."""

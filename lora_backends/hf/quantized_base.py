@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from lora_backends.weights import DTYPES
+from lora_backends.layer_weights import DTYPES
 
 
 def is_plain(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

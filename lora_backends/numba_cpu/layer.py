@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 
 from lora_backends.dispatch.cached import CallCache
-from lora_backends.dispatch.ordinary import addresses_of
 from lora_backends.eight_bit import b_row_groups, is_eight_bit
 from lora_backends.experts import ExpertWeights
 from lora_backends.numba_cpu.needs import BIAS, IN_REGISTERS, MULTIPLIED, RAGGED
@@ -120,7 +119,7 @@ class Layers:
 
     def locate(self, weights: Weights) -> Located:
         """Return where the weights lie now."""
-        addresses = addresses_of(weights)
+        addresses = weights.footprint.addresses
         found = self._located.get(weights)
         if found is None or found.addresses != addresses:
             if isinstance(weights, LoRAWeights):

@@ -12,8 +12,8 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.devices import as_device, is_capturing
 from lora_backends.dispatch.cached import stores_calls
-from lora_backends.dispatch.ordinary import is_ordinary
 from lora_backends.dispatch.output import added_to, new_output
+from lora_backends.dispatch.wrap import runs
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.operations import BY_NAME, OPERATIONS
@@ -74,6 +74,7 @@ class SgmvBackend(LoRABackend):
         package = self.entry_kernels.__package__
         source = tile_source(self.name, package, self.device, tiles, batch_invariant)
         self.allow_tf32 = allow_tf32
+        self._is_cuda = self.device.type == "cuda"
         self.batch_invariant = batch_invariant
         self._options = launch.Options(
             engine=type(self),
@@ -119,8 +120,7 @@ class SgmvBackend(LoRABackend):
         else:
             h = self._planes(weights, kernels.split_k, tokens).zero_()
         if rows:
-            laid = launch.with_contiguous_tables(weights)
-            launch.shrink(x, laid, plan, h, rows, kernels.shrink)
+            launch.shrink(x, launch.stacks_of(weights), plan, h, rows, kernels.shrink)
         if kernels.split_k == 1:
             return h[0] if out is None else out
         return torch.sum(h, 0, out=out)
@@ -138,8 +138,8 @@ class SgmvBackend(LoRABackend):
         if rows:
             dtype = weights.compute_dtype
             kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "separate")
-            laid = launch.with_contiguous_tables(weights)
-            launch.expand(h.float()[None], laid, plan, y, rows, kernels.expand)
+            stacks = launch.stacks_of(weights)
+            launch.expand(h.float()[None], stacks, plan, y, rows, kernels.expand)
         return y
 
     @override
@@ -152,14 +152,19 @@ class SgmvBackend(LoRABackend):
         base_output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         tokens = x.shape[0]
-        y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
+        y = added_to(None, weights, tokens) if base_output is None else base_output
+        rows = self._rows(plan, tokens)
         if rows:
             kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options)
             h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
-            laid = launch.with_contiguous_tables(weights)
-            shrink = launch.shrink(x, laid, plan, h, rows, kernels.shrink)
-            expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
-            self._cache("run_linear", plan, x, weights, laid, y, shrink, expand)
+            stacks = launch.stacks_of(weights)
+            first = launch.shrink_arguments(x, stacks, plan, h)
+            kernels.shrink.launch(rows, first)
+            second = launch.expand_arguments(h, stacks, plan, y, kernels.expand)
+            kernels.expand.launch(rows, second)
+            if not INTERPRETED and stacks.in_place:
+                shrink, expand = Launched(kernels.shrink, first), Launched(kernels.expand, second)
+                self._cache("run_linear", plan, x, weights, y, shrink, expand)
         return y
 
     @property
@@ -208,20 +213,20 @@ class SgmvBackend(LoRABackend):
         if base_weight.shape[0] != weights.out_features or not self.multiplies_bases:
             return None
         y = x.new_empty((x.shape[0], weights.out_features))
-        if not is_ordinary(self, None, x, weights, plan, y):
+        if type(x) is not torch.Tensor or not runs(self, "run_linear", x, weights, plan, y):
             return None
         options = self._options
         base = base_kernel_of(x, base_weight, base_bias, options.gpu, options.programmatic)
-        tables = weights.ranks, weights.scalings
-        if base is None or not all(table.is_contiguous() for table in tables):
+        stacks = launch.stacks_of(weights)
+        if base is None or not stacks.in_place:
             return None  # no copy of a table may come between the kernels
         tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
         kernels = launch.kernels_of(weights, plan, tokens, x.dtype, options, "beside")
         h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
         launches = (
-            (rows, kernels.shrink, launch.shrink_arguments(x, weights, plan, h)),
+            (rows, kernels.shrink, launch.shrink_arguments(x, stacks, plan, h)),
             (1, base, base_arguments(x, base_weight, base_bias, y, base)),
-            (rows, kernels.expand, launch.expand_arguments(h, weights, plan, y, kernels.expand)),
+            (rows, kernels.expand, launch.expand_arguments(h, stacks, plan, y, kernels.expand)),
         )
         if is_capturing(self.device) and not all(
             kernel.is_compiled(arguments) for _, kernel, arguments in launches
@@ -247,10 +252,11 @@ class SgmvBackend(LoRABackend):
             dtype = weights.compute_dtype
             kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "embedding")
             h = self._planes(weights, 1, plan.h_rows(tokens))
-            laid = launch.with_contiguous_tables(weights)
-            gather = launch.gather(token_ids, laid, plan, h, rows, kernel)
-            expand = launch.expand(h, laid, plan, y, rows, kernels.expand)
-            self._cache("run_embedding", plan, token_ids, weights, laid, y, gather, expand)
+            stacks = launch.stacks_of(weights)
+            gather = launch.gather(token_ids, stacks, plan, h, rows, kernel)
+            expand = launch.expand(h, stacks, plan, y, rows, kernels.expand)
+            if not INTERPRETED and stacks.in_place:
+                self._cache("run_embedding", plan, token_ids, weights, y, gather, expand)
         return y
 
     @override
@@ -302,7 +308,8 @@ class SgmvBackend(LoRABackend):
 
     def _rows(self, plan: SgmvPlan, tokens: int) -> int:
         """Return the rows of the grid; a plan that a graph captures keeps its tile sizes."""
-        return plan.grid_rows(self._note_capture(plan), tokens) or EMPTY_ROW
+        capturing = self._is_cuda and self._note_capture(plan)
+        return plan.grid_rows(capturing, tokens) or EMPTY_ROW
 
     def _note_capture(self, plan: SgmvPlan) -> bool:
         """Return whether a CUDA graph captures the call, and with it the plan's tables."""
@@ -316,15 +323,12 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         x: torch.Tensor,
         weights: LoRAWeights,
-        laid: LoRAWeights,
         y: torch.Tensor,
         first: Launched,
         second: Launched,
     ) -> None:
-        """Keep both launches for the next call, unless they read copies of the layer's tables."""
-        if not INTERPRETED and laid is weights:
-            cached = CachedLaunches.of(first, second)
-            plan.call_cache.store(operation, self, x, weights, y, cached)
+        """Keep both launches, which read the layer's tables in place, for the next call."""
+        plan.call_cache.store(operation, self, x, weights, y, CachedLaunches.of(first, second))
 
     def _planes(self, weights: LoRAWeights, split_k: int, rows: int) -> torch.Tensor:
         shape = (split_k, weights.num_slices, rows, weights.max_rank)

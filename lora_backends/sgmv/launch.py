@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -15,8 +14,8 @@ from lora_backends.sgmv.kernels.operands import ExpandSizes, GatherSizes, Shrink
 from lora_backends.sgmv.launching.call_cache import Launched
 from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel, specialized
 from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
-from lora_backends.sgmv.launching.slice_tables import located_a, located_b, slice_alignments
-from lora_backends.sgmv.launching.tma import allows_tma, descriptor
+from lora_backends.sgmv.launching.slice_tables import Located, located_a, located_b
+from lora_backends.sgmv.launching.tma import MAX_GRID_ROWS, allows_tma, descriptor
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
 from lora_backends.sgmv.tiles.gpu import Gpu
@@ -80,6 +79,61 @@ class Epilogue(NamedTuple):
     token_scales: bool
 
 
+class Stacks(NamedTuple):
+    """A layer as kernels read it: what launches need of it, without a look at its tensors."""
+
+    a: Located | None
+    b: Located | None
+    ranks: torch.Tensor  # contiguous
+    scalings: torch.Tensor  # contiguous
+    bias: torch.Tensor | None
+    output_scales: torch.Tensor | None
+    a_scales: torch.Tensor | None
+    b_scales: torch.Tensor | None
+    max_rank: int
+    in_features: int
+    aligns: tuple[int, int]  # of the tables of A and B in elements; 0 where no table is read
+    tma: bool  # whether B can be loaded through TMA
+    is_plain: bool  # whether values are stored as they are
+    in_place: bool  # whether ranks and scalings are the layer's, not copies
+
+
+def stacks_of(weights: LoRAWeights) -> Stacks:
+    """Return the `Stacks` of a layer.
+
+    A copy of a table is made before the first launch: no kernel may run between the shrink and an
+    expand that starts before the shrink has ended.
+    """
+    stacks = weights.derived(_stacks)
+    if stacks.in_place:
+        return stacks
+    ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
+    return stacks._replace(ranks=ranks, scalings=scalings)
+
+
+def _stacks(weights: LoRAWeights) -> Stacks:
+    a = None if weights.lora_a is None else located_a(weights)
+    b = None if weights.lora_b is None else located_b(weights)
+    # scales along the sum: B is widened to float32
+    tma = b is not None and weights.scale_block[1] is None and allows_tma(b, weights.max_rank, 0)
+    return Stacks(
+        a,
+        b,
+        weights.ranks,
+        weights.scalings,
+        weights.bias,
+        weights.output_scales,
+        weights.a_scales,
+        weights.b_scales,
+        weights.max_rank,
+        weights.in_features,
+        (0 if a is None else a.alignment, 0 if b is None else b.alignment),
+        tma,
+        not storage_kind(weights.dtype),
+        weights.ranks.is_contiguous() and weights.scalings.is_contiguous(),
+    )
+
+
 def kernels_of(
     weights: LoRAWeights,
     plan: SgmvPlan,
@@ -95,6 +149,7 @@ def kernels_of(
     # a captured graph serves every batch of so many rows, an eager call the batch as it is
     tokens = rows if plan.is_captured else plan.num_tokens
     shape = INVARIANT_BATCH if options.batch_invariant else (tokens, plan.active_slots)
+    stacks = weights.derived(_stacks)
     layer = LayerShape(
         weights.num_slices,
         weights.max_rank,
@@ -102,7 +157,7 @@ def kernels_of(
         weights.out_features,
         max(weights.dtype.itemsize, 2 if dtype is None else dtype.itemsize),
     )
-    kind = storage_kind(weights.dtype, options.programmatic)
+    kind = 0 if stacks.is_plain else storage_kind(weights.dtype, options.programmatic)
     return _kernels(
         BatchShape(*shape, plan.tile_tokens),
         layer,
@@ -112,15 +167,12 @@ def kernels_of(
             weights.output_scales is not None,
             plan.token_scales is not None,
         ),
-        slice_alignments(weights),
+        stacks.aligns,
         Storage(kind, weights.scale_block, dtype) if kind else PLAIN,
         plan.row_constants(form == "separate"),
         options,
         form,
-        options.tma
-        and weights.lora_b is not None
-        and weights.scale_block[1] is None  # scales along the sum: B is widened to float32
-        and allows_tma(located_b(weights), weights.max_rank, plan.grid_rows(True, rows)),
+        options.tma and stacks.tma and plan.grid_rows(True, rows) <= MAX_GRID_ROWS,
     )
 
 
@@ -266,7 +318,7 @@ def gather_kernel_of(weights: LoRAWeights, plan: SgmvPlan, options: Options) -> 
         options.engine,
         weights.num_slices,
         weights.max_rank,
-        slice_alignments(weights)[0],
+        weights.derived(_stacks).aligns[0],
         Storage(kind, weights.scale_block) if kind else PLAIN,
         plan.row_constants(False),
     )
@@ -298,7 +350,7 @@ def gather_kernel(
 
 def shrink(
     x: torch.Tensor,
-    weights: LoRAWeights,
+    weights: Stacks,
     plan: SgmvPlan,
     h: torch.Tensor,
     rows: int,
@@ -315,17 +367,17 @@ def shrink(
 
 
 def shrink_arguments(
-    x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, h: torch.Tensor
+    x: torch.Tensor, weights: Stacks, plan: SgmvPlan, h: torch.Tensor
 ) -> Arguments:
     """Return the arguments of `shrink`'s kernel."""
     tensors, strides = _a_of(x, weights, plan, h)
-    numbers = (weights.in_features, x.stride(0), *strides, *_layout_of(h))
+    numbers = (weights.in_features, x.stride(0), *strides, h.shape[2], *h.stride()[1:3])
     return Arguments(tensors, (), numbers)
 
 
 def gather(
     token_ids: torch.Tensor,
-    weights: LoRAWeights,
+    weights: Stacks,
     plan: SgmvPlan,
     h: torch.Tensor,
     rows: int,
@@ -339,19 +391,21 @@ def gather(
 
 
 def _a_of(
-    x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, h: torch.Tensor
+    x: torch.Tensor, weights: Stacks, plan: SgmvPlan, h: torch.Tensor
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Return the tensors of a kernel that reads A, and the strides of A and of its scales."""
-    a = located_a(weights)
+    assert weights.a is not None
+    a = weights.a
     scales = a.base if weights.a_scales is None else weights.a_scales  # the base is not read
     strides = (0, 0, 0) if weights.a_scales is None else scales.stride()[:3]
-    tensors = (x, stored_bytes(a.base), weights.ranks, a.table, scales, *_tables(plan), h)
+    stored = a.base if weights.is_plain else stored_bytes(a.base)
+    tensors = (x, stored, weights.ranks, a.table, scales, *_tables(plan), h)
     return tensors, (*a.strides, *strides)
 
 
 def expand(
     h: torch.Tensor,
-    weights: LoRAWeights,
+    weights: Stacks,
     plan: SgmvPlan,
     y: torch.Tensor,
     rows: int,
@@ -369,16 +423,17 @@ def expand(
 
 def expand_arguments(
     h: torch.Tensor,
-    weights: LoRAWeights,
+    weights: Stacks,
     plan: SgmvPlan,
     y: torch.Tensor,
     kernel: SpecializedKernel,
 ) -> Arguments:
     """Return the arguments of `expand`'s kernel."""
-    located, sizes = located_b(weights), kernel.sizes
+    assert weights.b is not None
+    located, sizes = weights.b, kernel.sizes
     bias, scales, of_tokens = weights.bias, weights.output_scales, plan.token_scales
     # also passed for the tensors that the layer or the plan lacks: the kernel does not read those
-    b = stored_bytes(located.base)
+    b = located.base if weights.is_plain else stored_bytes(located.base)
     tma = None
     if sizes.STAGES > 1:
         tma = descriptor(located._replace(base=b), weights.max_rank, sizes.BLOCK_C, sizes.BLOCK_R)
@@ -396,7 +451,8 @@ def expand_arguments(
         *_tables(plan),
     )
     numbers = (
-        *_layout_of(h),
+        h.shape[2],
+        *h.stride()[1:3],
         *located.strides,
         y.stride(0),
         0 if bias is None else bias.stride(0),
@@ -409,22 +465,3 @@ def expand_arguments(
 def _tables(plan: SgmvPlan) -> tuple[torch.Tensor | None, ...]:
     """Return the three tables that entry kernels take; None for one that the engine lacks."""
     return (*plan.tables(), None)[:3]
-
-
-def _layout_of(h: torch.Tensor) -> tuple[int, int, int]:
-    """Return the rows per slice and the strides of slices and rows; planes follow each other."""
-    return h.shape[2], h.stride(1), h.stride(2)
-
-
-def with_contiguous_tables(weights: LoRAWeights) -> LoRAWeights:
-    """Return the layer with contiguous ranks and scalings, as kernels read them.
-
-    A copy is made before the first launch: no kernel may run between the shrink and an expand
-    that starts before the shrink has ended.
-    """
-    if weights.ranks.is_contiguous() and weights.scalings.is_contiguous():
-        return weights
-    laid = copy.copy(weights)
-    object.__setattr__(laid, "ranks", weights.ranks.contiguous())
-    object.__setattr__(laid, "scalings", weights.scalings.contiguous())
-    return laid

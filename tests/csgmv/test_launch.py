@@ -24,7 +24,7 @@ def test_rows_of_h_follow_the_permutation(device):
     rows, places = plan.grid_rows(False, plan.num_tokens), plan.h_rows(plan.num_tokens)
     assert (rows, places) == (4, 64)
     h = torch.full((kernels.split_k, 3, places, 3), float("nan"), device=device)
-    launch.shrink(x, weights, plan, h, rows, kernels.shrink)
+    launch.shrink(x, launch.stacks_of(weights), plan, h, rows, kernels.shrink)
     by_token = CsgmvBackend(device).run_lora_a(x, weights, plan)
     tokens = plan.token_table.flatten()[:places].long()
     rank_of_slice_0 = {0: 3, 1: 1, 2: 0, 3: 2}

@@ -24,7 +24,7 @@ from lora_backends import (
     unavailable_reasons,
 )
 from lora_backends import experts_default as default
-from lora_backends.dispatch.ordinary import is_ordinary_choice, is_ordinary_routed
+from lora_backends.dispatch import experts as way_in
 from lora_backends.dispatch.wrap import unchecked
 from lora_backends.experts import local_ids
 from lora_backends.torch_ref import TorchRefBackend
@@ -444,9 +444,19 @@ def test_a_routing_is_made_between_the_graphs_of_a_compiled_program():
         assert torch.equal(compiled(x, ids, FACTORS), layer(x, ids, FACTORS))
 
 
-# The quick check: True only where the guard finds no problem.
+# A kind of call that has passed the guards is recognised; whatever they refuse is not.
 
-ORDINARY_OPTIONS = {"rows": "tokens", "weighted": False, "reduce": False}
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """Return the list of backends whose calls the guards have looked at."""
+    backends, guard = [], way_in._check_routed
+    monkeypatch.setattr(
+        way_in,
+        "_check_routed",
+        lambda engine, *args: backends.append(engine) or guard(engine, *args),
+    )
+    return backends
 
 
 @pytest.fixture
@@ -465,15 +475,12 @@ def call():
     )
     routing = backend.prepare_experts(plan, ids, torch.rand(3, 2), 3)
     y, x = torch.zeros(3, 2, 8), torch.randn(3, 6)
-    return SimpleNamespace(
-        backend=backend, x=x, weights=weights, routing=routing, y=y, options=dict(ORDINARY_OPTIONS)
-    )
+    return SimpleNamespace(backend=backend, x=x, weights=weights, routing=routing, y=y, options={})
 
 
-def ordinary(call):
-    return is_ordinary_routed(
-        call.backend, call.x, call.weights, call.routing, call.y, call.options
-    )
+def run(call):
+    options = {"rows": "tokens", "weighted": False, "reduce": False} | call.options
+    return call.backend.run_experts(call.x, call.weights, call.routing, call.y, **options)
 
 
 def pairs(call):
@@ -490,22 +497,18 @@ def eight_bit(call):
 
 @pytest.mark.parametrize("change", [lambda call: None, pairs, reduced, eight_bit])
 @pytest.mark.parametrize("with_base", [True, False])
-def test_ordinary_calls_are_recognised(call, change, with_base):
+def test_a_kind_of_call_that_has_passed_meets_no_guard_again(call, guarded, change, with_base):
     change(call)
     call.y = call.y if with_base else None
-    assert ordinary(call)
-
-
-def test_ordinary_choices_are_recognised(call):
-    plan, ids, factors = call.routing.plan, torch.tensor([[0, 2], [1, 1], [0, 1]]), torch.rand(2, 3)
-    for own in (ids, ids.int(), ids.repeat(2, 2)[::2, ::2], torch.full((4, 1), -1)):
-        choice = (plan, own, torch.rand(own.shape), 3, None)
-        out = call.backend.prepare_experts(*choice)
-        assert is_ordinary_choice(call.backend, *choice, None)
-        assert is_ordinary_choice(call.backend, *choice, out)
-    assert is_ordinary_choice(call.backend, plan, ids, factors.T, 3, None, None)
-    assert not is_ordinary_choice(call.backend, plan, ids, factors, 3, None, None)
-    assert not is_ordinary_choice(call.backend, plan, ids, factors.T, 2, None, None)
+    run(call), run(call)
+    assert len(guarded) == 1
+    call.routing = call.backend.prepare_experts(
+        call.routing.plan, torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2), 3
+    )  # rows are no part of a kind
+    call.x = torch.randn(len(call.x) // 3 * 4, 6)
+    call.y = None if call.y is None else torch.zeros(4, *call.y.shape[1:])
+    run(call)
+    assert len(guarded) == 1
 
 
 def nested():
@@ -542,19 +545,19 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
-def test_what_the_guard_refuses_is_not_ordinary(call, spoil):
+def test_a_spoiled_call_is_refused_where_a_call_of_its_kind_has_passed(call, spoil):
+    run(call)
     spoil(call)
-    assert not ordinary(call)
     with pytest.raises(LoRABackendError):
-        call.backend.run_experts(call.x, call.weights, call.routing, call.y, **call.options)
+        run(call)
 
 
 @pytest.mark.parametrize("name", ["x", "y"])
-def test_other_strides_are_left_to_the_guard(call, name):
-    wide = getattr(call, name).repeat_interleave(2, 0)
-    setattr(call, name, wide[::2])
-    assert not ordinary(call)
-    call.backend.run_experts(call.x, call.weights, call.routing, call.y, **call.options)
+def test_other_strides_are_another_kind(call, guarded, name):
+    run(call)
+    setattr(call, name, getattr(call, name).repeat_interleave(2, 0)[::2])
+    run(call), run(call)
+    assert len(guarded) == 2
 
 
 @pytest.mark.parametrize("name", ["x", "base_output", "lora_b"])
@@ -566,8 +569,6 @@ def test_experts_without_an_address_are_refused_by_a_backend_that_reads_it(call,
         field = name[0].replace("b", "y")
         setattr(call, field, torch._to_functional_tensor(getattr(call, field)))
     for y in (call.y, None)[: 2 if name != "base_output" else 1]:
-        call.y = y
-        assert not ordinary(call)
         with pytest.raises(InvalidInputError, match=f"{name} has no address.*torch_ref"):
             call.backend.run_experts(call.x, call.weights, call.routing, y, **call.options)
 
@@ -576,7 +577,6 @@ def test_experts_without_an_address_are_refused_by_a_backend_that_reads_it(call,
 def test_a_choice_without_an_address_is_refused_by_a_backend_that_reads_it(call, place):
     choice = [torch.tensor([[0, 2], [1, 1], [0, 1]]), torch.rand(3, 2)]
     choice[place] = torch._to_functional_tensor(choice[place])
-    assert not is_ordinary_choice(ByAddress(), call.routing.plan, *choice, 3, None, None)
     name = ("topk_ids", "topk_weights")[place]
     with pytest.raises(InvalidInputError, match=f"{name} has no address"):
         ByAddress().prepare_experts(call.routing.plan, *choice, 3)

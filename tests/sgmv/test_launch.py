@@ -376,7 +376,7 @@ def test_an_expand_behind_tma_prefetches_lines_of_its_rows_of_y(monkeypatch, eng
     assert kernels.shrink.sizes.PREFETCH and kernels.expand.sizes.PREFETCH
     h = torch.zeros(kernels.split_k, 2, plan.h_rows(3), 16)
     y = torch.zeros(3, 128, dtype=torch.bfloat16)
-    launch.expand(h, weights, plan, y, plan.grid_rows(False, 0), kernels.expand)
+    launch.expand(h, launch.stacks_of(weights), plan, y, plan.grid_rows(False, 0), kernels.expand)
     # 128 bytes are 64 columns; a program asks for four lines, as far as its slice goes
     columns = [0, 64, 64, 80]
     assert sorted(noted) == sorted(y[t, c:].data_ptr() for t in (0, 2) for c in columns)
@@ -450,7 +450,7 @@ def test_an_expand_of_triton_waits_for_what_kernels_in_front_write(monkeypatch, 
 
     monkeypatch.setattr(blocks, "gdc_wait", wait)
     monkeypatch.setattr(blocks, "gdc_launch_dependents", lambda: None)
-    launch.expand(h, weights, plan, y, 1, kernels.expand)
+    launch.expand(h, launch.stacks_of(weights), plan, y, 1, kernels.expand)
     assert kernels.expand.sizes.STAGES == tiles.choose_tiles(None, None).expand.num_stages
     assert y.T.unique(dim=0).tolist() == [[1 + 48 * scale for scale in (1, -2, 0.5)]]
 

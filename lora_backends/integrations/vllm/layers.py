@@ -31,7 +31,6 @@ class Layer:
     ranked: set[int] = field(default_factory=set)  # slots whose adapter has a rank above 0 here
     prepared: set[tuple[int, int]] = field(default_factory=set)  # rows and active slots whose
     # kernels for graphs are compiled
-    checked: tuple[torch.dtype, ...] = ()  # of x and y that have passed the backend's checks
 
     def set_ranks(self, slot: int, ranks: Sequence[int]) -> None:
         """Write the true ranks of a slot in place, where captured graphs read them."""

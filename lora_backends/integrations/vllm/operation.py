@@ -104,31 +104,7 @@ def _add(
     elif operation in (LOGITS, PROMPT):
         backend.run_logits(as_stored(x, layer.b), layer.b, plans.of(x.shape[0]), y)
     else:
-        _add_linear(layer, y, x, plans)
-
-
-def _add_linear(layer: Layer, y: torch.Tensor, x: torch.Tensor, plans: Plans) -> None:
-    """Run a whole layer; after its first call only what vLLM can vary is checked.
-
-    The backend's checks take as long as a small kernel. They compare addresses as well, but vLLM
-    has just made y, so it overlaps nothing.
-    """
-    weights: Any = layer.b
-    x = as_stored(x, weights)
-    rows, dtypes = x.shape[0], (x.dtype, y.dtype)
-    plan = plans.of(rows)
-    if (
-        plans.run_checked is not None
-        and layer.checked == dtypes
-        and x.shape == (rows, weights.in_features)
-        and y.shape == (rows, weights.out_features)
-        and x.is_contiguous()
-        and y.is_contiguous()
-    ):
-        plans.run_checked(x, weights, plan, y)
-    else:
-        plans.backend.run_linear(x, weights, plan, y)
-        layer.checked = dtypes
+        backend.run_linear(as_stored(x, layer.b), layer.b, plans.of(x.shape[0]), y)
 
 
 def fuse(module: Any) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.devices import is_capturing
-from lora_backends.dispatch.wrap import stored_as, unchecked
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-
-LINEAR = "run_linear"
 
 SMALLEST = 8
 """Rows that the smallest plan on a GPU has room for."""
@@ -96,12 +92,6 @@ class Plans:
         if self._compilation is None:
             return True
         return rows in (self._compilation.cudagraph_capture_sizes or ())
-
-    @cached_property
-    def run_checked(self) -> Callable[..., Any] | None:
-        """`run_linear` without its checks; None where the backend remembers calls that passed."""
-        is_stored = stored_as(self.backend, LINEAR) is not None
-        return None if is_stored else unchecked(self.backend, LINEAR)
 
     @property
     def multiplies_bases(self) -> bool:

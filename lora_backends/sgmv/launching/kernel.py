@@ -60,7 +60,16 @@ class SpecializedKernel:
         TypeError: a constant is missing or unknown.
     """
 
-    __slots__ = ("_compiled", "_programs", "_values", "constants", "kernel", "options", "sizes")
+    __slots__ = (
+        "_axis",
+        "_compiled",
+        "_programs",
+        "_values",
+        "constants",
+        "kernel",
+        "options",
+        "sizes",
+    )
 
     def __init__(
         self,
@@ -78,6 +87,7 @@ class SpecializedKernel:
         self.kernel, self.constants, self._programs = kernel, dict(constants), programs
         self.sizes: Any = constants.get("SIZES")  # as `sgmv.kernels.operands` names them
         self._values = tuple(constants[name] for name in names)
+        self._axis = 0 if constants["PROGRAMS"] else 1  # of the grid, along which rows lie
         if torch.version.hip is not None:
             num_stages = min(num_stages, STAGES_ON_ROCM)
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
@@ -137,11 +147,6 @@ class SpecializedKernel:
             place = second - pointers[:second].count(None)
             driver = driver_kernel(compiled, given, taken, place, grid, axis)
         return BoundKernel(compiled, values, second, grid, axis, driver)
-
-    @property
-    def _axis(self) -> int:
-        """The axis of the grid along which rows follow each other."""
-        return 0 if self.constants["PROGRAMS"] else 1
 
     def _grid(self, rows: int) -> tuple[int, int, int]:
         """Return one axis in which the programs of a row follow each other, or two axes.

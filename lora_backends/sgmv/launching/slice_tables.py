@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from math import gcd
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -30,10 +29,6 @@ class Located(NamedTuple):
     table: torch.Tensor  # [num_slices, 3] int64; the base where no table is read
     alignment: int = 0  # the unit of the table's entries, a power of two; 0: no table is read
     rows: int = 0  # with a table: rows of B's width from the base to the end; 0: not a whole number
-    addresses: tuple[int, ...] = ()  # of a tuple's tensors, to notice that one has moved
-
-
-_TUPLES: WeakKeyDictionary[LoRAWeights, dict[str, Located]] = WeakKeyDictionary()
 
 
 def located_a(weights: LoRAWeights) -> Located:
@@ -52,22 +47,10 @@ def located_b(weights: LoRAWeights) -> Located:
     return Located(b, b.stride()[:2], b)
 
 
-def slice_alignments(weights: LoRAWeights) -> tuple[int, int]:
-    """Return the alignment of the tables of A and B in elements; 0 where no table is read."""
-    a, b = weights.lora_a, weights.lora_b
-    return (
-        located_a(weights).alignment if isinstance(a, tuple) else 0,
-        located_b(weights).alignment if isinstance(b, tuple) else 0,
-    )
-
-
 def _located(weights: LoRAWeights, name: str, tensors: tuple[torch.Tensor, ...]) -> Located:
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
-    found = _TUPLES.setdefault(weights, {}).get(name)
-    if found is None or found.addresses != addresses:
-        made = _as_stack(name, tensors, addresses) or _with_table(weights, name, tensors, addresses)
-        found = _TUPLES[weights][name] = made._replace(addresses=addresses)
-    return found
+    stack = _as_stack(name, tensors, addresses)
+    return stack or _with_table(weights, name, tensors, addresses)
 
 
 def _as_stack(

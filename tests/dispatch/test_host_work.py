@@ -1,0 +1,60 @@
+"""The Python that runs on the host for a call whose layer and sizes are known."""
+
+import os
+import sys
+
+import pytest
+import torch
+from helpers.engines import ENGINES, INTERPRETED
+from helpers.small_layers import small_batch, small_weights
+from numba import config
+
+import lora_backends
+from lora_backends import get_backend
+from lora_backends.sgmv.launching.kernel import SpecializedKernel
+
+ROOT = os.path.dirname(lora_backends.__file__)
+MOST_CALLS, MOST_FILES = 25, 9
+LAUNCHES = 4  # calls of `launch` and of what it finds the grid by, for two launches
+
+
+def calls_of(run):
+    """Return (file, function) of each call of the package's own functions."""
+    calls = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            calls.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    outer = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(outer)
+    return calls
+
+
+def calls_of_linear(backend):
+    """Return the calls of a second `run_linear` whose launches are not stored."""
+    weights, plan = small_weights(), backend.prepare_batch(small_batch())
+    x, y = torch.randn(7, 10), torch.zeros(7, 14)
+    for _ in range(2):
+        backend.run_linear(x, weights, plan, y)
+    plan.call_cache._calls.clear()
+    return calls_of(lambda: backend.run_linear(x, weights, plan, y))
+
+
+@pytest.mark.skipif(bool(config.DISABLE_JIT), reason="kernels are Python")
+def test_numba_cpu_runs_a_known_layer_in_few_calls():
+    calls = calls_of_linear(get_backend("numba_cpu", device="cpu"))
+    assert len(calls) <= MOST_CALLS and len({file for file, _ in calls}) <= MOST_FILES, calls
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the launch is replaced in the interpreter alone")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_triton_engines_run_a_known_layer_in_few_calls(engine, monkeypatch):
+    monkeypatch.setattr(SpecializedKernel, "launch", lambda *_: None)
+    calls = calls_of_linear(ENGINES[engine]("cpu"))
+    files = {file for file, _ in calls} | {sys.modules[SpecializedKernel.__module__].__file__}
+    assert len(calls) + LAUNCHES <= MOST_CALLS and len(files) <= MOST_FILES, calls
