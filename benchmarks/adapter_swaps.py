@@ -23,7 +23,7 @@ from measuring import Measurement, Options, Result, Row, flag
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lora_backends.adapters.store import AdapterStore
+from lora_backends.adapters.pool.store import AdapterStore
 from lora_backends.hf import MultiLoRAModel
 
 ADAPTERS, SLOTS, ROWS, THREADS, RANK = 24, 6, 2, 2, 4

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from lora_backends import LoRABatch, LoRAWeights, get_backend, quantize_weights
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.generation import encode
+from lora_backends.hf.generating.greedy import encode
 
 EXAMPLES = ROOT / "examples"
 STORED = ("int8", "float8_e4m3fn", "float8_e5m2")

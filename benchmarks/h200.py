@@ -28,7 +28,7 @@ from lora_backends.bench.results import read_result, summarize
 from lora_backends.bench.timing import measure_limits
 from lora_backends.errors import UnknownBackendError
 from lora_backends.model_shapes import preset
-from lora_backends.option_text import read_options
+from lora_backends.selection.option_text import read_options
 
 PEERS = Path(__file__).parent / "peers" / "h200.json"
 DEVICE, DTYPE = "cuda", torch.bfloat16

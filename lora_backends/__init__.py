@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lora_backends.backend import LoRABackend, LoRAPlan
     from lora_backends.batch import NO_ADAPTER, LoRABatch
-    from lora_backends.config import LoRAConfig
     from lora_backends.errors import (
         BackendUnavailableError,
         InvalidInputError,
@@ -14,8 +13,9 @@ if TYPE_CHECKING:
         UnsupportedInputError,
     )
     from lora_backends.experts import ExpertRouting, ExpertWeights
-    from lora_backends.registry import backend_names, unavailable_reasons
-    from lora_backends.selection import get_backend
+    from lora_backends.selection.choice import get_backend
+    from lora_backends.selection.config import LoRAConfig
+    from lora_backends.selection.registry import backend_names, unavailable_reasons
     from lora_backends.weights import LoRAWeights, quantize_weights
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 _MODULES = {
     "backend": ("LoRABackend", "LoRAPlan"),
     "batch": ("NO_ADAPTER", "LoRABatch"),
-    "config": ("LoRAConfig",),
+    "selection.config": ("LoRAConfig",),
     "errors": (
         "BackendUnavailableError",
         "InvalidInputError",
@@ -48,8 +48,8 @@ _MODULES = {
         "UnsupportedInputError",
     ),
     "experts": ("ExpertRouting", "ExpertWeights"),
-    "registry": ("backend_names", "unavailable_reasons"),
-    "selection": ("get_backend",),
+    "selection.registry": ("backend_names", "unavailable_reasons"),
+    "selection.choice": ("get_backend",),
     "weights": ("LoRAWeights", "quantize_weights"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 
 from lora_backends.batch import LoRABatch
-from lora_backends.devices import as_device, device_reasons
+from lora_backends.common.devices import as_device, device_reasons
+from lora_backends.defaults.embedding import columns_of_tokens
+from lora_backends.defaults.experts import add_experts, token_slots
 from lora_backends.dispatch.output import new_output
 from lora_backends.dispatch.wrap import Dispatched, unchecked
-from lora_backends.embedding_default import columns_of_tokens
 from lora_backends.experts import ExpertRouting, ExpertWeights
-from lora_backends.experts_default import add_experts, token_slots
 from lora_backends.operations import BY_NAME
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lora_backends.common.tensors import unusable
 from lora_backends.errors import InvalidInputError, shown
-from lora_backends.tensors import unusable
 
 NO_ADAPTER = -1
 """The slot of a token that uses no adapter."""

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 
 from lora_backends import features
+from lora_backends.common.tensors import extent_of, unusable
 from lora_backends.dispatch.handles import Handled
 from lora_backends.eight_bit import COMPUTE_DTYPES, LARGEST, ScaleBlock, checked_block, is_eight_bit
 from lora_backends.errors import InvalidInputError, shown
-from lora_backends.tensors import extent_of, unusable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of weights; a backend supports some of them."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_backends.common.files import as_path, read_text
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
-from lora_backends.files import as_path, read_text
 
 Projections = dict[str, tuple[int, tuple[int, ...]]]  # name: in_features, output_slices
 

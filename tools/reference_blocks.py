@@ -12,9 +12,9 @@ from typer.cli import app as typer_cli
 from typer.testing import CliRunner
 
 from lora_backends import LoRABackend, backend_names
+from lora_backends.common.names import ENV_PREFIX
 from lora_backends.dtypes import dtype_name
-from lora_backends.names import ENV_PREFIX
-from lora_backends.registry import backend_class
+from lora_backends.selection.registry import backend_class
 
 ROOT = Path(__file__).resolve().parents[1]
 HELP_OPTION = "* `--help`: Show this message and exit.\n"
@@ -60,7 +60,7 @@ def configuration() -> str:
     """Return the fields of `LoRAConfig`."""
     rows = [
         [f"`{name}`", f"`{ENV_PREFIX}{name.upper()}`", default, meaning]
-        for name, default, meaning in _fields("lora_backends.config", "LoRAConfig")
+        for name, default, meaning in _fields("lora_backends.selection.config", "LoRAConfig")
     ]
     return table(["key", "variable", "default", "meaning"], rows)
 

@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from lora_backends.adapters.describe import AdapterInfo, AdaptersReport
-from lora_backends.adapters.dora import BaseLayer
-from lora_backends.adapters.limits import LoadLimits
-from lora_backends.adapters.pool import AdapterPool, Loaded
-from lora_backends.adapters.quantized import AdapterReport
-from lora_backends.adapters.slots import SlotTable
+from lora_backends.adapters.files.limits import LoadLimits
+from lora_backends.adapters.peft.dora import BaseLayer
+from lora_backends.adapters.pool.pool import AdapterPool, Loaded
+from lora_backends.adapters.pool.quantized import AdapterReport
+from lora_backends.adapters.pool.slots import SlotTable
+from lora_backends.adapters.pool.store import AdapterStore
 from lora_backends.adapters.specs import (
     Checkpoint,
     ExpertDelta,
@@ -18,10 +19,9 @@ from lora_backends.adapters.specs import (
     OwnParameter,
     TokenRows,
 )
-from lora_backends.adapters.store import AdapterStore
 
 if TYPE_CHECKING:
-    from lora_backends.adapters.checkpoint import read_checkpoint
+    from lora_backends.adapters.peft.checkpoint import read_checkpoint
 
 __all__ = [
     "AdapterInfo",
@@ -48,7 +48,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import the reader on use: it needs pydantic, the pool does not."""
     if name == "read_checkpoint":
-        from lora_backends.adapters.checkpoint import read_checkpoint
+        from lora_backends.adapters.peft.checkpoint import read_checkpoint
 
         return read_checkpoint
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

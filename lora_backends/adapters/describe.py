@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lora_backends.adapters.pool.tensors import tensors_of
 from lora_backends.adapters.specs import Checkpoint, ExpertDelta, ModuleDelta
-from lora_backends.adapters.tensors import tensors_of
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import LoRABackendError
 
 if TYPE_CHECKING:
-    from lora_backends.adapters.pool import AdapterPool
-    from lora_backends.adapters.store import AdapterStore
+    from lora_backends.adapters.pool.pool import AdapterPool
+    from lora_backends.adapters.pool.store import AdapterStore
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.bench.layers import Workload
 from lora_backends.bench.peers import PEERS, peer
 from lora_backends.bench.timing import Call
-from lora_backends.devices import as_device
+from lora_backends.common.devices import as_device
 from lora_backends.dtypes import dtype_name, dtype_names
 from lora_backends.errors import (
     BackendUnavailableError,
@@ -22,8 +22,8 @@ from lora_backends.errors import (
     did_you_mean,
 )
 from lora_backends.operations import Input
-from lora_backends.registry import backend_class, backend_names, unavailable_reasons
-from lora_backends.selection import get_backend
+from lora_backends.selection.choice import get_backend
+from lora_backends.selection.registry import backend_class, backend_names, unavailable_reasons
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ import torch
 from lora_backends.bench.cells import MOST, Cell, make_cells
 from lora_backends.bench.contenders import Contender, choose
 from lora_backends.bench.measure import Progress, check_device, check_memory, measure
-from lora_backends.devices import as_device
+from lora_backends.common.devices import as_device
+from lora_backends.common.names import AUTO
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import InvalidInputError, did_you_mean, shown
 from lora_backends.layer_weights import DTYPES
 from lora_backends.model_shapes import LAYER, Projections, preset, read_config
-from lora_backends.names import AUTO
 from lora_backends.operations import DENSE
-from lora_backends.option_text import EXAMPLE, read_options
+from lora_backends.selection.option_text import EXAMPLE, read_options
 
 ALL = "all"
 DEFAULTS = {"cpu": ("smollm2", torch.float32), "cuda": ("llama3-8b", torch.bfloat16)}

@@ -34,7 +34,7 @@ from lora_backends.bench.timing import (
     spread,
     times_in_turns,
 )
-from lora_backends.devices import as_device
+from lora_backends.common.devices import as_device
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from lora_backends.weights import LoRAWeights

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from lora_backends.common.files import as_path, new_file, read_text
 from lora_backends.errors import InvalidInputError
-from lora_backends.files import as_path, new_file, read_text
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "peft")
 FORMAT = "lora-backends results 2"

@@ -22,7 +22,7 @@ from lora_backends.bench.job import best_device, make_job
 from lora_backends.bench.results import versions, writable_file, write_whole
 from lora_backends.bench.search import MARGIN, Found, Lab, RulesFail, search
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.registry import backend_class, unavailable_reasons
+from lora_backends.selection.registry import backend_class, unavailable_reasons
 from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.gpu import gpu_of

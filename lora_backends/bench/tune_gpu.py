@@ -18,7 +18,7 @@ from lora_backends.backend import LoRAPlan
 from lora_backends.bench.layers import Workload, check, make_layers, make_workload, reference
 from lora_backends.bench.timing import between_events
 from lora_backends.bench.tune import Point, Tuning
-from lora_backends.selection import get_backend
+from lora_backends.selection.choice import get_backend
 from lora_backends.sgmv.tiles.source import fixed_source
 from lora_backends.weights import LoRAWeights
 

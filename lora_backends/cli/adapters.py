@@ -11,11 +11,11 @@ import typer
 
 from lora_backends.adapters import read_checkpoint
 from lora_backends.adapters.describe import AdapterInfo, described
-from lora_backends.adapters.folders import adapter_folders
-from lora_backends.adapters.formats import CONFIG_FILE
+from lora_backends.adapters.files.folders import adapter_folders
+from lora_backends.adapters.files.formats import CONFIG_FILE
 from lora_backends.cli.console import table
+from lora_backends.common.files import as_path, kind_of
 from lora_backends.errors import InvalidInputError, LoRABackendError, shown
-from lora_backends.files import as_path, kind_of
 
 
 def adapters(

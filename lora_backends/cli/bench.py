@@ -25,8 +25,8 @@ from lora_backends.cli.options import (
     OutputSlices,
     Preset,
 )
+from lora_backends.common.files import as_path
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.files import as_path
 from lora_backends.operations import DENSE
 
 NOISY_PERCENT = 15

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from lora_backends.cli.console import output, table
+from lora_backends.common.files import new_file
 from lora_backends.errors import InvalidInputError
 from lora_backends.explain import Explanation, Launch
 from lora_backends.explain import explain as explain_batch
 from lora_backends.explain.job import make_batch, make_layer, ranges
-from lora_backends.files import new_file
 from lora_backends.model_shapes import PRESETS
 from lora_backends.operations import DENSE
 

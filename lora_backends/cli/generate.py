@@ -15,11 +15,11 @@ from lora_backends.cli.generate_config import GenerateConfig
 from lora_backends.cli.generate_entries import Entry, described
 from lora_backends.cli.generate_model import encoded, load, naming_faults
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.registry import backend_names, unavailable_reasons
+from lora_backends.selection.registry import backend_names, unavailable_reasons
 
 if TYPE_CHECKING:
     from lora_backends.hf import MultiLoRAModel
-    from lora_backends.hf.generation import Prompts
+    from lora_backends.hf.generating.greedy import Prompts
 
 TIMED_TOKENS = 16
 """New tokens per row when contenders are timed: enough for a ratio, quick on a CPU."""
@@ -128,7 +128,7 @@ def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]
     """Load the model, answer, check and compare as asked; return the report that is printed."""
     model, tokenizer = load(settings)
 
-    from lora_backends.hf.generation import rows_that_differ_alone
+    from lora_backends.hf.generating.greedy import rows_that_differ_alone
 
     adapters = settings.entries()
     texts = [prompt.text for prompt in settings.prompts]
@@ -165,7 +165,7 @@ def _compare(
 ) -> dict[str, float | None]:
     """Return tokens per second of the base, every backend that runs here, and PEFT."""
     from lora_backends.hf import MultiLoRAModel
-    from lora_backends.hf.generation import peft_mixed_batch, tokens_per_second
+    from lora_backends.hf.generating.greedy import peft_mixed_batch, tokens_per_second
 
     adapters = settings.entries()
     used = {name for entry in adapters for name in _names(entry)}

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 from lora_backends.adapters import read_checkpoint
 from lora_backends.cli.console import step
 from lora_backends.cli.generate_config import GenerateConfig
+from lora_backends.common.files import kind_of
 from lora_backends.errors import (
     BackendUnavailableError,
     InvalidInputError,
     LoRABackendError,
     shown,
 )
-from lora_backends.files import kind_of
-from lora_backends.selection import get_backend
+from lora_backends.selection.choice import get_backend
 
 if TYPE_CHECKING:
     import torch
 
     from lora_backends.hf import MultiLoRAModel
-    from lora_backends.hf.generation import Prompts
+    from lora_backends.hf.generating.greedy import Prompts
 
 
 def check_adapters(settings: GenerateConfig) -> None:
@@ -59,8 +59,8 @@ def load(settings: GenerateConfig) -> tuple[MultiLoRAModel, Any]:
 
 def encoded(model: MultiLoRAModel, tokenizer: Any, settings: GenerateConfig) -> Prompts:
     """Return the prompts as the model takes them."""
-    from lora_backends.hf.generation import encode
-    from lora_backends.hf.sites import vocabulary_of
+    from lora_backends.hf.generating.greedy import encode
+    from lora_backends.hf.layout.sites import vocabulary_of
 
     texts = [prompt.text for prompt in settings.prompts]
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:

@@ -14,7 +14,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.cli.console import table
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError
-from lora_backends.registry import (
+from lora_backends.selection.registry import (
     auto_priority,
     backend_class,
     backend_names,

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from lora_backends.cli.console import output
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.option_text import read_options
-from lora_backends.selection import get_backend
+from lora_backends.selection.choice import get_backend
+from lora_backends.selection.option_text import read_options
 
 if TYPE_CHECKING:
     from lora_backends.backend import LoRABackend

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from lora_backends.common.tensors import extent_of
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Input, Operation
 from lora_backends.plan import LoRAPlan
-from lora_backends.tensors import extent_of
 from lora_backends.weights import LoRAWeights
 
 if TYPE_CHECKING:

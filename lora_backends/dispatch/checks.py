@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lora_backends.batch import MOST, LoRABatch
+from lora_backends.common.tensors import extent_of, has_memory
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
 from lora_backends.dtypes import accumulator_dtype, dtype_name, dtype_names
@@ -21,7 +22,6 @@ from lora_backends.features import CAPACITY, TOKEN_SCALES
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Input, Operation
 from lora_backends.plan import LoRAPlan
-from lora_backends.tensors import extent_of, has_memory
 from lora_backends.weights import LoRAWeights
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from lora_backends.batch import LoRABatch
 from lora_backends.errors import InvalidInputError, LoRABackendError, UnsupportedInputError
 from lora_backends.operations import Input, Operation, find_operation
-from lora_backends.registry import backend_class, backend_names
+from lora_backends.selection.registry import backend_class, backend_names
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_backends.batch import LoRABatch
+from lora_backends.common.files import as_path, read_text
 from lora_backends.errors import InvalidInputError, did_you_mean, shown
 from lora_backends.explain import Layer
-from lora_backends.files import as_path, read_text
 from lora_backends.model_shapes import preset
 
 KEYS = ("slots", "sequences", "num_slots", "ranks")

@@ -20,44 +20,49 @@ from lora_backends.adapters import (
     LoadLimits,
 )
 from lora_backends.adapters.describe import AdaptersReport, report
-from lora_backends.adapters.hub import local_folder
-from lora_backends.adapters.tensors import copied
+from lora_backends.adapters.files.hub import local_folder
+from lora_backends.adapters.pool.tensors import copied
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.features import OUTPUT_SCALES
-from lora_backends.hf.base import (
+from lora_backends.hf.calls.alora import invoked
+from lora_backends.hf.calls.entries import Entry, RowAdapters, adapter_names, is_per_token
+from lora_backends.hf.calls.packed import Wrapped
+from lora_backends.hf.calls.prepared import PreparedAdapters
+from lora_backends.hf.calls.request import Request
+from lora_backends.hf.calls.running import IDLE, open_block, running
+from lora_backends.hf.calls.split import accepted, run_split
+from lora_backends.hf.generating.checks import check_generate
+from lora_backends.hf.hooks.experts import ExpertSite, expert_specs, find_experts
+from lora_backends.hf.hooks.installed import Hooked
+from lora_backends.hf.hooks.linear import begin_hook, rows_and_length
+from lora_backends.hf.hooks.routers import find_routers
+from lora_backends.hf.layout.base_checks import (
     check_adapter_dtype,
     check_base,
     check_options,
     dtype_and_device,
 )
-from lora_backends.hf.entries import Entry, RowAdapters, adapter_names, is_per_token
-from lora_backends.hf.experts import ExpertSite, expert_specs, find_experts
-from lora_backends.hf.generates import check_generate
-from lora_backends.hf.hooked import Hooked
-from lora_backends.hf.hooks import begin_hook, rows_and_length
-from lora_backends.hf.images import Images
-from lora_backends.hf.invocation import invoked
-from lora_backends.hf.layout import UnknownRowsError, commonest
-from lora_backends.hf.own_modules import OwnModules
-from lora_backends.hf.own_rows import check_compiled, check_labels, label_counts, with_labels
-from lora_backends.hf.packed import Wrapped
-from lora_backends.hf.prepared import PreparedAdapters
-from lora_backends.hf.probe import UNREACHED, probe
-from lora_backends.hf.request import Request
-from lora_backends.hf.routers import find_routers
-from lora_backends.hf.running import IDLE, open_block, running
-from lora_backends.hf.sites import base_layer, check_start, find_sites
-from lora_backends.hf.split import accepted, run_split
-from lora_backends.hf.structure import Structure
-from lora_backends.hf.trial import tried_input
+from lora_backends.hf.layout.images import Images
+from lora_backends.hf.layout.layout import UnknownRowsError, commonest
+from lora_backends.hf.layout.probe import UNREACHED, probe
+from lora_backends.hf.layout.sites import base_layer, check_start, find_sites
+from lora_backends.hf.layout.structure import Structure
+from lora_backends.hf.layout.trial import tried_input
+from lora_backends.hf.replacements.modules import OwnModules
+from lora_backends.hf.replacements.rows import (
+    check_compiled,
+    check_labels,
+    label_counts,
+    with_labels,
+)
 from lora_backends.hf.words import ModelWords, OneAdapter, chosen_adapters
-from lora_backends.selection import get_backend
+from lora_backends.selection.choice import get_backend
 
 if TYPE_CHECKING:
-    from lora_backends.adapters.store import AdapterStore
-    from lora_backends.config import LoRAConfig
-    from lora_backends.hf.continuous import RequestManager
+    from lora_backends.adapters.pool.store import AdapterStore
+    from lora_backends.hf.generating.continuous import RequestManager
+    from lora_backends.selection.config import LoRAConfig
 
 
 _NUMBERS = count()
@@ -203,7 +208,7 @@ class MultiLoRAModel(ModelWords):
                 is as it was.
             UnsupportedInputError: as `load_adapter`; `base` is as it was.
         """
-        from lora_backends.config import LoRAConfig  # wrapping needs no settings library
+        from lora_backends.selection.config import LoRAConfig  # wrapping needs no settings library
 
         if not isinstance(config, LoRAConfig):
             raise InvalidInputError(
@@ -334,7 +339,7 @@ class MultiLoRAModel(ModelWords):
         if isinstance(adapter, Checkpoint) and config is None and adapter_name is None:
             checkpoint: Checkpoint = copied(adapter)
         else:
-            from lora_backends.adapters.memory import checkpoint_from_memory  # needs pydantic
+            from lora_backends.adapters.peft.memory import checkpoint_from_memory  # needs pydantic
 
             checkpoint = checkpoint_from_memory(self.pool, adapter, config, adapter_name)
         self._accept(checkpoint)
@@ -370,7 +375,7 @@ class MultiLoRAModel(ModelWords):
         Raises:
             InvalidInputError: adapters are loaded already, a store exists, or `folder` is none.
         """
-        from lora_backends.adapters.store import AdapterStore
+        from lora_backends.adapters.pool.store import AdapterStore
 
         self._check_attached()
         if self.store is not None or self.adapters:
@@ -602,7 +607,7 @@ class MultiLoRAModel(ModelWords):
                 CUDA graphs, compilation or two batches at a time.
         """
         try:
-            from lora_backends.hf.continuous import RequestManager
+            from lora_backends.hf.generating.continuous import RequestManager
         except ImportError as error:
             raise UnsupportedInputError(
                 f"this version of Transformers has no continuous batching that takes adapters: "

@@ -9,11 +9,11 @@ from typing import Any, NoReturn, Protocol, Self, cast
 import torch
 from torch import nn
 
-from lora_backends.devices import as_device
+from lora_backends.common.devices import as_device
+from lora_backends.common.names import PEFT_BASE
 from lora_backends.errors import InvalidInputError
-from lora_backends.hf.entries import RowAdapters, is_per_token
-from lora_backends.hf.hooks import rows_and_length
-from lora_backends.names import PEFT_BASE
+from lora_backends.hf.calls.entries import RowAdapters, is_per_token
+from lora_backends.hf.hooks.linear import rows_and_length
 
 
 class ModelWords:

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
-from lora_backends.devices import as_device, is_capturing
+from lora_backends.common.devices import as_device, is_capturing
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to, new_output
 from lora_backends.dispatch.wrap import runs

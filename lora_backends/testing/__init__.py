@@ -4,12 +4,13 @@
 """
 
 from lora_backends.testing.assertions import assert_close, assert_same_bits, assert_same_values
-from lora_backends.testing.cases import EDGES, LoRACase
-from lora_backends.testing.expert_cases import EXPERT_EDGES, ExpertCase, ExpertInputs
+from lora_backends.testing.cases.dense import EDGES, LoRACase
+from lora_backends.testing.cases.expert_strategies import expert_cases
+from lora_backends.testing.cases.experts import EXPERT_EDGES, ExpertCase, ExpertInputs
+from lora_backends.testing.cases.inputs import GuardedOutput, LoRAInputs
+from lora_backends.testing.cases.kinds import case_from
+from lora_backends.testing.cases.strategies import lora_cases, token_slots
 from lora_backends.testing.expert_oracle import expected_experts
-from lora_backends.testing.expert_strategies import expert_cases
-from lora_backends.testing.inputs import GuardedOutput, LoRAInputs
-from lora_backends.testing.kinds import case_from
 from lora_backends.testing.oracles import (
     Expected,
     expected_embedding,
@@ -22,7 +23,6 @@ from lora_backends.testing.profiles import DEFAULT, THOROUGH, Profile
 from lora_backends.testing.properties import Property
 from lora_backends.testing.pytest_suite import conformance_tests
 from lora_backends.testing.report import Failure, PropertyResult, Report
-from lora_backends.testing.strategies import lora_cases, token_slots
 from lora_backends.testing.suite import check_case, properties, verify
 
 __all__ = [

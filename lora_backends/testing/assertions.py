@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lora_backends.testing.inputs import LoRAInputs, bits
+from lora_backends.testing.cases.inputs import LoRAInputs, bits
 from lora_backends.testing.oracles import Expected
 
 

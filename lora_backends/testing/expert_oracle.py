@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
-from lora_backends.testing.expert_cases import ExpertInputs
+from lora_backends.testing.cases.experts import ExpertInputs
 from lora_backends.testing.oracles import (
     Expected,
     expected_expand,

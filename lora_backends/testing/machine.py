@@ -19,7 +19,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.features import CAPACITY, TOKEN_SCALES
 from lora_backends.testing.assertions import assert_close
-from lora_backends.testing.inputs import LoRAInputs
+from lora_backends.testing.cases.inputs import LoRAInputs
 from lora_backends.testing.oracles import Expected
 from lora_backends.testing.properties.runs import expected, linear
 from lora_backends.weights import LoRAWeights

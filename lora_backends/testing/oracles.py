@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
-from lora_backends.testing.inputs import stack_of_a, stack_of_b
+from lora_backends.testing.cases.inputs import stack_of_a, stack_of_b
 from lora_backends.weights import LoRAWeights
 
 _UNIT_ROUNDOFF = {

@@ -19,9 +19,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.errors import InvalidInputError, did_you_mean
-from lora_backends.option_text import option_texts
-from lora_backends.selection import get_backend
-from lora_backends.testing.kinds import KINDS, Case
+from lora_backends.selection.choice import get_backend
+from lora_backends.selection.option_text import option_texts
+from lora_backends.testing.cases.kinds import KINDS, Case
 from lora_backends.testing.machine import machine_for
 from lora_backends.testing.profiles import DEFAULT, PROFILES, Profile
 from lora_backends.testing.properties import PROPERTIES, Property

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lora_backends.backend import LoRABackend, LoRAPlan
 from lora_backends.batch import NO_ADAPTER, LoRABatch
-from lora_backends.devices import as_device
+from lora_backends.common.devices import as_device
 from lora_backends.dispatch.output import added_to
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.features import FEATURES

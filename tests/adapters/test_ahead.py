@@ -15,12 +15,12 @@ from lora_backends.adapters import (
     ModuleDelta,
     ModuleSpec,
     SlotTable,
-    streams,
 )
+from lora_backends.adapters.pool import streams
+from lora_backends.adapters.pool.rank_tables import ALIGNED, Tables
+from lora_backends.adapters.pool.streams import SlotStreams
+from lora_backends.adapters.pool.tensors import in_one_copy, side_by_side
 from lora_backends.adapters.specs import ExpertDelta
-from lora_backends.adapters.streams import SlotStreams
-from lora_backends.adapters.tables import ALIGNED, Tables
-from lora_backends.adapters.tensors import in_one_copy, side_by_side
 from lora_backends.errors import InvalidInputError
 
 CPU = torch.device("cpu")

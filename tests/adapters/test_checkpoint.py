@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.adapters import Checkpoint, LoadLimits, ModuleSpec, read_checkpoint
-from lora_backends.adapters.checkpoint import PICKLE_FILE, SAFETENSORS_FILE
+from lora_backends.adapters.peft.checkpoint import PICKLE_FILE, SAFETENSORS_FILE
 from lora_backends.testing.oracles import gamma
 
 VOCAB, DIM = 40, 16  # of the tiny models

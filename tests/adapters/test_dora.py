@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from lora_backends import InvalidInputError, UnsupportedInputError
-from lora_backends.adapters import (
-    AdapterPool,
-    BaseLayer,
-    Checkpoint,
-    ModuleDelta,
-    ModuleSpec,
-    dora,
-)
+from lora_backends.adapters import AdapterPool, BaseLayer, Checkpoint, ModuleDelta, ModuleSpec
+from lora_backends.adapters.peft import dora
 
 WIDE, HIGH = 6, {"q": 4, "k": 3, "v": 5}
 SPECS = {name: ModuleSpec("linear", WIDE, high) for name, high in HIGH.items()}

@@ -15,9 +15,9 @@ from lora_backends.adapters import (
     ModuleSpec,
     read_checkpoint,
 )
-from lora_backends.hf.experts import expert_specs, find_experts
-from lora_backends.hf.routers import find_routers
-from lora_backends.hf.sites import find_sites
+from lora_backends.hf.hooks.experts import expert_specs, find_experts
+from lora_backends.hf.hooks.routers import find_routers
+from lora_backends.hf.layout.sites import find_sites
 
 LAYER = "model.layers.0.mlp.experts"
 E, H, W, R = 4, 6, 5, 2  # experts, hidden width, width of an expert, rank

@@ -11,7 +11,7 @@ from fuzz.interrupts import SPECS, faults, interrupt_loads, make_pool, save_adap
 import lora_backends.adapters
 from lora_backends import InvalidInputError
 from lora_backends.adapters import read_checkpoint
-from lora_backends.adapters.stacks import Stacks
+from lora_backends.adapters.pool.stacks import Stacks
 from lora_backends.hf import MultiLoRAModel
 
 PACKAGE = str(Path(lora_backends.adapters.__file__).parent)

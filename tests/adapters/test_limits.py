@@ -15,15 +15,9 @@ import torch
 
 import lora_backends
 from lora_backends import InvalidInputError
-from lora_backends.adapters import (
-    AdapterPool,
-    LoadLimits,
-    ModuleSpec,
-    pickle_file,
-    read_checkpoint,
-    safetensors_file,
-)
-from lora_backends.adapters.formats import CONFIG_FILE, PICKLE_FILE, SAFETENSORS_FILE
+from lora_backends.adapters import AdapterPool, LoadLimits, ModuleSpec, read_checkpoint
+from lora_backends.adapters.files import pickle_file, safetensors_file
+from lora_backends.adapters.files.formats import CONFIG_FILE, PICKLE_FILE, SAFETENSORS_FILE
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 KEY = f"base_model.model.{Q_PROJ}"

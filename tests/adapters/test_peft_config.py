@@ -19,10 +19,10 @@ from peft.utils.other import get_pattern_key
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.adapters import LoadLimits
-from lora_backends.adapters import expressions as child
-from lora_backends.adapters import peft_config as config_files
-from lora_backends.adapters.module_rules import module_rules
-from lora_backends.adapters.peft_config import PeftLoraConfig
+from lora_backends.adapters.peft import config as config_files
+from lora_backends.adapters.peft import expressions as child
+from lora_backends.adapters.peft.config import PeftLoraConfig
+from lora_backends.adapters.peft.module_rules import module_rules
 
 LIMITS = LoadLimits()
 

@@ -2,7 +2,7 @@ import pytest
 
 from lora_backends import InvalidInputError
 from lora_backends.adapters import SlotTable
-from lora_backends.adapters.slots import REMEMBERED
+from lora_backends.adapters.pool.slots import REMEMBERED
 
 
 def put(table, *names):

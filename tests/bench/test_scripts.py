@@ -83,7 +83,7 @@ def test_cells_keeps_the_others_when_a_cell_fails(script, peers, monkeypatch, tm
 
 
 def test_a_backend_that_is_not_registered_comes_from_the_source_tree(script, monkeypatch):
-    monkeypatch.setattr("lora_backends.registry.entry_points", lambda **_: [])
+    monkeypatch.setattr("lora_backends.selection.registry.entry_points", lambda **_: [])
     assert script.module.create("torch_ref", {}).name == "torch_ref"
     with pytest.raises(UnknownBackendError):
         script.module.create("nothing", {})

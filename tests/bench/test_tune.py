@@ -20,7 +20,7 @@ from lora_backends.bench.tune import (
     tune_points,
 )
 from lora_backends.errors import InvalidInputError, UnknownBackendError, UnsupportedInputError
-from lora_backends.registry import backend_class
+from lora_backends.selection.registry import backend_class
 from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
 from lora_backends.sgmv.tiles.source import fixed_source

@@ -19,7 +19,7 @@ from lora_backends.bench.job import Job
 from lora_backends.cli import COMMANDS, app, main
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, LoRABackendError
 from lora_backends.operations import DENSE
-from lora_backends.option_text import option_texts, read_options
+from lora_backends.selection.option_text import option_texts, read_options
 
 
 def run(*arguments):
@@ -289,7 +289,7 @@ def test_a_wrong_table_of_strengths_is_refused_before_the_model(table, told, tin
 
 
 def test_a_row_that_differs_when_run_alone_is_status_1(tiny_job, monkeypatch):
-    from lora_backends.hf import generation
+    from lora_backends.hf.generating import greedy as generation
 
     monkeypatch.setattr(generation, "rows_that_differ_alone", lambda *_: [1])
     result = run("generate", "--config", str(tiny_job), "--check")

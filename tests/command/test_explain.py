@@ -58,7 +58,7 @@ def test_products_that_count_are_those_of_the_formula(name):
 @pytest.mark.parametrize("name", ["triton", "csgmv"])
 def test_programs_are_those_that_a_call_launches(name, monkeypatch):
     """The launches are recorded, not run, without those that only compile for a later capture."""
-    from lora_backends.registry import backend_class
+    from lora_backends.selection.registry import backend_class
     from lora_backends.sgmv import engine
     from lora_backends.sgmv.launching.kernel import SpecializedKernel
 

@@ -61,7 +61,7 @@ def test_asking_for_names_imports_no_engine():
     code = (
         "import sys, lora_backends; lora_backends.backend_names();"
         "assert not [m for m in sys.modules if m.startswith(('lora_backends.torch_ref',"
-        "'lora_backends.config','transformers','triton'))]"
+        "'lora_backends.selection.config','transformers','triton'))]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -11,8 +11,8 @@ import pytest
 
 import lora_backends
 from lora_backends import InvalidInputError
+from lora_backends.common.files import TEXT_BYTES, as_path, kind_of, new_file, read_bytes, read_text
 from lora_backends.errors import did_you_mean, shown
-from lora_backends.files import TEXT_BYTES, as_path, kind_of, new_file, read_bytes, read_text
 
 
 def too_large(path, size):

@@ -20,7 +20,7 @@ import torch
 from lora_backends import LoRABackendError, LoRABatch, get_backend
 from lora_backends.operations import Input
 from lora_backends.testing import LoRACase, oracles
-from lora_backends.testing.inputs import bits
+from lora_backends.testing.cases.inputs import bits
 
 from .call_cases import COUNTS, FLOATS, LENGTHS, SLOT_VALUES, Call
 from .expert_calls import check_close, run_experts

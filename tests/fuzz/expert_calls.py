@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lora_backends import InvalidInputError, LoRABackendError
-from lora_backends.testing.expert_cases import ExpertCase
+from lora_backends.testing.cases.experts import ExpertCase
 from lora_backends.testing.expert_oracle import expected_experts
 from lora_backends.testing.oracles import Expected
 

@@ -266,7 +266,7 @@ def kernels(engine, dtype, programmatic, gpu):
     """Yield every kernel that the engine launches for the layers and batches above."""
     import torch
 
-    from lora_backends.registry import backend_class
+    from lora_backends.selection.registry import backend_class
     from lora_backends.sgmv import launch
     from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
     from lora_backends.sgmv.tiles import rules

@@ -63,7 +63,7 @@ def routing_kernels(programmatic):
 def site_kernels(dtype, programmatic, gpu):
     import torch
 
-    from lora_backends.registry import backend_class
+    from lora_backends.selection.registry import backend_class
     from lora_backends.sgmv.experts import launch
     from lora_backends.sgmv.experts.rules import PairShape, SiteShape
     from lora_backends.sgmv.launch import Options

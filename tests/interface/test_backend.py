@@ -458,7 +458,7 @@ def test_the_default_device_of_torch_has_no_effect(name, default):
 def test_the_default_device_of_torch_stops_no_import():
     code = (
         "import torch; torch.set_default_device('meta')\n"
-        "from lora_backends.registry import backend_class, backend_names\n"
+        "from lora_backends.selection.registry import backend_class, backend_names\n"
         "for name in backend_names(): backend_class(name)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)

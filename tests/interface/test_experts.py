@@ -23,7 +23,7 @@ from lora_backends import (
     quantize_weights,
     unavailable_reasons,
 )
-from lora_backends import experts_default as default
+from lora_backends.defaults import experts as default
 from lora_backends.dispatch import experts as way_in
 from lora_backends.dispatch.wrap import unchecked
 from lora_backends.experts import local_ids

@@ -15,7 +15,7 @@ import figures
 import pages
 
 import lora_backends
-from lora_backends.registry import backend_class, backend_names
+from lora_backends.selection.registry import backend_class, backend_names
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"

@@ -18,7 +18,7 @@ from helpers.small_layers import small_weights
 
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, UnsupportedInputError
 from lora_backends.sgmv import engine, launch
-from lora_backends.sgmv.launching import call_cache, tma
+from lora_backends.sgmv.launching import call_cache
 from lora_backends.sgmv.launching import kernel as launching
 from lora_backends.sgmv.tiles.sizes import ExpandTiles, ShrinkTiles, TileConfig
 from lora_backends.sgmv.tiles.source import fixed_source
@@ -510,7 +510,7 @@ def test_rows_beyond_a_grid_of_two_axes_take_one(log, backend, monkeypatch, over
     backend, weights, plan, x, y = call_with_tma(type(backend))
     rows, most = plan.grid_rows(False, plan.num_tokens), plan.grid_rows(True, plan.num_tokens)
     assert rows < most  # the bound is on the rows that a refill can use
-    monkeypatch.setattr(tma, "MAX_GRID_ROWS", most - over)
+    monkeypatch.setattr(launch, "MAX_GRID_ROWS", most - over)
     for how in (made, repeated):
         (_, shrink, _), (_, expand, _) = how(log, backend, "run_linear", x, weights, plan, y)
         assert shrink == (rows, 1, 1)

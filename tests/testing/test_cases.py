@@ -11,8 +11,8 @@ from hypothesis.statistics import collector
 from lora_backends import InvalidInputError
 from lora_backends.features import FEATURES
 from lora_backends.testing import GuardedOutput, LoRACase, case_from
-from lora_backends.testing.inputs import same_bits
-from lora_backends.testing.kinds import KINDS
+from lora_backends.testing.cases.inputs import same_bits
+from lora_backends.testing.cases.kinds import KINDS
 
 QUICK = settings(max_examples=60, deadline=None, database=None)
 CASE = LoRACase(

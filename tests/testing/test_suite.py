@@ -24,7 +24,7 @@ from lora_backends.testing import (
     suite,
     verify,
 )
-from lora_backends.testing.kinds import KINDS
+from lora_backends.testing.cases.kinds import KINDS
 from lora_backends.testing.properties.core import no_interpreter
 from lora_backends.torch_ref import TorchRefBackend
 
@@ -318,7 +318,7 @@ class Shifted(TorchRefBackend):
 @pytest.fixture
 def shifted(monkeypatch):
     """Register `Shifted`; return the arguments that verify one property of it."""
-    monkeypatch.setattr("lora_backends.selection.backend_class", lambda _: Shifted)
+    monkeypatch.setattr("lora_backends.selection.choice.backend_class", lambda _: Shifted)
     return ["shifted", "--device", "cpu", "--property", "run_linear_is_within_the_bound"]
 
 

@@ -14,11 +14,11 @@ from lora_backends import (
     UnsupportedInputError,
     get_backend,
 )
+from lora_backends.common.names import VLLM_VARIABLE
 from lora_backends.integrations.vllm import operation
 from lora_backends.integrations.vllm.layers import adopt, true_ranks
 from lora_backends.integrations.vllm.plans import Plans
 from lora_backends.integrations.vllm.plugin import backend_asked_for, check_settings, check_version
-from lora_backends.names import VLLM_VARIABLE
 
 
 def test_the_plugin_sleeps_until_it_is_asked_for(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.selection import get_backend
+from lora_backends.selection.choice import get_backend
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of results."""

@@ -7,7 +7,7 @@ vLLM calls `register` in every process, possibly several times, through the entr
 
 import os
 
-from lora_backends.names import VLLM_VARIABLE
+from lora_backends.common.names import VLLM_VARIABLE
 
 __all__ = ["register"]
 

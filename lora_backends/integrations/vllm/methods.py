@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from lora_backends.common.names import VLLM_VARIABLE
 from lora_backends.errors import UnsupportedInputError
-from lora_backends.names import VLLM_VARIABLE
 
 FIRST, SECOND = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 """The modules of vLLM's two model runners."""

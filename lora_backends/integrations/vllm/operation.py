@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lora_backends.devices import is_capturing
+from lora_backends.common.devices import is_capturing
 from lora_backends.dispatch.tracing import is_traced
 from lora_backends.errors import InvalidInputError
 from lora_backends.integrations.vllm import inputs

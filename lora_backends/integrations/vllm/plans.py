@@ -7,7 +7,7 @@ from typing import Any
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
-from lora_backends.devices import is_capturing
+from lora_backends.common.devices import is_capturing
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
 SMALLEST = 8

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
+from lora_backends.common.names import AUTO, VLLM_VARIABLE
 from lora_backends.errors import BackendUnavailableError, UnsupportedInputError
-from lora_backends.names import AUTO, VLLM_VARIABLE
-from lora_backends.registry import backend_class, backend_names
+from lora_backends.selection.registry import backend_class, backend_names
 
 OLDEST = (0, 26)
 """The first version of vLLM whose interface for LoRA the wrapper implements."""

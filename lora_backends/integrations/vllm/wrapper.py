@@ -18,7 +18,7 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.integrations.vllm import experts, inputs, layers, operation, plugin, prompts
 from lora_backends.integrations.vllm.operation import run
 from lora_backends.integrations.vllm.plans import Plans
-from lora_backends.selection import get_backend
+from lora_backends.selection.choice import get_backend
 
 NEEDED = frozenset({features.CAPACITY, features.SLICE_TENSORS})
 """Features that a backend must have: vLLM pads x without telling, and keeps a tensor per slice."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from lora_backends.devices import is_capturing
+from lora_backends.common.devices import is_capturing
 from lora_backends.sgmv.launching.kernel import (
     Arguments,
     BoundKernel,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from lora_backends.devices import is_capturing
+from lora_backends.common.devices import is_capturing
 from lora_backends.errors import InvalidInputError
 from lora_backends.weights import LoRAWeights, Stack
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from lora_backends.common.files import as_path
+from lora_backends.common.names import TILES_VARIABLE
 from lora_backends.errors import InvalidInputError
-from lora_backends.files import as_path
-from lora_backends.names import TILES_VARIABLE
 from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.gpu import H200, Gpu, gpu_of
 from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, TileConfig

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from lora_backends.common.files import read_text
 from lora_backends.errors import InvalidInputError
-from lora_backends.files import read_text
 from lora_backends.sgmv.tiles.gpu import Gpu, gpu_of
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, LayerShape, TileConfig, tile_faults
 from lora_backends.sgmv.tiles.strict_json import StrictError, parse

@@ -13,8 +13,8 @@ from lora_backends.batch import NO_ADAPTER
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_values
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import LoRAInputs, guarded
+from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.inputs import LoRAInputs, guarded
 from lora_backends.testing.oracles import Expected
 from lora_backends.testing.properties.core import (
     ANY_LAYER,

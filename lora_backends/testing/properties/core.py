@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 from lora_backends.backend import LoRABackend
 from lora_backends.features import EIGHT_BIT, OUTPUT_SCALES, SLICE_TENSORS, TOKEN_SCALES
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.kinds import Case
+from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.kinds import Case
 
 Check: TypeAlias = Callable[[LoRABackend, Any], None]  # of a case of the property's kind
 Requirement: TypeAlias = Callable[[LoRABackend], str | None]

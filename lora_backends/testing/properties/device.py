@@ -13,8 +13,8 @@ from lora_backends.errors import InvalidInputError
 from lora_backends.features import CAPACITY
 from lora_backends.operations import BY_NAME
 from lora_backends.testing.assertions import assert_close, assert_same_bits
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import LoRAInputs, same_bits
+from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.inputs import LoRAInputs, same_bits
 from lora_backends.testing.properties.core import (
     ANY_LAYER,
     BY_CLAIM,

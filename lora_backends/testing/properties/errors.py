@@ -14,8 +14,8 @@ from lora_backends.batch import LoRABatch
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import InvalidInputError, LoRABackendError, UnsupportedInputError
 from lora_backends.operations import OPERATIONS, Input, Operation
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import LoRAInputs, bits
+from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.inputs import LoRAInputs, bits
 from lora_backends.testing.properties.core import EXACT, prop
 from lora_backends.testing.properties.runs import operations_for, run
 from lora_backends.weights import LoRAWeights

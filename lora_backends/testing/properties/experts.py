@@ -13,14 +13,14 @@ from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.errors import InvalidInputError
 from lora_backends.features import CAPACITY, EIGHT_BIT
 from lora_backends.testing import oracles
-from lora_backends.testing.expert_cases import ExpertCase, ExpertInputs
+from lora_backends.testing.cases.experts import ExpertCase, ExpertInputs
+from lora_backends.testing.cases.inputs import bits, same_bits
 from lora_backends.testing.expert_oracle import (
     dense_layer,
     expected_experts,
     in_dense_order,
     touched_by_experts,
 )
-from lora_backends.testing.inputs import bits, same_bits
 from lora_backends.testing.oracles import Expected
 from lora_backends.testing.properties.core import (
     ANY_EXPERTS,

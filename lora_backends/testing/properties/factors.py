@@ -12,8 +12,8 @@ from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.features import CAPACITY, OUTPUT_SCALES, TOKEN_SCALES
 from lora_backends.operations import BY_NAME, Input
 from lora_backends.testing.assertions import assert_close
-from lora_backends.testing.cases import LoRACase, token_factors
-from lora_backends.testing.inputs import LoRAInputs
+from lora_backends.testing.cases.dense import LoRACase, token_factors
+from lora_backends.testing.cases.inputs import LoRAInputs
 from lora_backends.testing.oracles import Expected
 from lora_backends.testing.properties.algebra import delta_of
 from lora_backends.testing.properties.core import (

@@ -13,8 +13,8 @@ from lora_backends.errors import InvalidInputError
 from lora_backends.features import SLICE_TENSORS
 from lora_backends.operations import BY_NAME, Input
 from lora_backends.testing import oracles
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import guarded, same_bits
+from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.inputs import guarded, same_bits
 from lora_backends.testing.properties.core import ANY_LAYER, BY_CLAIM, declares, prop
 from lora_backends.testing.properties.runs import (
     assert_agree,

@@ -16,8 +16,8 @@ from lora_backends.batch import NO_ADAPTER
 from lora_backends.operations import Input
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_same_bits
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import LoRAInputs
+from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.inputs import LoRAInputs
 from lora_backends.testing.properties.core import (
     ANY_LAYER,
     BY_CLAIM,

@@ -14,8 +14,8 @@ import torch
 from lora_backends.backend import LoRABackend
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_bits
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import LoRAInputs, same_bits
+from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.inputs import LoRAInputs, same_bits
 from lora_backends.testing.properties.core import BY_CLAIM, EXACT, deterministic, prop
 from lora_backends.testing.properties.core import batch_invariant as claims_batch_invariance
 from lora_backends.testing.properties.runs import assert_agree, expected, gather_slots, linear

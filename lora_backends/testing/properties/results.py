@@ -10,8 +10,8 @@ import torch
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.testing import oracles
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import GuardedOutput, LoRAInputs, bits, same_bits
+from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.inputs import GuardedOutput, LoRAInputs, bits, same_bits
 from lora_backends.testing.properties.core import ANY_LAYER, prop
 from lora_backends.testing.properties.runs import every_result, given_h, linear, operations_for, run
 

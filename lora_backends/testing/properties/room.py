@@ -12,8 +12,8 @@ from lora_backends.features import CAPACITY
 from lora_backends.operations import BY_NAME, Operation
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_same_bits
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import GuardedOutput, LoRAInputs, guarded, same_bits
+from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.inputs import GuardedOutput, LoRAInputs, guarded, same_bits
 from lora_backends.testing.properties.core import ANY_LAYER, BY_CLAIM, declares, prop
 from lora_backends.testing.properties.runs import (
     assert_right,

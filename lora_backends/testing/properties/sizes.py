@@ -13,8 +13,8 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_same_bits
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.expert_cases import ExpertCase
+from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.experts import ExpertCase
 from lora_backends.testing.properties.core import (
     ANY_EXPERTS,
     ANY_LAYER,

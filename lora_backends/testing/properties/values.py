@@ -13,8 +13,8 @@ from lora_backends.dtypes import accumulator_dtype
 from lora_backends.operations import BY_NAME, OPERATIONS, Operation
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_values
-from lora_backends.testing.cases import LoRACase
-from lora_backends.testing.inputs import on_each
+from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.inputs import on_each
 from lora_backends.testing.properties.core import ANY_LAYER, BOUNDED, BY_CLAIM, prop
 from lora_backends.testing.properties.runs import (
     assert_right,

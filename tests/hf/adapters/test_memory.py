@@ -10,7 +10,7 @@ import torch
 from helpers.deltas import random_checkpoint
 
 from lora_backends import InvalidInputError, UnsupportedInputError
-from lora_backends.adapters.stacks import Stacks
+from lora_backends.adapters.pool.stacks import Stacks
 from lora_backends.hf import MultiLoRAModel
 
 IDS = torch.arange(8)[None] + 1

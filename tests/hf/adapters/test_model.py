@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_backends import InvalidInputError, UnsupportedInputError, get_backend
-from lora_backends.config import LoRAConfig
 from lora_backends.hf import MultiLoRAModel
+from lora_backends.selection.config import LoRAConfig
 
 IDS = torch.arange(8)[None] + 1
 PLAIN = {"r": 4, "target_modules": ["q_proj", "v_proj"]}

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.adapters import AdapterPool, Checkpoint, OwnModules
-from lora_backends.hf import MultiLoRAModel, own_modules
+from lora_backends.hf import MultiLoRAModel
+from lora_backends.hf.replacements import modules as own_modules
 
 HEAD = {**Q_V, "modules_to_save": ["lm_head"]}
 

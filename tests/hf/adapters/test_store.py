@@ -12,9 +12,9 @@ import pytest
 import torch
 from helpers.deltas import random_checkpoint
 
-import lora_backends.adapters.store as store_module
+import lora_backends.adapters.pool.store as store_module
 from lora_backends import InvalidInputError
-from lora_backends.adapters.folders import adapter_folders
+from lora_backends.adapters.files.folders import adapter_folders
 from lora_backends.hf import MultiLoRAModel
 
 IDS = torch.arange(8)[None] + 1
@@ -651,7 +651,7 @@ def test_a_load_that_waits_for_a_slot_replaces_no_adapter_of_its_name(
 def test_an_adapter_that_memory_does_not_take_does_not_come_back_as_the_one_before(
     model, make_base, checkpoints, monkeypatch, method
 ):
-    from lora_backends.adapters import store as module
+    from lora_backends.adapters.pool import store as module
 
     store = model.keep_adapters()
     model.add_adapter("a", checkpoints["a0"])
@@ -699,7 +699,7 @@ def test_warnings_are_noted_with_the_tables_locked(model, folder):
 
 
 def test_a_slot_waits_for_its_copies_on_the_stream_of_its_own_device(monkeypatch):
-    from lora_backends.adapters import store as module
+    from lora_backends.adapters.pool import store as module
 
     log, device = [], torch.device("cuda:1")
     stream = type("Stream", (), {"wait_event": lambda self, event: log.append(event)})()

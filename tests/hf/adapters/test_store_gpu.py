@@ -5,7 +5,7 @@ import torch
 from helpers.deltas import random_checkpoint
 from helpers.graphs import captured_logits
 
-from lora_backends.adapters.tensors import tensors_of
+from lora_backends.adapters.pool.tensors import tensors_of
 from lora_backends.hf import MultiLoRAModel
 
 pytestmark = [

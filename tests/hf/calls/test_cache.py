@@ -10,7 +10,7 @@ from helpers.sweeps.architectures import build, in_peft
 
 from lora_backends import UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.cache import STATELESS, carried, past_tokens, states_of
+from lora_backends.hf.calls.cache import STATELESS, carried, past_tokens, states_of
 
 SETTINGS = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 IDS = torch.tensor([[4, 9, 17, 23, 5, 31], [8, 2, 40, 11, 6, 29]])

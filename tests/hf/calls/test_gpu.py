@@ -7,7 +7,7 @@ from helpers.graphs import captured_logits
 
 from lora_backends import UnsupportedInputError, backend_names, unavailable_reasons
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.registry import backend_class
+from lora_backends.selection.registry import backend_class
 
 CUDA = "cuda"
 BACKENDS = [

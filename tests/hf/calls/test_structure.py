@@ -8,7 +8,7 @@ from torch import nn
 
 from lora_backends import InvalidInputError
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.structure import Structure
+from lora_backends.hf.layout.structure import Structure
 from lora_backends.torch_ref import TorchRefBackend
 
 IDS = torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(1))

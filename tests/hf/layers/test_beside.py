@@ -11,7 +11,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 from lora_backends import LoRABatch, LoRAWeights
-from lora_backends.hf import MultiLoRAModel, beside, prepared
+from lora_backends.hf import MultiLoRAModel
+from lora_backends.hf.calls import prepared
+from lora_backends.hf.hooks import overlapped as beside
 from lora_backends.sgmv.base import product
 from lora_backends.torch_ref import TorchRefBackend
 

@@ -20,7 +20,7 @@ from lora_backends import (
 )
 from lora_backends.adapters import read_checkpoint
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.expert_products import FORWARDS
+from lora_backends.hf.hooks.expert_products import FORWARDS
 
 BOUND = 2e-5
 """Most that a logit may differ. Another row's adapter changes 0.1 and more."""

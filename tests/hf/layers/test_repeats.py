@@ -13,7 +13,7 @@ pytest.importorskip("numba")
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeat
 from lora_backends.errors import LoRABackendError
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.running import RUNNING
+from lora_backends.hf.calls.running import RUNNING
 from lora_backends.numba_cpu import NumbaCPUBackend
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -14,8 +14,9 @@ from helpers.deltas import random_checkpoint
 from torch.nn.utils import prune
 
 from lora_backends.errors import LoRABackendError
-from lora_backends.hf import MultiLoRAModel, siblings
-from lora_backends.hf.running import RUNNING
+from lora_backends.hf import MultiLoRAModel
+from lora_backends.hf.calls.running import RUNNING
+from lora_backends.hf.hooks import siblings
 from lora_backends.torch_ref import TorchRefBackend
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -7,8 +7,9 @@ import torch
 from helpers.deltas import random_checkpoint
 
 from lora_backends import InvalidInputError
-from lora_backends.hf import MultiLoRAModel, siblings
-from lora_backends.hf.running import RUNNING
+from lora_backends.hf import MultiLoRAModel
+from lora_backends.hf.calls.running import RUNNING
+from lora_backends.hf.hooks import siblings
 from lora_backends.torch_ref import TorchRefBackend
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

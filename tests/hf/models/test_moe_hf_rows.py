@@ -7,7 +7,7 @@ import torch
 from helpers.sweeps.mixtures import ATTENTION, KNOWN, UP, build, in_peft
 
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.expert_products import FORWARDS
+from lora_backends.hf.hooks.expert_products import FORWARDS
 
 BOUND = 2e-5
 """Most that a logit may differ, relative to the largest of its row where that is over 1."""

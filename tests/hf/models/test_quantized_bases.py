@@ -13,8 +13,8 @@ from torch import nn
 from lora_backends import UnsupportedInputError
 from lora_backends.bench.results import read_result
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.quantized_base import packed_size
-from lora_backends.hf.sites import base_layer, find_sites, vocabulary_of
+from lora_backends.hf.layout.quantized_base import packed_size
+from lora_backends.hf.layout.sites import base_layer, find_sites, vocabulary_of
 
 IDS = torch.randint(4, 58, (4, 6), generator=torch.Generator().manual_seed(1))
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "peft_sweep.json"

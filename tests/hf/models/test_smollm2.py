@@ -11,7 +11,7 @@ import torch
 from helpers.page_code import README, ROOT, run
 
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.generation import encode
+from lora_backends.hf.generating.greedy import encode
 
 ADAPTERS = Path(__file__).parents[3] / "examples" / "adapters"
 NAMES = ["pirate", "json", "telegram"]

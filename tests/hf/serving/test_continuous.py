@@ -13,7 +13,7 @@ from helpers.deltas import random_checkpoint
 
 from lora_backends import InvalidInputError, LoRABatch, UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.packed import RequestsCall
+from lora_backends.hf.calls.packed import RequestsCall
 
 NEW = 6
 
@@ -386,7 +386,7 @@ def test_a_model_that_leaves_the_cache_alone_is_refused(model, mask):
 
 
 def test_a_transformers_without_continuous_batching_is_named(model, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lora_backends.hf.continuous", None)
+    monkeypatch.setitem(sys.modules, "lora_backends.hf.generating.continuous", None)
     with pytest.raises(UnsupportedInputError, match="this version of Transformers"):
         model.continuous_batching()
 

@@ -9,7 +9,12 @@ from transformers import GenerationConfig
 
 from lora_backends import InvalidInputError, LoRABackendError, UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.generation_words import FOLLOWED, HARMLESS, KEEPING_ROWS, WITHOUT_EFFECT
+from lora_backends.hf.generating.config_words import (
+    FOLLOWED,
+    HARMLESS,
+    KEEPING_ROWS,
+    WITHOUT_EFFECT,
+)
 
 NEW, ENTRIES = 10, [None, "a", {"a": 0.7, "b": 0.3}]
 SCORES = {

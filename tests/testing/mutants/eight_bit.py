@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from lora_backends.eight_bit import b_row_groups
-from lora_backends.testing.inputs import on_each
+from lora_backends.testing.cases.inputs import on_each
 from mutants.base import caught_by
 from mutants.features import Featured
 

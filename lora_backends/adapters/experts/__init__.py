@@ -1,0 +1,1 @@
+"""The LoRA of experts in checkpoints, in each layout that trainers save."""

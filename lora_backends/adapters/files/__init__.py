@@ -1,0 +1,1 @@
+"""What lies on disk: folders, formats, and files of strangers read with limits."""

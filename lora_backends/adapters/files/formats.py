@@ -1,0 +1,158 @@
+"""Recognises folders and files that are no PEFT checkpoints, so that errors can give advice."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from lora_backends.adapters.files.messages import problem
+from lora_backends.common.files import kind_of
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+
+CONFIG_FILE = "adapter_config.json"
+SAFETENSORS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
+LONGEST_NAME = 1000
+"""Characters of a tensor's name that is looked at."""
+
+_SAVED_BY_PEFT = "pass the folder that PEFT's save_pretrained wrote"
+_MOST_ENTRIES = 1000  # of a folder that are looked at
+
+# Files in which trainers put trained weights that are no LoRA: LLaVA's and Qwen-VL's projectors,
+# LongLoRA's embeddings and norms, ms-swift's vision tower. A value head is no part of the model
+# that answers.
+_TRAINED_BESIDE = re.compile(
+    r"(?i)(?!value_head|v_head)(.*non_?lora.*|.*trainable.*|.*projector.*|.*resampler.*|"
+    r".*connector.*|vit|.*vision.*|.*embed(s|dings?|_tokens)?|.*_head|classifier|score|"
+    r".*modules_to_save.*)\.(bin|safetensors|pt|pth)"
+)
+
+# By what a tensor's name holds; first hit wins.
+_FORMATS = (
+    (
+        r"^(_orig_mod|_fsdp_wrapped_module|module)\.base_model\.model\.",
+        "a PeftModel that torch.compile or a parallel wrapper held when it was saved",
+    ),
+    (r"\.lora_(down|up)\.weight$|^lora_(unet|te\d*|transformer)_|\.alpha$", "kohya"),
+    (
+        r"\.lora\.(down|up)\.weight$|^(unet|text_encoder\w*|transformer(?!\.h))\.|\.processor\.",
+        "diffusers",
+    ),
+    (r"\.lora_[ab]$", "MLX"),
+    (
+        r"^(?!base_model\.model\.).*\.lora_[AB]\.weight$",
+        "PEFT without the prefix base_model.model.",
+    ),
+)
+
+
+def format_of(names: Iterable[str]) -> str | None:
+    """Return the format that tensors are named in, where it is known and not PEFT's."""
+    sample = [name for name in islice(names, _MOST_ENTRIES) if len(name) <= LONGEST_NAME]
+    for pattern, name in _FORMATS:
+        if any(re.search(pattern, key) for key in sample):
+            return name
+    return None
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a path that is no folder.
+
+    Raises:
+        InvalidInputError: nothing is there, a file or device; it names hub ids and single files.
+    """
+    kind = kind_of(folder)
+    if kind == "a folder":
+        return
+    to_do = _SAVED_BY_PEFT
+    if kind == "a file" and folder.name in (CONFIG_FILE, SAFETENSORS_FILE, PICKLE_FILE):
+        to_do = f"pass its folder, {folder.parent}"
+    elif kind is None and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+        to_do += (
+            f"; if {str(folder)!r} is an adapter on the Hugging Face hub, download it first, e.g. "
+            f"with `hf download {folder}`, and pass the folder that it prints"
+        )
+    given = kind or "no such folder"
+    raise InvalidInputError(problem(folder, "it is not a folder", given, "a folder", to_do))
+
+
+def check_beside(folder: Path) -> None:
+    """Refuse a folder with trained weights in other files than the adapter's.
+
+    Raises:
+        UnsupportedInputError: there are some; the message names them.
+    """
+    names = sorted(name for name in names_in(folder) if _TRAINED_BESIDE.fullmatch(name))
+    if names:
+        what = "the folder has trained weights in files beside the adapter's, which PEFT ignores"
+        allowed = f"all trained weights in {SAFETENSORS_FILE} or {PICKLE_FILE}"
+        to_do = "merge them into the base model, and remove the files from the adapter's folder"
+        raise UnsupportedInputError(problem(folder, what, names, allowed, to_do))
+
+
+def no_config(folder: Path) -> InvalidInputError:
+    """Return the error for a folder without adapter_config.json."""
+    entries = _entries(folder)
+    names = {entry.name for entry in entries}
+    given, to_do = f"a folder without {CONFIG_FILE}", _SAVED_BY_PEFT
+    below = sorted(_adapters_below(entries), key=_by_number)
+    if below:
+        given += f", but with adapters below it: {', '.join(below[:5])}{', ...' * (len(below) > 5)}"
+        to_do = f"pass one of them, e.g. {folder / below[-1]}"
+    elif any(name.startswith("pytorch_lora_weights.") for name in names):
+        given += ", in the format of diffusers (pytorch_lora_weights)"
+        to_do = "convert the adapter to PEFT's format"
+    elif "config.json" in names:
+        given += ", but with the config.json of a whole model"
+    elif any(name.endswith(".safetensors") for name in names - {SAFETENSORS_FILE}):
+        given += ", but with other safetensors, e.g. of kohya"
+        to_do = "convert the adapter to PEFT's format"
+    what = f"there is no {CONFIG_FILE}"
+    return InvalidInputError(problem(folder, what, given, f"one with {CONFIG_FILE}", to_do))
+
+
+def no_weights(folder: Path) -> InvalidInputError:
+    """Return the error for a folder with a configuration and no weights."""
+    names = sorted(entry.name for entry in _entries(folder))
+    shards = [
+        name
+        for name in names
+        if re.match(r"adapter_model(-\d+-of-\d+\.|\.\w+\.index\.json$)", name)
+    ]
+    given, to_do = f"{CONFIG_FILE} alone", "copy the weights into the folder"
+    if shards:  # safetensors that are numbered are read, and not these
+        given = f"shards: {', '.join(shards[:4])}{', ...' * (len(shards) > 4)}"
+        to_do = "copy the shards too, as safetensors, or save the adapter as one file"
+    allowed = f"{SAFETENSORS_FILE} or {PICKLE_FILE} beside {CONFIG_FILE}"
+    return InvalidInputError(problem(folder, "there are no weights", given, allowed, to_do))
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, some of many."""
+    return [entry.name for entry in _entries(folder)]
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(islice(entries, _MOST_ENTRIES))
+    except OSError:
+        return []
+
+
+def _adapters_below(entries: Iterable[os.DirEntry[str]]) -> Iterator[str]:
+    for entry in entries:
+        try:
+            if entry.is_dir() and os.path.isfile(os.path.join(entry.path, CONFIG_FILE)):
+                yield entry.name
+        except OSError:  # gone, or not ours to read
+            continue
+
+
+def _by_number(name: str) -> tuple[int, str]:
+    """Sort checkpoint-9 before checkpoint-10."""
+    digits = re.search(r"\d{1,18}$", name)
+    return (int(digits[0]) if digits else -1, name)

@@ -1,0 +1,53 @@
+"""Adapters on the Hugging Face hub: finds them in the local cache, or downloads them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from lora_backends.adapters.files.formats import CONFIG_FILE, PICKLE_FILE, SAFETENSORS_FILE
+from lora_backends.adapters.files.messages import problem
+from lora_backends.common.files import as_path, kind_of
+from lora_backends.errors import InvalidInputError, shown
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_SAFE = [CONFIG_FILE, SAFETENSORS_FILE, "adapter_model-*-of-*.safetensors", "non_lora_*"]
+"""The last are trained weights beside the adapter: `read_checkpoint` refuses them, unread."""
+
+
+def local_folder(given: str | Path) -> Path:
+    """Return the folder that a user names, or that of an adapter on the hub.
+
+    What exists as a path is taken as one. huggingface_hub decides whether there is a network
+    (HF_HUB_OFFLINE) and where its cache lies (HF_HOME).
+
+    Args:
+        given: a path, or an id such as "someone/an-adapter".
+
+    Raises:
+        InvalidInputError: it is neither a path nor on the hub.
+    """
+    path = as_path(given, "the folder of a checkpoint")
+    is_id = isinstance(given, str) and _ID.fullmatch(given)
+    if not is_id or kind_of(path) is not None or not importlib.util.find_spec("huggingface_hub"):
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(str(given), allow_patterns=_SAFE))
+        weights = [*folder.glob("adapter_model*.safetensors")]
+        if not weights:  # a pickle only where there is nothing else
+            folder = Path(snapshot_download(str(given), allow_patterns=[*_SAFE, PICKLE_FILE]))
+    except Exception as error:  # of huggingface_hub, of the network, of the file system
+        what = "it is neither a folder nor an adapter on the Hugging Face hub"
+        first = (str(error).splitlines() or [""])[0]
+        given_facts = ["no such folder", f"{type(error).__name__}: {shown(first, 300)}"]
+        to_do = (
+            f"pass the folder that PEFT's save_pretrained wrote; or download it with "
+            f"`hf download {given}` where there is a network"
+        )
+        raise InvalidInputError(
+            problem(path, what, given_facts, "a folder, or the id of an adapter", to_do)
+        ) from error
+    return folder

@@ -1,0 +1,77 @@
+"""Limits for checkpoints, which may come from strangers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from lora_backends.adapters.files.messages import problem
+from lora_backends.errors import InvalidInputError, shown
+
+
+@dataclass(frozen=True)
+class LoadLimits:
+    """Limits beyond which a checkpoint is refused.
+
+    Raises:
+        InvalidInputError: a limit is no number, or not above 0.
+    """
+
+    file_bytes: int = 8 * 2**30  # size of adapter_model.safetensors or adapter_model.bin
+    header_bytes: int = 16 * 2**20  # adapter_config.json, the header or pickle of the weights
+    tensors: int = 50_000  # in one file
+    unpacked_bytes: int = 8 * 2**30  # all tensors of one file in memory, in their own dtype
+    matching_seconds: float = 2.0  # the patterns of adapter_config.json against all module names
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kinds = (int, float) if field.type == "float" else (int,)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 2**63:
+                raise InvalidInputError(
+                    f"limits.{field.name} is {shown(value)}\n  allowed: "
+                    f"{'a number' if len(kinds) > 1 else 'an int'} above 0 and below 2^63"
+                )
+
+    @classmethod
+    def of(cls, given: object) -> LoadLimits:
+        """Return the limits given, or the defaults for None.
+
+        Raises:
+            InvalidInputError: something else is given.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        raise InvalidInputError(
+            f"limits is {shown(given)}\n  allowed: LoadLimits(...), or None for the defaults"
+        )
+
+    def file_too_large(self, path: Path, size: int) -> InvalidInputError:
+        """Return the error for weights of so many bytes."""
+        return self.exceeded("file_bytes", path, f"a file of {size} bytes", size)
+
+    def config_too_large(self, path: Path, size: int) -> InvalidInputError:
+        """Return the error for an adapter_config.json of so many bytes."""
+        return self.exceeded("header_bytes", path, f"a file of {size} bytes", size)
+
+    def exceeded(
+        self, name: str, path: Path, given: str | list[str], needed: float
+    ) -> InvalidInputError:
+        """Return the error that names a limit and how to raise it.
+
+        Args:
+            name: of the field.
+            path: the file.
+            given: the value beyond the limit.
+            needed: the value that would have been enough.
+        """
+        what = f"the checkpoint is beyond the limit {name}"
+        to_do = (
+            f"if you trust the file, pass limits=LoadLimits({name}={needed}), or write {name} = "
+            f"{needed} under [limits] in the configuration"
+        )
+        return InvalidInputError(
+            problem(path, what, given, f"{name} of at most {getattr(self, name)}", to_do)
+        )

@@ -1,0 +1,1 @@
+"""Devices, paths, names of variables and checks of tensors, for every part of the package."""

@@ -1,0 +1,1 @@
+"""Operations that every backend has: right for all, and overridden to be faster."""

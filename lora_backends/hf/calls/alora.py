@@ -1,0 +1,84 @@
+"""aLoRA: adapters that act on a row from their invocation tokens on.
+
+Source: Greenewald et al., "Activated LoRA", arXiv:2504.12397, as PEFT computes it: the last place
+of the tokens counts, and a row without them is the base model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lora_backends.adapters import AdapterPool
+from lora_backends.errors import UnsupportedInputError
+from lora_backends.hf.calls.cache import past_tokens
+from lora_backends.hf.calls.entries import RowAdapters
+from lora_backends.hf.replacements.modules import Invocation
+
+
+def invoked(
+    adapters: Sequence[RowAdapters],
+    slots: Mapping[str, int],
+    pool: AdapterPool,
+    inputs: Mapping[str, Any],
+    after_cache: bool,
+) -> Sequence[RowAdapters]:
+    """Return the entries of rows, one per token where an adapter has to be invoked.
+
+    A row that gives an entry for each of its tokens says itself where the adapter acts. On a GPU
+    this waits for the device.
+
+    Args:
+        adapters: per row.
+        slots: name to slot.
+        pool: of the adapters.
+        inputs: of the forward pass, or of `generate`.
+        after_cache: whether the tokens of a given cache are not among its token ids.
+
+    Raises:
+        UnsupportedInputError: there are no token ids to find the invocation in, or it may lie in
+            the cache.
+    """
+    wanted = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
+    if not any(isinstance(found, Invocation) for found in wanted.values()):
+        return adapters
+    rows: list[RowAdapters] = []
+    for row, given in enumerate(adapters):
+        entry = _alone(given)
+        found = wanted.get(entry) if isinstance(entry, str) else None
+        if not isinstance(found, Invocation) or not isinstance(entry, str):
+            rows.append(given)
+            continue
+        ids = inputs.get("input_ids")
+        if not isinstance(ids, torch.Tensor):
+            raise UnsupportedInputError(
+                f"adapter {entry!r} acts behind its invocation tokens (aLoRA), and there are no "
+                f"input_ids to find them in\n  to do: pass input_ids, or one entry per token"
+            )
+        chosen = _from_invocation(entry, ids[row].tolist(), list(found.tokens))
+        if chosen is None and after_cache and past_tokens(inputs):
+            raise UnsupportedInputError(
+                f"adapter {entry!r} acts behind its invocation tokens (aLoRA), which are not in "
+                f"adapters[{row}]'s input_ids and may be in the key-value cache\n"
+                f"  to do: pass one entry per token, {entry!r} behind the invocation and None "
+                f"before it"
+            )
+        rows.append(chosen)
+    return rows
+
+
+def _alone(entry: RowAdapters) -> RowAdapters:
+    """Return the name that a blend of one adapter with strength 1 stands for."""
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        name, strength = next(iter(entry.items()))
+        return name if strength == 1 else entry
+    return entry
+
+
+def _from_invocation(name: str, ids: list[int], tokens: list[int]) -> RowAdapters:
+    for start in range(len(ids) - len(tokens), -1, -1):
+        if ids[start : start + len(tokens)] == tokens:
+            return [None] * start + [name] * (len(ids) - start) if start else name
+    return None

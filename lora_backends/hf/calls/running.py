@@ -1,0 +1,182 @@
+"""The call that runs in each thread, and the models whose adapters any thread uses in a block."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
+from lora_backends.errors import InvalidInputError
+from lora_backends.experts import ExpertWeights
+from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.replacements.rows import OwnRows
+from lora_backends.weights import LoRAWeights
+
+
+class Joined(NamedTuple):
+    """The weights and biases of a leader and its siblings, rows of one tensor each.
+
+    Parameters, though no module holds them: compiled programs read parameters where they lie, and
+    copy other tensors into a CUDA graph.
+    """
+
+    weight: nn.Parameter  # [sum of widths, in_features]
+    bias: nn.Parameter | None  # [sum of widths]
+
+
+class Call(Protocol):
+    """The adapters of one call of a model, as its hooks see them."""
+
+    model: str  # key of the model: a string, because a compiled program always guards strings
+    stacks: Mapping[str, LoRAWeights]  # path to stack of the modules that are adapted
+    shared: Mapping[str, LoRAWeights]  # a leader's path to the stack of it and its siblings
+    experts: Mapping[str, tuple[ExpertWeights, ...]]  # path of a parameter of experts to stacks
+    own: Mapping[str, OwnRows]  # path to the modules that replace the base's for some rows
+    joined: Mapping[str, Joined]  # a leader's path to the weights that a compiled program may use
+    is_traced: bool  # whether a compiled program uses those
+    multiplies_bases: bool  # whether graphs of its programs leave base products to the backend
+    asks_backend: bool  # the same in this pass: a graph captures it, or kernels are yet to compile
+
+    def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
+        """Note the shape of the forward pass that starts, or refuse it."""
+
+    def repeats(self) -> Repeats:
+        """Return the stored calls that modules may repeat in the forward pass that starts."""
+
+    def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+        """Return the plan for an input of `shape` (without its last axis), of modules."""
+
+    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
+        """Return the slot of each position of such an input, on the CPU."""
+
+
+class _WithoutAdapters:
+    """A call of no model: every hook leaves its module's output alone."""
+
+    model = ""
+    stacks: Mapping[str, LoRAWeights] = {}
+    shared: Mapping[str, LoRAWeights] = {}
+    experts: Mapping[str, tuple[ExpertWeights, ...]] = {}
+    own: Mapping[str, OwnRows] = {}
+    joined: Mapping[str, Joined] = {}
+    is_traced = False
+    multiplies_bases = asks_backend = False
+
+    def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
+        """Never called: no model has the key ""."""
+        raise AssertionError("this call has no model")
+
+    def repeats(self) -> Repeats:
+        """Never called."""
+        raise AssertionError("this call has no model")
+
+    def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+        """Never called."""
+        raise AssertionError("this call has no model")
+
+    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
+        """Never called."""
+        raise AssertionError("this call has no model")
+
+
+NOTHING: Call = _WithoutAdapters()
+"""No call runs in this thread."""
+
+IDLE: Call = _WithoutAdapters()
+"""A call runs whose rows all have no adapter."""
+
+
+class Group(Protocol):
+    """Modules that one of them, the leader, computes together."""
+
+    apart: bool  # whether the model was seen to call them with different inputs
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """Outputs that a leader has computed for its siblings, until they are called."""
+
+    group: Group
+    x: torch.Tensor  # the input that they belong to, this very tensor
+    version: int  # of x: counts changes in place; less than 0 in a traced program
+    outputs: list[torch.Tensor | None]  # with LoRA, of the group; None: the sibling was called
+    left: int  # siblings that have not been called
+
+
+class _Running(threading.local):
+    # A thread-local, because torch.compile traces no context variables, and a forward pass never
+    # awaits. `call` is no class attribute: torch 2.11 would trace that instead of the thread's own.
+    def __init__(self) -> None:
+        self.call = NOTHING
+        self.kept: Kept | None = None
+        self.repeats = NO_REPEATS  # of the forward pass that runs
+
+
+RUNNING = _Running()
+"""The call that is running in this thread.
+
+Hooks read from it whatever may change. A compiled program guards what it reads from globals, but
+neither the variables of a hook's closure nor the presence of hooks.
+"""
+
+_OPEN: dict[str, int] = {}  # key of a model to its open blocks of `using`, in all threads
+_OPEN_LOCK = threading.Lock()
+
+
+@contextmanager
+def running(call: Call) -> Iterator[None]:
+    """Let the forward passes of this thread belong to `call`."""
+    outer = RUNNING.call, RUNNING.kept
+    RUNNING.call, RUNNING.kept, RUNNING.repeats = call, None, NO_REPEATS
+    try:
+        yield
+    finally:
+        RUNNING.call, RUNNING.kept = outer
+        RUNNING.repeats = NO_REPEATS  # other code has run since the outer pass began
+
+
+@contextmanager
+def open_block(call: Call) -> Iterator[None]:
+    """Let the forward passes of this thread belong to `call`.
+
+    Meanwhile `check_thread` refuses a thread that runs the model without a call. Code such as
+    `generate_batch` starts threads that the caller does not know of, and these would compute the
+    base model's answers without an error.
+    """
+    with _OPEN_LOCK:
+        _OPEN[call.model] = _OPEN.get(call.model, 0) + 1
+    try:
+        with running(call):
+            yield
+    finally:
+        with _OPEN_LOCK:
+            _OPEN[call.model] -= 1
+            if not _OPEN[call.model]:
+                del _OPEN[call.model]
+
+
+def is_open(model: str) -> bool:
+    """Return whether any thread is in a block of `using` of a model."""
+    return model in _OPEN
+
+
+def check_thread(model: str) -> None:
+    """Refuse to run a model without adapters in a thread that may be expected to use some.
+
+    Raises:
+        InvalidInputError: no call runs in this thread, while a block of `using` is open in another.
+    """
+    if _OPEN and RUNNING.call is NOTHING and model in _OPEN:
+        raise InvalidInputError(
+            f"thread {threading.current_thread().name!r} runs the base model without adapters "
+            f"while another thread is in `with model.using(step)`\n"
+            f"  allowed: adapters apply in the thread that enters the block\n"
+            f"  to do: enter `with model.using(step)` in the thread that runs the model; for the "
+            f"base model's own answers call model(adapters=[None] * rows, ...)"
+        )

@@ -1,0 +1,1 @@
+"""`generate` and continuous batching, and which of their words are followed."""

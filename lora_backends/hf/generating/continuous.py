@@ -1,0 +1,509 @@
+"""Requests that join and leave a running batch, each with its own adapter.
+
+Transformers' continuous batching packs the tokens of all requests into one row, [1, tokens], and
+runs the model in a thread of its own. `RequestManager` is its manager, which also knows the adapter
+of every request. `RequestsCall` tells the hooks, at every forward pass, which adapter each of those
+tokens uses, by two plans that it refills: one for all tokens, one for those whose logits are asked
+for.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any, Self
+
+import torch
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+from lora_backends.errors import (
+    InvalidInputError,
+    LoRABackendError,
+    UnsupportedInputError,
+    shown,
+    told,
+)
+from lora_backends.hf.calls.entries import ALLOWED, Entry, adapter_names, is_per_token
+from lora_backends.hf.calls.packed import RequestsCall, Wrapped, find_packed
+from lora_backends.hf.generating.paged import PagedModel, check_model, no_batching
+from lora_backends.hf.generating.request_words import RequestWords, RowProcessors
+from lora_backends.hf.layout.sites import vocabulary_of
+
+CPU_BLOCKS, CPU_BATCH_TOKENS = 64, 256
+"""Of the cache on a CPU unless the caller says otherwise: Transformers would take 0.6 of the free
+memory for it."""
+
+CHILD = "__child#"
+"""In the ids that Transformers gives further sequences of a request."""
+
+DELIVERY = ("streaming", "record_timestamps")
+"""Options of a request that change none of its tokens."""
+
+LOOK_S = 0.01
+"""Seconds between polls of the output queue: a new output wakes one waiting thread, which may be
+that of another request."""
+
+
+@dataclass
+class _Held:
+    """One request, until it has ended."""
+
+    entry: Entry
+    slots: Mapping[str, int]  # name to slot of its adapters, which keep them
+    hold: ExitStack
+    remaining: int  # sequences that have not ended
+    written: Any  # event after the last write to its slots; None: on a CPU, or waited for
+    processors: Any = None  # of its scores, as `generate` makes them
+    is_coming: bool = True  # not in the manager's input queue yet
+
+
+class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no types
+    """Transformers' `ContinuousBatchingManager` with an adapter per request.
+
+    Made by `MultiLoRAModel.continuous_batching`. What is not written here is as in Transformers:
+    `request_id_iter`, `register_result_handler`, `pause` and the rest.
+
+        with model.continuous_batching() as requests:
+            name = requests.add_request(ids, adapter="pirate", max_new_tokens=20, streaming=True)
+            for output in requests.request_id_iter(name):
+                print(output.generated_tokens)
+
+    The adapters of a request are neither evicted nor replaced before it has ended; a request that
+    is cancelled frees them once the thread has taken it out. Requests share no blocks of the cache,
+    whatever the configuration says: equal prompts have other keys and values with another adapter.
+    """
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        generation_config: Any | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+    ) -> None:
+        base: Any = wrapped.base
+        check_model(base)
+        wrapped.check()
+        config = _checked(continuous_batching_config, base.device)
+        self._words = RequestWords(base, generation_config, config.per_request_processors)
+        generation_config = copy.copy(self._words.config)
+        if generation_config.eos_token_id is None:
+            generation_config.eos_token_id = -1  # Transformers' word for none
+        self._wrapped, self._packed = wrapped, find_packed(wrapped)
+        self._held: dict[str, _Held] = {}
+        self._held_lock = threading.RLock()
+        # held from the end of a request until its output is in the queue
+        self._delivery = threading.Lock()
+        self._cancelled: set[str] = set()
+        self._numbers = count()
+        self._vocabulary = vocabulary_of(base)
+        call = RequestsCall(wrapped, self._packed, self._entries_of_batch)
+        processors = [RowProcessors(self._scored)] if self._words.change_scores else []
+        try:
+            super().__init__(
+                model=PagedModel(wrapped, call, processors),
+                generation_config=generation_config,
+                continuous_batching_config=config,
+            )
+            _check_resolved(self.continuous_batching_config)
+        except Exception as error:
+            if getattr(self, "_original_attn_impl", None) is not None:  # has been switched
+                base.set_attn_implementation(self._original_attn_impl)
+            if isinstance(error, LoRABackendError):
+                raise
+            raise no_batching(base, f"ends with {told(error)}") from error
+        self.output_router.deliver = self._noting(self.output_router.deliver)
+        deliver_batch = self.output_router.deliver_batch
+        self.output_router.deliver_batch = self._noting_batch(deliver_batch)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # After an error nobody waits for the answers.
+        self.stop(block=True, hard_stop=error[0] is not None)
+        self.destroy()
+
+    def add_request(  # noqa: D417  # the rest is Transformers'
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *,
+        adapter: Entry = None,
+        **options: Any,
+    ) -> str:
+        """Add a request to the batch, at its next step.
+
+        Args:
+            input_ids: of the prompt, at least one.
+            request_id: None makes one.
+            max_new_tokens: None takes that of the generation configuration, or, where it has none
+                and the number of blocks is known, as many as the cache holds.
+            adapter: an adapter's name, a blend of several, or None.
+            options: streaming, record_timestamps, eos_token_id; with per_request_processors in
+                the ContinuousBatchingConfig also words of a GenerationConfig, e.g. temperature.
+
+        Returns:
+            The id of the request.
+
+        Raises:
+            InvalidInputError: an unknown adapter, a wrong token, id or option, more tokens than
+                the cache or the model's positions hold, or the manager has stopped.
+            UnsupportedInputError: entries per token, an adapter of a module that does not see the
+                tokens in their order, a blend as in a call, or an option that is not followed.
+        """
+        ids = self._check_tokens(input_ids)
+        delivery = {name: options.pop(name) for name in DELIVERY if name in options}
+        for name, value in delivery.items():
+            if type(value) is not bool:
+                raise InvalidInputError(f"{name} is {shown(value)}\n  allowed: True or False")
+        asked = self._words.of_request(ids, max_new_tokens, self._room(), options)
+        request_id = f"lora_{next(self._numbers)}" if request_id is None else request_id
+        if not isinstance(request_id, str) or CHILD in request_id:
+            raise InvalidInputError(
+                f"request_id is {shown(request_id)}\n  allowed: a str without {CHILD!r}, or None"
+            )
+        held = self._hold(request_id, adapter)
+        held.processors = asked.processors
+        try:
+            added = super().add_request(
+                ids, request_id, asked.max_new_tokens, eos_token_id=asked.ends, **delivery
+            )
+        except BaseException:
+            self._release([request_id])
+            raise
+        if added is None:
+            self._release([request_id])
+            raise InvalidInputError(
+                f"request {request_id!r} comes too late: the manager has stopped"
+                f"{self._reason()}\n  to do: start another one"
+            )
+        held.is_coming = False
+        return request_id
+
+    def _hold(self, request_id: str, adapter: Entry) -> _Held:
+        """Keep the adapters of a request in their slots, or refuse it."""
+        if is_per_token(adapter):
+            raise UnsupportedInputError(
+                f"a request has an entry per token\n  given: {shown(adapter)}\n  allowed: {ALLOWED}"
+            )
+        with ExitStack() as hold:
+            slots = hold.enter_context(
+                self._wrapped.pool.slots.in_use(adapter_names([adapter]), by="request")
+            )
+            hold.enter_context(self._wrapped.in_use())
+            self._packed.check_adapters(self._wrapped.pool, slots)
+            # A blend that cannot run is refused here, and not in the thread that runs all requests.
+            self._packed.choices(self._wrapped, [adapter], slots)
+            with self._held_lock:
+                if request_id in self._held:
+                    raise InvalidInputError(
+                        f"a request {request_id!r} is running\n  to do: give each its own id"
+                    )
+                if request_id in self._cancelled:
+                    self._drop_outputs({request_id})  # that cancel was for an earlier request
+                    if request_id not in self.cancel_queue.queue:
+                        self._cancelled.discard(request_id)
+                entry = dict(adapter) if isinstance(adapter, Mapping) else adapter
+                held = _Held(
+                    entry, slots, hold.pop_all(), self.num_return_sequences, self._written()
+                )
+                self._held[request_id] = held
+                return held
+
+    def add_requests(  # noqa: D417
+        self, inputs: Sequence[Sequence[int]], *, adapters: Sequence[Entry], **options: Any
+    ) -> list[str]:
+        """Add several requests with the same options.
+
+        Args:
+            inputs: token ids of each prompt.
+            adapters: as many entries.
+            options: of `add_request`.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            InvalidInputError: as `add_request`, or not one entry per prompt. Requests before the
+                one at fault have been added.
+        """
+        lists = isinstance(adapters, Sequence) and not isinstance(adapters, str)
+        if not lists or len(adapters) != len(inputs):
+            raise InvalidInputError(
+                f"adapters is {shown(adapters)} for {len(inputs)} prompts\n"
+                f"  allowed: one adapter's name or None per prompt"
+            )
+        pairs = zip(inputs, adapters, strict=True)
+        return [self.add_request(ids, adapter=adapter, **options) for ids, adapter in pairs]
+
+    def cancel_request(self, request_id: str) -> None:
+        """Take a request out of the batch; what it has generated is not delivered."""
+        self._cancelled.add(request_id)
+        super().cancel_request(request_id)
+
+    def stop(self, *args: Any, **options: Any) -> None:
+        """Stop the thread, after the requests that are running or, with hard_stop, at once."""
+        super().stop(*args, **options)
+        if not self.is_running():
+            self._release(list(self._held))
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
+        """Return the next output, of one request or of any.
+
+        Outputs of other requests keep their order; Transformers' own puts them behind later ones.
+
+        Args:
+            request_id: None takes any.
+            timeout: in seconds; None waits as long as the manager runs.
+
+        Returns:
+            A `GenerationOutput`, or None where none has come.
+        """
+        return self._take(None if request_id is None else [request_id], timeout)
+
+    def collect(self, names: Iterable[str]) -> dict[str, Any]:
+        """Wait for requests and return their outputs by id, in the order of `names`.
+
+        Raises:
+            InvalidInputError: a request has no output to come: it was cancelled, something else
+                took its output, or it was never added.
+            RuntimeError: a request failed, or no thread runs them: none was started, or it ended.
+        """
+        children = range(self.num_return_sequences - 1)
+        wanted = [[*(f"{name}{CHILD}{i}" for i in children), name] for name in names]
+        ids = list(chain.from_iterable(wanted))
+        found: dict[str, Any] = {}
+        while missing := [name for name in ids if name not in found]:
+            output = self._take({*missing}, timeout=0.1)
+            if output is None:
+                self._check_coming(missing)
+            elif output.error is not None:
+                raise RuntimeError(f"request {output.request_id!r} failed: {output.error}")
+            elif output.is_finished():
+                found[output.request_id] = output
+        return {name: found[name] for name in ids}
+
+    def _take(self, names: Container[str] | None, timeout: float | None) -> Any:
+        """Return the first output of these requests, or of any, and leave the others in order."""
+        outputs = self.output_router.output_queue
+        end = None if timeout is None else time.monotonic() + timeout
+        with outputs.not_empty:  # the lock of the queue
+            while True:
+                is_running = self.is_running()
+                for place, output in enumerate(outputs.queue):
+                    if names is None or output.request_id in names:
+                        del outputs.queue[place]
+                        return output
+                if not is_running or (end is not None and time.monotonic() >= end):
+                    return None
+                outputs.not_empty.wait(LOOK_S)
+
+    def _check_coming(self, names: Sequence[str]) -> None:
+        """Refuse to wait for requests that will have no output."""
+        if not self.is_running():
+            raise RuntimeError(f"no thread runs the requests{self._reason()}")
+        outputs = self.output_router.output_queue
+        with self._delivery, outputs.mutex:
+            there = {output.request_id for output in outputs.queue}
+            gone = [name for name in names if name not in there and self._has_ended(name)]
+        if gone:
+            raise InvalidInputError(
+                f"request {gone[0]!r} has no output to come\n"
+                f"  allowed: requests that were added and not cancelled, each collected once"
+            )
+
+    def _has_ended(self, request_id: str) -> bool:
+        name = request_id if request_id in self._held else _parent(request_id)
+        return name not in self._held or name in self._dropped()
+
+    def _dropped(self) -> set[str]:
+        """Return the requests that were cancelled, and neither wait nor run any more."""
+        processor = self.batch_processor
+        if not self._cancelled or processor is None:
+            return set()
+        # Read in the order in which a request moves on, or it could slip past all three.
+        coming = {name for name, held in list(self._held.items()) if held.is_coming}
+        waiting = {state.request_id for state in list(self.input_queue.queue)}
+        scheduler = processor.scheduler
+        known = {*list(scheduler.active_requests), *list(scheduler.waiting_requests)}
+        return self._cancelled - coming - waiting - known
+
+    def _create_batch_processor(self) -> Any:
+        """Return Transformers' processor, which also frees the adapters of cancelled requests.
+
+        Its scheduler clears cancelled requests before each pass, and while nothing runs.
+        """
+        processor = super()._create_batch_processor()
+        scheduler = processor.scheduler
+        clear = type(scheduler).clear_cancelled_requests  # the instance's may be wrapped already
+
+        def clearing() -> Any:
+            cleared = clear(scheduler)
+            self._free_cancelled()
+            return cleared
+
+        scheduler.clear_cancelled_requests = clearing
+        return processor
+
+    def _free_cancelled(self) -> None:
+        with self._held_lock:
+            gone = self._dropped()
+            if not gone:
+                return
+            self._cancelled -= gone
+            self._drop_outputs(gone)
+            for request_id in gone:
+                self._release([request_id], whole=self._is_whole(request_id))
+
+    def _drop_outputs(self, ids: Container[str]) -> None:
+        """Remove the outputs of cancelled requests from the queue: no caller waits for them."""
+        outputs = self.output_router.output_queue
+        with outputs.mutex:
+            kept = [output for output in outputs.queue if output.request_id not in ids]
+            outputs.queue.clear()
+            outputs.queue.extend(kept)
+
+    def _entries_of_batch(self) -> list[tuple[Entry, Mapping[str, int], int]]:
+        """Return the entry, the slots and the tokens of every request in the batch, in order."""
+        batch = self.batch_processor.inputs_and_outputs.requests_in_batch
+        held = [self._find(future.state.request_id) for future in batch]
+        for each in held:
+            if each.written is not None:
+                torch.cuda.current_stream(self._wrapped.backend.device).wait_event(each.written)
+                each.written = None
+        lengths = [future.query_length for future in batch]
+        return [(h.entry, h.slots, n) for h, n in zip(held, lengths, strict=True)]
+
+    def _written(self) -> Any:
+        """Return an event of the caller's stream, where its adapters may just have been loaded.
+
+        The manager runs the model on a stream of its own.
+        """
+        if self._wrapped.backend.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._wrapped.backend.device))
+        return event
+
+    def _find(self, request_id: str) -> _Held:
+        held = self._held.get(request_id) or self._held.get(_parent(request_id))
+        if held is None:
+            raise InvalidInputError(f"request {request_id!r} was not added by add_request")
+        return held
+
+    def _release(self, ids: Iterable[str], whole: bool = True) -> None:
+        for request_id in ids:
+            with self._held_lock:
+                name = request_id if request_id in self._held else _parent(request_id)
+                held = self._held.get(name)
+                if held is None:
+                    continue
+                held.remaining -= 1
+                if whole or not held.remaining:
+                    del self._held[name]
+                    held.hold.close()
+
+    def _is_whole(self, request_id: str) -> bool:
+        """Return whether a request that failed or was cancelled leaves no sequence running.
+
+        Its further sequences are made after its first token; before that, there is none to come.
+        """
+        scheduler = None if self.batch_processor is None else self.batch_processor.scheduler
+        known = scheduler and [*scheduler.active_requests, *scheduler.waiting_requests]
+        return request_id in self._held and request_id not in map(_parent, known or ())
+
+    def _noting(self, deliver: Any) -> Any:
+        def noting(output: Any) -> None:
+            with self._delivery:
+                if output.is_finished():
+                    failed = output.error is not None
+                    whole = failed and self._is_whole(output.request_id)
+                    self._release([output.request_id], whole)
+                deliver(output)
+
+        return noting
+
+    def _noting_batch(self, deliver: Any) -> Any:
+        def noting(outputs: list[Any]) -> None:
+            ended = [output.request_id for output in outputs if output.is_finished()]
+            with self._delivery:
+                self._release(ended, whole=False)
+                deliver(outputs)
+
+        return noting
+
+    def _reason(self) -> str:
+        error = self.background_thread_status.fatal_error
+        return "" if error is None else f": {type(error).__name__}: {error}"
+
+    def _scored(self) -> list[tuple[Any, list[int]]]:
+        """Return the processors and the tokens of each request that gets a token in this pass."""
+        batch = self.batch_processor.inputs_and_outputs.requests_in_batch
+        states = [future.state for future in batch if future.has_new_token]
+        return [
+            (self._find(state.request_id).processors, state.initial_tokens + state.generated_tokens)
+            for state in states
+        ]
+
+    def _check_tokens(self, input_ids: Any) -> list[int]:
+        """Return a prompt as a list; a wrong token would end all requests."""
+        given = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
+        ids = list(given) if isinstance(given, Iterable) else []
+        if not ids or not all(type(i) is int and 0 <= i < self._vocabulary for i in ids):
+            raise InvalidInputError(
+                f"input_ids is {shown(input_ids)}\n  allowed: one or more ints, 0 or more and "
+                f"less than {self._vocabulary}; each prompt on its own, without padding"
+            )
+        return ids
+
+    def _room(self) -> int | None:
+        """Return how many tokens the cache holds, if that is known."""
+        config = self.continuous_batching_config
+        page = vars(config).get("page_size") or vars(config).get("block_size")  # the older name
+        return None if config.num_blocks is None or page is None else config.num_blocks * page
+
+
+def _parent(request_id: str) -> str:
+    """Return the request of which Transformers made this one, for num_return_sequences."""
+    return request_id.rpartition(CHILD)[0]
+
+
+def _checked(
+    config: ContinuousBatchingConfig | None, device: torch.device
+) -> ContinuousBatchingConfig:
+    """Return a configuration whose forward passes the hooks can follow."""
+    config = ContinuousBatchingConfig() if config is None else copy.deepcopy(config)
+    if not isinstance(config, ContinuousBatchingConfig):
+        raise InvalidInputError(
+            f"continuous_batching_config is {shown(config)}\n  allowed: a ContinuousBatchingConfig"
+        )
+    graphs = config.use_cuda_graph
+    if any(graphs) if isinstance(graphs, (tuple, list)) else graphs:
+        raise _not_followed("use_cuda_graph", "a graph replays without the hooks")
+    if config.use_async_batching:
+        raise _not_followed("use_async_batching", "two batches would share one plan")
+    config.use_cuda_graph = config.use_async_batching = False
+    config.allow_block_sharing = False
+    if device.type == "cpu":
+        config.num_blocks = config.num_blocks or CPU_BLOCKS
+        config.max_batch_tokens = config.max_batch_tokens or CPU_BATCH_TOKENS
+    return config
+
+
+def _check_resolved(config: ContinuousBatchingConfig) -> None:
+    if config.varlen_compile_config is not None or config.decode_compile_config is not None:
+        raise _not_followed("a compile configuration", "the plans change with every batch")
+
+
+def _not_followed(option: str, reason: str) -> UnsupportedInputError:
+    return UnsupportedInputError(
+        f"continuous batching with adapters cannot use {option}: {reason}\n"
+        f"  allowed: a ContinuousBatchingConfig without it"
+    )

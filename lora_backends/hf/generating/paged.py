@@ -1,0 +1,134 @@
+"""The model as continuous batching runs it, and which models it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from lora_backends.errors import UnsupportedInputError
+from lora_backends.hf.calls.packed import RequestsCall, Wrapped
+from lora_backends.hf.calls.running import running
+
+
+class PagedModel:
+    """Stands for the base model in the manager: its forward passes belong to the requests.
+
+    Args:
+        wrapped: the model.
+        call: of the requests.
+        processors: of the scores of all requests.
+    """
+
+    def __init__(self, wrapped: Wrapped, call: RequestsCall, processors: Sequence[Any]) -> None:
+        self._wrapped, self._call, self._processors = wrapped, call, processors
+        self._reads_cache = False  # until a pass has shown it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped.base, name)
+
+    def eval(self) -> Self:
+        """Put the base model into eval mode."""
+        self._wrapped.base.eval()
+        return self
+
+    def _get_logits_processor(self, *_: Any) -> LogitsProcessorList:
+        """Return the processors to the manager, which would ask for those of one prompt."""
+        return LogitsProcessorList(self._processors)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run a forward pass with the adapters of the requests."""
+        self._wrapped.check()
+        # Transformers writes is_causal (False with SDPA) into the model's configuration for the
+        # time of the pass, and passes of other threads would then attend to later tokens. The masks
+        # that the manager passes need no flag.
+        inputs.pop("is_causal", None)
+        with running(self._call):
+            if self._reads_cache:
+                return self._wrapped.base(**inputs)
+            return self._first_pass(inputs)
+
+    def _first_pass(self, inputs: Mapping[str, Any]) -> Any:
+        """Run the model, and refuse one that does not use the cache.
+
+        Its tokens would attend to those of other requests, and not to their own earlier ones.
+
+        Raises:
+            UnsupportedInputError: no layer has updated the cache, or the pass failed before one
+                did.
+        """
+        base, cache, update = self._wrapped.base, inputs["cache"], inputs["cache"].update
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            updated = update(*args, **kwargs)
+            self._reads_cache = True
+            return updated
+
+        cache.update = noting
+        try:
+            output = base(**inputs)
+        except RuntimeError as error:
+            # Masks have the sizes of the cache. Subclasses are other failures, e.g. of memory.
+            if self._reads_cache or type(error) is not RuntimeError:
+                raise
+            raise no_paged_attention(base, f"\n  the pass ended with: {error}") from error
+        finally:
+            del cache.update
+        if not self._reads_cache:
+            raise no_paged_attention(base)
+        return output
+
+
+def check_model(base: Any) -> None:
+    """Refuse a model that cannot run the tokens of several requests in one row.
+
+    Raises:
+        UnsupportedInputError: it generates no text, is an encoder-decoder, keeps a state per row,
+            or its attention does not read the cache.
+    """
+    if not hasattr(base, "init_continuous_batching"):
+        raise UnsupportedInputError(
+            f"{type(base).__name__} has no continuous batching\n"
+            f"  allowed: a model that generates text, e.g. of AutoModelForCausalLM"
+        )
+    reasons = {
+        "is an encoder-decoder": base.config.is_encoder_decoder,
+        "keeps a state per row": getattr(base, "_is_stateful", False),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise no_batching(base, reason)
+    if not any(map(_uses_interface, base.modules())):
+        raise no_paged_attention(base)
+
+
+def no_batching(base: torch.nn.Module, reason: str) -> UnsupportedInputError:
+    """Return the error of a model that continuous batching does not run."""
+    return UnsupportedInputError(
+        f"{type(base).__name__} cannot run in continuous batching: it {reason}\n"
+        f"  allowed: a decoder all of whose layers attend\n"
+        f"  to do: call generate() for these rows"
+    )
+
+
+def _uses_interface(module: torch.nn.Module) -> bool:
+    """Return whether a part of a model may use Transformers' interface for attention.
+
+    Transformers looks for the interface in the source, and may miss it in the code of others.
+    """
+    if not isinstance(module, PreTrainedModel):
+        return False
+    is_foreign = not type(module).__module__.startswith("transformers.")
+    return is_foreign or module._can_set_attn_implementation()
+
+
+def no_paged_attention(base: torch.nn.Module, failure: str = "") -> UnsupportedInputError:
+    """Return the error of a model whose attention does not read the cache."""
+    return UnsupportedInputError(
+        f"{type(base).__name__} has an attention of its own, which does not read the cache of "
+        f"continuous batching: requests would see each other's tokens{failure}\n"
+        f"  allowed: a model with Transformers' interface for attention\n"
+        f"  to do: call generate() for these rows"
+    )

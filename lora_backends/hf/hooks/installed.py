@@ -1,0 +1,192 @@
+"""Adds hooks and joined weights to a base model for `MultiLoRAModel`, and removes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from threading import Lock
+from typing import Any, cast
+
+from torch import nn
+
+from lora_backends.backend import LoRABackend
+from lora_backends.errors import InvalidInputError
+from lora_backends.hf.calls.running import Joined
+from lora_backends.hf.hooks.experts import ExpertSite, experts_forward
+from lora_backends.hf.hooks.linear import adder, end_hook, lora_hook
+from lora_backends.hf.hooks.overlapped import linear_with_lora
+from lora_backends.hf.hooks.routers import router_forward
+from lora_backends.hf.hooks.siblings import (
+    ForwardOverride,
+    are_plain,
+    find_siblings,
+    leader_forward,
+    linear_forward,
+    sibling_forward,
+)
+from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.layout.sites import Site
+
+
+class Hooked:
+    """The hooks of one wrapper on its base model.
+
+    Args:
+        model: key of the wrapper, whose calls the hooks serve.
+        backend: that adds the LoRA.
+        sites: modules that an adapter may touch, by path; those of routers included.
+        experts: stacked parameters of experts, by path.
+        routers: paths of the sites that are routers.
+        layouts: of the inputs of all of them.
+        fuse: whether modules with one input are joined.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        backend: LoRABackend,
+        sites: Mapping[str, Site],
+        experts: Mapping[str, ExpertSite],
+        routers: Mapping[str, Site],
+        layouts: Mapping[str, Layout],
+        fuse: bool,
+    ) -> None:
+        self._model, self._backend = model, backend
+        self._sites, self._experts, self._routers = sites, experts, routers
+        self._layouts = layouts
+        self.fuse = fuse
+        self.handles: list[Any] = []
+        """Of all hooks; none before `register` and after `remove`."""
+        self.groups = find_siblings(sites) if fuse else []
+        self.joined: dict[str, Joined] = {}
+        """A leader's path to the weights of its group, while they lie as they were joined."""
+        self._lock = Lock()  # guards _users and _closed
+        self._users: set[object] = set()  # blocks of `in_use`
+        self._closed = False
+
+    def register(self, base: nn.Module, begin: Callable[..., None]) -> None:
+        """Hook every module that an adapter may touch, and the start of a forward pass.
+
+        All of them from the start: a compiled program would not notice hooks that come later.
+
+        Args:
+            base: the model.
+            begin: announces a forward pass.
+        """
+        self.handles.append(base.register_forward_pre_hook(begin, with_kwargs=True))
+        self.handles.append(base.register_forward_hook(end_hook))
+        try:
+            self._add()
+        except BaseException:  # no memory to join weights, for instance
+            self.remove()
+            raise
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the model attached while the block runs.
+
+        Raises:
+            InvalidInputError: as `check`.
+        """
+        user = object()
+        try:
+            with self._lock:
+                self.check()
+                self._users.add(user)
+            yield
+        finally:
+            self._users.discard(user)  # one step: an interrupt leaves nothing in use
+
+    def check(self) -> None:
+        """Refuse a model that was detached.
+
+        Raises:
+            InvalidInputError: `close` was called.
+        """
+        if self._closed:
+            raise InvalidInputError(
+                "this MultiLoRAModel was detached from its base model\n"
+                "  to do: make a new one around the base model"
+            )
+
+    def close(self) -> None:
+        """Refuse every later use of the hooks.
+
+        Raises:
+            InvalidInputError: the hooks are in use. Nothing has changed.
+        """
+        with self._lock:
+            if self._users:
+                raise InvalidInputError(
+                    "the model cannot be detached while it runs with adapters\n"
+                    "  to do: wait until its calls, requests and blocks of `using` have ended"
+                )
+            self._closed = True
+
+    def remove(self) -> None:
+        """Take every hook off, and give joined weights memory of their own again."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for group in self.groups:
+            group.part()
+
+    def drop_moved(self) -> int:
+        """Drop groups whose weights were moved, and return how many are left.
+
+        Compiled programs run the modules of dropped groups alone. Eager passes drop a group
+        themselves when they meet it.
+        """
+        return sum([group.are_joined() for group in self.groups])
+
+    def check_unmoved(self, groups: int) -> None:
+        """Refuse the results of compiled programs if weights of a group were moved meanwhile.
+
+        Args:
+            groups: how many were joined before the programs ran.
+
+        Raises:
+            InvalidInputError: fewer are joined now.
+        """
+        if self.drop_moved() != groups:
+            raise InvalidInputError(
+                "weights of the base model were moved or replaced, and a compiled program may have "
+                "gone on reading those of before\n"
+                "  allowed: values written in place; other weights before prepare(), or between "
+                "calls and blocks of `using`\n"
+                "  to do: run it again"
+            )
+
+    def _add(self) -> None:
+        model, backend, layouts = self._model, self._backend, self._layouts
+        # shared by all modules, so that they stay in the processor's cache during a step
+        with_lora, add = cache(partial(linear_with_lora, backend)), adder(backend, "run_linear")
+        hooks = {
+            path: lora_hook(model, site, layouts[path], backend, add)
+            for path, site in self._sites.items()
+            if site.refusal is None
+        }
+        for group in self.groups:
+            group.join(self.joined)
+            alone = [hooks.pop(path) for path in group.paths]
+            layout, run = layouts[group.paths[0]], with_lora(group.operation)
+            forwards = [leader_forward(model, group, layout, backend, run, alone[0])]
+            for place, hook in enumerate(alone[1:], 1):
+                forwards.append(sibling_forward(model, group, place, hook))
+            self.handles += map(ForwardOverride, group.modules, forwards)
+        for path, expert_site in self._experts.items():
+            if expert_site.refusal is None:
+                forward = experts_forward(model, expert_site, layouts[path], backend)
+                self.handles.append(ForwardOverride(expert_site.module, forward))
+        for path, hook in hooks.items():
+            site, module = self._sites[path], self._sites[path].module
+            if path in self._routers:
+                forward = router_forward(model, site, layouts[path], backend)
+                self.handles.append(ForwardOverride(module, forward))
+            elif self.fuse and are_plain((module,)):
+                run = with_lora("run_linear")
+                forward = linear_forward(model, site, layouts[path], backend, run, hook)
+                self.handles.append(ForwardOverride(cast(nn.Linear, module), forward))
+            else:
+                self.handles.append(module.register_forward_hook(hook))

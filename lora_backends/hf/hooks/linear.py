@@ -1,0 +1,177 @@
+"""The forward hooks. They run at every module that an adapter may touch, so they do little."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lora_backends.backend import LoRABackend
+from lora_backends.dispatch.any_axes import over_rows
+from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
+from lora_backends.dispatch.repeats import NO_REPEATS
+from lora_backends.dispatch.tracing import is_traced
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.calls.running import RUNNING, check_thread, is_open
+from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.layout.structure import Structure
+from lora_backends.weights import LoRAWeights
+
+Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
+
+
+def begin_hook(
+    model: str, structure: Structure, main_input: str, forward: Callable[..., Any]
+) -> Callable[..., None]:
+    """Return the hook that announces a forward pass of the base model to the running call.
+
+    Args:
+        model: whose calls it serves.
+        structure: of the base model. Calls check it themselves, blocks of `using` do it here.
+        main_input: name of the base model's first argument.
+        forward: of the base model.
+
+    Returns:
+        A forward pre-hook with keyword arguments.
+    """
+    names = _positional(forward, main_input)
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = RUNNING.call
+        if call.model != model:
+            check_thread(model)
+            return
+        if not is_traced():
+            if is_open(model):
+                structure.check_modules()
+                structure.check_state()
+            RUNNING.kept = None  # of a forward pass that has failed
+        inputs = {**kwargs, **dict(zip(names, args, strict=False))} if args else kwargs
+        call.begin_forward(inputs, *rows_and_length(inputs, main_input))
+        if not is_traced():
+            RUNNING.repeats = call.repeats()
+
+    return begin
+
+
+def _positional(forward: Callable[..., Any], main_input: str) -> list[str]:
+    """Return names of arguments by position, more than there are: none may go unseen."""
+    try:
+        parameters = [*inspect.signature(forward).parameters.values()]
+    except (TypeError, ValueError):  # no Python function
+        parameters = []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in by_position]
+    return [main_input, *names[1:], *(f"argument {at}" for at in range(len(names), 64))]
+
+
+def end_hook(*_: Any) -> None:
+    """Let modules that are called outside of a forward pass make all checks."""
+    if not is_traced():
+        RUNNING.repeats = NO_REPEATS
+
+
+def lora_hook(
+    model: str,
+    site: Site,
+    layout: Layout,
+    backend: LoRABackend,
+    add: Callable[..., torch.Tensor],
+) -> Hook:
+    """Return the hook that adds the running call's LoRA to the output of one module.
+
+    Args:
+        model: whose calls it serves.
+        site: the module.
+        layout: of its input.
+        backend: that adds the LoRA.
+        add: `adder` of its `run_linear`, the same for all modules.
+
+    Returns:
+        A forward hook.
+    """
+    path, paths, width = site.path, (site.path,), site.spec.out_features
+    is_embedding = site.spec.kind == "embedding"
+
+    def add_lora(
+        module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
+    ) -> torch.Tensor | None:
+        call = RUNNING.call
+        if call.model != model:
+            check_thread(model)
+            return None
+        weights = call.stacks.get(path)
+        if weights is None:
+            return None
+        if not args:
+            raise UnsupportedInputError(
+                f"module {path} is called with arguments by name\n"
+                f"  allowed: its input as the first argument by position"
+            )
+        x = args[0]
+        if not is_embedding:
+            return add(x, weights, call.plan(x.shape[:-1], layout, paths), output)
+        plan, output = call.plan(x.shape, layout, paths), output.contiguous()
+        ids = x.flatten().contiguous()  # [rows, 1] may be a column of a wider tensor
+        add_deltas(backend.run_embedding, ids, weights, plan, output.view(-1, width))
+        return output
+
+    return add_lora
+
+
+def add_deltas(
+    run: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    plan: Any,
+    y: torch.Tensor,
+) -> None:
+    """Add the LoRA of each row to y by an operation of the backend.
+
+    The operation refuses several adapters per token where a layer has output_scales. A model's
+    rows have a blend or DoRA, never both (`Choices`), and scales of 1 without DoRA. So one adapter
+    after another gives their sum here, too.
+    """
+    if weights.output_scales is None or not isinstance(plan, ManyAdaptersPlan):
+        run(x, weights, plan, y)
+        return
+    for part in plan.plans:
+        run(x, weights, part, y)
+
+
+def adder(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:
+    """Return a function that adds a layer's LoRA to y [..., out_features] by an operation."""
+    return over_rows(backend, operation, partial(add_deltas, getattr(backend, operation)))
+
+
+def rows_and_length(inputs: Mapping[str, Any], main_input: str) -> tuple[int, int]:
+    """Return the rows and the tokens per row that a forward pass is given.
+
+    Args:
+        inputs: of the forward pass.
+        main_input: name of the base model's first argument.
+
+    Raises:
+        InvalidInputError: there are none.
+    """
+    for key in (
+        "decoder_input_ids",
+        "decoder_inputs_embeds",
+        "input_ids",
+        "inputs_embeds",
+        main_input,
+    ):
+        tokens = inputs.get(key)
+        if isinstance(tokens, torch.Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
+            return tokens.shape[0], tokens.shape[1]
+    raise InvalidInputError(
+        f"no tokens to run on\n  given: {', '.join(inputs) or 'nothing'}\n"
+        f"  allowed: input_ids [rows, tokens], inputs_embeds [rows, tokens, hidden]"
+        + f", or {main_input} [rows, ...]"
+        * (main_input != "input_ids")
+    )

@@ -1,0 +1,373 @@
+"""Modules that are called with one input, as one layer: q, k and v, or gate and up.
+
+Their weights become rows of one matrix. The first of them to be called, the leader, multiplies by
+all of it, adds the LoRA of all in one call of the backend, and keeps what belongs to its siblings.
+A sibling that is called with the very same tensor takes its part and computes nothing; called with
+anything else it runs alone. So a model may call them in any order and with any input.
+
+`torch.compile` traces the same: the program has one product and one operation for all of them. It
+does not notice when a weight is moved. So `MultiLoRAModel` looks before and after programs run. A
+group whose weights were moved leaves `Call.joined`, which the programs guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.dlpack import from_dlpack
+
+from lora_backends.backend import LoRABackend
+from lora_backends.dispatch.tracing import is_traced
+from lora_backends.dispatch.wrap import stored_as
+from lora_backends.hf.calls.running import RUNNING, Joined, Kept, check_thread
+from lora_backends.hf.hooks import trace_guards as traced
+from lora_backends.hf.hooks.addresses import Place
+from lora_backends.hf.hooks.linear import Hook
+from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.layout.sites import Site
+
+GROUPS = (
+    (("q_proj", "k_proj", "v_proj"), "run_qkv"),
+    (("gate_proj", "up_proj"), "run_gate_up"),
+)
+"""Names of modules under one parent, the leader first, and the operation that runs them."""
+
+TRACED = -1
+"""Version of an input in a traced program, which an eager call never meets."""
+
+
+class Siblings:
+    """Linear modules of one parent that a leader may run, once they are joined.
+
+    Args:
+        paths: of the modules, the leader's first, in the order of the slices.
+        modules: with weights of one width, dtype and device; all have a bias, or none has.
+        operation: of the interface.
+    """
+
+    def __init__(
+        self, paths: tuple[str, ...], modules: tuple[nn.Linear, ...], operation: str
+    ) -> None:
+        self.paths, self.modules, self.operation = paths, modules, operation
+        self.widths = [module.out_features for module in modules]
+        self.apart = False  # whether the model was seen to call them with different inputs
+        self.joined: Joined | None = None
+        self.places: list[Place] = []  # of each module's parameters, once they are joined
+        self._all: dict[str, Joined] = {}  # `joined` of all groups, by the leader's path
+
+    @torch.inference_mode(False)  # parameters made of inference tensors could not be trained again
+    @torch.no_grad()
+    def join(self, joined: dict[str, Joined]) -> None:
+        """Lay the modules' weights out as one, and their biases; their values stay.
+
+        Args:
+            joined: of all groups, by the leader's path; this one is in it while it is joined.
+        """
+        weight = self._join("weight")
+        assert weight is not None  # every nn.Linear has one
+        self.joined = joined[self.paths[0]] = Joined(weight, self._join("bias"))
+        self._all = joined
+
+    def are_joined(self) -> bool:
+        """Return whether the modules' parameters are still parts of `joined`; if not, forget it."""
+        if self.joined is None:
+            return False
+        for place, module in zip(self.places, self.modules, strict=True):
+            if not place.is_kept_by(module):
+                self._forget()
+                return False
+        return True
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def part(self) -> None:
+        """Give each parameter that is a part memory of its own again."""
+        for place in self.places:
+            place.part()
+        self._forget()
+        self.places, self.modules = [], ()
+
+    def _forget(self) -> None:
+        self.joined = None  # frees the memory, unless other code holds a part
+        self._all.pop(self.paths[0], None)  # another thread may have been first
+
+    def _join(self, name: str) -> nn.Parameter | None:
+        """Return one tensor of all modules' parameters, which become its rows."""
+        holders = [module._parameters for module in self.modules]
+        parameters = [p for holder in holders if (p := holder[name]) is not None]
+        if not parameters:
+            return None
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        rows = torch.split_with_sizes(joined, self.widths)
+        try:
+            for parameter, part in zip(parameters, rows, strict=True):
+                # a storage of its own: code that saves models takes tensors of one storage for tied
+                parameter.data = from_dlpack(part)
+        finally:
+            self.places = [Place(module) for module in self.modules]
+        return nn.Parameter(joined, requires_grad=False)
+
+
+def find_siblings(sites: Mapping[str, Site]) -> list[Siblings]:
+    """Return the groups of plain linear modules, without foreign hooks or a replaced `forward`."""
+    groups = []
+    for path in sites:
+        parent, dot, name = path.rpartition(".")
+        for names, operation in GROUPS:
+            paths = tuple(f"{parent}{dot}{other}" for other in names)
+            if name == names[0] and all(other in sites for other in paths):
+                modules = tuple(sites[other].module for other in paths)
+                if all(sites[other].refusal is None for other in paths) and are_plain(modules):
+                    groups.append(Siblings(paths, modules, operation))  # type: ignore[arg-type]
+    return groups
+
+
+def are_plain(modules: tuple[nn.Module, ...]) -> bool:
+    """Return whether one product gives the same as calling each of the modules."""
+    kinds = set()
+    for module in modules:
+        if (
+            type(module) is not nn.Linear
+            or "forward" in vars(module)
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or set(module._parameters) != {"weight", "bias"}
+            or any(map(_is_special, module.parameters()))
+        ):
+            return False
+        bias = None if module.bias is None else module.bias.dtype
+        kinds.add((module.in_features, module.weight.dtype, module.weight.device, bias))
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    # a tied one cannot be two parts of a tensor
+    return len(kinds) == 1 and len({*parameters}) == len(parameters)
+
+
+def _is_special(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter cannot be given other memory."""
+    is_plain = type(parameter.data) is torch.Tensor
+    return not is_plain or parameter.is_meta or parameter.is_inference()
+
+
+def leader_forward(
+    model: str,
+    group: Siblings,
+    layout: Layout,
+    backend: LoRABackend,
+    run: Callable[..., torch.Tensor],
+    alone: Hook,
+) -> Callable[..., torch.Tensor]:
+    """Return the leader's `forward`.
+
+    Args:
+        model: whose calls it serves.
+        group: the leader and its siblings.
+        layout: of the leader's input.
+        backend: that adds the LoRA.
+        run: `linear_with_lora` of the group's operation, the same for all groups.
+        alone: the leader's hook where it runs without the others.
+
+    Returns:
+        A function of the module and its input.
+    """
+    paths, widths, operation = group.paths, group.widths, stored_as(backend, group.operation)
+    device_type = group.modules[0].weight.device.type
+    siblings = len(widths) - 1
+
+    def in_full(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        call = RUNNING.call
+        if call.model != model:
+            check_thread(model)
+            return functional.linear(input, self.weight, self.bias)
+        tracing = is_traced()
+        if not tracing:
+            left, RUNNING.kept = RUNNING.kept, None
+            if left is not None:
+                left.group.apart = True
+        weights = call.shared.get(paths[0])
+        if (
+            weights is None
+            or group.apart
+            or torch.is_grad_enabled()  # the joined weight is no parameter of the model
+            or torch.is_autocast_enabled(device_type)  # and would be cast in every call
+            or self is not group.modules[0]
+        ):
+            return _run_alone(self, input, alone)
+        if tracing:
+            joined = call.joined.get(paths[0])
+        else:
+            # tensors of inference mode have no version; a weight may have been moved
+            joined = None if input.is_inference() or not group.are_joined() else group.joined
+        if joined is None:
+            return _run_alone(self, input, alone)
+        plan = call.plan(input.shape[:-1], layout, paths)
+        y = run(call, tracing, input, weights, plan, *joined)
+        if tracing:
+            call.is_traced = True
+            traced.note(input)
+        else:
+            RUNNING.repeats.keep(alone, backend, operation, input, weights, plan, y)
+        outputs = _columns(y, widths)
+        version = TRACED if tracing else input._version
+        RUNNING.kept = Kept(group, input, version, [*outputs], siblings)
+        return outputs[0]
+
+    place = group.places[0]  # each sibling looks at its own, when it is called
+
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return in_full(self, input)
+        repeat = RUNNING.repeats.get(alone)
+        if (
+            repeat is None
+            or RUNNING.kept is not None
+            or group.apart
+            or (joined := group.joined) is None
+            or input.is_inference()
+            or not place.is_kept_by(self)
+            or (y := repeat.run(input, *joined)) is None
+        ):
+            return in_full(self, input)
+        outputs = _columns(y, widths)
+        RUNNING.kept = Kept(group, input, input._version, [*outputs], siblings)
+        return outputs[0]
+
+    return forward
+
+
+def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
+    """Return the columns of every module.
+
+    On a CPU they are copied: there torch's activations round the ends of strided rows differently
+    from the ends of contiguous ones.
+    """
+    columns = torch.split_with_sizes(y, widths, -1)
+    return tuple(c.contiguous() for c in columns) if y.is_cpu else columns
+
+
+def sibling_forward(
+    model: str, group: Siblings, index: int, alone: Hook
+) -> Callable[..., torch.Tensor]:
+    """Return a sibling's `forward`: it returns the output that the leader kept, or runs alone.
+
+    Args:
+        model: whose calls it serves.
+        group: the sibling and its leader.
+        index: of the sibling in the group, whose leader has 0.
+        alone: the sibling's hook where it runs alone.
+
+    Returns:
+        A function of the module and its input.
+    """
+    place = group.places[index]
+
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        kept = RUNNING.kept  # in the running call of this model: calls begin and end with None
+        if kept is not None and kept.group is group and kept.x is input:
+            output = kept.outputs[index]
+            # leader and sibling are both traced, or neither is
+            if output is not None and (
+                is_traced() and group.modules[index] is self and traced.is_unchanged(input)
+                if kept.version == TRACED
+                else not torch.compiler.is_dynamo_compiling()
+                and kept.version == input._version
+                and place.is_kept_by(self)
+            ):
+                kept.outputs[index] = None
+                kept.left -= 1
+                if not kept.left:
+                    RUNNING.kept = None
+                return output
+            if not is_traced():
+                group.are_joined()  # notes a sibling that was moved
+        if RUNNING.call.model != model:
+            check_thread(model)
+            return functional.linear(input, self.weight, self.bias)
+        return _run_alone(self, input, alone)
+
+    return forward
+
+
+def linear_forward(
+    model: str,
+    site: Site,
+    layout: Layout,
+    backend: LoRABackend,
+    run: Callable[..., torch.Tensor],
+    alone: Hook,
+) -> Callable[..., torch.Tensor]:
+    """Return a `forward` that does the same as a hook, in less time than torch's hooks take.
+
+    Args:
+        model: whose calls it serves.
+        site: a plain linear module.
+        layout: of its input.
+        backend: that adds the LoRA.
+        run: `linear_with_lora` of `run_linear`, the same for all modules.
+        alone: its hook.
+
+    Returns:
+        A function of the module and its input.
+    """
+    path, paths, operation = site.path, (site.path,), stored_as(backend, "run_linear")
+
+    def in_full(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        call = RUNNING.call
+        if call.model != model:
+            check_thread(model)
+            return functional.linear(input, self.weight, self.bias)
+        weights = call.stacks.get(path)
+        tracing = is_traced()
+        if weights is None or (tracing and not call.multiplies_bases):
+            return _run_alone(self, input, alone)
+        if tracing:
+            plan = call.plan(input.shape[:-1], layout, paths)
+            return run(call, tracing, input, weights, plan, self.weight, self.bias)
+        parameters: dict[str, Any] = self._parameters  # not by nn.Module's slow `__getattr__`
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # other code has put something else in its place: pruning for instance
+            return _run_alone(self, input, alone)
+        plan = call.plan(input.shape[:-1], layout, paths)
+        y = run(call, tracing, input, weights, plan, weight, bias)
+        RUNNING.repeats.keep(alone, backend, operation, input, weights, plan, y)
+        return y
+
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return in_full(self, input)
+        repeat = RUNNING.repeats.get(alone)
+        parameters: dict[str, Any] = self._parameters
+        if repeat is not None and "weight" in parameters and "bias" in parameters:
+            y = repeat.run(input, parameters["weight"], parameters["bias"])
+            if y is not None:
+                return y
+        return in_full(self, input)
+
+    return forward
+
+
+def _run_alone(module: nn.Linear, input: torch.Tensor, hook: Hook) -> torch.Tensor:
+    output = nn.Linear.forward(module, input)
+    changed = hook(module, (input,), output)
+    return output if changed is None else changed
+
+
+class ForwardOverride:
+    """The `forward` of one module, until it is removed.
+
+    A bound method, so that a deep copy of the model computes with its own weights.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._forward = module, MethodType(forward, module)
+        module.forward = self._forward
+
+    def remove(self) -> None:
+        """Give the module its own `forward` back, unless other code has replaced this one."""
+        if vars(self._module).get("forward") is self._forward:
+            del self._module.forward

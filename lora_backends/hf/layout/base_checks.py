@@ -1,0 +1,99 @@
+"""Checks of a base model: it is a Transformers model itself, not a wrapper around one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lora_backends.adapters.pool.quantized import as_adapter_dtype
+from lora_backends.backend import LoRABackend
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
+from lora_backends.features import EIGHT_BIT
+
+
+def check_base(base: object) -> None:
+    """Refuse a base model whose modules do not have the names that adapters were trained for.
+
+    Raises:
+        InvalidInputError: it is no torch module.
+        UnsupportedInputError: a model inside another module: that of torch.compile, of PEFT or
+            of a parallel wrapper; one with modules of PEFT; or one whose weights are yet to be
+            decompressed.
+    """
+    name = type(base).__name__
+    if not isinstance(base, nn.Module):
+        raise InvalidInputError(
+            f"base is no model\n  given: {shown(base)}\n  allowed: a Transformers model\n"
+            f"  to do: pass what AutoModelForCausalLM.from_pretrained(...) returns"
+        )
+    children = dict(base.named_children())
+    given, around, to_do = name, "", ""
+    inside = [path for path, module in base.named_modules() if _is_of_peft(module)]
+    if "_orig_mod" in children:  # the only mark that torch.compile leaves on its module
+        around = "was compiled"
+        to_do = "wrap the model first, and compile model.base: see prepare() and using()"
+    elif _is_of_peft(base):
+        around, to_do = "holds adapters of PEFT already", "pass base.unload(), or the model itself"
+    elif inside:  # PEFT replaces modules in place: of get_base_model(), and of what it was given
+        given = f"{name} with PEFT's modules at {inside[0]} and {len(inside) - 1} other paths"
+        around = "holds adapters of PEFT already, which every row would get"
+        to_do = "pass unload() of the PeftModel, or load the model again"
+    elif isinstance(base, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        around, to_do = "is wrapped for parallel training", "pass base.module"
+    elif hasattr(base, "ct_decompress_hook"):  # which puts other weights in at the first pass
+        around = "is compressed (compressed-tensors) until its first forward pass"
+        to_do = "call the model once before it is wrapped"
+    if around:
+        raise UnsupportedInputError(
+            f"the base model {around}\n  given: {given}\n  allowed: a Transformers model itself\n"
+            f"  to do: {to_do}"
+        )
+
+
+def check_options(backend_options: Any, fuse: Any) -> None:
+    """Refuse options of a wrapper that would be misread.
+
+    Raises:
+        InvalidInputError: `backend_options` is no mapping, or `fuse` no bool.
+    """
+    if not (backend_options is None or isinstance(backend_options, Mapping)):
+        raise InvalidInputError(
+            f"backend_options is {shown(backend_options)}\n"
+            f'  allowed: a dict, e.g. {{"batch_invariant": True}}, or None'
+        )
+    if not (fuse is None or isinstance(fuse, bool)):
+        raise InvalidInputError(f"fuse is {shown(fuse)}\n  allowed: True, False or None")
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "peft"
+
+
+def check_adapter_dtype(backend: LoRABackend, given: Any, dtype: torch.dtype) -> None:
+    """Refuse 8-bit adapters that the backend cannot run, before the model is touched."""
+    if as_adapter_dtype(given, dtype) is not None and EIGHT_BIT not in backend.features:
+        raise UnsupportedInputError(
+            f"backend {backend.name!r} cannot run adapters of 8 bits\n"
+            f"  given: adapter_dtype {shown(given)}; it lacks {EIGHT_BIT}\n"
+            f"  to do: use another backend, e.g. torch_ref, or adapter_dtype=None"
+        )
+
+
+def dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype and device of the base model's parameters of 16 bits or more."""
+    floating = [p for p in base.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
+    if not floating:
+        raise UnsupportedInputError(f"{type(base).__name__} has no floating-point parameters")
+    devices = {parameter.device for parameter in floating}
+    if len(devices) > 1:
+        raise UnsupportedInputError(
+            f"{type(base).__name__} is spread over {', '.join(sorted(map(str, devices)))}\n"
+            f"  allowed: a model on one device"
+        )
+    dtype: torch.dtype = getattr(base, "dtype", floating[0].dtype)
+    if dtype.itemsize == 1:  # that of a quantised embedding
+        dtype = floating[0].dtype
+    return dtype, floating[0].device

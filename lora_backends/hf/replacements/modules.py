@@ -1,0 +1,395 @@
+"""Builds an adapter's replacements of base modules, and hooks the modules that they replace."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lora_backends.adapters import Checkpoint, ModuleSpec, OwnParameter, TokenRows
+from lora_backends.adapters.peft.old_names import renamed
+from lora_backends.adapters.pool.quantized import bytes_of
+from lora_backends.dispatch.any_axes import as_rows
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
+from lora_backends.hf.calls.running import RUNNING
+from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.layout.probe import UNREACHED, probe
+from lora_backends.hf.layout.quantized_base import is_plain, packed_size
+from lora_backends.hf.layout.sites import Site, token_embedding_of
+from lora_backends.hf.replacements.promised import check_promises, check_unpromised
+from lora_backends.hf.replacements.proof import reason_against
+from lora_backends.hf.replacements.rows import Hook, OwnModule, replace_rows
+from lora_backends.hf.replacements.tying import check_tying
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """aLoRA: the adapter acts on a row from the last place of these tokens in it on."""
+
+    tokens: tuple[int, ...]
+
+
+class OwnModules:
+    """The modules of adapters that take the place of one base model's.
+
+    Args:
+        model: key of the wrapper, whose calls the hooks serve.
+        base: the model.
+        sites: where it can take LoRA.
+        layouts: of the inputs of modules; those of further modules are added when they are needed.
+        handles: of hooks; those that are added are noted here.
+        fused: whether LoRA may be a part of a module's `forward`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        base: nn.Module,
+        sites: Mapping[str, Site],
+        layouts: MutableMapping[str, Layout],
+        handles: list[Any],
+        fused: bool,
+    ) -> None:
+        self._model, self._base, self._sites = model, base, sites
+        self._layouts, self._handles, self._fused = layouts, handles, fused
+        self._modules = dict(base.named_modules())
+        self._holders: dict[int, list[tuple[str, str]]] = defaultdict(list)
+        for path, module in self._modules.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._holders[id(parameter)].append((path, name))
+        self._lock = Lock()
+
+    def __call__(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Return an adapter's replacements of base modules, by path, and hook these modules.
+
+        Raises:
+            InvalidInputError: it does not fit the base model.
+            UnsupportedInputError: a module of a kind that cannot be replaced row by row.
+        """
+        check_tying(self._base, checkpoint)
+        self._check_residuals(checkpoint)
+        values = self._values(checkpoint)
+        tokens = self._tokens(checkpoint)
+        check_promises(self._base, checkpoint)
+        check_unpromised(self._base, checkpoint)
+        own: dict[str, Any] = {}
+        for path in dict.fromkeys([*values, *tokens]):
+            own[path] = self._own(checkpoint, path, values.get(path, {}), tokens.get(path))
+        if own and checkpoint.own.invocation:
+            # PEFT uses those for every token of a row; ours would begin at the invocation, too.
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} acts from its invocation tokens on (aLoRA), and has modules "
+                f"of its own besides\n"
+                f"  given: alora_invocation_tokens, and {', '.join([*own][:3])}"
+                f"{', ...' * (len(own) > 3)}\n"
+                f"  allowed: aLoRA without modules_to_save, biases or trainable_token_indices\n"
+                f"  to do: merge these modules into a base model of its own"
+            )
+        if own:
+            with self._lock:  # a bias would be added twice by hooks of two loads
+                self._probe([path for path in own if path not in self._layouts])
+                self._try(checkpoint, values, tokens, own)
+                self._hook(own)
+        if checkpoint.own.invocation:
+            own[""] = Invocation(checkpoint.own.invocation)
+        return own
+
+    def _check_residuals(self, checkpoint: Checkpoint) -> None:
+        """Refuse PiSSA and OLoRA of a weight that other modules share: PEFT changes those, too."""
+        for path, delta in checkpoint.modules.items():
+            weight = self._modules[path]._parameters.get("weight") if delta.init else None
+            if weight is not None and len(self._holders[id(weight)]) > 1:
+                raise UnsupportedInputError(
+                    f"{checkpoint.folder} has init_lora_weights = {delta.init!r} for {path}, whose "
+                    f"weight other modules share\n  to do: save the adapter with "
+                    f"path_initial_model_for_weight_conversion"
+                )
+
+    def _values(self, checkpoint: Checkpoint) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the parameters that differ from the base model's, by path of their module."""
+        parameters = dict(checkpoint.own.parameters)
+        for path, weight in checkpoint.base_weights.items():
+            parameters[f"{path}.weight"] = OwnParameter(weight, alone=False)
+        values: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for given, parameter in parameters.items():
+            for path, name, base in self._places(checkpoint, given, parameter.alone):
+                if not is_plain(base):
+                    raise _quantized(checkpoint, path)
+                value = parameter.value.to(base.device, base.dtype)
+                before = values[path].get(name) if path in values else None
+                if before is not None and not before.equal(value):
+                    raise UnsupportedInputError(
+                        f"{checkpoint.folder} has two values for {path}.{name}, which the base "
+                        f"model shares with other modules\n  allowed: one value"
+                    )
+                if value.shape != base.shape or not value.equal(base):
+                    values[path][name] = value
+        return {path: found for path, found in values.items() if found}
+
+    def _places(
+        self, checkpoint: Checkpoint, given: str, alone: bool
+    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield the modules that hold a parameter, its names there and the base's value."""
+        given_path, _, name = given.rpartition(".")
+        path = renamed(given_path, self._modules)
+        module = self._modules.get(path)
+        base = None if module is None else module._parameters.get(name)
+        if base is None and module is not None and packed_size(module) is not None:
+            raise _quantized(checkpoint, path)
+        if base is None:
+            raise InvalidInputError(
+                f"{checkpoint.folder} has a tensor of its own for {given!r}, which the base model "
+                f"lacks{did_you_mean(given_path, self._modules)}\n"
+                f"  to do: load it on the kind of model that it was trained on, e.g. "
+                f"AutoModelForSequenceClassification"
+            )
+        places = [(path, name)] if alone else self._holders[id(base)]
+        for place, called in places:
+            yield place, called, base
+
+    def _tokens(self, checkpoint: Checkpoint) -> dict[str, TokenRows]:
+        """Return the rows of embeddings that are replaced, by path; tied heads follow."""
+        tokens: dict[str, TokenRows] = {}
+        given = {renamed(p, self._modules): rows for p, rows in checkpoint.own.tokens.items()}
+        for path, rows in given.items():
+            embedding = self._modules.get(path)
+            weight = None if embedding is None else embedding._parameters.get("weight")
+            if not isinstance(embedding, nn.Embedding) or weight is None:
+                raise InvalidInputError(
+                    f"{checkpoint.folder} replaces rows of {path!r}, which is no embedding of the "
+                    f"base model\n  to do: load it on the model that it was trained on"
+                )
+            if not is_plain(weight):
+                raise _quantized(checkpoint, path)
+            if rows.values.shape[1] != weight.shape[1] or max(rows.ids) >= weight.shape[0]:
+                raise InvalidInputError(
+                    f"{checkpoint.folder} replaces rows of {path!r} that the base model lacks\n"
+                    f"  given: {list(rows.values.shape)}, ids up to {max(rows.ids)}\n"
+                    f"  allowed: rows of {list(weight.shape)}\n"
+                    f"  to do: base.resize_token_embeddings({max(rows.ids) + 1})"
+                )
+            for place, _ in self._holders[id(weight)]:
+                tokens[place] = given.get(place, rows)
+        return tokens
+
+    def _own(
+        self,
+        checkpoint: Checkpoint,
+        path: str,
+        values: Mapping[str, torch.Tensor],
+        rows: TokenRows | None,
+    ) -> OwnModule:
+        """Return the replacement of one module."""
+        module = self._modules[path]
+        self._check_kind(checkpoint, path, module)
+        width = self._check_shapes(checkpoint, path, module, values)
+        delta = checkpoint.modules.get(path)
+        whole = bool(set(values) - {"bias"}) or rows is not None
+        if delta is not None and whole and (self._fused or delta.magnitude is not None or width):
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} has both LoRA and a weight of its own for {path}\n"
+                f"  allowed: without DoRA, with as many outputs, and with MultiLoRAModel(..., "
+                f"fuse=False)"
+            )
+        made: dict[str, Any] = {"width": width, "nbytes": bytes_of(*values.values())}
+        linear = isinstance(module, nn.Linear | Conv1D)
+        if set(values) == {"bias"} and linear:
+            bias = cast(torch.Tensor, module.bias)
+            made["bias"] = values["bias"] - bias.detach()
+        elif values:
+            made["module"] = _copy(module, values)
+        if rows is not None:
+            if linear and _is_nonzero(values.get("bias", module.bias)):
+                # PEFT's model computes the head without its bias until the adapter is merged.
+                raise UnsupportedInputError(
+                    f"{checkpoint.folder} replaces rows of an embedding that {path} shares, whose "
+                    f"bias PEFT leaves out\n  given: trainable_token_indices, and a bias that is "
+                    f"not 0\n  allowed: a tied head without a bias\n"
+                    f"  to do: merge the adapter into a base model of its own"
+                )
+            weight = cast(torch.Tensor, module.weight)
+            own = {"weight": rows.values.to(weight.device, weight.dtype)}
+            made["nbytes"] += bytes_of(own["weight"])
+            made["tokens"] = torch.tensor(rows.ids, device=weight.device)
+            if linear and module.bias is not None:
+                own["bias"] = cast(torch.Tensor, module.bias).detach()[made["tokens"]]
+            made["token_module"] = _copy(module, own)
+        return OwnModule(**made)
+
+    def _check_kind(self, checkpoint: Checkpoint, path: str, module: nn.Module) -> None:
+        """Refuse a module that may not work on each position alone."""
+        norm = type(module).__name__.endswith("Norm") and all(
+            parameter.ndim == 1 for parameter in module.parameters()
+        )
+        kinds = nn.Linear | Conv1D | nn.Embedding
+        if not (norm or isinstance(module, kinds)) or "experts" in path.split("."):
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} has a {type(module).__name__} of its own for {path}\n"
+                f"  allowed: linear layers, embeddings and norms of its own, whose rows are known\n"
+                f"  to do: merge the adapter into a base model, or train without that module in "
+                f"modules_to_save"
+            )
+
+    def _check_shapes(
+        self,
+        checkpoint: Checkpoint,
+        path: str,
+        module: nn.Module,
+        values: Mapping[str, torch.Tensor],
+    ) -> int | None:
+        """Return the number of outputs, where a head has others than the base's."""
+        wrong = []
+        for name, value in values.items():
+            base = cast(torch.Tensor, module._parameters[name])
+            if value.shape != base.shape:
+                wrong.append(f"{path}.{name}: {list(value.shape)}, the base has {list(base.shape)}")
+        if not wrong:
+            return None
+        base_shape = cast(torch.Tensor, module.weight).shape
+        weight = values.get("weight")
+        sized = [n for n, p in module._parameters.items() if p is not None and n not in values]
+        head = type(module) is nn.Linear and path in self._heads()
+        if head and weight is not None and weight.ndim == 2 and not sized:
+            if weight.shape[1:] == base_shape[1:]:
+                return weight.shape[0]
+        vocabulary = path not in self._heads()
+        to_do = "load the base model with the sizes that the adapter was trained with"
+        if weight is not None and vocabulary and weight.ndim == 2:
+            to_do += f", e.g. base.resize_token_embeddings({weight.shape[0]})"
+        raise InvalidInputError(
+            f"{checkpoint.folder} has modules of its own of other sizes\n  given: "
+            + "\n  given: ".join(wrong)
+            + f"\n  to do: {to_do}"
+        )
+
+    def _heads(self) -> list[str]:
+        """Return the linear layers that may be heads: in no stack of layers, no embedding."""
+        output = getattr(self._base, "get_output_embeddings", lambda: None)()
+        ties = (output, token_embedding_of(self._base))
+        return [
+            path
+            for path, module in self._modules.items()
+            if isinstance(module, nn.Linear)
+            and module not in ties
+            and not any(part.isdigit() for part in path.split("."))
+        ]
+
+    def _try(
+        self,
+        checkpoint: Checkpoint,
+        values: Mapping[str, Mapping[str, torch.Tensor]],
+        tokens: Mapping[str, TokenRows],
+        own: Mapping[str, OwnModule],
+    ) -> None:
+        """Refuse modules that the model does not call, or whose parameters it reads itself."""
+        unreached = [path for path in own if self._layouts[path].reason == UNREACHED]
+        reason = f"the model does not call {unreached[0]} on text" if unreached else None
+        if reason is None:
+            parameters = {path: dict(found) for path, found in values.items()}
+            for path, rows in tokens.items():
+                parameters.setdefault(path, {})
+                weight = parameters[path].get("weight", self._modules[path].weight)
+                ids = torch.tensor(rows.ids, device=weight.device)
+                whole = weight.detach().clone()
+                whole[ids] = rows.values.to(whole)
+                parameters[path]["weight"] = whole
+            reason = reason_against(self._base, parameters, own)
+        if reason is not None:
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} has modules of its own that cannot be replaced row by row: "
+                f"{reason}\n  given: {', '.join([*own][:3])}{', ...' * (len(own) > 3)}\n"
+                f"  to do: merge the adapter into a base model of its own"
+            )
+
+    def _hook(self, own: Mapping[str, OwnModule]) -> None:
+        for path in own:
+            module, layout = self._modules[path], self._layouts[path]
+            embeds = isinstance(module, nn.Embedding)
+            for late in (False, True):
+                # An interrupt may end a load after any of these lines, so only the hooks themselves
+                # tell which of them exist.
+                marks = [getattr(hook, "own_of", None) for hook in module._forward_hooks.values()]
+                if (self._model, late) not in marks:
+                    hook = own_hook(self._model, path, layout, embeds, late)
+                    self._handles.append(module.register_forward_hook(hook, prepend=not late))
+
+    def _probe(self, paths: list[str]) -> None:
+        """Find out how modules that take no LoRA see the rows, norms for instance."""
+        if not paths:
+            return
+        spec = ModuleSpec("linear", 1, 1)
+        sites = {path: Site(path, self._modules[path], spec, None) for path in paths}
+        self._layouts.update(probe(self._base, sites))
+
+
+def _is_nonzero(bias: Any) -> bool:
+    return bias is not None and bool(bias.any())
+
+
+def _quantized(checkpoint: Checkpoint, path: str) -> UnsupportedInputError:
+    return UnsupportedInputError(
+        f"{checkpoint.folder} has a weight of its own for {path}, which is quantized\n"
+        f"  to do: keep the module out of the quantization"
+    )
+
+
+def _copy(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a module that shares all but these parameters, and has no hooks."""
+    # Through __dict__, as torch's own replicas are made: a constructor would make tensors.
+    copy: nn.Module = module.__class__.__new__(module.__class__)
+    for name, value in vars(module).items():
+        if isinstance(value, dict) and name.startswith("_"):
+            vars(copy)[name] = value.__class__() if "hooks" in name else value.copy()
+        elif name not in ("forward", "_compiled_call_impl"):  # they run the original
+            vars(copy)[name] = value
+    for name, value in values.items():
+        copy._parameters[name] = nn.Parameter(value, requires_grad=False)
+    if isinstance(copy, nn.Linear) and "weight" in values:
+        copy.out_features = values["weight"].shape[0]
+    if isinstance(copy, nn.Embedding) and "weight" in values:
+        copy.num_embeddings, copy.padding_idx = values["weight"].shape[0], None
+    return copy
+
+
+def own_hook(model: str, path: str, layout: Layout, embeds: bool, late: bool) -> Hook:
+    """Return a hook that replaces rows of a module's output by those of adapters' own modules.
+
+    Args:
+        model: whose calls it serves.
+        path: of the module.
+        layout: of its input.
+        embeds: whether its input is token ids.
+        late: whether it runs behind LoRA, to add biases; else before LoRA.
+    """
+
+    def replace(
+        module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
+    ) -> torch.Tensor | None:
+        call = RUNNING.call
+        own = call.own.get(path) if call.model == model else None
+        if own is None:
+            return None
+        if not args:
+            raise UnsupportedInputError(
+                f"module {path} is called with arguments by name\n"
+                f"  allowed: its input as the first argument by position"
+            )
+        if own.width is not None and path in call.stacks:
+            raise UnsupportedInputError(
+                f"a loaded adapter has LoRA for {path}, and another one a head of its own there, "
+                f"with other labels\n  to do: unload one of them"
+            )
+        x = args[0]
+        shape = x.shape if embeds else x.shape[:-1]
+        numbers = call.numbers(shape, layout, (path,))
+        return replace_rows(own, x.flatten() if embeds else as_rows(x), output, numbers, late)
+
+    replace.own_of = (model, late)  # type: ignore[attr-defined]
+    return replace

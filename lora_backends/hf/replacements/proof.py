@@ -1,0 +1,99 @@
+"""Tries whether replacing a module's output gives the same as replacing its parameters.
+
+A model may read a parameter without calling its module, `self.embed.weight` for instance. A hook on
+the module misses that, so an adapter is run on a trial input in both ways when it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lora_backends.dispatch.any_axes import as_rows
+from lora_backends.hf.calls.running import IDLE, running
+from lora_backends.hf.layout.trial import Trial, trial_of
+from lora_backends.hf.layout.twin import twin_of
+from lora_backends.hf.replacements.rows import OwnModule, OwnRows, replace_rows
+
+ROWS = ("a", "b")
+
+MOST = 1e-3
+"""Most that the two ways may differ, relative to what the adapter changes."""
+
+MOST_ROUNDED = 0.05
+"""The same, and relative to the output, too, where values of 16 bits are rounded."""
+
+
+@torch.no_grad()
+def reason_against(
+    base: nn.Module,
+    parameters: Mapping[str, Mapping[str, torch.Tensor]],
+    own: Mapping[str, OwnModule],
+) -> str | None:
+    """Return why modules cannot take the place of the base's, or None.
+
+    Args:
+        base: the model; it is not changed.
+        parameters: by path of a module, the values of its parameters.
+        own: by path, what is put in the place of the module's output.
+    """
+    try:
+        trial = trial_of(base)
+        plain = _run(base, trial, lambda path, module: None)
+
+        def replaced(path: str, module: nn.Module) -> None:
+            for name, value in parameters.get(path, {}).items():
+                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+
+        def hooked(path: str, module: nn.Module) -> None:
+            if path in own:
+                _hook(module, own[path])
+
+        truth = _run(base, trial, replaced)
+        found = _run(base, trial, hooked)
+    except Exception as error:  # whatever a model of any author raises
+        return f"the model does not run on a trial input ({type(error).__name__}: {error!s:.200})"
+    exact = next(base.parameters()).dtype == torch.float32
+    for name, expected in truth.items():
+        ours, before = found[name], plain[name]
+        if ours.shape != expected.shape:
+            return f"its {name} would have shape {list(ours.shape)}, not {list(expected.shape)}"
+        effect = expected.norm() if before.shape != expected.shape else (expected - before).norm()
+        wrong = (ours - expected).norm()
+        most, rounding = (MOST, 1e-5) if exact else (MOST_ROUNDED, MOST_ROUNDED / 10)
+        if not bool(wrong <= most * effect + rounding * expected.norm()):
+            return f"the model reads a parameter in another way than through its module ({name})"
+    return None
+
+
+def _run(
+    base: nn.Module, trial: Trial, change: Callable[[str, nn.Module], None]
+) -> dict[str, torch.Tensor]:
+    """Return the floating outputs of a changed twin of a model."""
+    twin, _ = twin_of(base)
+    for path, module in twin.named_modules():
+        change(path, module)
+    with running(IDLE), trial.own_random_numbers():
+        output = twin(**trial.prompt(ROWS))
+    return dict(_tensors(output))
+
+
+def _tensors(output: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in output.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            yield name, value.float()
+
+
+def _hook(module: nn.Module, own: OwnModule) -> None:
+    rows = OwnRows({0: own}, own.width)
+    embeds = isinstance(module, nn.Embedding)
+
+    def replace(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        x = args[0].flatten() if embeds else as_rows(args[0])
+        numbers = torch.zeros(x.shape[0], dtype=torch.int64, device="cpu")
+        return replace_rows(rows, x, replace_rows(rows, x, output, numbers, False), numbers, True)
+
+    module.register_forward_hook(replace)

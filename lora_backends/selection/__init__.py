@@ -1,0 +1,1 @@
+"""Choosing a backend: the registry of names, the configuration, and "auto"."""

@@ -1,0 +1,244 @@
+"""Backends by name: the entry points that register them, and why one does not run here.
+
+Built-ins and third parties share one entry-point group, ``lora_backends``. Listing names imports
+nothing. A plugin is foreign code that may fail in any way; whatever it does becomes a
+`BackendUnavailableError` or a reason that names it, and no other backend is affected.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from typing import Any, cast
+
+import torch
+
+from lora_backends.backend import LoRABackend
+from lora_backends.common.devices import as_device
+from lora_backends.common.names import AUTO
+from lora_backends.errors import (
+    BackendUnavailableError,
+    UnknownBackendError,
+    did_you_mean,
+    shown,
+    told,
+)
+from lora_backends.features import FEATURES
+
+GROUP = "lora_backends"
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that a backend may declare; stacks of 8 bits are a feature."""
+
+
+def backend_names() -> list[str]:
+    """Return every registered name in alphabetical order; nothing is imported."""
+    return sorted({entry.name for entry in _entries()})
+
+
+def backend_class(name: str) -> type[LoRABackend]:
+    """Import and return the backend class registered as `name`.
+
+    Args:
+        name: one of `backend_names`.
+
+    Returns:
+        The subclass of `LoRABackend`.
+
+    Raises:
+        BackendUnavailableError: no such name, two different objects under it, a failing import,
+            something that is no `LoRABackend`, or one that declares what it supports wrongly.
+    """
+    entry = _entry_point(name)
+    with plugin_code(f"backend {name!r} does not import", _origin(entry)):
+        found = entry.load()
+        is_backend = isinstance(found, type) and issubclass(found, LoRABackend)
+        faults = _declaration_faults(found) if is_backend else []
+    if not is_backend:
+        raise BackendUnavailableError(
+            f"backend {name!r} is no subclass of LoRABackend\n  given: {shown(found)}\n"
+            f"  registered by: {_origin(entry)}"
+        )
+    if faults:
+        lines = "".join(f"\n  - {fault}" for fault in faults)
+        raise BackendUnavailableError(
+            f"backend {name!r} declares wrongly what it supports:{lines}\n"
+            f"  registered by: {_origin(entry)}"
+        )
+    return cast(type[LoRABackend], found)
+
+
+def unavailable_reasons(name: str, device: torch.device | str | None = None) -> list[str]:
+    """Return why `name` does not run on `device`, one sentence a reason; [] if it does.
+
+    Args:
+        name: a backend's name.
+        device: as for `get_backend`.
+
+    Returns:
+        The reasons; an unknown name or a failing import is a reason too.
+    """
+    try:
+        found = backend_class(name)
+    except BackendUnavailableError as error:
+        return [str(error)]
+    return reasons_of(name, found, resolve_device(device))
+
+
+def reasons_of(name: str, found: type[LoRABackend], device: torch.device) -> list[str]:
+    """Return a backend's own reasons; a failure to give them is a reason."""
+    try:
+        with plugin_code(f"{name}.unavailable_reasons fails"):
+            reasons: Any = found.unavailable_reasons(device)
+    except BackendUnavailableError as error:
+        return [f"{error}."]
+    if isinstance(reasons, list | tuple) and all(isinstance(r, str) for r in reasons):
+        return list(reasons)
+    return [f"{name}.unavailable_reasons returns {shown(reasons)}; allowed: a list of sentences."]
+
+
+def auto_priority(name: str, found: type[LoRABackend], device: torch.device) -> int | None:
+    """Return a backend's priority for "auto" on a device; None if it never takes part there.
+
+    Raises:
+        BackendUnavailableError: its `auto_priority` does not map types of device to ints.
+    """
+    with plugin_code(f"{name}.auto_priority cannot be read"):
+        priorities: Any = dict(found.auto_priority)
+        priority = priorities.get(device.type)
+    if priority is None or isinstance(priority, int):
+        return priority
+    raise BackendUnavailableError(
+        f"{name}.auto_priority is {shown(priorities)}; allowed: a type of device to an int"
+    )
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """Return the device asked for; for "auto" or None, CUDA where there is one, else the CPU."""
+    if device is None or device == AUTO:
+        return as_device("cuda" if torch.cuda.is_available() else "cpu")
+    return as_device(device)
+
+
+def unreadable_distributions() -> list[str]:
+    """Return the installed packages whose entry points cannot be read, and why, a sentence each."""
+    try:
+        entry_points(group=GROUP)
+    except Exception:  # one bad file makes it raise; look at each package alone
+        return [fault for _, fault in _entries_one_by_one() if fault]
+    return []
+
+
+@contextmanager
+def plugin_code(
+    failure: str, origin: str = "", passes: type[Exception] | tuple[()] = ()
+) -> Iterator[None]:
+    """Turn whatever a plugin raises into an error that names it.
+
+    KeyboardInterrupt passes: it comes from the user.
+
+    Args:
+        failure: of the plugin, e.g. ``backend 'x' does not import``.
+        origin: the package that the plugin comes from.
+        passes: errors that are meant for the caller.
+
+    Raises:
+        BackendUnavailableError: the plugin raised anything else, SystemExit included.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except passes:
+        raise
+    except BaseException as error:
+        by = f"\n  registered by: {origin}" if origin else ""
+        raise BackendUnavailableError(f"{failure}: {told(error)}{by}") from error
+
+
+def _declaration_faults(found: type[LoRABackend]) -> list[str]:
+    """Return the class attributes that the checks of a call cannot work with, and why."""
+    faults = []
+    for field, kinds, known, allowed in (
+        ("dtypes", (tuple, list), FLOATS, "a tuple of float16, bfloat16, float32 or float64"),
+        ("features", (frozenset, set), FEATURES, f"a frozenset of {', '.join(FEATURES)}"),
+        ("device_types", (tuple, list), None, "a tuple of types of torch.device"),
+    ):
+        value: Any = getattr(found, field)
+        if not isinstance(value, kinds) or not all(
+            isinstance(each, str) if known is None else each in known for each in value
+        ):
+            faults.append(f"{field} is {shown(value)}; allowed: {allowed}")
+    if not faults and not found.dtypes:
+        faults.append("dtypes is empty; allowed: one dtype or more")
+    if not isinstance(found.plan_type, type):
+        faults.append(f"plan_type is {shown(found.plan_type)}; allowed: a class")
+    return faults
+
+
+def _entries() -> list[EntryPoint]:
+    try:
+        return list(entry_points(group=GROUP))
+    except Exception:  # one package's bad entry_points.txt hides those of all others
+        return [entry for entry, _ in _entries_one_by_one() if entry]
+
+
+def _entries_one_by_one() -> Iterator[tuple[EntryPoint | None, str]]:
+    """Yield the entry points of each package, or why they cannot be read.
+
+    As in `importlib.metadata`, the first of two distributions of one name on the path wins.
+    """
+    seen = set()
+    for distribution in distributions():
+        name = re.sub(r"[-_.]+", "-", _name_of(distribution)).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            entries = list(distribution.entry_points.select(group=GROUP))
+        except Exception as error:
+            yield (
+                None,
+                f"the entry points of {_label_of(distribution)} cannot be read: {told(error)}",
+            )
+        else:
+            yield from ((entry, "") for entry in entries)
+
+
+def _name_of(distribution: Distribution) -> str:
+    try:
+        return str(distribution.metadata["Name"])
+    except Exception:  # its METADATA is broken too
+        return f"the package at {getattr(distribution, '_path', 'an unknown place')}"
+
+
+def _label_of(distribution: Distribution) -> str:
+    try:
+        return f"{_name_of(distribution)} {distribution.version}"
+    except Exception:
+        return _name_of(distribution)
+
+
+def _entry_point(name: str) -> EntryPoint:
+    entries = [entry for entry in _entries() if entry.name == name]
+    if not entries:
+        names = backend_names()
+        unreadable = "".join(f"\n  {fault}" for fault in unreadable_distributions())
+        raise UnknownBackendError(
+            f"no LoRA backend named {name!r}{did_you_mean(str(name), names) or ';'} "
+            f"registered: {', '.join(names) or 'none; is lora-backends installed?'}{unreadable}"
+        )
+    if len({entry.value for entry in entries}) > 1:
+        origins = "".join(f"\n  - {_origin(entry)}" for entry in entries)
+        raise BackendUnavailableError(
+            f"backend {name!r} is registered more than once:{origins}\n"
+            f"  to do: uninstall all but one, or rename it"
+        )
+    return entries[0]
+
+
+def _origin(entry: EntryPoint) -> str:
+    package = f" of {_label_of(entry.dist)}" if entry.dist else ""
+    return f"{entry.value}{package}"

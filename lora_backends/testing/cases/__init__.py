@@ -1,0 +1,1 @@
+"""Random and fixed cases of the kit, their inputs, and Hypothesis strategies for them."""

@@ -1,0 +1,116 @@
+"""Hypothesis strategies for cases of experts; they shrink as those of dense layers do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from hypothesis import event
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from lora_backends.eight_bit import COMPUTE_DTYPES
+from lora_backends.features import EIGHT_BIT, TOKEN_SCALES
+from lora_backends.operations import BY_NAME
+from lora_backends.testing.cases.experts import ExpertCase
+from lora_backends.testing.cases.strategies import (
+    BLOCKS,
+    EXACT_SCALINGS,
+    FLOATS,
+    PADS,
+    REAL_SCALINGS,
+    STORED,
+    Values,
+    drawn_if,
+    layer_widths,
+    tables,
+    token_slots,
+)
+from lora_backends.testing.profiles import DEFAULT, Profile
+
+MOST_TOKENS = 24
+"""Tokens of a case: each has up to four pairs."""
+
+MOST_RANK = 64
+"""Up to here sums of an integer case are exact, the router's weights and four pairs included."""
+
+
+@st.composite
+def expert_cases(
+    draw: DrawFn,
+    /,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+    *,
+    profile: Profile = DEFAULT,
+    values: Values = "real",
+    base: bool | None = None,
+    token_scales: bool | None = None,
+    stored: torch.dtype | None = None,
+    min_tokens: int = 0,
+    every_slot: bool = False,
+    features: Collection[str] = (),
+    **options: Any,
+) -> ExpertCase:
+    """Draw a whole case: arguments as in `lora_cases`; `options` fixes those of `run_experts`."""
+    ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
+    dtype = draw(st.sampled_from(ordered))
+    num_slots = draw(st.integers(1, min(4, profile.max_slots)))
+    slots = draw(token_slots(num_slots, profile, every_slot))
+    if not every_slot:
+        slots = slots[:MOST_TOKENS]
+    slots += (0,) * (min_tokens - len(slots))
+    num_experts, top_k = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    expert = st.one_of(st.integers(0, num_experts - 1), st.integers(-1, num_experts - 1))
+    if draw(st.sampled_from((False,) * 9 + (True,))):
+        expert = st.just(-1)  # all pairs are dead
+    num_slices = draw(st.integers(1, 3))
+    interleaved = num_slices > 1 and draw(st.booleans())
+    widths = draw(st.tuples(*[layer_widths(profile)] * num_slices))
+    max_rank = draw(st.sampled_from([rank for rank in profile.ranks if rank <= MOST_RANK]))
+    integer = draw(st.booleans()) if values == "either" else values == "integer"
+    scaling = st.sampled_from(EXACT_SCALINGS if integer else REAL_SCALINGS)
+    rank = st.one_of(st.integers(0, max_rank), st.sampled_from((max_rank, 0)))
+    table = (
+        num_slots,
+        draw(st.sampled_from((num_experts, 1))),
+        draw(st.sampled_from((num_slices, 1))),
+    )
+    with_base = draw(st.booleans()) if base is None else base
+    drawn: dict[str, Any] = {
+        o.name: draw(st.sampled_from(o.values)) for o in BY_NAME["run_experts"].options
+    }
+    if stored is None and EIGHT_BIT in features and not set(ordered).isdisjoint(COMPUTE_DTYPES):
+        stored = draw(st.sampled_from(STORED))
+    if stored is not None:  # float64 goes with wider stacks
+        ordered = [dtype for dtype in ordered if dtype in COMPUTE_DTYPES]
+        dtype = dtype if dtype in ordered else ordered[0]
+    case = ExpertCase(
+        slots=slots,
+        ids=draw(tables(expert, len(slots), top_k)),
+        num_experts=num_experts,
+        ranks=draw(tables(rank, *table)),
+        max_rank=max_rank,
+        in_features=draw(layer_widths(profile)),
+        output_slices=(widths[0],) * num_slices if interleaved else widths,
+        scalings=draw(tables(scaling, *table)),
+        top_k=top_k,
+        shared_a=draw(st.booleans()),
+        shared_b=draw(st.booleans()),
+        interleaved=interleaved,
+        mapped=draw(st.booleans()),
+        dtype=dtype,
+        base=draw(st.one_of(st.just(dtype), st.sampled_from(ordered))) if with_base else None,
+        x_pad=draw(st.sampled_from(PADS)),
+        base_pad=draw(st.sampled_from(PADS)) if with_base else 0,
+        weights_pad=draw(st.sampled_from((0, 0, 1, 8))),
+        values="integer" if integer else "real",
+        stored=stored,
+        scale_block=(1, None) if stored is None else draw(st.sampled_from(BLOCKS)),
+        token_scales=drawn_if(draw, TOKEN_SCALES in features, token_scales),
+        seed=draw(st.integers(0, 999)),
+        **(drawn | options),
+    )
+    for edge in sorted(case.edges()):
+        event(edge)
+    return case
