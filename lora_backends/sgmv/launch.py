@@ -12,7 +12,7 @@ import torch
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.sgmv.kernels.operands import ExpandSizes, GatherSizes, ShrinkSizes
 from lora_backends.sgmv.launching.call_cache import Launched
-from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel, specialized
+from lora_backends.sgmv.launching.kernel import ABSENT, Arguments, SpecializedKernel, specialized
 from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
 from lora_backends.sgmv.launching.slice_tables import Located, located_a, located_b
 from lora_backends.sgmv.launching.tma import MAX_GRID_ROWS, allows_tma, descriptor
@@ -370,8 +370,14 @@ def shrink_arguments(
     x: torch.Tensor, weights: Stacks, plan: SgmvPlan, h: torch.Tensor
 ) -> Arguments:
     """Return the arguments of `shrink`'s kernel."""
-    tensors, strides = _a_of(x, weights, plan, h)
-    numbers = (weights.in_features, x.stride(0), *strides, h.shape[2], *h.stride()[1:3])
+    assert weights.a is not None
+    a = weights.a
+    scales = a.base if weights.a_scales is None else weights.a_scales  # the base is not read
+    scale_strides = (0, 0, 0) if weights.a_scales is None else scales.stride()[:3]
+    stored = a.base if weights.is_plain else stored_bytes(a.base)
+    tensors = (x, stored, weights.ranks, a.table, scales, *_tables(plan), h)
+    in_features, layout = weights.in_features, (h.shape[2], *h.stride()[1:3])
+    numbers = (in_features, x.stride(0), *a.strides, *scale_strides, *layout)
     return Arguments(tensors, (), numbers)
 
 
@@ -384,23 +390,13 @@ def gather(
     kernel: SpecializedKernel,
 ) -> Launched:
     """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, max_rank] float32."""
-    tensors, strides = _a_of(token_ids, weights, plan, h)
-    arguments = Arguments(tensors, (), (*strides, *h.stride()[1:3]))
+    # those of a shrink but for the width of x, its stride and the rows of h
+    tensors, _, (_, _, *strides, _, h_stride_s, h_stride_t) = shrink_arguments(
+        token_ids, weights, plan, h
+    )
+    arguments = Arguments(tensors, (), (*strides, h_stride_s, h_stride_t))
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
-
-
-def _a_of(
-    x: torch.Tensor, weights: Stacks, plan: SgmvPlan, h: torch.Tensor
-) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Return the tensors of a kernel that reads A, and the strides of A and of its scales."""
-    assert weights.a is not None
-    a = weights.a
-    scales = a.base if weights.a_scales is None else weights.a_scales  # the base is not read
-    strides = (0, 0, 0) if weights.a_scales is None else scales.stride()[:3]
-    stored = a.base if weights.is_plain else stored_bytes(a.base)
-    tensors = (x, stored, weights.ranks, a.table, scales, *_tables(plan), h)
-    return tensors, (*a.strides, *strides)
 
 
 def expand(
@@ -462,6 +458,7 @@ def expand_arguments(
     return Arguments(tensors, (tma,), numbers)
 
 
-def _tables(plan: SgmvPlan) -> tuple[torch.Tensor | None, ...]:
-    """Return the three tables that entry kernels take; None for one that the engine lacks."""
-    return (*plan.tables(), None)[:3]
+def _tables(plan: SgmvPlan) -> tuple[Any, ...]:
+    """Return the three tables that entry kernels take."""
+    tables = plan.tables()
+    return tables if len(tables) == 3 else (*tables, ABSENT)

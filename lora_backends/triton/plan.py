@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class TritonPlan(SgmvPlan):
 
     @override
     def row_constants(self, by_token: bool) -> TileRow:
-        return TileRow(self.tile_tokens)
+        return _row(self.tile_tokens)
 
     @override
     def _view_tables(self) -> Tables:
@@ -72,6 +73,11 @@ class TritonPlan(SgmvPlan):
         self.num_tiles = layout.fill_runs(tables, counted, size, room)
         self.num_tokens = batch.num_tokens
         self._send(staged)
+
+
+@lru_cache(maxsize=64)
+def _row(tile_tokens: int) -> TileRow:
+    return TileRow(tile_tokens)
 
 
 def new_plan(

@@ -64,6 +64,8 @@ class Jitted:
     def __getitem__(self, grid):
         def compile(*arguments, **constants):
             values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+            places = range(self.arg_names.index("group_starts_ptr") + 1)
+            values = [0 if a is None and i in places else a for i, a in enumerate(values)]
             values += [constants[name] for name in self.arg_names if name.isupper()]
             stream, told = launching.current_stream(0), (None, None, None)
             self.log(Launch(self.__name__, grid, values, stream, told))

@@ -11,7 +11,13 @@ from triton.runtime.errors import OutOfResources
 
 from lora_backends import LoRAWeights, UnsupportedInputError
 from lora_backends.sgmv.launching import kernel as launching
-from lora_backends.sgmv.launching.kernel import Arguments, BoundKernel, SpecializedKernel
+from lora_backends.sgmv.launching.kernel import (
+    ABSENT,
+    Arguments,
+    BoundKernel,
+    SpecializedKernel,
+    specialized,
+)
 from lora_backends.sgmv.launching.slice_tables import Located, located_b
 from lora_backends.sgmv.launching.tma import allows_tma, descriptor, without_tensor
 
@@ -192,6 +198,45 @@ def test_a_kernel_that_was_not_launched_cannot_be_bound():
     kernel.launch(3, arguments(32))
     with pytest.raises(KeyError):
         kernel.bind(arguments(33), 1)
+
+
+class OnGpu:
+    """Stands for a tensor on a GPU."""
+
+    is_cuda, device, dtype = True, SimpleNamespace(index=0), torch.float32
+
+    def __init__(self, address):
+        self.address = address
+
+    def data_ptr(self):
+        return self.address
+
+
+def test_a_tensor_that_a_kernel_does_not_take_is_compiled_as_none_and_no_driver_sees_it(
+    monkeypatch,
+):
+    given, made = [], object()
+    monkeypatch.setattr(launching, "driver_kernel", lambda *args: given.append(args) or made)
+    jitted = Kernel()
+    jitted.arg_names = ["x_ptr", "table_ptr", "h_ptr", "width", "PROGRAMS", "SIZE", "WIDE"]
+    jitted.params = [SimpleNamespace(do_not_specialize=False)] * 7
+    kernel, x, h = SpecializedKernel(jitted, CONSTANTS, 5), OnGpu(64), OnGpu(128)
+    kernel.launch(3, Arguments((x, ABSENT, h), (), (32,)))
+    kernel.bind(Arguments((x, ABSENT, h), (), (32,)), 2)
+    ((compiled, _, first, _),) = jitted.compiled
+    assert first == (x, None, h, 32)
+    assert given == [(compiled, [64, 128], [32], 1, (5, 1, 1), 0)]
+
+
+def test_equal_constants_share_a_kernel_so_that_it_is_compiled_once():
+    jitted = Kernel()
+    given = {"SIZE": 16, "WIDE": True}
+    kernel = specialized(jitted, 5, num_warps=8, **given)
+    assert specialized(jitted, 5, num_warps=8, **given) is kernel
+    assert kernel.constants == CONSTANTS and kernel.options["num_warps"] == 8
+    assert specialized(jitted, 5, num_warps=4, **given) is not kernel
+    two_axes = specialized(jitted, 5, PROGRAMS=0, **given)
+    assert two_axes.constants["PROGRAMS"] == 0 and two_axes._grid(3) == (5, 3, 1)
 
 
 class Hook:

@@ -35,10 +35,23 @@ _FIRST = 9
 """Values that Triton's launcher takes in front of a kernel's arguments."""
 
 
+class Absent:
+    """Stands for a tensor that a kernel does not take: Triton compiles None in as a constant."""
+
+    dtype = None
+
+    def data_ptr(self) -> int:
+        """Return an address that nothing reads."""
+        return 0
+
+
+ABSENT = Absent()
+
+
 class Arguments(NamedTuple):
     """A kernel's arguments besides its constants, in the order of its signature."""
 
-    tensors: tuple[Any, ...]  # None, but for the first, where the kernel takes no tensor
+    tensors: tuple[Any, ...]  # `ABSENT` for one that the kernel does not take
     descriptors: tuple[Any, ...]  # TMA descriptors; None where the kernel uses no TMA
     numbers: tuple[int, ...]
 
@@ -100,7 +113,7 @@ class SpecializedKernel:
     def is_compiled(self, arguments: Arguments) -> bool:
         """Return whether it is compiled for such arguments, so that a CUDA graph can capture it."""
         tensors, _, numbers = arguments
-        pointers = _addresses(tensors)
+        pointers = [tensor.data_ptr() for tensor in tensors]
         return INTERPRETED or _kind(tensors, pointers, numbers) in self._compiled
 
     def launch(self, rows: int, arguments: Arguments) -> None:
@@ -117,7 +130,7 @@ class SpecializedKernel:
         if INTERPRETED:
             tensors, descriptors, numbers = arguments
             grid = self._grid(rows)
-            self.kernel[grid](*tensors, *descriptors, *numbers, **self.constants)
+            self.kernel[grid](*_to_compile(tensors), *descriptors, *numbers, **self.constants)
         elif is_current(device):
             self._launch(device.index, rows, arguments)
         else:
@@ -133,7 +146,7 @@ class SpecializedKernel:
                 the first tensor. Their dtypes and 16-byte alignment must not change.
         """
         tensors, descriptors, numbers = arguments
-        pointers = _addresses(tensors)
+        pointers = [tensor.data_ptr() for tensor in tensors]
         compiled = self._compiled[_kind(tensors, pointers, numbers)]
         values = [*pointers, *descriptors, *numbers, *self._values]
         grid, axis = self._grid(1), self._axis
@@ -142,9 +155,8 @@ class SpecializedKernel:
             taken = _without_constants(
                 self.kernel.params[len(tensors) + len(descriptors) :], numbers
             )
-            # Triton compiles None in as a constant: the driver takes no argument for it
-            given = [pointer for pointer in pointers if pointer is not None]
-            place = second - pointers[:second].count(None)
+            given = [tensor.data_ptr() for tensor in tensors if tensor is not ABSENT]
+            place = second - sum(tensor is ABSENT for tensor in tensors[:second])
             driver = driver_kernel(compiled, given, taken, place, grid, axis)
         return BoundKernel(compiled, values, second, grid, axis, driver)
 
@@ -174,13 +186,17 @@ class SpecializedKernel:
 
     def _launch(self, device: int, rows: int, arguments: Arguments) -> None:
         tensors, descriptors, numbers = arguments
-        pointers = _addresses(tensors)
+        pointers = [tensor.data_ptr() for tensor in tensors]
         kind, grid = _kind(tensors, pointers, numbers), self._grid(rows)
         compiled = self._compiled.get(kind)
         if compiled is None:
             try:
                 self._compiled[kind] = self.kernel[grid](
-                    *tensors, *descriptors, *numbers, **self.constants, **self.options
+                    *_to_compile(tensors),
+                    *descriptors,
+                    *numbers,
+                    **self.constants,
+                    **self.options,
                 )
             except OutOfResources as error:
                 raise self._too_large(error) from error
@@ -282,19 +298,19 @@ def has_launch_hooks() -> bool:
     )
 
 
-def _addresses(tensors: tuple[Any, ...]) -> list[Any]:
-    """Return the addresses of tensors; None for None."""
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _to_compile(tensors: tuple[Any, ...]) -> list[Any]:
+    """Return tensors as a `triton.jit` function takes them."""
+    return [None if tensor is ABSENT else tensor for tensor in tensors]
 
 
 def _kind(
-    tensors: tuple[Any, ...], pointers: list[Any], numbers: tuple[int, ...]
+    tensors: tuple[Any, ...], pointers: list[int], numbers: tuple[int, ...]
 ) -> tuple[Any, ...]:
     """Return all that Triton specialises a kernel on besides its constants."""
     return (
         tensors[0].device.index,
-        *[None if tensor is None else tensor.dtype for tensor in tensors],
-        *[None if pointer is None else pointer & 15 == 0 for pointer in pointers],
+        *[tensor.dtype for tensor in tensors],
+        *[pointer & 15 == 0 for pointer in pointers],
         *[n if n == 1 else (n & 15 == 0, not -0x80000000 <= n <= 0x7FFFFFFF) for n in numbers],
     )
 

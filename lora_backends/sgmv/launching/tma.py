@@ -41,7 +41,7 @@ def allows_tma(lora_b: Located, max_rank: int, max_rows: int) -> bool:
         and max_rank % 8 == 0
         and row_stride >= max_rank
         and row_stride * base.element_size() % _ALIGNMENT == 0
-        and not any(stride % row_stride for stride in outer)
+        and not any([stride % row_stride for stride in outer])
         and base.data_ptr() % _ALIGNMENT == 0
         and 0 < _rows(lora_b) < 2**31
     )
