@@ -382,7 +382,7 @@ def shrink_panel() -> Any:
         packed_a = copy + tokens * X_ROW
         all_sums = packed_a + A_BYTES  # [vectors, LONG_RANKS, 16] float32 before
         a += first * a_row
-        for k in range(0, n, LONG_CHUNK):
+        for k in range(0, max(n, 1), LONG_CHUNK):  # without inputs one empty chunk writes zeros
             columns = (k, min(n - k, LONG_CHUNK))
             for t in range(tokens):
                 (row_x,) = v.rows((x, x_row, x_order), t, ONE)

@@ -79,7 +79,7 @@ def shrink_long(kind: Any) -> Any:
         add_block, packed_a, a, a_row, n, count, tokens, x, x_row, x_order, h, h_row, h_order
     ):  # fmt: skip
         all_sums = packed_a + A_BYTES  # [vectors, LONG_RANKS, 16] float32 before
-        for k in range(0, n, LONG_CHUNK):
+        for k in range(0, max(n, 1), LONG_CHUNK):  # without inputs one empty chunk writes zeros
             at, width = k * v.size(kind), min(n - k, LONG_CHUNK)
             sums = all_sums  # [blocks, groups, TOKENS, LONG_RANKS, 16] float32
             for j in range(0, count, LONG_RANKS):

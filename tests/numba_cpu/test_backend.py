@@ -4,12 +4,14 @@ import os
 import sys
 import threading
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from layers import per_token
 
-from lora_backends import LoRABatch, LoRAWeights
+from lora_backends import LoRABatch, LoRAWeights, quantize_weights
+from lora_backends.eight_bit import LARGEST
 from lora_backends.numba_cpu import NumbaCPUBackend, launch
 from lora_backends.numba_cpu.config import (
     LONG_CHUNK,
@@ -96,6 +98,23 @@ def test_long_and_short_segments_agree_with_the_reference(dtype, tokens, bias):
     bound = 2e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
     error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max()
     assert error < bound
+
+
+@pytest.mark.parametrize("stored", [*NumbaCPUBackend.dtypes, *LARGEST], ids=str)
+@pytest.mark.parametrize("tokens", [1, LONG_SEGMENT - 1, LONG_SEGMENT, MAX_SEGMENT + 9])
+def test_a_layer_without_inputs_adds_its_bias_alone(stored, tokens):
+    blocks = [(1, None), (3, 5)] if stored in LARGEST else [None]
+    for dtype, block in product(NumbaCPUBackend.dtypes, blocks):
+        if block is None and dtype is not stored:
+            continue
+        weights = layer(slots=1, slices=(70,), d_in=0, dtype=dtype, bias=torch.float32)
+        weights.ranks.fill_(weights.max_rank)
+        if block is not None:
+            weights = quantize_weights(weights, stored, block)
+        launch._SCRATCH.memory.fill(0x7F)  # h of earlier calls
+        x, y = torch.empty(tokens, 0, dtype=dtype), torch.zeros(tokens, 70, dtype=dtype)
+        result = run(NumbaCPUBackend(), weights, [0] * tokens, x, y)
+        assert torch.equal(result, weights.bias.to(dtype).expand(tokens, 70))
 
 
 @pytest.mark.usefixtures("two_threads")
