@@ -22,7 +22,7 @@ def missing_features() -> list[str]:
     Without F16C LLVM calls a function of the C runtime for float16, does not find it, and ends the
     process. Virtual machines may hide F16C from their guests.
     """
-    if config.DISABLE_JIT or not _is_x86() or _has("f16c"):
+    if config.DISABLE_JIT or not is_x86() or _has("f16c"):
         return []
     return ["numba_cpu converts float16 with F16C, which this CPU or NUMBA_CPU_FEATURES lacks."]
 
@@ -33,10 +33,11 @@ def has_bfloat16() -> bool:
     LLVM 15, which numba 0.61 comes with, calls a function of the C runtime instead, does not find
     it, and ends the process.
     """
-    return _is_x86() and _has("avx512bf16") and binding.llvm_version_info[0] > 15
+    return is_x86() and _has("avx512bf16") and binding.llvm_version_info[0] > 15
 
 
-def _is_x86() -> bool:
+def is_x86() -> bool:
+    """Return whether this is an x86 CPU of 64 bits."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 

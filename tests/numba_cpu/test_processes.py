@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lora_backends
+from lora_backends.numba_cpu.cpu import is_x86
 
 PACKAGE = Path(lora_backends.__file__).parent
 
@@ -48,6 +49,15 @@ plan = backend.prepare_batch(LoRABatch([0], 1))
 routing = backend.prepare_experts(plan, torch.tensor([[0, 1]]), factors, 2)
 print(backend.run_experts(torch.ones(1, 3), weights, routing, reduce=True).tolist())
 """
+
+INSTRUCTIONS = """
+from llvmlite import binding
+from lora_backends.numba_cpu import kernels_eight_bit
+code = binding.parse_assembly(kernels_eight_bit.shrink_dots().inspect_llvm())
+target = binding.Target.from_triple(binding.get_process_triple())
+print(target.create_target_machine(cpu="sapphirerapids", opt=3).emit_assembly(code))
+"""
+"""The CPU need not be one of these: the code is compiled, not run."""
 
 
 def python(code, folder, **settings):
@@ -98,3 +108,13 @@ def test_a_package_folder_that_cannot_be_written_still_works(tmp_path, home):
         (tmp_path / "home").write_text("")
     assert python(GROUP, tmp_path, **settings) == "1"
     assert any((tmp_path / "caches").rglob("*.nbi")) == (home == "writable")
+
+
+@pytest.mark.skipif(not is_x86(), reason="LLVM does not compile for x86 here")
+def test_int8_becomes_bfloat16_by_whole_vectors_where_vectors_of_float16_exist(tmp_path):
+    features = "+f16c,+fma,+avx,+avx2,+avx512f,+avx512bw,+avx512vl,+avx512bf16,+avx512fp16"
+    settings = {"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": features}
+    settings["NUMBA_CACHE_DIR"] = str(tmp_path)
+    instructions = python(INSTRUCTIONS, PACKAGE.parent, **settings)
+    assert "vdpbf16ps" in instructions
+    assert "vpextrw" not in instructions  # an element at a time
