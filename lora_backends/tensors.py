@@ -29,3 +29,11 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return not tensor.numel() or tensor.data_ptr() != 0
     except RuntimeError:  # torch refuses to name one
         return False
+
+
+def operators_have_memory() -> bool:
+    """Return whether torch's operators return tensors with memory: not under `FakeTensorMode`.
+
+    A mode may pass real tensors through and yet make new ones, and views, without an address.
+    """
+    return not torch._C._len_torch_dispatch_stack() or has_memory(torch.empty(1, device="cpu"))

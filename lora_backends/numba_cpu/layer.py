@@ -14,9 +14,11 @@ import torch
 from lora_backends.dispatch.cached import CallCache
 from lora_backends.dispatch.ordinary import addresses_of
 from lora_backends.eight_bit import b_row_groups, is_eight_bit
+from lora_backends.errors import InvalidInputError
 from lora_backends.experts import ExpertWeights
 from lora_backends.numba_cpu.needs import BIAS, IN_REGISTERS, MULTIPLIED, RAGGED
 from lora_backends.numba_cpu.vectors import LANES
+from lora_backends.tensors import operators_have_memory
 from lora_backends.weights import LoRAWeights
 
 Weights: TypeAlias = LoRAWeights | ExpertWeights
@@ -119,7 +121,12 @@ class Layers:
         return Layers, ()  # addresses mean nothing to a copy
 
     def locate(self, weights: Weights) -> Located:
-        """Return where the weights lie now."""
+        """Return where the weights lie now.
+
+        Raises:
+            InvalidInputError: a mode of torch is active under which new tensors have no memory.
+        """
+        require_memory()
         addresses = addresses_of(weights)
         found = self._located.get(weights)
         if found is None or found.addresses != addresses:
@@ -129,6 +136,16 @@ class Layers:
                 found = _locate_experts(weights, addresses)
             self._located[weights] = found
         return found
+
+
+def require_memory() -> None:
+    """Raise InvalidInputError where the tensors that a call makes would have no address."""
+    if not operators_have_memory():
+        raise InvalidInputError(
+            "backend 'numba_cpu' cannot run under this mode of torch:\n"
+            "  - new tensors have no memory to write to, as under FakeTensorMode; call the backend "
+            "outside of the mode, or use torch_ref"
+        )
 
 
 def _locate(weights: LoRAWeights, addresses: tuple[int, ...]) -> Located:

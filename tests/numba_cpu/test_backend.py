@@ -9,8 +9,16 @@ from itertools import product
 import pytest
 import torch
 from layers import per_token
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from lora_backends import LoRABatch, LoRAWeights, quantize_weights
+from lora_backends import (
+    ExpertWeights,
+    InvalidInputError,
+    LoRABatch,
+    LoRAWeights,
+    quantize_weights,
+)
 from lora_backends.eight_bit import LARGEST
 from lora_backends.numba_cpu import NumbaCPUBackend, launch
 from lora_backends.numba_cpu.config import (
@@ -271,3 +279,47 @@ def test_rows_of_b_may_be_one_row():
     y = backend.run_linear(x, weights, backend.prepare_batch(batch))
     expected = per_token(x, weights, batch, torch.zeros(4, 40))
     assert (y.double() - expected).abs().max() < 1e-4
+
+
+def calls_of(backend):
+    """Return a call of each method, by name, with tensors made beforehand."""
+    weights = layer(slots=1, slices=(16,), d_in=8, rank=4)
+    experts = ExpertWeights(
+        torch.ones(1, 2, 1, 4, 8), torch.ones(1, 2, 16, 4), torch.full((1, 2, 1), 4).int(),
+        torch.ones(1, 2, 1), (16,), 2,
+    )  # fmt: skip
+    batch, scaled = LoRABatch([0] * 3, 1), LoRABatch([0] * 3, 1, torch.ones(3))
+    plan = backend.prepare_batch(batch)
+    ids, factors = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    routing = backend.prepare_experts(plan, ids, factors, 2)
+    x, h, y, of_pairs = (torch.ones(s) for s in [(3, 8), (1, 3, 4), (3, 16), (3, 1, 16)])
+    return {
+        "run_linear": lambda: backend.run_linear(x, weights, plan),
+        "run_linear, base_output": lambda: backend.run_linear(x, weights, plan, y),
+        "run_lora_a": lambda: backend.run_lora_a(x, weights, plan),
+        "run_lora_a, out": lambda: backend.run_lora_a(x, weights, plan, h),
+        "run_lora_b": lambda: backend.run_lora_b(h, weights, plan),
+        "run_experts": lambda: backend.run_experts(x, experts, routing),
+        "run_experts, base_output": lambda: backend.run_experts(x, experts, routing, of_pairs),
+        "run_experts, reduce": lambda: backend.run_experts(x, experts, routing, y, reduce=True),
+        "prepare_batch": lambda: backend.prepare_batch(scaled),
+        "prepare_batch, out": lambda: backend.prepare_batch(scaled, plan),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", calls_of(TorchRefBackend()))
+def test_a_mode_whose_new_tensors_have_no_memory_is_refused(name):
+    call = calls_of(NumbaCPUBackend())[name]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(InvalidInputError, match="mode of torch"):
+            call()
+    call()  # and leaves nothing of it
+
+
+def test_a_mode_whose_tensors_have_memory_is_followed():
+    weights, backend = layer(), NumbaCPUBackend()
+    slots, x, y = random_batch(weights, 5)
+    expected = run(backend, weights, slots, x, y)
+    with FlopCounterMode(display=False):
+        assert torch.equal(run(NumbaCPUBackend(), weights, slots, x, y), expected)
