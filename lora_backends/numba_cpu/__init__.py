@@ -18,8 +18,8 @@ from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.numba_cpu import experts, launch
 from lora_backends.numba_cpu.call_cache import CachedRun
-from lora_backends.numba_cpu.cpu import missing_features
 from lora_backends.numba_cpu.layer import Layers, require_memory
+from lora_backends.numba_cpu.machine.cpu import missing_features
 from lora_backends.numba_cpu.needs import (
     BIAS,
     EXPAND,

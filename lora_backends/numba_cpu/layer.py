@@ -16,8 +16,8 @@ from lora_backends.dispatch.ordinary import addresses_of
 from lora_backends.eight_bit import b_row_groups, is_eight_bit
 from lora_backends.errors import InvalidInputError
 from lora_backends.experts import ExpertWeights
+from lora_backends.numba_cpu.machine.vectors import LANES
 from lora_backends.numba_cpu.needs import BIAS, IN_REGISTERS, MULTIPLIED, RAGGED
-from lora_backends.numba_cpu.vectors import LANES
 from lora_backends.tensors import operators_have_memory
 from lora_backends.weights import LoRAWeights
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numba import config
 
-from lora_backends.numba_cpu import kernels, kernels_eight_bit, kernels_long, kernels_short
-from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.cpu import has_bfloat16
+from lora_backends.numba_cpu.kernels import dense, eight_bit, long, short
 from lora_backends.numba_cpu.layer import Ints
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.cpu import has_bfloat16
 from lora_backends.numba_cpu.needs import (
     BIAS,
     EXPAND,
@@ -51,7 +51,7 @@ class Table:
 @cache
 def table_of(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Table:
     """Compile what calls with these needs run, or load it from the disk."""
-    short, long, found = kernels_short, kernels_long, {}
+    found = {}
     if needs & SHRINK:
         found["shrink_short"] = address_of(short.shrink_short, dtype, dtype)
         if needs & LONG:
@@ -67,36 +67,36 @@ def table_of(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Table:
             found["add_stored"] = address_of(long.add_stored, dtype_y)
         if needs & RAGGED:
             found["expand_column"] = address_of(short.expand_column, dtype, dtype_y)
-    return _table(kernels.Routines, found)
+    return _table(dense.Routines, found)
 
 
 @cache
 def eight_bit_table(dtype_x: torch.dtype, dtype_y: torch.dtype, needs: int) -> Table:
     """Compile what calls with these needs run for 8-bit stacks of any dtype, or load it."""
-    eight, found, wide = kernels_eight_bit, {}, torch.float32
+    found, wide = {}, torch.float32
     in_registers = needs & IN_REGISTERS
     if needs & SHRINK and in_registers and dtype_x is torch.bfloat16 and has_bfloat16():
-        found["shrink_dots"] = address_of(eight.shrink_dots)
+        found["shrink_dots"] = address_of(eight_bit.shrink_dots)
     elif needs & SHRINK:
         if in_registers:
-            found["copy_x"] = address_of(eight.copy_x)
-            found["shrink_short"] = address_of(kernels_short.shrink_short, torch.int8, wide)
+            found["copy_x"] = address_of(eight_bit.copy_x)
+            found["shrink_short"] = address_of(short.shrink_short, torch.int8, wide)
         if needs & LONG or not in_registers:
-            found["shrink_panel"] = address_of(eight.shrink_panel)
-            found["add_block"] = address_of(kernels_long.add_block, wide)
+            found["shrink_panel"] = address_of(eight_bit.shrink_panel)
+            found["add_block"] = address_of(long.add_block, wide)
     if needs & GATHER:
-        found["gather"] = address_of(eight.gather)
+        found["gather"] = address_of(eight_bit.gather)
     if needs & EXPAND:
         if in_registers and not needs & MULTIPLIED:
-            found["expand_int8"] = address_of(eight.expand_int8, dtype_y)
+            found["expand_int8"] = address_of(eight_bit.expand_int8, dtype_y)
         if needs & (MULTIPLIED | BIAS) or not in_registers:  # BIAS: a slot's rank may be 0
-            found["expand_stored"] = address_of(eight.expand_stored)
-            found["add_many"] = address_of(kernels_long.add_stored, wide)
-            found["add_one"] = address_of(kernels_long.add_stored_one, wide)
+            found["expand_stored"] = address_of(eight_bit.expand_stored)
+            found["add_many"] = address_of(long.add_stored, wide)
+            found["add_one"] = address_of(long.add_stored_one, wide)
         if needs & RAGGED:
-            found["expand_ragged"] = address_of(eight.expand_ragged)
-            found["expand_column"] = address_of(kernels_short.expand_column, wide, wide)
-    return _table(kernels_eight_bit.Routines, found)
+            found["expand_ragged"] = address_of(eight_bit.expand_ragged)
+            found["expand_column"] = address_of(short.expand_column, wide, wide)
+    return _table(eight_bit.Routines, found)
 
 
 def _table(kind: Any, found: dict[str, int]) -> Table:

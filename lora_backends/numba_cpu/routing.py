@@ -12,7 +12,7 @@ import torch
 from lora_backends.experts import ExpertRouting
 from lora_backends.numba_cpu import launch
 from lora_backends.numba_cpu.config import LONG_SEGMENT
-from lora_backends.numba_cpu.kernels_experts import Grouping
+from lora_backends.numba_cpu.kernels.experts import Grouping
 from lora_backends.numba_cpu.layer import Located
 from lora_backends.numba_cpu.needs import LONG
 from lora_backends.numba_cpu.plan import NO_SCALES, PACK_WORK, Job, Work

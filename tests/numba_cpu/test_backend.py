@@ -28,7 +28,7 @@ from lora_backends.numba_cpu.config import (
     MAX_SEGMENT,
     SERIAL_BYTES,
 )
-from lora_backends.numba_cpu.openmp import torch_openmp
+from lora_backends.numba_cpu.machine.openmp import torch_openmp
 from lora_backends.testing import conformance_tests
 from lora_backends.testing.profiles import Profile
 from lora_backends.torch_ref import TorchRefBackend

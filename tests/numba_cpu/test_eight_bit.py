@@ -10,10 +10,11 @@ from numba import njit
 
 from lora_backends import ExpertWeights, LoRABatch, LoRAWeights, quantize_weights
 from lora_backends.eight_bit import LARGEST
-from lora_backends.numba_cpu import NumbaCPUBackend, launch, plain, routines
-from lora_backends.numba_cpu import vectors as v
+from lora_backends.numba_cpu import NumbaCPUBackend, launch, routines
 from lora_backends.numba_cpu.config import DOT_CHUNK, LONG_PANEL, LONG_SEGMENT, MAX_SEGMENT
-from lora_backends.numba_cpu.cpu import has_bfloat16
+from lora_backends.numba_cpu.machine import plain
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.cpu import has_bfloat16
 from lora_backends.torch_ref import TorchRefBackend
 
 STORED = pytest.mark.parametrize("stored", list(LARGEST), ids=str)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lora_backends
-from lora_backends.numba_cpu.cpu import is_x86
+from lora_backends.numba_cpu.machine.cpu import is_x86
 
 PACKAGE = Path(lora_backends.__file__).parent
 
@@ -52,8 +52,8 @@ print(backend.run_experts(torch.ones(1, 3), weights, routing, reduce=True).tolis
 
 INSTRUCTIONS = """
 from llvmlite import binding
-from lora_backends.numba_cpu import kernels_eight_bit
-code = binding.parse_assembly(kernels_eight_bit.shrink_dots().inspect_llvm())
+from lora_backends.numba_cpu.kernels import eight_bit
+code = binding.parse_assembly(eight_bit.shrink_dots().inspect_llvm())
 target = binding.Target.from_triple(binding.get_process_triple())
 print(target.create_target_machine(cpu="sapphirerapids", opt=3).emit_assembly(code))
 """
@@ -101,7 +101,7 @@ def test_kernels_are_compiled_once(tmp_path):
 def test_a_package_folder_that_cannot_be_written_still_works(tmp_path, home):
     """A file where the folder of compiled code would be made stands for a read-only folder."""
     copy_of_the_package(tmp_path)
-    (tmp_path / "lora_backends" / "numba_cpu" / "__pycache__").write_text("")
+    (tmp_path / "lora_backends" / "numba_cpu" / "kernels" / "__pycache__").write_text("")
     settings = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(tmp_path / "caches")}
     if home == "nowhere":
         (tmp_path / "caches").write_text("")

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import (
     DOT_AHEAD,
     DOT_CHUNK,
@@ -36,7 +34,8 @@ from lora_backends.numba_cpu.config import (
     LONG_SEGMENT,
     MAX_SEGMENT,
 )
-from lora_backends.numba_cpu.kernels import (
+from lora_backends.numba_cpu.kernels.bias import load_bias
+from lora_backends.numba_cpu.kernels.dense import (
     SEGMENT_BYTES,
     SLICE_BYTES,
     Call,
@@ -52,8 +51,7 @@ from lora_backends.numba_cpu.kernels import (
     shrink_work,
     start_of,
 )
-from lora_backends.numba_cpu.kernels_bias import load_bias
-from lora_backends.numba_cpu.kernels_long import (
+from lora_backends.numba_cpu.kernels.long import (
     A_BYTES,
     LINE,
     MANY_TILES,
@@ -62,7 +60,7 @@ from lora_backends.numba_cpu.kernels_long import (
     aligned,
     sums_bytes,
 )
-from lora_backends.numba_cpu.kernels_short import (
+from lora_backends.numba_cpu.kernels.short import (
     EIGHT,
     FOUR,
     NO_STEPS,
@@ -72,6 +70,8 @@ from lora_backends.numba_cpu.kernels_short import (
     steps_of,
 )
 from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT32, E4M3, INT8, Layer, Slice
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.needs import GATHER, SHRINK
 
 LANES = v.LANES

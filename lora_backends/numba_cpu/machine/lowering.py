@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from lora_backends.numba_cpu.cpu import has_bfloat16
+from lora_backends.numba_cpu.machine.cpu import has_bfloat16
 
 
 class BFloat(ir.Type):

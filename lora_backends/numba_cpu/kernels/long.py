@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import (
     LONG_CHUNK,
     LONG_PANEL,
@@ -27,8 +25,10 @@ from lora_backends.numba_cpu.config import (
     LONG_SEGMENT,
     LONG_TILES,
 )
-from lora_backends.numba_cpu.kernels_bias import load_bias
-from lora_backends.numba_cpu.kernels_short import ONE, read_scaling
+from lora_backends.numba_cpu.kernels.bias import load_bias
+from lora_backends.numba_cpu.kernels.short import ONE, read_scaling
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
 
 LANES = v.LANES
 LINE = 64  # bytes of a cache line, and of a vector

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import EXPAND_AHEAD, SHRINK_AHEAD, SHRINK_RANKS
-from lora_backends.numba_cpu.kernels_bias import load_bias, read_bias
+from lora_backends.numba_cpu.kernels.bias import load_bias, read_bias
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
 
 LANES = v.LANES
 LINE = 64  # bytes of a cache line

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import (
     EXPAND_COST,
     EXPAND_TILES,
@@ -31,8 +29,10 @@ from lora_backends.numba_cpu.config import (
     LONG_TILES,
     SHRINK_RANKS,
 )
-from lora_backends.numba_cpu.kernels_long import aligned, expand_scratch, shrink_scratch
+from lora_backends.numba_cpu.kernels.long import aligned, expand_scratch, shrink_scratch
 from lora_backends.numba_cpu.layer import Layer, Slice
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.needs import GATHER, SHRINK
 from lora_backends.numba_cpu.plan import EXPERT_BITS
 

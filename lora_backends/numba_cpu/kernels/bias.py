@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import function
 from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT16, BIAS_FLOAT32
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.compiling import function
 
 
 @function

@@ -30,7 +30,7 @@ from numba.extending import (
     register_model,
 )
 
-from lora_backends.numba_cpu import lowering, plain
+from lora_backends.numba_cpu.machine import lowering, plain
 
 LANES = lowering.LANES
 FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)

@@ -92,12 +92,12 @@ there alone. Every copy takes time, so it suits functions with few callers."""
 def digest_of(folder: Path) -> int:
     """Return a number that differs where any source of kernels does."""
     found = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
-        found.update(path.name.encode() + path.read_bytes())
+    for path in sorted(folder.rglob("*.py")):
+        found.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return int.from_bytes(found.digest()[:7], "big")
 
 
-SOURCES = digest_of(Path(__file__).parent)
+SOURCES = digest_of(Path(__file__).parents[1])
 """Part of `kept_name`: numba alone would load code whose callees have changed in other files."""
 
 

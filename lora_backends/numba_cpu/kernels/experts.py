@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import MAX_SEGMENT
-from lora_backends.numba_cpu.kernels import SLICE_BYTES, rank_of
+from lora_backends.numba_cpu.kernels.dense import SLICE_BYTES, rank_of
 from lora_backends.numba_cpu.layer import Layer, Slice
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.plan import EXPERT_BITS
 
 LANES = v.LANES
