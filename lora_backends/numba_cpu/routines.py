@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from numba import config
 
-from lora_backends.numba_cpu.kernels import dense, eight_bit, long, short
+from lora_backends.numba_cpu.kernels import (
+    dense,
+    eight_bit,
+    eight_bit_expand,
+    eight_bit_shrink,
+    long,
+    short,
+)
 from lora_backends.numba_cpu.layer import Ints
 from lora_backends.numba_cpu.machine import vectors as v
 from lora_backends.numba_cpu.machine.cpu import has_bfloat16
@@ -76,25 +83,25 @@ def eight_bit_table(dtype_x: torch.dtype, dtype_y: torch.dtype, needs: int) -> T
     found, wide = {}, torch.float32
     in_registers = needs & IN_REGISTERS
     if needs & SHRINK and in_registers and dtype_x is torch.bfloat16 and has_bfloat16():
-        found["shrink_dots"] = address_of(eight_bit.shrink_dots)
+        found["shrink_dots"] = address_of(eight_bit_shrink.shrink_dots)
     elif needs & SHRINK:
         if in_registers:
-            found["copy_x"] = address_of(eight_bit.copy_x)
+            found["copy_x"] = address_of(eight_bit_shrink.copy_x)
             found["shrink_short"] = address_of(short.shrink_short, torch.int8, wide)
         if needs & LONG or not in_registers:
-            found["shrink_panel"] = address_of(eight_bit.shrink_panel)
+            found["shrink_panel"] = address_of(eight_bit_shrink.shrink_panel)
             found["add_block"] = address_of(long.add_block, wide)
     if needs & GATHER:
-        found["gather"] = address_of(eight_bit.gather)
+        found["gather"] = address_of(eight_bit_shrink.gather)
     if needs & EXPAND:
         if in_registers and not needs & MULTIPLIED:
-            found["expand_int8"] = address_of(eight_bit.expand_int8, dtype_y)
+            found["expand_int8"] = address_of(eight_bit_expand.expand_int8, dtype_y)
         if needs & (MULTIPLIED | BIAS) or not in_registers:  # BIAS: a slot's rank may be 0
-            found["expand_stored"] = address_of(eight_bit.expand_stored)
+            found["expand_stored"] = address_of(eight_bit_expand.expand_stored)
             found["add_many"] = address_of(long.add_stored, wide)
             found["add_one"] = address_of(long.add_stored_one, wide)
         if needs & RAGGED:
-            found["expand_ragged"] = address_of(eight_bit.expand_ragged)
+            found["expand_ragged"] = address_of(eight_bit_expand.expand_ragged)
             found["expand_column"] = address_of(short.expand_column, wide, wide)
     return _table(eight_bit.Routines, found)
 
@@ -119,4 +126,4 @@ def _routine(make: Callable[..., Any], *dtypes: torch.dtype) -> Any:
     made = make(*[MARKERS[dtype] for dtype in dtypes])
     if not config.DISABLE_JIT:
         return made
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * made.__code__.co_argcount)(made)
+    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(made)

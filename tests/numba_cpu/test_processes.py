@@ -52,8 +52,8 @@ print(backend.run_experts(torch.ones(1, 3), weights, routing, reduce=True).tolis
 
 INSTRUCTIONS = """
 from llvmlite import binding
-from lora_backends.numba_cpu.kernels import eight_bit
-code = binding.parse_assembly(eight_bit.shrink_dots().inspect_llvm())
+from lora_backends.numba_cpu.kernels import eight_bit_shrink
+code = binding.parse_assembly(eight_bit_shrink.shrink_dots().inspect_llvm())
 target = binding.Target.from_triple(binding.get_process_triple())
 print(target.create_target_machine(cpu="sapphirerapids", opt=3).emit_assembly(code))
 """

@@ -16,8 +16,16 @@ from numba import cfunc, types
 from lora_backends import ExpertWeights, LoRABatch, LoRAWeights
 from lora_backends.numba_cpu import NumbaCPUBackend, launch, needs, routines
 from lora_backends.numba_cpu.config import LONG_SEGMENT
-from lora_backends.numba_cpu.kernels import bias, dense, eight_bit
-from lora_backends.numba_cpu.machine import compiling, plain, vectors
+from lora_backends.numba_cpu.kernels import (
+    arguments,
+    bias,
+    dense,
+    eight_bit,
+    eight_bit_expand,
+    eight_bit_shrink,
+    shares,
+)
+from lora_backends.numba_cpu.machine import compiling, plain, records
 from lora_backends.numba_cpu.routing import job_of
 from lora_backends.torch_ref import TorchRefBackend
 
@@ -153,7 +161,8 @@ def test_rows_and_fields_of_plain_python_are_those_of_kernels():
     table = torch.tensor([7, 1, 2, 5, 0], dtype=torch.int64)
     at = table.data_ptr()
     assert plain.rows((100, 10, at), 1, (0, 0)) == (110, 120)
-    assert plain.fields(dense.Segment, at + 8) == (1, 2, 5)
+    assert plain.fields(arguments.Segment, at + 8) == (1, 2, 5)
+    assert plain.fields(arguments.Factors, at) == (7, 1, (2, 5, 0))
 
 
 def test_a_kernel_keeps_its_table_when_another_thread_replaces_it_in_the_cache(asked, monkeypatch):
@@ -209,7 +218,7 @@ def test_a_function_becomes_code_in_its_callers_alone(no_cache):
         return low
 
     def run(address):
-        vectors.write_id(address, fib(vectors.read_id(address)))
+        records.write_id(address, fib(records.read_id(address)))
 
     number = torch.tensor([10])
     routine = compiling.compiled(run)
@@ -226,13 +235,13 @@ def test_a_function_becomes_code_in_its_callers_alone(no_cache):
 @pytest.fixture
 def functions(no_cache):
     """The functions of kernels, compiled for what the entry routines and 8-bit stacks need."""
-    eight = eight_bit
-    makers = (eight.copy_x, eight.shrink_panel, eight.expand_stored, eight.expand_ragged)
-    for make in (dense.entry, eight.entry, *makers):
+    shrink, expand = eight_bit_shrink, eight_bit_expand
+    makers = (shrink.copy_x, shrink.shrink_panel, expand.expand_stored, expand.expand_ragged)
+    for make in (dense.entry, eight_bit.entry, *makers):
         make()
-    modules = (dense, eight)
+    modules = (shares, dense, eight_bit, shrink, expand)
     found = {f for module in modules for f in vars(module).values() if hasattr(f, "overloads")}
-    assert dense.own_units in found
+    assert shares.units_of in found
     return found
 
 

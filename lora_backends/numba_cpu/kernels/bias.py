@@ -1,9 +1,5 @@
 """Reading a bias of any dtype: no kernel is compiled for each of them."""
 
-# numba infers the types of kernels
-# ruff: noqa: ANN001, ANN003, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
 from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT16, BIAS_FLOAT32

@@ -10,10 +10,6 @@ The two that multiply and add, `add_block` and `add_stored`, do not depend on th
 weights; the others call them through their addresses.
 """
 
-# numba infers the types of kernels
-# ruff: noqa: ANN001, ANN003, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
 from typing import Any
@@ -25,10 +21,13 @@ from lora_backends.numba_cpu.config import (
     LONG_SEGMENT,
     LONG_TILES,
 )
+from lora_backends.numba_cpu.kernels.addressing import following, with_columns
+from lora_backends.numba_cpu.kernels.arguments import Block, ExpandLong, Panel, Rows, Stored
 from lora_backends.numba_cpu.kernels.bias import load_bias
 from lora_backends.numba_cpu.kernels.short import ONE, read_scaling
 from lora_backends.numba_cpu.machine import vectors as v
 from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
+from lora_backends.numba_cpu.machine.records import fields, invoke
 
 LANES = v.LANES
 LINE = 64  # bytes of a cache line, and of a vector
@@ -75,38 +74,47 @@ def shrink_long(kind: Any) -> Any:
     The last row of a pads its block of rows.
     """
 
-    def run(
-        add_block, packed_a, a, a_row, n, count, tokens, x, x_row, x_order, h, h_row, h_order
-    ):  # fmt: skip
-        all_sums = packed_a + A_BYTES  # [vectors, LONG_RANKS, 16] float32 before
-        for k in range(0, max(n, 1), LONG_CHUNK):  # without inputs one empty chunk writes zeros
-            at, width = k * v.size(kind), min(n - k, LONG_CHUNK)
+    def run(address):
+        of = fields(Panel, address)
+        all_sums = of.scratch + A_BYTES  # [vectors, LONG_RANKS, 16] float32 before
+        for k in range(0, max(of.n, 1), LONG_CHUNK):  # without inputs one empty chunk writes zeros
+            offset, width = k * v.size(kind), min(of.n - k, LONG_CHUNK)
+            x = Rows(of.x.start + offset, of.x.step, of.x.order)
+            begun, ends = int(k > 0), int(k + LONG_CHUNK >= of.n)
             sums = all_sums  # [blocks, groups, TOKENS, LONG_RANKS, 16] float32
-            for j in range(0, count, LONG_RANKS):
+            for j in range(0, of.ranks, LONG_RANKS):
                 for i in range(LONG_RANKS):
-                    row = a + min(j + i, count - 1) * a_row + at
-                    pack_row(kind, row, width, packed_a + i * LINE, LONG_RANKS * LINE)
-                state = (int(j == 0), int(k > 0), int(k + LONG_CHUNK >= n), count - j, tokens)
-                fetch = next_block(v.size(kind), (a, a_row, n), count, j, k)
-                rows = (x + at, x_row, x_order, h + 4 * j, h_row, h_order)
-                v.invoke(add_block, (packed_a, sums, width, *fetch, *state, *rows))
-                sums += (tokens + TOKENS - 1) // TOKENS * SUMS_BYTES
+                    row = of.a + min(j + i, of.ranks - 1) * of.a_row + offset
+                    pack_row(kind, row, width, of.scratch + i * LINE, LONG_RANKS * LINE)
+                ahead = next_block(v.size(kind), of, j, k)
+                sizes = (width, int(j == 0), begun, ends, of.ranks - j, of.tokens)
+                h = Rows(of.h.start + 4 * j, of.h.step, of.h.order)
+                invoke(of.add_block, block_of(of.scratch, sums, sizes, ahead, x, h))
+                sums += (of.tokens + TOKENS - 1) // TOKENS * SUMS_BYTES
 
     return compiled(run)
 
 
 @function
-def next_block(size, rows, count, j, k):
+def block_of(packed, sums, sizes, ahead, x, h):
+    """Return the arguments of `add_block`; `ahead` is a `next_block`."""
+    width, fresh, begun, ends, count, tokens = sizes
+    at, rows, row, lines = ahead
+    return Block(packed, sums, width, at, rows, row, lines, fresh, begun, ends, count, tokens, x, h)
+
+
+@function
+def next_block(size, of, j, k):
     """Return the next rows of a, to be fetched meanwhile.
 
     They are given by the address, the number of rows, the bytes between them and the lines of each.
     """
-    a, a_row, n = rows
-    if j + LONG_RANKS < count:
-        lines = min(n - k, LONG_CHUNK) * size // LINE
-        return a + (j + LONG_RANKS) * a_row + k * size, count - j - LONG_RANKS, a_row, lines
-    following = max(0, min(n - k - LONG_CHUNK, LONG_CHUNK) * size // LINE)
-    return a + (k + LONG_CHUNK) * size, count, a_row, following
+    if j + LONG_RANKS < of.ranks:
+        lines = min(of.n - k, LONG_CHUNK) * size // LINE
+        start = of.a + (j + LONG_RANKS) * of.a_row + k * size
+        return start, of.ranks - j - LONG_RANKS, of.a_row, lines
+    lines = max(0, min(of.n - k - LONG_CHUNK, LONG_CHUNK) * size // LINE)
+    return of.a + (k + LONG_CHUNK) * size, of.ranks, of.a_row, lines
 
 
 def add_block(kind_x: Any) -> Any:
@@ -116,36 +124,35 @@ def add_block(kind_x: Any) -> Any:
     yet, the rows of the next group are fetched.
     """
 
-    def run(
-        packed_a, all_sums, width, a, a_rows, a_row, a_lines, fresh, begun, ends, count, tokens,
-        x, x_row, x_order, h, h_row, h_order,
-    ):  # fmt: skip
-        groups = (tokens + TOKENS - 1) // TOKENS
-        share = (a_lines * LONG_RANKS + groups - 1) // groups
-        x_lines = width * v.size(kind_x) // LINE if fresh else 0
+    def run(address):
+        of = fields(Block, address)
+        groups, all_sums = (of.tokens + TOKENS - 1) // TOKENS, of.sums
+        share = (of.next_lines * LONG_RANKS + groups - 1) // groups
+        x_lines = of.width * v.size(kind_x) // LINE if of.fresh else 0
         for g in range(groups):
             for i in range(g * share, (g + 1) * share):
-                v.prefetch((a,), min(i % LONG_RANKS, a_rows - 1) * a_row + i // LONG_RANKS * LINE)
-            following = three_rows((x, x_row, x_order), (g + 1) * TOKENS, tokens)
+                row = min(i % LONG_RANKS, of.next_rows - 1)
+                v.prefetch((of.next_a,), row * of.next_row + i // LONG_RANKS * LINE)
+            next_x = three_rows(of.x, (g + 1) * TOKENS, of.tokens)
             for line in range(x_lines):
-                v.prefetch(following, line * LINE)
-            if begun:
+                v.prefetch(next_x, line * LINE)
+            if of.begun:
                 sums = v.load_all(all_sums, SUMS_EACH)
             else:
                 sums = v.zeros(RANKS_EACH, TOKENS_EACH)
-            x_rows, row, k = three_rows((x, x_row, x_order), g * TOKENS, tokens), packed_a, 0
-            while k + 2 * LANES <= width:
-                products = (v.load_all(row, PAIRS_EACH), v.load_rows(kind_x, x_rows, k))
+            x_rows, packed, k = three_rows(of.x, g * TOKENS, of.tokens), of.packed, 0
+            while k + 2 * LANES <= of.width:
+                products = (v.load_all(packed, PAIRS_EACH), v.load_rows(kind_x, x_rows, k))
                 sums = v.add_products(sums, *products)
-                row += 2 * LINE * LONG_RANKS
+                packed += 2 * LINE * LONG_RANKS
                 k += 2 * LANES
-            while k < width:
-                x_tail = v.load_some(kind_x, x_rows, k, min(width - k, LANES))
-                sums = v.add_products(sums, v.load_all(row, RANKS_EACH), x_tail)
-                row += LINE * LONG_RANKS
+            while k < of.width:
+                x_tail = v.load_some(kind_x, x_rows, k, min(of.width - k, LANES))
+                sums = v.add_products(sums, v.load_all(packed, RANKS_EACH), x_tail)
+                packed += LINE * LONG_RANKS
                 k += LANES
-            if ends:
-                v.write_totals(three_rows((h, h_row, h_order), g * TOKENS, tokens), count, sums)
+            if of.ends:
+                v.write_totals(three_rows(of.h, g * TOKENS, of.tokens), of.ranks, sums)
             else:
                 v.store_all(all_sums, LINE, sums)
             all_sums += SUMS_BYTES
@@ -178,29 +185,19 @@ def pack_row(kind, row, width, to, step):
 
 
 def expand_long(kind: Any) -> Any:
-    """Compile the addition to `blocks` times 64 columns of y, which `add_stored` does."""
+    """Compile the addition to `groups` times 64 columns of y, which `add_stored` does."""
 
-    def run(
-        add_stored, columns, b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank,
-        scaling, scales, scales_row, scales_order, blocks, t, end, h, h_row, h_order,
-        y, y_row, y_order,
-    ):  # fmt: skip
-        step, width = LINE * LONG_TILES, LANES * LONG_TILES
+    def run(address):
+        of = fields(ExpandLong, address)
+        expand, rank, step = of.expand, of.expand.factors.rank, LINE * LONG_TILES
         paired = rank - rank % (16 // v.size(kind))
-        for _block in range(blocks):
+        for group in range(expand.groups):
+            columns = following(expand.columns, group * LANES * LONG_TILES)
             for i in range(LONG_TILES):
-                store_columns(kind, b + i * LANES * b_row, b_row, rank, columns + i * LINE, step)
-            place = (b, b_row, bias_dtype, bias, bias_size, output_scale, column)
-            factors = (rank, scaling, scales, scales_row, scales_order)
-            stored = (paired, rank * v.size(kind), columns)
-            tokens = (t, end, h, h_row, h_order, y, y_row, y_order)
-            v.invoke(add_stored, place + factors + stored + tokens)
-            b += width * b_row
-            column += width
-            if bias != 0:
-                bias += width * bias_size
-            if output_scale != 0:
-                output_scale += width * 4
+                b = columns.b + i * LANES * columns.b_row
+                store_columns(kind, b, columns.b_row, rank, of.scratch + i * LINE, step)
+            part = with_columns(expand, columns)
+            invoke(of.add_stored, Stored(of.scratch, paired, rank * v.size(kind), part))
 
     return compiled(run)
 
@@ -225,82 +222,75 @@ def add_stored_one(kind_y: Any) -> Any:
 
 
 def add_stored(kind_y: Any, tiles: tuple[int, ...] = MANY_TILES) -> Any:
-    """Compile the addition to 16 columns of y per item of `tiles`; fetch the next rows of b.
+    """Compile the addition to 16 columns of y per item of `tiles`; fetch the next rows of b."""
 
-    The columns of b are stored as float32, `width` bytes were read of each of its rows, and
-    `paired` of the columns have an even and an odd sum by turns.
-    """
-
-    def run(
-        b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
-        scales, scales_row, scales_order, paired, width, columns, t, end,
-        h, h_row, h_order, y, y_row, y_order,
-    ):  # fmt: skip
-        step, b_rows = LINE * len(tiles), LANES * len(tiles)
-        own_y, size = (y, y_row, y_order), v.size(kind_y)
-        factors = (read_scaling(rank, scaling), (scales, scales_row, scales_order))
-        stored, target = (columns, paired, rank), (kind_y, own_y, column, output_scale)
-        b += b_rows * b_row
-        at = columns + step * rank
+    def run(address):
+        of = fields(Stored, address)
+        expand, at = of.expand, of.expand.columns
+        step, b_rows, size = LINE * len(tiles), LANES * len(tiles), v.size(kind_y)
+        next_b, scaling = at.b + b_rows * at.b_row, read_scaling(expand.factors)
+        memory = of.columns + step * expand.factors.rank
         added = v.zeros((0,), tiles)
-        if bias != 0:
+        if at.bias != 0:
             for i in range(len(tiles)):
-                tile_bias = load_bias(bias_dtype, bias + i * LANES * bias_size)
-                v.store_all(at + i * LINE, LINE, (tile_bias,))
-            added = v.load_all(at, tiles)
-        share = (b_rows * TOKENS + end - t - 1) // (end - t)
-        fetched, i = 0, t
-        while i + TOKENS <= end:
+                tile_bias = load_bias(at.bias_dtype, at.bias + i * LANES * at.bias_size)
+                v.store_all(memory + i * LINE, LINE, (tile_bias,))
+            added = v.load_all(memory, tiles)
+        tokens = expand.stop - expand.start
+        share = (b_rows * TOKENS + tokens - 1) // tokens
+        fetched, i = 0, expand.start
+        while i + TOKENS <= expand.stop:
             for row in range(fetched, min(fetched + share, b_rows)):
-                for line in range(0, width, LINE):
-                    v.prefetch((b,), row * b_row + line)
+                for line in range(0, of.width, LINE):
+                    v.prefetch((next_b,), row * at.b_row + line)
             fetched += share
-            fetch_ahead(own_y, t, end, i, column * size, b_rows * size)
-            add_tokens(tiles, TOKENS_EACH, i, stored, factors, (h, h_row, h_order), added, target)
+            fetch_ahead(expand, i, at.column * size, b_rows * size)
+            add_tokens(kind_y, tiles, TOKENS_EACH, i, of, scaling, added)
             i += TOKENS
-        while i < end:
-            add_tokens(tiles, ONE, i, stored, factors, (h, h_row, h_order), added, target)
+        while i < expand.stop:
+            add_tokens(kind_y, tiles, ONE, i, of, scaling, added)
             i += 1
 
     return compiled(run)
 
 
 @inlined
-def add_tokens(tiles, like, t, stored, factors, h, added, target):
+def add_tokens(kind_y, tiles, like, t, of, scaling, added):
     """Add to 16 columns of y per item of `tiles`, and multiply by output_scales if there are."""
-    kind_y, y, column, output_scale = target
-    sums = stored_sums(tiles, stored, v.rows(h, t, like))
-    own = v.read_scaled(v.rows(factors[1], t, like), factors[0])
-    if output_scale == 0:
-        v.update_rows(kind_y, v.rows(y, t, like), column, sums, own, added, ())
+    expand, at = of.expand, of.expand.columns
+    sums = stored_sums(tiles, of, v.rows(expand.h, t, like))
+    scales = v.read_scaled(v.rows(expand.factors.scales, t, like), scaling)
+    y_rows = v.rows(expand.y, t, like)
+    if at.output_scale == 0:
+        v.update_rows(kind_y, y_rows, at.column, sums, scales, added, ())
     else:
-        multiplied = v.load_all(output_scale, tiles)
-        v.update_rows(kind_y, v.rows(y, t, like), column, sums, own, added, multiplied)
+        multiplied = v.load_all(at.output_scale, tiles)
+        v.update_rows(kind_y, y_rows, at.column, sums, scales, added, multiplied)
 
 
 @function
-def fetch_ahead(y, first, end, t, offset, width):
+def fetch_ahead(expand, t, offset, width):
     """Ask for what is updated two groups of tokens later, at the end for the next columns."""
     ahead = t + 2 * TOKENS
-    if ahead + TOKENS > end:
-        ahead = first + max(0, ahead - end)
+    if ahead + TOKENS > expand.stop:
+        ahead = expand.start + max(0, ahead - expand.stop)
         offset += width
-    rows = v.rows(y, ahead, TOKENS_EACH)
+    rows = v.rows(expand.y, ahead, TOKENS_EACH)
     for line in range(0, width, LINE):
         v.prefetch(rows, offset + line)
 
 
 @inlined
-def stored_sums(tiles, stored, h_rows):
+def stored_sums(tiles, of, h_rows):
     """Return the sums of `b_sums` of the short segments, from the stored columns of b."""
-    columns, paired, rank = stored
+    columns = of.columns
     sums = v.zeros(v.zeros(tiles, (0, 0)), h_rows)
     step = LINE * len(tiles)
-    for j in range(0, paired, 2):
+    for j in range(0, of.paired, 2):
         sums = v.add_stored(sums, v.load_all(columns, tiles), h_rows, j, ())
         sums = v.add_stored(sums, v.load_all(columns + step, tiles), h_rows, j, (0,))
         columns += 2 * step
-    for j in range(paired, rank):
+    for j in range(of.paired, of.expand.factors.rank):
         sums = v.add_stored(sums, v.load_all(columns, tiles), h_rows, j, ())
         columns += step
     return sums

@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.registry import cpu_target
+from numba.extending import intrinsic
 
 _NEEDLESS = (
     untyped_passes.InlineClosureLikes,
@@ -89,6 +90,11 @@ inlined = njit(inline="always", **_OPTIONS)
 there alone. Every copy takes time, so it suits functions with few callers."""
 
 
+def operation(twin: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of a typing function, or its plain twin where numba is switched off."""
+    return lambda define: twin if config.DISABLE_JIT else intrinsic(define)
+
+
 def digest_of(folder: Path) -> int:
     """Return a number that differs where any source of kernels does."""
     found = hashlib.sha256()
@@ -108,18 +114,24 @@ def kept_name(run: Any) -> str:
     processes may give one number to two variants. A process that ends before it writes its file
     leaves an index that names an older one. In both cases numba would load the wrong code.
     """
-    cells = [cell.cell_contents for cell in run.__closure__ or ()]
+    cells = [_named(cell.cell_contents) for cell in run.__closure__ or ()]
     cpu = cpu_target.target_context.codegen().magic_tuple()
     key = (SOURCES, cells, cpu, numba.__version__, llvmlite.__version__)
     return f"{run.__qualname__}.{hashlib.sha256(pickle.dumps(key)).hexdigest()[:16]}"
 
 
+def _named(value: Any) -> Any:
+    """Return a value that can be pickled; `SOURCES` covers the code of functions."""
+    code = getattr(value, "py_func", None)
+    return value if code is None else (code.__module__, code.__qualname__)
+
+
 def compiled(run: Any) -> Any:
-    """Return a C function of int64s without a result, kept on disk where that is possible."""
+    """Return a C function of a record's address, kept on disk where that is possible."""
     if config.DISABLE_JIT:
         return run
     run.__qualname__ = kept_name(run)
-    signature = types.void(*[types.int64] * run.__code__.co_argcount)
+    signature = types.void(types.int64)
     kept = cfunc(signature, cache=True, **_OPTIONS)
     with _without_garbage_collection():
         try:

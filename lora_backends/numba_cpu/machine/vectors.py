@@ -14,23 +14,16 @@ Every operation stands beside its plain twin, which runs where NUMBA_DISABLE_JIT
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import config, types
+from numba import types
 from numba.core import cgutils
-from numba.core.typing import templates
-from numba.extending import (
-    infer_getattr,
-    intrinsic,
-    lower_getattr_generic,
-    models,
-    register_model,
-)
+from numba.extending import models, register_model
 
 from lora_backends.numba_cpu.machine import lowering, plain
+from lora_backends.numba_cpu.machine.compiling import operation
 
 LANES = lowering.LANES
 FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
@@ -48,50 +41,13 @@ class Float32x16(types.Type):
 VECTOR = Float32x16()
 
 
-class Record(types.Type):
-    """The type of a result of `record`: an address, with the names of the int64 that lie there."""
-
-    def __init__(self, names: Any) -> None:
-        super().__init__(name=f"Record({names.__module__}.{names.__qualname__})")
-        self.fields: tuple[str, ...] = names._fields
-
-
-@register_model(Record)
-class _RecordModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, lowering.I64)
-
-
-@infer_getattr
-class _RecordFields(templates.AttributeTemplate):
-    key = Record
-
-    def generic_resolve(self, kind: Record, name: str) -> Any:
-        return types.int64 if name in kind.fields else None
-
-
-def _read_field(context: Any, builder: Any, kind: Record, address: Any, name: str) -> Any:
-    # functions that read records run once per segment: unrolled loops would not pay
-    builder.function.attributes.add("optsize")
-    at = builder.add(address, lowering.integer(8 * kind.fields.index(name)))
-    return lowering.load_value(builder, at, lowering.I64, 8)
-
-
-lower_getattr_generic(Record)(_read_field)
-
-
 @register_model(Float32x16)
 class _Float32x16Model(models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Any) -> None:
         super().__init__(manager, fe_type, lowering.VECTOR)
 
 
-def _operation(twin: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of a typing function, or its plain twin where numba is switched off."""
-    return lambda define: twin if config.DISABLE_JIT else intrinsic(define)
-
-
-@_operation(plain.zeros)
+@operation(plain.zeros)
 def zeros(typing: Any, a: Any, x: Any) -> Any:
     """zeros(a, x): a zero vector for every pair of items of two tuples."""
     result = types.UniTuple(VECTOR, a.count * x.count)
@@ -102,7 +58,7 @@ def zeros(typing: Any, a: Any, x: Any) -> Any:
     return result(a, x), codegen
 
 
-@_operation(plain.size)
+@operation(plain.size)
 def size(typing: Any, kind: Any) -> Any:
     """size(kind): bytes of an element."""
 
@@ -112,7 +68,7 @@ def size(typing: Any, kind: Any) -> Any:
     return types.int64(kind), codegen
 
 
-@_operation(plain.load_rows)
+@operation(plain.load_rows)
 def load_rows(typing: Any, kind: Any, rows: Any, first: Any) -> Any:
     """load_rows(kind, addresses, k): two vectors a row, elements k to k + 31.
 
@@ -133,7 +89,7 @@ def load_rows(typing: Any, kind: Any, rows: Any, first: Any) -> Any:
     return result(kind, rows, types.int64), codegen
 
 
-@_operation(plain.load_bfloat16)
+@operation(plain.load_bfloat16)
 def load_bfloat16(typing: Any, kind: Any, rows: Any, first: Any) -> Any:
     """load_bfloat16(kind, addresses, k): a vector a row, 32 bfloat16 from k on, for `add_dots`."""
     result = types.UniTuple(VECTOR, rows.count)
@@ -148,7 +104,7 @@ def load_bfloat16(typing: Any, kind: Any, rows: Any, first: Any) -> Any:
     return result(kind, rows, types.int64), codegen
 
 
-@_operation(plain.load_some)
+@operation(plain.load_some)
 def load_some(typing: Any, kind: Any, rows: Any, first: Any, count: Any) -> Any:
     """load_some(kind, addresses, k, n): a vector a row, elements k to k + n - 1, then zeros."""
     result = types.UniTuple(VECTOR, rows.count)
@@ -163,7 +119,7 @@ def load_some(typing: Any, kind: Any, rows: Any, first: Any, count: Any) -> Any:
     return result(kind, rows, types.int64, types.int64), codegen
 
 
-@_operation(plain.load_column)
+@operation(plain.load_column)
 def load_column(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
     """load_column(kind, address, stride): 16 elements, `stride` bytes apart."""
 
@@ -179,7 +135,7 @@ def load_column(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
     return VECTOR(kind, types.int64, types.int64), codegen
 
 
-@_operation(plain.load_columns)
+@operation(plain.load_columns)
 def load_columns(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
     """load_columns(kind, address, stride): the columns of 16 rows, `stride` bytes apart.
 
@@ -196,7 +152,7 @@ def load_columns(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
     return result(kind, types.int64, types.int64), codegen
 
 
-@_operation(plain.load_square)
+@operation(plain.load_square)
 def load_square(typing: Any, kind: Any, address: Any) -> Any:
     """load_square(kind, address): all columns of 16 rows of 16 without gaps, in less time."""
     result = types.UniTuple(VECTOR, LANES)
@@ -214,7 +170,7 @@ def load_square(typing: Any, kind: Any, address: Any) -> Any:
     return result(kind, types.int64), codegen
 
 
-@_operation(plain.load_four)
+@operation(plain.load_four)
 def load_four(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
     """load_four(kind, address, stride): `load_columns` for 4 columns of an 8-bit type."""
     result = types.UniTuple(VECTOR, 4)
@@ -231,7 +187,7 @@ def load_four(typing: Any, kind: Any, address: Any, stride: Any) -> Any:
     return result(kind, types.int64, types.int64), codegen
 
 
-@_operation(plain.splat)
+@operation(plain.splat)
 def splat(typing: Any, value: Any) -> Any:
     """splat(value): 16 times a float32."""
 
@@ -241,7 +197,7 @@ def splat(typing: Any, value: Any) -> Any:
     return VECTOR(types.float32), codegen
 
 
-@_operation(plain.multiply)
+@operation(plain.multiply)
 def multiply(typing: Any, vectors: Any, factor: Any) -> Any:
     """multiply(vectors, factor): every vector times one vector."""
 
@@ -253,7 +209,7 @@ def multiply(typing: Any, vectors: Any, factor: Any) -> Any:
     return vectors(vectors, factor), codegen
 
 
-@_operation(plain.shifted)
+@operation(plain.shifted)
 def shifted(typing: Any, addresses: Any, offset: Any) -> Any:
     """shifted(addresses, n): the addresses n bytes on."""
 
@@ -264,7 +220,7 @@ def shifted(typing: Any, addresses: Any, offset: Any) -> Any:
     return addresses(addresses, types.int64), codegen
 
 
-@_operation(plain.add_products)
+@operation(plain.add_products)
 def add_products(typing: Any, sums: Any, a: Any, x: Any) -> Any:
     """add_products(sums, a, x): ``sums[t, j] + a[j] * x[t]``, for one or more vectors a row.
 
@@ -288,7 +244,7 @@ def add_products(typing: Any, sums: Any, a: Any, x: Any) -> Any:
     return sums(sums, a, x), codegen
 
 
-@_operation(plain.add_dots)
+@operation(plain.add_dots)
 def add_dots(typing: Any, sums: Any, a: Any, x: Any) -> Any:
     """add_dots(sums, a, x): `add_products` of what `load_bfloat16` returned, lane by lane of pairs.
 
@@ -307,7 +263,7 @@ def add_dots(typing: Any, sums: Any, a: Any, x: Any) -> Any:
     return sums(sums, a, x), codegen
 
 
-@_operation(plain.add_columns)
+@operation(plain.add_columns)
 def add_columns(typing: Any, sums: Any, columns: Any, rows: Any, first: Any) -> Any:
     """add_columns(sums, columns, addresses, j): ``sums[t] + sum_c columns[c] * h[t, j + c]``.
 
@@ -330,7 +286,7 @@ def add_columns(typing: Any, sums: Any, columns: Any, rows: Any, first: Any) -> 
     return sums(sums, columns, rows, types.int64), codegen
 
 
-@_operation(plain.add_interleaved)
+@operation(plain.add_interleaved)
 def add_interleaved(typing: Any, sums: Any, columns: Any, address: Any) -> Any:
     """add_interleaved(sums, columns, address): `add_columns` for interleaved rows of h.
 
@@ -351,7 +307,7 @@ def add_interleaved(typing: Any, sums: Any, columns: Any, address: Any) -> Any:
     return sums(sums, columns, types.int64), codegen
 
 
-@_operation(plain.update_scaled)
+@operation(plain.update_scaled)
 def update_scaled(
     typing: Any, kind: Any, rows: Any, first: Any, sums: Any, factor: Any, added: Any
 ) -> Any:
@@ -377,7 +333,7 @@ def update_scaled(
     return types.void(kind, rows, types.int64, sums, factor, added), codegen
 
 
-@_operation(plain.add_stored)
+@operation(plain.add_stored)
 def add_stored(typing: Any, sums: Any, columns: Any, rows: Any, first: Any, parity: Any) -> Any:
     """add_stored(sums, columns, addresses, j, odd): ``sums[t, i] + columns[i] * h[t, j]``.
 
@@ -400,7 +356,7 @@ def add_stored(typing: Any, sums: Any, columns: Any, rows: Any, first: Any, pari
     return sums(sums, columns, rows, types.int64, parity), codegen
 
 
-@_operation(plain.write_totals)
+@operation(plain.write_totals)
 def write_totals(typing: Any, rows: Any, count: Any, sums: Any) -> Any:
     """write_totals(addresses, n, sums): the sums over lanes, the first n of every row of float32.
 
@@ -429,7 +385,7 @@ def write_totals(typing: Any, rows: Any, count: Any, sums: Any) -> Any:
     return types.void(rows, types.int64, sums), codegen
 
 
-@_operation(plain.update_rows)
+@operation(plain.update_rows)
 def update_rows(
     typing: Any,
     kind: Any,
@@ -472,7 +428,7 @@ def update_rows(
     return types.void(kind, rows, types.int64, sums, factors, added, multiplied), codegen
 
 
-@_operation(plain.store_all)
+@operation(plain.store_all)
 def store_all(typing: Any, address: Any, step: Any, vectors: Any) -> Any:
     """store_all(address, step, vectors): vectors of float32, `step` bytes apart."""
 
@@ -486,7 +442,7 @@ def store_all(typing: Any, address: Any, step: Any, vectors: Any) -> Any:
     return types.void(types.int64, types.int64, vectors), codegen
 
 
-@_operation(plain.store)
+@operation(plain.store)
 def store(typing: Any, kind: Any, address: Any, vector: Any) -> Any:
     """store(kind, address, vector): 16 neighbours, rounded."""
 
@@ -498,7 +454,7 @@ def store(typing: Any, kind: Any, address: Any, vector: Any) -> Any:
     return types.void(kind, types.int64, vector), codegen
 
 
-@_operation(plain.load_all)
+@operation(plain.load_all)
 def load_all(typing: Any, address: Any, like: Any) -> Any:
     """load_all(address, like): the float32 vectors that lie there, as many as `like` has items."""
     result = types.UniTuple(VECTOR, like.count)
@@ -513,7 +469,7 @@ def load_all(typing: Any, address: Any, like: Any) -> Any:
     return result(types.int64, like), codegen
 
 
-@_operation(plain.load)
+@operation(plain.load)
 def load(typing: Any, kind: Any, address: Any) -> Any:
     """load(kind, address): 16 neighbours."""
 
@@ -526,7 +482,7 @@ def load(typing: Any, kind: Any, address: Any) -> Any:
     return VECTOR(kind, types.int64), codegen
 
 
-@_operation(plain.multiply_add)
+@operation(plain.multiply_add)
 def multiply_add(typing: Any, left: Any, right: Any, added: Any) -> Any:
     """multiply_add(left, right, added): ``left * right + added``, three float32, as in vectors."""
 
@@ -536,7 +492,7 @@ def multiply_add(typing: Any, left: Any, right: Any, added: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-@_operation(plain.write)
+@operation(plain.write)
 def write(typing: Any, kind: Any, address: Any, value: Any) -> Any:
     """write(kind, address, value): one float32, rounded."""
 
@@ -549,7 +505,7 @@ def write(typing: Any, kind: Any, address: Any, value: Any) -> Any:
     return types.void(kind, types.int64, types.float32), codegen
 
 
-@_operation(plain.prefetch)
+@operation(plain.prefetch)
 def prefetch(typing: Any, rows: Any, offset: Any) -> Any:
     """prefetch(addresses, n): ask for the cache lines n bytes on; any address is allowed."""
 
@@ -561,7 +517,7 @@ def prefetch(typing: Any, rows: Any, offset: Any) -> Any:
     return types.void(rows, types.int64), codegen
 
 
-@_operation(plain.read)
+@operation(plain.read)
 def read(typing: Any, kind: Any, address: Any) -> Any:
     """read(kind, address): one element as float32."""
 
@@ -575,7 +531,7 @@ def read(typing: Any, kind: Any, address: Any) -> Any:
     return types.float32(kind, types.int64), codegen
 
 
-@_operation(plain.read_scaled)
+@operation(plain.read_scaled)
 def read_scaled(typing: Any, rows: Any, factor: Any) -> Any:
     """read_scaled(addresses, factor): the float32 at every address, times a factor."""
     result = types.UniTuple(types.float32, rows.count)
@@ -590,103 +546,7 @@ def read_scaled(typing: Any, rows: Any, factor: Any) -> Any:
     return result(rows, types.float32), codegen
 
 
-@_operation(plain.read_int)
-def read_int(typing: Any, address: Any) -> Any:
-    """read_int(address): one int32 as an int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(lowering.load_value(builder, args[0], lowering.I32), lowering.I64)
-
-    return types.int64(types.int64), codegen
-
-
-@_operation(plain.read_id)
-def read_id(typing: Any, address: Any) -> Any:
-    """read_id(address): one int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return lowering.load_value(builder, args[0], lowering.I64, 8)
-
-    return types.int64(types.int64), codegen
-
-
-@_operation(plain.write_id)
-def write_id(typing: Any, address: Any, value: Any) -> Any:
-    """write_id(address, value): one int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lowering.store_value(builder, args[0], args[1], 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@_operation(plain.ints)
-def ints(typing: Any, address: Any) -> Any:
-    """ints(address): a pointer to int64, for `numba.carray`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], lowering.I64.as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), codegen
-
-
-@_operation(plain.call)
-def call(typing: Any, address: Any) -> Any:
-    """call(address): what the C function of no arguments that lies there returns, an int32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        result = lowering.call_function(builder, args[0], lowering.I32)
-        return builder.sext(result, lowering.I64)
-
-    return types.int64(types.int64), codegen
-
-
-@_operation(plain.invoke)
-def invoke(typing: Any, function: Any, arguments: Any) -> Any:
-    """invoke(function, arguments): call the C function ``void f(int64, ...)`` that lies there."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        items = cgutils.unpack_tuple(builder, args[1])
-        lowering.call_function(builder, args[0], ir.VoidType(), *items)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.UniTuple(types.int64, arguments.count)), codegen
-
-
-@_operation(plain.fields)
-def fields(typing: Any, kind: Any, address: Any) -> Any:
-    """fields(kind, address): the NamedTuple of int64 that lie there one after the other."""
-    names = kind.instance_class
-    result = types.NamedUniTuple(types.int64, len(names._fields), names)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        items = [
-            lowering.load_value(
-                builder, builder.add(args[1], lowering.integer(8 * i)), lowering.I64, 8
-            )
-            for i in range(result.count)
-        ]
-        return context.make_tuple(builder, result, items)
-
-    return result(kind, types.int64), codegen
-
-
-@_operation(plain.fields)
-def record(typing: Any, kind: Any, address: Any) -> Any:
-    """record(kind, address): `fields`, read one by one where they are used, by their names.
-
-    A function that takes it has one argument, not one per field, which compiles sooner.
-    """
-    result = Record(kind.instance_class)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return args[1]
-
-    return result(kind, types.int64), codegen
-
-
-@_operation(plain.rows)
+@operation(plain.rows)
 def rows(typing: Any, base: Any, t: Any, like: Any) -> Any:
     """rows(base, t, like): the addresses of the rows at positions t, t + 1, ...
 
@@ -705,7 +565,7 @@ def rows(typing: Any, base: Any, t: Any, like: Any) -> Any:
             items.append(builder.add(start, builder.mul(row, step)))
         return context.make_tuple(builder, result, items)
 
-    return result(types.UniTuple(types.int64, 3), types.int64, like), codegen
+    return result(base, types.int64, like), codegen
 
 
 def _vectors_a_row(sums: int, a: int, x: int) -> int:
