@@ -17,12 +17,14 @@ from lora_backends import ExpertWeights, LoRABatch, LoRAWeights
 from lora_backends.numba_cpu import NumbaCPUBackend, launch, needs, routines
 from lora_backends.numba_cpu.config import LONG_SEGMENT
 from lora_backends.numba_cpu.kernels import (
+    addressing,
     arguments,
     bias,
     dense,
     eight_bit,
     eight_bit_expand,
     eight_bit_shrink,
+    scales,
     shares,
 )
 from lora_backends.numba_cpu.machine import compiling, plain, records
@@ -239,7 +241,7 @@ def functions(no_cache):
     makers = (shrink.copy_x, shrink.shrink_panel, expand.expand_stored, expand.expand_ragged)
     for make in (dense.entry, eight_bit.entry, *makers):
         make()
-    modules = (shares, dense, eight_bit, shrink, expand)
+    modules = (shares, addressing, scales, dense, eight_bit, shrink, expand)
     found = {f for module in modules for f in vars(module).values() if hasattr(f, "overloads")}
     assert shares.units_of in found
     return found

@@ -61,7 +61,7 @@ def entry(steps: Steps) -> Any:
             work = shrink_work(layer, call.a_segments, low, end, call.a_span, block_ranks)
             scratch_a = shrink_scratch(layer, work[1])
             for i in range(low, end):
-                segment, copied = segment_at(call.a_segments, i), False
+                segment, copied = segment_at(call.a_segments, i), np.bool_(False)
                 cost = FETCH_COST + segment.stop - segment.start
                 for s in range(layer.num_slices):
                     rank = highest_rank(layer, segment.key, call.a_span, s)
