@@ -6,25 +6,25 @@ import numpy as np
 
 from lora_backends.numba_cpu.kernels.arguments import Columns, Expand, Factors, Rows
 from lora_backends.numba_cpu.kernels.shares import SLOT_MASK, start_of
-from lora_backends.numba_cpu.machine.compiling import function
+from lora_backends.numba_cpu.machine.compiling import part
 
 ALL = np.int64(0)  # from the first column or position on; numba compiles once more for a plain 0
 
 
-@function
+@part
 def x_of(call, position):
     """Return the rows of x from a position on."""
     return Rows(call.x, call.x_row, call.x_order + 8 * position)
 
 
-@function
+@part
 def h_of(call, s, column, position):
     """Return the rows of h that the first half writes, from a column and a position on."""
     start = call.h + s * call.h_slice + 4 * column
     return Rows(start, call.h_row, call.to_order + 8 * position)
 
 
-@function
+@part
 def expand_of(call, layer, segment, s, columns, count, rank):
     """Return the arguments of a routine that adds to columns of y."""
     scaling = (
@@ -38,7 +38,7 @@ def expand_of(call, layer, segment, s, columns, count, rank):
     return Expand(columns, count, factors, segment.start, segment.stop, h, y)
 
 
-@function
+@part
 def columns_of(layer, item, key, within):
     """Return the columns of a slice from column `within` of it on."""
     bias, output_scale, slot, column = 0, 0, key & SLOT_MASK, item.first + within
@@ -50,7 +50,7 @@ def columns_of(layer, item, key, within):
     return Columns(b, item.b_row, layer.bias_dtype, bias, layer.bias_size, output_scale, column)
 
 
-@function
+@part
 def following(columns, count):
     """Return the columns `count` on."""
     bias = columns.bias + count * columns.bias_size if columns.bias != 0 else 0
@@ -59,7 +59,7 @@ def following(columns, count):
     return Columns(b, columns.b_row, columns.bias_dtype, bias, columns.bias_size, scale, column)
 
 
-@function
+@part
 def with_columns(expand, columns):
     """Return the same arguments for other columns."""
     return Expand(

@@ -18,7 +18,7 @@ from lora_backends.numba_cpu.kernels.addressing import ALL, columns_of, expand_o
 from lora_backends.numba_cpu.kernels.arguments import ExpandLong, Gather, Panel, Shrink
 from lora_backends.numba_cpu.kernels.long import aligned
 from lora_backends.numba_cpu.kernels.shares import rank_of, slice_of, start_of
-from lora_backends.numba_cpu.machine.compiling import function
+from lora_backends.numba_cpu.machine.compiling import function, part
 from lora_backends.numba_cpu.machine.records import invoke, record
 from lora_backends.numba_cpu.machine.vectors import LANES
 
@@ -43,7 +43,7 @@ def shrink_scratch(layer, longest):
     return np.empty(long.shrink_scratch(longest), np.float32)
 
 
-@function
+@part
 def shrink_columns(call, layer, segment, s, first, last, scratch, copied):
     """Write ``h[s, t, first:last] = x[t] @ a[l, s, first:last].T``."""
     routines, item = record(Routines, call.routines), slice_of(layer, s)
@@ -64,7 +64,7 @@ def shrink_columns(call, layer, segment, s, first, last, scratch, copied):
     return copied
 
 
-@function
+@part
 def gather_columns(call, layer, segment, s):
     """Write ``h[s, t, :r] = a[l, s, :r, ids[t]]``."""
     item = slice_of(layer, s)
@@ -80,7 +80,7 @@ def expand_scratch(layer, longest):
     return np.empty(long.expand_scratch(longest, layer.max_rank), np.float32)
 
 
-@function
+@part
 def expand_columns(call, layer, segment, s, item, rank, first, last, scratch):
     """Add to groups of 16 columns of y, and to the columns that are left over."""
     routines = record(Routines, call.routines)

@@ -37,7 +37,7 @@ from lora_backends.numba_cpu.kernels.long import LINE, aligned
 from lora_backends.numba_cpu.kernels.scales import a_scales_of, b_scales_of
 from lora_backends.numba_cpu.kernels.shares import rank_of, slice_of, start_of
 from lora_backends.numba_cpu.layer import INT8
-from lora_backends.numba_cpu.machine.compiling import function
+from lora_backends.numba_cpu.machine.compiling import function, part
 from lora_backends.numba_cpu.machine.records import invoke, record, write_id
 from lora_backends.numba_cpu.machine.vectors import LANES
 
@@ -83,7 +83,7 @@ def write_order(to, count):
         write_id(to + 8 * t, t)
 
 
-@function
+@part
 def shrink_columns(call, layer, segment, s, first, last, scratch, copied):
     """Write ``h[s, t, first:last] = x[t] @ a[l, s, first:last].T``."""
     routines, item, key = record(Routines, call.routines), slice_of(layer, s), segment.key
@@ -117,7 +117,7 @@ def shrink_columns(call, layer, segment, s, first, last, scratch, copied):
     return copied
 
 
-@function
+@part
 def gather_columns(call, layer, segment, s):
     """Write ``h[s, t, :r] = a[l, s, :r, ids[t]]``."""
     item, key = slice_of(layer, s), segment.key
@@ -128,7 +128,7 @@ def gather_columns(call, layer, segment, s):
     invoke(record(Routines, call.routines).gather, eight_bit)
 
 
-@function
+@part
 def expand_columns(call, layer, segment, s, item, rank, first, last, scratch):
     """Add to groups of 16 columns of y, and to the columns that are left over."""
     routines, full = record(Routines, call.routines), (item.last - item.first) // LANES
@@ -150,7 +150,7 @@ def expand_columns(call, layer, segment, s, item, rank, first, last, scratch):
         invoke(routines.expand_ragged, ragged)
 
 
-@function
+@part
 def stored_of(call, layer, item, key, scratch, row, end, expand):
     """Return the arguments of a routine for rows of b from `row` to `end`."""
     routines, scales = record(Routines, call.routines), b_scales_of(layer, item, key)

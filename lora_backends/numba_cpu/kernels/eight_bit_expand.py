@@ -24,7 +24,7 @@ from lora_backends.numba_cpu.kernels.short import (
 )
 from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT32, E4M3, INT8
 from lora_backends.numba_cpu.machine import vectors as v
-from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
+from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined, part
 from lora_backends.numba_cpu.machine.records import fields, invoke
 
 LANES = v.LANES
@@ -219,7 +219,7 @@ def widen_y(of, at, width):
     return Expand(columns, width, expand.factors, expand.start, expand.stop, expand.h, y)
 
 
-@function
+@part
 def from_float32(expand, b):
     """Return the same arguments with a row of b that is float32."""
     at = expand.columns

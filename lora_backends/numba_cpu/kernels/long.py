@@ -26,7 +26,7 @@ from lora_backends.numba_cpu.kernels.arguments import Block, ExpandLong, Panel, 
 from lora_backends.numba_cpu.kernels.bias import load_bias
 from lora_backends.numba_cpu.kernels.short import ONE, read_scaling
 from lora_backends.numba_cpu.machine import vectors as v
-from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
+from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined, part
 from lora_backends.numba_cpu.machine.records import fields, invoke
 
 LANES = v.LANES
@@ -95,7 +95,7 @@ def shrink_long(kind: Any) -> Any:
     return compiled(run)
 
 
-@function
+@part
 def block_of(packed, sums, sizes, ahead, x, h):
     """Return the arguments of `add_block`; `ahead` is a `next_block`."""
     width, fresh, begun, ends, count, tokens = sizes
@@ -103,7 +103,7 @@ def block_of(packed, sums, sizes, ahead, x, h):
     return Block(packed, sums, width, at, rows, row, lines, fresh, begun, ends, count, tokens, x, h)
 
 
-@function
+@part
 def next_block(size, of, j, k):
     """Return the next rows of a, to be fetched meanwhile.
 

@@ -6,10 +6,10 @@ from lora_backends.numba_cpu.kernels.arguments import Scales
 from lora_backends.numba_cpu.kernels.shares import start_of
 from lora_backends.numba_cpu.layer import E4M3, INT8
 from lora_backends.numba_cpu.machine import vectors as v
-from lora_backends.numba_cpu.machine.compiling import function
+from lora_backends.numba_cpu.machine.compiling import function, part
 
 
-@function
+@part
 def a_scales_of(layer, item, key):
     """Return the scales of A of a segment."""
     start = start_of(item.a_scales, item.a_scales_slot, item.a_scales_expert, key)
@@ -17,7 +17,7 @@ def a_scales_of(layer, item, key):
     return Scales(start, row, column, layer.block_rows, layer.block_columns)
 
 
-@function
+@part
 def b_scales_of(layer, item, key):
     """Return the scales of B of a segment."""
     start = start_of(item.b_scales, item.b_scales_slot, item.b_scales_expert, key)

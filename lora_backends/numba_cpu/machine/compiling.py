@@ -77,13 +77,18 @@ _OPTIONS: dict[str, Any] = {
     "pipeline_class": _Compiler,
 }
 
-function = njit(
-    no_cpython_wrapper=True,
-    no_cfunc_wrapper=True,
-    **(_OPTIONS | {"pipeline_class": _FunctionCompiler}),
-)
+_OF_FUNCTIONS = _OPTIONS | {
+    "pipeline_class": _FunctionCompiler,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+
+function = njit(**_OF_FUNCTIONS)
 """A function that kernels call. LLVM optimises it in each of its callers. numba compiles it once
 more for a literal among its arguments, such as 0; `np.int64(0)` is none."""
+
+part = njit(forceinline=True, **_OF_FUNCTIONS)
+"""A `function` that LLVM copies into each caller, however large: for those that pass records."""
 
 inlined = njit(inline="always", **_OPTIONS)
 """A function that numba copies into its caller before it infers types, so that LLVM optimises it
