@@ -197,7 +197,7 @@ def prefetch_rows(b, b_row, width):
                 v.prefetch((b,), i * b_row + line)
 
 
-@function
+@part
 def widen_y(of, at, width):
     """Return the arguments for y as float32: as it is, or a copy of some columns.
 
@@ -239,7 +239,7 @@ def widen_row(kind, row, width, to):
         v.write(v.FLOAT32, to + 4 * k, v.read(kind, row + 2 * k))
 
 
-@function
+@part
 def narrow_y(of, at, width):
     """Store the copy that `widen_y` made, each element rounded."""
     if of.y_dtype == BIAS_FLOAT32:

@@ -25,20 +25,20 @@ def b_scales_of(layer, item, key):
     return Scales(start, row, column, layer.block_rows, layer.block_columns)
 
 
-@function
+@part
 def group_scales(scales, row):
     """Return where the scales of a row's groups lie."""
     return scales.start + row // scales.rows * scales.row if scales.rows != 0 else scales.start
 
 
-@function
+@part
 def scale_of(scales, row, column):
     """Return the scale of one element."""
     group = column // scales.columns if scales.columns != 0 else 0
     return v.read(v.FLOAT32, group_scales(scales, row) + group * scales.column)
 
 
-@function
+@part
 def one_after_the_other(scales):
     """Return whether each row has a scale, and no bytes lie between two of them."""
     return scales.rows == 1 and scales.row == 4
