@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic
 
 _NEEDLESS = (
     untyped_passes.InlineClosureLikes,
@@ -93,11 +92,6 @@ part = njit(forceinline=True, **_OF_FUNCTIONS)
 inlined = njit(inline="always", **_OPTIONS)
 """A function that numba copies into its caller before it infers types, so that LLVM optimises it
 there alone. Every copy takes time, so it suits functions with few callers."""
-
-
-def operation(twin: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of a typing function, or its plain twin where numba is switched off."""
-    return lambda define: twin if config.DISABLE_JIT else intrinsic(define)
 
 
 def digest_of(folder: Path) -> int:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any, get_type_hints
 
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.core.typing import templates
-from numba.extending import infer_getattr, lower_getattr_generic, models, register_model
+from numba.extending import infer_getattr, intrinsic, lower_getattr_generic, models, register_model
 
 from lora_backends.numba_cpu.machine import lowering, plain
-from lora_backends.numba_cpu.machine.compiling import operation
+from lora_backends.numba_cpu.machine.operations import operation
 
 
 def type_of(names: Any) -> Any:
@@ -28,12 +28,15 @@ def type_of(names: Any) -> Any:
     return types.BaseTuple.from_types(fields, names)
 
 
-def leaves(builder: Any, value: Any, kind: Any) -> list[Any]:
-    """Return the int64 of a tuple of int64 and of tuples, in order."""
-    if not isinstance(kind, types.BaseTuple):
-        return [value]
-    items = zip(cgutils.unpack_tuple(builder, value), kind.types, strict=True)
-    return [leaf for item, part in items for leaf in leaves(builder, item, part)]
+def leaves(builder: Any, items: list[Any], kinds: Any) -> list[Any]:
+    """Return the int64 among items, and among the items of those that are records, in order."""
+    found: list[Any] = []
+    for item, kind in zip(items, kinds, strict=True):
+        if isinstance(kind, types.BaseTuple):
+            found += leaves(builder, cgutils.unpack_tuple(builder, item), kind.types)
+        else:
+            found.append(item)
+    return found
 
 
 def load_fields(context: Any, builder: Any, address: Any, kind: Any) -> Any:
@@ -48,8 +51,7 @@ def load_fields(context: Any, builder: Any, address: Any, kind: Any) -> Any:
     return context.make_tuple(builder, kind, items), address
 
 
-@operation(plain.fields)
-def fields(typing: Any, kind: Any, address: Any) -> Any:
+def _fields(typing: Any, kind: Any, address: Any) -> Any:
     """fields(kind, address): the record of a kind that lies there."""
     result = type_of(kind.instance_class)
 
@@ -59,12 +61,11 @@ def fields(typing: Any, kind: Any, address: Any) -> Any:
     return result(kind, types.int64), codegen
 
 
-@operation(plain.invoke)
-def invoke(typing: Any, function: Any, record: Any) -> Any:
+def _invoke(typing: Any, function: Any, record: Any) -> Any:
     """invoke(function, record): call the compiled function that lies there with a record."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        items = leaves(builder, args[1], record)
+        items = leaves(builder, [args[1]], [record])
         memory = cgutils.alloca_once(builder, ir.ArrayType(lowering.I64, len(items)))
         address = builder.ptrtoint(memory, lowering.I64)
         for i, item in enumerate(items):
@@ -74,6 +75,10 @@ def invoke(typing: Any, function: Any, record: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, record), codegen
+
+
+fields = plain.fields if config.DISABLE_JIT else intrinsic(_fields)
+invoke = plain.invoke if config.DISABLE_JIT else intrinsic(_invoke)
 
 
 class Record(types.Type):
@@ -108,67 +113,40 @@ def _read_field(context: Any, builder: Any, kind: Record, address: Any, name: st
 lower_getattr_generic(Record)(_read_field)
 
 
-@operation(plain.fields)
-def record(typing: Any, kind: Any, address: Any) -> Any:
+@operation(plain.fields, lambda kind, address: Record(kind.instance_class))
+def record(builder: Any, kind: Any, address: Any) -> Any:
     """record(kind, address): `fields` without records among them, each read where it is used.
 
     A function that takes it has one argument, not one per field, which compiles sooner.
     """
-    result = Record(kind.instance_class)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return args[1]
-
-    return result(kind, types.int64), codegen
+    return address
 
 
-@operation(plain.read_int)
-def read_int(typing: Any, address: Any) -> Any:
+@operation(plain.read_int, types.int64)
+def read_int(builder: Any, address: Any) -> Any:
     """read_int(address): one int32 as an int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(lowering.load_value(builder, args[0], lowering.I32), lowering.I64)
-
-    return types.int64(types.int64), codegen
+    return builder.sext(lowering.load_value(builder, address, lowering.I32), lowering.I64)
 
 
-@operation(plain.read_id)
-def read_id(typing: Any, address: Any) -> Any:
+@operation(plain.read_id, types.int64)
+def read_id(builder: Any, address: Any) -> Any:
     """read_id(address): one int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return lowering.load_value(builder, args[0], lowering.I64, 8)
-
-    return types.int64(types.int64), codegen
+    return lowering.load_value(builder, address, lowering.I64, 8)
 
 
-@operation(plain.write_id)
-def write_id(typing: Any, address: Any, value: Any) -> Any:
+@operation(plain.write_id, types.void)
+def write_id(builder: Any, address: Any, value: Any) -> Any:
     """write_id(address, value): one int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lowering.store_value(builder, args[0], args[1], 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    lowering.store_value(builder, address, value, 8)
 
 
-@operation(plain.ints)
-def ints(typing: Any, address: Any) -> Any:
+@operation(plain.ints, types.CPointer(types.int64))
+def ints(builder: Any, address: Any) -> Any:
     """ints(address): a pointer to int64, for `numba.carray`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], lowering.I64.as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), codegen
+    return builder.inttoptr(address, lowering.I64.as_pointer())
 
 
-@operation(plain.call)
-def call(typing: Any, address: Any) -> Any:
+@operation(plain.call, types.int64)
+def call(builder: Any, address: Any) -> Any:
     """call(address): what the C function of no arguments that lies there returns, an int32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        result = lowering.call_function(builder, args[0], lowering.I32)
-        return builder.sext(result, lowering.I64)
-
-    return types.int64(types.int64), codegen
+    return builder.sext(lowering.call_function(builder, address, lowering.I32), lowering.I64)
