@@ -78,8 +78,8 @@ class NumbaCPUBackend(LoRABackend):
         """
         launch.grouping_kernel()
         for dtype in self.dtypes if dtypes is None else dtypes:
-            for own in (SHRINK, GATHER, MULTIPLIED):
-                needs = own | EXPAND | LONG | RAGGED
+            for flags in (SHRINK, GATHER, MULTIPLIED):
+                needs = flags | EXPAND | LONG | RAGGED
                 if is_eight_bit(dtype):  # one kernel for all
                     needs |= IN_REGISTERS if dtype is torch.int8 else 0
                     for wide in self.dtypes:  # of x and y

@@ -16,7 +16,7 @@ from numba import config
 
 from lora_backends.numba_cpu.config import SCRATCH_BYTES, SEGMENTS_PER_THREAD, SERIAL_BYTES
 from lora_backends.numba_cpu.kernels import dense, eight_bit, experts
-from lora_backends.numba_cpu.layer import BIAS_DTYPES, Located
+from lora_backends.numba_cpu.layer import DTYPE_CODES, Located
 from lora_backends.numba_cpu.machine.openmp import torch_openmp
 from lora_backends.numba_cpu.needs import EXPAND
 from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan, Work
@@ -131,7 +131,7 @@ def run(
     """Write h from x (`SHRINK`) or token ids (`GATHER`), if asked, and add its expansion to y.
 
     x and y have two axes, or more where they are contiguous; rows lie along the last. Ids are
-    int64. An h that is not given lives for this call.
+    int64. Without h, one lives for this call.
     """
     if not job.num_segments:
         return
@@ -238,7 +238,7 @@ def _row_of(tensor: torch.Tensor | None) -> int:
 
 def _dtype_of(tensor: torch.Tensor | None) -> int:
     """Return the dtype as kernels name it."""
-    return 0 if tensor is None else BIAS_DTYPES.get(tensor.dtype, 0)
+    return 0 if tensor is None else DTYPE_CODES.get(tensor.dtype, 0)
 
 
 def num_threads(bytes_read: int, job: NumbaPlan | Job) -> int:

@@ -20,7 +20,7 @@ class Call(NamedTuple):
     x_row: int
     h_row: int
     y_row: int
-    x_dtype: int  # BIAS_FLOAT32, ...; kernels of 8-bit stacks ask for it
+    x_dtype: int  # CODE_FLOAT32, ...; kernels of 8-bit stacks ask for it
     y_dtype: int
     a_count: int  # from here on the fields of a `Work`
     a_segments: int
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Columns of y, and what lies beside them: rows of b, bias and output_scales."""
+    """Columns of y, and what goes with them: rows of b, bias and output_scales."""
 
     b: int  # address of the first row
     b_row: int

@@ -22,7 +22,7 @@ from lora_backends.numba_cpu.kernels.short import (
     read_scaling,
     steps_of,
 )
-from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT32, E4M3, INT8
+from lora_backends.numba_cpu.layer import CODE_BFLOAT16, CODE_FLOAT32, E4M3, INT8
 from lora_backends.numba_cpu.machine import vectors as v
 from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined, part
 from lora_backends.numba_cpu.machine.records import fields, invoke
@@ -205,11 +205,11 @@ def widen_y(of, at, width):
     """
     expand = of.expand
     y, column = expand.y, at.column
-    if of.y_dtype != BIAS_FLOAT32:
+    if of.y_dtype != CODE_FLOAT32:
         for t in range(expand.start, expand.stop):
             to = of.scratch + ORDER_BYTES + (t - expand.start) * TILE_BYTES
             (row,) = v.rows(expand.y, t, ONE)
-            if of.y_dtype == BIAS_BFLOAT16:
+            if of.y_dtype == CODE_BFLOAT16:
                 widen_row(v.BFLOAT16, row + 2 * at.column, width, to)
             else:
                 widen_row(v.FLOAT16, row + 2 * at.column, width, to)
@@ -242,12 +242,12 @@ def widen_row(kind, row, width, to):
 @part
 def narrow_y(of, at, width):
     """Store the copy that `widen_y` made, each element rounded."""
-    if of.y_dtype == BIAS_FLOAT32:
+    if of.y_dtype == CODE_FLOAT32:
         return
     for t in range(of.expand.start, of.expand.stop):
         copy = of.scratch + ORDER_BYTES + (t - of.expand.start) * TILE_BYTES
         (row,) = v.rows(of.expand.y, t, ONE)
-        if of.y_dtype == BIAS_BFLOAT16:
+        if of.y_dtype == CODE_BFLOAT16:
             narrow_row(v.BFLOAT16, copy, width, row + 2 * at.column)
         else:
             narrow_row(v.FLOAT16, copy, width, row + 2 * at.column)

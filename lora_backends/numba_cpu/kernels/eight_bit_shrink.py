@@ -37,7 +37,7 @@ from lora_backends.numba_cpu.kernels.scales import (
     scale_of,
 )
 from lora_backends.numba_cpu.kernels.short import EIGHT, FOUR, ONE, TWO
-from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT32, E4M3, INT8
+from lora_backends.numba_cpu.layer import CODE_BFLOAT16, CODE_FLOAT32, E4M3, INT8
 from lora_backends.numba_cpu.machine import vectors as v
 from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.machine.records import fields, invoke, read_id
@@ -239,9 +239,9 @@ def shrink_panel() -> Any:
 @function
 def pack_x(x_dtype, row, columns, to):
     """Store some columns of a row of x as float32."""
-    if x_dtype == BIAS_FLOAT32:
+    if x_dtype == CODE_FLOAT32:
         pack(v.FLOAT32, row, columns, np.float32(1), to, LINE, 0)
-    elif x_dtype == BIAS_BFLOAT16:
+    elif x_dtype == CODE_BFLOAT16:
         pack(v.BFLOAT16, row, columns, np.float32(1), to, LINE, 0)
     else:
         pack(v.FLOAT16, row, columns, np.float32(1), to, LINE, 0)

@@ -21,10 +21,10 @@ LANES = v.LANES
 class Grouping(NamedTuple):
     """The arguments of `run_grouping`, as int64 one after the other; arrays by address."""
 
-    given: int  # [num_tokens, top_k]: the expert of each pair as the router names it
-    given_size: int  # bytes of an element, 4 or 8; then strides in bytes
-    given_row: int
-    given_step: int
+    topk_ids: int  # [num_tokens, top_k]: the expert of each pair as the router names it
+    topk_ids_size: int  # bytes of an element, 4 or 8; then strides in bytes
+    topk_ids_row: int
+    topk_ids_step: int
     expert_map: int  # [map_size] int32, or 0
     map_size: int
     ids: int  # written: [num_tokens, top_k] int64, the local expert of each pair, or -1
@@ -89,7 +89,7 @@ def run_grouping(address):
     by_slot = carray(ints(args.by_slot), (args.num_tokens * args.top_k, 3))
     totals = carray(ints(args.totals), 3)
     totals[:] = 0
-    if args.given != args.ids:
+    if args.topk_ids != args.ids:
         write_local_ids(args)
     i = 0
     while i < args.num_segments:
@@ -114,8 +114,8 @@ def write_local_ids(args):
     ids = carray(ints(args.ids), args.num_tokens * args.top_k)
     for t in range(args.num_tokens):
         for j in range(args.top_k):
-            at = args.given + t * args.given_row + j * args.given_step
-            expert = read_int(at) if args.given_size == 4 else read_id(at)
+            at = args.topk_ids + t * args.topk_ids_row + j * args.topk_ids_step
+            expert = read_int(at) if args.topk_ids_size == 4 else read_id(at)
             if args.expert_map != 0 and expert >= 0:
                 known = expert < args.map_size
                 expert = read_int(args.expert_map + 4 * expert) if known else -1

@@ -52,7 +52,7 @@ class _FunctionCompiler(_Compiler):
 class _LinkedLibrary(JITCodeLibrary):
     """The LLVM module of a function, neither optimised nor compiled by itself.
 
-    A caller links it into its own module, which LLVM optimises and compiles.
+    A caller links it into its module, which LLVM optimises and compiles.
     """
 
     @property
@@ -96,10 +96,10 @@ there alone. Every copy takes time, so it suits functions with few callers."""
 
 def digest_of(folder: Path) -> int:
     """Return a number that differs where any source of kernels does."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        found.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    return int.from_bytes(found.digest()[:7], "big")
+        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return int.from_bytes(digest.digest()[:7], "big")
 
 
 SOURCES = digest_of(Path(__file__).parents[1])

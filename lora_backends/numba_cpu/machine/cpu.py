@@ -43,18 +43,18 @@ def is_x86() -> bool:
 
 def _has(feature: str) -> bool:
     """Return whether LLVM may use a feature: a later "-avx" takes back "+f16c", which needs AVX."""
-    found = False
+    usable = False
     for item in _features():
         if item == "+" + feature:
-            found = True
+            usable = True
         elif item[:1] == "-" and item[1:] in _NEEDED[feature]:
-            found = False
-    return found
+            usable = False
+    return usable
 
 
 def _features() -> list[str]:
     features = config.CPU_FEATURES  # of NUMBA_CPU_FEATURES; none at all for the CPU "generic"
     if features is None:
         features = get_host_cpu_features()  # without those that NUMBA_ENABLE_AVX switches off
-    found: list[str] = features.split(",")
-    return found
+    names: list[str] = features.split(",")
+    return names

@@ -30,13 +30,13 @@ def type_of(names: Any) -> Any:
 
 def leaves(builder: Any, items: list[Any], kinds: Any) -> list[Any]:
     """Return the int64 among items, and among the items of those that are records, in order."""
-    found: list[Any] = []
+    values: list[Any] = []
     for item, kind in zip(items, kinds, strict=True):
         if isinstance(kind, types.BaseTuple):
-            found += leaves(builder, cgutils.unpack_tuple(builder, item), kind.types)
+            values += leaves(builder, cgutils.unpack_tuple(builder, item), kind.types)
         else:
-            found.append(item)
-    return found
+            values.append(item)
+    return values
 
 
 def load_fields(context: Any, builder: Any, address: Any, kind: Any) -> Any:
