@@ -39,3 +39,11 @@ def extent_of(tensor: torch.Tensor | None) -> int:
         return tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def operators_have_memory() -> bool:
+    """Return whether torch's operators return tensors with memory: not under `FakeTensorMode`.
+
+    A mode may pass real tensors through and yet make new ones, and views, without an address.
+    """
+    return not torch._C._len_torch_dispatch_stack() or has_memory(torch.empty(1, device="cpu"))

@@ -18,8 +18,8 @@ from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.numba_cpu import experts, launch
 from lora_backends.numba_cpu.call_cache import CachedRun
-from lora_backends.numba_cpu.cpu import missing_features
-from lora_backends.numba_cpu.layer import Layers
+from lora_backends.numba_cpu.layer import Layers, require_memory
+from lora_backends.numba_cpu.machine.cpu import missing_features
 from lora_backends.numba_cpu.needs import (
     BIAS,
     EXPAND,
@@ -78,8 +78,8 @@ class NumbaCPUBackend(LoRABackend):
         """
         launch.grouping_kernel()
         for dtype in self.dtypes if dtypes is None else dtypes:
-            for own in (SHRINK, GATHER, MULTIPLIED):
-                needs = own | EXPAND | LONG | RAGGED
+            for flags in (SHRINK, GATHER, MULTIPLIED):
+                needs = flags | EXPAND | LONG | RAGGED
                 if is_eight_bit(dtype):  # one kernel for all
                     needs |= IN_REGISTERS if dtype is torch.int8 else 0
                     for wide in self.dtypes:  # of x and y
@@ -91,6 +91,7 @@ class NumbaCPUBackend(LoRABackend):
     def prepare_batch(
         self, batch: LoRABatch, out: NumbaPlan | None = None, capacity: int | None = None
     ) -> NumbaPlan:
+        require_memory()
         order, segments = order_and_segments(batch)
         if out is None:
             sizes = (batch.num_tokens, batch.num_slots)
@@ -105,11 +106,11 @@ class NumbaCPUBackend(LoRABackend):
     def run_lora_a(
         self, x: torch.Tensor, weights: LoRAWeights, plan: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        h = out
+        located, h = self._layers.locate(weights), out
         if h is None:
             h = torch.empty(weights.num_slices, x.shape[0], weights.max_rank, device="cpu")
         h.zero_()
-        launch.run(SHRINK, self._layers.locate(weights), plan, x=x, h=h)
+        launch.run(SHRINK, located, plan, x=x, h=h)
         return h
 
     @override
@@ -151,6 +152,7 @@ class NumbaCPUBackend(LoRABackend):
         expert_map: torch.Tensor | None = None,
         out: NumbaRouting | None = None,
     ) -> NumbaRouting:
+        require_memory()
         if out is None:
             return NumbaRouting.of(plan, topk_ids, topk_weights, num_experts, expert_map)
         out.refill(plan, topk_ids, topk_weights, expert_map)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from lora_backends.batch import LoRABatch
 from lora_backends.explain import Explanation, Launch, Layer, Piece, Share, tokens_of
 from lora_backends.numba_cpu.config import MAX_SEGMENT, SHRINK_RANKS
+from lora_backends.numba_cpu.machine.vectors import LANES
 from lora_backends.numba_cpu.plan import order_and_segments
-from lora_backends.numba_cpu.vectors import LANES
 
 _LEGEND = (
     "Tokens are sorted by slot, those without an adapter left out, and cut into segments of one "

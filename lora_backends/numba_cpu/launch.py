@@ -14,21 +14,21 @@ import numpy as np
 import torch
 from numba import config
 
-from lora_backends.numba_cpu import kernels, kernels_eight_bit, kernels_experts
 from lora_backends.numba_cpu.config import SCRATCH_BYTES, SEGMENTS_PER_THREAD, SERIAL_BYTES
-from lora_backends.numba_cpu.layer import BIAS_DTYPES, Located
+from lora_backends.numba_cpu.kernels import dense, eight_bit, experts
+from lora_backends.numba_cpu.layer import DTYPE_CODES, Located
+from lora_backends.numba_cpu.machine.openmp import torch_openmp
 from lora_backends.numba_cpu.needs import EXPAND
-from lora_backends.numba_cpu.openmp import torch_openmp
 from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan, Work
 from lora_backends.numba_cpu.routines import MARKERS, Table, eight_bit_table, table_of
 
 NO_FUNCTIONS = (0, 0, 0)
 _CPU = torch.device("cpu")
 _LINE = 64  # bytes of a cache line
-_BOUND = struct.Struct("12q")  # the fields of a `kernels.Call` before those of a `Work`
+_BOUND = struct.Struct("12q")  # the fields of a `arguments.Call` before those of a `Work`
 _WORK_BYTES = 8 * len(Work._fields)
 _PACK_CALL = struct.Struct(f"{_BOUND.size}s{_WORK_BYTES}s6q").pack  # those, a `Work`, and the rest
-_PACK_REDUCTION = struct.Struct(f"{len(kernels_experts.Reduction._fields)}q").pack
+_PACK_REDUCTION = struct.Struct(f"{len(experts.Reduction._fields)}q").pack
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Kernel:
 
 @cache
 def _dense_kernel() -> Any:
-    return kernels.entry()
+    return dense.entry()
 
 
 @cache
@@ -69,19 +69,19 @@ def eight_bit_kernel(dtype_x: torch.dtype, dtype_y: torch.dtype, needs: int) -> 
 
 @cache
 def _eight_bit_kernel() -> Any:
-    return kernels_eight_bit.entry()
+    return eight_bit.entry()
 
 
 @cache
 def reduction_kernel(dtype_y: torch.dtype) -> Kernel:
     """Compile the kernel that sums over pairs, or load it."""
-    return _kernel(kernels_experts.reduction_entry(MARKERS[dtype_y]))
+    return _kernel(experts.reduction_entry(MARKERS[dtype_y]))
 
 
 @cache
 def grouping_kernel() -> Kernel:
     """Compile the kernel that groups pairs, or load it."""
-    return _kernel(kernels_experts.grouping_entry())
+    return _kernel(experts.grouping_entry())
 
 
 class _Scratch(threading.local):
@@ -112,7 +112,7 @@ class Bound:
     """
 
     kernel: Kernel
-    fields: bytes  # the fields of a `kernels.Call` before those of a `Work`
+    fields: bytes  # the fields of a `arguments.Call` before those of a `Work`
     h_row: int  # bytes of a row of an h that lives for one call
     num_slices: int
     bytes_read: int
@@ -131,7 +131,7 @@ def run(
     """Write h from x (`SHRINK`) or token ids (`GATHER`), if asked, and add its expansion to y.
 
     x and y have two axes, or more where they are contiguous; rows lie along the last. Ids are
-    int64. An h that is not given lives for this call.
+    int64. Without h, one lives for this call.
     """
     if not job.num_segments:
         return
@@ -238,7 +238,7 @@ def _row_of(tensor: torch.Tensor | None) -> int:
 
 def _dtype_of(tensor: torch.Tensor | None) -> int:
     """Return the dtype as kernels name it."""
-    return 0 if tensor is None else BIAS_DTYPES.get(tensor.dtype, 0)
+    return 0 if tensor is None else DTYPE_CODES.get(tensor.dtype, 0)
 
 
 def num_threads(bytes_read: int, job: NumbaPlan | Job) -> int:

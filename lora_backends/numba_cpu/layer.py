@@ -11,21 +11,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lora_backends.common.tensors import operators_have_memory
 from lora_backends.dispatch.cached import CallCache
 from lora_backends.eight_bit import b_row_groups, is_eight_bit
+from lora_backends.errors import InvalidInputError
 from lora_backends.experts import ExpertWeights
+from lora_backends.numba_cpu.machine.vectors import LANES
 from lora_backends.numba_cpu.needs import BIAS, IN_REGISTERS, MULTIPLIED, RAGGED
-from lora_backends.numba_cpu.vectors import LANES
 from lora_backends.weights import LoRAWeights
 
 Weights: TypeAlias = LoRAWeights | ExpertWeights
 Ints = npt.NDArray[np.int64]
-BIAS_FLOAT32, BIAS_BFLOAT16, BIAS_FLOAT16, BIAS_FLOAT64 = range(4)
-BIAS_DTYPES = {
-    torch.float32: BIAS_FLOAT32,
-    torch.bfloat16: BIAS_BFLOAT16,
-    torch.float16: BIAS_FLOAT16,
-    torch.float64: BIAS_FLOAT64,
+CODE_FLOAT32, CODE_BFLOAT16, CODE_FLOAT16, CODE_FLOAT64 = range(4)
+DTYPE_CODES = {
+    torch.float32: CODE_FLOAT32,
+    torch.bfloat16: CODE_BFLOAT16,
+    torch.float16: CODE_FLOAT16,
+    torch.float64: CODE_FLOAT64,
 }
 INT8, E4M3, E5M2 = 1, 2, 3
 STORED = {torch.int8: INT8, torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
@@ -71,7 +73,7 @@ class Layer(NamedTuple):
     bias: int  # [num_slots, out_features], or 0
     bias_slot: int
     bias_size: int  # bytes of an element
-    bias_dtype: int  # BIAS_FLOAT32, ...
+    bias_dtype: int  # CODE_FLOAT32, ...
     output_scales: int  # [num_slots, out_features] float32, or 0
     output_scales_slot: int
     in_features: int
@@ -112,22 +114,37 @@ class Layers:
 
     def __init__(self) -> None:
         self._located: WeakKeyDictionary[Weights, Located] = WeakKeyDictionary()
-        self.calls = CallCache()  # of all plans: a model that is given names makes one per pass
+        self.calls = CallCache()  # of all plans: some models make a plan per pass
 
     def __reduce__(self) -> tuple[type[Layers], tuple[()]]:
         return Layers, ()  # addresses mean nothing to a copy
 
     def locate(self, weights: Weights) -> Located:
-        """Return where the weights lie now."""
+        """Return where the weights lie now.
+
+        Raises:
+            InvalidInputError: a mode of torch is active under which new tensors have no memory.
+        """
+        require_memory()
         addresses = weights.footprint.addresses
-        found = self._located.get(weights)
-        if found is None or found.addresses != addresses:
+        located = self._located.get(weights)
+        if located is None or located.addresses != addresses:
             if isinstance(weights, LoRAWeights):
-                found = _locate(weights, addresses)
+                located = _locate(weights, addresses)
             else:
-                found = _locate_experts(weights, addresses)
-            self._located[weights] = found
-        return found
+                located = _locate_experts(weights, addresses)
+            self._located[weights] = located
+        return located
+
+
+def require_memory() -> None:
+    """Raise InvalidInputError where the tensors that a call makes would have no address."""
+    if not operators_have_memory():
+        raise InvalidInputError(
+            "backend 'numba_cpu' cannot run under this mode of torch:\n"
+            "  - new tensors have no memory to write to, as under FakeTensorMode; call the backend "
+            "outside of the mode, or use torch_ref"
+        )
 
 
 def _locate(weights: LoRAWeights, addresses: tuple[int, ...]) -> Located:
@@ -137,7 +154,7 @@ def _locate(weights: LoRAWeights, addresses: tuple[int, ...]) -> Located:
         "bias": 0 if bias is None else bias.data_ptr(),
         "bias_slot": 0 if bias is None else bias.stride(0) * bias.element_size(),
         "bias_size": 0 if bias is None else bias.element_size(),
-        "bias_dtype": BIAS_FLOAT32 if bias is None else BIAS_DTYPES[bias.dtype],
+        "bias_dtype": CODE_FLOAT32 if bias is None else DTYPE_CODES[bias.dtype],
         "output_scales": 0 if scales is None else scales.data_ptr(),
         "output_scales_slot": 0 if scales is None else 4 * scales.stride(0),
     }
@@ -212,13 +229,13 @@ def _locate_experts(weights: ExpertWeights, addresses: tuple[int, ...]) -> Locat
         a_scales = None if weights.a_scales is None else weights.a_scales[:, :, nth]
         scales = (*_scale_places(a_scales, 1), *_scale_places(_own_groups(weights, s, 2), 1))
         slices.append(Slice(*places[0], *places[1], *scales, *ends[s : s + 2]))
-    found = _located(weights, addresses, slices, fields)
-    found.shares_a = _experts_of(weights.lora_a, weights.a_scales) == 1
-    found.a_span = weights.ranks.shape[1] if found.shares_a else 1
+    located = _located(weights, addresses, slices, fields)
+    located.shares_a = _experts_of(weights.lora_a, weights.a_scales) == 1
+    located.a_span = weights.ranks.shape[1] if located.shares_a else 1
     of_b = (weights.lora_b, weights.ranks, weights.scalings, weights.b_scales)
-    found.shares_b = _experts_of(*of_b) == 1
-    found.column_blocks = weights.num_slices if weights.interleaved and split else 1
-    return found
+    located.shares_b = _experts_of(*of_b) == 1
+    located.column_blocks = weights.num_slices if weights.interleaved and split else 1
+    return located
 
 
 def _experts_of(*tensors: torch.Tensor | None) -> int:

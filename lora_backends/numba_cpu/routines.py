@@ -1,4 +1,4 @@
-"""The routines that kernels call: compiled when a call first needs them, and found by address."""
+"""The routines that kernels call: compiled when a call first needs them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ import numpy as np
 import torch
 from numba import config
 
-from lora_backends.numba_cpu import kernels, kernels_eight_bit, kernels_long, kernels_short
-from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.cpu import has_bfloat16
+from lora_backends.numba_cpu.kernels import (
+    dense,
+    eight_bit,
+    eight_bit_expand,
+    eight_bit_shrink,
+    long,
+    short,
+)
 from lora_backends.numba_cpu.layer import Ints
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.cpu import has_bfloat16
 from lora_backends.numba_cpu.needs import (
     BIAS,
     EXPAND,
@@ -51,56 +58,56 @@ class Table:
 @cache
 def table_of(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Table:
     """Compile what calls with these needs run, or load it from the disk."""
-    short, long, found = kernels_short, kernels_long, {}
+    addresses = {}
     if needs & SHRINK:
-        found["shrink_short"] = address_of(short.shrink_short, dtype, dtype)
+        addresses["shrink_short"] = address_of(short.shrink_short, dtype, dtype)
         if needs & LONG:
-            found["shrink_long"] = address_of(long.shrink_long, dtype)
-            found["add_block"] = address_of(long.add_block, dtype)
+            addresses["shrink_long"] = address_of(long.shrink_long, dtype)
+            addresses["add_block"] = address_of(long.add_block, dtype)
     if needs & GATHER:
-        found["gather"] = address_of(short.gather, dtype)
+        addresses["gather"] = address_of(short.gather, dtype)
     if needs & EXPAND:
         name = "expand_multiplied" if needs & MULTIPLIED else "expand_short"
-        found[name] = address_of(getattr(short, name), dtype, dtype_y)
+        addresses[name] = address_of(getattr(short, name), dtype, dtype_y)
         if needs & LONG:
-            found["expand_long"] = address_of(long.expand_long, dtype)
-            found["add_stored"] = address_of(long.add_stored, dtype_y)
+            addresses["expand_long"] = address_of(long.expand_long, dtype)
+            addresses["add_stored"] = address_of(long.add_stored, dtype_y)
         if needs & RAGGED:
-            found["expand_column"] = address_of(short.expand_column, dtype, dtype_y)
-    return _table(kernels.Routines, found)
+            addresses["expand_column"] = address_of(short.expand_column, dtype, dtype_y)
+    return _table(dense.Routines, addresses)
 
 
 @cache
 def eight_bit_table(dtype_x: torch.dtype, dtype_y: torch.dtype, needs: int) -> Table:
     """Compile what calls with these needs run for 8-bit stacks of any dtype, or load it."""
-    eight, found, wide = kernels_eight_bit, {}, torch.float32
+    addresses, wide = {}, torch.float32
     in_registers = needs & IN_REGISTERS
     if needs & SHRINK and in_registers and dtype_x is torch.bfloat16 and has_bfloat16():
-        found["shrink_dots"] = address_of(eight.shrink_dots)
+        addresses["shrink_dots"] = address_of(eight_bit_shrink.shrink_dots)
     elif needs & SHRINK:
         if in_registers:
-            found["copy_x"] = address_of(eight.copy_x)
-            found["shrink_short"] = address_of(kernels_short.shrink_short, torch.int8, wide)
+            addresses["copy_x"] = address_of(eight_bit_shrink.copy_x)
+            addresses["shrink_short"] = address_of(short.shrink_short, torch.int8, wide)
         if needs & LONG or not in_registers:
-            found["shrink_panel"] = address_of(eight.shrink_panel)
-            found["add_block"] = address_of(kernels_long.add_block, wide)
+            addresses["shrink_panel"] = address_of(eight_bit_shrink.shrink_panel)
+            addresses["add_block"] = address_of(long.add_block, wide)
     if needs & GATHER:
-        found["gather"] = address_of(eight.gather)
+        addresses["gather"] = address_of(eight_bit_shrink.gather)
     if needs & EXPAND:
         if in_registers and not needs & MULTIPLIED:
-            found["expand_int8"] = address_of(eight.expand_int8, dtype_y)
+            addresses["expand_int8"] = address_of(eight_bit_expand.expand_int8, dtype_y)
         if needs & (MULTIPLIED | BIAS) or not in_registers:  # BIAS: a slot's rank may be 0
-            found["expand_stored"] = address_of(eight.expand_stored)
-            found["add_many"] = address_of(kernels_long.add_stored, wide)
-            found["add_one"] = address_of(kernels_long.add_stored_one, wide)
+            addresses["expand_stored"] = address_of(eight_bit_expand.expand_stored)
+            addresses["add_many"] = address_of(long.add_stored, wide)
+            addresses["add_one"] = address_of(long.add_stored_one, wide)
         if needs & RAGGED:
-            found["expand_ragged"] = address_of(eight.expand_ragged)
-            found["expand_column"] = address_of(kernels_short.expand_column, wide, wide)
-    return _table(kernels_eight_bit.Routines, found)
+            addresses["expand_ragged"] = address_of(eight_bit_expand.expand_ragged)
+            addresses["expand_column"] = address_of(short.expand_column, wide, wide)
+    return _table(eight_bit.Routines, addresses)
 
 
-def _table(kind: Any, found: dict[str, int]) -> Table:
-    entries = np.array(kind(**dict.fromkeys(kind._fields, 0) | found), np.int64)
+def _table(kind: Any, addresses: dict[str, int]) -> Table:
+    entries = np.array(kind(**dict.fromkeys(kind._fields, 0) | addresses), np.int64)
     return Table(entries.ctypes.data, entries)
 
 
@@ -119,4 +126,4 @@ def _routine(make: Callable[..., Any], *dtypes: torch.dtype) -> Any:
     made = make(*[MARKERS[dtype] for dtype in dtypes])
     if not config.DISABLE_JIT:
         return made
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * made.__code__.co_argcount)(made)
+    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(made)

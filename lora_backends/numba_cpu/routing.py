@@ -12,7 +12,7 @@ import torch
 from lora_backends.experts import ExpertRouting
 from lora_backends.numba_cpu import launch
 from lora_backends.numba_cpu.config import LONG_SEGMENT
-from lora_backends.numba_cpu.kernels_experts import Grouping
+from lora_backends.numba_cpu.kernels.experts import Grouping
 from lora_backends.numba_cpu.layer import Located
 from lora_backends.numba_cpu.needs import LONG
 from lora_backends.numba_cpu.plan import NO_SCALES, PACK_WORK, Job, Work
@@ -57,7 +57,7 @@ class NumbaRouting(ExpertRouting):
         num_experts: int,
         expert_map: torch.Tensor | None,
     ) -> Self:
-        """Return a routing with memory of its own; arguments as in `prepare_experts`."""
+        """Return a routing with memory for its tensors; arguments as in `prepare_experts`."""
         shape = topk_ids.shape
         ids = torch.empty(shape, dtype=torch.int64, device="cpu")
         made = cls(plan, num_experts, ids, torch.empty(shape, device="cpu"))
@@ -84,10 +84,12 @@ class NumbaRouting(ExpertRouting):
         return groups
 
 
-def _group(routing: NumbaRouting, given: torch.Tensor, expert_map: torch.Tensor | None) -> Groups:
+def _group(
+    routing: NumbaRouting, topk_ids: torch.Tensor, expert_map: torch.Tensor | None
+) -> Groups:
     """Write the local ids of the router's choice, and group the pairs."""
-    work, size, most = routing.plan.work, given.itemsize, routing.num_pairs
-    row, step = given.stride()
+    work, size, most = routing.plan.work, topk_ids.itemsize, routing.num_pairs
+    row, step = topk_ids.stride()
     mapped = (0, 0)
     if expert_map is not None:
         expert_map = expert_map.contiguous()
@@ -100,7 +102,7 @@ def _group(routing: NumbaRouting, given: torch.Tensor, expert_map: torch.Tensor 
     by_slot = by_expert + 24 * most
     launch.grouping_kernel().run(
         _PACK(
-            given.data_ptr(),
+            topk_ids.data_ptr(),
             size,
             size * row,
             size * step,

@@ -349,7 +349,7 @@ def test_an_instruction_that_numba_is_told_not_to_use_is_not_asked_for(enabled, 
     from llvmlite import binding
     from numba.core import config
 
-    from lora_backends.numba_cpu.cpu import has_bfloat16, missing_features
+    from lora_backends.numba_cpu.machine.cpu import has_bfloat16, missing_features
 
     found = binding.FeatureMap({"f16c": True, "avx512bf16": True})
     monkeypatch.setattr(binding, "get_host_cpu_features", lambda: found)
@@ -368,7 +368,7 @@ def test_a_feature_that_is_taken_back_is_not_asked_for(taken, monkeypatch):
     from llvmlite import binding
     from numba.core import config
 
-    from lora_backends.numba_cpu.cpu import has_bfloat16
+    from lora_backends.numba_cpu.machine.cpu import has_bfloat16
 
     monkeypatch.setattr(binding, "llvm_version_info", (20, 0, 0))
     monkeypatch.setattr(config, "CPU_FEATURES", f"-avx,+f16c,+avx512bf16,{taken}")

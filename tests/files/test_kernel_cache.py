@@ -8,27 +8,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-kernels = pytest.importorskip("lora_backends.numba_cpu.kernels", exc_type=ImportError)
+dense = pytest.importorskip("lora_backends.numba_cpu.kernels.dense", exc_type=ImportError)
 from numba import config  # noqa: E402
 from numba.core.caching import IndexDataCacheFile  # noqa: E402
 
-from lora_backends.numba_cpu import (  # noqa: E402
-    compiling,
-    kernels_eight_bit,
-    kernels_experts,
-    kernels_long,
-    kernels_short,
+from lora_backends.numba_cpu.kernels import (  # noqa: E402
+    driver,
+    eight_bit,
+    eight_bit_expand,
+    eight_bit_shrink,
+    experts,
+    long,
+    short,
 )
-from lora_backends.numba_cpu import vectors as v  # noqa: E402
+from lora_backends.numba_cpu.machine import compiling  # noqa: E402
+from lora_backends.numba_cpu.machine import vectors as v  # noqa: E402
 
-FOLDER = Path(kernels.__file__).parent
-NAMES = sorted(path.name for path in FOLDER.glob("*.py"))
+FOLDER = Path(dense.__file__).parents[1]
+NAMES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_digest_differs_if_any_source_does(name, tmp_path):
-    for source in NAMES:
-        shutil.copy(FOLDER / source, tmp_path)
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     assert compiling.digest_of(tmp_path) == compiling.SOURCES
     changed = tmp_path / name
     changed.write_text(changed.read_text() + "\n")
@@ -36,26 +38,26 @@ def test_the_digest_differs_if_any_source_does(name, tmp_path):
 
 
 ENTRIES = {
-    "dense": (kernels, kernels.entry),
-    "shrink_short": (kernels_short, lambda: kernels_short.shrink_short(0, 0)),
-    "gather": (kernels_short, lambda: kernels_short.gather(0)),
-    "expand_short": (kernels_short, lambda: kernels_short.expand_short(0, 0)),
-    "expand_multiplied": (kernels_short, lambda: kernels_short.expand_multiplied(0, 0)),
-    "expand_column": (kernels_short, lambda: kernels_short.expand_column(0, 0)),
-    "shrink_long": (kernels_long, lambda: kernels_long.shrink_long(0)),
-    "add_block": (kernels_long, lambda: kernels_long.add_block(0)),
-    "expand_long": (kernels_long, lambda: kernels_long.expand_long(0)),
-    "add_stored": (kernels_long, lambda: kernels_long.add_stored(0)),
-    "eight bits": (kernels_eight_bit, kernels_eight_bit.entry),
-    "eight bits, gather": (kernels_eight_bit, kernels_eight_bit.gather),
-    "shrink_panel": (kernels_eight_bit, kernels_eight_bit.shrink_panel),
-    "shrink_dots": (kernels_eight_bit, kernels_eight_bit.shrink_dots),
-    "copy_x": (kernels_eight_bit, kernels_eight_bit.copy_x),
-    "expand_int8": (kernels_eight_bit, lambda: kernels_eight_bit.expand_int8(0)),
-    "expand_stored": (kernels_eight_bit, kernels_eight_bit.expand_stored),
-    "expand_ragged": (kernels_eight_bit, kernels_eight_bit.expand_ragged),
-    "grouping": (kernels_experts, kernels_experts.grouping_entry),
-    "reduction": (kernels_experts, lambda: kernels_experts.reduction_entry(0)),
+    "dense": (driver, dense.entry),
+    "shrink_short": (short, lambda: short.shrink_short(0, 0)),
+    "gather": (short, lambda: short.gather(0)),
+    "expand_short": (short, lambda: short.expand_short(0, 0)),
+    "expand_multiplied": (short, lambda: short.expand_multiplied(0, 0)),
+    "expand_column": (short, lambda: short.expand_column(0, 0)),
+    "shrink_long": (long, lambda: long.shrink_long(0)),
+    "add_block": (long, lambda: long.add_block(0)),
+    "expand_long": (long, lambda: long.expand_long(0)),
+    "add_stored": (long, lambda: long.add_stored(0)),
+    "eight bits": (driver, eight_bit.entry),
+    "eight bits, gather": (eight_bit_shrink, eight_bit_shrink.gather),
+    "shrink_panel": (eight_bit_shrink, eight_bit_shrink.shrink_panel),
+    "shrink_dots": (eight_bit_shrink, eight_bit_shrink.shrink_dots),
+    "copy_x": (eight_bit_shrink, eight_bit_shrink.copy_x),
+    "expand_int8": (eight_bit_expand, lambda: eight_bit_expand.expand_int8(0)),
+    "expand_stored": (eight_bit_expand, eight_bit_expand.expand_stored),
+    "expand_ragged": (eight_bit_expand, eight_bit_expand.expand_ragged),
+    "grouping": (experts, experts.grouping_entry),
+    "reduction": (experts, lambda: experts.reduction_entry(0)),
 }
 
 
@@ -101,14 +103,22 @@ def test_files_are_named_after_the_sources_and_the_cpu(name, monkeypatch):
     assert len(found) == 5
 
 
+def test_kernels_with_other_steps_share_no_file(monkeypatch):
+    names = []
+    monkeypatch.setattr(driver, "compiled", lambda run: names.append(compiling.kept_name(run)))
+    dense.entry()
+    eight_bit.entry()
+    driver.entry(dense.STEPS._replace(expand_columns=eight_bit.STEPS.expand_columns))
+    dense.entry()
+    assert len(set(names)) == 3
+
+
 def test_variants_of_a_function_share_no_file(monkeypatch):
     names = []
-    monkeypatch.setattr(
-        kernels_short, "compiled", lambda run: names.append(compiling.kept_name(run))
-    )
+    monkeypatch.setattr(short, "compiled", lambda run: names.append(compiling.kept_name(run)))
     kinds = [v.FLOAT32, v.BFLOAT16, v.FLOAT16, v.INT8, v.E4M3, v.E5M2]
     for kind in kinds:
-        kernels_short.gather(kind)
+        short.gather(kind)
     assert len(set(names)) == len(kinds)
 
 
@@ -155,6 +165,6 @@ def test_a_full_disk_keeps_nothing_and_fails_no_call(folder, monkeypatch, method
 
 def test_no_other_function_is_kept_on_disk():
     kept = {name for name in NAMES if "cache=True" in (FOLDER / name).read_text()}
-    assert kept == {"compiling.py"}
+    assert kept == {"machine/compiling.py"}
     calls = sum((FOLDER / name).read_text().count("return compiled(") for name in NAMES)
-    assert calls == len(ENTRIES)
+    assert calls == len({entry for _, entry in ENTRIES.values()}) - 1  # two have one driver

@@ -4,12 +4,22 @@ import os
 import sys
 import threading
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from helpers.small_layers import per_token
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from lora_backends import LoRABatch, LoRAWeights
+from lora_backends import (
+    ExpertWeights,
+    InvalidInputError,
+    LoRABatch,
+    LoRAWeights,
+    quantize_weights,
+)
+from lora_backends.eight_bit import LARGEST
 from lora_backends.numba_cpu import NumbaCPUBackend, launch
 from lora_backends.numba_cpu.config import (
     LONG_CHUNK,
@@ -18,7 +28,7 @@ from lora_backends.numba_cpu.config import (
     MAX_SEGMENT,
     SERIAL_BYTES,
 )
-from lora_backends.numba_cpu.openmp import torch_openmp
+from lora_backends.numba_cpu.machine.openmp import torch_openmp
 from lora_backends.testing import conformance_tests
 from lora_backends.testing.profiles import Profile
 from lora_backends.torch_ref import TorchRefBackend
@@ -96,6 +106,23 @@ def test_long_and_short_segments_agree_with_the_reference(dtype, tokens, bias):
     bound = 2e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
     error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max()
     assert error < bound
+
+
+@pytest.mark.parametrize("stored", [*NumbaCPUBackend.dtypes, *LARGEST], ids=str)
+@pytest.mark.parametrize("tokens", [1, LONG_SEGMENT - 1, LONG_SEGMENT, MAX_SEGMENT + 9])
+def test_a_layer_without_inputs_adds_its_bias_alone(stored, tokens):
+    blocks = [(1, None), (3, 5)] if stored in LARGEST else [None]
+    for dtype, block in product(NumbaCPUBackend.dtypes, blocks):
+        if block is None and dtype is not stored:
+            continue
+        weights = layer(slots=1, slices=(70,), d_in=0, dtype=dtype, bias=torch.float32)
+        weights.ranks.fill_(weights.max_rank)
+        if block is not None:
+            weights = quantize_weights(weights, stored, block)
+        launch._SCRATCH.memory.fill(0x7F)  # h of earlier calls
+        x, y = torch.empty(tokens, 0, dtype=dtype), torch.zeros(tokens, 70, dtype=dtype)
+        result = run(NumbaCPUBackend(), weights, [0] * tokens, x, y)
+        assert torch.equal(result, weights.bias.to(dtype).expand(tokens, 70))
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -252,3 +279,47 @@ def test_rows_of_b_may_be_one_row():
     y = backend.run_linear(x, weights, backend.prepare_batch(batch))
     expected = per_token(x, weights, batch, torch.zeros(4, 40))
     assert (y.double() - expected).abs().max() < 1e-4
+
+
+def calls_of(backend):
+    """Return a call of each method, by name, with tensors made beforehand."""
+    weights = layer(slots=1, slices=(16,), d_in=8, rank=4)
+    experts = ExpertWeights(
+        torch.ones(1, 2, 1, 4, 8), torch.ones(1, 2, 16, 4), torch.full((1, 2, 1), 4).int(),
+        torch.ones(1, 2, 1), (16,), 2,
+    )  # fmt: skip
+    batch, scaled = LoRABatch([0] * 3, 1), LoRABatch([0] * 3, 1, torch.ones(3))
+    plan = backend.prepare_batch(batch)
+    ids, factors = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    routing = backend.prepare_experts(plan, ids, factors, 2)
+    x, h, y, of_pairs = (torch.ones(s) for s in [(3, 8), (1, 3, 4), (3, 16), (3, 1, 16)])
+    return {
+        "run_linear": lambda: backend.run_linear(x, weights, plan),
+        "run_linear, base_output": lambda: backend.run_linear(x, weights, plan, y),
+        "run_lora_a": lambda: backend.run_lora_a(x, weights, plan),
+        "run_lora_a, out": lambda: backend.run_lora_a(x, weights, plan, h),
+        "run_lora_b": lambda: backend.run_lora_b(h, weights, plan),
+        "run_experts": lambda: backend.run_experts(x, experts, routing),
+        "run_experts, base_output": lambda: backend.run_experts(x, experts, routing, of_pairs),
+        "run_experts, reduce": lambda: backend.run_experts(x, experts, routing, y, reduce=True),
+        "prepare_batch": lambda: backend.prepare_batch(scaled),
+        "prepare_batch, out": lambda: backend.prepare_batch(scaled, plan),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", calls_of(TorchRefBackend()))
+def test_a_mode_whose_new_tensors_have_no_memory_is_refused(name):
+    call = calls_of(NumbaCPUBackend())[name]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(InvalidInputError, match="mode of torch"):
+            call()
+    call()  # and leaves nothing of it
+
+
+def test_a_mode_whose_tensors_have_memory_is_followed():
+    weights, backend = layer(), NumbaCPUBackend()
+    slots, x, y = random_batch(weights, 5)
+    expected = run(backend, weights, slots, x, y)
+    with FlopCounterMode(display=False):
+        assert torch.equal(run(NumbaCPUBackend(), weights, slots, x, y), expected)

@@ -8,7 +8,7 @@ import torch
 from lora_backends import ExpertWeights, LoRABatch
 from lora_backends.numba_cpu import NumbaCPUBackend, launch
 from lora_backends.numba_cpu.config import LONG_SEGMENT, MAX_SEGMENT
-from lora_backends.numba_cpu.openmp import torch_openmp
+from lora_backends.numba_cpu.machine.openmp import torch_openmp
 
 SLOTS, EXPERTS, TOP_K, RANK, INPUTS, WIDTHS = 3, 4, 2, 9, 70, (35, 35)
 FORMS = {

@@ -8,7 +8,7 @@ import torch
 from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.numba_cpu import NumbaCPUBackend, launch
 from lora_backends.numba_cpu.config import LONG_SEGMENT, MAX_SEGMENT
-from lora_backends.numba_cpu.openmp import torch_openmp
+from lora_backends.numba_cpu.machine.openmp import torch_openmp
 from lora_backends.torch_ref import TorchRefBackend
 
 SLOTS, RANK, INPUTS, WIDTHS = 4, 21, 75, (83, 35, 16)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lora_backends
+from lora_backends.numba_cpu.machine.cpu import is_x86
 
 PACKAGE = Path(lora_backends.__file__).parent
 
@@ -48,6 +49,15 @@ plan = backend.prepare_batch(LoRABatch([0], 1))
 routing = backend.prepare_experts(plan, torch.tensor([[0, 1]]), factors, 2)
 print(backend.run_experts(torch.ones(1, 3), weights, routing, reduce=True).tolist())
 """
+
+INSTRUCTIONS = """
+from llvmlite import binding
+from lora_backends.numba_cpu.kernels import eight_bit_shrink
+code = binding.parse_assembly(eight_bit_shrink.shrink_dots().inspect_llvm())
+target = binding.Target.from_triple(binding.get_process_triple())
+print(target.create_target_machine(cpu="sapphirerapids", opt=3).emit_assembly(code))
+"""
+"""The CPU need not be one of these: the code is compiled, not run."""
 
 
 def python(code, folder, **settings):
@@ -91,10 +101,20 @@ def test_kernels_are_compiled_once(tmp_path):
 def test_a_package_folder_that_cannot_be_written_still_works(tmp_path, home):
     """A file where the folder of compiled code would be made stands for a read-only folder."""
     copy_of_the_package(tmp_path)
-    (tmp_path / "lora_backends" / "numba_cpu" / "__pycache__").write_text("")
+    (tmp_path / "lora_backends" / "numba_cpu" / "kernels" / "__pycache__").write_text("")
     settings = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(tmp_path / "caches")}
     if home == "nowhere":
         (tmp_path / "caches").write_text("")
         (tmp_path / "home").write_text("")
     assert python(GROUP, tmp_path, **settings) == "1"
     assert any((tmp_path / "caches").rglob("*.nbi")) == (home == "writable")
+
+
+@pytest.mark.skipif(not is_x86(), reason="LLVM does not compile for x86 here")
+def test_int8_becomes_bfloat16_by_whole_vectors_where_vectors_of_float16_exist(tmp_path):
+    features = "+f16c,+fma,+avx,+avx2,+avx512f,+avx512bw,+avx512vl,+avx512bf16,+avx512fp16"
+    settings = {"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": features}
+    settings["NUMBA_CACHE_DIR"] = str(tmp_path)
+    instructions = python(INSTRUCTIONS, PACKAGE.parent, **settings)
+    assert "vdpbf16ps" in instructions
+    assert "vpextrw" not in instructions  # an element at a time

@@ -14,19 +14,20 @@ import torch
 from numba import cfunc, types
 
 from lora_backends import ExpertWeights, LoRABatch, LoRAWeights
-from lora_backends.numba_cpu import (
-    NumbaCPUBackend,
-    compiling,
-    kernels,
-    kernels_bias,
-    kernels_eight_bit,
-    launch,
-    needs,
-    plain,
-    routines,
-    vectors,
-)
+from lora_backends.numba_cpu import NumbaCPUBackend, launch, needs, routines
 from lora_backends.numba_cpu.config import LONG_SEGMENT
+from lora_backends.numba_cpu.kernels import (
+    addressing,
+    arguments,
+    bias,
+    dense,
+    eight_bit,
+    eight_bit_expand,
+    eight_bit_shrink,
+    scales,
+    shares,
+)
+from lora_backends.numba_cpu.machine import compiling, plain, records
 from lora_backends.numba_cpu.routing import job_of
 from lora_backends.torch_ref import TorchRefBackend
 
@@ -62,7 +63,7 @@ WANTED = {
 def test_a_call_compiles_what_it_needs(asked, flags):
     table = routines.table_of.__wrapped__(torch.float32, torch.bfloat16, flags)
     assert asked == WANTED[flags]
-    found = dict(zip(kernels.Routines._fields, table.entries.tolist(), strict=True))
+    found = dict(zip(dense.Routines._fields, table.entries.tolist(), strict=True))
     assert {name for name, address in found.items() if address} == set(asked)
 
 
@@ -84,7 +85,7 @@ def test_eight_bit_calls_compile_the_way_through_registers_or_the_other(asked, m
 
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    [(torch.bfloat16, kernels.Routines), (torch.int8, kernels_eight_bit.Routines)],
+    [(torch.bfloat16, dense.Routines), (torch.int8, eight_bit.Routines)],
     ids=str,
 )
 def test_warmup_compiles_every_routine(asked, monkeypatch, dtype, kind):
@@ -162,7 +163,8 @@ def test_rows_and_fields_of_plain_python_are_those_of_kernels():
     table = torch.tensor([7, 1, 2, 5, 0], dtype=torch.int64)
     at = table.data_ptr()
     assert plain.rows((100, 10, at), 1, (0, 0)) == (110, 120)
-    assert plain.fields(kernels.Segment, at + 8) == (1, 2, 5)
+    assert plain.fields(arguments.Segment, at + 8) == (1, 2, 5)
+    assert plain.fields(arguments.Factors, at) == (7, 1, (2, 5, 0))
 
 
 def test_a_kernel_keeps_its_table_when_another_thread_replaces_it_in_the_cache(asked, monkeypatch):
@@ -218,7 +220,7 @@ def test_a_function_becomes_code_in_its_callers_alone(no_cache):
         return low
 
     def run(address):
-        vectors.write_id(address, fib(vectors.read_id(address)))
+        records.write_id(address, fib(records.read_id(address)))
 
     number = torch.tensor([10])
     routine = compiling.compiled(run)
@@ -235,19 +237,19 @@ def test_a_function_becomes_code_in_its_callers_alone(no_cache):
 @pytest.fixture
 def functions(no_cache):
     """The functions of kernels, compiled for what the entry routines and 8-bit stacks need."""
-    eight = kernels_eight_bit
-    makers = (eight.copy_x, eight.shrink_panel, eight.expand_stored, eight.expand_ragged)
-    for make in (kernels.entry, eight.entry, *makers):
+    shrink, expand = eight_bit_shrink, eight_bit_expand
+    makers = (shrink.copy_x, shrink.shrink_panel, expand.expand_stored, expand.expand_ragged)
+    for make in (dense.entry, eight_bit.entry, *makers):
         make()
-    modules = (kernels, eight)
+    modules = (shares, addressing, scales, dense, eight_bit, shrink, expand)
     found = {f for module in modules for f in vars(module).values() if hasattr(f, "overloads")}
-    assert kernels.own_units in found
+    assert shares.units_of in found
     return found
 
 
 def test_no_variable_holds_values_of_two_types(functions):
     # numba would unify an int64 and a float32 of one name to float64, which only biases use
-    others = [f for f in functions if f.py_func.__module__ != kernels_bias.__name__]
+    others = [f for f in functions if f.py_func.__module__ != bias.__name__]
     kinds = [o.type_annotation.typemap for f in others for o in f.overloads.values()]
     assert any(types.int64 in found.values() for found in kinds)
     assert not any(types.float64 in found.values() for found in kinds)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from numba import config, njit
 
-from lora_backends.numba_cpu import lowering, plain
-from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.cpu import has_bfloat16
+from lora_backends.numba_cpu.machine import lowering, plain
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.cpu import has_bfloat16
 
 FLOAT32 = pytest.param(v.FLOAT32, torch.float32, id="float32")
 SMALL = [

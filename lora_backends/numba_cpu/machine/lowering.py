@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from lora_backends.numba_cpu.cpu import has_bfloat16
+from lora_backends.numba_cpu.machine.cpu import has_bfloat16
 
 
 class BFloat(ir.Type):
@@ -168,9 +168,17 @@ def load_bfloat16(builder: Any, kind: Any, address: Any) -> Any:
         return load_value(builder, address, VECTOR, 2)
     raw = load_value(builder, address, ir.VectorType(I8, 2 * LANES), 1)
     wide = builder.sitofp(raw, ir.VectorType(F32, 2 * LANES))
-    halves = builder.bitcast(wide, ir.VectorType(I16, 4 * LANES))
-    upper = list(range(1, 4 * LANES, 2))  # 8 bits of an integer leave the lower halves 0
-    return builder.bitcast(shuffle(builder, halves, undefined(halves.type), upper), VECTOR)
+    words = ir.VectorType(I16, 2 * LANES)
+    low, high = (
+        builder.bitcast(shuffle(builder, wide, undefined(wide.type), lanes), words)
+        for lanes in (list(range(LANES)), list(range(LANES, 2 * LANES)))
+    )
+    upper = ir.Constant(words, list(range(1, 4 * LANES, 2)))  # the lower halves are 0 in 8 bits
+    # With AVX512-FP16, LLVM takes a shuffle of these halves apart, element by element.
+    permute = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(words, [words] * 3), "llvm.x86.avx512.vpermi2var.hi.512"
+    )
+    return builder.bitcast(builder.call(permute, [low, upper, high]), VECTOR)
 
 
 def add_pairs(builder: Any, left: Any, right: Any, added: Any) -> Any:

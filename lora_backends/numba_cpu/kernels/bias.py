@@ -1,24 +1,20 @@
 """Reading a bias of any dtype: no kernel is compiled for each of them."""
 
-# numba infers the types of kernels
-# ruff: noqa: ANN001, ANN003, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
-from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import function
-from lora_backends.numba_cpu.layer import BIAS_BFLOAT16, BIAS_FLOAT16, BIAS_FLOAT32
+from lora_backends.numba_cpu.layer import CODE_BFLOAT16, CODE_FLOAT16, CODE_FLOAT32
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.compiling import function
 
 
 @function
 def load_bias(dtype, address):
     """Return 16 elements of a bias."""
-    if dtype == BIAS_FLOAT32:
+    if dtype == CODE_FLOAT32:
         return v.load(v.FLOAT32, address)
-    if dtype == BIAS_BFLOAT16:
+    if dtype == CODE_BFLOAT16:
         return v.load(v.BFLOAT16, address)
-    if dtype == BIAS_FLOAT16:
+    if dtype == CODE_FLOAT16:
         return v.load(v.FLOAT16, address)
     return v.load(v.FLOAT64, address)
 
@@ -26,10 +22,10 @@ def load_bias(dtype, address):
 @function
 def read_bias(dtype, address):
     """Return one element of a bias."""
-    if dtype == BIAS_FLOAT32:
+    if dtype == CODE_FLOAT32:
         return v.read(v.FLOAT32, address)
-    if dtype == BIAS_BFLOAT16:
+    if dtype == CODE_BFLOAT16:
         return v.read(v.BFLOAT16, address)
-    if dtype == BIAS_FLOAT16:
+    if dtype == CODE_FLOAT16:
         return v.read(v.FLOAT16, address)
     return v.read(v.FLOAT64, address)

@@ -22,7 +22,7 @@ def missing_features() -> list[str]:
     Without F16C LLVM calls a function of the C runtime for float16, does not find it, and ends the
     process. Virtual machines may hide F16C from their guests.
     """
-    if config.DISABLE_JIT or not _is_x86() or _has("f16c"):
+    if config.DISABLE_JIT or not is_x86() or _has("f16c"):
         return []
     return ["numba_cpu converts float16 with F16C, which this CPU or NUMBA_CPU_FEATURES lacks."]
 
@@ -33,27 +33,28 @@ def has_bfloat16() -> bool:
     LLVM 15, which numba 0.61 comes with, calls a function of the C runtime instead, does not find
     it, and ends the process.
     """
-    return _is_x86() and _has("avx512bf16") and binding.llvm_version_info[0] > 15
+    return is_x86() and _has("avx512bf16") and binding.llvm_version_info[0] > 15
 
 
-def _is_x86() -> bool:
+def is_x86() -> bool:
+    """Return whether this is an x86 CPU of 64 bits."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def _has(feature: str) -> bool:
     """Return whether LLVM may use a feature: a later "-avx" takes back "+f16c", which needs AVX."""
-    found = False
+    usable = False
     for item in _features():
         if item == "+" + feature:
-            found = True
+            usable = True
         elif item[:1] == "-" and item[1:] in _NEEDED[feature]:
-            found = False
-    return found
+            usable = False
+    return usable
 
 
 def _features() -> list[str]:
     features = config.CPU_FEATURES  # of NUMBA_CPU_FEATURES; none at all for the CPU "generic"
     if features is None:
         features = get_host_cpu_features()  # without those that NUMBA_ENABLE_AVX switches off
-    found: list[str] = features.split(",")
-    return found
+    names: list[str] = features.split(",")
+    return names

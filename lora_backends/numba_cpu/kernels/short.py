@@ -1,13 +1,8 @@
 """Routines for segments of a few tokens, and for single columns: widened in registers.
 
-A routine works on one segment and slice. The kernel in `kernels` calls it through its address, so
-that it is compiled when a batch first needs it, and by itself. x, h and y are (address, bytes from
-row to row, address of the row of each position).
+A routine works on one segment and slice. The kernel calls it through its address, so
+that it is compiled when a batch first needs it, and by itself.
 """
-
-# numba infers the types of kernels
-# ruff: noqa: ANN001, ANN003, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
 from __future__ import annotations
 
@@ -15,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from lora_backends.numba_cpu import vectors as v
-from lora_backends.numba_cpu.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.config import EXPAND_AHEAD, SHRINK_AHEAD, SHRINK_RANKS
-from lora_backends.numba_cpu.kernels_bias import load_bias, read_bias
+from lora_backends.numba_cpu.kernels.addressing import following
+from lora_backends.numba_cpu.kernels.arguments import Expand, Gather, Rows, Shrink
+from lora_backends.numba_cpu.kernels.bias import load_bias, read_bias
+from lora_backends.numba_cpu.machine import vectors as v
+from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
+from lora_backends.numba_cpu.machine.records import fields, read_id
 
 LANES = v.LANES
 LINE = 64  # bytes of a cache line
@@ -33,12 +31,14 @@ def shrink_short(kind: Any, kind_x: Any) -> Any:
     `goes_on`: whether to prefetch past the last row: the rows that follow in memory are often next.
     """
 
-    def run(a, a_row, n, first, last, goes_on, t, end, x, x_row, x_order, h, h_row, h_order):
-        for j in range(first, last, SHRINK_RANKS):
-            to_next = SHRINK_RANKS * a_row if goes_on or j + SHRINK_RANKS < last else 0
-            rows, columns = (a + j * a_row, a_row, n, to_next), (h + 4 * j, h_row, h_order)
-            count = min(last - j, SHRINK_RANKS)
-            shrink_block((kind, kind_x), rows, count, t, end, (x, x_row, x_order), columns)
+    def run(address):
+        of = fields(Shrink, address)
+        for j in range(of.first, of.last, SHRINK_RANKS):
+            to_next = SHRINK_RANKS * of.a_row if of.goes_on or j + SHRINK_RANKS < of.last else 0
+            rows = (of.a + j * of.a_row, of.a_row, of.n, to_next)
+            h = Rows(of.h.start + 4 * j, of.h.step, of.h.order)
+            count = min(of.last - j, SHRINK_RANKS)
+            shrink_block((kind, kind_x), rows, count, of.start, of.stop, of.x, h)
 
     return compiled(run)
 
@@ -46,15 +46,13 @@ def shrink_short(kind: Any, kind_x: Any) -> Any:
 def gather(kind: Any) -> Any:
     """Compile ``h[t, :rank] = a[:rank, ids[t]]`` for weights of a kind; ids are int64."""
 
-    def run(a, a_row, rank, t, end, ids, ids_row, ids_order, h, h_row, h_order):
-        for i in range(t, end):
-            (at,), (to,) = (
-                v.rows((ids, ids_row, ids_order), i, ONE),
-                v.rows((h, h_row, h_order), i, ONE),
-            )
-            column = a + v.read_id(at) * v.size(kind)
-            for j in range(rank):
-                v.write(v.FLOAT32, to + 4 * j, v.read(kind, column + j * a_row))
+    def run(address):
+        of = fields(Gather, address)
+        for i in range(of.start, of.stop):
+            (at,), (to,) = v.rows(of.ids, i, ONE), v.rows(of.h, i, ONE)
+            column = of.a + read_id(at) * v.size(kind)
+            for j in range(of.rank):
+                v.write(v.FLOAT32, to + 4 * j, v.read(kind, column + j * of.a_row))
 
     return compiled(run)
 
@@ -62,27 +60,25 @@ def gather(kind: Any) -> Any:
 def expand_short(kind: Any, kind_y: Any) -> Any:
     """Compile the addition to `tiles` times 16 columns of y, for weights and y of these kinds."""
 
-    def run(
-        b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
-        scales, scales_row, scales_order, tiles, t, end, h, h_row, h_order, y, y_row, y_order,
-    ):  # fmt: skip
-        place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
-        factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
-        own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
-        kinds, steps, i = (kind, kind_y), steps_of(b_row, rank * v.size(kind)), t
+    def run(address):
+        of = fields(Expand, address)
+        scaling, i, end = read_scaling(of.factors), of.start, of.stop
+        kinds = (kind, kind_y)
+        steps = steps_of(of.columns.b_row, of.factors.rank * v.size(kind))
         while i + 8 <= end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, steps, i, EIGHT, own_h, own_y)
+            expand_rows(PLAIN, kinds, of, scaling, steps, i, EIGHT)
             i, steps = i + 8, NO_STEPS
         if i + 4 <= end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, steps, i, FOUR, own_h, own_y)
+            expand_rows(PLAIN, kinds, of, scaling, steps, i, FOUR)
             i, steps = i + 4, NO_STEPS
         if i + 2 <= end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, steps, i, TWO, own_h, own_y)
+            expand_rows(PLAIN, kinds, of, scaling, steps, i, TWO)
             i, steps = i + 2, NO_STEPS
-        if i < end and bias == 0 and rank == LANES and b_row == LANES * v.size(kind):
-            expand_squares(kinds, place, tiles, factors, i, own_h, own_y)
+        is_square = of.factors.rank == LANES and of.columns.b_row == LANES * v.size(kind)
+        if i < end and of.columns.bias == 0 and is_square:
+            expand_squares(kinds, of, scaling, i)
         elif i < end:
-            expand_rows(PLAIN, kinds, place, tiles, factors, steps, i, ONE, own_h, own_y)
+            expand_rows(PLAIN, kinds, of, scaling, steps, i, ONE)
 
     return compiled(run)
 
@@ -90,19 +86,16 @@ def expand_short(kind: Any, kind_y: Any) -> Any:
 def expand_multiplied(kind: Any, kind_y: Any) -> Any:
     """Compile what `expand_short` does, with output_scales; few variants compile sooner."""
 
-    def run(
-        b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
-        scales, scales_row, scales_order, tiles, t, end, h, h_row, h_order, y, y_row, y_order,
-    ):  # fmt: skip
-        place = (b, b_row, (bias_dtype, bias, bias_size), output_scale, column)
-        factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
-        own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
-        kinds, steps, i = (kind, kind_y), steps_of(b_row, rank * v.size(kind)), t
+    def run(address):
+        of = fields(Expand, address)
+        scaling, i, end = read_scaling(of.factors), of.start, of.stop
+        kinds = (kind, kind_y)
+        steps = steps_of(of.columns.b_row, of.factors.rank * v.size(kind))
         while i + 4 <= end:
-            expand_rows(MULTIPLIED, kinds, place, tiles, factors, steps, i, FOUR, own_h, own_y)
+            expand_rows(MULTIPLIED, kinds, of, scaling, steps, i, FOUR)
             i, steps = i + 4, NO_STEPS
         while i < end:
-            expand_rows(MULTIPLIED, kinds, place, tiles, factors, steps, i, ONE, own_h, own_y)
+            expand_rows(MULTIPLIED, kinds, of, scaling, steps, i, ONE)
             i, steps = i + 1, NO_STEPS
 
     return compiled(run)
@@ -111,17 +104,11 @@ def expand_multiplied(kind: Any, kind_y: Any) -> Any:
 def expand_column(kind: Any, kind_y: Any) -> Any:
     """Compile the addition to single columns of y, in the order of sums of `expand_short`."""
 
-    def run(
-        b, b_row, bias_dtype, bias, bias_size, output_scale, column, rank, scaling,
-        scales, scales_row, scales_order, columns, t, end, h, h_row, h_order, y, y_row, y_order,
-    ):  # fmt: skip
-        factors = (rank, read_scaling(rank, scaling), (scales, scales_row, scales_order))
-        own_h, own_y = (h, h_row, h_order), (y, y_row, y_order)
-        for i in range(columns):
-            own_scale = output_scale + 4 * i if output_scale != 0 else 0
-            own_bias = (bias_dtype, bias + i * bias_size if bias != 0 else 0)
-            place = (b + i * b_row, own_bias, own_scale, column + i)
-            add_column((kind, kind_y), place, factors, t, end, own_h, own_y)
+    def run(address):
+        of = fields(Expand, address)
+        scaling = read_scaling(of.factors)
+        for i in range(of.groups):
+            add_column((kind, kind_y), following(of.columns, i), of, scaling)
 
     return compiled(run)
 
@@ -192,25 +179,24 @@ def dot_rows(kinds, a_rows, x_rows, n, ahead, step, to_next):
 
 
 @inlined
-def read_scaling(rank, scaling):
-    """Return the scaling at an address; a slice of rank 0 has none."""
-    return np.float32(0) if rank == 0 else v.read(v.FLOAT32, scaling)
+def read_scaling(factors):
+    """Return the scaling of a slot's slice; a slice of rank 0 has none."""
+    return np.float32(0) if factors.rank == 0 else v.read(v.FLOAT32, factors.scaling)
 
 
 @inlined
-def expand_rows(multiplied, kinds, place, tiles, factors, steps, t, tokens, h, y):
-    """Add to `tiles` times 16 columns of some rows of y; `multiplied`: PLAIN or MULTIPLIED."""
+def expand_rows(multiplied, kinds, of, scaling, steps, t, tokens):
+    """Add to `groups` times 16 columns of some rows of y; `multiplied`: PLAIN or MULTIPLIED."""
     kind, kind_y = kinds
-    b, b_row, (bias_dtype, bias, bias_size), output_scale, column = place
-    rank, scaling, scales = factors
-    scalings = v.read_scaled(v.rows(scales, t, tokens), scaling)
-    h_rows, y_rows = v.rows(h, t, tokens), v.rows(y, t, tokens)
+    b, b_row, bias_dtype, bias, bias_size, output_scale, column = of.columns
+    scalings = v.read_scaled(v.rows(of.factors.scales, t, tokens), scaling)
+    h_rows, y_rows = v.rows(of.h, t, tokens), v.rows(of.y, t, tokens)
     added = v.zeros((0,), (0,))
-    for _ in range(tiles):
+    for _ in range(of.groups):
         if bias != 0:
             added = (load_bias(bias_dtype, bias),)
             bias += LANES * bias_size
-        sums = b_sums(kind, b, b_row, rank, h_rows, steps)
+        sums = b_sums(kind, b, b_row, of.factors.rank, h_rows, steps)
         output_scales = v.load_all(output_scale, multiplied)
         v.update_rows(kind_y, y_rows, column, sums, scalings, added, output_scales)
         output_scale += LANES * 4 * len(multiplied)
@@ -219,16 +205,16 @@ def expand_rows(multiplied, kinds, place, tiles, factors, steps, t, tokens, h, y
 
 
 @inlined
-def expand_squares(kinds, place, tiles, factors, t, h, y):
+def expand_squares(kinds, of, scaling, t):
     """Do the work of `expand_rows` faster for one row of y, rank 16 without gaps and no bias.
 
     LLVM knows all distances in b, so there are half as many instructions.
     """
     kind, kind_y = kinds
-    b, column, square = place[0], place[4], LANES * LANES * v.size(kind)
-    scalings = v.read_scaled(v.rows(factors[2], t, ONE), factors[1])
-    h_rows, y_rows = v.rows(h, t, ONE), v.rows(y, t, ONE)
-    for _ in range(tiles):
+    b, column, square = of.columns.b, of.columns.column, LANES * LANES * v.size(kind)
+    scalings = v.read_scaled(v.rows(of.factors.scales, t, ONE), scaling)
+    h_rows, y_rows = v.rows(of.h, t, ONE), v.rows(of.y, t, ONE)
+    for _ in range(of.groups):
         for line in range(0, square, LINE):
             v.prefetch((b,), EXPAND_AHEAD + line)
         sums = v.add_columns(v.zeros((0, 0), h_rows), v.load_square(kind, b), h_rows, 0)
@@ -262,33 +248,31 @@ def b_sums(kind, b, b_row, rank, h_rows, steps):
 
 
 @inlined
-def add_column(kinds, place, factors, t, end, h, y):
-    """Add to one column of y."""
+def add_column(kinds, at, of, scaling):
+    """Add to one column of y, the first of `at`."""
     kind, kind_y = kinds
-    b, (bias_dtype, bias), output_scale, column = place
-    rank, scaling, scales = factors
-    added = np.float32(0)
-    if bias != 0:
-        added = read_bias(bias_dtype, bias)
+    added, rank = np.float32(0), of.factors.rank
+    if at.bias != 0:
+        added = read_bias(at.bias_dtype, at.bias)
     paired = rank - rank % (16 // v.size(kind))
-    for i in range(t, end):
-        (h_row,), (y_row,) = v.rows(h, i, ONE), v.rows(y, i, ONE)
+    for i in range(of.start, of.stop):
+        (h_row,), (y_row,) = v.rows(of.h, i, ONE), v.rows(of.y, i, ONE)
         even, odd = np.float32(0), np.float32(0)
         for j in range(rank):
             factor = v.read(v.FLOAT32, h_row + 4 * j)
-            item = v.read(kind, b + j * v.size(kind))
+            item = v.read(kind, at.b + j * v.size(kind))
             if j % 2 and j < paired:
                 odd = v.multiply_add(item, factor, odd)
             else:
                 even = v.multiply_add(item, factor, even)
-        at = y_row + column * v.size(kind_y)
-        (own,) = v.read_scaled(v.rows(scales, i, ONE), scaling)
-        if output_scale == 0:
-            total = v.read(kind_y, at) + v.multiply_add(even + odd, own, added)
+        target = y_row + at.column * v.size(kind_y)
+        (scale,) = v.read_scaled(v.rows(of.factors.scales, i, ONE), scaling)
+        if at.output_scale == 0:
+            total = v.read(kind_y, target) + v.multiply_add(even + odd, scale, added)
         else:
-            total = v.multiply_add(even + odd, own, v.read(kind_y, at))
-            total = v.multiply_add(total, v.read(v.FLOAT32, output_scale), added)
-        v.write(kind_y, at, total)
+            total = v.multiply_add(even + odd, scale, v.read(kind_y, target))
+            total = v.multiply_add(total, v.read(v.FLOAT32, at.output_scale), added)
+        v.write(kind_y, target, total)
 
 
 @function

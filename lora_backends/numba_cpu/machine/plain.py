@@ -9,7 +9,9 @@ with the compiled ones within rounding, not bit for bit.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, TypeAlias, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -287,12 +289,32 @@ def call(address: int) -> int:
     return int(ctypes.CFUNCTYPE(ctypes.c_int32)(int(address))())
 
 
-def invoke(function: int, arguments: tuple[int, ...]) -> None:
-    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(int(function))(*map(int, arguments))
+def invoke(function: int, record: Any) -> None:
+    items = list(_leaves(record))
+    memory = (ctypes.c_int64 * len(items))(*items)
+    ctypes.CFUNCTYPE(None, ctypes.c_int64)(int(function))(ctypes.addressof(memory))
+
+
+def _leaves(record: Any) -> Iterator[int]:
+    for item in record:
+        if isinstance(item, tuple):
+            yield from _leaves(item)
+        else:
+            yield int(item)
 
 
 def fields(kind: Any, address: int) -> Any:
-    return kind(*[read_id(address + 8 * i) for i in range(len(kind._fields))])
+    return _fields(kind, count(address, 8))
+
+
+def _fields(kind: Any, addresses: Iterator[int]) -> Any:
+    hints = get_type_hints(kind)
+    return kind(
+        *[
+            read_id(next(addresses)) if hints[name] is int else _fields(hints[name], addresses)
+            for name in kind._fields
+        ]
+    )
 
 
 def rows(base: tuple[int, int, int], t: int, like: tuple[Any, ...]) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class _FunctionCompiler(_Compiler):
 class _LinkedLibrary(JITCodeLibrary):
     """The LLVM module of a function, neither optimised nor compiled by itself.
 
-    A caller links it into its own module, which LLVM optimises and compiles.
+    A caller links it into its module, which LLVM optimises and compiles.
     """
 
     @property
@@ -76,13 +76,18 @@ _OPTIONS: dict[str, Any] = {
     "pipeline_class": _Compiler,
 }
 
-function = njit(
-    no_cpython_wrapper=True,
-    no_cfunc_wrapper=True,
-    **(_OPTIONS | {"pipeline_class": _FunctionCompiler}),
-)
+_OF_FUNCTIONS = _OPTIONS | {
+    "pipeline_class": _FunctionCompiler,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+
+function = njit(**_OF_FUNCTIONS)
 """A function that kernels call. LLVM optimises it in each of its callers. numba compiles it once
 more for a literal among its arguments, such as 0; `np.int64(0)` is none."""
+
+part = njit(forceinline=True, **_OF_FUNCTIONS)
+"""A `function` that LLVM copies into each caller, however large: for those that pass records."""
 
 inlined = njit(inline="always", **_OPTIONS)
 """A function that numba copies into its caller before it infers types, so that LLVM optimises it
@@ -91,13 +96,13 @@ there alone. Every copy takes time, so it suits functions with few callers."""
 
 def digest_of(folder: Path) -> int:
     """Return a number that differs where any source of kernels does."""
-    found = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
-        found.update(path.name.encode() + path.read_bytes())
-    return int.from_bytes(found.digest()[:7], "big")
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return int.from_bytes(digest.digest()[:7], "big")
 
 
-SOURCES = digest_of(Path(__file__).parent)
+SOURCES = digest_of(Path(__file__).parents[1])
 """Part of `kept_name`: numba alone would load code whose callees have changed in other files."""
 
 
@@ -108,18 +113,24 @@ def kept_name(run: Any) -> str:
     processes may give one number to two variants. A process that ends before it writes its file
     leaves an index that names an older one. In both cases numba would load the wrong code.
     """
-    cells = [cell.cell_contents for cell in run.__closure__ or ()]
+    cells = [_named(cell.cell_contents) for cell in run.__closure__ or ()]
     cpu = cpu_target.target_context.codegen().magic_tuple()
     key = (SOURCES, cells, cpu, numba.__version__, llvmlite.__version__)
     return f"{run.__qualname__}.{hashlib.sha256(pickle.dumps(key)).hexdigest()[:16]}"
 
 
+def _named(value: Any) -> Any:
+    """Return a value that can be pickled; `SOURCES` covers the code of functions."""
+    code = getattr(value, "py_func", None)
+    return value if code is None else (code.__module__, code.__qualname__)
+
+
 def compiled(run: Any) -> Any:
-    """Return a C function of int64s without a result, kept on disk where that is possible."""
+    """Return a C function of a record's address, kept on disk where that is possible."""
     if config.DISABLE_JIT:
         return run
     run.__qualname__ = kept_name(run)
-    signature = types.void(*[types.int64] * run.__code__.co_argcount)
+    signature = types.void(types.int64)
     kept = cfunc(signature, cache=True, **_OPTIONS)
     with _without_garbage_collection():
         try:

@@ -1,0 +1,1 @@
+"""What kernels are written in: vector operations, how they compile, the CPU and its threads."""
