@@ -8,8 +8,6 @@ place of the sorted pairs. Axes: T (pairs of a tile), N (rows of A, all its matr
 Offsets that a stride multiplies are int64: slot times stride exceeds int32 in large stacks.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -23,19 +21,9 @@ from lora_backends.sgmv.kernels.products import rounded
 from lora_backends.sgmv.kernels.shrink import partial_sums, row_sums, scale_of_rows
 
 
-class Pairs(NamedTuple):
-    """The pairs of one program."""
-
-    slot: Any
-    expert: Any
-    place: Any  # of the first pair
-    count: Any  # 0: the program has none
-    pair: Any  # [T]
-
-
 @triton.jit
 def _pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE: tl.constexpr):
-    """Return the pairs of a row of the grid.
+    """Return the slot, expert, first place and number of pairs of a row, and its pairs [T].
 
     A tile has PARTS rows of the grid, of at most ROWS pairs each. With ROWS 1 the tiles are
     `singles` of the routing; the second value of `count` is their number. A record has the first
@@ -56,7 +44,7 @@ def _pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE: tl.constexpr):
     pair = tl.load(order_ptr + place + t, mask=in_order, other=0)  # [T]
     if SITE.PARTS == 1:
         pair = tl.where(t == 0, only, pair)
-    return Pairs(slot=slot, expert=expert, place=place, count=count, pair=pair)
+    return slot, expert, place, count, pair
 
 
 @triton.jit(do_not_specialize=["h_rows"])
@@ -191,7 +179,8 @@ def expand_kernel(
         for i in tl.static_range(1, NUM_A):
             rank = tl.maximum(rank, tl.load(ranks_at + i))
     GENERAL: tl.constexpr = SITE.INTERLEAVED or SIZES.RANK_PAD > SIZES.BLOCK_R
-    LATE: tl.constexpr = SITE.ROWS > 1 and (GENERAL or SIZES.STAGES > 1)  # B is read by rank
+    # such kernels read B only after the rank is known, EAGER or not
+    LATE: tl.constexpr = SITE.ROWS > 1 and (GENERAL or SIZES.STAGES > 1)
     has_pair = t < count  # [T]
     read, read_y = rank, has_pair
     if SITE.EAGER:
