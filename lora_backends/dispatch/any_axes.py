@@ -8,23 +8,21 @@ repeated without views.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lora_backends.dispatch.cached import CachingPlan
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.tracing import is_traced
 from lora_backends.dispatch.wrap import stored_as
 from lora_backends.weights import LoRAWeights
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
 
 Add = Callable[[torch.Tensor, LoRAWeights, Any, torch.Tensor], Any]
 """Adds to y: of x, a layer, a plan and y."""
 
 
-def over_rows(engine: LoRABackend, operation: str, run: Add) -> Add:
+def over_rows(engine: Engine, operation: str, run: Add) -> Add:
     """Return a function that adds to y [..., out_features] for x [..., in_features].
 
     Args:

@@ -14,18 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from lora_backends.common.tensors import extent_of
+from lora_backends.dispatch.engine import Engine
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Input, Operation
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
 
 MOST_LAYERS = 4096
 """Layers and operations that a cache keeps calls of."""
@@ -38,7 +36,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 def is_accepted(
-    engine: LoRABackend,
+    engine: Engine,
     operation: Operation,
     x: Any,
     weights: Any,
@@ -104,7 +102,7 @@ def is_accepted(
 
 
 def accept(
-    engine: LoRABackend,
+    engine: Engine,
     operation: Operation,
     x: Any,
     weights: Any,
@@ -215,7 +213,7 @@ class CallCache:
     def find(
         self,
         operation: str,
-        backend: LoRABackend,
+        backend: Engine,
         x: _Tensor,
         weights: LoRAWeights,
         y: _Tensor,
@@ -262,7 +260,7 @@ class CallCache:
     def store(
         self,
         operation: str,
-        backend: LoRABackend,
+        backend: Engine,
         x: _Tensor,
         weights: LoRAWeights,
         y: _Tensor,

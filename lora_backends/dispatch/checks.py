@@ -7,12 +7,13 @@ at, because that would wait for the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lora_backends.batch import MOST, LoRABatch
 from lora_backends.common.tensors import extent_of, has_memory
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
 from lora_backends.dtypes import accumulator_dtype, dtype_name, dtype_names
@@ -24,12 +25,9 @@ from lora_backends.operations import Input, Operation
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights
 
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
-
 
 def check_prepare_batch(
-    engine: LoRABackend, batch: LoRABatch, out: Any | None = None, capacity: int | None = None
+    engine: Engine, batch: LoRABatch, out: Any | None = None, capacity: int | None = None
 ) -> None:
     """Guard `prepare_batch`; the signature is the method's."""
     if type(batch) is LoRABatch and batch.token_scales is None and capacity is None:
@@ -102,7 +100,7 @@ def _check_refill(problems: Problems, batch: LoRABatch, out: Any, capacity: int 
 
 
 def check_operation(
-    engine: LoRABackend,
+    engine: Engine,
     operation: Operation,
     first: Any,
     weights: LoRAWeights,

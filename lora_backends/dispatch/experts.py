@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lora_backends.dispatch import checks
 from lora_backends.dispatch.cached import accept, is_accepted
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.library import call_outside, trace_add
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
@@ -18,10 +19,6 @@ from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.layer_weights import MOST
 from lora_backends.operations import Operation
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
-
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -47,7 +44,7 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return the wrapper that takes the place of a class's `prepare_experts`."""
 
     def call(
-        self: LoRABackend,
+        self: Engine,
         plan: Any,
         topk_ids: Any,
         topk_weights: Any,
@@ -76,7 +73,7 @@ def wrap_routed(
     defaults = {option.name: option.values[0] for option in operation.options}
 
     def call(
-        self: LoRABackend,
+        self: Engine,
         x: Any,
         weights: ExpertWeights,
         routing: Any,
@@ -120,7 +117,7 @@ def _routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
 
 
 def _check(
-    engine: LoRABackend,
+    engine: Engine,
     operation: Operation,
     x: Any,
     weights: Any,
@@ -140,7 +137,7 @@ def _check(
 
 
 def _check_prepare(
-    engine: LoRABackend,
+    engine: Engine,
     plan: Any,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -230,7 +227,7 @@ def _check_refill(problems: Problems, topk_ids: torch.Tensor, num_experts: int, 
 
 
 def _check_routed(
-    engine: LoRABackend,
+    engine: Engine,
     operation: Operation,
     x: torch.Tensor,
     weights: ExpertWeights,

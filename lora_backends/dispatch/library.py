@@ -15,19 +15,17 @@ whose plan is no `LoRAPlan`, run outside of the traced program.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.handles import Handled, lookup
 from lora_backends.dispatch.output import new_output
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import BY_NAME, NO_OPTIONS, Operation
 from lora_backends.weights import LoRAWeights
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
 
 
 def _shrink(
@@ -83,7 +81,7 @@ def call_outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def trace_shrink(
     call: Callable[..., torch.Tensor],
-    engine: LoRABackend,
+    engine: Engine,
     x: torch.Tensor,
     weights: LoRAWeights,
     plan: Any,
@@ -100,7 +98,7 @@ def trace_shrink(
 def trace_add(
     operation: Operation,
     call: Callable[..., torch.Tensor],
-    engine: LoRABackend,
+    engine: Engine,
     x: torch.Tensor,
     weights: LayerWeights,
     plan: Any,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dtypes import dtype_name, dtype_names
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
 
 
 class Problems:
     """Contradictions, and what the engine does not support."""
 
-    def __init__(self, engine: LoRABackend) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.invalid: list[str] = []
         self.unsupported: list[str] = []

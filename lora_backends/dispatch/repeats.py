@@ -6,16 +6,14 @@ what the call reads. So each module has one object with all that its next call c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from lora_backends.dispatch.cached import CachedCall, CachingPlan, shared
+from lora_backends.dispatch.engine import Engine
 from lora_backends.weights import LoRAWeights
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
@@ -110,7 +108,7 @@ class Repeats(dict[Any, Repeat]):
     def keep(
         self,
         key: Any,
-        engine: LoRABackend,
+        engine: Engine,
         operation: str | None,
         x: torch.Tensor,
         weights: LoRAWeights,

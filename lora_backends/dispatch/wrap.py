@@ -10,15 +10,15 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.cached import CachingPlan, accept, is_accepted, marked_to_store_calls
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.experts import wrap_prepare_experts, wrap_routed
-from lora_backends.dispatch.handles import Handled
 from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan, add_each, prepare_each, refuse
 from lora_backends.dispatch.output import new_output
@@ -28,20 +28,12 @@ from lora_backends.features import CAPACITY
 from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
 from lora_backends.weights import LoRAWeights
 
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
-
 Method: TypeAlias = Callable[..., torch.Tensor]
 _is_compiling = torch.compiler.is_compiling
 
 
-class Dispatched(Handled):
+class Dispatched(Engine):
     """Wraps, once, each method of the interface that a class defines or has from a mixin."""
-
-    storing: ClassVar[frozenset[str]] = frozenset()
-    """Operations whose calls the class stores on its plans."""
-    features: ClassVar[frozenset[str]] = frozenset()
-    """What it supports beyond the plain interface: names of `lora_backends.features`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -81,7 +73,7 @@ def _wrapped(method: Any) -> _Wrapped | None:
     return wrapper if wrapper is not None and wrapper.call is method else None
 
 
-def unchecked(engine: LoRABackend, name: str) -> Method:
+def unchecked(engine: Engine, name: str) -> Method:
     """Return an operation of an engine without its checks, for a caller that has checked."""
     method: Method = getattr(engine, name)
     wrapper = _wrapped(getattr(method, "__func__", None))
@@ -90,7 +82,7 @@ def unchecked(engine: LoRABackend, name: str) -> Method:
     return MethodType(wrapper.method, engine)
 
 
-def stored_as(engine: LoRABackend, name: str) -> str | None:
+def stored_as(engine: Engine, name: str) -> str | None:
     """Return the operation under which an engine stores calls of another; None: it stores none."""
     wrapper = _wrapped(getattr(getattr(engine, name), "__func__", None))
     if wrapper is None or not (wrapper.stores or name in engine.storing):
@@ -121,7 +113,7 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
     takes_out = "out" in inspect.signature(method).parameters
 
     def call(
-        self: LoRABackend, x: Any, weights: LoRAWeights, plan: Any, out: Any = None
+        self: Engine, x: Any, weights: LoRAWeights, plan: Any, out: Any = None
     ) -> torch.Tensor:
         if is_traced():
             if out is not None:  # a copy of the traced result would convert and broadcast
@@ -147,7 +139,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     stored_name = _stored_as(operation, is_default)
 
     def call(
-        self: LoRABackend, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
+        self: Engine, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
     ) -> torch.Tensor:
         if _is_compiling() and is_traced():
             return trace_add(operation, call, self, x, weights, plan, base_output)
@@ -189,7 +181,7 @@ def _has_rows(x: Any, weights: Any, plan: CachingPlan) -> bool:
 def _add_each(
     operation: Operation,
     call: Method,
-    engine: LoRABackend,
+    engine: Engine,
     first: Any,
     weights: LoRAWeights,
     plan: ManyAdaptersPlan,
@@ -217,14 +209,14 @@ def _stores(cls: type, operation: Operation) -> bool:
 
 
 def guard(
-    engine: LoRABackend, operation: Operation, first: Any, weights: Any, plan: Any, y: Any = None
+    engine: Engine, operation: Operation, first: Any, weights: Any, plan: Any, y: Any = None
 ) -> None:
     """Explain what is wrong with a call, or accept its kind from now on."""
     check_operation(engine, operation, first, weights, plan, y)
     accept(engine, operation, first, weights, y)
 
 
-def runs(engine: LoRABackend, name: str, first: Any, weights: Any, plan: Any, y: Any) -> bool:
+def runs(engine: Engine, name: str, first: Any, weights: Any, plan: Any, y: Any) -> bool:
     """Return whether an operation would run, for another method that takes its place."""
     operation = BY_NAME[name]
     if is_accepted(engine, operation, first, weights, plan, y):
@@ -239,7 +231,7 @@ def runs(engine: LoRABackend, name: str, first: Any, weights: Any, plan: Any, y:
 def _with_argument(operation: Operation, call: Method) -> Method:
     """Return a function that takes the first argument by the name it has in the interface."""
 
-    def renamed(self: LoRABackend, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def renamed(self: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
         if "x" in kwargs:
             raise TypeError(f"{operation.name}() got an unexpected keyword argument 'x'")
         if operation.argument in kwargs:
@@ -250,9 +242,7 @@ def _with_argument(operation: Operation, call: Method) -> Method:
 
 
 def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(
-        self: LoRABackend, batch: LoRABatch, out: Any = None, capacity: int | None = None
-    ) -> Any:
+    def call(self: Engine, batch: LoRABatch, out: Any = None, capacity: int | None = None) -> Any:
         if _is_compiling() and is_traced():
             return call_outside(call, self, batch, out, capacity)
         check_prepare_batch(self, batch, out, capacity)
