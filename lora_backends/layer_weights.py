@@ -47,7 +47,7 @@ class Footprint:
         return False
 
 
-class _Arguments:
+class _LayerArguments:
     """The arguments that layers of all kinds have; each class documents its own."""
 
     lora_a: Any
@@ -62,7 +62,7 @@ class _Arguments:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerWeights(_Arguments, Handled):
+class LayerWeights(_LayerArguments, Handled):
     """Stacks of A and B with their ranks and scalings, and all that is computed once from them.
 
     Values may change in place at any time. Shapes, dtypes and devices stay; `changed` finds where

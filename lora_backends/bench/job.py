@@ -27,7 +27,7 @@ DEFAULTS = {"cpu": ("smollm2", torch.float32), "cuda": ("llama3-8b", torch.bfloa
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchRun:
     """A checked run of `measure`."""
 
     cells: list[Cell]
@@ -72,7 +72,7 @@ def make_job(
     options: Sequence[str] = (),
     dtype: str | None = None,
     device: str | None = None,
-) -> Job:
+) -> BenchRun:
     """Return the run that a command line asks for; lists are separated by commas.
 
     Layers come from one source: a preset (the device's default if no source is given), a
@@ -85,8 +85,8 @@ def make_job(
     """
     where = check_device(best_device(device))
     default_preset, default_dtype = DEFAULTS[where.type]
-    given = (preset_name, config_json, in_features if in_features is not None else output_slices)
-    if sum(source is not None for source in given) > 1:
+    sources = (preset_name, config_json, in_features if in_features is not None else output_slices)
+    if sum(source is not None for source in sources) > 1:
         raise InvalidInputError(
             "which layers?\n  given: more than one of a preset, a config.json and widths\n"
             "  allowed: one of the three"
@@ -109,7 +109,7 @@ def make_job(
     if names == []:
         raise InvalidInputError("no backends\n  given: ''\n  allowed: names separated by commas")
     contenders, left_out = choose(names, where, kind, _options(options))
-    return Job(cells, contenders, left_out, notes, where, kind)
+    return BenchRun(cells, contenders, left_out, notes, where, kind)
 
 
 def best_device(device: str | None) -> torch.device:
@@ -175,13 +175,13 @@ def _dtype(name: str) -> torch.dtype:
     return known[name]
 
 
-def _options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _options(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     items: dict[str, list[str]] = {}
-    for item in given:
-        name, dot, own = item.partition(".")
+    for item in texts:
+        name, dot, setting = item.partition(".")
         if not (name and dot) or "=" in name:
             raise InvalidInputError(
                 f"option {shown(item)}\n  allowed: NAME.KEY=VALUE, e.g. triton.{EXAMPLE}"
             )
-        items.setdefault(name, []).append(own)
-    return {name: read_options(own, f"{name}.") for name, own in items.items()}
+        items.setdefault(name, []).append(setting)
+    return {name: read_options(settings, f"{name}.") for name, settings in items.items()}

@@ -125,11 +125,11 @@ def check(call: Callable[[int], object], work: Workload, expected: torch.Tensor)
         WrongResultError: a row is off by more than `TOLERANCES` allows.
     """
     work.y.fill_(1)
-    found = call(0)
+    result = call(0)
     if work.operation.result == "y":
-        found = work.y.to(expected.dtype) - 1
-    assert isinstance(found, torch.Tensor)
-    error = (found.to(expected.dtype) - expected).norm(dim=-1).max()
+        result = work.y.to(expected.dtype) - 1
+    assert isinstance(result, torch.Tensor)
+    error = (result.to(expected.dtype) - expected).norm(dim=-1).max()
     scale = expected.square().sum(-1).mean().sqrt()
     work.y.zero_()
     relative, allowed = float(error / scale), TOLERANCES[work.layers[0].dtype]

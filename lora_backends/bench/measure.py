@@ -223,9 +223,10 @@ def _row(
     results = time_contenders(contenders, work)
     limits = max(before, clock(), key=lambda limits: limits.copy_gb_per_s)
     limit = limits.microseconds(num_bytes, cell.launches)
-    for found in results.values():
-        if "us" in found:
-            found["efficiency"] = float(f"{limit / found['us']:.4g}")  # significant digits: never 0
+    for outcome in results.values():
+        if "us" in outcome:
+            # significant digits, so that it is never 0
+            outcome["efficiency"] = float(f"{limit / outcome['us']:.4g}")
     return cell.describe() | {
         "layers": len(layers),
         "bytes": num_bytes,

@@ -36,7 +36,7 @@ class _Failed(_Part):
     error: Text
 
 
-class _Cell(_Part):
+class _CellRow(_Part):
     projection: Text
     operation: Text
     in_features: Size
@@ -51,11 +51,11 @@ class _Cell(_Part):
     results: dict[Text, _Timed | _Failed]
 
 
-class _Contender(_Part):
+class _ContenderRow(_Part):
     timing: Text
 
 
-class _Limits(_Part):
+class _LimitsRow(_Part):
     copy_gb_per_s: Rate
     launch_us: Annotated[FiniteFloat, Field(strict=True, ge=0, lt=1e15)]
     gemm_gflop_per_s: Rate = 1.0
@@ -65,11 +65,11 @@ class _Result(_Part):
     device: Text
     dtype: Text
     date: Text
-    contenders: dict[Text, _Contender]
-    limits: _Limits
+    contenders: dict[Text, _ContenderRow]
+    limits: _LimitsRow
     notes: list[Text]
     left_out: dict[Text, Text]
-    rows: list[_Cell]
+    rows: list[_CellRow]
 
 
 def check_cells(result: dict[str, Any], path: Path) -> None:

@@ -111,7 +111,7 @@ def search(
 
 def neighbours(tiles: Any) -> list[Any]:
     """Return a TileConfig with one size doubled, halved, or one more or less."""
-    found: dict[Any, None] = {}
+    candidates: dict[Any, None] = {}
     for half in fields(tiles):
         sizes = getattr(tiles, half.name)
         for field in fields(sizes):
@@ -119,8 +119,8 @@ def neighbours(tiles: Any) -> list[Any]:
             for step in (2 * size, size // 2, size + 1, size - 1):
                 if step > 0:
                     changed = replace(sizes, **{field.name: step})
-                    found[replace(tiles, **{half.name: changed})] = None
-    return list(found)
+                    candidates[replace(tiles, **{half.name: changed})] = None
+    return list(candidates)
 
 
 def fastest(rivals: Sequence[Any], sample: Callable[[Any], float]) -> Any:

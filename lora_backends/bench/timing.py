@@ -55,13 +55,13 @@ def eager_times(call: Call, num_layers: int, timings: int = TIMINGS) -> list[flo
             call(layer)
 
     sweep()
-    found: list[float] = []
+    times: list[float] = []
     begin = time.perf_counter()
-    while len(found) < timings:
-        if len(found) >= FEWEST_TURNS and time.perf_counter() - begin > SECONDS_A_CELL:
+    while len(times) < timings:
+        if len(times) >= FEWEST_TURNS and time.perf_counter() - begin > SECONDS_A_CELL:
             break
-        found.append(between_events(sweep) / num_layers)
-    return found
+        times.append(between_events(sweep) / num_layers)
+    return times
 
 
 def between_events(run: Callable[[], object]) -> float:
@@ -86,7 +86,7 @@ def times_in_turns(
 
     Other load on the machine then slows all contenders alike.
     """
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     begin = time.perf_counter()
     for turn in range(turns):
         if turn >= FEWEST_TURNS and time.perf_counter() - begin > SECONDS_A_CELL:
@@ -96,8 +96,8 @@ def times_in_turns(
             start = time.perf_counter()
             for layer in range(num_layers):
                 call(layer)
-            found[name].append((time.perf_counter() - start) / num_layers * 1e6)
-    return found
+            times[name].append((time.perf_counter() - start) / num_layers * 1e6)
+    return times
 
 
 def spread(times: list[float]) -> dict[str, float]:

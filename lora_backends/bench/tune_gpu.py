@@ -29,14 +29,14 @@ SAMPLE_US = 1000.0
 def gpu_lab(job: Tuning) -> Callable[[Point], GpuLab]:
     """Return a function that makes the lab of a point; points of one layer share its weights."""
     torch.cuda.set_device(job.device)
-    kept: dict[tuple[Any, ...], list[LoRAWeights]] = {}
+    made: dict[tuple[Any, ...], list[LoRAWeights]] = {}
 
     def lab_of(point: Point) -> GpuLab:
         key = (point.layer, point.cell.output_slices, point.cell.num_slots)
-        if key not in kept:
-            kept.clear()  # the next weights may need the memory
-            kept[key] = make_layers(point.cell, job.device, job.dtype)
-        return GpuLab(job, point, make_workload(point.cell, kept[key]))
+        if key not in made:
+            made.clear()  # the next weights may need the memory
+            made[key] = make_layers(point.cell, job.device, job.dtype)
+        return GpuLab(job, point, make_workload(point.cell, made[key]))
 
     return lab_of
 

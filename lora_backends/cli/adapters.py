@@ -28,15 +28,15 @@ def adapters(
     """
     path = as_path(folder, "FOLDER")
     if kind_of(path / CONFIG_FILE) is not None:
-        found = {path.resolve().name: path}
+        folders = {path.resolve().name: path}
     else:
-        found = adapter_folders(path)
-    if not found:
+        folders = adapter_folders(path)
+    if not folders:
         raise InvalidInputError(
             f"there is no adapter in {path}\n  allowed: a folder with {CONFIG_FILE}, or with such "
             f"folders in it"
         )
-    infos = [_described(name, each) for name, each in found.items()]
+    infos = [_described(name, each) for name, each in folders.items()]
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(info) for info in infos], indent=2))
     else:

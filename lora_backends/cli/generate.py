@@ -75,8 +75,8 @@ def generate(
         raise typer.Exit(1)
 
 
-def _settings(config: Path | None, **given: Any) -> GenerateConfig:
-    overrides = {key: value for key, value in given.items() if value is not None}
+def _settings(config: Path | None, **options: Any) -> GenerateConfig:
+    overrides = {key: value for key, value in options.items() if value is not None}
     if config is None:
         settings = GenerateConfig(**overrides)
     else:
@@ -88,11 +88,11 @@ def _settings(config: Path | None, **given: Any) -> GenerateConfig:
     return settings
 
 
-def _adapters(given: list[str] | None) -> dict[str, str] | None:
-    if not given:
+def _adapters(texts: list[str] | None) -> dict[str, str] | None:
+    if not texts:
         return None
     adapters: dict[str, str] = {}
-    for item in given:
+    for item in texts:
         name, _, folder = item.partition("=")
         if not name or not folder:
             raise InvalidInputError(f"--adapter {item!r}\n  allowed: NAME=FOLDER")
@@ -145,8 +145,8 @@ def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]
     if settings.adapter_dtype != "auto":
         reports = map(model.adapter_report, sorted(settings.adapters))
         report["adapters"] = {
-            kept.name: {"dtype": settings.adapter_dtype, "bytes": kept.nbytes, "error": kept.error}
-            for kept in reports
+            each.name: {"dtype": settings.adapter_dtype, "bytes": each.nbytes, "error": each.error}
+            for each in reports
         }
     if check:
         with step("running every row alone"):

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 def check_adapters(settings: GenerateConfig) -> None:
     """Refuse adapters that are missing, do not fit or cannot be read, before loading the model."""
-    given = settings.adapters
+    adapters = settings.adapters
     settings.entries()
-    if len(given) > settings.max_adapters:
+    if len(adapters) > settings.max_adapters:
         raise InvalidInputError(
-            f"{len(given)} adapters for {settings.max_adapters} slots\n"
-            f"  to do: write max_adapters = {len(given)} in the configuration"
+            f"{len(adapters)} adapters for {settings.max_adapters} slots\n"
+            f"  to do: write max_adapters = {len(adapters)} in the configuration"
         )
-    for folder in given.values():
+    for folder in adapters.values():
         read_checkpoint(folder, None, settings.max_rank, settings.limits, own_modules=True)
 
 
@@ -147,5 +147,5 @@ def naming_faults(what: str, to_do: str) -> Iterator[None]:
     except (LoRABackendError, MemoryError):
         raise
     except Exception as error:  # a broken file makes Transformers fail in any way
-        given = f"{type(error).__name__}: {shown(str(error).strip(), 600)}"
-        raise InvalidInputError(f"{what}\n  given: {given}\n  to do: {to_do}") from error
+        message = f"{type(error).__name__}: {shown(str(error).strip(), 600)}"
+        raise InvalidInputError(f"{what}\n  given: {message}\n  to do: {to_do}") from error

@@ -151,7 +151,7 @@ class CachedCall(Protocol):
         """
 
 
-class _Entry:
+class _StoredCall:
     """One stored call, and the properties that another call must share with it."""
 
     __slots__ = ("apart", "call", "footprint", "key", "kind", "rows", "x_extent", "y_extent")
@@ -208,7 +208,7 @@ class CallCache:
         # stored calls depend on it besides their arguments; an engine sets it when it refills
         self.key: Any = None
         # by operation, backend and layer; a handle stands for one object while the process lives
-        self._calls: dict[tuple[str, int, int], tuple[_Entry, ...]] = {}
+        self._calls: dict[tuple[str, int, int], tuple[_StoredCall, ...]] = {}
 
     def find(
         self,
@@ -272,7 +272,7 @@ class CallCache:
         """
         if len(self._calls) >= MOST_LAYERS:
             self._calls.clear()
-        stored = _Entry(self.key, call, x, weights, y)
+        stored = _StoredCall(self.key, call, x, weights, y)
         key = operation, backend.handle, weights.handle
         others = self._calls.get(key, ())
         if others:

@@ -47,7 +47,7 @@ class Dispatched(Engine):
             method = getattr(cls, name, None)
             if method is not None and _wrapped(method) is None:
                 call = functools.update_wrapper(wrap(method), method)
-                call.wrapped = _Wrapped(call, method)  # type: ignore[attr-defined]
+                call.wrapped = _Wrapper(call, method)  # type: ignore[attr-defined]
                 setattr(cls, name, call)
         if not _takes(cls, "prepare_batch", "capacity"):  # overridden without it
             cls.features = cls.features - {CAPACITY}
@@ -60,16 +60,16 @@ def _takes(cls: type, method: str, argument: str) -> bool:
     return wrapper is not None and argument in inspect.signature(wrapper.method).parameters
 
 
-class _Wrapped(NamedTuple):
+class _Wrapper(NamedTuple):
     call: Callable[..., Any]  # the wrapper itself: functools.wraps copies attributes further on
     method: Callable[..., Any]
     stores: bool = False  # whether the method stores calls
     is_default: bool = False  # whether it is the interface's, which calls another operation
 
 
-def _wrapped(method: Any) -> _Wrapped | None:
-    """Return the `_Wrapped` of a wrapper; None for another function."""
-    wrapper: _Wrapped | None = getattr(method, "wrapped", None)
+def _wrapped(method: Any) -> _Wrapper | None:
+    """Return the `_Wrapper` of a wrapper; None for another function."""
+    wrapper: _Wrapper | None = getattr(method, "wrapped", None)
     return wrapper if wrapper is not None and wrapper.call is method else None
 
 
@@ -105,7 +105,7 @@ def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
     if operation.argument != "x":
         call = _with_argument(operation, call)
     functools.update_wrapper(call, method)
-    call.wrapped = _Wrapped(call, method, marked_to_store_calls(method), is_default)  # type: ignore[attr-defined]
+    call.wrapped = _Wrapper(call, method, marked_to_store_calls(method), is_default)  # type: ignore[attr-defined]
     return call
 
 

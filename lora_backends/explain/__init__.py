@@ -119,8 +119,8 @@ def explain(
         BackendUnavailableError: the backend does not import.
         UnsupportedInputError: the engine does not offer it.
     """
-    found = _explainer(backend)
-    if found is None:
+    explainer = _explainer(backend)
+    if explainer is None:
         offering = [name for name in backend_names() if _offers(name)]
         raise UnsupportedInputError(
             f"backend {backend!r} has no explanation of how it cuts a batch\n"
@@ -130,7 +130,7 @@ def explain(
         raise InvalidInputError(
             f"ranks of {len(layer.ranks)} slots for a batch of num_slots={batch.num_slots}"
         )
-    return _part(found.explain(batch, layer), find_operation(operation))
+    return _part(explainer.explain(batch, layer), find_operation(operation))
 
 
 def _part(whole: Explanation, operation: Operation) -> Explanation:
@@ -169,8 +169,8 @@ def _explainer(backend: str) -> Any | None:
     home = backend_class(backend).__module__
     if not hasattr(sys.modules[home], "__path__"):
         return None
-    found = importlib.util.find_spec(f"{home}.explain")
-    return importlib.import_module(found.name) if found else None
+    spec = importlib.util.find_spec(f"{home}.explain")
+    return importlib.import_module(spec.name) if spec else None
 
 
 def _offers(backend: str) -> bool:

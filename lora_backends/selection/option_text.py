@@ -14,14 +14,14 @@ _WORDS = {"True": True, "False": False, "None": None}  # as Python and the pages
 _OTHERS = ("name", "device")  # arguments of `get_backend` that are no options
 
 
-def read_options(given: Iterable[str], prefix: str = "") -> dict[str, Any]:
+def read_options(texts: Iterable[str], prefix: str = "") -> dict[str, Any]:
     """Return options by key; `prefix` stands before each on the command line, for messages.
 
     Raises:
         InvalidInputError: not KEY=VALUE, no option of a backend, or a key given twice.
     """
     options: dict[str, Any] = {}
-    for item in given:
+    for item in texts:
         key, equals, value = item.partition("=")
         if not (equals and key.isidentifier()) or key in _OTHERS:
             raise InvalidInputError(

@@ -69,12 +69,13 @@ class Pool:
                 weights.out_features, weights.in_features, dtype=torch.float64, device="cpu"
             )
             for s in range(weights.num_slices):
-                own = max(0, rank - s)  # unequal, and 0 in a later slice of rank 1
+                slice_rank = max(0, rank - s)  # unequal, and 0 in a later slice of rank 1
                 cols = slice(weights.slice_offsets[s], weights.slice_offsets[s + 1])
-                a, b = drawn(own, weights.in_features), drawn(cols.stop - cols.start, own)
-                weights.lora_a[slot, s, :own] = a.to(self.device)
-                weights.lora_b[slot, cols, :own] = b.to(self.device)
-                weights.ranks[slot, s], weights.scalings[slot, s] = own, scaling
+                a = drawn(slice_rank, weights.in_features)
+                b = drawn(cols.stop - cols.start, slice_rank)
+                weights.lora_a[slot, s, :slice_rank] = a.to(self.device)
+                weights.lora_b[slot, cols, :slice_rank] = b.to(self.device)
+                weights.ranks[slot, s], weights.scalings[slot, s] = slice_rank, scaling
                 delta[cols] = scaling * b.double() @ a.double()
             self.deltas[slot, index] = delta
             if weights.bias is not None:

@@ -62,12 +62,12 @@ class ReproducibleCase:
 
     def __repr__(self) -> str:
         """Return the expression that makes the case; defaults are left out."""
-        given = [
+        arguments = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)  # type: ignore[arg-type]
             if field.default is MISSING or getattr(self, field.name) != field.default
         ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 @dataclass(frozen=True, repr=False)

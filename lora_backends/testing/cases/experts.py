@@ -121,7 +121,7 @@ class ExpertCase(ReproducibleCase):
         if not self.reduce:
             base = base.reshape(tokens, self.top_k, width)
         weights = self._weights(draw, generator, device)
-        topk_ids, expert_map = self._as_given(ids, generator)
+        topk_ids, expert_map = self._as_routed(ids, generator)
         return ExpertInputs(
             x=guarded(x.to(device, self.dtype), self.x_pad, float("nan")),
             weights=weights,
@@ -184,7 +184,7 @@ class ExpertCase(ReproducibleCase):
             **eight,
         )
 
-    def _as_given(
+    def _as_routed(
         self, ids: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the ids as a router gives them, and the map that makes them local."""

@@ -70,10 +70,10 @@ def stack_of_b(weights: LoRAWeights) -> torch.Tensor:
     parts = [weights.b_of(s).detach().cpu() for s in range(weights.num_slices)]
     if weights.b_scales is not None:
         groups = b_row_groups(weights.output_slices, weights.scale_block)
-        own = torch.split_with_sizes(weights.b_scales.cpu().double(), groups, 1)
+        of_slices = torch.split_with_sizes(weights.b_scales.cpu().double(), groups, 1)
         parts = [
             part.double() * spread(scales, part.shape[1], part.shape[2], weights.scale_block)
-            for part, scales in zip(parts, own, strict=True)
+            for part, scales in zip(parts, of_slices, strict=True)
         ]
     return torch.cat(parts, 1)
 
@@ -152,12 +152,12 @@ class LoRAInputs:
         Every token keeps its scale.
         """
         used = weights or self.weights
-        given = self.slots if slots is None else list(slots)
+        token_slots = self.slots if slots is None else list(slots)
         return replace(
             self,
             x=self.x if x is None else guarded(x, self.x_pad, float("nan")),
             weights=used,
-            batch=LoRABatch(given, used.num_slots, self.batch.token_scales),
+            batch=LoRABatch(token_slots, used.num_slots, self.batch.token_scales),
         )
 
     def scaled(self, token_scales: torch.Tensor | None) -> LoRAInputs:

@@ -269,21 +269,21 @@ def gradients_are_those_of_the_formula(backend: LoRABackend, case: LoRACase) -> 
         if start is not None:
             _assert_gradient(f"{name}: base_output", start.grad, exact_start.grad)
         names = ("x", "lora_a", "lora_b")
-        for leaf, given, wanted in zip(names, leaves, exact, strict=True):
+        for leaf, leaf_tensor, wanted in zip(names, leaves, exact, strict=True):
             if name != "run_embedding" or leaf != "x":
-                _assert_gradient(f"{name}: {leaf}", given.grad, wanted.grad)
+                _assert_gradient(f"{name}: {leaf}", leaf_tensor.grad, wanted.grad)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_()
 
 
-def _assert_gradient(what: str, given: torch.Tensor | None, wanted: torch.Tensor | None) -> None:
+def _assert_gradient(what: str, gradient: torch.Tensor | None, wanted: torch.Tensor | None) -> None:
     """Check a gradient against that of the formula; none stands for zeros."""
     if wanted is None or not bool(wanted.any()):
-        right = given is None or not bool(given.any())
+        right = gradient is None or not bool(gradient.any())
     else:
-        right = given is not None and torch.equal(given.double(), wanted)
+        right = gradient is not None and torch.equal(gradient.double(), wanted)
     if not right:
         raise AssertionError(f"{what} has another gradient than in the formula")
 
@@ -294,19 +294,19 @@ def _formula(
     """Return y in float64 from (x, lora_a, lora_b) and base_output, by torch's own operators."""
     (x, a, b), weights, slots = leaves, inputs.weights, inputs.batch.token_slots
     device, has = x.device, (slots != NO_ADAPTER)[:, None].to(x.device)
-    own = slots.clamp(min=0).to(device)
+    picked = slots.clamp(min=0).to(device)
     within = oracles.rank_mask(weights, slots).to(device)  # [T, S, R]
     h = torch.einsum(
-        "ti,tsri->tsr", torch.where(has, x, 0), torch.where(within[..., None], a[own], 0)
+        "ti,tsri->tsr", torch.where(has, x, 0), torch.where(within[..., None], a[picked], 0)
     )
-    factors = torch.where(weights.ranks > 0, weights.scalings, 0).double()[own]
+    factors = torch.where(weights.ranks > 0, weights.scalings, 0).double()[picked]
     if inputs.batch.token_scales is not None:
         factors = factors * inputs.batch.token_scales.to(device)[:, None]
     deltas = []
     for s in range(weights.num_slices):
-        b_own = torch.where(within[:, s, None], b[own][:, columns(weights, s)], 0)
-        deltas.append(factors[:, s, None] * torch.einsum("tr,tnr->tn", h[:, s], b_own))
+        b_rows = torch.where(within[:, s, None], b[picked][:, columns(weights, s)], 0)
+        deltas.append(factors[:, s, None] * torch.einsum("tr,tnr->tn", h[:, s], b_rows))
     y = start + torch.cat(deltas, 1)
     if weights.output_scales is not None:
-        y = torch.where(has, weights.output_scales[own].double(), 1) * y
+        y = torch.where(has, weights.output_scales[picked].double(), 1) * y
     return y

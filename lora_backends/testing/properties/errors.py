@@ -201,10 +201,10 @@ def bad_several(backend: LoRABackend, inputs: LoRAInputs, x: torch.Tensor) -> It
         dora = dataclasses.replace(weights, output_scales=ones)
         for operation in operations_for(weights):
             if operation.input is not Input.H:
-                given = inputs.replace(x=x, weights=dora)
+                dora_inputs = inputs.replace(x=x, weights=dora)
                 calls[f"{operation.name} with several adapters and output_scales"] = (
-                    lambda base, operation=operation, given=given: run(  # type: ignore[misc]
-                        backend, operation, given, plan, base
+                    lambda base, operation=operation, dora_inputs=dora_inputs: run(  # type: ignore[misc]
+                        backend, operation, dora_inputs, plan, base
                     )
                 )
     for what, call in calls.items():

@@ -448,11 +448,11 @@ def bad_experts_are_refused_before_anything_is_written(
     for what, spoil in _SPOILED.items():
         bad = spoil(inputs)
         base = inputs.base.clone()
-        given = base[1:] if what == "a base_output with too few rows" else base
+        bad_base = base[1:] if what == "a base_output with too few rows" else base
         try:
             if what.startswith("a router"):
                 routing_of(backend, bad, plan)
-            backend.run_experts(bad.x, bad.weights, routing, given, **bad.options)
+            backend.run_experts(bad.x, bad.weights, routing, bad_base, **bad.options)
         except InvalidInputError as error:
             if "given:" not in str(error):
                 raise AssertionError(f"the error for {what} does not say what was given") from None

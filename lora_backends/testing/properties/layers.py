@@ -20,9 +20,9 @@ from lora_backends.testing.properties.runs import (
     assert_agree,
     assert_right,
     expected_of,
-    given_h,
     operations_for,
     run,
+    strided_h,
 )
 from lora_backends.weights import LoRAWeights
 
@@ -41,7 +41,7 @@ def tensors_per_slice_equal_the_stack(backend: LoRABackend, case: LoRACase) -> N
     Bit for bit for the views, whose layout is the same, and for all where rows are invariant.
     """
     inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    plan, h = backend.prepare_batch(inputs.batch), strided_h(case, inputs)
     others = [op for op in operations_for(inputs.weights) if op.name != "run_linear"]
     for turn, operation in enumerate((BY_NAME["run_linear"], others[case.seed % len(others)])):
         y = run(backend, operation, inputs, plan, inputs.new_view(), h)
@@ -89,7 +89,7 @@ def _spread(weights: LoRAWeights, which: str) -> LoRAWeights:
 def halves_of_a_layer_run_alone(backend: LoRABackend, case: LoRACase) -> None:
     """Operations that read the missing half are refused before anything is written."""
     inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    plan, h = backend.prepare_batch(inputs.batch), strided_h(case, inputs)
     only_a = replace(inputs.weights, lora_b=None, b_scales=None)
     only_b = replace(inputs.weights, lora_a=None, a_scales=None)
     shrunk = backend.run_lora_a(inputs.x, only_a, plan)

@@ -30,10 +30,10 @@ from lora_backends.testing.properties.runs import (
     expected,
     expected_of,
     gather_slots,
-    given_h,
     linear,
     operations_for,
     run,
+    strided_h,
 )
 from lora_backends.weights import LoRAWeights
 
@@ -92,24 +92,24 @@ def a_refilled_plan_follows_the_batch(backend: LoRABackend, case: LoRACase) -> N
 
 def device_tensors(plan: Any) -> dict[str, int]:
     """Return the address of every tensor of `plan` on an accelerator, by the path of its field."""
-    found: dict[str, int] = {}
-    _collect(plan, "plan", found)
-    return found
+    addresses: dict[str, int] = {}
+    _collect(plan, "plan", addresses)
+    return addresses
 
 
-def _collect(value: Any, path: str, found: dict[str, int]) -> None:
+def _collect(value: Any, path: str, addresses: dict[str, int]) -> None:
     if isinstance(value, torch.Tensor):
         if value.device.type not in ("cpu", "meta"):
-            found[path] = value.data_ptr()
+            addresses[path] = value.data_ptr()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name, None), f"{path}.{field.name}", found)
+            _collect(getattr(value, field.name, None), f"{path}.{field.name}", addresses)
     elif isinstance(value, dict):
         for key, item in value.items():
-            _collect(item, f"{path}[{key!r}]", found)
+            _collect(item, f"{path}[{key!r}]", addresses)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _collect(item, f"{path}[{index}]", found)
+            _collect(item, f"{path}[{index}]", addresses)
 
 
 @prop("A refilled plan equals a fresh one.", values="either", agreement=BY_CLAIM, examples=13)
@@ -235,13 +235,13 @@ def weights_rewritten_in_place_are_followed(backend: LoRABackend, case: LoRACase
     Every operation then sees another x too.
     """
     inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    plan, h = backend.prepare_batch(inputs.batch), strided_h(case, inputs)
     for turn in range(2):
         rows = expected(backend, inputs)
         for operation in operations_for(inputs.weights):
             y = run(backend, operation, inputs, plan, inputs.new_view(), h)
-            own = operation.input is Input.ROWS
-            wanted = rows if own else expected_of(backend, operation, inputs, h)
+            reads_rows = operation.input is Input.ROWS
+            wanted = rows if reads_rows else expected_of(backend, operation, inputs, h)
             assert_right(y, wanted, inputs, case.is_integer)
         shrunk = backend.run_lora_a(inputs.x, inputs.weights, plan)
         wanted = oracles.expected_shrink(inputs.x, inputs.weights, inputs.batch)
@@ -250,7 +250,7 @@ def weights_rewritten_in_place_are_followed(backend: LoRABackend, case: LoRACase
             rotate_slots(inputs)
             ids = (inputs.token_ids + 1) % case.in_features
             inputs = dataclasses.replace(inputs.replace(x=-inputs.x), token_ids=ids)
-            h = given_h(case, inputs)  # NaN beyond the new ranks
+            h = strided_h(case, inputs)  # NaN beyond the new ranks
 
 
 def rotate_slots(inputs: LoRAInputs) -> None:

@@ -13,7 +13,13 @@ from lora_backends.testing import oracles
 from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import GuardedOutput, LoRAInputs, bits, same_bits
 from lora_backends.testing.properties.core import ANY_LAYER, prop
-from lora_backends.testing.properties.runs import every_result, given_h, linear, operations_for, run
+from lora_backends.testing.properties.runs import (
+    every_result,
+    linear,
+    operations_for,
+    run,
+    strided_h,
+)
 
 
 @prop("The result is [num_tokens, out_features] of the promised dtype.", examples=20)
@@ -62,7 +68,7 @@ def only_the_view_is_written(backend: LoRABackend, case: LoRACase) -> None:
 def untouched_elements_keep_their_bits(backend: LoRABackend, case: LoRACase) -> None:
     """Whatever stands there: any NaN, infinities, -0.0 and denormals."""
     inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    plan, h = backend.prepare_batch(inputs.batch), strided_h(case, inputs)
     assert inputs.base is not None
     kept = ~oracles.touched(inputs.weights, inputs.batch)
     values = _odd_values(inputs.base.cpu(), kept).to(backend.device)
@@ -120,7 +126,7 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
     So do torch's settings and its random numbers.
     """
     inputs = case.build(backend.device)
-    h = given_h(case, inputs)
+    h = strided_h(case, inputs)
     before = {name: bits(tensor).clone() for name, tensor in _arguments(inputs, h).items()}
     with _default_settings(case.seed + 1):
         settings = _settings()

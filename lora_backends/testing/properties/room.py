@@ -18,9 +18,9 @@ from lora_backends.testing.properties.core import ANY_LAYER, BY_CLAIM, declares,
 from lora_backends.testing.properties.runs import (
     assert_right,
     expected_of,
-    given_h,
     operations_for,
     run,
+    strided_h,
 )
 
 
@@ -97,7 +97,7 @@ def a_plan_with_room_takes_batches_of_any_size(backend: LoRABackend, case: LoRAC
         elif backend.prepare_batch(part.batch, out=plan) is not plan:
             raise AssertionError("prepare_batch(batch, out=plan) returned another plan")
         rows = (capacity, count, (count + capacity) // 2)[(turn + case.seed) % 3]
-        roomy, h = Roomy(part, rows), given_h(case, part)
+        roomy, h = Roomy(part, rows), strided_h(case, part)
         others = [op for op in operations if op.name != "run_linear"]
         for operation in (BY_NAME["run_linear"], others[(turn + case.seed) % len(others)]):
             y = roomy.run(backend, operation, plan, h)
@@ -114,8 +114,8 @@ def _compare_with_fresh(backend: LoRABackend, roomy: Roomy, y: torch.Tensor, cap
         fresh = backend.prepare_batch(part.batch, capacity=capacity)
         assert_same_bits(y, roomy.run(backend, operation, fresh, None), part)
     if backend.deterministic and backend.batch_invariant:
-        own, plan = Roomy(part, part.batch.num_tokens), backend.prepare_batch(part.batch)
-        assert_same_bits(y, own.run(backend, operation, plan, None), part)
+        tight, plan = Roomy(part, part.batch.num_tokens), backend.prepare_batch(part.batch)
+        assert_same_bits(y, tight.run(backend, operation, plan, None), part)
 
 
 def _check_h(backend: LoRABackend, case: LoRACase, roomy: Roomy, plan: Any) -> None:

@@ -21,10 +21,10 @@ from lora_backends.testing.properties.runs import (
     check_linear,
     expected,
     expected_of,
-    given_h,
     intermediate,
     linear,
     run,
+    strided_h,
 )
 from lora_backends.weights import LoRAWeights
 
@@ -97,7 +97,7 @@ def shrink_is_right(backend: LoRABackend, case: LoRACase) -> None:
 def expand_is_right(backend: LoRABackend, case: LoRACase) -> None:
     """Alone, on an h that is NaN beyond each rank and in rows without an adapter."""
     inputs = case.build(backend.device)
-    h = given_h(case, inputs)
+    h = strided_h(case, inputs)
     plan = backend.prepare_batch(inputs.batch)
     y = backend.run_lora_b(h, inputs.weights, plan, inputs.new_view())
     wanted = expected_of(backend, BY_NAME["run_lora_b"], inputs, h)
