@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -55,8 +56,7 @@ class Piece:
     places: int  # rows computed, at least as many as tokens
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """The useful part of the computed work."""
 
     used: int
@@ -83,6 +83,43 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Program:
+    """What a program with work multiplies, or `count` programs that multiply as much."""
+
+    rows: Share
+    columns: Share
+    ranks: Share
+    count: int = 1
+
+
+def launch_of(
+    name: str, unit: str, work: Iterable[Program], programs: int | None = None, parts: int = 1
+) -> Launch:
+    """Return a launch from its programs with work.
+
+    Args:
+        name: of the launch.
+        unit: the engine's word for a program.
+        work: the programs with work.
+        programs: launched; None: those with work.
+        parts: programs that share the work of one in `work`.
+    """
+    rows, columns, ranks, products = ([0, 0] for _ in range(4))
+    busy = 0
+    for program in work:
+        busy += parts * program.count
+        for i in range(2):  # used, computed
+            row, column, rank = program.rows[i], program.columns[i], program.ranks[i]
+            rows[i] += program.count * row
+            columns[i] += program.count * column
+            ranks[i] += program.count * rank
+            products[i] += program.count * row * column * rank
+    launched = busy if programs is None else programs
+    shares = (Share(*total) for total in (rows, columns, ranks, products))
+    return Launch(name, unit, launched, launched - busy, *shares)
+
+
+@dataclass(frozen=True)
 class Explanation:
     """One batch and layer as one engine processes them."""
 
@@ -97,6 +134,25 @@ class Explanation:
     facts: tuple[str, ...]  # sizes, and their source
     legend: str  # one paragraph
     operation: str = "run_linear"  # the launches are its own
+
+    @classmethod
+    def of(
+        cls, backend: str, batch: LoRABatch, layer: Layer, pieces: Iterable[Piece], **cut: Any
+    ) -> Self:
+        """Return the explanation of a batch that is processed piece by piece.
+
+        `cut` holds the other fields: piece_name, launches, facts and legend.
+        """
+        pieces = tuple(pieces)
+        return cls(
+            backend=backend,
+            token_slots=tuple(batch.token_slots.tolist()),
+            num_slots=batch.num_slots,
+            layer=layer,
+            order=tuple(token for piece in pieces for token in piece.tokens),
+            pieces=pieces,
+            **cut,
+        )
 
 
 def explain(
@@ -151,11 +207,6 @@ def _part(whole: Explanation, operation: Operation) -> Explanation:
         launches=tuple(launch for launch in whole.launches if needed.get(launch.name, True)),
         facts=facts,
     )
-
-
-def tokens_of(batch: LoRABatch) -> tuple[int, ...]:
-    """Return the slot of every token."""
-    return tuple(int(slot) for slot in batch.token_slots.tolist())
 
 
 def table_device() -> torch.device:
