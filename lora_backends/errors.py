@@ -1,4 +1,4 @@
-"""The errors of the library: each says what was given, what is allowed and what to do."""
+"""The errors of the library: each names the input, the allowed values and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LayerWeights`: what the weights of dense layers and of experts have in common."""
+"""`LayerWeights`: the common part of weights of dense layers and of experts."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Footprint:
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], addresses: tuple[int, ...]) -> None:
         self.addresses = addresses
-        # the first byte of each tensor and the byte behind its last element; [] if it has none
+        # the first byte of each tensor and the byte after its last element; [] if it has none
         sizes = map(extent_of, tensors)
         self.spans = [(at, at + size) for at, size in zip(addresses, sizes, strict=True) if size]
         self.accepted: dict[Any, list[Any]] = {}  # kinds of calls that passed the guards
 
     def meets(self, first: int, end: int) -> bool:
         """Return whether the bytes from `first` to `end` are memory of the layer."""
-        for start, behind in self.spans:
-            if start < end and first < behind:
+        for start, stop in self.spans:
+            if start < end and first < stop:
                 return True
         return False
 
@@ -111,7 +111,7 @@ class LayerWeights(_LayerArguments, Handled):
         """
         footprint = self._footprint
         if footprint is None or footprint.addresses != tuple(map(_data_ptr, self.tensors.values())):
-            _ = self.footprint  # which forgets what was derived
+            _ = self.footprint  # clears the derived values after a move
         made: _Derived | None = self._derived.get(make)
         if made is None:
             made = self._derived[make] = make(self)

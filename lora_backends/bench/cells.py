@@ -169,7 +169,7 @@ class Cell:
 
 
 def fits(operation: str, num_slices: int) -> bool:
-    """Return whether an operation takes layers of so many slices."""
+    """Return whether an operation takes layers of `num_slices` slices."""
     return find_operation(operation).num_slices in (None, num_slices)
 
 

@@ -48,7 +48,7 @@ def make_layers(
     """Return the layers that a timing rotates over, 4 or more.
 
     A and B are scaled so that h and the delta are of order 1. The stack is `max_rank` wide; 0
-    stands for the cell's rank.
+    means the cell's rank.
     """
     device, max_rank = torch.device(device), max_rank or cell.rank
     count = num_layers(cell, dtype.itemsize, ROTATED_BYTES[device.type], MOST_LAYERS[device.type])

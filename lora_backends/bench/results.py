@@ -22,7 +22,7 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "peft")
 FORMAT = "lora-backends results 2"
 """The format of every result file; `read_result` refuses others."""
 DECODE_TOKENS = 256
-"""Batches of at most as many tokens are counted as decode, larger ones as prefill."""
+"""Batches of up to this many tokens count as decode, larger ones as prefill."""
 
 
 def new_result(method: str, device: torch.device | str = "cpu", **settings: Any) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def check_cells(result: dict[str, Any], path: Path) -> None:
     """Check that a result holds cells of `lora-backends bench`, whole ones.
 
     Raises:
-        InvalidInputError: it does not; the error names what lacks or is wrong.
+        InvalidInputError: it does not; the error names the missing and the wrong values.
     """
     try:
         TypeAdapter(_Result).validate_python(result)
@@ -94,5 +94,5 @@ def check_cells(result: dict[str, Any], path: Path) -> None:
 
 
 def _place(location: tuple[str | int, ...]) -> str:
-    """Return where a value stands, without pydantic's names of alternatives, which are classes."""
+    """Return the path of a value, without the names of classes that pydantic puts into it."""
     return ".".join(str(part) for part in location if not str(part).startswith("_"))[:80]

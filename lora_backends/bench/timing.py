@@ -117,7 +117,7 @@ class Limits:
     gemm_gflop_per_s: float  # one large matrix product in the cells' dtype
 
     def microseconds(self, num_bytes: int, launches: int) -> float:
-        """Return the modelled minimum time of so many bytes and launches."""
+        """Return the modelled minimum time of a number of bytes and launches."""
         return num_bytes / self.copy_gb_per_s / 1e3 + launches * self.launch_us
 
     def describe(self) -> dict[str, Any]:

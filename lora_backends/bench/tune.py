@@ -77,7 +77,7 @@ class Tuning:
 
 @dataclass
 class TuningState:
-    """The table's entries, and what this run did."""
+    """The table's entries, and the counts of this run."""
 
     entries: dict[Key, Entry]  # of the table, from this run and earlier ones
     resumed: int  # points that the table had before
@@ -307,7 +307,7 @@ def make_points(cells: Sequence[Cell], dtype: torch.dtype) -> list[Point]:
     """Return the points to search: with the rules' tile first, then with twice and half of it.
 
     None comes twice: of cells with the same key in a table, the first counts. Points of one layer
-    stand together, because they share compiled kernels.
+    are neighbours, because they share compiled kernels.
     """
     first: dict[Key, Point] = {}
     others: dict[Key, Point] = {}

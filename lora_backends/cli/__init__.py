@@ -116,5 +116,5 @@ def _run() -> None:
         raise SystemExit(2) from error
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.stdout = None  # else Python tries again to write what is left
+        sys.stdout = None  # else Python tries again to write the rest
         raise SystemExit(2) from error

@@ -116,7 +116,7 @@ def _one_case(backend: LoRABackend, names: list[str], text: str) -> Report:
 
 
 class _Progress:
-    """A line per finished property; on a terminal also what runs now, on standard error."""
+    """A line per finished property; a terminal also shows the running one, on standard error."""
 
     def __init__(self, total: int, quiet: bool = False) -> None:
         stderr = Console(stderr=True, highlight=False)

@@ -86,7 +86,7 @@ def new_file(place: object, meaning: str) -> Path:
 
 
 TooLarge: TypeAlias = Callable[[Path, int], InvalidInputError]
-"""Makes the error for a file of so many bytes."""
+"""Makes the error for a file from its path and its bytes."""
 
 
 def read_bytes(path: Path, limit: int, too_large: TooLarge) -> bytes:

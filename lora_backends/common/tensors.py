@@ -32,7 +32,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def extent_of(tensor: torch.Tensor | None) -> int:
-    """Return the bytes from the first element of a tensor to behind its last one."""
+    """Return the bytes from a tensor's first element to its last, both included."""
     if tensor is None or not tensor.numel():
         return 0
     if tensor.is_contiguous():

@@ -116,7 +116,7 @@ class _PairMatrices:
 
 
 def _masked(mask: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` where `mask` is true, else zero, whatever stands there."""
+    """Return `values` where `mask` is true, else zero, also for NaN."""
     return torch.where(mask, values.to(dtype), 0)
 
 

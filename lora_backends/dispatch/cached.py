@@ -55,7 +55,7 @@ def is_accepted(
         plan: of the batch.
         y: base_output, or None.
         rows: that x and y must have; None: equally many, as the plan allows.
-        detail: what the guards depend on besides.
+        detail: other values that the guards depend on.
     """
     if (
         type(x) is not _Tensor
@@ -207,7 +207,7 @@ class CallCache:
     def __init__(self) -> None:
         # stored calls depend on it besides their arguments; an engine sets it when it refills
         self.key: Any = None
-        # by operation, backend and layer; a handle stands for one object while the process lives
+        # by operation, backend and layer; a handle means one object while the process lives
         self._calls: dict[tuple[str, int, int], tuple[_StoredCall, ...]] = {}
 
     def find(
@@ -302,7 +302,7 @@ def stores_calls(method: _Method) -> _Method:
     """Mark an engine's method that stores calls, so that dispatch looks for them before it runs.
 
     The mark is the function itself, since `functools.wraps` copies attributes: an override that
-    adds to what it inherits is not marked, and always runs.
+    adds to an inherited one is not marked, and always runs.
     """
     method.stores_calls = method  # type: ignore[attr-defined]
     return method

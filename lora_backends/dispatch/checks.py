@@ -1,6 +1,6 @@
 """The guards: the one place where arguments of the interface are checked.
 
-There is one guard per kind of input, and what all operations share stands in `check_operation`.
+Each kind of input has one guard; `check_operation` holds the checks of all operations.
 Nothing is written before every check has passed. Values that only a device knows are not looked
 at, because that would wait for the device.
 """

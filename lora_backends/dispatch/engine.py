@@ -21,6 +21,6 @@ class Engine(Handled):
     routing_type: ClassVar[type]
 
     features: ClassVar[frozenset[str]] = frozenset()
-    """What it supports beyond the plain interface: names of `lora_backends.features`."""
+    """Supported features beyond the plain interface: names of `lora_backends.features`."""
     storing: ClassVar[frozenset[str]] = frozenset()
     """Operations whose calls the class stores on its plans."""

@@ -102,7 +102,7 @@ def _routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
     """Return the routings that a refill for a plan of several adapters per token writes to.
 
     Raises:
-        InvalidInputError: `out` is no routing of as many adapters per token.
+        InvalidInputError: `out` is no routing of that number of adapters per token.
     """
     count = plan.adapters_per_token
     if not isinstance(out, ManyAdaptersRouting) or len(out.routings) != count:
@@ -125,7 +125,7 @@ def _check(
     y: Any,
     options: Mapping[str, Any],
 ) -> None:
-    """Check a call by its kind, or explain what is wrong with it."""
+    """Check a call by its kind, or explain its problems."""
     if not isinstance(routing, ExpertRouting) or not isinstance(routing, engine.routing_type):
         return _check_routed(engine, operation, x, weights, routing, y, options)
     tokens, top_k = routing.topk_ids.shape

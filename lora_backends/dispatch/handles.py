@@ -1,4 +1,4 @@
-"""Ints that stand for objects, for programs that can hold nothing but tensors and numbers."""
+"""Handles: ints in place of objects, for programs that hold only tensors and numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NEXT = count()
 
 
 class Handled:
-    """Has a `handle`, an int that stands for the object as long as it lives.
+    """Has a `handle`, an int that identifies the object as long as it lives.
 
     A copy has its own.
     """
@@ -40,7 +40,7 @@ class Handled:
 
 
 def lookup(handle: int) -> Any:
-    """Return the object that a handle stands for."""
+    """Return the object of a handle."""
     target = _OBJECTS.get(handle)
     if target is None:
         raise InvalidInputError(

@@ -12,7 +12,7 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
 
 class Problems:
-    """Contradictions, and what the engine does not support."""
+    """Contradictions, and missing support of the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -24,7 +24,7 @@ class Problems:
         self.invalid.append(text)
 
     def lack(self, text: str) -> None:
-        """Note what the engine does not support."""
+        """Note missing support of the engine."""
         self.unsupported.append(text)
 
     def need(self, feature: str, who: str) -> None:

@@ -1,4 +1,4 @@
-"""The one way into an engine: what a call of the interface passes before the engine's method.
+"""The one way into an engine: the steps of a call before the engine's method.
 
 torch traces:  an operation of torch's library
 else:          check, then a cached call or the engine's method
@@ -55,7 +55,7 @@ class Dispatched(Engine):
 
 
 def _takes(cls: type, method: str, argument: str) -> bool:
-    """Return whether a class's method, behind the checks, takes an argument."""
+    """Return whether a class's method, without its wrapper, takes an argument."""
     wrapper = _wrapped(getattr(cls, method, None))
     return wrapper is not None and argument in inspect.signature(wrapper.method).parameters
 
@@ -78,7 +78,7 @@ def unchecked(engine: Engine, name: str) -> Method:
     method: Method = getattr(engine, name)
     wrapper = _wrapped(getattr(method, "__func__", None))
     if wrapper is None:
-        return method  # put in place behind the checks
+        return method  # replaced after the class was made
     return MethodType(wrapper.method, engine)
 
 
@@ -200,7 +200,7 @@ def _add_each(
 
 
 def _stores(cls: type, operation: Operation) -> bool:
-    """Return whether a class's method for an operation, or what a default calls, stores calls."""
+    """Return whether a method for an operation, or the one its default calls, stores calls."""
     wrapper = _wrapped(getattr(cls, operation.name, None))
     if wrapper is None:
         return False
@@ -211,7 +211,7 @@ def _stores(cls: type, operation: Operation) -> bool:
 def guard(
     engine: Engine, operation: Operation, first: Any, weights: Any, plan: Any, y: Any = None
 ) -> None:
-    """Explain what is wrong with a call, or accept its kind from now on."""
+    """Explain the problems of a call, or accept its kind from now on."""
     check_operation(engine, operation, first, weights, plan, y)
     accept(engine, operation, first, weights, y)
 
@@ -262,4 +262,4 @@ PREPARATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "prepare_batch": _wrap_prepare_batch,
     "prepare_experts": wrap_prepare_experts,
 }
-"""Methods of the interface that make what operations run on, and what puts the guard in front."""
+"""Methods of the interface that make plans and routings, and the function that wraps each."""

@@ -53,7 +53,7 @@ class Piece:
 
     slot: int
     tokens: tuple[int, ...]  # in kernel order
-    places: int  # rows computed, at least as many as tokens
+    places: int  # rows computed, at least len(tokens)
 
 
 class Share(NamedTuple):
@@ -84,7 +84,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Program:
-    """What a program with work multiplies, or `count` programs that multiply as much."""
+    """The sizes that a program multiplies, or each of `count` programs."""
 
     rows: Share
     columns: Share
@@ -163,7 +163,7 @@ def explain(
     Args:
         backend: a registered name whose engine offers it; it need not run here.
         batch: the slots of the tokens.
-        layer: the shapes, with ranks for as many slots as the batch has.
+        layer: the shapes, with ranks for each slot of the batch.
         operation: its name; a part of a layer has only the launches that it needs.
 
     Returns:

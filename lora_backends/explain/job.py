@@ -61,7 +61,7 @@ def make_layer(
     """Return the layer: both widths if they are given, else a projection of a preset.
 
     `ranks` is "16" for all slots, "16,8,64" for one per slot, a list of these, or a list of lists
-    with a rank per slice; None stands for 16. Without `max_rank` the highest rank is taken.
+    with a rank per slice; None means 16. Without `max_rank` the highest rank is taken.
     """
     if (in_features is None) != (output_slices is None):
         raise InvalidInputError("--in-features and --output-slices go together")

@@ -59,7 +59,7 @@ class _FileSource(PydanticBaseSettingsSource):
 
     @override
     def __call__(self) -> dict[str, Any]:
-        """Leave out what a stronger source gives: tables are replaced whole, not merged.
+        """Leave out values of a stronger source: tables are replaced whole, not merged.
 
         Options belong to a backend: those of the file go when another backend is asked for.
         """
@@ -107,7 +107,7 @@ class LoRAConfig(BaseSettings):
 
     Raises:
         InvalidInputError: an unknown key, a wrong type or value, an unknown backend; it names the
-            key, where it stands and what is allowed.
+            key, its place and the allowed values.
     """
 
     model_config = SettingsConfigDict(

@@ -15,7 +15,7 @@ _OTHERS = ("name", "device")  # arguments of `get_backend` that are no options
 
 
 def read_options(texts: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Return options by key; `prefix` stands before each on the command line, for messages.
+    """Return options by key; messages put `prefix` before each, as on the command line.
 
     Raises:
         InvalidInputError: not KEY=VALUE, no option of a backend, or a key given twice.

@@ -49,7 +49,7 @@ def backend_class(name: str) -> type[LoRABackend]:
 
     Raises:
         BackendUnavailableError: no such name, two different objects under it, a failing import,
-            something that is no `LoRABackend`, or one that declares what it supports wrongly.
+            something that is no `LoRABackend`, or a backend with a wrong declaration.
     """
     entry = _entry_point(name)
     with plugin_code(f"backend {name!r} does not import", _origin(entry)):

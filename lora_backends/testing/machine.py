@@ -31,7 +31,7 @@ LAYERS = ((7, (6, 3), True), (16, (17,), False))  # in_features, output_slices, 
 
 @dataclass
 class Pool:
-    """The slots of two layers on the device, and the dictionary that says what they hold."""
+    """The slots of two layers on the device, and a dictionary of their adapters."""
 
     dtype: torch.dtype
     device: torch.device
@@ -57,7 +57,7 @@ class Pool:
         return torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
 
     def load(self, slot: int, rank: int, scaling: float, seed: int) -> None:
-        """Write an adapter into a slot of every layer, over whatever stands there."""
+        """Write an adapter into a slot of every layer, over the old values."""
         self.evict(slot)
         generator = torch.Generator().manual_seed(seed)
 
@@ -84,7 +84,7 @@ class Pool:
                 self.biases[slot, index] = bias.double()
 
     def evict(self, slot: int) -> None:
-        """Free a slot of every layer: rank 0, no bias, and garbage where the adapter stood."""
+        """Free a slot of every layer: rank 0, no bias, and garbage in its matrices."""
         for index, weights in enumerate(self.layers):
             weights.lora_a[slot] = torch.nan
             weights.lora_b[slot] = torch.nan
@@ -110,7 +110,7 @@ class Pool:
 
 @dataclass
 class Flight:
-    """A plan and the batch that it stands for now."""
+    """A plan and its current batch."""
 
     plan: Any
     slots: list[int]
@@ -124,7 +124,7 @@ class Flight:
 
 
 class Observer(Protocol):
-    """Is told of every run of the machine, and of the steps of those that fail."""
+    """Follows every run of the machine, and the steps of failing runs."""
 
     def begin(self) -> None:
         """Note that a run begins."""
@@ -197,7 +197,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(name=st.integers(0, 1), data=st.data())
     def refill(self, name: int, data: st.DataObject) -> None:
-        """Refill a plan in place, with as many tokens or, where it has room, with any number.
+        """Refill a plan in place, with an equal number of tokens or, where it has room, any number.
 
         Where the backend has token_scales, a batch may bring them.
         """
@@ -249,5 +249,5 @@ def _layer_inputs(weights: LoRAWeights, batch: LoRABatch, seed: int) -> LoRAInpu
 
 
 def machine_for(backend: LoRABackend, observer: Observer) -> type[PoolMachine]:
-    """Return the machine's class for one backend, its runs told to `observer`."""
+    """Return the machine's class for one backend; `observer` follows its runs."""
     return type("PoolMachine", (PoolMachine,), {"backend": backend, "observer": observer})

@@ -172,7 +172,7 @@ def expected_linear(
     """Return y of `run_linear`, as `LoRABackend` defines it, and its bound.
 
     `intermediate` is the dtype that a backend keeps h in between the two products. Of several
-    adapters per token, each is added to what the ones before it gave, rounded to the dtype of y.
+    adapters per token, each is added to the sum of those before it, rounded to the dtype of y.
     """
     out_dtype = x.dtype if base_output is None else base_output.dtype
     y = _start(weights, batch, base_output)
@@ -240,7 +240,7 @@ def rank_mask(weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return float64 values, zero where `mask` is false, whatever stood there."""
+    """Return float64 values, zero where `mask` is false, also for NaN."""
     return torch.where(mask, values.double(), 0.0)
 
 

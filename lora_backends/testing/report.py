@@ -43,7 +43,7 @@ class Report:
     profile: str
     seed: int
     results: tuple[PropertyResult, ...]
-    edges: dict[str, int] = field(default_factory=dict)  # cases that stood on each edge
+    edges: dict[str, int] = field(default_factory=dict)  # cases of each edge
     options: tuple[str, ...] = ()  # KEY=VALUE, those that `get_backend` made the backend with
 
     @property

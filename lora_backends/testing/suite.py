@@ -69,7 +69,7 @@ def verify(
         only: names of properties; None: all of `properties`.
         fail_fast: stop after the first property that fails.
         shrink: look for the smallest failing case, for `Profile.shrink_seconds` at most.
-        progress: told every property before it runs, with None, and after it, with its result.
+        progress: called with each property and None before it runs, and with its result after it.
 
     Returns:
         The report; `Report.passed` says whether every property that applies holds.

@@ -29,7 +29,7 @@ class TorchRefPlan(LoRAPlan):
 class TorchRefBackend(LoRABackend):
     """Loops over the active slots with torch's own matrix products: short, right and portable.
 
-    Two runs on one device are equal bit for bit if their tensors are laid out alike (strides, and
+    Two runs on one device are equal bit for bit if their tensors have the same layout (strides, and
     addresses modulo 64 bytes) and torch uses the same number of threads: the matrix library
     chooses its order of sums by these. It also chooses by the number of rows, so results are not
     batch-invariant.
@@ -120,7 +120,7 @@ class TorchRefBackend(LoRABackend):
 
 
 def _rows_of(token_slots: torch.Tensor, slot: int, device: torch.device) -> reference.Rows:
-    """Return where `slot` stands in `token_slots`: a slice if those tokens are neighbours."""
+    """Return the tokens of `slot` in `token_slots`: a slice if those tokens are neighbours."""
     rows = (token_slots == slot).nonzero().flatten()
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == rows.numel():

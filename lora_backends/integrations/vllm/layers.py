@@ -66,7 +66,7 @@ def adopt(module: Any, wrapper: Any) -> None:
     """Make a layer of a LoRA module of vLLM, and follow the ranks that vLLM writes into it.
 
     Raises:
-        UnsupportedInputError: its stacks are laid out in another way.
+        UnsupportedInputError: its stacks have another layout.
     """
     a, b = _stacks(module, "lora_a_stacked"), _stacks(module, "lora_b_stacked")
     if not b:
@@ -181,6 +181,8 @@ def _weights(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> LoRAWe
 
 def _write(weights: LoRAWeights, slot: int, ranks: Sequence[int]) -> None:
     # fills, not copies from the host, which would wait for the device
-    weights.scalings[slot].fill_(1)  # vLLM's sleep of level 2 discards what lies beside its stacks
+    weights.scalings[slot].fill_(
+        1
+    )  # vLLM's sleep of level 2 discards tensors other than its stacks
     for s, rank in enumerate(ranks):
         weights.ranks[slot, s].fill_(min(max(rank, 0), weights.max_rank))

@@ -197,11 +197,11 @@ def _run_with_base(
 def _prepare(
     layer: AdoptedLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """Compile what a graph of so many rows runs; a capture, which may follow, cannot compile."""
+    """Compile the kernels for a graph of these rows; a later capture cannot compile."""
     plans, rows = layer.wrapper.tokens, x.shape[0]
     if is_capturing(x.device) or plans.is_idle or not plans.may_be_captured(rows):
         return
-    key = rows, getattr(plans.of(rows), "active_slots", 0)  # what the kernels follow from
+    key = rows, getattr(plans.of(rows), "active_slots", 0)  # kernels depend on both
     if key not in layer.prepared:
         layer.prepared.add(key)
         _run_with_base(layer, x, weight, bias)

@@ -28,8 +28,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
     """Holds the current batch, and runs vLLM's LoRA layers on it.
 
     vLLM makes one for a model, announces each batch to it by `update_metadata`, and calls it from
-    each layer. What it does not take over runs on vLLM's own wrapper, which it makes when the
-    first layer needs it.
+    each layer. Other layers run on vLLM's own wrapper, which it makes when the first
+    one needs it.
 
     Args:
         max_num_batched_tokens: tokens of a batch at most.

@@ -79,8 +79,8 @@ class LoRACase(ReproducibleCase):
         LoRACase(slots=(0, -1, 0), ranks=((2,),), max_rank=4, in_features=5, output_slices=(8,),
                  scalings=((0.5,),), dtype=torch.float16)
 
-    Values beyond each rank, scalings of rank 0, what lies around every view and rows of x without
-    an adapter are NaN.
+    NaN fills values beyond each rank, scalings of rank 0, the guards around every view, and rows
+    of x without an adapter.
     """
 
     slots: tuple[int, ...]  # slot per token, -1 for none
@@ -187,8 +187,8 @@ class LoRACase(ReproducibleCase):
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
     def edges(self) -> frozenset[str]:
-        """Return the names of the edges that this case stands on, of `EDGES`."""
-        return frozenset(name for name, stands_on in EDGES.items() if stands_on(self))
+        """Return the names of the edges of `EDGES` that this case covers."""
+        return frozenset(name for name, covers in EDGES.items() if covers(self))
 
 
 def _active(case: LoRACase) -> set[int]:
@@ -283,7 +283,7 @@ def base_values(shape: tuple[int, int], generator: torch.Generator, integer: boo
 def _poison_beyond_ranks(
     a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor, output_slices: tuple[int, ...]
 ) -> None:
-    """Set what lies beyond each slot's and slice's rank to NaN, in place."""
+    """Set values beyond each slot's and slice's rank to NaN, in place."""
     # [num_slots, num_slices, max_rank]
     beyond = torch.arange(a.shape[2], device="cpu") >= ranks[..., None]
     a[beyond] = float("nan")

@@ -69,7 +69,7 @@ class ExpertCase(ReproducibleCase):
                    ranks=(((2,), (1,), (0,)), ((2,), (2,), (2,))), max_rank=2, in_features=5,
                    output_slices=(4, 4), scalings=(((1.0,), (0.5,), (1.0,)), ((2.0,),) * 3))
 
-    NaN stands beyond each rank, in rows of x and weights of dead pairs and around every view.
+    NaN fills values beyond each rank, rows of x and weights of dead pairs, and the guards.
     """
 
     slots: tuple[int, ...]  # slot per token, -1 for none
@@ -203,12 +203,12 @@ class ExpertCase(ReproducibleCase):
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
     def edges(self) -> frozenset[str]:
-        """Return the names of the edges that this case stands on, of `EXPERT_EDGES`."""
-        return frozenset(name for name, stands_on in EXPERT_EDGES.items() if stands_on(self))
+        """Return the names of the edges of `EXPERT_EDGES` that this case covers."""
+        return frozenset(name for name, covers in EXPERT_EDGES.items() if covers(self))
 
 
 def _over(ranks: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the ranks that matrices of so many experts serve: the highest where they share one."""
+    """Return the ranks of matrices of 1 or all experts; a shared one has the highest rank."""
     if experts == 1:
         return ranks.amax(1, keepdim=True)
     return ranks.expand(-1, experts, -1)

@@ -45,8 +45,8 @@ def guarded(values: torch.Tensor, pad: int, fill: float) -> torch.Tensor:
     if pad == 0:
         return values.clone(memory_format=torch.contiguous_format)
     *outer, rows, columns = values.shape
-    behind = pad if outer else 0
-    buffer = values.new_full((*outer, rows + behind, columns + 2 * pad), fill)
+    below = pad if outer else 0
+    buffer = values.new_full((*outer, rows + below, columns + 2 * pad), fill)
     return buffer[..., :rows, pad : pad + columns].copy_(values)
 
 
@@ -84,10 +84,10 @@ def on_each(stack: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 class GuardedOutput:
-    """A base_output inside a buffer of sentinels: guard rows above and below, columns beside.
+    """A base_output inside a buffer of sentinels: guard rows and columns on all four sides.
 
     Args:
-        values: [num_tokens, out_features], what it starts from.
+        values: [num_tokens, out_features], the first values.
         pad: guard columns on either side; the row stride is ``out_features + 2 * pad``.
     """
 

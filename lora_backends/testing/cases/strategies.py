@@ -87,7 +87,7 @@ def _ordered(
 
 @cache
 def layer_widths(profile: Profile = DEFAULT) -> SearchStrategy[int]:
-    """Draw in_features or the width of a slice: small, odd, or beside the edge of a tile."""
+    """Draw in_features or the width of a slice: small, odd, or next to the edge of a tile."""
     return st.one_of(st.integers(1, 8), st.integers(1, 40), st.sampled_from(profile.widths))
 
 
@@ -167,7 +167,7 @@ def lora_cases(
         features: names of `lora_backends.features` that cases may need where nothing is fixed.
 
     Returns:
-        A `LoRACase`; the edges it stands on are Hypothesis events.
+        A `LoRACase`; its edges are Hypothesis events.
     """
     ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
     dtype = draw(st.sampled_from(ordered))

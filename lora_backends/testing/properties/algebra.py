@@ -279,7 +279,7 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _assert_gradient(what: str, gradient: torch.Tensor | None, wanted: torch.Tensor | None) -> None:
-    """Check a gradient against that of the formula; none stands for zeros."""
+    """Check a gradient against that of the formula; None means zeros."""
     if wanted is None or not bool(wanted.any()):
         right = gradient is None or not bool(gradient.any())
     else:

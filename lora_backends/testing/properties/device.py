@@ -126,7 +126,7 @@ def _stretched(
 def _spread(tensor: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
     """Return a copy whose last row along the first axis begins 2^31 elements after the first.
 
-    The first row stands so that the last one, its offset wrapped, is looked for at ROOM.
+    The first row lies where a wrapped offset of the last row leads to ROOM.
     """
     storage[: 2 * ROOM] = torch.nan
     inner = tensor[0].contiguous()
@@ -152,7 +152,7 @@ def _capture(
 
 
 def _replayed(graph: torch.cuda.CUDAGraph, y: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Return what a graph that adds to y in place makes of `base`."""
+    """Return y after a graph that adds to `base` in place."""
     y.copy_(base)
     graph.replay()
     torch.cuda.synchronize(y.device)
@@ -208,7 +208,7 @@ def graph_replay_equals_eager(backend: LoRABackend, case: LoRACase) -> None:
     min_tokens=2,
 )
 def graph_replay_follows_a_plan_with_room(backend: LoRABackend, case: LoRACase) -> None:
-    """Rows behind the batch keep their bits; scales come and go; ranks and scalings change.
+    """Rows after the batch keep their bits; scales come and go; ranks and scalings change.
 
     Scales that a graph captured without any cannot follow are refused.
     """

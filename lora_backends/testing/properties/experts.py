@@ -44,7 +44,7 @@ def routing_of(
 
 
 def experts(backend: LoRABackend, inputs: ExpertInputs, routing: Any | None = None) -> torch.Tensor:
-    """Return y of run_experts over a fresh base_output, which nothing may be written beside."""
+    """Return y of run_experts over a fresh base_output, and check its guards."""
     if routing is None:
         routing = routing_of(backend, inputs)
     made = inputs.new_base()
@@ -137,7 +137,7 @@ def run_experts_is_within_the_bound(backend: LoRABackend, case: ExpertCase) -> N
     features=ANY_EXPERTS,
 )
 def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
-    """Whatever stands there, -0.0 included; on a device ids may also be too high."""
+    """Any value does, -0.0 included; on a device ids may also be too high."""
     inputs = case.build(backend.device)
     assert inputs.base is not None
     kept = ~touched_by_experts(inputs)
@@ -240,7 +240,7 @@ def a_refilled_routing_equals_a_fresh_one(backend: LoRABackend, case: ExpertCase
     features=ANY_EXPERTS,
 )
 def experts_keep_no_state(backend: LoRABackend, case: ExpertCase) -> None:
-    """Two routings on one plan, of which the first is used last; then slots exchange adapters."""
+    """Two routings on one plan, the first used last; then slots exchange adapters."""
     inputs = case.build(backend.device)
     turned = replace(case, ids=tuple(ids[::-1] for ids in case.ids)).build(backend.device)
     other = replace(inputs, ids=turned.ids, topk_ids=turned.topk_ids, expert_map=turned.expert_map)
@@ -371,7 +371,7 @@ def first_tokens(batch: LoRABatch, count: int) -> LoRABatch:
 
 
 def _twice(case: ExpertCase, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the experts of a token, and then the one behind each."""
+    """Return the experts of a token, then the next expert after each."""
     return (*ids, *((expert + 1) % case.num_experts if expert >= 0 else -1 for expert in ids))
 
 
@@ -405,7 +405,7 @@ def _tokens(inputs: ExpertInputs, tokens: list[int]) -> ExpertInputs:
     min_tokens=1,
 )
 def graph_replay_of_experts_equals_eager(backend: LoRABackend, case: ExpertCase) -> None:
-    """The routing is made within the graph, from what the router writes before each replay."""
+    """The graph makes the routing from values that the router writes before each replay."""
     inputs = case.build(backend.device)
     assert inputs.base is not None
     plan = backend.prepare_batch(inputs.batch)

@@ -177,7 +177,7 @@ def several(case: LoRACase, inputs: LoRAInputs, count: int) -> LoRAInputs:
     features=ANY_LAYER,
 )
 def several_adapters_are_the_sum_of_single_runs(backend: LoRABackend, case: LoRACase) -> None:
-    """Two or three adapters, of which a token may lack some; run_linear and another operation."""
+    """Two or three adapters per token, some missing; run_linear and another operation."""
     inputs = several(case, case.build(backend.device), 2 + case.seed % 2)
     plan, wanted = backend.prepare_batch(inputs.batch), expected(backend, inputs)
     parts = inputs.batch.per_adapter(inputs.batch.adapters_per_token)

@@ -119,7 +119,7 @@ def halves_of_a_layer_run_alone(backend: LoRABackend, case: LoRACase) -> None:
     features=ANY_LAYER,
 )
 def out_is_written_whole_and_returned(backend: LoRABackend, case: LoRACase) -> None:
-    """It is NaN before, and holds afterwards what a call without it returns."""
+    """It holds NaN before the call and the result of a call without it afterwards."""
     inputs = case.build(backend.device)
     plan, weights = backend.prepare_batch(inputs.batch), inputs.weights
     shape = (weights.num_slices, case.num_tokens, weights.max_rank)

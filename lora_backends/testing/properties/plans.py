@@ -39,7 +39,7 @@ from lora_backends.weights import LoRAWeights
 
 
 def compositions(case: LoRACase) -> list[list[int]]:
-    """Return compositions of as many tokens that differ as much as possible from each other.
+    """Return compositions of equal length that differ as much as possible from each other.
 
     The drawn one; none with an adapter; one adapter owning all; every token the next slot; the
     drawn one shifted by a slot and shuffled; the drawn one again.
@@ -298,7 +298,7 @@ def _bound(work: Callable[[LoRAInputs], None], part: LoRAInputs) -> Callable[[],
 
 
 def _run_together(works: list[Callable[[], None]]) -> list[BaseException]:
-    """Run every work in a thread of its own and return what they raised."""
+    """Run each function in its own thread and return the errors raised."""
     failures: list[BaseException] = []
 
     def guard(work: Callable[[], None]) -> None:

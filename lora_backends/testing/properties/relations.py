@@ -99,7 +99,7 @@ def splitting_a_batch_changes_nothing(backend: LoRABackend, case: LoRACase) -> N
 
 @prop("Renumbering slots changes nothing.", values="either", agreement=BY_CLAIM)
 def renumbering_slots_changes_nothing(backend: LoRABackend, case: LoRACase) -> None:
-    """The adapters stand in another order, and the tokens follow them."""
+    """The adapters change their slots, and the tokens follow them."""
     inputs = case.build(backend.device)
     order = list(range(case.num_slots))
     random.Random(case.seed).shuffle(order)

@@ -66,7 +66,7 @@ def only_the_view_is_written(backend: LoRABackend, case: LoRACase) -> None:
     features=ANY_LAYER,
 )
 def untouched_elements_keep_their_bits(backend: LoRABackend, case: LoRACase) -> None:
-    """Whatever stands there: any NaN, infinities, -0.0 and denormals."""
+    """They hold any NaN, infinities, -0.0 and denormals."""
     inputs = case.build(backend.device)
     plan, h = backend.prepare_batch(inputs.batch), strided_h(case, inputs)
     assert inputs.base is not None
@@ -210,7 +210,7 @@ def results_are_independent(backend: LoRABackend, case: LoRACase) -> None:
 
 @prop("Empty batches and batches without any adapter change nothing and return.", examples=10)
 def batches_without_work_change_nothing(backend: LoRABackend, case: LoRACase) -> None:
-    """No tokens at all, then as many tokens as drawn, none with an adapter."""
+    """No tokens at all, then the drawn tokens, none with an adapter."""
     inputs = case.build(backend.device)
     nan_rows = torch.full_like(inputs.x, float("nan"))
     idle = inputs.replace(x=nan_rows, slots=[NO_ADAPTER] * case.num_tokens)

@@ -26,7 +26,7 @@ from lora_backends.testing.properties.runs import (
 
 @dataclass(frozen=True, eq=False)
 class Roomy:
-    """The arguments of a call on a plan with room: the rows of a batch, and rows behind them."""
+    """The arguments of a call on a plan with room: the rows of a batch, and rows after them."""
 
     inputs: LoRAInputs  # of the batch alone
     rows: int  # of x, h, token_ids and base_output, at least the tokens of the batch
@@ -41,7 +41,7 @@ class Roomy:
     def run(
         self, backend: LoRABackend, operation: Operation, plan: Any, h: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return y of the batch's rows, and check that those behind keep their bits."""
+        """Return y of the batch's rows, and check that later rows keep their bits."""
         inputs = self.inputs
         used = LoRAInputs(
             x=guarded(self.longer(inputs.x), inputs.x_pad, float("nan")),
@@ -71,8 +71,8 @@ class Roomy:
 def _with_odd_rows(base: torch.Tensor, rows: int) -> torch.Tensor:
     """Return base_output with further rows of -0.0, NaN and infinity."""
     odd = torch.tensor([-0.0, torch.nan, torch.inf], dtype=base.dtype, device="cpu")
-    behind = rows - len(base), base.shape[1]
-    turns = torch.arange(behind[0] * behind[1], device="cpu").remainder(3).reshape(behind)
+    extra = rows - len(base), base.shape[1]
+    turns = torch.arange(extra[0] * extra[1], device="cpu").remainder(3).reshape(extra)
     return torch.cat([base, odd[turns].to(base.device)])
 
 
@@ -119,7 +119,7 @@ def _compare_with_fresh(backend: LoRABackend, roomy: Roomy, y: torch.Tensor, cap
 
 
 def _check_h(backend: LoRABackend, case: LoRACase, roomy: Roomy, plan: Any) -> None:
-    """Check h of the batch against the oracle, and that it is zero behind the batch."""
+    """Check h of the batch against the oracle, and that it is zero after the batch."""
     part, tokens = roomy.inputs, roomy.inputs.batch.num_tokens
     h = backend.run_lora_a(roomy.longer(part.x), part.weights, plan)
     if h.shape[1] != roomy.rows or bool((h[:, tokens:] != 0).any()):

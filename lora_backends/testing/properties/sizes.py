@@ -32,7 +32,7 @@ from lora_backends.testing.properties.runs import (
 )
 
 SMALL = 8
-"""The other sizes of a case of which one is large, so that it takes little time."""
+"""The other sizes of a case with one large size, so that it takes little time."""
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def large_layers_are_right(backend: LoRABackend, case: LoRACase) -> None:
 def _check_vocabulary(backend: LoRABackend, small: LoRACase) -> None:
     """Check an embedding, and a head, of a vocabulary that 16 bits do not count.
 
-    Values are integers, as the bound of a sum of so many products would hide a lost part.
+    Values are integers, as the bound of a sum of that length would hide a lost part.
     """
     scalings = tuple(tuple((0.5, -2.0)[s % 2] for s in range(len(row))) for row in small.scalings)
     small = replace(small, values="integer", scalings=scalings)
@@ -116,7 +116,7 @@ def _check_vocabulary(backend: LoRABackend, small: LoRACase) -> None:
 
 
 def _large_layers(small: LoRACase) -> Iterator[LoRACase]:
-    """Yield cases of which one size is large."""
+    """Yield cases with one large size."""
     yield replace(small, in_features=6001)
     yield replace(small, in_features=2048, output_slices=(2048,) * len(small.output_slices))
     yield replace(small, output_slices=tuple(width + 4100 for width in small.output_slices))

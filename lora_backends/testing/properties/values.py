@@ -183,7 +183,7 @@ def run_embedding_is_right(backend: LoRABackend, case: LoRACase) -> None:
 def large_and_small_deltas_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """Times 2^12 and 2^-12, into a y of zeros that has room for them; h may not fit in float16.
 
-    Small values stand in x, and then in the weights: many are denormal in float16, if there is any.
+    Small values are in x, then in the weights: many are denormal in float16, if there is any.
     """
     inputs = case.build(backend.device).without_base_and_bias()
     wide = torch.float32 in backend.dtypes
