@@ -28,7 +28,7 @@ DEFAULTS = {"cpu": ("smollm2", torch.float32), "cuda": ("llama3-8b", torch.bfloa
 
 @dataclass(frozen=True)
 class BenchRun:
-    """A checked run of `measure`."""
+    """A checked run of `measure`; the fields are its arguments."""
 
     cells: list[Cell]
     contenders: list[Contender]
@@ -44,17 +44,7 @@ class BenchRun:
         result: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Measure, as `measure` does."""
-        return measure(
-            self.cells,
-            self.contenders,
-            self.device,
-            self.dtype,
-            left_out=self.left_out,
-            notes=self.notes,
-            path=path,
-            progress=progress,
-            result=result,
-        )
+        return measure(**vars(self), path=path, progress=progress, result=result)
 
 
 def make_job(

@@ -11,7 +11,6 @@ import torch
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.eight_bit import ScaleBlock
 from lora_backends.experts import ExpertWeights
-from lora_backends.features import EIGHT_BIT, TOKEN_SCALES
 from lora_backends.testing.cases.dense import (
     LARGEST_EXACT,
     ReproducibleCase,
@@ -19,7 +18,6 @@ from lora_backends.testing.cases.dense import (
     integers,
     normals,
 )
-from lora_backends.testing.cases.eight_bit import ANY_BYTE, StoredLayer
 from lora_backends.testing.cases.inputs import GuardedOutput, guarded
 
 Table = tuple[tuple[tuple[int, ...], ...], ...]
@@ -155,27 +153,13 @@ class ExpertCase(ReproducibleCase):
         largest = largest if self.stored is None else largest // 3  # also where a scale is 2
         b = draw((slots, of_b, width, self.max_rank), generator, largest)
         a_ranks, b_ranks = _over(ranks, of_a), _over(ranks, of_b).expand(-1, -1, slices)
-        eight: dict[str, Any] = {}
-        if self.stored is not None:
-            stored = StoredLayer(self, a, b, a_ranks, b_ranks)
-            a, b, eight = stored.a, stored.b, stored.fields(device, self.weights_pad)
-        else:
-            index = torch.arange(self.max_rank, device="cpu")
-            a[index >= a_ranks[..., None]] = float("nan")
-            widths = torch.tensor(self.output_slices, device="cpu")
-            b[index >= b_ranks.repeat_interleave(widths, 2)[..., None]] = float("nan")
+        a, b, eight = self.stacks_of(a, b, a_ranks, b_ranks, device)
         if self.interleaved:
             b = b.reshape(*b.shape[:2], slices, -1, self.max_rank).transpose(2, 3).flatten(2, 3)
-
-        def stack(values: torch.Tensor) -> torch.Tensor:
-            if self.stored is None:
-                return guarded(values.to(device, self.dtype), self.weights_pad, float("nan"))
-            return guarded(values.to(device), self.weights_pad, ANY_BYTE).view(self.stored)
-
         scalings = torch.tensor(self.scalings, device="cpu").masked_fill(ranks == 0, float("nan"))
         return ExpertWeights(
-            lora_a=stack(a),
-            lora_b=stack(b),
+            lora_a=self.guarded_stack(a, device, self.weights_pad),
+            lora_b=self.guarded_stack(b, device, self.weights_pad),
             ranks=ranks.to(device),
             scalings=scalings.to(device),
             output_slices=self.output_slices,
@@ -196,11 +180,6 @@ class ExpertCase(ReproducibleCase):
         order = expert_map.argsort()  # those elsewhere first, then the local ones by their ids
         places = torch.cat([order[self.num_experts :], order[:1]])  # the last is for id -1
         return places[ids], expert_map.int()
-
-    def needs(self) -> frozenset[str]:
-        """Return the features that a backend must declare to run the case."""
-        needed = {TOKEN_SCALES: self.token_scales, EIGHT_BIT: self.stored is not None}
-        return frozenset(name for name, is_needed in needed.items() if is_needed)
 
     def edges(self) -> frozenset[str]:
         """Return the names of the edges of `EXPERT_EDGES` that this case covers."""

@@ -123,6 +123,36 @@ def drawn_if(draw: DrawFn, is_allowed: bool, fixed: bool | None) -> bool:
     return fixed
 
 
+def drawn_form(
+    draw: DrawFn,
+    dtypes: Sequence[torch.dtype],
+    stored: torch.dtype | None,
+    base: bool | None,
+    token_scales: bool | None,
+    features: Collection[str],
+) -> dict[str, Any]:
+    """Draw the dtypes, guards and scales of a case of any kind; arguments as in `lora_cases`."""
+    ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
+    if stored is None and EIGHT_BIT in features and not set(ordered).isdisjoint(COMPUTE_DTYPES):
+        stored = draw(st.sampled_from(STORED))
+    if stored is not None:  # float64 goes with wider stacks
+        ordered = [dtype for dtype in ordered if dtype in COMPUTE_DTYPES]
+    dtype = draw(st.sampled_from(ordered))
+    with_base = draw(st.booleans()) if base is None else base
+    any_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
+    return {
+        "dtype": dtype,
+        "base": draw(any_dtype) if with_base else None,
+        "x_pad": draw(st.sampled_from(PADS)),
+        "base_pad": draw(st.sampled_from(PADS)) if with_base else 0,
+        "weights_pad": draw(st.sampled_from((0, 0, 1, 8))),
+        "stored": stored,
+        "scale_block": (1, None) if stored is None else draw(st.sampled_from(BLOCKS)),
+        "token_scales": drawn_if(draw, TOKEN_SCALES in features, token_scales),
+        "seed": draw(st.integers(0, 999)),
+    }
+
+
 def drawn_split(draw: DrawFn, is_allowed: bool, fixed: str | None) -> Split:
     """Return `fixed`, unless it is None; then drawn stacks that are tuples, where allowed."""
     if fixed is None:
@@ -169,8 +199,7 @@ def lora_cases(
     Returns:
         A `LoRACase`; its edges are Hypothesis events.
     """
-    ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
-    dtype = draw(st.sampled_from(ordered))
+    form = drawn_form(draw, dtypes, stored, base, token_scales, features)
     num_slots = draw(st.integers(1, profile.max_slots))
     slots = draw(token_slots(num_slots, profile, every_slot))
     slots += (0,) * (min_tokens - len(slots))
@@ -178,15 +207,7 @@ def lora_cases(
     max_rank = draw(st.sampled_from(profile.ranks))
     integer = draw(st.booleans()) if values == "either" else values == "integer"
     scalings = EXACT_SCALINGS if integer else REAL_SCALINGS
-    with_base = draw(st.booleans()) if base is None else base
-    other_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
     with_bias = draw(st.booleans()) if bias is None else bias
-    if stored is None and EIGHT_BIT in features and not set(ordered).isdisjoint(COMPUTE_DTYPES):
-        stored = draw(st.sampled_from(STORED))
-    if stored is not None:  # float64 goes with wider stacks
-        ordered = [dtype for dtype in ordered if dtype in COMPUTE_DTYPES]
-        dtype = dtype if dtype in ordered else ordered[0]
-        other_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
     case = LoRACase(
         slots=slots,
         ranks=draw(rank_tables(num_slots, slices, max_rank)),
@@ -194,20 +215,12 @@ def lora_cases(
         in_features=draw(layer_widths(profile)),
         output_slices=draw(slice_widths(slices, profile)),
         scalings=draw(tables(st.sampled_from(scalings), num_slots, slices)),
-        dtype=dtype,
-        base=draw(other_dtype) if with_base else None,
         bias=with_bias,
         wide_bias=draw(st.booleans()) if with_bias else False,
-        x_pad=draw(st.sampled_from(PADS)),
-        base_pad=draw(st.sampled_from(PADS)) if with_base else 0,
-        weights_pad=draw(st.sampled_from((0, 0, 1, 8))),
         values="integer" if integer else "real",
-        token_scales=drawn_if(draw, TOKEN_SCALES in features, token_scales),
         output_scales=drawn_if(draw, OUTPUT_SCALES in features, output_scales),
-        stored=stored,
-        scale_block=(1, None) if stored is None else draw(st.sampled_from(BLOCKS)),
         split=drawn_split(draw, SLICE_TENSORS in features, split),
-        seed=draw(st.integers(0, 999)),
+        **form,
     )
     for edge in sorted(case.edges()):
         event(edge)

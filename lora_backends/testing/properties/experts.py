@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from lora_backends.testing.properties.core import (
     declares,
     prop,
 )
+
+expert_prop = partial(prop, kind=ExpertCase, features=ANY_EXPERTS)
 
 
 def routing_of(
@@ -104,37 +107,31 @@ def check_experts(backend: LoRABackend, case: ExpertCase, inputs: ExpertInputs) 
     return y
 
 
-@prop(
+@expert_prop(
     "On small integers run_experts has one right result.",
-    kind=ExpertCase,
     values="integer",
     examples=50,
-    features=ANY_EXPERTS,
 )
 def experts_are_exact_on_integers(backend: LoRABackend, case: ExpertCase) -> None:
     """All sums are exact, so the one rounding into y leaves a single value."""
     check_experts(backend, case, case.build(backend.device))
 
 
-@prop(
+@expert_prop(
     "run_experts is within the bound of float64.",
-    kind=ExpertCase,
     agreement=BOUNDED,
     examples=80,
-    features=ANY_EXPERTS,
 )
 def run_experts_is_within_the_bound(backend: LoRABackend, case: ExpertCase) -> None:
     """The differential test, over everything that a case draws."""
     check_experts(backend, case, case.build(backend.device))
 
 
-@prop(
+@expert_prop(
     "Dead pairs keep the bits of base_output.",
-    kind=ExpertCase,
     base=True,
     every_slot=True,
     examples=25,
-    features=ANY_EXPERTS,
 )
 def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     """Any value does, -0.0 included; on a device ids may also be too high."""
@@ -154,9 +151,8 @@ def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     assert_none(changed, y.cpu(), Expected(before, torch.zeros_like(before)), inputs)
 
 
-@prop(
+@expert_prop(
     "Experts are the slots of a dense layer, and pairs its tokens.",
-    kind=ExpertCase,
     examples=20,
     values="either",
     agreement=BY_CLAIM,
@@ -181,14 +177,12 @@ def experts_equal_dense_slots(backend: LoRABackend, case: ExpertCase) -> None:
         assert_right(y, both, inputs, exact=False)
 
 
-@prop(
+@expert_prop(
     "A reduced result is the sum over a token's pairs.",
-    kind=ExpertCase,
     examples=20,
     agreement=BOUNDED,
     reduce=True,
     base=False,
-    features=ANY_EXPERTS,
 )
 def reduce_is_the_sum_over_pairs(backend: LoRABackend, case: ExpertCase) -> None:
     """Against the results of the pairs, summed in float64."""
@@ -199,14 +193,12 @@ def reduce_is_the_sum_over_pairs(backend: LoRABackend, case: ExpertCase) -> None
     assert_right(experts(backend, inputs), Expected(pairs, bound), inputs, exact=False)
 
 
-@prop(
+@expert_prop(
     "A routing refilled in place equals a fresh one.",
-    kind=ExpertCase,
     examples=20,
     values="either",
     agreement=BY_CLAIM,
     every_slot=True,
-    features=ANY_EXPERTS,
 )
 def a_refilled_routing_equals_a_fresh_one(backend: LoRABackend, case: ExpertCase) -> None:
     """The plan is refilled too, or another one: other slots, and other experts."""
@@ -231,13 +223,11 @@ def a_refilled_routing_equals_a_fresh_one(backend: LoRABackend, case: ExpertCase
         raise AssertionError("a refilled routing gives other bits than a fresh one")
 
 
-@prop(
+@expert_prop(
     "Experts modify no argument; changed weights and a second routing are followed.",
-    kind=ExpertCase,
     agreement=BY_CLAIM,
     examples=12,
     values="either",
-    features=ANY_EXPERTS,
 )
 def experts_keep_no_state(backend: LoRABackend, case: ExpertCase) -> None:
     """Two routings on one plan, the first used last; then slots exchange adapters."""
@@ -265,13 +255,11 @@ def _bits_of_arguments(inputs: ExpertInputs) -> dict[str, torch.Tensor]:
     return {name: bits(tensor).clone() for name, tensor in named.items()}
 
 
-@prop(
+@expert_prop(
     "A token's experts do not depend on the rest of the batch.",
-    kind=ExpertCase,
     examples=20,
     requires=(batch_invariant,),
     every_slot=True,
-    features=ANY_EXPERTS,
 )
 def experts_do_not_depend_on_the_batch(backend: LoRABackend, case: ExpertCase) -> None:
     """One token alone, and 70 times, bit for bit as within the batch.
@@ -293,16 +281,14 @@ def experts_do_not_depend_on_the_batch(backend: LoRABackend, case: ExpertCase) -
                 )
 
 
-@prop(
+@expert_prop(
     "Experts on a plan with room follow batches of any size, and leave the rows behind alone.",
-    kind=ExpertCase,
     agreement=BY_CLAIM,
     examples=15,
     values="either",
     requires=(declares(CAPACITY),),
     base=True,
     every_slot=True,
-    features=ANY_EXPERTS,
 )
 def experts_follow_a_plan_with_room(backend: LoRABackend, case: ExpertCase) -> None:
     """The router has a row for each row of x; the plan is refilled with fewer tokens, then more."""
@@ -331,14 +317,12 @@ def experts_follow_a_plan_with_room(backend: LoRABackend, case: ExpertCase) -> N
             assert_right(y, wanted, inputs, case.is_integer)
 
 
-@prop(
+@expert_prop(
     "Experts of several adapters per token add up as calls with one adapter each.",
-    kind=ExpertCase,
     agreement=BY_CLAIM,
     examples=10,
     values="either",
     base=True,
-    features=ANY_EXPERTS,
 )
 def experts_of_several_adapters_are_a_sum(backend: LoRABackend, case: ExpertCase) -> None:
     """The second adapter of a token is the next slot's; y is rounded once for each."""
@@ -394,11 +378,10 @@ def _tokens(inputs: ExpertInputs, tokens: list[int]) -> ExpertInputs:
     )
 
 
-@prop(
+@expert_prop(
     "A captured graph of experts follows the plan and the router.",
     agreement=BY_CLAIM,
     examples=10,
-    kind=ExpertCase,
     base=True,
     values="either",
     requires=(cuda_graphs,),
@@ -430,9 +413,8 @@ def graph_replay_of_experts_equals_eager(backend: LoRABackend, case: ExpertCase)
         assert_right(y, expected(backend, turned), turned, case.is_integer)
 
 
-@prop(
+@expert_prop(
     "Bad experts are refused with a typed error before anything is written.",
-    kind=ExpertCase,
     base=True,
     min_tokens=2,
     examples=8,
