@@ -19,8 +19,8 @@ from lora_backends.testing.oracles import Expected
 from lora_backends.testing.properties.core import (
     ANY_LAYER,
     BOUNDED,
-    BY_CLAIM,
     differentiable,
+    either_prop,
     prop,
 )
 from lora_backends.testing.properties.runs import assert_agree, columns, expected, linear
@@ -87,14 +87,7 @@ def concatenated_ranks_are_a_sum(backend: LoRABackend, case: LoRACase) -> None:
     _assert_sum(backend, inputs, [inputs.replace(weights=part) for part in (first, last)])
 
 
-@prop(
-    "Stacked slices equal separate layers.",
-    values="either",
-    agreement=BY_CLAIM,
-    num_slices=3,
-    features=ANY_LAYER,
-    examples=20,
-)
+@either_prop("Stacked slices equal separate layers.", num_slices=3, features=ANY_LAYER, examples=20)
 def stacked_slices_equal_separate_layers(backend: LoRABackend, case: LoRACase) -> None:
     """A fused qkv against q, k and v, each a layer of one slice."""
     inputs = case.build(backend.device)
@@ -179,12 +172,7 @@ def delta_of(weights: LoRAWeights, slot: int) -> torch.Tensor:
     return delta
 
 
-@prop(
-    "Column-parallel shards put side by side are the whole.",
-    values="either",
-    agreement=BY_CLAIM,
-    num_slices=1,
-)
+@either_prop("Column-parallel shards put side by side are the whole.", num_slices=1)
 def column_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
     """Rows of lora_b are cut in two; every shard has all of lora_a."""
     inputs = case.build(backend.device)
@@ -210,7 +198,7 @@ def _shards(width: int) -> list[slice]:
     return [slice(0, cut), slice(cut, width)][:width]
 
 
-@prop("Row-parallel shards, their h summed, are the whole.", values="either", agreement=BY_CLAIM)
+@either_prop("Row-parallel shards, their h summed, are the whole.")
 def row_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
     """Both x and the columns of lora_a are cut in two; h is summed before run_lora_b."""
     inputs = case.build(backend.device)
@@ -231,10 +219,7 @@ def row_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
 
 
 @prop(
-    "Gradients are those of the formula.",
-    values="integer",
-    examples=6,
-    requires=(differentiable,),
+    "Gradients are those of the formula.", values="integer", examples=6, requires=(differentiable,)
 )
 def gradients_are_those_of_the_formula(backend: LoRABackend, case: LoRACase) -> None:
     """Of x, lora_a, lora_b and base_output, on integers: run_linear, two steps, run_embedding."""

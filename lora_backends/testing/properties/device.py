@@ -17,11 +17,11 @@ from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import LoRAInputs, same_bits
 from lora_backends.testing.properties.core import (
     ANY_LAYER,
-    BY_CLAIM,
     EXACT,
     NONE,
     cuda_graphs,
     declares,
+    either_prop,
     no_interpreter,
     prop,
 )
@@ -159,12 +159,10 @@ def _replayed(graph: torch.cuda.CUDAGraph, y: torch.Tensor, base: torch.Tensor) 
     return y.clone()
 
 
-@prop(
+@either_prop(
     "A captured graph follows its refilled plan.",
-    agreement=BY_CLAIM,
     examples=20,
     base=True,
-    values="either",
     requires=(cuda_graphs,),
     min_tokens=1,
 )
@@ -197,12 +195,10 @@ def graph_replay_equals_eager(backend: LoRABackend, case: LoRACase) -> None:
         assert_agree(first, wanted, bound, turned, exact=case.is_integer, claimed=claimed)
 
 
-@prop(
+@either_prop(
     "A graph captured on a plan with room follows refills of no more tokens than it has rows.",
-    agreement=BY_CLAIM,
     examples=15,
     base=True,
-    values="either",
     requires=(cuda_graphs, declares(CAPACITY)),
     features=ANY_LAYER,
     min_tokens=2,

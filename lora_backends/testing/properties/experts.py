@@ -107,32 +107,19 @@ def check_experts(backend: LoRABackend, case: ExpertCase, inputs: ExpertInputs) 
     return y
 
 
-@expert_prop(
-    "On small integers run_experts has one right result.",
-    values="integer",
-    examples=50,
-)
+@expert_prop("On small integers run_experts has one right result.", values="integer", examples=50)
 def experts_are_exact_on_integers(backend: LoRABackend, case: ExpertCase) -> None:
     """All sums are exact, so the one rounding into y leaves a single value."""
     check_experts(backend, case, case.build(backend.device))
 
 
-@expert_prop(
-    "run_experts is within the bound of float64.",
-    agreement=BOUNDED,
-    examples=80,
-)
+@expert_prop("run_experts is within the bound of float64.", agreement=BOUNDED, examples=80)
 def run_experts_is_within_the_bound(backend: LoRABackend, case: ExpertCase) -> None:
     """The differential test, over everything that a case draws."""
     check_experts(backend, case, case.build(backend.device))
 
 
-@expert_prop(
-    "Dead pairs keep the bits of base_output.",
-    base=True,
-    every_slot=True,
-    examples=25,
-)
+@expert_prop("Dead pairs keep the bits of base_output.", base=True, every_slot=True, examples=25)
 def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     """Any value does, -0.0 included; on a device ids may also be too high."""
     inputs = case.build(backend.device)

@@ -15,7 +15,7 @@ from lora_backends.operations import BY_NAME, Input
 from lora_backends.testing import oracles
 from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import guarded, same_bits
-from lora_backends.testing.properties.core import ANY_LAYER, BY_CLAIM, declares, prop
+from lora_backends.testing.properties.core import ANY_LAYER, declares, either_prop
 from lora_backends.testing.properties.runs import (
     assert_agree,
     assert_right,
@@ -27,10 +27,8 @@ from lora_backends.testing.properties.runs import (
 from lora_backends.weights import LoRAWeights
 
 
-@prop(
+@either_prop(
     "One tensor per slice gives what the stack gives.",
-    values="either",
-    agreement=BY_CLAIM,
     examples=15,
     requires=(declares(SLICE_TENSORS),),
     split="",
@@ -79,10 +77,8 @@ def _spread(weights: LoRAWeights, which: str) -> LoRAWeights:
     return replace(weights, lora_a=a, lora_b=b)
 
 
-@prop(
+@either_prop(
     "A layer without lora_b runs run_lora_a alone, one without lora_a run_lora_b alone.",
-    values="either",
-    agreement=BY_CLAIM,
     examples=15,
     features=ANY_LAYER,
 )
@@ -111,13 +107,7 @@ def halves_of_a_layer_run_alone(backend: LoRABackend, case: LoRACase) -> None:
             raise AssertionError(f"{operation.name} took a layer without a half that it reads")
 
 
-@prop(
-    "run_lora_a writes all of out and returns it.",
-    values="either",
-    agreement=BY_CLAIM,
-    examples=20,
-    features=ANY_LAYER,
-)
+@either_prop("run_lora_a writes all of out and returns it.", examples=20, features=ANY_LAYER)
 def out_is_written_whole_and_returned(backend: LoRABackend, case: LoRACase) -> None:
     """It holds NaN before the call and the result of a call without it afterwards."""
     inputs = case.build(backend.device)

@@ -20,9 +20,8 @@ from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import LoRAInputs
 from lora_backends.testing.properties.core import (
     ANY_LAYER,
-    BY_CLAIM,
+    either_prop,
     no_interpreter,
-    prop,
 )
 from lora_backends.testing.properties.runs import (
     assert_right,
@@ -65,12 +64,7 @@ def composed(inputs: LoRAInputs, slots: list[int], seed: int) -> LoRAInputs:
     return inputs.replace(x=x, slots=slots)
 
 
-@prop(
-    "A plan refilled in place follows every new composition.",
-    values="either",
-    agreement=BY_CLAIM,
-    examples=13,
-)
+@either_prop("A plan refilled in place follows every new composition.", examples=13)
 def a_refilled_plan_follows_the_batch(backend: LoRABackend, case: LoRACase) -> None:
     """The same plan comes back, its device tensors keep their addresses, y is right each time."""
     inputs = case.build(backend.device)
@@ -112,7 +106,7 @@ def _collect(value: Any, path: str, addresses: dict[str, int]) -> None:
             _collect(item, f"{path}[{index}]", addresses)
 
 
-@prop("A refilled plan equals a fresh one.", values="either", agreement=BY_CLAIM, examples=13)
+@either_prop("A refilled plan equals a fresh one.", examples=13)
 def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> None:
     """A refilled plan keeps nothing of its former batch, whatever the new one."""
     inputs = case.build(backend.device)
@@ -124,12 +118,7 @@ def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> 
             assert_same_bits(y, linear(backend, inputs), inputs)
 
 
-@prop(
-    "Two plans in flight do not disturb each other.",
-    values="either",
-    agreement=BY_CLAIM,
-    examples=15,
-)
+@either_prop("Two plans in flight do not disturb each other.", examples=15)
 def two_plans_in_flight_are_independent(backend: LoRABackend, case: LoRACase) -> None:
     """Of the same size and of another, run in turns, one refilled in between."""
     inputs = case.build(backend.device)
@@ -143,7 +132,7 @@ def two_plans_in_flight_are_independent(backend: LoRABackend, case: LoRACase) ->
         check_linear(backend, case, part, plan)
 
 
-@prop("Steps of two plans may be interleaved.", values="either", agreement=BY_CLAIM)
+@either_prop("Steps of two plans may be interleaved.")
 def steps_of_two_plans_interleave(backend: LoRABackend, case: LoRACase) -> None:
     """Both shrinks first, then both expands: h belongs to the caller."""
     inputs = case.build(backend.device)
@@ -158,7 +147,7 @@ def steps_of_two_plans_interleave(backend: LoRABackend, case: LoRACase) -> None:
         assert_right(y, wanted, part, case.is_integer)
 
 
-@prop("One plan serves layers of any shape.", values="either", agreement=BY_CLAIM, examples=12)
+@either_prop("One plan serves layers of any shape.", examples=12)
 def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) -> None:
     """Another of the same shape, other widths, ranks and slices; then the first, with another x."""
     plan = backend.prepare_batch(case.build(backend.device).batch)
@@ -188,9 +177,7 @@ def _with_one_more_slice(case: LoRACase) -> LoRACase:
     )
 
 
-@prop(
-    "Layers that share an address are told apart.", values="either", agreement=BY_CLAIM, examples=15
-)
+@either_prop("Layers that share an address are told apart.", examples=15)
 def layers_sharing_an_address_are_told_apart(backend: LoRABackend, case: LoRACase) -> None:
     """Views of one storage: the same first byte with other shapes, then another offset."""
     inputs = case.build(backend.device)
@@ -222,13 +209,7 @@ def _views(weights: LoRAWeights) -> list[LoRAWeights]:
     return [weights, fewer, first, weights]
 
 
-@prop(
-    "Weights rewritten in place are followed.",
-    values="either",
-    agreement=BY_CLAIM,
-    features=ANY_LAYER,
-    examples=8,
-)
+@either_prop("Weights rewritten in place are followed.", features=ANY_LAYER, examples=8)
 def weights_rewritten_in_place_are_followed(backend: LoRABackend, case: LoRACase) -> None:
     """A pool loads another adapter into a slot: A, B, ranks, scalings, bias and output_scales.
 
@@ -266,12 +247,8 @@ def _rotated(count: int) -> list[int]:
     return [(index + 1) % count for index in range(count)]
 
 
-@prop(
-    "Runs of several threads do not disturb each other.",
-    values="either",
-    agreement=BY_CLAIM,
-    examples=8,
-    requires=(no_interpreter,),
+@either_prop(
+    "Runs of several threads do not disturb each other.", examples=8, requires=(no_interpreter,)
 )
 def threads_do_not_disturb_each_other(backend: LoRABackend, case: LoRACase) -> None:
     """Three threads, each with plans of its own, run at the same time, and often take turns."""

@@ -116,9 +116,7 @@ def rows_start_from_zero(backend: LoRABackend, case: LoRACase) -> None:
 
 
 @prop(
-    "x, the weights, token_ids, h and the batch are not modified.",
-    examples=17,
-    features=ANY_LAYER,
+    "x, the weights, token_ids, h and the batch are not modified.", examples=17, features=ANY_LAYER
 )
 def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
     """Every argument but base_output keeps its bits, also when the batch's plan is refilled.

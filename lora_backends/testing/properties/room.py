@@ -14,7 +14,7 @@ from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_same_bits
 from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import GuardedOutput, LoRAInputs, guarded, same_bits
-from lora_backends.testing.properties.core import ANY_LAYER, BY_CLAIM, declares, prop
+from lora_backends.testing.properties.core import ANY_LAYER, declares, either_prop
 from lora_backends.testing.properties.runs import (
     assert_right,
     expected_of,
@@ -76,10 +76,8 @@ def _with_odd_rows(base: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([base, odd[turns].to(base.device)])
 
 
-@prop(
+@either_prop(
     "A plan with room takes batches of any size, and x of more rows, which keep their bits.",
-    values="either",
-    agreement=BY_CLAIM,
     examples=12,
     requires=(declares(CAPACITY),),
     features=ANY_LAYER,

@@ -15,7 +15,7 @@ from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import on_each
-from lora_backends.testing.properties.core import ANY_LAYER, BOUNDED, BY_CLAIM, prop
+from lora_backends.testing.properties.core import ANY_LAYER, BOUNDED, BY_CLAIM, either_prop, prop
 from lora_backends.testing.properties.runs import (
     assert_right,
     check_linear,
@@ -51,23 +51,16 @@ def run_linear_is_within_the_bound(backend: LoRABackend, case: LoRACase) -> None
     check_linear(backend, case, case.build(backend.device))
 
 
-@prop(
-    "Decode and prefill of many tokens are right.",
-    examples=15,
-    values="either",
-    min_tokens=65,
-    agreement=BY_CLAIM,
-    features=ANY_LAYER,
+@either_prop(
+    "Decode and prefill of many tokens are right.", examples=15, min_tokens=65, features=ANY_LAYER
 )
 def many_tokens_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """A batch that fills more than one tile of any size."""
     check_linear(backend, case, case.build(backend.device))
 
 
-@prop(
+@either_prop(
     "run_lora_a returns float32 h, zero beyond a rank and without adapter.",
-    values="either",
-    agreement=BY_CLAIM,
     features=ANY_LAYER,
     examples=60,
 )
@@ -87,12 +80,8 @@ def shrink_is_right(backend: LoRABackend, case: LoRACase) -> None:
     )
 
 
-@prop(
-    "run_lora_b makes no use of h or lora_b beyond a rank.",
-    values="either",
-    agreement=BY_CLAIM,
-    features=ANY_LAYER,
-    examples=60,
+@either_prop(
+    "run_lora_b makes no use of h or lora_b beyond a rank.", features=ANY_LAYER, examples=60
 )
 def expand_is_right(backend: LoRABackend, case: LoRACase) -> None:
     """Alone, on an h that is NaN beyond each rank and in rows without an adapter."""
@@ -104,12 +93,7 @@ def expand_is_right(backend: LoRABackend, case: LoRACase) -> None:
     assert_right(y, wanted, inputs, case.is_integer)
 
 
-@prop(
-    "run_lora_b of run_lora_a is run_linear.",
-    values="either",
-    agreement=BY_CLAIM,
-    features=ANY_LAYER,
-)
+@either_prop("run_lora_b of run_lora_a is run_linear.", features=ANY_LAYER)
 def two_steps_equal_run_linear(backend: LoRABackend, case: LoRACase) -> None:
     """Fused or not, it is the same arithmetic."""
     inputs = case.build(backend.device)
@@ -154,10 +138,8 @@ for _operation in OPERATIONS:
         _register_case_of(_operation)
 
 
-@prop(
+@either_prop(
     "run_embedding is run_linear of one-hot rows, for int32 and int64 ids.",
-    values="either",
-    agreement=BY_CLAIM,
     features=ANY_LAYER,
     examples=40,
 )
@@ -265,12 +247,8 @@ _EMPTY = (
 )
 
 
-@prop(
-    "Memory from torch.empty is written before it is read.",
-    values="either",
-    agreement=BY_CLAIM,
-    features=ANY_LAYER,
-    examples=30,
+@either_prop(
+    "Memory from torch.empty is written before it is read.", features=ANY_LAYER, examples=30
 )
 def memory_is_written_before_it_is_read(backend: LoRABackend, case: LoRACase) -> None:
     """The run meets NaN in every tensor that it allocates without a value."""
