@@ -92,6 +92,7 @@ def choose(
         try:
             contenders += [] if reason else [_one(name, device, dtype, options)]
         except (BackendUnavailableError, UnsupportedInputError) as error:
+            # an option asks for the backend by name
             if name in options:
                 raise
             reason = " ".join(str(error).split())

@@ -76,6 +76,7 @@ def make_job(
     where = check_device(best_device(device))
     default_preset, default_dtype = DEFAULTS[where.type]
     sources = (preset_name, config_json, in_features if in_features is not None else output_slices)
+    # a silent precedence would time other layers than intended
     if sum(source is not None for source in sources) > 1:
         raise InvalidInputError(
             "which layers?\n  given: more than one of a preset, a config.json and widths\n"
@@ -94,6 +95,7 @@ def make_job(
         _operations(operations),
     )
     kind = default_dtype if dtype is None else _dtype(dtype)
+    # now, not after minutes of measuring the cells before
     check_memory(cells, where, kind)
     names = None if backends is None else _words(backends)
     if names == []:

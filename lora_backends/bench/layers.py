@@ -63,6 +63,7 @@ def make_layers(
                 1 / math.sqrt(cell.rank)
             ),
             ranks=torch.full((slots, slices), cell.rank, dtype=torch.int32, device="cpu"),
+            # 0.5 and not 1, so that a dropped scaling shows
             scalings=torch.full((slots, slices), 0.5, device="cpu"),
             output_slices=cell.output_slices,
         )
@@ -81,6 +82,7 @@ def make_workload(cell: Cell, layers: list[LoRAWeights]) -> Workload:
     else:
         shape = (first.num_slices, cell.tokens, first.max_rank)
         x = torch.randn(shape, device=first.device, dtype=torch.float32)
+        # h is zero beyond the rank where a shrink has made it
         x[..., cell.rank :] = 0
     batch = LoRABatch(cell.token_slots, first.num_slots)
     y = torch.zeros(cell.tokens, cell.out_features, **like)
@@ -124,6 +126,7 @@ def check(call: Callable[[int], object], work: Workload, expected: torch.Tensor)
     Raises:
         WrongResultError: a row is off by more than `TOLERANCES` allows.
     """
+    # not zeros: an engine that overwrites y instead of adding would pass
     work.y.fill_(1)
     result = call(0)
     if work.operation.result == "y":
@@ -133,5 +136,6 @@ def check(call: Callable[[int], object], work: Workload, expected: torch.Tensor)
     scale = expected.square().sum(-1).mean().sqrt()
     work.y.zero_()
     relative, allowed = float(error / scale), TOLERANCES[work.layers[0].dtype]
+    # written so that NaN fails
     if not relative <= allowed:
         raise WrongResultError(f"wrong result: a row is off by {relative:.1e}, allowed {allowed:g}")

@@ -211,6 +211,7 @@ def _longest_series(cells: Sequence[Cell], axis: str, fixed: str) -> list[Cell]:
     series: dict[tuple[Any, ...], dict[int, Cell]] = defaultdict(dict)
     for cell in cells:
         key = (cell[fixed], cell["rank"], cell["mix"] == "skewed", cell["in_features"])
+        # a line has one point per tick
         series[key].setdefault(cell[axis], cell)  # the other mixes deal the tokens alike
     longest = max(series.values(), key=len)
     return [longest[value] for value in sorted(longest)]

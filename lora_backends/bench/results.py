@@ -54,6 +54,7 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
+    # in the same folder: a rename across file systems is not atomic
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -82,6 +83,7 @@ def check_writable(folder: Path, option: str) -> None:
     """Make a folder and try to write to it, before anything is measured."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # permission bits say nothing about a read-only file system
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -40,6 +40,7 @@ def graph_times(
     graph.replay()
     torch.cuda.synchronize()
 
+    # several replays between two events: one is too short for their resolution
     def some_replays() -> None:
         for _ in range(replays):
             graph.replay()
@@ -92,6 +93,7 @@ def times_in_turns(
         if turn >= FEWEST_TURNS and time.perf_counter() - begin > SECONDS_A_CELL:
             break
         for name, call in calls.items():
+            # y would grow from sweep to sweep, in 16 bits up to infinity
             before_sweep()
             start = time.perf_counter()
             for layer in range(num_layers):
@@ -150,6 +152,7 @@ def copy_clock() -> Callable[[], float]:
     source, target = (torch.ones(COPIED_VALUES["cpu"], device="cpu") for _ in range(2))
 
     def gigabytes() -> float:
+        # the least time is the one with the least other load
         fastest = min(_cpu_microseconds(lambda: target.copy_(source)) for _ in range(3))
         return 2 * source.nbytes / fastest / 1e3
 

@@ -111,6 +111,7 @@ def tune_points(
         start = now()
         if start >= end:
             break
+        # computed anew, so that points which finish early leave their time to later ones
         share_ends = start + (end - start) / (len(todo) - i)
         notify(len(done) + i, point, None)
         try:
@@ -198,6 +199,7 @@ def best_tiles(entries: Iterable[Entry]) -> dict[tuple[int, int], BatchTiles]:
         by_tile.setdefault(entry.tile_tokens, []).append(entry.tuned_us)
     best = {}
     for batch, by_tile in times.items():
+        # a tile measured for fewer layers would win by its smaller sum
         most = max(map(len, by_tile.values()))
         totals = {tile: sum(us) for tile, us in by_tile.items() if len(us) == most}
         by_rules, fastest = rules.tile_tokens(*batch), min(totals, key=totals.__getitem__)
@@ -260,6 +262,7 @@ def make_tuning(
     engine_with_tiles(backend)
     seconds, where = parse_budget(budget), _gpu(backend, device)
     asked = layers | {key: layers.get(key) or value for key, value in DEFAULTS.items()}
+    # checks must not depend on the table that is about to be written
     options = [f"{backend}.tiles=rules"]
     measured = make_job(**asked, backends=backend, options=options, device=str(where))
     path = writable_file(output or user_folder() / file_name(backend, where), "--output")

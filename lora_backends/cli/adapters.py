@@ -43,6 +43,7 @@ def adapters(
         columns = ["adapter", ">rank", "targets", "dtype", ">bytes"]
         table("", columns, [_row(info) for info in infos], lines=False)
     for info in infos:
+        # on standard error, so that the table can be piped
         if info.problem is not None and not as_json:
             typer.echo(f"\n{_plain(info.name)}: {info.problem}", err=True)
     if any(info.problem is not None for info in infos):
@@ -65,4 +66,5 @@ def _row(info: AdapterInfo) -> list[str]:
 
 def _plain(name: str) -> str:
     """Return a folder's name without characters that act on a terminal."""
+    # a folder's name may hold escape sequences
     return name if name.isprintable() else shown(name)

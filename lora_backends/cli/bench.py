@@ -85,9 +85,11 @@ def bench(
     }
     if from_json is not None and (file or option or any(v is not None for v in asked.values())):
         raise InvalidInputError("--from-json measures nothing\n  allowed beside it: --json, --plot")
+    # before anything is measured, which takes minutes
     file, plot = _writable(file, plot)
     if from_json is not None:
         result, interrupted = read_result(from_json), False
+        # the file may come from anybody, and the tables index into it
         check_cells(result, from_json)
     else:
         result, interrupted = _run(make_job(**asked, options=option or []), file)
@@ -112,6 +114,7 @@ def _writable(file: Path | None, plot: Path | None) -> tuple[Path | None, Path |
         file = writable_file(file, "--output")
     if plot is not None:
         try:
+            # plots come last, when minutes of measuring would be lost
             import matplotlib  # noqa: F401
         except ModuleNotFoundError as error:
             raise UnsupportedInputError(
@@ -190,6 +193,7 @@ def _show_notes(result: dict[str, Any]) -> None:
     lines += [f"note: {note}" for note in result["notes"]]
     lines += [f"not timed: {name}: {reason}" for name, reason in result["left_out"].items()]
     timed = [one for cell in result["rows"] for one in cell["results"].values() if "us" in one]
+    # the limit assumes that x and y come from memory
     if any(one["efficiency"] > 1 for one in timed):
         lines.append("note: efficiency above 1: x and y stay in a cache")
     noisy = sum(_percent(one) > NOISY_PERCENT for one in timed)

@@ -68,6 +68,7 @@ def explain(
         dtype=dtype,
     )
     if svg is not None:
+        # refused before the batch is explained
         svg = new_file(svg, "--svg")
     explanation = explain_batch(backend, made, layer, operation)
     if svg is not None:
@@ -103,10 +104,12 @@ def show(explanation: Explanation) -> None:
     table("tokens by adapter", ["slot", ">ranks", ">tokens", "which"], rows, lines=False)
     order = ranges(explanation.order, 24) or "nothing to do"
     console.print(f"kernel order: {order}", markup=False)
+    # a pipe may have an encoding without blocks
     full, empty = ("█", "░") if console.is_terminal else ("#", ".")
     rows = []
     for number, piece in enumerate(explanation.pieces[:MOST_PIECES]):
         share = len(piece.tokens) / piece.places
+        # a piece with one token of many still shows
         filled = max(1, round(share * min(BAR, piece.places)))
         bar = full * filled + empty * (min(BAR, piece.places) - filled)
         held = f"{len(piece.tokens)} of {piece.places}"

@@ -112,6 +112,7 @@ def _prompts(texts: list[str] | None, use: list[str] | None) -> list[dict[str, s
         return None
     names = use or ["-"]
     if len(names) == 1:
+        # one --use serves all prompts
         names = names * len(texts)
     if len(names) != len(texts):
         raise InvalidInputError(
@@ -172,6 +173,7 @@ def _compare(
     has_dora = any(model.pool.has_dora(model.pool.slots.slot(name)) for name in used)
     new_tokens = min(settings.max_new_tokens, TIMED_TOKENS)
     inputs = prompts.inputs(new_tokens, min_new_tokens=new_tokens)
+    # the base model is timed without hooks
     base: Any = model.detach()
     speeds: dict[str, float | None] = {}
 
@@ -183,6 +185,7 @@ def _compare(
     for name in backend_names():
         if unavailable_reasons(name, model.backend.device):
             continue
+        # options belong to the configured backend alone
         update = {"backend": name, "backend_options": {}}
         label = f"lora_backends, {name}"
         try:
@@ -191,10 +194,12 @@ def _compare(
             speeds[label] = None
             continue
         try:
+            # DoRA or a blend may be refused only when it runs
             timed(label, lambda m=candidate: m.generate(adapters=adapters, **inputs))
         except UnsupportedInputError:
             speeds[label] = None
         finally:
+            # the next contender wraps the same model
             candidate.detach()
     if not used:
         return speeds

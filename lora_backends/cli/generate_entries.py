@@ -43,6 +43,7 @@ def entry_of(named: Entry, adapters: Collection[str], prompt: int) -> Entry:
         InvalidInputError: an unknown name, or a blend that cannot be read.
     """
     entry = named
+    # a name may hold a colon, and then wins over a blend
     if isinstance(named, str) and named not in adapters and ":" in named:
         entry = _read_blend(named, prompt)
     for name in entry if isinstance(entry, Mapping) else [entry]:

@@ -47,6 +47,7 @@ def _describe(name: str, device: torch.device) -> dict[str, Any]:
     reasons = unavailable_reasons(name, device)
     try:
         engine = backend_class(name)
+        # an attribute may be a property of the plugin that raises
         with plugin_code(f"backend {name!r} cannot be described"):
             capabilities = {each: bool(getattr(engine, each)) for each in CAPABILITIES}
     except BackendUnavailableError as error:

@@ -67,6 +67,7 @@ def tune(
 
     try:
         progress = tune_points(job, gpu_lab(job), _show_progress(len(job.points)))
+    # the table holds every finished search
     except KeyboardInterrupt:
         note(f"interrupted; {job.path} has the results so far: run the same command to continue")
         raise typer.Exit(INTERRUPTED) from None

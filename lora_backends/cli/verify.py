@@ -59,6 +59,7 @@ def verify(
     backend = get_backend(name, device=device, **read_options(option or ()))
     if case is not None:
         report = _one_case(backend, properties or [], case)
+        # standard output holds the JSON alone
         show = None if as_json else _Progress(1)
         if show:
             show.finished(report.results[0])
@@ -120,6 +121,7 @@ class _Progress:
 
     def __init__(self, total: int, quiet: bool = False) -> None:
         stderr = Console(stderr=True, highlight=False)
+        # a status line in a log file would be noise
         self._live = stderr.is_terminal
         self._quiet = quiet
         self._total, self._begun = total, 0

@@ -40,6 +40,7 @@ def as_path(path: object, meaning: str) -> Path:
         raise InvalidInputError(
             f"{meaning} is no path\n  given: {shown(path)}\n  allowed: a str or a Path"
         )
+    # __fspath__ of a PathLike may return bytes
     text = os.fspath(path)
     if not isinstance(text, str) or "\0" in text:
         raise InvalidInputError(

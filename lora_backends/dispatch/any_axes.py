@@ -47,6 +47,7 @@ def over_rows(engine: Engine, operation: str, run: Add) -> Add:
         y = y.contiguous()
         rows, flat = as_rows(x), y.view(-1, y.shape[-1])
         run(rows, weights, plan, flat)
+        # the same bytes: the next call finds the entry without making views
         if x.ndim != 2 and x.is_contiguous():
             cached = cache.find(stored, engine, rows, weights, flat, plan.num_tokens)
             if cached is not None:

@@ -69,6 +69,7 @@ def is_accepted(
     if operation.input is Input.TOKEN_IDS and x.is_cpu:
         return False  # the guards read their values
     footprint = weights.footprint
+    # with the footprint, so that moved tensors are checked again
     kinds = footprint.accepted.get((operation.name, engine.handle))
     if kinds is None:
         return False
@@ -92,6 +93,7 @@ def is_accepted(
             return False
         y_end = y_first + (y.nbytes if y.is_contiguous() else extent_of(y))
         x_end = x_first + (x.nbytes if x.is_contiguous() else extent_of(x))
+        # conservative: interleaved columns go to the guards, which look closer
         if (x_first < y_end and y_first < x_end) or footprint.meets(y_first, y_end):
             return False
     if not _is_grad_enabled():
@@ -113,6 +115,7 @@ def accept(
     if type(x) is _Tensor and (y is None or type(y) is _Tensor):
         accepted, key = weights.footprint.accepted, (operation.name, engine.handle)
         kind = _accepted_kind(operation, x, y, detail)
+        # engines come and go, and their entries would stay
         if len(accepted) >= MOST_LAYERS:
             accepted.clear()
         others = [other for other in accepted.get(key, ()) if other != kind]
@@ -191,6 +194,7 @@ def _kind_of(x: _Tensor, x_first: int, y: _Tensor, y_first: int) -> tuple[Any, .
         y.is_contiguous() or y.stride(),
         y.dtype,
         y.device,
+        # Triton compiles other code for addresses that are multiples of 16
         (x_first | y_first) & 15 and (x_first & 15 == 0, y_first & 15 == 0),
     )
 
@@ -270,6 +274,7 @@ class CallCache:
 
         Call it from a method of the interface, whose arguments are checked.
         """
+        # entries of freed layers are never looked up again
         if len(self._calls) >= MOST_LAYERS:
             self._calls.clear()
         stored = _StoredCall(self.key, call, x, weights, y)

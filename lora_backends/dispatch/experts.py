@@ -58,6 +58,7 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(plan, ManyAdaptersPlan):
             outs = [None] * len(plan.plans) if out is None else _routings_of(out, plan)
             pairs = zip(plan.plans, outs, strict=True)
+            # `call`, not `method`: every part is checked like a routing of its own
             made = tuple([call(self, part, *choice, refilled) for part, refilled in pairs])
             return ManyAdaptersRouting(made) if out is None else out
         _check_prepare(self, plan, *choice, out)
@@ -130,6 +131,7 @@ def _check(
         return _check_routed(engine, operation, x, weights, routing, y, options)
     tokens, top_k = routing.topk_ids.shape
     rows = tokens * top_k if options["rows"] == "pairs" else tokens
+    # options select kernels, so they belong to the kind of a call
     detail = (top_k, routing.num_experts, *options.values())
     if not is_accepted(engine, operation, x, weights, routing.plan, y, (rows, tokens), detail):
         _check_routed(engine, operation, x, weights, routing, y, options)
@@ -161,6 +163,7 @@ def _check_prepare(
         elif not expert_map.is_contiguous():  # kernels read it by address
             problems.refuse("expert_map is not contiguous; pass expert_map.contiguous()")
     if not problems.invalid:
+        # with a map the router's ids are global
         highest = num_experts if expert_map is None else expert_map.shape[0]
         _check_ids(problems, "topk_ids", topk_ids, highest)
         if expert_map is not None:
@@ -268,6 +271,7 @@ def _layer_fits(problems: Problems, weights: Any, routing: Any) -> bool:
     if not problems.check_type("routing", routing, problems.engine.routing_type, made):
         return False
     tokens = checks.planned_size(routing.plan, "num_tokens")
+    # fewer are fine: pairs of tokens after the batch are dead
     if tokens is not None and tokens > routing.num_tokens:
         problems.refuse(
             f"the routing is for {routing.num_tokens} tokens, its plan was refilled with {tokens}; "

@@ -50,6 +50,7 @@ def _add(
     plan: int,
     options: list[int],
 ) -> None:
+    # a schema of torch's library has no place for arbitrary keywords
     pairs = zip(BY_NAME[operation].options, options, strict=True)
     keywords = {option.name: option.values[index] for option, index in pairs}
     getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y, **keywords)
@@ -89,6 +90,7 @@ def trace_shrink(
     """Return h of a traced call of `run_lora_a`; `call` is the method, which checks."""
     if _needs_python(x, weights, plan, None):
         return call_outside(call, engine, x, weights, plan)  # type: ignore[no-any-return]
+    # torch.compile may put captured operations into a CUDA graph of its own
     run, _ = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
     sizes = weights.num_slices, weights.max_rank
     h: torch.Tensor = run(x, *sizes, engine.handle, weights.handle, plan.handle)
@@ -114,6 +116,7 @@ def trace_add(
     _, run = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
     y = base_output
     if y is None:
+        # traced with the program, so that its allocator plans this memory too
         y = new_output(operation, x, weights, plan, options)
     places = [option.values.index(options[option.name]) for option in operation.options]
     run(operation.name, x, y, engine.handle, weights.handle, plan.handle, places)

@@ -55,6 +55,7 @@ class Problems:
         lines += [f"  - {problem}" for problem in self.invalid + self.unsupported]
         described = ", ".join(f"{k} {describe(v)}" for k, v in arguments.items() if v is not None)
         lines.append(f"  given: {described}")
+        # a contradiction is the caller's to mend, whatever else is missing
         error = InvalidInputError if self.invalid else UnsupportedInputError
         raise error("\n".join(lines))
 

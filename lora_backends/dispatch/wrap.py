@@ -38,6 +38,7 @@ class Dispatched(Engine):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for operation in OPERATIONS:
+            # getattr, not __dict__: a mixin that is no backend defines methods too
             method = getattr(cls, operation.name, None)
             if method is not None and _wrapped(method) is None:
                 # e.g. the interface's `run_qkv`, which calls `run_linear`
@@ -49,6 +50,7 @@ class Dispatched(Engine):
                 call = functools.update_wrapper(wrap(method), method)
                 call.wrapped = _Wrapper(call, method)  # type: ignore[attr-defined]
                 setattr(cls, name, call)
+        # a claim that the override cannot keep
         if not _takes(cls, "prepare_batch", "capacity"):  # overridden without it
             cls.features = cls.features - {CAPACITY}
         cls.storing = frozenset(op.name for op in OPERATIONS if _stores(cls, op))
@@ -110,6 +112,7 @@ def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
 
 
 def _wrap_h(operation: Operation, method: Method) -> Method:
+    # asked once per class: a signature takes microseconds
     takes_out = "out" in inspect.signature(method).parameters
 
     def call(
@@ -128,6 +131,7 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
         check_operation(self, operation, x, weights, plan, out=out)
         if takes_out:
             return method(self, x, weights, plan, out=out)
+        # the engine does not write into out, so the interface copies
         written: torch.Tensor = out.copy_(method(self, x, weights, plan))
         return written
 
@@ -158,6 +162,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
             guard(self, operation, x, weights, plan, y)
         if y is None:
             y = new_output(operation, x, weights, plan)
+        # a stored call has passed all checks, so a hit needs none
         cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
         if cached is not None and (slices is None or slices == weights.num_slices):
             if cached.run(x, weights, plan, y):
@@ -191,6 +196,7 @@ def _add_each(
     if operation.input is Input.H:
         refuse(operation.name, plan)
     y = base_output
+    # before the first adapter is added: a later refusal would leave y half done
     check_operation(engine, operation, first, weights, plan.plans[0], y)
     if y is None:
         y = new_output(operation, first, weights, plan)
@@ -204,6 +210,7 @@ def _stores(cls: type, operation: Operation) -> bool:
     wrapper = _wrapped(getattr(cls, operation.name, None))
     if wrapper is None:
         return False
+    # e.g. run_qkv of an engine that stores calls of run_linear
     by_default = wrapper.is_default and operation.same_as is not None
     return wrapper.stores or (by_default and _stores(cls, BY_NAME[operation.same_as or ""]))
 

@@ -217,6 +217,7 @@ def table_device() -> torch.device:
 
 
 def _explainer(backend: str) -> Any | None:
+    # a plugin of a single module has no folder for a module `explain`
     home = backend_class(backend).__module__
     if not hasattr(sys.modules[home], "__path__"):
         return None

@@ -115,6 +115,7 @@ def _batch(fields: dict[str, Any]) -> LoRABatch:
     else:
         slots, lengths = fields["slots"], None
     if fields.get("num_slots") is None:
+        # anything else is refused by LoRABatch, with its own message
         plain = isinstance(slots, list) and all(isinstance(slot, int) for slot in slots)
         fields["num_slots"] = max([0, *slots]) + 1 if plain else 1
     _check_most("slots", fields["num_slots"])

@@ -107,6 +107,7 @@ def _draw_order(page: _Page, explanation: Explanation) -> None:
         page.box(MARGIN + place * cell, below, cell, 22, _colour(slot))
         if cell >= 14:
             page.label(MARGIN + (place + 0.5) * cell, below + 15, str(token), 10, "#ffffff")
+        # more lines would fill the whole area
         if count <= MOST_LINES:
             start, end = MARGIN + (token + 0.5) * cell, MARGIN + (place + 0.5) * cell
             page.line(start, top + 22, end, below, _colour(slot))

@@ -117,6 +117,7 @@ def _check_options(name: str, engine: type[LoRABackend], options: dict[str, Any]
                 f"backend {name!r} has no option {option!r}{did_you_mean(option, allowed)}\n"
                 f"  allowed: {', '.join(allowed) or 'none; this backend has no options'}"
             )
+        # annotations are strings under `from __future__ import annotations`
         is_switch = option in allowed and parameters[option].annotation in (bool, "bool")
         if is_switch and not isinstance(value, bool):  # any text counts as true, "no" as well
             raise InvalidInputError(
@@ -139,6 +140,7 @@ def _create_best(device: torch.device, options: dict[str, Any]) -> LoRABackend:
         passed_over += [f"{name}: {reason}" for reason in reasons]
         if priority is not None and not reasons:
             candidates.append((priority, name, engine))
+    # the name breaks ties, so that the choice does not depend on the order of entry points
     for _, name, engine in sorted(candidates, key=lambda c: c[:2], reverse=True):
         try:
             return _create(name, engine, device, options)

@@ -94,6 +94,7 @@ def reasons_of(name: str, engine: type[LoRABackend], device: torch.device) -> li
             reasons: Any = engine.unavailable_reasons(device)
     except BackendUnavailableError as error:
         return [f"{error}."]
+    # a plugin's return value is as foreign as its code
     if isinstance(reasons, list | tuple) and all(isinstance(r, str) for r in reasons):
         return list(reasons)
     return [f"{name}.unavailable_reasons returns {shown(reasons)}; allowed: a list of sentences."]
@@ -192,6 +193,7 @@ def _entries_one_by_one() -> Iterator[tuple[EntryPoint | None, str]]:
     """
     seen = set()
     for distribution in distributions():
+        # names of distributions compare like this on every index
         name = re.sub(r"[-_.]+", "-", _name_of(distribution)).lower()
         if name in seen:
             continue

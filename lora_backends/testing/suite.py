@@ -188,6 +188,7 @@ class _Attempt:
         phases = [Phase.generate, *([Phase.shrink] if self.shrink else [])]
         return hypothesis.settings(
             max_examples=max(1, round(self.prop.examples * self.profile.effort)),
+            # a report repeats a case by its seed and text alone
             database=None,
             deadline=None,
             derandomize=False,
@@ -195,6 +196,7 @@ class _Attempt:
             print_blob=False,
             report_multiple_bugs=False,
             stateful_step_count=STEPS,
+            # large cases are slow to draw, which says nothing about the backend
             suppress_health_check=list(HealthCheck),
             verbosity=Verbosity.quiet,
         )
@@ -249,6 +251,7 @@ def _run(attempt: _Attempt, execute: Callable[[_Attempt], None]) -> PropertyResu
 
 def _seed_of(attempt: _Attempt) -> int:
     """Return a seed of the property's own, so that it draws the same cases when it runs alone."""
+    # hash() of a text differs from process to process
     return zlib.crc32(f"{attempt.seed}/{attempt.prop.name}".encode())
 
 
@@ -293,6 +296,7 @@ def _message(error: BaseException) -> str:
     """Return the message of an assertion; of other exceptions, the type and where it was raised."""
     if isinstance(error, AssertionError):
         return str(error)
+    # the innermost frame is the backend's
     last = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"{type(error).__name__}: {error}\n  raised at {last.filename}:{last.lineno} ({last.name})"

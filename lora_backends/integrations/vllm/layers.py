@@ -73,6 +73,7 @@ def adopt(module: Any, wrapper: Any) -> None:
         raise UnsupportedInputError(
             f"the LoRA layer {type(module).__name__} keeps no lora_b_stacked that can be read"
         )
+    # equal ranks: this process holds both halves of every rank
     if a and a[0].shape[2] == b[0].shape[3]:
         both = _weights(a, b)
         layer = AdoptedLayer(both, both, wrapper)

@@ -69,6 +69,7 @@ class Plans:
         self._is_announced = True
         for room in self._rooms:
             room.is_current = False
+            # a replay reads the plan without running Python
             if room.is_captured and room.capacity >= self.num_rows:
                 self._refill(room)
 

@@ -52,6 +52,7 @@ class ReproducibleCase:
         """Return the batch."""
         scales = None
         if self.token_scales:
+            # of a generator of their own, so that x and the weights stay the same
             scales = token_factors((self.num_tokens,), self.seed, self.is_integer)
         return LoRABatch(self.slots, self.num_slots, scales)
 
@@ -156,6 +157,7 @@ class LoRACase(ReproducibleCase):
         num_slices, out_features = len(self.output_slices), sum(self.output_slices)
         a_shape = (self.num_slots, num_slices, self.max_rank, self.in_features)
         x = self.draw_x(self.num_tokens, self.in_features, generator)
+        # a backend that multiplies a masked row shows NaN
         x[[slot == NO_ADAPTER for slot in self.slots]] = float("nan")
         a = draw(a_shape, generator)
         largest = 3 if self.token_scales or self.output_scales else 15  # sums stay exact
@@ -173,6 +175,7 @@ class LoRACase(ReproducibleCase):
         if self.stored is not None and self.is_integer:
             x[:, LARGEST_EXACT // 2 :] = 0  # sums of products with scales up to 2 stay exact
         scalings = torch.tensor(self.scalings, device="cpu").reshape(ranks.shape)
+        # 0 * NaN shows where a kernel multiplies instead of skipping
         scalings = scalings.masked_fill(ranks == 0, float("nan"))
         bias_dtype = torch.float32 if self.wide_bias else self.dtype
 

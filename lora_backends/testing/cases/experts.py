@@ -113,6 +113,7 @@ class ExpertCase(ReproducibleCase):
         factors = torch.rand(tokens, self.top_k, generator=generator, device="cpu")
         if self.is_integer:
             factors = (4 * factors).floor() / 2  # 0, 0.5, 1, 1.5
+        # weights of dead pairs may hold anything
         factors[~live] = float("nan")
         width, results = sum(self.output_slices), 1 if self.reduce else self.top_k
         base = base_values((tokens * results, width), generator, self.is_integer)
@@ -178,6 +179,7 @@ class ExpertCase(ReproducibleCase):
         local[self.num_experts :] = -1  # these experts live elsewhere
         expert_map = local[torch.randperm(len(local), generator=generator, device="cpu")]
         order = expert_map.argsort()  # those elsewhere first, then the local ones by their ids
+        # negative and unmapped ids must both count as dead
         places = torch.cat([order[self.num_experts :], order[:1]])  # the last is for id -1
         return places[ids], expert_map.int()
 

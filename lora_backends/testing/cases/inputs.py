@@ -46,6 +46,7 @@ def guarded(values: torch.Tensor, pad: int, fill: float) -> torch.Tensor:
         return values.clone(memory_format=torch.contiguous_format)
     *outer, rows, columns = values.shape
     below = pad if outer else 0
+    # strides of a slice of a larger stack, as pools and vLLM pass them
     buffer = values.new_full((*outer, rows + below, columns + 2 * pad), fill)
     return buffer[..., :rows, pad : pad + columns].copy_(values)
 
@@ -157,6 +158,7 @@ class LoRAInputs:
             self,
             x=self.x if x is None else guarded(x, self.x_pad, float("nan")),
             weights=used,
+            # other weights may have another number of slots
             batch=LoRABatch(token_slots, used.num_slots, self.batch.token_scales),
         )
 

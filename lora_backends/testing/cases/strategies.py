@@ -133,6 +133,7 @@ def drawn_form(
 ) -> dict[str, Any]:
     """Draw the dtypes, guards and scales of a case of any kind; arguments as in `lora_cases`."""
     ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
+    # before the dtype is drawn, which stacks of 8 bits restrict
     if stored is None and EIGHT_BIT in features and not set(ordered).isdisjoint(COMPUTE_DTYPES):
         stored = draw(st.sampled_from(STORED))
     if stored is not None:  # float64 goes with wider stacks

@@ -140,6 +140,7 @@ def _capture(
     """Return (graph, x, y): a captured run_linear that reads x and adds to y in place."""
     assert inputs.base is not None
     x, y = inputs.x.clone(), inputs.base.clone()
+    # kernels compile on their first call, which a capture forbids
     warm = torch.cuda.Stream(backend.device)  # type: ignore[no-untyped-call]
     warm.wait_stream(torch.cuda.current_stream(backend.device))
     with torch.cuda.stream(warm):
@@ -226,6 +227,7 @@ def graph_replay_follows_a_plan_with_room(backend: LoRABackend, case: LoRACase) 
             if captured.batch.token_scales is not None or part.batch.token_scales is None:
                 raise
             continue
+        # rows after the batch must not be read
         x.fill_(float("nan"))
         x[:count] = part.x
         y.copy_(inputs.base)

@@ -110,6 +110,7 @@ def _collect(value: Any, path: str, addresses: dict[str, int]) -> None:
 def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> None:
     """A refilled plan keeps nothing of its former batch, whatever the new one."""
     inputs = case.build(backend.device)
+    # none, one slot and all slots: the sizes of tables differ most
     for former in compositions(case)[1:4]:
         plan = backend.prepare_batch(inputs.replace(slots=former).batch)
         plan = backend.prepare_batch(inputs.batch, out=plan)
@@ -257,6 +258,7 @@ def threads_do_not_disturb_each_other(backend: LoRABackend, case: LoRACase) -> N
         composed(inputs, slots, case.seed + turn)
         for turn, slots in enumerate(compositions(case)[2:5])
     ]
+    # all at once: threads started in turn would run in turn
     start = threading.Barrier(len(works))
 
     def work(part: LoRAInputs) -> None:

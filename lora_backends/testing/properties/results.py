@@ -210,6 +210,7 @@ def results_are_independent(backend: LoRABackend, case: LoRACase) -> None:
 def batches_without_work_change_nothing(backend: LoRABackend, case: LoRACase) -> None:
     """No tokens at all, then the drawn tokens, none with an adapter."""
     inputs = case.build(backend.device)
+    # rows without an adapter must not be multiplied at all
     nan_rows = torch.full_like(inputs.x, float("nan"))
     idle = inputs.replace(x=nan_rows, slots=[NO_ADAPTER] * case.num_tokens)
     for quiet in (inputs.select([]), idle):

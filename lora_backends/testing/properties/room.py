@@ -35,6 +35,7 @@ class Roomy:
         """Return a tensor with further rows, of NaN, or of 0 for integers."""
         shape = list(tensor.shape)
         shape[axis] = self.rows - shape[axis]
+        # ids must stay within the vocabulary
         filler = float("nan") if tensor.is_floating_point() else 0
         return torch.cat([tensor, tensor.new_full(shape, filler)], axis)
 

@@ -205,6 +205,7 @@ def nan_and_infinity_stay_where_they_belong(backend: LoRABackend, case: LoRACase
     inputs = case.build(backend.device)
     assert inputs.base is not None
     token, other = case.seed % case.num_tokens, case.num_tokens - 1 - case.seed % case.num_tokens
+    # both kinds, chosen by the seed so that a case repeats
     odd = (torch.nan, torch.inf)[case.seed % 3 % 2]
     x, base = inputs.x.clone(), inputs.base.clone()
     x[token, case.seed % case.in_features] = odd
@@ -233,6 +234,7 @@ class _PoisonedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        # meta tensors have no memory
         if func.overloadpacket in _EMPTY and result.device.type != "meta":
             result.fill_(float("nan") if result.is_floating_point() else 100)
         return result
