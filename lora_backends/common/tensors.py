@@ -37,5 +37,6 @@ def extent_of(tensor: torch.Tensor | None) -> int:
         return 0
     if tensor.is_contiguous():
         return tensor.nbytes
+    # torch has no negative strides, so the last element is the farthest
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()

@@ -149,8 +149,7 @@ def _check_prepare(
 ) -> None:
     """Guard `prepare_experts`; the signature is the method's."""
     problems = Problems(engine)
-    if not isinstance(plan, engine.plan_type):
-        problems.check_type("plan", plan, engine.plan_type, "a plan of this backend")
+    problems.check_type("plan", plan, engine.plan_type, "a plan of this backend")
     is_count = isinstance(num_experts, int) and not isinstance(num_experts, bool)
     if not is_count or not 1 <= num_experts <= MOST:
         problems.refuse(f"num_experts is {shown(num_experts)}; allowed: 1 to {MOST}")
@@ -172,8 +171,6 @@ def _check_prepare(
             checks.check_gradients(problems, [topk_weights], None)
     if not problems.invalid and out is not None:
         _check_refill(problems, topk_ids, num_experts, out)
-    if not (problems.invalid or problems.unsupported):
-        return
     problems.raise_if_any(
         "prepare_experts",
         plan=plan,

@@ -250,7 +250,7 @@ class LoRAConfig(BaseSettings):
             key = ".".join(_name(part) for part in detail["loc"])
             top = str(detail["loc"][0]) if detail["loc"] else ""
             if detail["type"] == "extra_forbidden":
-                fields = _fields_beside(cls, detail["loc"])
+                fields = _sibling_fields(cls, detail["loc"])
                 guess = did_you_mean(str(detail["loc"][-1]), fields)
                 problem = f"unknown key{guess}\n    allowed: {', '.join(fields)}"
             else:
@@ -278,7 +278,7 @@ def _name(part: str | int) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _fields_beside(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+def _sibling_fields(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
     """Return the fields of the table that holds the key at `location`."""
     for part in location[:-1]:
         if isinstance(part, str):

@@ -50,6 +50,7 @@ class TorchRefBackend(LoRABackend):
         reasons = super().unavailable_reasons(device)
         if not reasons and as_device(device).type not in ("cpu", "cuda"):
             try:
+                # torch knows of device types that its build cannot use
                 torch.empty(0, device=device)
             except (RuntimeError, AssertionError, NotImplementedError) as error:
                 reasons.append(f"torch cannot use {device} here: {error}.")
@@ -69,6 +70,7 @@ class TorchRefBackend(LoRABackend):
             out = TorchRefPlan(*sizes, segments, capacity=capacity or 0)
         scales = batch.token_scales
         out.num_tokens, out.segments = batch.num_tokens, segments
+        # an operation indexes them with rows of x, up to the capacity
         out.token_scales = None if scales is None else padded(scales, out.capacity).to(self.device)
         return out
 
@@ -123,6 +125,7 @@ def _rows_of(token_slots: torch.Tensor, slot: int, device: torch.device) -> refe
     """Return the tokens of `slot` in `token_slots`: a slice if those tokens are neighbours."""
     rows = (token_slots == slot).nonzero().flatten()
     first, last = int(rows[0]), int(rows[-1])
+    # a slice is a view; indices would copy x
     if last - first + 1 == rows.numel():
         return slice(first, last + 1)
     return rows.to(device)

@@ -60,11 +60,11 @@ def token_slots(
         st.tuples(st.tuples(st.just(NO_ADAPTER), st.integers(1, 20))),
     )
     order = st.sampled_from(("drawn", "sorted", "shuffled"))
-    beside_tile = st.sampled_from((None, -1, 0, 1))
+    at_edge = st.sampled_from((None, -1, 0, 1))
     first = [*range(num_slots), NO_ADAPTER]
     firsts = st.just(first) if every_slot else st.sampled_from(([], [], [], first))
     limit = st.just(profile.max_tokens)
-    return st.builds(_ordered, runs, firsts, order, st.integers(0, 99), beside_tile, limit)
+    return st.builds(_ordered, runs, firsts, order, st.integers(0, 99), at_edge, limit)
 
 
 def _ordered(
@@ -72,12 +72,12 @@ def _ordered(
     firsts: list[int],
     order: str,
     seed: int,
-    beside_tile: int | None,
+    at_edge: int | None,
     max_tokens: int,
 ) -> tuple[int, ...]:
     slots = [*firsts, *(slot for slot, length in runs for _ in range(length))][:max_tokens]
-    if beside_tile is not None and len(slots) > 8:  # a shorter batch begins anew, up to a tile
-        slots = (2 * slots)[: max(16, len(slots) // 16 * 16) + beside_tile]
+    if at_edge is not None and len(slots) > 8:  # a shorter batch begins anew, up to a tile
+        slots = (2 * slots)[: max(16, len(slots) // 16 * 16) + at_edge]
     if order == "sorted":
         slots.sort()
     elif order == "shuffled":
