@@ -67,6 +67,7 @@ class _FileSource(PydanticBaseSettingsSource):
         values = (
             {k: v for k, v in file.values.items() if k not in self.current_state} if file else {}
         )
+        # options of the file's backend mean nothing to another one
         if file and self.current_state.get("backend", file.values.get("backend")) != (
             file.values.get("backend")
         ):
@@ -82,6 +83,7 @@ class _EnvSource(EnvSettingsSource):
         self, field_name: str, field: Any, value: Any, value_is_complex: bool
     ) -> Any:
         prepared = super().prepare_field_value(field_name, field, value, value_is_complex)
+        # StrictInt refuses strings, and the environment holds nothing else
         if field.annotation is int and isinstance(prepared, str) and prepared.strip().isdecimal():
             return int(prepared)
         return prepared
@@ -215,6 +217,7 @@ class LoRAConfig(BaseSettings):
     @field_validator("limits", mode="before")
     @classmethod
     def _as_limits(cls, limits: Any) -> Any:
+        # pydantic refuses other types
         if not isinstance(limits, Mapping):
             return limits
         names = [field.name for field in fields(LoadLimits)]
@@ -235,6 +238,7 @@ class LoRAConfig(BaseSettings):
         fields = [ENV_PREFIX + field.upper() for field in LoRAConfig.model_fields]
         allowed = [*fields, TILES_VARIABLE, VLLM_VARIABLE]
         for variable in os.environ:
+            # pydantic-settings ignores unknown variables, and a typing error would pass unseen
             if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in allowed:
                 raise InvalidInputError(
                     f"unknown environment variable {_name(variable)}"

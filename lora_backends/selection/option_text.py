@@ -40,6 +40,7 @@ def read_options(texts: Iterable[str], prefix: str = "") -> dict[str, Any]:
 def option_value(text: str) -> Any:
     """Return a value of a command line: JSON, a word of Python, else the string itself."""
     try:
+        # JSON first: numbers, lists and true have their types
         return json.loads(text)
     except (ValueError, RecursionError):
         return _WORDS.get(text, text)

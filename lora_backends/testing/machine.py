@@ -77,6 +77,7 @@ class Pool:
                 weights.lora_b[slot, cols, :slice_rank] = b.to(self.device)
                 weights.ranks[slot, s], weights.scalings[slot, s] = slice_rank, scaling
                 delta[cols] = scaling * b.double() @ a.double()
+            # in float64 from the rounded A and B, so that only the backend's own error counts
             self.deltas[slot, index] = delta
             if weights.bias is not None:
                 bias = drawn(weights.out_features)
@@ -90,6 +91,7 @@ class Pool:
             weights.lora_b[slot] = torch.nan
             weights.ranks[slot], weights.scalings[slot] = 0, 0.0
             if weights.bias is not None:
+                # a bias acts at rank 0 too, and a freed slot must add nothing
                 weights.bias[slot] = 0.0
             self.deltas.pop((slot, index), None)
             self.biases.pop((slot, index), None)
@@ -145,6 +147,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.steps: list[str] = []
         self.flights: dict[int, Flight] = {}
         dtypes = self.backend.dtypes
+        # the widest common dtype gives the tightest bound
         dtype = torch.float32 if torch.float32 in dtypes else dtypes[0]
         self.pool = Pool(dtype, self.backend.device)
 
@@ -203,6 +206,7 @@ class PoolMachine(RuleBasedStateMachine):
         """
         flight = self.flights[name]
         least = most = len(flight.slots)
+        # without room a refill keeps the number of tokens
         if CAPACITY in self.backend.features:
             least, most = 0, flight.capacity
         one = st.integers(NO_ADAPTER, NUM_SLOTS - 1)

@@ -106,6 +106,7 @@ def failure_text(result: PropertyResult) -> str:
     }
     lines = [f"\nFAILED {result.name}"]
     for title, block in blocks.items():
+        # a failure of the machine has no case to replay
         if not block:
             continue
         lines.append(f"  {title}:")

@@ -47,6 +47,7 @@ def _halves(shape: Sequence[int], seed: int, device: torch.device) -> torch.Tens
 def delta_is_linear_in_x(backend: LoRABackend, case: LoRACase) -> None:
     """The input x is cut into two parts that add up to it without rounding."""
     inputs = case.build(backend.device).without_base_and_bias()
+    # a mask, not a sum of halves: the parts must add up exactly
     mask = _halves(inputs.x.shape, case.seed, inputs.x.device)
     parts = [inputs.replace(x=inputs.x.masked_fill(cut, 0.0)) for cut in (mask, ~mask)]
     _assert_sum(backend, inputs, parts)
@@ -76,6 +77,7 @@ def concatenated_ranks_are_a_sum(backend: LoRABackend, case: LoRACase) -> None:
     inputs = case.build(backend.device).without_base_and_bias()
     weights = inputs.weights
     first = replace(weights, ranks=weights.ranks // 2)
+    # NaN beyond the new ranks, as in any case
     a, b = torch.full_like(weights.lora_a, torch.nan), torch.full_like(weights.lora_b, torch.nan)
     ranks = weights.ranks - first.ranks
     for slot, of_slot in enumerate(ranks.tolist()):
@@ -98,6 +100,7 @@ def stacked_slices_equal_separate_layers(backend: LoRABackend, case: LoRACase) -
         base = None if inputs.base is None else inputs.base[:, cols].contiguous()
         single = replace(inputs.replace(weights=slice_of_layer(inputs.weights, s)), base=base)
         alone = linear(backend, single)
+        # each of the two results may be off by its own bound
         bound = 2 * wanted.bound[:, cols]
         assert_agree(alone, y[:, cols], bound, single, exact=case.is_integer, claimed=False)
 
@@ -153,6 +156,7 @@ def merged_weights_equal_unmerged(backend: LoRABackend, case: LoRACase) -> None:
             wanted[token] = x[token] @ (w + factor * delta_of(weights, slot)).T
             if weights.bias is not None:
                 wanted[token] += weights.bias[slot].cpu().double()
+    # base_output was rounded to its dtype before the call
     rounding = (base.double() - x @ w.T).abs() + 1e-12 * (x.abs() @ w.abs().T)
     bound = expected(backend, y_inputs).bound + rounding
     assert_close(linear(backend, y_inputs), Expected(wanted, bound), y_inputs)
@@ -206,6 +210,7 @@ def row_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
     plan = backend.prepare_batch(inputs.batch)
     h = None
     for cols in _shards(weights.in_features):
+        # a shard's x is a tensor of its own in a parallel layer
         x = guarded(inputs.x[:, cols], inputs.x_pad, float("nan"))
         part = backend.run_lora_a(x, replace(weights, lora_a=weights.lora_a[..., cols]), plan)
         h = part if h is None else h + part
@@ -242,6 +247,7 @@ def gradients_are_those_of_the_formula(backend: LoRABackend, case: LoRACase) -> 
         start = None if inputs.base is None else _leaf(inputs.base)
         layer = replace(inputs.weights, lora_a=leaves[1], lora_b=leaves[2])
         y = call(leaves[0], layer, plan, None if start is None else start + 0)
+        # integers, so that gradients in float32 are exact and can be compared by value
         exact = [_leaf(t.detach().double()) for t in leaves]
         zeros = torch.zeros(y.shape, dtype=torch.float64, device=y.device)
         exact_start = _leaf(zeros if start is None else start.detach().double())
@@ -255,6 +261,7 @@ def gradients_are_those_of_the_formula(backend: LoRABackend, case: LoRACase) -> 
             _assert_gradient(f"{name}: base_output", start.grad, exact_start.grad)
         names = ("x", "lora_a", "lora_b")
         for leaf, leaf_tensor, wanted in zip(names, leaves, exact, strict=True):
+            # token ids have no gradient
             if name != "run_embedding" or leaf != "x":
                 _assert_gradient(f"{name}: {leaf}", leaf_tensor.grad, wanted.grad)
 

@@ -90,6 +90,7 @@ def large_offsets_do_not_wrap(backend: LoRABackend, case: LoRACase) -> None:
     )
     small = case.build(backend.device)
     wanted = expected(backend, small)
+    # on a CPU only the touched pages take memory
     storage = torch.empty(2 * (HALF + ROOM), dtype=dtype, device=backend.device)
     embedded = expected_of(backend, BY_NAME["run_embedding"], small, small.x)
     for far, inputs, base in _stretched(small, storage):

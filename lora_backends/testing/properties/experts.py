@@ -76,6 +76,7 @@ def assert_right(actual: torch.Tensor, wanted: Expected, inputs: ExpertInputs, e
         )
     result = actual.detach().cpu()
     if exact:
+        # NaN differs from everything, so it counts as wrong
         wrong = result != oracles.rounded_exactly(wanted, dtype)
     else:
         wrong = ~((result.double() - wanted.value).abs() <= wanted.bound)  # NaN is wrong
@@ -130,6 +131,7 @@ def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     base = torch.where(kept, odd[turns], inputs.base.cpu()).to(backend.device)
     ids = inputs.topk_ids
     if backend.device.type != "cpu":
+        # the checks do not look at a device's values, so kernels must
         ids = torch.where(ids < 0, inputs.weights.num_experts + 3, ids)
     inputs = replace(inputs, base=base, topk_ids=ids)
     y = experts(backend, inputs)
@@ -201,6 +203,7 @@ def a_refilled_routing_equals_a_fresh_one(backend: LoRABackend, case: ExpertCase
     assert_right(
         experts(backend, turned, routing), expected(backend, turned), turned, case.is_integer
     )
+    # a routing may be refilled for another plan
     plan = backend.prepare_batch(inputs.batch, out=plan if case.seed % 2 else None)
     if routing_of(backend, inputs, plan, out=routing) is not routing:
         raise AssertionError("prepare_experts(..., out=routing) returned another routing")
@@ -287,6 +290,7 @@ def experts_follow_a_plan_with_room(backend: LoRABackend, case: ExpertCase) -> N
         short = replace(inputs, batch=first_tokens(inputs.batch, count))
         backend.prepare_batch(short.batch, out=plan)
         x = inputs.x.clone()
+        # rows of x after the batch must not be read
         x[len(x) // case.num_tokens * count :] = float("nan")
         idle = torch.full((case.num_tokens - count,), NO_ADAPTER, device="cpu")
         padded = LoRABatch(
@@ -327,6 +331,7 @@ def experts_of_several_adapters_are_a_sum(backend: LoRABackend, case: ExpertCase
         bound = bound + expected(backend, alone).bound
         alone = replace(alone, base=experts(backend, alone).clone())
     assert alone.base is not None
+    # the same roundings in the same order
     if case.is_integer or backend.deterministic:
         bound = torch.zeros_like(bound)
     wanted = Expected(alone.base.cpu().double(), 2 * bound)
@@ -380,6 +385,7 @@ def graph_replay_of_experts_equals_eager(backend: LoRABackend, case: ExpertCase)
     assert inputs.base is not None
     plan = backend.prepare_batch(inputs.batch)
     routing, y = routing_of(backend, inputs, plan), inputs.base.clone()
+    # compiles the kernels, which a capture cannot
     backend.run_experts(inputs.x, inputs.weights, routing, y.clone(), **inputs.options)
     torch.cuda.synchronize(backend.device)
     graph = torch.cuda.CUDAGraph()
@@ -419,6 +425,7 @@ def bad_experts_are_refused_before_anything_is_written(
         base = inputs.base.clone()
         bad_base = base[1:] if what == "a base_output with too few rows" else base
         try:
+            # these are refused by prepare_experts already
             if what.startswith("a router"):
                 routing_of(backend, bad, plan)
             backend.run_experts(bad.x, bad.weights, routing, bad_base, **bad.options)

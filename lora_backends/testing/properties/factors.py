@@ -122,6 +122,7 @@ def dora_equals_the_merged_weight(backend: LoRABackend, case: LoRACase) -> None:
     w = torch.randn(weights.out_features, weights.in_features, generator=generator, device="cpu")
     m = torch.rand(case.num_slots, weights.out_features, generator=generator, device="cpu") + 0.5
     adapted = torch.stack([w.double() + delta_of(weights, s) for s in range(case.num_slots)])
+    # output_scales are float32, the oracle's are not rounded
     exact = m.double() / adapted.norm(dim=-1)  # [num_slots, out_features]
     scales = exact.float().to(backend.device)
     x = inputs.x.cpu().double().nan_to_num(nan=0.0)
@@ -177,6 +178,7 @@ def several_adapters_are_the_sum_of_single_runs(backend: LoRABackend, case: LoRA
         for op in operations_for(inputs.weights)
         if op.input is not Input.H and op.name != "run_linear"
     ]
+    # the seed's low bit has chosen the number of adapters
     for operation in (BY_NAME["run_linear"], others[case.seed // 2 % len(others)]):
         y, alone = run(backend, operation, inputs, plan, inputs.new_view()), inputs.new_view()
         if operation.input is Input.ROWS:

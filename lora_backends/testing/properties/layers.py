@@ -69,6 +69,7 @@ def _spread(weights: LoRAWeights, which: str) -> LoRAWeights:
     """Return the layer with tuples of tensors of their own, in reverse order in memory."""
 
     def of(part: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        # a backend that assumes equal distances between slices reads another one
         copies = [guarded(part(s), s, float("nan")) for s in reversed(range(weights.num_slices))]
         return tuple(reversed(copies))
 

@@ -77,6 +77,7 @@ def a_refilled_plan_follows_the_batch(backend: LoRABackend, case: LoRACase) -> N
         elif backend.prepare_batch(turned.batch, out=plan) is not plan:
             raise AssertionError("prepare_batch(batch, out=plan) returned another plan")
         check_linear(backend, case, turned, plan)
+        # a graph reads addresses, so a moved tensor would be read after it was freed
         if backend.cuda_graphs and device_tensors(plan) != addresses:
             raise AssertionError(
                 "a refill moved tensors of the plan that a captured graph reads: "
@@ -93,6 +94,7 @@ def device_tensors(plan: Any) -> dict[str, int]:
 
 def _collect(value: Any, path: str, addresses: dict[str, int]) -> None:
     if isinstance(value, torch.Tensor):
+        # no graph reads host memory
         if value.device.type not in ("cpu", "meta"):
             addresses[path] = value.data_ptr()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -126,6 +128,7 @@ def two_plans_in_flight_are_independent(backend: LoRABackend, case: LoRACase) ->
     other = composed(inputs, compositions(case)[4], case.seed)
     half = inputs.select(range(case.num_tokens // 2))
     flight = [(part, backend.prepare_batch(part.batch)) for part in (inputs, other, half)]
+    # another order than they were made in
     for part, plan in (flight[0], flight[2], flight[1]):
         check_linear(backend, case, part, plan)
     backend.prepare_batch(inputs.replace(slots=compositions(case)[3]).batch, out=flight[1][1])
@@ -166,6 +169,7 @@ def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) ->
     for layer in layers:
         inputs = dataclasses.replace(layer.build(backend.device), batch=first.batch)
         check_linear(backend, layer, inputs, plan)
+    # a stored call of the first layer must not repeat its x
     check_linear(backend, case, first.replace(x=-first.x), plan)
 
 

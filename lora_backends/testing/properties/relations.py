@@ -35,6 +35,7 @@ def two_runs_are_equal(backend: LoRABackend, case: LoRACase) -> None:
     inputs = case.build(backend.device)
     plan = backend.prepare_batch(inputs.batch)
     first = linear(backend, inputs, plan)
+    # the second run may repeat a stored call, a new plan cannot
     for again in (plan, backend.prepare_batch(inputs.batch)):
         assert_same_bits(linear(backend, case.build(backend.device), again), first, inputs)
 
@@ -63,6 +64,7 @@ def rows_do_not_depend_on_the_batch(backend: LoRABackend, case: LoRACase) -> Non
             raise AssertionError(f"h of token {row} alone is not its h within the batch")
     for row in [row for row in rows if case.slots[row] >= 0][:1]:
         slots = [*range(case.num_slots), *[case.slots[row]] * 70]
+        # a full tile, where one row alone has most of a tile empty
         crowd = inputs.select([row] * len(slots)).replace(slots=slots)
         y_crowd, h_crowd = _both(backend, crowd)
         assert_same_bits(y_crowd[-1:], y[row : row + 1], inputs.select([row]))
@@ -210,6 +212,7 @@ def assert_doubled(
     """Check that y of `doubled` is that of `inputs` times factors, each 1 or 2."""
     single, y = linear(backend, inputs), linear(backend, doubled)
     twice = factors.to(single) * single
+    # twice a denormal is exact only if the single one was not rounded
     normal = single.abs() >= torch.finfo(y.dtype).smallest_normal
     wanted = torch.where(normal | case.is_integer, twice, y)
     bound = 2 * expected(backend, doubled).bound

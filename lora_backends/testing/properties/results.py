@@ -125,6 +125,7 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
     """
     inputs = case.build(backend.device)
     h = strided_h(case, inputs)
+    # bits, as the inputs hold NaN
     before = {name: bits(tensor).clone() for name, tensor in _arguments(inputs, h).items()}
     with _default_settings(case.seed + 1):
         settings = _settings()
@@ -138,6 +139,7 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
             for name, setting in _settings().items():
                 if not torch.equal(setting, settings[name]):
                     raise AssertionError(f"run_lora_a or {operation.name} changed {name}")
+    # a refill that wrote into its batch would show in the next one
     other = inputs.select(range(case.num_tokens - 1, -1, -1)).batch
     for batch in (other, inputs.batch):
         backend.prepare_batch(batch, out=plan)
@@ -149,6 +151,7 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
 @contextmanager
 def _default_settings(seed: int) -> Iterator[None]:
     """Give torch its defaults: an earlier call may have left its own settings."""
+    # torch can set the flag but not read it
     flushed = not bool(_denormal())
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(seed)

@@ -95,6 +95,7 @@ def a_plan_with_room_takes_batches_of_any_size(backend: LoRABackend, case: LoRAC
             plan = backend.prepare_batch(part.batch, capacity=capacity)
         elif backend.prepare_batch(part.batch, out=plan) is not plan:
             raise AssertionError("prepare_batch(batch, out=plan) returned another plan")
+        # all, none and some of the room
         rows = (capacity, count, (count + capacity) // 2)[(turn + case.seed) % 3]
         roomy, h = Roomy(part, rows), strided_h(case, part)
         others = [op for op in operations if op.name != "run_linear"]
@@ -112,6 +113,7 @@ def _compare_with_fresh(backend: LoRABackend, roomy: Roomy, y: torch.Tensor, cap
     if backend.deterministic:
         fresh = backend.prepare_batch(part.batch, capacity=capacity)
         assert_same_bits(y, roomy.run(backend, operation, fresh, None), part)
+    # a plan without room may choose other tiles
     if backend.deterministic and backend.batch_invariant:
         tight, plan = Roomy(part, part.batch.num_tokens), backend.prepare_batch(part.batch)
         assert_same_bits(y, tight.run(backend, operation, plan, None), part)

@@ -46,6 +46,7 @@ T = TypeVar("T")
 )
 def large_batches_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """The first batch is in random order, the second in long runs of one slot."""
+    # more slots than a block of threads on a GPU has
     small, count = _small(case), 1030
     slots = random.Random(case.seed).choices(range(NO_ADAPTER, count), k=4100)
     mixed = replace(
@@ -61,6 +62,7 @@ def large_batches_are_right(backend: LoRABackend, case: LoRACase) -> None:
         inputs = large.build(backend.device)
         with _naming(f"a batch of {large.num_tokens} tokens for {large.num_slots} slots"):
             y = check_linear(backend, large, inputs)
+        # the oracle's bound would hide a row of another tile
         if backend.deterministic and backend.batch_invariant:
             for row in (1, large.num_tokens // 2, large.num_tokens - 1):
                 alone = inputs.select([row])
@@ -116,6 +118,7 @@ def _check_vocabulary(backend: LoRABackend, small: LoRACase) -> None:
 
 def _large_layers(small: LoRACase) -> Iterator[LoRACase]:
     """Yield cases with one large size."""
+    # odd, so that every tile size leaves a rest
     yield replace(small, in_features=6001)
     yield replace(small, in_features=2048, output_slices=(2048,) * len(small.output_slices))
     yield replace(small, output_slices=tuple(width + 4100 for width in small.output_slices))

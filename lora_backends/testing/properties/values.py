@@ -172,6 +172,7 @@ def large_and_small_deltas_are_right(backend: LoRABackend, case: LoRACase) -> No
     shape = case.num_tokens, inputs.weights.out_features
     if wide and case.dtype != torch.float64:
         inputs = replace(inputs, base=torch.zeros(shape, device=backend.device))
+    # 2^12 overflows a float16 y or h
     powers = [-12]
     if wide and intermediate(backend, inputs) != torch.float16:
         powers.append(12)
@@ -211,6 +212,7 @@ def nan_and_infinity_stay_where_they_belong(backend: LoRABackend, case: LoRACase
     x[token, case.seed % case.in_features] = odd
     base[other, -1] = odd
     y = linear(backend, replace(inputs.replace(x=x), base=base))
+    # without these, elements of rank 0 keep base_output and stay finite
     bare = replace(inputs.weights, bias=None, output_scales=None)
     spoiled = torch.zeros(y.shape, dtype=torch.bool, device="cpu")
     spoiled[token] = oracles.touched(bare, inputs.batch)[token]
