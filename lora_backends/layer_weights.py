@@ -150,7 +150,7 @@ class LayerWeights(_LayerArguments, Handled):
         self._keep(ranks=_as_numbers(self.ranks, "ranks", "int32").to(self.device))
 
     def _keep_sizes(self, stacks: Mapping[str, torch.Tensor], **sizes: Any) -> None:
-        """Check the ranks, and set what never changes: reading it off tensors takes longer."""
+        """Check the ranks, and set the sizes: reading them off tensors takes longer."""
         _check_ranks(self.ranks, sizes["max_rank"])
         self._keep(ranks=self.ranks.to(torch.int32))
         named = {name: getattr(self, name, None) for name in _TABLES}

@@ -25,7 +25,21 @@ SECONDS_A_CELL = 6.0
 def graph_times(
     call: Call, num_layers: int, timings: int = TIMINGS, replays: int = REPLAYS
 ) -> list[float]:
-    """Return microseconds of one call in a CUDA graph that runs every layer once, per timing.
+    """Return microseconds of one call in a CUDA graph that runs every layer once, per timing."""
+    graph = captured(call, num_layers)
+    graph.replay()
+    torch.cuda.synchronize()
+
+    # several replays between two events: one is too short for their resolution
+    def some_replays() -> None:
+        for _ in range(replays):
+            graph.replay()
+
+    return [between_events(some_replays) / (replays * num_layers) for _ in range(timings)]
+
+
+def captured(call: Call, num_layers: int) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph that runs every layer once.
 
     Every layer runs once before the capture, so that compiling and other work of a first call
     stays outside.
@@ -37,15 +51,7 @@ def graph_times(
     with torch.cuda.graph(graph):
         for layer in range(num_layers):
             call(layer)
-    graph.replay()
-    torch.cuda.synchronize()
-
-    # several replays between two events: one is too short for their resolution
-    def some_replays() -> None:
-        for _ in range(replays):
-            graph.replay()
-
-    return [between_events(some_replays) / (replays * num_layers) for _ in range(timings)]
+    return graph
 
 
 def eager_times(call: Call, num_layers: int, timings: int = TIMINGS) -> list[float]:

@@ -1,4 +1,4 @@
-"""Loads what `lora-backends generate` names: adapters are looked at first, then the model."""
+"""Loads adapters and model of `lora-backends generate`; adapters are checked before the model."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import torch
 
 
 def unusable(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor's memory does not hold its values, and what to do; None if it does."""
+    """Return why a tensor's memory does not hold its values, and the remedy; None if it does."""
     if tensor.is_nested:
         return "is a nested tensor; pass its padded values, torch.nested.to_padded_tensor(...)"
     if tensor.layout != torch.strided:
