@@ -10,13 +10,13 @@ from typing import Any
 
 import h200_moe
 import torch
+from expert_cells import ExpertCell, Step, Steps, make_steps, rotated_steps
 from h200 import BACKENDS, DEVICE, DTYPE, PEERS, cell_of, create
 from h200_features import replays_in_turns
 from measuring import Measurement, Options, Result, Row, by_backend, flag
 
 from lora_backends import ExpertWeights, LoRABackend, LoRAWeights, quantize_weights
 from lora_backends.bench.cells import Cell
-from lora_backends.bench.expert_cells import ExpertCell, Step, Steps, make_steps, rotated_steps
 from lora_backends.bench.layers import Workload, make_layers, make_workload
 from lora_backends.bench.timing import Call
 from lora_backends.dtypes import dtype_name

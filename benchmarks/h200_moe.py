@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from h200 import create
-from measuring import Measurement, Options, Result, Row, flag
-
-from lora_backends import LoRABackend
-from lora_backends.bench.expert_cells import (
+from expert_cells import (
     LAUNCHES,
     ExpertCell,
     Step,
@@ -23,6 +19,10 @@ from lora_backends.bench.expert_cells import (
     make_steps,
     reference,
 )
+from h200 import create
+from measuring import Measurement, Options, Result, Row, flag
+
+from lora_backends import LoRABackend
 from lora_backends.bench.results import DECODE_TOKENS
 from lora_backends.bench.timing import graph_times, spread
 

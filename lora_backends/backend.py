@@ -42,7 +42,7 @@ class LoRABackend(Dispatched, ABC):
     A subclass implements `prepare_batch`, `run_lora_a` and `run_lora_b`, and overrides the other
     methods only to fuse. Each method of the interface that it defines is wrapped, so that the
     arguments are checked before its body runs: a backend need not check them and cannot forget to.
-    The attributes below declare what it supports.
+    The attributes below declare its support.
 
     Args:
         device: where weights and activations live. Options of a backend are keyword arguments of
@@ -106,13 +106,13 @@ class LoRABackend(Dispatched, ABC):
     ) -> Any:
         """Make the plan of a batch, once per batch, for every layer.
 
-        Operations take x of m rows, where num_tokens <= m <= capacity; rows behind the batch have
+        Operations take x of m rows, where num_tokens <= m <= capacity; rows after the batch have
         no adapter. A CUDA graph that was captured with m rows follows every refill of at most m
         tokens, and so does a compiled program.
 
         Args:
             batch: the slots of the tokens.
-            out: a plan of this backend for as many slots, with room for the batch. It is refilled
+            out: a plan of this backend for equal num_slots, with room for the batch. It is refilled
                 in place and returned. Where the backend claims `cuda_graphs`, its device tensors
                 keep their addresses, so that a captured graph follows the new composition.
             capacity: tokens that refills may have, at least those of the batch; None: as many as
@@ -267,7 +267,7 @@ class LoRABackend(Dispatched, ABC):
             num_experts: experts of this rank.
             expert_map: [global experts] int32, the local id of each expert, or -1 where it lives
                 on another rank.
-            out: a routing of this backend for as many tokens, k and experts. It is refilled in
+            out: a routing of this backend for equal tokens, k and experts. It is refilled in
                 place and returned; its tensors keep their addresses.
 
         Returns:

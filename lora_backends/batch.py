@@ -24,11 +24,11 @@ MOST = torch.iinfo(torch.int32).max
 class LoRABatch:
     """The adapters of each token: the composition of a batch, independent of any layer.
 
-    Four tokens, of which the second has no adapter, in a pool of three slots:
+    Four tokens, the second without an adapter, in a pool of three slots:
 
         LoRABatch([0, -1, 2, 2], num_slots=3)
 
-    Two tokens, of which the first blends two adapters, and the second has one:
+    Two tokens; the first blends two adapters, the second has one:
 
         LoRABatch([[0, 2], [1, -1]], num_slots=3, token_scales=[[0.7, 0.3], [1.0, 0.0]])
 

@@ -1,7 +1,7 @@
 """8-bit stacks: quantisation, and the groups of elements that share a scale.
 
 The value of an element is its stored value times the scale of its group. A group is a block of
-`scale_block` = (rows, columns) of one matrix, A or B of one slot and slice; None stands for all of
+`scale_block` = (rows, columns) of one matrix, A or B of one slot and slice; None means all of
 them, and the last block of an axis may be narrower. (1, None), a scale per row, is the default.
 """
 

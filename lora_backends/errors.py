@@ -1,4 +1,4 @@
-"""The errors of the library: each says what was given, what is allowed and what to do."""
+"""The errors of the library: each names the input, the allowed values and the remedy."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class UnknownBackendError(BackendUnavailableError, InvalidInputError):
     """No backend of that name is registered: given as an argument or in a configuration."""
 
 
-def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest allowed word, or an empty string."""
     words = list(allowed)
     # Comparing takes time with the square of the length, and with the number of words.
-    if len(given) > _LONGEST or len(words) > _MOST_WORDS:
+    if len(word) > _LONGEST or len(words) > _MOST_WORDS:
         return ""
-    close = difflib.get_close_matches(given, words, n=1)
+    close = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

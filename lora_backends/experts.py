@@ -111,7 +111,7 @@ class ExpertWeights(LayerWeights):
 
 @dataclass(eq=False)
 class ExpertRouting(Handled):
-    """The router's choice for one layer; an engine's own routing adds what its kernels read.
+    """The router's choice for one layer; an engine's own routing adds the tables of its kernels.
 
     Pair (t, j) is the j-th expert of token t. It is dead, so that it changes nothing and reads
     nothing, if its id is -1 or its token has no adapter.
@@ -152,7 +152,7 @@ class ExpertRouting(Handled):
         topk_weights: torch.Tensor,
         expert_map: torch.Tensor | None,
     ) -> None:
-        """Take another choice of as many tokens and experts; the tensors keep their addresses."""
+        """Take another choice of the same sizes; the tensors keep their addresses."""
         self.plan = plan
         self.topk_ids.copy_(local_ids(topk_ids, self.num_experts, expert_map))
         self.topk_weights.copy_(topk_weights)

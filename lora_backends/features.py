@@ -1,4 +1,4 @@
-"""Features that a backend may or may not have: what it names in `LoRABackend.features`.
+"""Features that a backend may have, and names in `LoRABackend.features`.
 
 A call that needs another feature is refused by name. A backend that has only the methods of the
 interface has none of them.

@@ -1,4 +1,4 @@
-"""`LayerWeights`: what the weights of dense layers and of experts have in common."""
+"""`LayerWeights`: the common part of weights of dense layers and of experts."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class Footprint:
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], addresses: tuple[int, ...]) -> None:
         self.addresses = addresses
-        # the first byte of each tensor and the byte behind its last element; [] if it has none
+        # the first byte of each tensor and the byte after its last element; [] if it has none
         sizes = map(extent_of, tensors)
         self.spans = [(at, at + size) for at, size in zip(addresses, sizes, strict=True) if size]
         self.accepted: dict[Any, list[Any]] = {}  # kinds of calls that passed the guards
 
     def meets(self, first: int, end: int) -> bool:
         """Return whether the bytes from `first` to `end` are memory of the layer."""
-        for start, behind in self.spans:
-            if start < end and first < behind:
+        for start, stop in self.spans:
+            if start < end and first < stop:
                 return True
         return False
 
 
-class _Arguments:
+class _LayerArguments:
     """The arguments that layers of all kinds have; each class documents its own."""
 
     lora_a: Any
@@ -62,7 +62,7 @@ class _Arguments:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerWeights(_Arguments, Handled):
+class LayerWeights(_LayerArguments, Handled):
     """Stacks of A and B with their ranks and scalings, and all that is computed once from them.
 
     Values may change in place at any time. Shapes, dtypes and devices stay; `changed` finds where
@@ -111,7 +111,7 @@ class LayerWeights(_Arguments, Handled):
         """
         footprint = self._footprint
         if footprint is None or footprint.addresses != tuple(map(_data_ptr, self.tensors.values())):
-            _ = self.footprint  # which forgets what was derived
+            _ = self.footprint  # clears the derived values after a move
         made: _Derived | None = self._derived.get(make)
         if made is None:
             made = self._derived[make] = make(self)
@@ -150,7 +150,7 @@ class LayerWeights(_Arguments, Handled):
         self._keep(ranks=_as_numbers(self.ranks, "ranks", "int32").to(self.device))
 
     def _keep_sizes(self, stacks: Mapping[str, torch.Tensor], **sizes: Any) -> None:
-        """Check the ranks, and set what never changes: reading it off tensors takes longer."""
+        """Check the ranks, and set the sizes: reading them off tensors takes longer."""
         _check_ranks(self.ranks, sizes["max_rank"])
         self._keep(ranks=self.ranks.to(torch.int32))
         named = {name: getattr(self, name, None) for name in _TABLES}

@@ -120,17 +120,17 @@ def projections_from(config: Mapping[str, Any], origin: str) -> tuple[Projection
     )
     dim = _size(config, "head_dim", origin) if config.get("head_dim") else hidden // heads
     q, kv = heads * dim, key_heads * dim
-    found: Projections = {"qkv": (hidden, (q, kv, kv)), "o": (q, (hidden,))}
+    projections: Projections = {"qkv": (hidden, (q, kv, kv)), "o": (q, (hidden,))}
     notes = []
     if experts:
         note = f"{config[experts[0]]} experts are left out: only attention projections are timed"
         notes.append(note)
     else:
         inner = _size(config, "intermediate_size", origin)
-        found |= {"gate_up": (hidden, (inner, inner)), "down": (inner, (hidden,))}
+        projections |= {"gate_up": (hidden, (inner, inner)), "down": (inner, (hidden,))}
     if config.get("vocab_size") is not None:
-        found[EMBEDDING] = (_size(config, "vocab_size", origin), (hidden,))
-    return found, notes
+        projections[EMBEDDING] = (_size(config, "vocab_size", origin), (hidden,))
+    return projections, notes
 
 
 def _size(config: Mapping[str, Any], key: str, origin: str) -> int:

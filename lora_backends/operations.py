@@ -47,7 +47,7 @@ class Operation:
     result: Literal["h", "y"] = "y"  # y is added to base_output, h has none
     num_slices: int | None = None  # slices that the layer must have; None: any number
     same_as: str | None = None  # the operation that this one is a case of
-    options: tuple[Option, ...] = ()  # keyword arguments behind base_output
+    options: tuple[Option, ...] = ()  # keyword arguments after base_output
 
     @property
     def is_dense(self) -> bool:

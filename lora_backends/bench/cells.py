@@ -96,6 +96,7 @@ class Cell:
                 f"{self.operation} does not run a layer of {len(self.output_slices)} slices\n"
                 f"  given: {self}"
             )
+        # these mixes define the number of adapters
         fixed = {"identical": 1, "distinct": self.tokens}
         object.__setattr__(self, "adapters", fixed.get(self.mix, self.adapters))
 
@@ -169,7 +170,7 @@ class Cell:
 
 
 def fits(operation: str, num_slices: int) -> bool:
-    """Return whether an operation takes layers of so many slices."""
+    """Return whether an operation takes layers of `num_slices` slices."""
     return find_operation(operation).num_slices in (None, num_slices)
 
 
@@ -178,8 +179,10 @@ def deal(tokens: int, adapters: int, skewed: bool) -> list[int]:
     if not skewed:
         return [token % adapters for token in range(tokens)]
     popularity = torch.arange(1, adapters + 1, device="cpu").double() ** -ZIPF
+    # equal cells deal equally, in every run
     generator = torch.Generator().manual_seed(0)
     drawn = torch.multinomial(popularity, tokens, True, generator=generator)
+    # tokens of one sequence are neighbours in a batch
     return sorted(int(slot) for slot in drawn)
 
 
@@ -215,6 +218,7 @@ def make_cells(
         Cell(name, width, slices, *batch, operation=operation)
         for (operation, name, width, slices), batch in itertools.product(layers, list(compositions))
     ]
+    # mixes that fix the number of adapters make cells equal
     return list(dict.fromkeys(cells))
 
 

@@ -86,21 +86,22 @@ def choose(
                 f"options for {wrong[0]!r}, which is no contender\n  contenders: {', '.join(names)}"
             )
         return [_one(name, device, dtype, options) for name in dict.fromkeys(names)], {}
-    found, left_out = [], {}
+    contenders, left_out = [], {}
     for name in known:
         reason = "" if name in options else _why_not_by_default(name, device)
         try:
-            found += [] if reason else [_one(name, device, dtype, options)]
+            contenders += [] if reason else [_one(name, device, dtype, options)]
         except (BackendUnavailableError, UnsupportedInputError) as error:
+            # an option asks for the backend by name
             if name in options:
                 raise
             reason = " ".join(str(error).split())
         if reason:
             left_out[name] = reason
-    if not found:
+    if not contenders:
         lines = "".join(f"\n  - {name}: {reason}" for name, reason in left_out.items())
         raise BackendUnavailableError(f"nothing to time on {device}:{lines}")
-    return found, left_out
+    return contenders, left_out
 
 
 def _one(

@@ -27,8 +27,8 @@ DEFAULTS = {"cpu": ("smollm2", torch.float32), "cuda": ("llama3-8b", torch.bfloa
 
 
 @dataclass(frozen=True)
-class Job:
-    """A checked run of `measure`."""
+class BenchRun:
+    """A checked run of `measure`; the fields are its arguments."""
 
     cells: list[Cell]
     contenders: list[Contender]
@@ -44,17 +44,7 @@ class Job:
         result: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Measure, as `measure` does."""
-        return measure(
-            self.cells,
-            self.contenders,
-            self.device,
-            self.dtype,
-            left_out=self.left_out,
-            notes=self.notes,
-            path=path,
-            progress=progress,
-            result=result,
-        )
+        return measure(**vars(self), path=path, progress=progress, result=result)
 
 
 def make_job(
@@ -72,7 +62,7 @@ def make_job(
     options: Sequence[str] = (),
     dtype: str | None = None,
     device: str | None = None,
-) -> Job:
+) -> BenchRun:
     """Return the run that a command line asks for; lists are separated by commas.
 
     Layers come from one source: a preset (the device's default if no source is given), a
@@ -85,8 +75,9 @@ def make_job(
     """
     where = check_device(best_device(device))
     default_preset, default_dtype = DEFAULTS[where.type]
-    given = (preset_name, config_json, in_features if in_features is not None else output_slices)
-    if sum(source is not None for source in given) > 1:
+    sources = (preset_name, config_json, in_features if in_features is not None else output_slices)
+    # a silent precedence would time other layers than intended
+    if sum(source is not None for source in sources) > 1:
         raise InvalidInputError(
             "which layers?\n  given: more than one of a preset, a config.json and widths\n"
             "  allowed: one of the three"
@@ -104,12 +95,13 @@ def make_job(
         _operations(operations),
     )
     kind = default_dtype if dtype is None else _dtype(dtype)
+    # now, not after minutes of measuring the cells before
     check_memory(cells, where, kind)
     names = None if backends is None else _words(backends)
     if names == []:
         raise InvalidInputError("no backends\n  given: ''\n  allowed: names separated by commas")
     contenders, left_out = choose(names, where, kind, _options(options))
-    return Job(cells, contenders, left_out, notes, where, kind)
+    return BenchRun(cells, contenders, left_out, notes, where, kind)
 
 
 def best_device(device: str | None) -> torch.device:
@@ -175,13 +167,13 @@ def _dtype(name: str) -> torch.dtype:
     return known[name]
 
 
-def _options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _options(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     items: dict[str, list[str]] = {}
-    for item in given:
-        name, dot, own = item.partition(".")
+    for item in texts:
+        name, dot, setting = item.partition(".")
         if not (name and dot) or "=" in name:
             raise InvalidInputError(
                 f"option {shown(item)}\n  allowed: NAME.KEY=VALUE, e.g. triton.{EXAMPLE}"
             )
-        items.setdefault(name, []).append(own)
-    return {name: read_options(own, f"{name}.") for name, own in items.items()}
+        items.setdefault(name, []).append(setting)
+    return {name: read_options(settings, f"{name}.") for name, settings in items.items()}

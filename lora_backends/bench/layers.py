@@ -48,7 +48,7 @@ def make_layers(
     """Return the layers that a timing rotates over, 4 or more.
 
     A and B are scaled so that h and the delta are of order 1. The stack is `max_rank` wide; 0
-    stands for the cell's rank.
+    means the cell's rank.
     """
     device, max_rank = torch.device(device), max_rank or cell.rank
     count = num_layers(cell, dtype.itemsize, ROTATED_BYTES[device.type], MOST_LAYERS[device.type])
@@ -63,6 +63,7 @@ def make_layers(
                 1 / math.sqrt(cell.rank)
             ),
             ranks=torch.full((slots, slices), cell.rank, dtype=torch.int32, device="cpu"),
+            # 0.5 and not 1, so that a dropped scaling shows
             scalings=torch.full((slots, slices), 0.5, device="cpu"),
             output_slices=cell.output_slices,
         )
@@ -81,6 +82,7 @@ def make_workload(cell: Cell, layers: list[LoRAWeights]) -> Workload:
     else:
         shape = (first.num_slices, cell.tokens, first.max_rank)
         x = torch.randn(shape, device=first.device, dtype=torch.float32)
+        # h is zero beyond the rank where a shrink has made it
         x[..., cell.rank :] = 0
     batch = LoRABatch(cell.token_slots, first.num_slots)
     y = torch.zeros(cell.tokens, cell.out_features, **like)
@@ -124,14 +126,16 @@ def check(call: Callable[[int], object], work: Workload, expected: torch.Tensor)
     Raises:
         WrongResultError: a row is off by more than `TOLERANCES` allows.
     """
+    # not zeros: an engine that overwrites y instead of adding would pass
     work.y.fill_(1)
-    found = call(0)
+    result = call(0)
     if work.operation.result == "y":
-        found = work.y.to(expected.dtype) - 1
-    assert isinstance(found, torch.Tensor)
-    error = (found.to(expected.dtype) - expected).norm(dim=-1).max()
+        result = work.y.to(expected.dtype) - 1
+    assert isinstance(result, torch.Tensor)
+    error = (result.to(expected.dtype) - expected).norm(dim=-1).max()
     scale = expected.square().sum(-1).mean().sqrt()
     work.y.zero_()
     relative, allowed = float(error / scale), TOLERANCES[work.layers[0].dtype]
+    # written so that NaN fails
     if not relative <= allowed:
         raise WrongResultError(f"wrong result: a row is off by {relative:.1e}, allowed {allowed:g}")

@@ -153,11 +153,13 @@ def measure(
         limits={},
     )
     torch.manual_seed(0)
+    # -1 changes nothing on a machine without a GPU
     with torch.no_grad(), torch.cuda.device(device if device.type == "cuda" else -1):
         limits = limits or measure_limits(device, dtype)
         result["limits"] |= limits.describe()
         clock = _limits_clock(limits, device)
         numbered = enumerate(cells)
+        # one set of weights at a time fits into memory
         for _, group in itertools.groupby(numbered, key=lambda pair: _same_layers(pair[1])):
             layers: list[LoRAWeights] = []
             for index, cell in group:
@@ -166,6 +168,7 @@ def measure(
                 layers = layers or make_layers(cell, device, dtype)
                 row = _row(cell, layers, contenders, clock)
                 result["rows"].append(row)
+                # the machine may be shared: the best rate seen is nearest to its limit
                 result["limits"]["copy_gb_per_s"] = max(
                     result["limits"]["copy_gb_per_s"], row["copy_gb_per_s"]
                 )
@@ -221,11 +224,13 @@ def _row(
     num_bytes = cell.bytes_moved(layers[0].dtype.itemsize)
     before = clock()
     results = time_contenders(contenders, work)
+    # other load during one of the two copies must not flatter the efficiency
     limits = max(before, clock(), key=lambda limits: limits.copy_gb_per_s)
     limit = limits.microseconds(num_bytes, cell.launches)
-    for found in results.values():
-        if "us" in found:
-            found["efficiency"] = float(f"{limit / found['us']:.4g}")  # significant digits: never 0
+    for outcome in results.values():
+        if "us" in outcome:
+            # significant digits, so that it is never 0
+            outcome["efficiency"] = float(f"{limit / outcome['us']:.4g}")
     return cell.describe() | {
         "layers": len(layers),
         "bytes": num_bytes,

@@ -8,12 +8,12 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from lora_backends.bench.layers import Workload
+from lora_backends.bench.results import versions
 from lora_backends.bench.timing import Call
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError, UnsupportedInputError
@@ -40,8 +40,8 @@ def peer(name: str, device: torch.device, dtype: torch.dtype) -> Callable[[Workl
         return PEERS[name]()
     except Exception as error:  # whatever another engine's import raises
         raise UnsupportedInputError(
-            f"{name} {_version(name)} is installed, but its LoRA operators have changed: "
-            f"{type(error).__name__}: {error}"
+            f"{name} {versions(name)[name] or 'of unknown version'} is installed, but its LoRA "
+            f"operators have changed: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -173,10 +173,3 @@ def _forget_addresses() -> None:
     utils = importlib.import_module(f"{_OPS}.utils")
     for name in _POINTERS:
         getattr(utils, name, {}).clear()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "of unknown version"

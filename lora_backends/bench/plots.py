@@ -93,12 +93,12 @@ def _time_against(result: Result, axis: str, fixed: str, unit: str) -> Figure | 
 
 def _line(axes: Axes, cells: Sequence[Cell], axis: str, contender: str, index: int) -> None:
     mine = [cell for cell in cells if "us" in cell["results"].get(contender, {})]
-    found = [cell["results"][contender] for cell in mine]
-    low = [one["us"] - one.get("us_q1", one["us"]) for one in found]
-    high = [one.get("us_q3", one["us"]) - one["us"] for one in found]
+    timings = [cell["results"][contender] for cell in mine]
+    low = [one["us"] - one.get("us_q1", one["us"]) for one in timings]
+    high = [one.get("us_q3", one["us"]) - one["us"] for one in timings]
     axes.errorbar(
         [cell[axis] for cell in mine],
-        [one["us"] for one in found],
+        [one["us"] for one in timings],
         yerr=[low, high],
         label=contender,
         color=COLOURS[index % len(COLOURS)],
@@ -122,9 +122,9 @@ def efficiency(result: Result) -> Figure | None:
     image = None
     for axes, name in zip(grid, names, strict=True):
         shares = [[float("nan")] * len(columns) for _ in rows]
-        for cell, found in times(result, name):
+        for cell, timing in times(result, name):
             row, column = rows.index(_batch(cell)), columns.index(layer_name(cell))
-            shares[row][column] = found["efficiency"]
+            shares[row][column] = timing["efficiency"]
         image = axes.imshow(shares, cmap="cividis", vmin=0, vmax=1, aspect="auto")
         _annotate(axes, shares)
         axes.set_title(name, fontsize=10)
@@ -171,7 +171,7 @@ def roofline(result: Result) -> Figure | None:
                 continue
             axes.plot(
                 [cell["flop"] / cell["bytes"] for cell, _ in pairs],
-                [cell["flop"] / found["us"] / 1e3 for cell, found in pairs],
+                [cell["flop"] / timing["us"] / 1e3 for cell, timing in pairs],
                 linestyle="",
                 marker=marker,
                 markersize=6,
@@ -200,10 +200,10 @@ PLOTS: Mapping[str, Callable[[Result], Figure | None]] = {
 
 
 def _by_projection(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
-    found: dict[str, list[Cell]] = {}
+    groups: dict[str, list[Cell]] = {}
     for cell in cells:
-        found.setdefault(layer_name(cell), []).append(cell)
-    return found
+        groups.setdefault(layer_name(cell), []).append(cell)
+    return groups
 
 
 def _longest_series(cells: Sequence[Cell], axis: str, fixed: str) -> list[Cell]:
@@ -211,6 +211,7 @@ def _longest_series(cells: Sequence[Cell], axis: str, fixed: str) -> list[Cell]:
     series: dict[tuple[Any, ...], dict[int, Cell]] = defaultdict(dict)
     for cell in cells:
         key = (cell[fixed], cell["rank"], cell["mix"] == "skewed", cell["in_features"])
+        # a line has one point per tick
         series[key].setdefault(cell[axis], cell)  # the other mixes deal the tokens alike
     longest = max(series.values(), key=len)
     return [longest[value] for value in sorted(longest)]

@@ -22,7 +22,7 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "peft")
 FORMAT = "lora-backends results 2"
 """The format of every result file; `read_result` refuses others."""
 DECODE_TOKENS = 256
-"""Batches of at most as many tokens are counted as decode, larger ones as prefill."""
+"""Batches of up to this many tokens count as decode, larger ones as prefill."""
 
 
 def new_result(method: str, device: torch.device | str = "cpu", **settings: Any) -> dict[str, Any]:
@@ -54,6 +54,7 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
+    # in the same folder: a rename across file systems is not atomic
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -82,6 +83,7 @@ def check_writable(folder: Path, option: str) -> None:
     """Make a folder and try to write to it, before anything is measured."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # permission bits say nothing about a read-only file system
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -103,20 +105,20 @@ def read_result(path: Path) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not valid JSON: {error}") from error
-    given = result.get("format") if isinstance(result, dict) else None
-    if given != FORMAT:
+    format_ = result.get("format") if isinstance(result, dict) else None
+    if format_ != FORMAT:
         raise InvalidInputError(
             f"{path} is no result file of this version of lora-backends\n"
-            f"  given: format {given!r}\n  allowed: {FORMAT!r}"
+            f"  given: format {format_!r}\n  allowed: {FORMAT!r}"
         )
-    found: dict[str, Any] = result
-    return found
+    checked: dict[str, Any] = result
+    return checked
 
 
 def times(result: Mapping[str, Any], name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return every row in which a contender has a time, with that time."""
     pairs = [(row, row["results"].get(name, {})) for row in result["rows"]]
-    return [(row, found) for row, found in pairs if "us" in found]
+    return [(row, timing) for row, timing in pairs if "us" in timing]
 
 
 def summarize(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -128,7 +130,7 @@ def summarize(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     summary = {}
     for name in result["contenders"]:
         mine = times(result, name)
-        found: dict[str, Any] = {}
+        shares: dict[str, Any] = {}
         for phase in ("decode", "prefill"):
             values = [
                 time["efficiency"]
@@ -136,9 +138,9 @@ def summarize(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 if (row["tokens"] <= DECODE_TOKENS) is (phase == "decode")
             ]
             if values:
-                found[f"efficiency_{phase}"] = round(statistics.geometric_mean(values), 3)
-                found[f"lowest_{phase}"] = min(values)
-        summary[name] = found | {
+                shares[f"efficiency_{phase}"] = round(statistics.geometric_mean(values), 3)
+                shares[f"lowest_{phase}"] = min(values)
+        summary[name] = shares | {
             "cells": len(mine),
             "fastest": sum(time["us"] == _fastest(row) for row, time in mine),
             "errors": sum("error" in row["results"].get(name, {}) for row in result["rows"]),
@@ -153,7 +155,7 @@ def layer_name(row: Mapping[str, Any]) -> str:
 
 
 def _fastest(row: Mapping[str, Any]) -> float:
-    return min(float(found["us"]) for found in row["results"].values() if "us" in found)
+    return min(float(timing["us"]) for timing in row["results"].values() if "us" in timing)
 
 
 def _version(package: str) -> str | None:

@@ -36,7 +36,7 @@ class _Failed(_Part):
     error: Text
 
 
-class _Cell(_Part):
+class _CellRow(_Part):
     projection: Text
     operation: Text
     in_features: Size
@@ -51,11 +51,11 @@ class _Cell(_Part):
     results: dict[Text, _Timed | _Failed]
 
 
-class _Contender(_Part):
+class _ContenderRow(_Part):
     timing: Text
 
 
-class _Limits(_Part):
+class _LimitsRow(_Part):
     copy_gb_per_s: Rate
     launch_us: Annotated[FiniteFloat, Field(strict=True, ge=0, lt=1e15)]
     gemm_gflop_per_s: Rate = 1.0
@@ -65,18 +65,18 @@ class _Result(_Part):
     device: Text
     dtype: Text
     date: Text
-    contenders: dict[Text, _Contender]
-    limits: _Limits
+    contenders: dict[Text, _ContenderRow]
+    limits: _LimitsRow
     notes: list[Text]
     left_out: dict[Text, Text]
-    rows: list[_Cell]
+    rows: list[_CellRow]
 
 
 def check_cells(result: dict[str, Any], path: Path) -> None:
     """Check that a result holds cells of `lora-backends bench`, whole ones.
 
     Raises:
-        InvalidInputError: it does not; the error names what lacks or is wrong.
+        InvalidInputError: it does not; the error names the missing and the wrong values.
     """
     try:
         TypeAdapter(_Result).validate_python(result)
@@ -94,5 +94,5 @@ def check_cells(result: dict[str, Any], path: Path) -> None:
 
 
 def _place(location: tuple[str | int, ...]) -> str:
-    """Return where a value stands, without pydantic's names of alternatives, which are classes."""
+    """Return the path of a value, without the names of classes that pydantic puts into it."""
     return ".".join(str(part) for part in location if not str(part).startswith("_"))[:80]

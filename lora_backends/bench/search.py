@@ -93,12 +93,14 @@ def search(
                 failed.append(reason)
         return usable
 
+    # the search may start from a table that is better than the rules
     best = fastest([rules, *prepared([in_use])], lab.sample)
     while True:
         winner = fastest([best, *prepared(neighbours(best))], lab.sample)
         if winner == best:
             break
         best = winner
+        # graphs and their memory add up over a search
         lab.keep({rules, best})
     tried = len(seen) - 1 - len(failed)
     if best != rules:  # the timings that chose it flatter it
@@ -111,16 +113,17 @@ def search(
 
 def neighbours(tiles: Any) -> list[Any]:
     """Return a TileConfig with one size doubled, halved, or one more or less."""
-    found: dict[Any, None] = {}
+    candidates: dict[Any, None] = {}
     for half in fields(tiles):
         sizes = getattr(tiles, half.name)
         for field in fields(sizes):
             size = getattr(sizes, field.name)
+            # sizes are powers of two; stages and parts count by one
             for step in (2 * size, size // 2, size + 1, size - 1):
                 if step > 0:
                     changed = replace(sizes, **{field.name: step})
-                    found[replace(tiles, **{half.name: changed})] = None
-    return list(found)
+                    candidates[replace(tiles, **{half.name: changed})] = None
+    return list(candidates)
 
 
 def fastest(rivals: Sequence[Any], sample: Callable[[Any], float]) -> Any:
@@ -128,6 +131,7 @@ def fastest(rivals: Sequence[Any], sample: Callable[[Any], float]) -> Any:
     holder, alive = rivals[0], list(rivals[1:])
     times: dict[Any, list[float]] = {tiles: [] for tiles in alive}
     while len(alive) > 1:
+        # in turns, so that a slow moment of the machine hits all
         for _ in range(REPEATS):
             for tiles in alive:
                 times[tiles].append(sample(tiles))

@@ -25,7 +25,21 @@ SECONDS_A_CELL = 6.0
 def graph_times(
     call: Call, num_layers: int, timings: int = TIMINGS, replays: int = REPLAYS
 ) -> list[float]:
-    """Return microseconds of one call in a CUDA graph that runs every layer once, per timing.
+    """Return microseconds of one call in a CUDA graph that runs every layer once, per timing."""
+    graph = captured(call, num_layers)
+    graph.replay()
+    torch.cuda.synchronize()
+
+    # several replays between two events: one is too short for their resolution
+    def some_replays() -> None:
+        for _ in range(replays):
+            graph.replay()
+
+    return [between_events(some_replays) / (replays * num_layers) for _ in range(timings)]
+
+
+def captured(call: Call, num_layers: int) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph that runs every layer once.
 
     Every layer runs once before the capture, so that compiling and other work of a first call
     stays outside.
@@ -37,14 +51,7 @@ def graph_times(
     with torch.cuda.graph(graph):
         for layer in range(num_layers):
             call(layer)
-    graph.replay()
-    torch.cuda.synchronize()
-
-    def some_replays() -> None:
-        for _ in range(replays):
-            graph.replay()
-
-    return [between_events(some_replays) / (replays * num_layers) for _ in range(timings)]
+    return graph
 
 
 def eager_times(call: Call, num_layers: int, timings: int = TIMINGS) -> list[float]:
@@ -55,13 +62,13 @@ def eager_times(call: Call, num_layers: int, timings: int = TIMINGS) -> list[flo
             call(layer)
 
     sweep()
-    found: list[float] = []
+    times: list[float] = []
     begin = time.perf_counter()
-    while len(found) < timings:
-        if len(found) >= FEWEST_TURNS and time.perf_counter() - begin > SECONDS_A_CELL:
+    while len(times) < timings:
+        if len(times) >= FEWEST_TURNS and time.perf_counter() - begin > SECONDS_A_CELL:
             break
-        found.append(between_events(sweep) / num_layers)
-    return found
+        times.append(between_events(sweep) / num_layers)
+    return times
 
 
 def between_events(run: Callable[[], object]) -> float:
@@ -86,18 +93,19 @@ def times_in_turns(
 
     Other load on the machine then slows all contenders alike.
     """
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     begin = time.perf_counter()
     for turn in range(turns):
         if turn >= FEWEST_TURNS and time.perf_counter() - begin > SECONDS_A_CELL:
             break
         for name, call in calls.items():
+            # y would grow from sweep to sweep, in 16 bits up to infinity
             before_sweep()
             start = time.perf_counter()
             for layer in range(num_layers):
                 call(layer)
-            found[name].append((time.perf_counter() - start) / num_layers * 1e6)
-    return found
+            times[name].append((time.perf_counter() - start) / num_layers * 1e6)
+    return times
 
 
 def spread(times: list[float]) -> dict[str, float]:
@@ -117,7 +125,7 @@ class Limits:
     gemm_gflop_per_s: float  # one large matrix product in the cells' dtype
 
     def microseconds(self, num_bytes: int, launches: int) -> float:
-        """Return the modelled minimum time of so many bytes and launches."""
+        """Return the modelled minimum time of a number of bytes and launches."""
         return num_bytes / self.copy_gb_per_s / 1e3 + launches * self.launch_us
 
     def describe(self) -> dict[str, Any]:
@@ -150,6 +158,7 @@ def copy_clock() -> Callable[[], float]:
     source, target = (torch.ones(COPIED_VALUES["cpu"], device="cpu") for _ in range(2))
 
     def gigabytes() -> float:
+        # the least time is the one with the least other load
         fastest = min(_cpu_microseconds(lambda: target.copy_(source)) for _ in range(3))
         return 2 * source.nbytes / fastest / 1e3
 

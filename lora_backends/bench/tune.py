@@ -76,8 +76,8 @@ class Tuning:
 
 
 @dataclass
-class Progress:
-    """The table's entries, and what this run did."""
+class TuningState:
+    """The table's entries, and the counts of this run."""
 
     entries: dict[Key, Entry]  # of the table, from this run and earlier ones
     resumed: int  # points that the table had before
@@ -95,7 +95,7 @@ def tune_points(
     lab_of: Callable[[Point], Lab],
     notify: Notify = lambda *_: None,
     now: Callable[[], float] = time.monotonic,
-) -> Progress:
+) -> TuningState:
     """Search every point that the table lacks, until the budget is used up.
 
     A point may use an equal share of the time that is left, so time saved at one point goes to
@@ -103,7 +103,7 @@ def tune_points(
     """
     entries, same_software = _read_entries(job)
     done = {point.key for point in job.points if same_software and point.key in entries}
-    progress = Progress(entries, len(done))
+    progress = TuningState(entries, len(done))
     todo = [point for point in job.points if point.key not in done]
     in_use = engine_with_tiles(job.backend)(job.device).tile_source
     end = now() + job.budget
@@ -111,18 +111,19 @@ def tune_points(
         start = now()
         if start >= end:
             break
+        # computed anew, so that points which finish early leave their time to later ones
         share_ends = start + (end - start) / (len(todo) - i)
         notify(len(done) + i, point, None)
         try:
-            found = _search(job, point, in_use, lab_of(point), now, share_ends)
+            result = _search(job, point, in_use, lab_of(point), now, share_ends)
         except RulesFail as error:
             progress.skipped.append(f"{point.cell}: {error}")
             continue
-        progress.entries[point.key] = _entry(point, found)
-        progress.tried += found.tried
-        progress.failed += found.failed
+        progress.entries[point.key] = _entry(point, result)
+        progress.tried += result.tried
+        progress.failed += result.failed
         _write(job, progress.entries.values())
-        notify(len(done) + i, point, found)
+        notify(len(done) + i, point, result)
     return progress
 
 
@@ -145,15 +146,15 @@ def _search(
     )
 
 
-def _entry(point: Point, found: Found) -> Entry:
+def _entry(point: Point, result: Found) -> Entry:
     return Entry(
         layer=point.layer,
         num_tokens=point.cell.tokens,
         active_slots=point.active_slots,
         tile_tokens=point.tile_tokens,
-        tiles=found.tiles,
-        tuned_us=round(found.tuned_us, 3),
-        rules_us=round(found.rules_us, 3),
+        tiles=result.tiles,
+        tuned_us=round(result.tuned_us, 3),
+        rules_us=round(result.rules_us, 3),
     )
 
 
@@ -162,12 +163,12 @@ def _read_entries(job: Tuning) -> tuple[dict[Key, Entry], bool]:
     if not job.path.exists():
         return {}, True
     table = read_table(job.path, job.backend, job.device)
-    found = {(e.layer, e.num_tokens, e.active_slots, e.tile_tokens): e for e in table.entries}
-    return found, table.versions == _versions()
+    entries = {(e.layer, e.num_tokens, e.active_slots, e.tile_tokens): e for e in table.entries}
+    return entries, table.versions == _versions()
 
 
 def _versions() -> dict[str, str]:
-    return {name: str(found) for name, found in versions("torch", "triton").items()}
+    return {name: str(number) for name, number in versions("torch", "triton").items()}
 
 
 def _write(job: Tuning, entries: Iterable[Entry]) -> None:
@@ -198,38 +199,39 @@ def best_tiles(entries: Iterable[Entry]) -> dict[tuple[int, int], BatchTiles]:
         by_tile.setdefault(entry.tile_tokens, []).append(entry.tuned_us)
     best = {}
     for batch, by_tile in times.items():
+        # a tile measured for fewer layers would win by its smaller sum
         most = max(map(len, by_tile.values()))
         totals = {tile: sum(us) for tile, us in by_tile.items() if len(us) == most}
-        own, fastest = rules.tile_tokens(*batch), min(totals, key=totals.__getitem__)
-        if own in totals and totals[fastest] >= (1 - MARGIN) * totals[own]:
-            fastest = own
+        by_rules, fastest = rules.tile_tokens(*batch), min(totals, key=totals.__getitem__)
+        if by_rules in totals and totals[fastest] >= (1 - MARGIN) * totals[by_rules]:
+            fastest = by_rules
         best[batch] = BatchTiles(*batch, fastest)
     return best
 
 
-def gains(job: Tuning, progress: Progress) -> dict[Point, float]:
+def gains(job: Tuning, progress: TuningState) -> dict[Point, float]:
     """Return, by point, the rules' time over the table's, each with its own tile of the plan."""
     best = best_tiles(progress.entries.values())
-    found = {}
+    ratios = {}
     for point in job.points:
         batch = (point.cell.tokens, point.active_slots)
         if point.key not in progress.entries or best[batch].tile_tokens != point.tile_tokens:
             continue
-        own = progress.entries.get((point.layer, *batch, rules.tile_tokens(*batch)))
-        if own is not None:
-            found[point] = own.rules_us / progress.entries[point.key].tuned_us
-    return found
+        by_rules = progress.entries.get((point.layer, *batch, rules.tile_tokens(*batch)))
+        if by_rules is not None:
+            ratios[point] = by_rules.rules_us / progress.entries[point.key].tuned_us
+    return ratios
 
 
-def summary_lines(job: Tuning, progress: Progress) -> list[str]:
+def summary_lines(job: Tuning, progress: TuningState) -> list[str]:
     """Return the summary of a run, a sentence a line."""
-    found = gains(job, progress)
+    ratios = gains(job, progress)
     lines = [f"{progress.tried} sizes timed, {len(progress.failed)} could not be used"]
     lines += [f"  {reason}" for reason in sorted(set(progress.failed))]
-    if found:
-        mean, best = statistics.geometric_mean(found.values()), max(found.values())
+    if ratios:
+        mean, best = statistics.geometric_mean(ratios.values()), max(ratios.values())
         lines.append(
-            f"{mean:.3f} times as fast as the rules (geometric mean of {len(found)} batches; "
+            f"{mean:.3f} times as fast as the rules (geometric mean of {len(ratios)} batches; "
             f"at most {best:.2f})"
         )
     lines += [f"skipped, the rules cannot be run: {text}" for text in progress.skipped]
@@ -259,9 +261,10 @@ def make_tuning(
     """
     engine_with_tiles(backend)
     seconds, where = parse_budget(budget), _gpu(backend, device)
-    given = layers | {key: layers.get(key) or value for key, value in DEFAULTS.items()}
+    asked = layers | {key: layers.get(key) or value for key, value in DEFAULTS.items()}
+    # checks must not depend on the table that is about to be written
     options = [f"{backend}.tiles=rules"]
-    measured = make_job(**given, backends=backend, options=options, device=str(where))
+    measured = make_job(**asked, backends=backend, options=options, device=str(where))
     path = writable_file(output or user_folder() / file_name(backend, where), "--output")
     if path.exists():
         read_table(path, backend, where)  # its entries are kept
@@ -296,8 +299,8 @@ def _gpu(backend: str, device: str | None) -> torch.device:
 
 def parse_budget(text: str) -> float:
     """Return the seconds of "90s", "5m" or "1h"."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
-    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if seconds <= 0:
         raise InvalidInputError(f"--budget {text!r}\n  allowed: e.g. 90s, 5m, 1h")
     return seconds
@@ -307,7 +310,7 @@ def make_points(cells: Sequence[Cell], dtype: torch.dtype) -> list[Point]:
     """Return the points to search: with the rules' tile first, then with twice and half of it.
 
     None comes twice: of cells with the same key in a table, the first counts. Points of one layer
-    stand together, because they share compiled kernels.
+    are neighbours, because they share compiled kernels.
     """
     first: dict[Key, Point] = {}
     others: dict[Key, Point] = {}

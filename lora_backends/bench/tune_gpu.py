@@ -16,7 +16,7 @@ import torch
 
 from lora_backends.backend import LoRAPlan
 from lora_backends.bench.layers import Workload, check, make_layers, make_workload, reference
-from lora_backends.bench.timing import between_events
+from lora_backends.bench.timing import between_events, captured
 from lora_backends.bench.tune import Point, Tuning
 from lora_backends.selection.choice import get_backend
 from lora_backends.sgmv.tiles.source import fixed_source
@@ -29,14 +29,14 @@ SAMPLE_US = 1000.0
 def gpu_lab(job: Tuning) -> Callable[[Point], GpuLab]:
     """Return a function that makes the lab of a point; points of one layer share its weights."""
     torch.cuda.set_device(job.device)
-    kept: dict[tuple[Any, ...], list[LoRAWeights]] = {}
+    made: dict[tuple[Any, ...], list[LoRAWeights]] = {}
 
     def lab_of(point: Point) -> GpuLab:
         key = (point.layer, point.cell.output_slices, point.cell.num_slots)
-        if key not in kept:
-            kept.clear()  # the next weights may need the memory
-            kept[key] = make_layers(point.cell, job.device, job.dtype)
-        return GpuLab(job, point, make_workload(point.cell, kept[key]))
+        if key not in made:
+            made.clear()  # the next weights may need the memory
+            made[key] = make_layers(point.cell, job.device, job.dtype)
+        return GpuLab(job, point, make_workload(point.cell, made[key]))
 
     return lab_of
 
@@ -84,13 +84,7 @@ class GpuLab:
             return backend.run_linear(work.x, work.layers[layer], plan, work.y)
 
         check(call, work, self._expected)
-        for layer in range(len(work.layers)):
-            call(layer)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for layer in range(len(work.layers)):
-                call(layer)
+        graph = captured(call, len(work.layers))
         self._replay(graph, 1)
         once = self._replay(graph, 1) * len(work.layers)
         return _Prepared(graph, max(1, min(100, math.ceil(SAMPLE_US / once))), plan)

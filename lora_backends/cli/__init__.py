@@ -41,6 +41,7 @@ class Commands(TyperGroup):
         if self._listing or cmd_name not in COMMANDS:
             return self.commands.get(cmd_name)
         module = import_module(f"lora_backends.cli.{cmd_name}")
+        # typer makes a command only of a whole app
         single = typer.Typer(add_completion=False)
         single.command(cmd_name)(getattr(module, COMMANDS[cmd_name][0]))
         return typer.main.get_command(single)
@@ -54,6 +55,7 @@ class Commands(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help of the group itself."""
+        # click asks `get_command` for every name while it prints the help
         self._listing = True
         try:
             super().format_help(ctx, formatter)
@@ -76,6 +78,7 @@ def _print_version(wanted: bool) -> None:
         try:
             typer.echo(f"lora-backends {version('lora-backends')}")
         except PackageNotFoundError:
+            # run from a checkout
             typer.echo("lora-backends, not installed as a package")
         raise typer.Exit
 
@@ -114,7 +117,8 @@ def _run() -> None:
     except LoRABackendError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+    # e.g. a full disk at the last flush
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.stdout = None  # else Python tries again to write what is left
+        sys.stdout = None  # else Python tries again to write the rest
         raise SystemExit(2) from error

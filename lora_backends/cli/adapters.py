@@ -28,21 +28,22 @@ def adapters(
     """
     path = as_path(folder, "FOLDER")
     if kind_of(path / CONFIG_FILE) is not None:
-        found = {path.resolve().name: path}
+        folders = {path.resolve().name: path}
     else:
-        found = adapter_folders(path)
-    if not found:
+        folders = adapter_folders(path)
+    if not folders:
         raise InvalidInputError(
             f"there is no adapter in {path}\n  allowed: a folder with {CONFIG_FILE}, or with such "
             f"folders in it"
         )
-    infos = [_described(name, each) for name, each in found.items()]
+    infos = [_described(name, each) for name, each in folders.items()]
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(info) for info in infos], indent=2))
     else:
         columns = ["adapter", ">rank", "targets", "dtype", ">bytes"]
         table("", columns, [_row(info) for info in infos], lines=False)
     for info in infos:
+        # on standard error, so that the table can be piped
         if info.problem is not None and not as_json:
             typer.echo(f"\n{_plain(info.name)}: {info.problem}", err=True)
     if any(info.problem is not None for info in infos):
@@ -65,4 +66,5 @@ def _row(info: AdapterInfo) -> list[str]:
 
 def _plain(name: str) -> str:
     """Return a folder's name without characters that act on a terminal."""
+    # a folder's name may hold escape sequences
     return name if name.isprintable() else shown(name)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lora_backends.bench import Cell, read_result, summarize
-from lora_backends.bench.job import Job, make_job
+from lora_backends.bench.job import BenchRun, make_job
 from lora_backends.bench.results import check_writable, layer_name, result_text, writable_file
 from lora_backends.bench.schema import check_cells
 from lora_backends.cli.console import INTERRUPTED, note, output, table
@@ -85,9 +85,11 @@ def bench(
     }
     if from_json is not None and (file or option or any(v is not None for v in asked.values())):
         raise InvalidInputError("--from-json measures nothing\n  allowed beside it: --json, --plot")
+    # before anything is measured, which takes minutes
     file, plot = _writable(file, plot)
     if from_json is not None:
         result, interrupted = read_result(from_json), False
+        # the file may come from anybody, and the tables index into it
         check_cells(result, from_json)
     else:
         result, interrupted = _run(make_job(**asked, options=option or []), file)
@@ -96,8 +98,8 @@ def bench(
     else:
         show(result)
     if interrupted:
-        kept = f"; they are in {file}" if file and result.get("rows") else ""
-        note(f"interrupted after {len(result.get('rows', ()))} cells{kept}")
+        where = f"; they are in {file}" if file and result.get("rows") else ""
+        note(f"interrupted after {len(result.get('rows', ()))} cells{where}")
         raise typer.Exit(INTERRUPTED)
     if plot is not None:
         from lora_backends.bench.plots import save_plots
@@ -112,6 +114,7 @@ def _writable(file: Path | None, plot: Path | None) -> tuple[Path | None, Path |
         file = writable_file(file, "--output")
     if plot is not None:
         try:
+            # plots come last, when minutes of measuring would be lost
             import matplotlib  # noqa: F401
         except ModuleNotFoundError as error:
             raise UnsupportedInputError(
@@ -123,7 +126,7 @@ def _writable(file: Path | None, plot: Path | None) -> tuple[Path | None, Path |
     return file, plot
 
 
-def _run(job: Job, path: Path | None) -> tuple[dict[str, Any], bool]:
+def _run(job: BenchRun, path: Path | None) -> tuple[dict[str, Any], bool]:
     """Measure; return the result and whether the user interrupted it."""
     for name, reason in job.left_out.items():
         note(f"not timed: {name}: {reason}")
@@ -160,7 +163,7 @@ def show(result: dict[str, Any]) -> None:
     names = list(result.get("contenders", ()))
     if not result.get("rows"):
         return
-    ways = {name: found["timing"] for name, found in result["contenders"].items()}
+    ways = {name: contender["timing"] for name, contender in result["contenders"].items()}
     table(
         "microseconds, +- half the interquartile range, efficiency (limit / measured time)",
         ["layer", ">tokens", ">adapters", ">rank", "mix", ">limit us"]
@@ -190,6 +193,7 @@ def _show_notes(result: dict[str, Any]) -> None:
     lines += [f"note: {note}" for note in result["notes"]]
     lines += [f"not timed: {name}: {reason}" for name, reason in result["left_out"].items()]
     timed = [one for cell in result["rows"] for one in cell["results"].values() if "us" in one]
+    # the limit assumes that x and y come from memory
     if any(one["efficiency"] > 1 for one in timed):
         lines.append("note: efficiency above 1: x and y stay in a cache")
     noisy = sum(_percent(one) > NOISY_PERCENT for one in timed)
@@ -199,10 +203,10 @@ def _show_notes(result: dict[str, Any]) -> None:
             f"programs were running; measure again"
         )
     errors = {
-        f"{name}: {found['error']}"
+        f"{name}: {outcome['error']}"
         for cell in result["rows"]
-        for name, found in cell["results"].items()
-        if "error" in found
+        for name, outcome in cell["results"].items()
+        if "error" in outcome
     }
     lines += [f"error: {line}" for line in sorted(errors)]
     for line in lines:
@@ -215,15 +219,15 @@ def _row(cell: dict[str, Any], names: list[str]) -> list[str]:
     return [*map(str, head), f"{cell['limit_us']:.1f}", *times]
 
 
-def _time(found: dict[str, Any]) -> str:
-    if "us" not in found:
-        return "error" if "error" in found else ""
-    return f"{found['us']:.1f} +-{_percent(found):.0f}% {found['efficiency']:.2f}"
+def _time(timing: dict[str, Any]) -> str:
+    if "us" not in timing:
+        return "error" if "error" in timing else ""
+    return f"{timing['us']:.1f} +-{_percent(timing):.0f}% {timing['efficiency']:.2f}"
 
 
-def _percent(found: dict[str, Any]) -> float:
+def _percent(timing: dict[str, Any]) -> float:
     """Return half the interquartile range in percent of the median."""
-    return 50 * float(found.get("us_q3", 0) - found.get("us_q1", 0)) / float(found["us"])
+    return 50 * float(timing.get("us_q3", 0) - timing.get("us_q1", 0)) / float(timing["us"])
 
 
 def _number(value: float | None) -> str:

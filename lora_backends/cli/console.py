@@ -18,6 +18,7 @@ INTERRUPTED = 130
 def output() -> Console:
     """Return the console of standard output: no colour and a fixed width when piped."""
     console = Console(highlight=False, emoji=False)
+    # Rich would take 80 columns, and wrap tables that a script reads
     return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)
 
 
@@ -41,11 +42,13 @@ def table(
 ) -> None:
     """Print a table; a column whose name starts with ">" is aligned to the right."""
     console = output()
+    # pipes and files may have an encoding without box characters
     style = box.ROUNDED if console.is_terminal else box.ASCII
     view = Table(title=title or None, box=style, title_justify="left", show_lines=lines)
     for column in columns:
         justify = "right" if column.startswith(">") else "left"
         view.add_column(column.removeprefix(">"), justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
+        # Rich takes brackets for markup
         view.add_row(*(cell.replace("[", r"\[") for cell in row))
     console.print(view)

@@ -68,58 +68,62 @@ def explain(
         dtype=dtype,
     )
     if svg is not None:
+        # refused before the batch is explained
         svg = new_file(svg, "--svg")
-    found = explain_batch(backend, made, layer, operation)
+    explanation = explain_batch(backend, made, layer, operation)
     if svg is not None:
         from lora_backends.explain.svg import draw
 
         try:
-            svg.write_text(draw(found), encoding="utf-8")
+            svg.write_text(draw(explanation), encoding="utf-8")
         except OSError as error:
             raise InvalidInputError(f"cannot write {svg}: {error.strerror or error}") from error
-    show(found)
+    show(explanation)
     if svg is not None:
         output().print(f"drawn: {svg}", markup=False, soft_wrap=True)
 
 
-def show(found: Explanation) -> None:
+def show(explanation: Explanation) -> None:
     """Print an explanation."""
     console = output()
-    layer, name = found.layer, found.piece_name
+    layer, name = explanation.layer, explanation.piece_name
     widths = "+".join(map(str, layer.output_slices))
     console.print(
-        f"{found.backend}, {found.operation}: {len(found.token_slots)} tokens, "
-        f"{found.num_slots} slots; "
+        f"{explanation.backend}, {explanation.operation}: {len(explanation.token_slots)} tokens, "
+        f"{explanation.num_slots} slots; "
         f"layer {layer.in_features} -> {widths}, max_rank {layer.max_rank}",
         markup=False,
     )
     tokens_of: dict[int, list[int]] = {}
-    for token, slot in enumerate(found.token_slots):
+    for token, slot in enumerate(explanation.token_slots):
         tokens_of.setdefault(slot, []).append(token)
     rows = []
     for slot, tokens in sorted(tokens_of.items()):
         rank = "-" if slot < 0 else "/".join(map(str, layer.ranks[slot]))
         rows.append([_slot(slot), rank, str(len(tokens)), ranges(tokens)])
     table("tokens by adapter", ["slot", ">ranks", ">tokens", "which"], rows, lines=False)
-    console.print("kernel order: " + (ranges(found.order, 24) or "nothing to do"), markup=False)
+    order = ranges(explanation.order, 24) or "nothing to do"
+    console.print(f"kernel order: {order}", markup=False)
+    # a pipe may have an encoding without blocks
     full, empty = ("█", "░") if console.is_terminal else ("#", ".")
     rows = []
-    for number, piece in enumerate(found.pieces[:MOST_PIECES]):
+    for number, piece in enumerate(explanation.pieces[:MOST_PIECES]):
         share = len(piece.tokens) / piece.places
+        # a piece with one token of many still shows
         filled = max(1, round(share * min(BAR, piece.places)))
         bar = full * filled + empty * (min(BAR, piece.places) - filled)
         held = f"{len(piece.tokens)} of {piece.places}"
         rows.append([str(number), str(piece.slot), held, bar, ranges(piece.tokens, 6)])
-    more = len(found.pieces) - len(rows)
+    more = len(explanation.pieces) - len(rows)
     title = f"{name}s" + (f", the first {len(rows)}; {more} more" if more else "")
     table(title, [f">{name}", ">slot", ">places", "", "tokens"], rows, lines=False)
     table(
         "launches, and the wasted share of each axis",
         ["", ">launched", ">idle", ">rows", ">inputs or columns", ">ranks", ">all products"],
-        [_launch(launch) for launch in found.launches],
+        [_launch(launch) for launch in explanation.launches],
         lines=False,
     )
-    for line in (*found.facts, "", found.legend):
+    for line in (*explanation.facts, "", explanation.legend):
         console.print(line, markup=False)
 
 

@@ -75,8 +75,8 @@ def generate(
         raise typer.Exit(1)
 
 
-def _settings(config: Path | None, **given: Any) -> GenerateConfig:
-    overrides = {key: value for key, value in given.items() if value is not None}
+def _settings(config: Path | None, **options: Any) -> GenerateConfig:
+    overrides = {key: value for key, value in options.items() if value is not None}
     if config is None:
         settings = GenerateConfig(**overrides)
     else:
@@ -88,11 +88,11 @@ def _settings(config: Path | None, **given: Any) -> GenerateConfig:
     return settings
 
 
-def _adapters(given: list[str] | None) -> dict[str, str] | None:
-    if not given:
+def _adapters(texts: list[str] | None) -> dict[str, str] | None:
+    if not texts:
         return None
     adapters: dict[str, str] = {}
-    for item in given:
+    for item in texts:
         name, _, folder = item.partition("=")
         if not name or not folder:
             raise InvalidInputError(f"--adapter {item!r}\n  allowed: NAME=FOLDER")
@@ -112,6 +112,7 @@ def _prompts(texts: list[str] | None, use: list[str] | None) -> list[dict[str, s
         return None
     names = use or ["-"]
     if len(names) == 1:
+        # one --use serves all prompts
         names = names * len(texts)
     if len(names) != len(texts):
         raise InvalidInputError(
@@ -145,8 +146,8 @@ def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]
     if settings.adapter_dtype != "auto":
         reports = map(model.adapter_report, sorted(settings.adapters))
         report["adapters"] = {
-            kept.name: {"dtype": settings.adapter_dtype, "bytes": kept.nbytes, "error": kept.error}
-            for kept in reports
+            each.name: {"dtype": settings.adapter_dtype, "bytes": each.nbytes, "error": each.error}
+            for each in reports
         }
     if check:
         with step("running every row alone"):
@@ -172,6 +173,7 @@ def _compare(
     has_dora = any(model.pool.has_dora(model.pool.slots.slot(name)) for name in used)
     new_tokens = min(settings.max_new_tokens, TIMED_TOKENS)
     inputs = prompts.inputs(new_tokens, min_new_tokens=new_tokens)
+    # the base model is timed without hooks
     base: Any = model.detach()
     speeds: dict[str, float | None] = {}
 
@@ -183,6 +185,7 @@ def _compare(
     for name in backend_names():
         if unavailable_reasons(name, model.backend.device):
             continue
+        # options belong to the configured backend alone
         update = {"backend": name, "backend_options": {}}
         label = f"lora_backends, {name}"
         try:
@@ -191,10 +194,12 @@ def _compare(
             speeds[label] = None
             continue
         try:
+            # DoRA or a blend may be refused only when it runs
             timed(label, lambda m=candidate: m.generate(adapters=adapters, **inputs))
         except UnsupportedInputError:
             speeds[label] = None
         finally:
+            # the next contender wraps the same model
             candidate.detach()
     if not used:
         return speeds

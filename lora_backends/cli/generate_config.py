@@ -44,12 +44,12 @@ class ModelConfig(BaseModel):
             raise InvalidInputError(
                 f"model.package is {shown(self.package)}\n  allowed: the name of a package"
             )
-        found = importlib.util.find_spec(self.package)
-        if found is None or not found.submodule_search_locations:
+        spec = importlib.util.find_spec(self.package)
+        if spec is None or not spec.submodule_search_locations:
             raise InvalidInputError(
                 f"the package {self.package!r} that carries the model is not installed"
             )
-        return found.submodule_search_locations[0]
+        return spec.submodule_search_locations[0]
 
 
 class PromptConfig(BaseModel):
@@ -82,5 +82,5 @@ class GenerateConfig(LoRAConfig):
         Raises:
             InvalidInputError: an unknown name, or a blend that cannot be read.
         """
-        given = enumerate(self.prompts, 1)
-        return [entry_of(prompt.adapter, self.adapters, number) for number, prompt in given]
+        numbered = enumerate(self.prompts, 1)
+        return [entry_of(prompt.adapter, self.adapters, number) for number, prompt in numbered]

@@ -23,28 +23,29 @@ def checked(value: Any) -> Any:
     if isinstance(value, Mapping):
         wrong = [name for name, strength in value.items() if not _is_strength(strength)]
         if wrong or not value:
-            given = f"{shown(wrong[0])} = {shown(value[wrong[0]])}" if wrong else "an empty table"
-            raise ValueError(f"a blend has {given}; allowed: {ALLOWED}")
+            fault = f"{shown(wrong[0])} = {shown(value[wrong[0]])}" if wrong else "an empty table"
+            raise ValueError(f"a blend has {fault}; allowed: {ALLOWED}")
         return {name: float(strength) for name, strength in value.items()}
     if value is not None and not isinstance(value, str):
         raise ValueError(f"allowed: {ALLOWED}")
     return value
 
 
-def entry_of(given: Entry, adapters: Collection[str], prompt: int) -> Entry:
+def entry_of(named: Entry, adapters: Collection[str], prompt: int) -> Entry:
     """Return the adapter or blend that a prompt names.
 
     Args:
-        given: as configured. A string that is the name of an adapter is never read as a blend.
+        named: as configured. A string that is the name of an adapter is never read as a blend.
         adapters: their names.
         prompt: its number, for messages.
 
     Raises:
         InvalidInputError: an unknown name, or a blend that cannot be read.
     """
-    entry = given
-    if isinstance(given, str) and given not in adapters and ":" in given:
-        entry = _read_blend(given, prompt)
+    entry = named
+    # a name may hold a colon, and then wins over a blend
+    if isinstance(named, str) and named not in adapters and ":" in named:
+        entry = _read_blend(named, prompt)
     for name in entry if isinstance(entry, Mapping) else [entry]:
         if name is not None and name not in adapters:
             raise InvalidInputError(

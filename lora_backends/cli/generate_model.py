@@ -1,4 +1,4 @@
-"""Loads what `lora-backends generate` names: adapters are looked at first, then the model."""
+"""Loads adapters and model of `lora-backends generate`; adapters are checked before the model."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 
 def check_adapters(settings: GenerateConfig) -> None:
     """Refuse adapters that are missing, do not fit or cannot be read, before loading the model."""
-    given = settings.adapters
+    adapters = settings.adapters
     settings.entries()
-    if len(given) > settings.max_adapters:
+    # all adapters stay loaded for the whole batch
+    if len(adapters) > settings.max_adapters:
         raise InvalidInputError(
-            f"{len(given)} adapters for {settings.max_adapters} slots\n"
-            f"  to do: write max_adapters = {len(given)} in the configuration"
+            f"{len(adapters)} adapters for {settings.max_adapters} slots\n"
+            f"  to do: write max_adapters = {len(adapters)} in the configuration"
         )
-    for folder in given.values():
+    for folder in adapters.values():
+        # a base model takes minutes to load; an adapter's files are read in a moment
         read_checkpoint(folder, None, settings.max_rank, settings.limits, own_modules=True)
 
 
@@ -73,6 +75,7 @@ def encoded(model: MultiLoRAModel, tokenizer: Any, settings: GenerateConfig) -> 
     ):
         prompts = encode(tokenizer, texts, settings.chat, model.backend.device)
     vocabulary, ids = vocabulary_of(model.base), prompts.input_ids
+    # on a GPU the embedding would end in a device-side assert, which names nothing
     if ids.numel() == 0 or int(ids.max()) >= vocabulary:
         raise InvalidInputError(
             f"the tokenizer does not belong to the model\n"
@@ -93,6 +96,7 @@ def _load_base(settings: GenerateConfig, location: str, device: torch.device) ->
     if settings.model.gguf_file is not None:
         _check_installed("gguf")
         options["gguf_file"] = settings.model.gguf_file
+    # its progress would mix with the answers
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     to_do = "give the folder of a causal language model, or an id of the Hugging Face hub"
@@ -100,6 +104,7 @@ def _load_base(settings: GenerateConfig, location: str, device: torch.device) ->
         base, info = transformers.AutoModelForCausalLM.from_pretrained(
             location, dtype=dtype, output_loading_info=True, **options
         )
+        # Transformers only warns, and fills up with random weights
         _check_complete(location, info)
         base = base.to(device).eval()
     with naming_faults(f"cannot load the tokenizer of {location}", to_do):
@@ -147,5 +152,5 @@ def naming_faults(what: str, to_do: str) -> Iterator[None]:
     except (LoRABackendError, MemoryError):
         raise
     except Exception as error:  # a broken file makes Transformers fail in any way
-        given = f"{type(error).__name__}: {shown(str(error).strip(), 600)}"
-        raise InvalidInputError(f"{what}\n  given: {given}\n  to do: {to_do}") from error
+        message = f"{type(error).__name__}: {shown(str(error).strip(), 600)}"
+        raise InvalidInputError(f"{what}\n  given: {message}\n  to do: {to_do}") from error

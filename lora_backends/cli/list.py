@@ -46,26 +46,27 @@ def list_backends(
 def _describe(name: str, device: torch.device) -> dict[str, Any]:
     reasons = unavailable_reasons(name, device)
     try:
-        found = backend_class(name)
+        engine = backend_class(name)
+        # an attribute may be a property of the plugin that raises
         with plugin_code(f"backend {name!r} cannot be described"):
-            capabilities = {each: bool(getattr(found, each)) for each in CAPABILITIES}
+            capabilities = {each: bool(getattr(engine, each)) for each in CAPABILITIES}
     except BackendUnavailableError as error:
         return {"name": name, "runs_here": False, "reasons": reasons or [str(error)]}
     return {
         "name": name,
         "runs_here": not reasons,
         "reasons": reasons,
-        "not_in_auto": _fault_of_priority(name, found, device),
-        "device_types": list(found.device_types),
-        "dtypes": [dtype_name(dtype) for dtype in found.dtypes],
+        "not_in_auto": _fault_of_priority(name, engine, device),
+        "device_types": list(engine.device_types),
+        "dtypes": [dtype_name(dtype) for dtype in engine.dtypes],
         **capabilities,
     }
 
 
-def _fault_of_priority(name: str, found: type[LoRABackend], device: torch.device) -> str | None:
+def _fault_of_priority(name: str, engine: type[LoRABackend], device: torch.device) -> str | None:
     """Return why "auto" passes over a backend that declares its priority wrongly."""
     try:
-        auto_priority(name, found, device)
+        auto_priority(name, engine, device)
     except BackendUnavailableError as error:
         return str(error)
     return None

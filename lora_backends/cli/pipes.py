@@ -1,4 +1,4 @@
-"""Ends a command whose output nobody reads any more, as `head` stops after its last line."""
+"""Ends a command after the reader of its output has gone, as `head` does after its last line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 READER_GONE = 141
-"""Exit status: what a shell gives for a program that SIGPIPE ends."""
+"""Exit status, as of a program that SIGPIPE ends."""
 
 
 class _ReaderGone(BaseException):
@@ -48,5 +48,5 @@ def end_without_reader() -> Iterator[None]:
     try:
         yield
     except _ReaderGone:
-        sys.stdout = sys.stderr = None  # else Python tries again to write what is left
+        sys.stdout = sys.stderr = None  # else Python tries again to write the rest
         raise SystemExit(READER_GONE) from None

@@ -67,6 +67,7 @@ def tune(
 
     try:
         progress = tune_points(job, gpu_lab(job), _show_progress(len(job.points)))
+    # the table holds every finished search
     except KeyboardInterrupt:
         note(f"interrupted; {job.path} has the results so far: run the same command to continue")
         raise typer.Exit(INTERRUPTED) from None
@@ -77,14 +78,14 @@ def tune(
 def _show_progress(total: int) -> Notify:
     """Return a function that prints a line before and after each search."""
 
-    def show_point(index: int, point: Point, found: Found | None) -> None:
+    def show_point(index: int, point: Point, result: Found | None) -> None:
         cell = point.cell
-        if found is None:
+        if result is None:
             batch = f"{cell.tokens} tokens, {point.active_slots} adapters, rank {cell.rank}"
             text = f"{cell.projection}: {batch}, {point.tile_tokens} tokens a tile"
             note(f"{index + 1}/{total} {text}")
         else:
-            times = f"{found.rules_us:.2f} us -> {found.tuned_us:.2f} us"
-            note(f"  {times}, {found.tried} sizes timed")
+            times = f"{result.rules_us:.2f} us -> {result.tuned_us:.2f} us"
+            note(f"  {times}, {result.tried} sizes timed")
 
     return show_point

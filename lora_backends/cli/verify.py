@@ -59,6 +59,7 @@ def verify(
     backend = get_backend(name, device=device, **read_options(option or ()))
     if case is not None:
         report = _one_case(backend, properties or [], case)
+        # standard output holds the JSON alone
         show = None if as_json else _Progress(1)
         if show:
             show.finished(report.results[0])
@@ -116,10 +117,11 @@ def _one_case(backend: LoRABackend, names: list[str], text: str) -> Report:
 
 
 class _Progress:
-    """A line per finished property; on a terminal also what runs now, on standard error."""
+    """A line per finished property; a terminal also shows the running one, on standard error."""
 
     def __init__(self, total: int, quiet: bool = False) -> None:
         stderr = Console(stderr=True, highlight=False)
+        # a status line in a log file would be noise
         self._live = stderr.is_terminal
         self._quiet = quiet
         self._total, self._begun = total, 0

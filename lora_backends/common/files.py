@@ -26,21 +26,22 @@ TEXT_BYTES = 2**24
 """The largest file of settings that is read."""
 
 
-def as_path(given: object, meaning: str) -> Path:
-    """Return a given path, with "~" expanded.
+def as_path(path: object, meaning: str) -> Path:
+    """Return a path with "~" expanded.
 
     Args:
-        given: a str or Path.
+        path: a str or Path.
         meaning: of the path, for the error: "the folder of a checkpoint".
 
     Raises:
         InvalidInputError: another type, a NUL byte, or the home of an unknown user.
     """
-    if not isinstance(given, (str, os.PathLike)):
+    if not isinstance(path, (str, os.PathLike)):
         raise InvalidInputError(
-            f"{meaning} is no path\n  given: {shown(given)}\n  allowed: a str or a Path"
+            f"{meaning} is no path\n  given: {shown(path)}\n  allowed: a str or a Path"
         )
-    text = os.fspath(given)
+    # __fspath__ of a PathLike may return bytes
+    text = os.fspath(path)
     if not isinstance(text, str) or "\0" in text:
         raise InvalidInputError(
             f"{meaning} is no path\n  given: {shown(text)}\n  allowed: text without NUL bytes"
@@ -69,14 +70,14 @@ def kind_of(path: Path) -> str | None:
     return _kind(mode)
 
 
-def new_file(given: object, meaning: str) -> Path:
+def new_file(place: object, meaning: str) -> Path:
     """Return the path of a file to be written; it may exist.
 
     Raises:
         InvalidInputError: no path, or one that leads to something else: opening a FIFO waits for a
             reader, and a device would be replaced by a file.
     """
-    path = as_path(given, meaning)
+    path = as_path(place, meaning)
     kind = kind_of(path)
     if kind not in (None, "a file"):
         raise InvalidInputError(
@@ -86,7 +87,7 @@ def new_file(given: object, meaning: str) -> Path:
 
 
 TooLarge: TypeAlias = Callable[[Path, int], InvalidInputError]
-"""Makes the error for a file of so many bytes."""
+"""Makes the error for a file from its path and its bytes."""
 
 
 def read_bytes(path: Path, limit: int, too_large: TooLarge) -> bytes:

@@ -6,7 +6,7 @@ import torch
 
 
 def unusable(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor's memory does not hold its values, and what to do; None if it does."""
+    """Return why a tensor's memory does not hold its values, and the remedy; None if it does."""
     if tensor.is_nested:
         return "is a nested tensor; pass its padded values, torch.nested.to_padded_tensor(...)"
     if tensor.layout != torch.strided:
@@ -32,11 +32,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def extent_of(tensor: torch.Tensor | None) -> int:
-    """Return the bytes from the first element of a tensor to behind its last one."""
+    """Return the bytes from a tensor's first element to its last, both included."""
     if tensor is None or not tensor.numel():
         return 0
     if tensor.is_contiguous():
         return tensor.nbytes
+    # torch has no negative strides, so the last element is the farthest
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 

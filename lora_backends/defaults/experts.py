@@ -62,7 +62,7 @@ def add_experts(
         if token_scales is not None:  # their product would not be exact in float32
             scales = token_scales[: routing.num_tokens].to(accumulator_dtype(weights.dtype))
             factors = factors * scales[chunk, None]
-        pairs = _Pairs(weights, slots[chunk, None].expand_as(ids), ids)
+        pairs = _PairMatrices(weights, slots[chunk, None].expand_as(ids), ids)
         for s in range(weights.num_slices):
             delta, touched = pairs.delta(x_pairs[chunk], s)  # [t, k, width], [t, k]
             if weighted or token_scales is not None:
@@ -74,7 +74,7 @@ def add_experts(
             part.copy_(torch.where(touched[..., None], total, part))  # others keep their bits
 
 
-class _Pairs:
+class _PairMatrices:
     """Pairs of some tokens, and the matrices of each."""
 
     def __init__(self, weights: ExpertWeights, slots: torch.Tensor, ids: torch.Tensor) -> None:
@@ -86,28 +86,28 @@ class _Pairs:
         """Return the delta of slice s, zero where nothing is added, and where something is."""
         weights, sums = self.weights, accumulator_dtype(self.weights.dtype)
         a = s if weights.num_a > 1 else 0
-        rank = self._own(weights.ranks[:, :, a])
+        rank = self._of_pairs(weights.ranks[:, :, a])
         touched = self.live & (rank > 0)
         within = torch.arange(weights.max_rank, device=rank.device) < rank[..., None]  # [t, k, R]
         within = within & touched[..., None]
-        lora_a = _masked(within[..., None], self._own(weights.lora_a[:, :, a]), sums)
-        lora_b = self._own(weights.lora_b[:, :, weights.columns(s)])
+        lora_a = _masked(within[..., None], self._of_pairs(weights.lora_a[:, :, a]), sums)
+        lora_b = self._of_pairs(weights.lora_b[:, :, weights.columns(s)])
         lora_b = _masked(within[:, :, None], lora_b, sums)
         if weights.a_scales is not None and weights.b_scales is not None:
             block, inputs = weights.scale_block, weights.in_features
-            a_scales = self._own(weights.a_scales[:, :, a])
+            a_scales = self._of_pairs(weights.a_scales[:, :, a])
             a_scales = spread(a_scales, weights.max_rank, inputs, block)
             groups = b_row_groups(weights.output_slices, block)
             first = sum(groups[:s])
-            b_scales = self._own(weights.b_scales[:, :, first : first + groups[s]])
+            b_scales = self._of_pairs(weights.b_scales[:, :, first : first + groups[s]])
             b_scales = spread(b_scales, weights.output_slices[s], weights.max_rank, block)
             lora_a = lora_a * torch.where(within[..., None], a_scales, 0)
             lora_b = lora_b * torch.where(within[:, :, None], b_scales, 0)
         h = _sum(lora_a * _masked(touched[..., None], x, sums)[:, :, None])  # [t, k, R]
-        scaling = _masked(touched, self._own(weights.scalings[:, :, a]), sums)
+        scaling = _masked(touched, self._of_pairs(weights.scalings[:, :, a]), sums)
         return scaling[..., None] * _sum(lora_b * h[:, :, None]), touched
 
-    def _own(self, stack: torch.Tensor) -> torch.Tensor:
+    def _of_pairs(self, stack: torch.Tensor) -> torch.Tensor:
         """Return the part of [num_slots, num_experts or 1, ...] that is each pair's own."""
         ids = self.ids if stack.shape[1] > 1 else torch.zeros_like(self.ids)
         if stack.dtype in LARGEST:  # torch picks bytes, not float8
@@ -116,7 +116,7 @@ class _Pairs:
 
 
 def _masked(mask: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` where `mask` is true, else zero, whatever stands there."""
+    """Return `values` where `mask` is true, else zero, also for NaN."""
     return torch.where(mask, values.to(dtype), 0)
 
 

@@ -8,23 +8,21 @@ repeated without views.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lora_backends.dispatch.cached import CachingPlan
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.tracing import is_traced
 from lora_backends.dispatch.wrap import stored_as
 from lora_backends.weights import LoRAWeights
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
 
 Add = Callable[[torch.Tensor, LoRAWeights, Any, torch.Tensor], Any]
 """Adds to y: of x, a layer, a plan and y."""
 
 
-def over_rows(engine: LoRABackend, operation: str, run: Add) -> Add:
+def over_rows(engine: Engine, operation: str, run: Add) -> Add:
     """Return a function that adds to y [..., out_features] for x [..., in_features].
 
     Args:
@@ -49,6 +47,7 @@ def over_rows(engine: LoRABackend, operation: str, run: Add) -> Add:
         y = y.contiguous()
         rows, flat = as_rows(x), y.view(-1, y.shape[-1])
         run(rows, weights, plan, flat)
+        # the same bytes: the next call finds the entry without making views
         if x.ndim != 2 and x.is_contiguous():
             cached = cache.find(stored, engine, rows, weights, flat, plan.num_tokens)
             if cached is not None:

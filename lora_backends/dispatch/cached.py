@@ -14,18 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from lora_backends.common.tensors import extent_of
+from lora_backends.dispatch.engine import Engine
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Input, Operation
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
 
 MOST_LAYERS = 4096
 """Layers and operations that a cache keeps calls of."""
@@ -38,7 +36,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 def is_accepted(
-    engine: LoRABackend,
+    engine: Engine,
     operation: Operation,
     x: Any,
     weights: Any,
@@ -57,7 +55,7 @@ def is_accepted(
         plan: of the batch.
         y: base_output, or None.
         rows: that x and y must have; None: equally many, as the plan allows.
-        detail: what the guards depend on besides.
+        detail: other values that the guards depend on.
     """
     if (
         type(x) is not _Tensor
@@ -71,6 +69,7 @@ def is_accepted(
     if operation.input is Input.TOKEN_IDS and x.is_cpu:
         return False  # the guards read their values
     footprint = weights.footprint
+    # with the footprint, so that moved tensors are checked again
     kinds = footprint.accepted.get((operation.name, engine.handle))
     if kinds is None:
         return False
@@ -94,6 +93,7 @@ def is_accepted(
             return False
         y_end = y_first + (y.nbytes if y.is_contiguous() else extent_of(y))
         x_end = x_first + (x.nbytes if x.is_contiguous() else extent_of(x))
+        # conservative: interleaved columns go to the guards, which look closer
         if (x_first < y_end and y_first < x_end) or footprint.meets(y_first, y_end):
             return False
     if not _is_grad_enabled():
@@ -104,7 +104,7 @@ def is_accepted(
 
 
 def accept(
-    engine: LoRABackend,
+    engine: Engine,
     operation: Operation,
     x: Any,
     weights: Any,
@@ -115,6 +115,7 @@ def accept(
     if type(x) is _Tensor and (y is None or type(y) is _Tensor):
         accepted, key = weights.footprint.accepted, (operation.name, engine.handle)
         kind = _accepted_kind(operation, x, y, detail)
+        # engines come and go, and their entries would stay
         if len(accepted) >= MOST_LAYERS:
             accepted.clear()
         others = [other for other in accepted.get(key, ()) if other != kind]
@@ -153,7 +154,7 @@ class CachedCall(Protocol):
         """
 
 
-class _Entry:
+class _StoredCall:
     """One stored call, and the properties that another call must share with it."""
 
     __slots__ = ("apart", "call", "footprint", "key", "kind", "rows", "x_extent", "y_extent")
@@ -193,6 +194,7 @@ def _kind_of(x: _Tensor, x_first: int, y: _Tensor, y_first: int) -> tuple[Any, .
         y.is_contiguous() or y.stride(),
         y.dtype,
         y.device,
+        # Triton compiles other code for addresses that are multiples of 16
         (x_first | y_first) & 15 and (x_first & 15 == 0, y_first & 15 == 0),
     )
 
@@ -209,13 +211,13 @@ class CallCache:
     def __init__(self) -> None:
         # stored calls depend on it besides their arguments; an engine sets it when it refills
         self.key: Any = None
-        # by operation, backend and layer; a handle stands for one object while the process lives
-        self._calls: dict[tuple[str, int, int], tuple[_Entry, ...]] = {}
+        # by operation, backend and layer; a handle means one object while the process lives
+        self._calls: dict[tuple[str, int, int], tuple[_StoredCall, ...]] = {}
 
     def find(
         self,
         operation: str,
-        backend: LoRABackend,
+        backend: Engine,
         x: _Tensor,
         weights: LoRAWeights,
         y: _Tensor,
@@ -262,7 +264,7 @@ class CallCache:
     def store(
         self,
         operation: str,
-        backend: LoRABackend,
+        backend: Engine,
         x: _Tensor,
         weights: LoRAWeights,
         y: _Tensor,
@@ -272,9 +274,10 @@ class CallCache:
 
         Call it from a method of the interface, whose arguments are checked.
         """
+        # entries of freed layers are never looked up again
         if len(self._calls) >= MOST_LAYERS:
             self._calls.clear()
-        stored = _Entry(self.key, call, x, weights, y)
+        stored = _StoredCall(self.key, call, x, weights, y)
         key = operation, backend.handle, weights.handle
         others = self._calls.get(key, ())
         if others:
@@ -304,7 +307,7 @@ def stores_calls(method: _Method) -> _Method:
     """Mark an engine's method that stores calls, so that dispatch looks for them before it runs.
 
     The mark is the function itself, since `functools.wraps` copies attributes: an override that
-    adds to what it inherits is not marked, and always runs.
+    adds to an inherited one is not marked, and always runs.
     """
     method.stores_calls = method  # type: ignore[attr-defined]
     return method

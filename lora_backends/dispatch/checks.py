@@ -1,18 +1,19 @@
 """The guards: the one place where arguments of the interface are checked.
 
-There is one guard per kind of input, and what all operations share stands in `check_operation`.
+Each kind of input has one guard; `check_operation` holds the checks of all operations.
 Nothing is written before every check has passed. Values that only a device knows are not looked
 at, because that would wait for the device.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lora_backends.batch import MOST, LoRABatch
 from lora_backends.common.tensors import extent_of, has_memory
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
 from lora_backends.dtypes import accumulator_dtype, dtype_name, dtype_names
@@ -24,12 +25,9 @@ from lora_backends.operations import Input, Operation
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights
 
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
-
 
 def check_prepare_batch(
-    engine: LoRABackend, batch: LoRABatch, out: Any | None = None, capacity: int | None = None
+    engine: Engine, batch: LoRABatch, out: Any | None = None, capacity: int | None = None
 ) -> None:
     """Guard `prepare_batch`; the signature is the method's."""
     if type(batch) is LoRABatch and batch.token_scales is None and capacity is None:
@@ -65,6 +63,7 @@ def _check_capacity(problems: Problems, batch: LoRABatch, capacity: Any) -> None
 
 def _check_refill(problems: Problems, batch: LoRABatch, out: Any, capacity: int | None) -> None:
     """Check that a plan can take a batch, of another number of tokens where it has room."""
+    # prepare_batch of any backend returns this plan where a token may have several adapters
     kind = ManyAdaptersPlan if isinstance(out, ManyAdaptersPlan) else problems.engine.plan_type
     if not problems.check_type("out", out, kind, "a plan of this backend"):
         return
@@ -89,6 +88,7 @@ def _check_refill(problems: Problems, batch: LoRABatch, out: Any, capacity: int 
                 f"out has room for {room} tokens, the batch has num_tokens={batch.num_tokens}; "
                 f"make a plan with capacity={batch.num_tokens} or more"
             )
+    # without the feature a plan is sized by its first batch
     elif tokens is not None and tokens != batch.num_tokens:
         problems.refuse(
             f"out was made for num_tokens={tokens}, the batch has {batch.num_tokens}; "
@@ -102,7 +102,7 @@ def _check_refill(problems: Problems, batch: LoRABatch, out: Any, capacity: int 
 
 
 def check_operation(
-    engine: LoRABackend,
+    engine: Engine,
     operation: Operation,
     first: Any,
     weights: LoRAWeights,
@@ -121,6 +121,7 @@ def check_operation(
                 f"the layer has {weights.num_slices} slices; {operation.name} takes "
                 f"{operation.num_slices}, {operation.same_as} any number"
             )
+        # the shape of y is known only once the input has passed
         if check_tensor(problems, name, first):
             _GUARDS[operation.input](problems, name, first, weights, plan)
             if operation.input is Input.ROWS and not problems.unsupported:
@@ -171,6 +172,7 @@ def _check_out(
         )
     elif not out.is_contiguous():
         problems.refuse(f"out is not contiguous (strides {tuple(out.stride())})")
+    # a copy into out would cut the graph without a word
     if out.requires_grad or (
         torch.is_grad_enabled() and any(t.requires_grad for t in read.values())
     ):
@@ -248,6 +250,7 @@ def _check_token_ids(
         problems.refuse(
             f"{name} is {describe(token_ids)}; allowed: [{tokens}] int32 or int64, contiguous"
         )
+    # an id beyond the vocabulary would read memory outside of its matrix
     elif token_ids.device.type == "cpu" and token_ids.numel():
         low, high = (int(value) for value in token_ids.aminmax())
         if low < 0 or high >= weights.in_features:
@@ -287,10 +290,12 @@ def check_weights(problems: Problems, weights: LayerWeights, plan: Any) -> None:
             f"the plan is for {num_slots} slots, the weights have {weights.num_slots}; "
             f"prepare the batch with num_slots={weights.num_slots}"
         )
+    # stacks of 8 bits are a feature, which `needs` names
     if weights.dtype not in problems.engine.dtypes and not is_eight_bit(weights.dtype):
         problems.lack(f"lora_a.dtype is {dtype_name(weights.dtype)}; supported: {problems.dtypes}")
     for name, tensor in weights.tensors.items():
         check_memory(problems, name, tensor)
+    # kernels keep the sizes of the layer as it was made
     for name in weights.changed():
         problems.refuse(
             f"{name} is {describe(weights.tensors[name])}, and had another shape, dtype or device "
@@ -301,6 +306,7 @@ def check_weights(problems: Problems, weights: LayerWeights, plan: Any) -> None:
 
 def planned_size(plan: Any, field: str) -> int | None:
     """Return a plan's num_tokens or num_slots, or None from a plan that does not have it."""
+    # a plan of a foreign backend need not have the fields of `LoRAPlan`
     value = getattr(plan, field, None)
     return value if isinstance(value, int) else None
 
@@ -340,6 +346,7 @@ def check_tensor(problems: Problems, name: str, value: Any) -> bool:
     if value.layout != torch.strided or value.is_nested:
         problems.refuse(f"{name} is {describe(value)}; allowed: a dense tensor")
         return False
+    # kernels read memory, where the sign is still missing
     if value.is_neg():
         problems.refuse(
             f"{name} is a lazy negation (torch's negative bit is set), so its memory holds the "
@@ -410,6 +417,7 @@ def _check_base(problems: Problems, base_output: Any, shape: tuple[int, ...]) ->
         problems.refuse(
             f"the last axis of base_output is not contiguous (strides {base_output.stride()})"
         )
+    # programs add to rows in any order, so a shared element would lose an update
     if _rows_overlap(base_output):
         problems.refuse(
             f"rows of base_output overlap (strides {base_output.stride()}); pass a copy"
@@ -420,6 +428,7 @@ def _rows_overlap(tensor: torch.Tensor) -> bool:
     """Return whether two elements may share memory: no axis steps over all that lies within it."""
     axes = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
     inner = tensor.shape[-1]
+    # from the innermost axis outwards: each must step over the extent so far
     for stride, size in sorted(axes):
         if size > 1 and stride < inner:
             return True
@@ -448,6 +457,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     first = y.data_ptr() - x.data_ptr()
     if first >= extent_of(x) or -first >= extent_of(y):
         return False
+    # extents overlap; only two matrices of one row stride can still be interleaved
     if x.ndim != 2 or y.ndim != 2:
         return True
     x_row, y_row = x.stride(0) * x.element_size(), y.stride(0) * y.element_size()
@@ -466,6 +476,7 @@ def check_gradients(
         return
     if base_output is not None:
         tensors = [*tensors, base_output]
+        # autograd forbids in-place operations on leaves
         if base_output.requires_grad and base_output.is_leaf:
             problems.refuse(
                 "base_output is a leaf that requires a gradient, so it cannot be added to in "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lora_backends.dispatch import checks
 from lora_backends.dispatch.cached import accept, is_accepted
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.library import call_outside, trace_add
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
@@ -18,10 +19,6 @@ from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.layer_weights import MOST
 from lora_backends.operations import Operation
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
-
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -47,7 +44,7 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return the wrapper that takes the place of a class's `prepare_experts`."""
 
     def call(
-        self: LoRABackend,
+        self: Engine,
         plan: Any,
         topk_ids: Any,
         topk_weights: Any,
@@ -61,6 +58,7 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(plan, ManyAdaptersPlan):
             outs = [None] * len(plan.plans) if out is None else _routings_of(out, plan)
             pairs = zip(plan.plans, outs, strict=True)
+            # `call`, not `method`: every part is checked like a routing of its own
             made = tuple([call(self, part, *choice, refilled) for part, refilled in pairs])
             return ManyAdaptersRouting(made) if out is None else out
         _check_prepare(self, plan, *choice, out)
@@ -76,7 +74,7 @@ def wrap_routed(
     defaults = {option.name: option.values[0] for option in operation.options}
 
     def call(
-        self: LoRABackend,
+        self: Engine,
         x: Any,
         weights: ExpertWeights,
         routing: Any,
@@ -105,7 +103,7 @@ def _routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
     """Return the routings that a refill for a plan of several adapters per token writes to.
 
     Raises:
-        InvalidInputError: `out` is no routing of as many adapters per token.
+        InvalidInputError: `out` is no routing of that number of adapters per token.
     """
     count = plan.adapters_per_token
     if not isinstance(out, ManyAdaptersRouting) or len(out.routings) != count:
@@ -120,7 +118,7 @@ def _routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
 
 
 def _check(
-    engine: LoRABackend,
+    engine: Engine,
     operation: Operation,
     x: Any,
     weights: Any,
@@ -128,11 +126,12 @@ def _check(
     y: Any,
     options: Mapping[str, Any],
 ) -> None:
-    """Check a call by its kind, or explain what is wrong with it."""
+    """Check a call by its kind, or explain its problems."""
     if not isinstance(routing, ExpertRouting) or not isinstance(routing, engine.routing_type):
         return _check_routed(engine, operation, x, weights, routing, y, options)
     tokens, top_k = routing.topk_ids.shape
     rows = tokens * top_k if options["rows"] == "pairs" else tokens
+    # options select kernels, so they belong to the kind of a call
     detail = (top_k, routing.num_experts, *options.values())
     if not is_accepted(engine, operation, x, weights, routing.plan, y, (rows, tokens), detail):
         _check_routed(engine, operation, x, weights, routing, y, options)
@@ -140,7 +139,7 @@ def _check(
 
 
 def _check_prepare(
-    engine: LoRABackend,
+    engine: Engine,
     plan: Any,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -150,8 +149,7 @@ def _check_prepare(
 ) -> None:
     """Guard `prepare_experts`; the signature is the method's."""
     problems = Problems(engine)
-    if not isinstance(plan, engine.plan_type):
-        problems.check_type("plan", plan, engine.plan_type, "a plan of this backend")
+    problems.check_type("plan", plan, engine.plan_type, "a plan of this backend")
     is_count = isinstance(num_experts, int) and not isinstance(num_experts, bool)
     if not is_count or not 1 <= num_experts <= MOST:
         problems.refuse(f"num_experts is {shown(num_experts)}; allowed: 1 to {MOST}")
@@ -164,6 +162,7 @@ def _check_prepare(
         elif not expert_map.is_contiguous():  # kernels read it by address
             problems.refuse("expert_map is not contiguous; pass expert_map.contiguous()")
     if not problems.invalid:
+        # with a map the router's ids are global
         highest = num_experts if expert_map is None else expert_map.shape[0]
         _check_ids(problems, "topk_ids", topk_ids, highest)
         if expert_map is not None:
@@ -172,8 +171,6 @@ def _check_prepare(
             checks.check_gradients(problems, [topk_weights], None)
     if not problems.invalid and out is not None:
         _check_refill(problems, topk_ids, num_experts, out)
-    if not (problems.invalid or problems.unsupported):
-        return
     problems.raise_if_any(
         "prepare_experts",
         plan=plan,
@@ -230,7 +227,7 @@ def _check_refill(problems: Problems, topk_ids: torch.Tensor, num_experts: int, 
 
 
 def _check_routed(
-    engine: LoRABackend,
+    engine: Engine,
     operation: Operation,
     x: torch.Tensor,
     weights: ExpertWeights,
@@ -271,6 +268,7 @@ def _layer_fits(problems: Problems, weights: Any, routing: Any) -> bool:
     if not problems.check_type("routing", routing, problems.engine.routing_type, made):
         return False
     tokens = checks.planned_size(routing.plan, "num_tokens")
+    # fewer are fine: pairs of tokens after the batch are dead
     if tokens is not None and tokens > routing.num_tokens:
         problems.refuse(
             f"the routing is for {routing.num_tokens} tokens, its plan was refilled with {tokens}; "

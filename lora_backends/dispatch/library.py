@@ -15,19 +15,17 @@ whose plan is no `LoRAPlan`, run outside of the traced program.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.handles import Handled, lookup
 from lora_backends.dispatch.output import new_output
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import BY_NAME, NO_OPTIONS, Operation
 from lora_backends.weights import LoRAWeights
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
 
 
 def _shrink(
@@ -52,6 +50,7 @@ def _add(
     plan: int,
     options: list[int],
 ) -> None:
+    # a schema of torch's library has no place for arbitrary keywords
     pairs = zip(BY_NAME[operation].options, options, strict=True)
     keywords = {option.name: option.values[index] for option, index in pairs}
     getattr(lookup(backend), operation)(x, lookup(weights), lookup(plan), y, **keywords)
@@ -83,7 +82,7 @@ def call_outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def trace_shrink(
     call: Callable[..., torch.Tensor],
-    engine: LoRABackend,
+    engine: Engine,
     x: torch.Tensor,
     weights: LoRAWeights,
     plan: Any,
@@ -91,6 +90,7 @@ def trace_shrink(
     """Return h of a traced call of `run_lora_a`; `call` is the method, which checks."""
     if _needs_python(x, weights, plan, None):
         return call_outside(call, engine, x, weights, plan)  # type: ignore[no-any-return]
+    # torch.compile may put captured operations into a CUDA graph of its own
     run, _ = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
     sizes = weights.num_slices, weights.max_rank
     h: torch.Tensor = run(x, *sizes, engine.handle, weights.handle, plan.handle)
@@ -100,7 +100,7 @@ def trace_shrink(
 def trace_add(
     operation: Operation,
     call: Callable[..., torch.Tensor],
-    engine: LoRABackend,
+    engine: Engine,
     x: torch.Tensor,
     weights: LayerWeights,
     plan: Any,
@@ -116,6 +116,7 @@ def trace_add(
     _, run = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
     y = base_output
     if y is None:
+        # traced with the program, so that its allocator plans this memory too
         y = new_output(operation, x, weights, plan, options)
     places = [option.values.index(options[option.name]) for option in operation.options]
     run(operation.name, x, y, engine.handle, weights.handle, plan.handle, places)

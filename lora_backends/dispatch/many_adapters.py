@@ -58,8 +58,9 @@ def add_each(
     """Add the delta of every adapter to y: ``call(plan of one adapter, y)``, one after another.
 
     Raises:
-        UnsupportedInputError: the layer has output_scales, of which a token has just one.
+        UnsupportedInputError: the layer has output_scales; a token can have only one.
     """
+    # a column would be scaled once for each adapter
     if OUTPUT_SCALES in weights.needs:
         raise UnsupportedInputError(
             f"{operation} cannot apply output_scales to several adapters per token\n"
@@ -72,7 +73,7 @@ def add_each(
 
 
 def refuse(operation: str, plan: ManyAdaptersPlan) -> None:
-    """Refuse an operation on h, of which a token has one row per adapter.
+    """Refuse an operation on h: a token would have one row per adapter.
 
     Raises:
         UnsupportedInputError: always.

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dtypes import dtype_name, dtype_names
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
-
 
 class Problems:
-    """Contradictions, and what the engine does not support."""
+    """Contradictions, and missing support of the engine."""
 
-    def __init__(self, engine: LoRABackend) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.invalid: list[str] = []
         self.unsupported: list[str] = []
@@ -26,7 +24,7 @@ class Problems:
         self.invalid.append(text)
 
     def lack(self, text: str) -> None:
-        """Note what the engine does not support."""
+        """Note missing support of the engine."""
         self.unsupported.append(text)
 
     def need(self, feature: str, who: str) -> None:
@@ -57,6 +55,7 @@ class Problems:
         lines += [f"  - {problem}" for problem in self.invalid + self.unsupported]
         described = ", ".join(f"{k} {describe(v)}" for k, v in arguments.items() if v is not None)
         lines.append(f"  given: {described}")
+        # a contradiction is the caller's to mend, whatever else is missing
         error = InvalidInputError if self.invalid else UnsupportedInputError
         raise error("\n".join(lines))
 

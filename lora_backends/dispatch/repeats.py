@@ -1,21 +1,19 @@
 """Stored LoRA calls that modules repeat right after torch's base product.
 
 Between two calls of a module a model runs so much other code that the CPU's caches hold little of
-what the call reads. So each module has one object with all that its next call compares.
+the data of the call. So each module has one object with all values that its next call compares.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from lora_backends.dispatch.cached import CachedCall, CachingPlan, shared
+from lora_backends.dispatch.engine import Engine
 from lora_backends.weights import LoRAWeights
-
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
@@ -24,9 +22,9 @@ _is_grad_enabled = torch.is_grad_enabled
 class Repeat:
     """A stored call to run after torch's base product, and the properties x and y must match.
 
-    It compares all that `CallCache.find` compares, except what holds for every product that torch
-    has just made (it overlaps nothing, requires no gradient and is no lazy negation), and the
-    addresses of the layer: the pool of adapters never moves its tensors.
+    It compares the same values as `CallCache.find`, with two exceptions. A product that torch has
+    just made overlaps nothing, requires no gradient and is no lazy negation. The addresses of the
+    layer stay: the pool of adapters never moves its tensors.
     """
 
     __slots__ = (
@@ -63,6 +61,7 @@ class Repeat:
                 and not x_at & 15
                 and not x.is_neg()
                 and not _is_grad_enabled()
+                # an equal key that is another object only costs a full call
                 and self._cache.key is self._key
                 and self._plan.num_tokens <= self._rows
             ):
@@ -85,7 +84,7 @@ class Repeat:
 
 
 class Repeats(dict[Any, Repeat]):
-    """What modules may repeat in forward passes of one size, by a key of the module.
+    """Calls that modules may repeat in forward passes of one size, by a key of the module.
 
     Not for several threads at once.
     """
@@ -110,7 +109,7 @@ class Repeats(dict[Any, Repeat]):
     def keep(
         self,
         key: Any,
-        engine: LoRABackend,
+        engine: Engine,
         operation: str | None,
         x: torch.Tensor,
         weights: LoRAWeights,

@@ -1,4 +1,4 @@
-"""The one way into an engine: what a call of the interface passes before the engine's method.
+"""The one way into an engine: the steps of a call before the engine's method.
 
 torch traces:  an operation of torch's library
 else:          check, then a cached call or the engine's method
@@ -10,15 +10,15 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.cached import CachingPlan, accept, is_accepted, marked_to_store_calls
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
+from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.experts import wrap_prepare_experts, wrap_routed
-from lora_backends.dispatch.handles import Handled
 from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan, add_each, prepare_each, refuse
 from lora_backends.dispatch.output import new_output
@@ -28,24 +28,17 @@ from lora_backends.features import CAPACITY
 from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
 from lora_backends.weights import LoRAWeights
 
-if TYPE_CHECKING:
-    from lora_backends.backend import LoRABackend
-
 Method: TypeAlias = Callable[..., torch.Tensor]
 _is_compiling = torch.compiler.is_compiling
 
 
-class Dispatched(Handled):
+class Dispatched(Engine):
     """Wraps, once, each method of the interface that a class defines or has from a mixin."""
-
-    storing: ClassVar[frozenset[str]] = frozenset()
-    """Operations whose calls the class stores on its plans."""
-    features: ClassVar[frozenset[str]] = frozenset()
-    """What it supports beyond the plain interface: names of `lora_backends.features`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for operation in OPERATIONS:
+            # getattr, not __dict__: a mixin that is no backend defines methods too
             method = getattr(cls, operation.name, None)
             if method is not None and _wrapped(method) is None:
                 # e.g. the interface's `run_qkv`, which calls `run_linear`
@@ -55,42 +48,43 @@ class Dispatched(Handled):
             method = getattr(cls, name, None)
             if method is not None and _wrapped(method) is None:
                 call = functools.update_wrapper(wrap(method), method)
-                call.wrapped = _Wrapped(call, method)  # type: ignore[attr-defined]
+                call.wrapped = _Wrapper(call, method)  # type: ignore[attr-defined]
                 setattr(cls, name, call)
+        # a claim that the override cannot keep
         if not _takes(cls, "prepare_batch", "capacity"):  # overridden without it
             cls.features = cls.features - {CAPACITY}
         cls.storing = frozenset(op.name for op in OPERATIONS if _stores(cls, op))
 
 
 def _takes(cls: type, method: str, argument: str) -> bool:
-    """Return whether a class's method, behind the checks, takes an argument."""
+    """Return whether a class's method, without its wrapper, takes an argument."""
     wrapper = _wrapped(getattr(cls, method, None))
     return wrapper is not None and argument in inspect.signature(wrapper.method).parameters
 
 
-class _Wrapped(NamedTuple):
+class _Wrapper(NamedTuple):
     call: Callable[..., Any]  # the wrapper itself: functools.wraps copies attributes further on
     method: Callable[..., Any]
     stores: bool = False  # whether the method stores calls
     is_default: bool = False  # whether it is the interface's, which calls another operation
 
 
-def _wrapped(method: Any) -> _Wrapped | None:
-    """Return the `_Wrapped` of a wrapper; None for another function."""
-    wrapper: _Wrapped | None = getattr(method, "wrapped", None)
+def _wrapped(method: Any) -> _Wrapper | None:
+    """Return the `_Wrapper` of a wrapper; None for another function."""
+    wrapper: _Wrapper | None = getattr(method, "wrapped", None)
     return wrapper if wrapper is not None and wrapper.call is method else None
 
 
-def unchecked(engine: LoRABackend, name: str) -> Method:
+def unchecked(engine: Engine, name: str) -> Method:
     """Return an operation of an engine without its checks, for a caller that has checked."""
     method: Method = getattr(engine, name)
     wrapper = _wrapped(getattr(method, "__func__", None))
     if wrapper is None:
-        return method  # put in place behind the checks
+        return method  # replaced after the class was made
     return MethodType(wrapper.method, engine)
 
 
-def stored_as(engine: LoRABackend, name: str) -> str | None:
+def stored_as(engine: Engine, name: str) -> str | None:
     """Return the operation under which an engine stores calls of another; None: it stores none."""
     wrapper = _wrapped(getattr(getattr(engine, name), "__func__", None))
     if wrapper is None or not (wrapper.stores or name in engine.storing):
@@ -113,15 +107,16 @@ def _wrap(operation: Operation, method: Method, is_default: bool) -> Method:
     if operation.argument != "x":
         call = _with_argument(operation, call)
     functools.update_wrapper(call, method)
-    call.wrapped = _Wrapped(call, method, marked_to_store_calls(method), is_default)  # type: ignore[attr-defined]
+    call.wrapped = _Wrapper(call, method, marked_to_store_calls(method), is_default)  # type: ignore[attr-defined]
     return call
 
 
 def _wrap_h(operation: Operation, method: Method) -> Method:
+    # asked once per class: a signature takes microseconds
     takes_out = "out" in inspect.signature(method).parameters
 
     def call(
-        self: LoRABackend, x: Any, weights: LoRAWeights, plan: Any, out: Any = None
+        self: Engine, x: Any, weights: LoRAWeights, plan: Any, out: Any = None
     ) -> torch.Tensor:
         if is_traced():
             if out is not None:  # a copy of the traced result would convert and broadcast
@@ -136,6 +131,7 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
         check_operation(self, operation, x, weights, plan, out=out)
         if takes_out:
             return method(self, x, weights, plan, out=out)
+        # the engine does not write into out, so the interface copies
         written: torch.Tensor = out.copy_(method(self, x, weights, plan))
         return written
 
@@ -147,7 +143,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     stored_name = _stored_as(operation, is_default)
 
     def call(
-        self: LoRABackend, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
+        self: Engine, x: Any, weights: LoRAWeights, plan: Any, base_output: Any = None
     ) -> torch.Tensor:
         if _is_compiling() and is_traced():
             return trace_add(operation, call, self, x, weights, plan, base_output)
@@ -166,6 +162,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
             guard(self, operation, x, weights, plan, y)
         if y is None:
             y = new_output(operation, x, weights, plan)
+        # a stored call has passed all checks, so a hit needs none
         cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
         if cached is not None and (slices is None or slices == weights.num_slices):
             if cached.run(x, weights, plan, y):
@@ -189,7 +186,7 @@ def _has_rows(x: Any, weights: Any, plan: CachingPlan) -> bool:
 def _add_each(
     operation: Operation,
     call: Method,
-    engine: LoRABackend,
+    engine: Engine,
     first: Any,
     weights: LoRAWeights,
     plan: ManyAdaptersPlan,
@@ -199,6 +196,7 @@ def _add_each(
     if operation.input is Input.H:
         refuse(operation.name, plan)
     y = base_output
+    # before the first adapter is added: a later refusal would leave y half done
     check_operation(engine, operation, first, weights, plan.plans[0], y)
     if y is None:
         y = new_output(operation, first, weights, plan)
@@ -208,23 +206,24 @@ def _add_each(
 
 
 def _stores(cls: type, operation: Operation) -> bool:
-    """Return whether a class's method for an operation, or what a default calls, stores calls."""
+    """Return whether a method for an operation, or the one its default calls, stores calls."""
     wrapper = _wrapped(getattr(cls, operation.name, None))
     if wrapper is None:
         return False
+    # e.g. run_qkv of an engine that stores calls of run_linear
     by_default = wrapper.is_default and operation.same_as is not None
     return wrapper.stores or (by_default and _stores(cls, BY_NAME[operation.same_as or ""]))
 
 
 def guard(
-    engine: LoRABackend, operation: Operation, first: Any, weights: Any, plan: Any, y: Any = None
+    engine: Engine, operation: Operation, first: Any, weights: Any, plan: Any, y: Any = None
 ) -> None:
-    """Explain what is wrong with a call, or accept its kind from now on."""
+    """Explain the problems of a call, or accept its kind from now on."""
     check_operation(engine, operation, first, weights, plan, y)
     accept(engine, operation, first, weights, y)
 
 
-def runs(engine: LoRABackend, name: str, first: Any, weights: Any, plan: Any, y: Any) -> bool:
+def runs(engine: Engine, name: str, first: Any, weights: Any, plan: Any, y: Any) -> bool:
     """Return whether an operation would run, for another method that takes its place."""
     operation = BY_NAME[name]
     if is_accepted(engine, operation, first, weights, plan, y):
@@ -239,7 +238,7 @@ def runs(engine: LoRABackend, name: str, first: Any, weights: Any, plan: Any, y:
 def _with_argument(operation: Operation, call: Method) -> Method:
     """Return a function that takes the first argument by the name it has in the interface."""
 
-    def renamed(self: LoRABackend, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def renamed(self: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
         if "x" in kwargs:
             raise TypeError(f"{operation.name}() got an unexpected keyword argument 'x'")
         if operation.argument in kwargs:
@@ -250,9 +249,7 @@ def _with_argument(operation: Operation, call: Method) -> Method:
 
 
 def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(
-        self: LoRABackend, batch: LoRABatch, out: Any = None, capacity: int | None = None
-    ) -> Any:
+    def call(self: Engine, batch: LoRABatch, out: Any = None, capacity: int | None = None) -> Any:
         if _is_compiling() and is_traced():
             return call_outside(call, self, batch, out, capacity)
         check_prepare_batch(self, batch, out, capacity)
@@ -272,4 +269,4 @@ PREPARATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "prepare_batch": _wrap_prepare_batch,
     "prepare_experts": wrap_prepare_experts,
 }
-"""Methods of the interface that make what operations run on, and what puts the guard in front."""
+"""Methods of the interface that make plans and routings, and the function that wraps each."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -52,11 +53,10 @@ class Piece:
 
     slot: int
     tokens: tuple[int, ...]  # in kernel order
-    places: int  # rows computed, at least as many as tokens
+    places: int  # rows computed, at least len(tokens)
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """The useful part of the computed work."""
 
     used: int
@@ -83,6 +83,43 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Program:
+    """The sizes that a program multiplies, or each of `count` programs."""
+
+    rows: Share
+    columns: Share
+    ranks: Share
+    count: int = 1
+
+
+def launch_of(
+    name: str, unit: str, work: Iterable[Program], programs: int | None = None, parts: int = 1
+) -> Launch:
+    """Return a launch from its programs with work.
+
+    Args:
+        name: of the launch.
+        unit: the engine's word for a program.
+        work: the programs with work.
+        programs: launched; None: those with work.
+        parts: programs that share the work of one in `work`.
+    """
+    rows, columns, ranks, products = ([0, 0] for _ in range(4))
+    busy = 0
+    for program in work:
+        busy += parts * program.count
+        for i in range(2):  # used, computed
+            row, column, rank = program.rows[i], program.columns[i], program.ranks[i]
+            rows[i] += program.count * row
+            columns[i] += program.count * column
+            ranks[i] += program.count * rank
+            products[i] += program.count * row * column * rank
+    launched = busy if programs is None else programs
+    shares = (Share(*total) for total in (rows, columns, ranks, products))
+    return Launch(name, unit, launched, launched - busy, *shares)
+
+
+@dataclass(frozen=True)
 class Explanation:
     """One batch and layer as one engine processes them."""
 
@@ -98,6 +135,25 @@ class Explanation:
     legend: str  # one paragraph
     operation: str = "run_linear"  # the launches are its own
 
+    @classmethod
+    def of(
+        cls, backend: str, batch: LoRABatch, layer: Layer, pieces: Iterable[Piece], **cut: Any
+    ) -> Self:
+        """Return the explanation of a batch that is processed piece by piece.
+
+        `cut` holds the other fields: piece_name, launches, facts and legend.
+        """
+        pieces = tuple(pieces)
+        return cls(
+            backend=backend,
+            token_slots=tuple(batch.token_slots.tolist()),
+            num_slots=batch.num_slots,
+            layer=layer,
+            order=tuple(token for piece in pieces for token in piece.tokens),
+            pieces=pieces,
+            **cut,
+        )
+
 
 def explain(
     backend: str, batch: LoRABatch, layer: Layer, operation: str = "run_linear"
@@ -107,7 +163,7 @@ def explain(
     Args:
         backend: a registered name whose engine offers it; it need not run here.
         batch: the slots of the tokens.
-        layer: the shapes, with ranks for as many slots as the batch has.
+        layer: the shapes, with ranks for each slot of the batch.
         operation: its name; a part of a layer has only the launches that it needs.
 
     Returns:
@@ -119,8 +175,8 @@ def explain(
         BackendUnavailableError: the backend does not import.
         UnsupportedInputError: the engine does not offer it.
     """
-    found = _explainer(backend)
-    if found is None:
+    explainer = _explainer(backend)
+    if explainer is None:
         offering = [name for name in backend_names() if _offers(name)]
         raise UnsupportedInputError(
             f"backend {backend!r} has no explanation of how it cuts a batch\n"
@@ -130,7 +186,7 @@ def explain(
         raise InvalidInputError(
             f"ranks of {len(layer.ranks)} slots for a batch of num_slots={batch.num_slots}"
         )
-    return _part(found.explain(batch, layer), find_operation(operation))
+    return _part(explainer.explain(batch, layer), find_operation(operation))
 
 
 def _part(whole: Explanation, operation: Operation) -> Explanation:
@@ -153,11 +209,6 @@ def _part(whole: Explanation, operation: Operation) -> Explanation:
     )
 
 
-def tokens_of(batch: LoRABatch) -> tuple[int, ...]:
-    """Return the slot of every token."""
-    return tuple(int(slot) for slot in batch.token_slots.tolist())
-
-
 def table_device() -> torch.device:
     """Return the device whose table of tile sizes applies here."""
     if torch.cuda.is_available():
@@ -166,11 +217,12 @@ def table_device() -> torch.device:
 
 
 def _explainer(backend: str) -> Any | None:
+    # a plugin of a single module has no folder for a module `explain`
     home = backend_class(backend).__module__
     if not hasattr(sys.modules[home], "__path__"):
         return None
-    found = importlib.util.find_spec(f"{home}.explain")
-    return importlib.import_module(found.name) if found else None
+    spec = importlib.util.find_spec(f"{home}.explain")
+    return importlib.import_module(spec.name) if spec else None
 
 
 def _offers(backend: str) -> bool:

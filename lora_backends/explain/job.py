@@ -31,20 +31,20 @@ def make_batch(
     The sources are `slots`, "2,-1,0", `sequences`, "0:5,2:7" (slot and length), and a JSON or TOML
     file with the keys `KEYS`. Without `num_slots` there is one more slot than the highest in use.
     """
-    given = [text for text in (slots, sequences, file) if text is not None]
-    if len(given) != 1:
+    sources = [text for text in (slots, sequences, file) if text is not None]
+    if len(sources) != 1:
         raise InvalidInputError(
-            f"which batch?\n  given: {len(given)} of --slots, --sequences and --batch\n"
+            f"which batch?\n  given: {len(sources)} of --slots, --sequences and --batch\n"
             f"  allowed: one, e.g. --slots 2,-1,0,2,2 or --sequences 0:5,2:7"
         )
-    found: dict[str, Any] = {"num_slots": num_slots}
+    fields: dict[str, Any] = {"num_slots": num_slots}
     if file is not None:
-        found = _read(file) | ({} if num_slots is None else found)
+        fields = _read(file) | ({} if num_slots is None else fields)
     elif slots is not None:
-        found["slots"] = _ints(slots, "--slots")
+        fields["slots"] = _ints(slots, "--slots")
     else:
-        found["sequences"] = [_pair(item) for item in str(sequences).split(",")]
-    return _batch(found), found.get("ranks")
+        fields["sequences"] = [_pair(item) for item in str(sequences).split(",")]
+    return _batch(fields), fields.get("ranks")
 
 
 def make_layer(
@@ -61,7 +61,7 @@ def make_layer(
     """Return the layer: both widths if they are given, else a projection of a preset.
 
     `ranks` is "16" for all slots, "16,8,64" for one per slot, a list of these, or a list of lists
-    with a rank per slice; None stands for 16. Without `max_rank` the highest rank is taken.
+    with a rank per slice; None means 16. Without `max_rank` the highest rank is taken.
     """
     if (in_features is None) != (output_slices is None):
         raise InvalidInputError("--in-features and --output-slices go together")
@@ -95,33 +95,34 @@ def _read(file: Path) -> dict[str, Any]:
         raise InvalidInputError(f"{file} is not valid {kind}: {error}") from error
     unknown = [key for key in value if key not in KEYS] if isinstance(value, dict) else ["?"]
     if unknown or ("slots" in value) == ("sequences" in value):
-        given = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+        held = ", ".join(value) if isinstance(value, dict) else type(value).__name__
         raise InvalidInputError(
-            f"{file} holds no batch\n  given: {given}"
+            f"{file} holds no batch\n  given: {held}"
             f"\n  allowed: slots or sequences, with num_slots and ranks if wanted"
         )
-    found: dict[str, Any] = value
-    return found
+    fields: dict[str, Any] = value
+    return fields
 
 
-def _batch(found: dict[str, Any]) -> LoRABatch:
-    if "sequences" in found:
-        pairs = found["sequences"]
+def _batch(fields: dict[str, Any]) -> LoRABatch:
+    if "sequences" in fields:
+        pairs = fields["sequences"]
         if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
             raise InvalidInputError(
                 f"sequences are no list of [slot, length]\n  given: {shown(pairs, 80)}"
             )
         slots, lengths = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     else:
-        slots, lengths = found["slots"], None
-    if found.get("num_slots") is None:
+        slots, lengths = fields["slots"], None
+    if fields.get("num_slots") is None:
+        # anything else is refused by LoRABatch, with its own message
         plain = isinstance(slots, list) and all(isinstance(slot, int) for slot in slots)
-        found["num_slots"] = max([0, *slots]) + 1 if plain else 1
-    _check_most("slots", found["num_slots"])
+        fields["num_slots"] = max([0, *slots]) + 1 if plain else 1
+    _check_most("slots", fields["num_slots"])
     _check_most("tokens", len(slots) if lengths is None else sum(lengths))
     if lengths is None:
-        return LoRABatch(slots, found["num_slots"])
-    return LoRABatch.from_sequences(slots, lengths, found["num_slots"])
+        return LoRABatch(slots, fields["num_slots"])
+    return LoRABatch.from_sequences(slots, lengths, fields["num_slots"])
 
 
 def _check_most(what: str, count: Any) -> None:
@@ -137,8 +138,8 @@ def _is_pair(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and all(isinstance(n, int) for n in pair)
 
 
-def _ranks(given: Any, num_slots: int, slices: int) -> tuple[tuple[int, ...], ...]:
-    rows = _ints(given, "--ranks") if isinstance(given, str) else given
+def _ranks(ranks: Any, num_slots: int, slices: int) -> tuple[tuple[int, ...], ...]:
+    rows = _ints(ranks, "--ranks") if isinstance(ranks, str) else ranks
     rows = [16] if rows is None else rows if isinstance(rows, list) else [rows]
     if len(rows) == 1:
         rows = rows * num_slots
@@ -146,7 +147,7 @@ def _ranks(given: Any, num_slots: int, slices: int) -> tuple[tuple[int, ...], ..
     flat = [rank for row in table for rank in row]
     if len(table) != num_slots or not all(type(rank) is int for rank in flat):
         raise InvalidInputError(
-            f"ranks do not fit the batch\n  given: {shown(given)}\n"
+            f"ranks do not fit the batch\n  given: {shown(ranks)}\n"
             f"  allowed: one for all, or one for each of {num_slots} slots"
         )
     return tuple(tuple(row) for row in table)

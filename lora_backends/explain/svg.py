@@ -17,26 +17,26 @@ _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#
 _NONE, _EMPTY, _TEXT, _PALE = "#bbbbbb", "#f2f2f2", "#222222", "#666666"
 
 
-def draw(found: Explanation) -> str:
+def draw(explanation: Explanation) -> str:
     """Return the drawing as the text of an SVG file."""
     page = _Page()
-    layer = found.layer
+    layer = explanation.layer
     widths = "+".join(map(str, layer.output_slices))
     page.text(
-        f"{found.backend}, {found.operation}: {len(found.token_slots)} tokens over "
-        f"{found.num_slots} slots",
+        f"{explanation.backend}, {explanation.operation}: {len(explanation.token_slots)} tokens "
+        f"over {explanation.num_slots} slots",
         18,
         _TEXT,
     )
     page.text(f"layer {layer.in_features} to {widths}, width of the stack {layer.max_rank}")
     page.gap(10)
-    _draw_order(page, found)
-    _draw_pieces(page, found)
-    _draw_launches(page, found)
-    for fact in found.facts:
+    _draw_order(page, explanation)
+    _draw_pieces(page, explanation)
+    _draw_launches(page, explanation)
+    for fact in explanation.facts:
         page.text(fact)
     page.gap(6)
-    for line in textwrap.wrap(found.legend, 140):
+    for line in textwrap.wrap(explanation.legend, 140):
         page.text(line)
     return page.finish()
 
@@ -91,22 +91,23 @@ def _colour(slot: int) -> str:
     return _COLOURS[slot % len(_COLOURS)] if slot >= 0 else _NONE
 
 
-def _draw_order(page: _Page, found: Explanation) -> None:
+def _draw_order(page: _Page, explanation: Explanation) -> None:
     """Draw the tokens in batch order and in kernel order, and lines between."""
-    count = max(1, len(found.token_slots))
+    count = max(1, len(explanation.token_slots))
     cell = min(28.0, _INNER / count)
     page.text("tokens in batch order: the colour is the slot, grey is no adapter", 13, _TEXT)
     top = page.y + 4
-    for token, slot in enumerate(found.token_slots):
+    for token, slot in enumerate(explanation.token_slots):
         page.box(MARGIN + token * cell, top, cell, 22, _colour(slot))
         if cell >= 14:
             page.label(MARGIN + (token + 0.5) * cell, top + 15, str(token), 10, "#ffffff")
     below = top + 72
-    for place, token in enumerate(found.order):
-        slot = found.token_slots[token]
+    for place, token in enumerate(explanation.order):
+        slot = explanation.token_slots[token]
         page.box(MARGIN + place * cell, below, cell, 22, _colour(slot))
         if cell >= 14:
             page.label(MARGIN + (place + 0.5) * cell, below + 15, str(token), 10, "#ffffff")
+        # more lines would fill the whole area
         if count <= MOST_LINES:
             start, end = MARGIN + (token + 0.5) * cell, MARGIN + (place + 0.5) * cell
             page.line(start, top + 22, end, below, _colour(slot))
@@ -115,20 +116,21 @@ def _draw_order(page: _Page, found: Explanation) -> None:
     page.gap(12)
 
 
-def _draw_pieces(page: _Page, found: Explanation) -> None:
+def _draw_pieces(page: _Page, explanation: Explanation) -> None:
     """Draw each piece with a box per place; empty places are pale."""
-    drawn = found.pieces[:MOST_PIECES]
-    left_out = len(found.pieces) - len(drawn)
+    drawn = explanation.pieces[:MOST_PIECES]
+    left_out = len(explanation.pieces) - len(drawn)
     more = f", the first {len(drawn)} drawn" if left_out else ""
-    page.text(f"{len(found.pieces)} {found.piece_name}s{more}: pale places are empty", 13, _TEXT)
+    count = f"{len(explanation.pieces)} {explanation.piece_name}s"
+    page.text(f"{count}{more}: pale places are empty", 13, _TEXT)
     page.gap(4)
     places = max((piece.places for piece in drawn), default=1)
     left = MARGIN + 210
     cell = min(22.0, (WIDTH - MARGIN - left) / places)
     for number, piece in enumerate(drawn):
-        ranks = sorted(set(found.layer.ranks[piece.slot]))
+        ranks = sorted(set(explanation.layer.ranks[piece.slot]))
         rank = "/".join(map(str, ranks))
-        words = f"{found.piece_name} {number}: slot {piece.slot}, rank {rank}, "
+        words = f"{explanation.piece_name} {number}: slot {piece.slot}, rank {rank}, "
         words += f"{len(piece.tokens)} of {piece.places}"
         page.label(MARGIN, page.y + 13, words, 11, _TEXT, "start")
         for place in range(piece.places):
@@ -141,11 +143,11 @@ def _draw_pieces(page: _Page, found: Explanation) -> None:
     page.gap(12)
 
 
-def _draw_launches(page: _Page, found: Explanation) -> None:
+def _draw_launches(page: _Page, explanation: Explanation) -> None:
     """Draw the useful share of the lanes of each launch, axis by axis."""
     page.text("launches: the pale part of a bar is wasted", 13, _TEXT)
     page.gap(4)
-    for launch in found.launches:
+    for launch in explanation.launches:
         idle = f", {launch.idle} of them without work" if launch.idle else ""
         page.text(f"{launch.name}: {launch.programs} {launch.unit}{idle}", 12, _TEXT)
         page.gap(3)

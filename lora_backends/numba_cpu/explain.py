@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from lora_backends.batch import LoRABatch
-from lora_backends.explain import Explanation, Launch, Layer, Piece, Share, tokens_of
+from lora_backends.explain import Explanation, Layer, Piece, Program, Share, launch_of
 from lora_backends.numba_cpu.config import MAX_SEGMENT, SHRINK_RANKS
 from lora_backends.numba_cpu.machine.vectors import LANES
 from lora_backends.numba_cpu.plan import order_and_segments
@@ -20,62 +22,43 @@ _LEGEND = (
 def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     """Return how a batch is cut for a layer."""
     order, segments = order_and_segments(batch)
-    pieces = tuple(
+    pieces = [
         Piece(int(slot), tuple(order[first:end].tolist()), int(end - first))
         for slot, first, end in segments.tolist()
-    )
-    return Explanation(
-        backend="numba_cpu",
-        token_slots=tokens_of(batch),
-        num_slots=batch.num_slots,
-        layer=layer,
-        order=tuple(order.tolist()),
+    ]
+    return Explanation.of(
+        "numba_cpu",
+        batch,
+        layer,
+        pieces,
         piece_name="segment",
-        pieces=pieces,
-        launches=(_shrink(pieces, layer), _expand(pieces, layer)),
+        launches=(
+            launch_of("shrink", "passes", _passes(pieces, layer)),
+            launch_of("expand", "blocks", _blocks(pieces, layer)),
+        ),
         facts=(f"segments of at most {MAX_SEGMENT} tokens",),
         legend=_LEGEND,
     )
 
 
-def _shrink(pieces: tuple[Piece, ...], layer: Layer) -> Launch:
-    passes = rows = ranks = used = done = 0
-    inputs = -(-layer.in_features // LANES) * LANES
+def _passes(pieces: Sequence[Piece], layer: Layer) -> Iterator[Program]:
+    inputs = Share(layer.in_features, -(-layer.in_features // LANES) * LANES)
     for piece in pieces:
         for rank in layer.ranks[piece.slot]:
-            blocks = -(-rank // SHRINK_RANKS)
-            passes, rows, ranks = passes + blocks, rows + blocks * len(piece.tokens), ranks + rank
-            used += len(piece.tokens) * rank * layer.in_features
-            done += len(piece.tokens) * blocks * SHRINK_RANKS * inputs
-    return Launch(
-        name="shrink",
-        unit="passes",
-        programs=passes,
-        idle=0,
-        rows=Share(rows, rows),
-        columns=Share(passes * layer.in_features, passes * inputs),
-        ranks=Share(ranks, passes * SHRINK_RANKS),
-        products=Share(used, done),
-    )
+            full, rest = divmod(rank, SHRINK_RANKS)
+            yield Program(_all(len(piece.tokens)), inputs, _all(SHRINK_RANKS), full)
+            # the last pass multiplies zeros beyond the rank
+            yield Program(_all(len(piece.tokens)), inputs, Share(rest, SHRINK_RANKS), rest > 0)
 
 
-def _expand(pieces: tuple[Piece, ...], layer: Layer) -> Launch:
-    blocks = rows = columns = ranks = products = 0
+def _blocks(pieces: Sequence[Piece], layer: Layer) -> Iterator[Program]:
     for piece in pieces:
         for rank, outputs in zip(layer.ranks[piece.slot], layer.output_slices, strict=True):
-            if rank == 0:
-                continue
-            count = outputs // LANES + outputs % LANES
-            blocks, rows = blocks + count, rows + count * len(piece.tokens)
-            columns, ranks = columns + outputs, ranks + count * rank
-            products += len(piece.tokens) * rank * outputs
-    return Launch(
-        name="expand",
-        unit="blocks",
-        programs=blocks,
-        idle=0,
-        rows=Share(rows, rows),
-        columns=Share(columns, columns),
-        ranks=Share(ranks, ranks),
-        products=Share(products, products),
-    )
+            if rank:
+                blocks, single = divmod(outputs, LANES)
+                yield Program(_all(len(piece.tokens)), _all(LANES), _all(rank), blocks)
+                yield Program(_all(len(piece.tokens)), _all(1), _all(rank), single)
+
+
+def _all(size: int) -> Share:
+    return Share(size, size)

@@ -66,8 +66,8 @@ def get_backend(
     resolved = resolve_device(device)
     if name == AUTO:
         return _create_best(resolved, options)
-    found = backend_class(name)
-    reasons = reasons_of(name, found, resolved)
+    engine = backend_class(name)
+    reasons = reasons_of(name, engine, resolved)
     if reasons:
         lines = "".join(f"\n  - {reason}" for reason in reasons)
         runnable = [n for n in backend_names() if not unavailable_reasons(n, resolved)]
@@ -75,7 +75,7 @@ def get_backend(
             f"backend {name!r} does not run on {resolved}:{lines}\n"
             f"  runs there: {', '.join(runnable) or 'none'}"
         )
-    return _create(name, found, resolved, options)
+    return _create(name, engine, resolved, options)
 
 
 def _as_config(config: LoRAConfig | None) -> LoRAConfig:
@@ -92,11 +92,11 @@ def _as_config(config: LoRAConfig | None) -> LoRAConfig:
 
 
 def _create(
-    name: str, found: type[LoRABackend], device: torch.device, options: dict[str, Any]
+    name: str, engine: type[LoRABackend], device: torch.device, options: dict[str, Any]
 ) -> LoRABackend:
     with plugin_code(f"backend {name!r} fails", passes=LoRABackendError):
-        _check_options(name, found, options)
-        backend = found(device=device, **options)
+        _check_options(name, engine, options)
+        backend = engine(device=device, **options)
         if not isinstance(backend, LoRABackend) or not hasattr(backend, "device"):
             raise BackendUnavailableError(
                 f"backend {name!r} fails: its constructor does not call "
@@ -107,8 +107,8 @@ def _create(
     return backend
 
 
-def _check_options(name: str, found: type[LoRABackend], options: dict[str, Any]) -> None:
-    parameters = inspect.signature(found).parameters
+def _check_options(name: str, engine: type[LoRABackend], options: dict[str, Any]) -> None:
+    parameters = inspect.signature(engine).parameters
     allowed = [parameter for parameter in parameters if parameter != "device"]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for option, value in options.items():
@@ -117,6 +117,7 @@ def _check_options(name: str, found: type[LoRABackend], options: dict[str, Any])
                 f"backend {name!r} has no option {option!r}{did_you_mean(option, allowed)}\n"
                 f"  allowed: {', '.join(allowed) or 'none; this backend has no options'}"
             )
+        # annotations are strings under `from __future__ import annotations`
         is_switch = option in allowed and parameters[option].annotation in (bool, "bool")
         if is_switch and not isinstance(value, bool):  # any text counts as true, "no" as well
             raise InvalidInputError(
@@ -130,18 +131,19 @@ def _create_best(device: torch.device, options: dict[str, Any]) -> LoRABackend:
     candidates, passed_over = [], []
     for name in backend_names():
         try:
-            found = backend_class(name)
-            priority = auto_priority(name, found, device)
+            engine = backend_class(name)
+            priority = auto_priority(name, engine, device)
         except BackendUnavailableError as error:
             passed_over.append(f"{name}: {error}")
             continue
-        reasons = reasons_of(name, found, device)
+        reasons = reasons_of(name, engine, device)
         passed_over += [f"{name}: {reason}" for reason in reasons]
         if priority is not None and not reasons:
-            candidates.append((priority, name, found))
-    for _, name, found in sorted(candidates, key=lambda c: c[:2], reverse=True):
+            candidates.append((priority, name, engine))
+    # the name breaks ties, so that the choice does not depend on the order of entry points
+    for _, name, engine in sorted(candidates, key=lambda c: c[:2], reverse=True):
         try:
-            return _create(name, found, device, options)
+            return _create(name, engine, device, options)
         except (BackendUnavailableError, UnsupportedInputError) as error:
             passed_over.append(f"{name}: {error}")
     lines = "".join(f"\n  - {each}" for each in passed_over + unreadable_distributions())

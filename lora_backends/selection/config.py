@@ -59,7 +59,7 @@ class _FileSource(PydanticBaseSettingsSource):
 
     @override
     def __call__(self) -> dict[str, Any]:
-        """Leave out what a stronger source gives: tables are replaced whole, not merged.
+        """Leave out values of a stronger source: tables are replaced whole, not merged.
 
         Options belong to a backend: those of the file go when another backend is asked for.
         """
@@ -67,6 +67,7 @@ class _FileSource(PydanticBaseSettingsSource):
         values = (
             {k: v for k, v in file.values.items() if k not in self.current_state} if file else {}
         )
+        # options of the file's backend mean nothing to another one
         if file and self.current_state.get("backend", file.values.get("backend")) != (
             file.values.get("backend")
         ):
@@ -82,6 +83,7 @@ class _EnvSource(EnvSettingsSource):
         self, field_name: str, field: Any, value: Any, value_is_complex: bool
     ) -> Any:
         prepared = super().prepare_field_value(field_name, field, value, value_is_complex)
+        # StrictInt refuses strings, and the environment holds nothing else
         if field.annotation is int and isinstance(prepared, str) and prepared.strip().isdecimal():
             return int(prepared)
         return prepared
@@ -107,7 +109,7 @@ class LoRAConfig(BaseSettings):
 
     Raises:
         InvalidInputError: an unknown key, a wrong type or value, an unknown backend; it names the
-            key, where it stands and what is allowed.
+            key, its place and the allowed values.
     """
 
     model_config = SettingsConfigDict(
@@ -215,6 +217,7 @@ class LoRAConfig(BaseSettings):
     @field_validator("limits", mode="before")
     @classmethod
     def _as_limits(cls, limits: Any) -> Any:
+        # pydantic refuses other types
         if not isinstance(limits, Mapping):
             return limits
         names = [field.name for field in fields(LoadLimits)]
@@ -235,6 +238,7 @@ class LoRAConfig(BaseSettings):
         fields = [ENV_PREFIX + field.upper() for field in LoRAConfig.model_fields]
         allowed = [*fields, TILES_VARIABLE, VLLM_VARIABLE]
         for variable in os.environ:
+            # pydantic-settings ignores unknown variables, and a typing error would pass unseen
             if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in allowed:
                 raise InvalidInputError(
                     f"unknown environment variable {_name(variable)}"
@@ -250,7 +254,7 @@ class LoRAConfig(BaseSettings):
             key = ".".join(_name(part) for part in detail["loc"])
             top = str(detail["loc"][0]) if detail["loc"] else ""
             if detail["type"] == "extra_forbidden":
-                fields = _fields_beside(cls, detail["loc"])
+                fields = _sibling_fields(cls, detail["loc"])
                 guess = did_you_mean(str(detail["loc"][-1]), fields)
                 problem = f"unknown key{guess}\n    allowed: {', '.join(fields)}"
             else:
@@ -278,7 +282,7 @@ def _name(part: str | int) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _fields_beside(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+def _sibling_fields(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
     """Return the fields of the table that holds the key at `location`."""
     for part in location[:-1]:
         if isinstance(part, str):

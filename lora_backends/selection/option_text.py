@@ -14,14 +14,14 @@ _WORDS = {"True": True, "False": False, "None": None}  # as Python and the pages
 _OTHERS = ("name", "device")  # arguments of `get_backend` that are no options
 
 
-def read_options(given: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Return options by key; `prefix` stands before each on the command line, for messages.
+def read_options(texts: Iterable[str], prefix: str = "") -> dict[str, Any]:
+    """Return options by key; messages put `prefix` before each, as on the command line.
 
     Raises:
         InvalidInputError: not KEY=VALUE, no option of a backend, or a key given twice.
     """
     options: dict[str, Any] = {}
-    for item in given:
+    for item in texts:
         key, equals, value = item.partition("=")
         if not (equals and key.isidentifier()) or key in _OTHERS:
             raise InvalidInputError(
@@ -40,6 +40,7 @@ def read_options(given: Iterable[str], prefix: str = "") -> dict[str, Any]:
 def option_value(text: str) -> Any:
     """Return a value of a command line: JSON, a word of Python, else the string itself."""
     try:
+        # JSON first: numbers, lists and true have their types
         return json.loads(text)
     except (ValueError, RecursionError):
         return _WORDS.get(text, text)

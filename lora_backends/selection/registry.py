@@ -49,16 +49,16 @@ def backend_class(name: str) -> type[LoRABackend]:
 
     Raises:
         BackendUnavailableError: no such name, two different objects under it, a failing import,
-            something that is no `LoRABackend`, or one that declares what it supports wrongly.
+            something that is no `LoRABackend`, or a backend with a wrong declaration.
     """
     entry = _entry_point(name)
     with plugin_code(f"backend {name!r} does not import", _origin(entry)):
-        found = entry.load()
-        is_backend = isinstance(found, type) and issubclass(found, LoRABackend)
-        faults = _declaration_faults(found) if is_backend else []
+        loaded = entry.load()
+        is_backend = isinstance(loaded, type) and issubclass(loaded, LoRABackend)
+        faults = _declaration_faults(loaded) if is_backend else []
     if not is_backend:
         raise BackendUnavailableError(
-            f"backend {name!r} is no subclass of LoRABackend\n  given: {shown(found)}\n"
+            f"backend {name!r} is no subclass of LoRABackend\n  given: {shown(loaded)}\n"
             f"  registered by: {_origin(entry)}"
         )
     if faults:
@@ -67,7 +67,7 @@ def backend_class(name: str) -> type[LoRABackend]:
             f"backend {name!r} declares wrongly what it supports:{lines}\n"
             f"  registered by: {_origin(entry)}"
         )
-    return cast(type[LoRABackend], found)
+    return cast(type[LoRABackend], loaded)
 
 
 def unavailable_reasons(name: str, device: torch.device | str | None = None) -> list[str]:
@@ -81,32 +81,33 @@ def unavailable_reasons(name: str, device: torch.device | str | None = None) -> 
         The reasons; an unknown name or a failing import is a reason too.
     """
     try:
-        found = backend_class(name)
+        engine = backend_class(name)
     except BackendUnavailableError as error:
         return [str(error)]
-    return reasons_of(name, found, resolve_device(device))
+    return reasons_of(name, engine, resolve_device(device))
 
 
-def reasons_of(name: str, found: type[LoRABackend], device: torch.device) -> list[str]:
+def reasons_of(name: str, engine: type[LoRABackend], device: torch.device) -> list[str]:
     """Return a backend's own reasons; a failure to give them is a reason."""
     try:
         with plugin_code(f"{name}.unavailable_reasons fails"):
-            reasons: Any = found.unavailable_reasons(device)
+            reasons: Any = engine.unavailable_reasons(device)
     except BackendUnavailableError as error:
         return [f"{error}."]
+    # a plugin's return value is as foreign as its code
     if isinstance(reasons, list | tuple) and all(isinstance(r, str) for r in reasons):
         return list(reasons)
     return [f"{name}.unavailable_reasons returns {shown(reasons)}; allowed: a list of sentences."]
 
 
-def auto_priority(name: str, found: type[LoRABackend], device: torch.device) -> int | None:
+def auto_priority(name: str, engine: type[LoRABackend], device: torch.device) -> int | None:
     """Return a backend's priority for "auto" on a device; None if it never takes part there.
 
     Raises:
         BackendUnavailableError: its `auto_priority` does not map types of device to ints.
     """
     with plugin_code(f"{name}.auto_priority cannot be read"):
-        priorities: Any = dict(found.auto_priority)
+        priorities: Any = dict(engine.auto_priority)
         priority = priorities.get(device.type)
     if priority is None or isinstance(priority, int):
         return priority
@@ -158,7 +159,7 @@ def plugin_code(
         raise BackendUnavailableError(f"{failure}: {told(error)}{by}") from error
 
 
-def _declaration_faults(found: type[LoRABackend]) -> list[str]:
+def _declaration_faults(engine: type[LoRABackend]) -> list[str]:
     """Return the class attributes that the checks of a call cannot work with, and why."""
     faults = []
     for field, kinds, known, allowed in (
@@ -166,15 +167,15 @@ def _declaration_faults(found: type[LoRABackend]) -> list[str]:
         ("features", (frozenset, set), FEATURES, f"a frozenset of {', '.join(FEATURES)}"),
         ("device_types", (tuple, list), None, "a tuple of types of torch.device"),
     ):
-        value: Any = getattr(found, field)
+        value: Any = getattr(engine, field)
         if not isinstance(value, kinds) or not all(
             isinstance(each, str) if known is None else each in known for each in value
         ):
             faults.append(f"{field} is {shown(value)}; allowed: {allowed}")
-    if not faults and not found.dtypes:
+    if not faults and not engine.dtypes:
         faults.append("dtypes is empty; allowed: one dtype or more")
-    if not isinstance(found.plan_type, type):
-        faults.append(f"plan_type is {shown(found.plan_type)}; allowed: a class")
+    if not isinstance(engine.plan_type, type):
+        faults.append(f"plan_type is {shown(engine.plan_type)}; allowed: a class")
     return faults
 
 
@@ -192,6 +193,7 @@ def _entries_one_by_one() -> Iterator[tuple[EntryPoint | None, str]]:
     """
     seen = set()
     for distribution in distributions():
+        # names of distributions compare like this on every index
         name = re.sub(r"[-_.]+", "-", _name_of(distribution)).lower()
         if name in seen:
             continue

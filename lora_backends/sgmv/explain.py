@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lora_backends.batch import LoRABatch
-from lora_backends.explain import Explanation, Launch, Layer, Piece, Share, tokens_of
+from lora_backends.explain import Explanation, Launch, Layer, Piece, Program, Share, launch_of
 from lora_backends.sgmv.tiles.sizes import (
     MIN_DOT,
     BatchShape,
@@ -21,13 +20,6 @@ from lora_backends.sgmv.tiles.source import TileSource
 
 NARROW_TOKENS = 32
 """Tiles of up to this many tokens multiply ranks up to 16 in 16 lanes (`expand_tile`)."""
-
-
-class _Work(NamedTuple):
-    """The rows and ranks that a program multiplies."""
-
-    rows: Share
-    ranks: Share
 
 
 class Cut(NamedTuple):
@@ -58,14 +50,12 @@ def explanation(
     )
     sizes = BatchShape(batch.num_tokens, cut.active_slots, cut.tile_tokens)
     tiles = source.choose_tiles(sizes, shape)
-    return Explanation(
-        backend=backend,
-        token_slots=tokens_of(batch),
-        num_slots=batch.num_slots,
-        layer=layer,
-        order=tuple(token for piece in cut.pieces for token in piece.tokens),
+    return Explanation.of(
+        backend,
+        batch,
+        layer,
+        cut.pieces,
         piece_name=cut.name,
-        pieces=cut.pieces,
         launches=(
             count_shrink(cut.pieces, layer, tiles.shrink),
             count_expand(cut.pieces, layer, tiles.expand),
@@ -99,7 +89,7 @@ def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> L
     """
     rank_pad, step = padded_rank(layer.max_rank), tiles.block_k * tiles.split_k
     blocks = -(-len(layer.output_slices) * rank_pad // tiles.block_n)
-    computed_inputs = -(-layer.in_features // step) * step
+    inputs = Share(layer.in_features, -(-layer.in_features // step) * step)
     used_by_ranks: dict[tuple[int, ...], list[int]] = {}  # counted once, not for each piece
     work = []
     for piece in pieces:
@@ -107,14 +97,10 @@ def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> L
         if ranks not in used_by_ranks:
             used_by_ranks[ranks] = _used_lanes(ranks, rank_pad, tiles.block_n, blocks)
         rows = _rows(piece, tiles.warps_k == 0)
-        work += [_Work(rows, Share(used, tiles.block_n)) for used in used_by_ranks[ranks] if used]
-    return _launch(
-        "shrink",
-        len(pieces) * blocks * tiles.split_k,
-        tiles.split_k,
-        work,
-        [Share(layer.in_features, computed_inputs)] * len(work),
-    )
+        lanes = [Share(used, tiles.block_n) for used in used_by_ranks[ranks] if used]
+        work += [Program(rows, inputs, share) for share in lanes]
+    launched = len(pieces) * blocks * tiles.split_k
+    return launch_of("shrink", "programs", work, launched, parts=tiles.split_k)
 
 
 def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> Launch:
@@ -123,7 +109,7 @@ def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> L
     A program whose slice has rank 0 returns at once.
     """
     width = tiles.block_c * tiles.chunks
-    work, columns, programs = [], [], 0
+    work, launched = [], 0
     for piece in pieces:
         rows = _rows(piece, tiles.num_stages == 0)
         for rank, outputs in zip(layer.ranks[piece.slot], layer.output_slices, strict=True):
@@ -132,12 +118,13 @@ def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> L
                 lanes = padded_rank(layer.max_rank)
             elif piece.places <= NARROW_TOKENS and 0 < rank <= MIN_DOT:
                 lanes = MIN_DOT
-            for first in range(0, outputs, width):
-                programs += 1
-                if rank:
-                    work.append(_Work(rows, Share(rank, lanes)))
-                    columns.append(Share(min(width, outputs - first), width))
-    return _launch("expand", programs, 1, work, columns)
+            full, rest = divmod(outputs, width)
+            launched += full + (rest > 0)
+            if rank:
+                ranks = Share(rank, lanes)
+                work.append(Program(rows, Share(width, width), ranks, full))
+                work.append(Program(rows, Share(rest, width), ranks, rest > 0))
+    return launch_of("expand", "programs", work, launched)
 
 
 def _rows(piece: Piece, by_token: bool) -> Share:
@@ -157,28 +144,3 @@ def _used_lanes(ranks: Sequence[int], rank_pad: int, block_n: int, blocks: int) 
 def _is_used(lane: int, rank_pad: int, ranks: Sequence[int]) -> bool:
     slice_, rank = divmod(lane, rank_pad)
     return slice_ < len(ranks) and rank < ranks[slice_]
-
-
-def _launch(
-    name: str, programs: int, parts: int, work: Sequence[_Work], columns: Sequence[Share]
-) -> Launch:
-    """Add up programs that work, `parts` of each."""
-    products = [(w.rows, w.ranks, c) for w, c in zip(work, columns, strict=True)]
-    return Launch(
-        name=name,
-        unit="programs",
-        programs=programs,
-        idle=programs - parts * len(work),
-        rows=_total(w.rows for w in work),
-        columns=_total(columns),
-        ranks=_total(w.ranks for w in work),
-        products=Share(
-            sum(math.prod(share.used for share in product) for product in products),
-            sum(math.prod(share.computed for share in product) for product in products),
-        ),
-    )
-
-
-def _total(shares: Iterable[Share]) -> Share:
-    shares = list(shares)
-    return Share(sum(s.used for s in shares), sum(s.computed for s in shares))

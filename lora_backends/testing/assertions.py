@@ -25,6 +25,7 @@ def assert_close(actual: torch.Tensor, expected: Expected, inputs: LoRAInputs) -
     exceeds = ~(error <= expected.bound)  # NaN exceeds
     if not bool(exceeds.any()):
         return
+    # relative to the bound, so that the worst element is the most wrong one
     excess = torch.where(exceeds, (error / expected.bound.clamp(min=1e-300)).nan_to_num(1e300), 0)
     index = _index(excess)
     raise AssertionError(

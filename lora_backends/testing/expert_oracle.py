@@ -57,6 +57,7 @@ def dense_layer(inputs: ExpertInputs) -> tuple[torch.Tensor, LoRAWeights, LoRABa
         **eight,
     )
     pair_slots = inputs.batch.token_slots[:, None] * experts + inputs.ids
+    # dead pairs have ids below 0, and would name another slot
     pair_slots = torch.where(inputs.live, pair_slots, NO_ADAPTER).flatten()
     x = inputs.x
     if inputs.options["rows"] == "tokens":

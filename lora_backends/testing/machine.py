@@ -31,7 +31,7 @@ LAYERS = ((7, (6, 3), True), (16, (17,), False))  # in_features, output_slices, 
 
 @dataclass
 class Pool:
-    """The slots of two layers on the device, and the dictionary that says what they hold."""
+    """The slots of two layers on the device, and a dictionary of their adapters."""
 
     dtype: torch.dtype
     device: torch.device
@@ -57,7 +57,7 @@ class Pool:
         return torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
 
     def load(self, slot: int, rank: int, scaling: float, seed: int) -> None:
-        """Write an adapter into a slot of every layer, over whatever stands there."""
+        """Write an adapter into a slot of every layer, over the old values."""
         self.evict(slot)
         generator = torch.Generator().manual_seed(seed)
 
@@ -69,13 +69,15 @@ class Pool:
                 weights.out_features, weights.in_features, dtype=torch.float64, device="cpu"
             )
             for s in range(weights.num_slices):
-                own = max(0, rank - s)  # unequal, and 0 in a later slice of rank 1
+                slice_rank = max(0, rank - s)  # unequal, and 0 in a later slice of rank 1
                 cols = slice(weights.slice_offsets[s], weights.slice_offsets[s + 1])
-                a, b = drawn(own, weights.in_features), drawn(cols.stop - cols.start, own)
-                weights.lora_a[slot, s, :own] = a.to(self.device)
-                weights.lora_b[slot, cols, :own] = b.to(self.device)
-                weights.ranks[slot, s], weights.scalings[slot, s] = own, scaling
+                a = drawn(slice_rank, weights.in_features)
+                b = drawn(cols.stop - cols.start, slice_rank)
+                weights.lora_a[slot, s, :slice_rank] = a.to(self.device)
+                weights.lora_b[slot, cols, :slice_rank] = b.to(self.device)
+                weights.ranks[slot, s], weights.scalings[slot, s] = slice_rank, scaling
                 delta[cols] = scaling * b.double() @ a.double()
+            # in float64 from the rounded A and B, so that only the backend's own error counts
             self.deltas[slot, index] = delta
             if weights.bias is not None:
                 bias = drawn(weights.out_features)
@@ -83,12 +85,13 @@ class Pool:
                 self.biases[slot, index] = bias.double()
 
     def evict(self, slot: int) -> None:
-        """Free a slot of every layer: rank 0, no bias, and garbage where the adapter stood."""
+        """Free a slot of every layer: rank 0, no bias, and garbage in its matrices."""
         for index, weights in enumerate(self.layers):
             weights.lora_a[slot] = torch.nan
             weights.lora_b[slot] = torch.nan
             weights.ranks[slot], weights.scalings[slot] = 0, 0.0
             if weights.bias is not None:
+                # a bias acts at rank 0 too, and a freed slot must add nothing
                 weights.bias[slot] = 0.0
             self.deltas.pop((slot, index), None)
             self.biases.pop((slot, index), None)
@@ -109,7 +112,7 @@ class Pool:
 
 @dataclass
 class Flight:
-    """A plan and the batch that it stands for now."""
+    """A plan and its current batch."""
 
     plan: Any
     slots: list[int]
@@ -123,7 +126,7 @@ class Flight:
 
 
 class Observer(Protocol):
-    """Is told of every run of the machine, and of the steps of those that fail."""
+    """Follows every run of the machine, and the steps of failing runs."""
 
     def begin(self) -> None:
         """Note that a run begins."""
@@ -144,6 +147,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.steps: list[str] = []
         self.flights: dict[int, Flight] = {}
         dtypes = self.backend.dtypes
+        # the widest common dtype gives the tightest bound
         dtype = torch.float32 if torch.float32 in dtypes else dtypes[0]
         self.pool = Pool(dtype, self.backend.device)
 
@@ -196,12 +200,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(name=st.integers(0, 1), data=st.data())
     def refill(self, name: int, data: st.DataObject) -> None:
-        """Refill a plan in place, with as many tokens or, where it has room, with any number.
+        """Refill a plan in place, with an equal number of tokens or, where it has room, any number.
 
         Where the backend has token_scales, a batch may bring them.
         """
         flight = self.flights[name]
         least = most = len(flight.slots)
+        # without room a refill keeps the number of tokens
         if CAPACITY in self.backend.features:
             least, most = 0, flight.capacity
         one = st.integers(NO_ADAPTER, NUM_SLOTS - 1)
@@ -248,5 +253,5 @@ def _layer_inputs(weights: LoRAWeights, batch: LoRABatch, seed: int) -> LoRAInpu
 
 
 def machine_for(backend: LoRABackend, observer: Observer) -> type[PoolMachine]:
-    """Return the machine's class for one backend, its runs told to `observer`."""
+    """Return the machine's class for one backend; `observer` follows its runs."""
     return type("PoolMachine", (PoolMachine,), {"backend": backend, "observer": observer})

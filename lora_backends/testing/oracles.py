@@ -67,6 +67,7 @@ def expected_shrink(
     value, magnitude = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
     width = max(1, weights.num_slices * weights.max_rank * weights.in_features)
     x_all, a_all = x.detach().cpu(), stack_of_a(weights)
+    # gathering A for all tokens at once could take gigabytes
     for rows in _chunks(tokens, width):
         mask = rank_mask(weights, batch.token_slots[rows])  # [T, S, R]
         a = _masked(a_all[batch.token_slots[rows].clamp(min=0)], mask[..., None])  # [T, S, R, I]
@@ -149,6 +150,7 @@ def _finish(
     if weights.output_scales is not None:
         scales = _masked(weights.output_scales.detach().cpu()[slots], has_adapter)
         value, bound, magnitude = scales * value, scales.abs() * bound, scales.abs() * magnitude
+        # a small scale may make denormals, which a device may flush
         operations, lost = 6, 2 * _SMALLEST[torch.float32]
     if weights.bias is not None:
         bias = _masked(weights.bias.detach().cpu()[slots], has_adapter)
@@ -172,7 +174,7 @@ def expected_linear(
     """Return y of `run_linear`, as `LoRABackend` defines it, and its bound.
 
     `intermediate` is the dtype that a backend keeps h in between the two products. Of several
-    adapters per token, each is added to what the ones before it gave, rounded to the dtype of y.
+    adapters per token, each is added to the sum of those before it, rounded to the dtype of y.
     """
     out_dtype = x.dtype if base_output is None else base_output.dtype
     y = _start(weights, batch, base_output)
@@ -199,6 +201,7 @@ def expected_embedding(
 
 def rounded_exactly(expected: Expected, dtype: torch.dtype) -> torch.Tensor:
     """Return the one result that a case of small integers has: exact sums, rounded once."""
+    # exact in float32, so that the rounding into y is the only one
     exact = expected.value.float()
     if not torch.equal(exact.double(), expected.value):
         raise ValueError("the sums of this case are not exact in float32; use values='integer'")
@@ -216,6 +219,7 @@ def touched(weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
     slots = batch.token_slots
     adapted = weights.ranks.detach().cpu()[slots.clamp(min=0)] > 0  # [T, S]
     if weights.bias is not None or weights.output_scales is not None:
+        # both act on slices of rank 0 too
         adapted = torch.ones_like(adapted)
     adapted &= (slots != NO_ADAPTER)[:, None]
     return adapted.repeat_interleave(torch.tensor(weights.output_slices, device="cpu"), dim=1)
@@ -240,7 +244,7 @@ def rank_mask(weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return float64 values, zero where `mask` is false, whatever stood there."""
+    """Return float64 values, zero where `mask` is false, also for NaN."""
     return torch.where(mask, values.double(), 0.0)
 
 

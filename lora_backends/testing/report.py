@@ -43,7 +43,7 @@ class Report:
     profile: str
     seed: int
     results: tuple[PropertyResult, ...]
-    edges: dict[str, int] = field(default_factory=dict)  # cases that stood on each edge
+    edges: dict[str, int] = field(default_factory=dict)  # cases of each edge
     options: tuple[str, ...] = ()  # KEY=VALUE, those that `get_backend` made the backend with
 
     @property
@@ -106,6 +106,7 @@ def failure_text(result: PropertyResult) -> str:
     }
     lines = [f"\nFAILED {result.name}"]
     for title, block in blocks.items():
+        # a failure of the machine has no case to replay
         if not block:
             continue
         lines.append(f"  {title}:")

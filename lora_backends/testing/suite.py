@@ -69,7 +69,7 @@ def verify(
         only: names of properties; None: all of `properties`.
         fail_fast: stop after the first property that fails.
         shrink: look for the smallest failing case, for `Profile.shrink_seconds` at most.
-        progress: told every property before it runs, with None, and after it, with its result.
+        progress: called with each property and None before it runs, and with its result after it.
 
     Returns:
         The report; `Report.passed` says whether every property that applies holds.
@@ -86,14 +86,14 @@ def verify(
     edges: Counter[str] = Counter()
     results = []
     for name in names:
-        found = every[_known(name, every, "property")]
+        selected = every[_known(name, every, "property")]
         if progress:
-            progress(found, None)
-        attempt = _Attempt(found, backend, sizes, seed, shrink, edges)
-        result = _run(attempt, _run_machine if found is MACHINE else _run_cases)
+            progress(selected, None)
+        attempt = _Attempt(selected, backend, sizes, seed, shrink, edges)
+        result = _run(attempt, _run_machine if selected is MACHINE else _run_cases)
         results.append(result)
         if progress:
-            progress(found, result)
+            progress(selected, result)
         if fail_fast and result.status == "failed":
             break
     where, options = str(backend.device), option_texts(backend._made_with)
@@ -116,9 +116,9 @@ def check_case(backend: LoRABackend, name: str, case: Case) -> Report:
         InvalidInputError: an unknown property, the machine, which takes no case, or a case that
             does not fit the property.
     """
-    found = PROPERTIES[_known(name, PROPERTIES, "property on cases")]
-    _check_fits(case, found, backend)
-    attempt = _Attempt(found, backend, ONE_CASE, 0, False, Counter())
+    selected = PROPERTIES[_known(name, PROPERTIES, "property on cases")]
+    _check_fits(case, selected, backend)
+    attempt = _Attempt(selected, backend, ONE_CASE, 0, False, Counter())
     result = _run(attempt, lambda running: running.check(case))
     where, options = str(backend.device), option_texts(backend._made_with)
     return Report(backend.name, where, ONE_CASE.name, 0, (result,), dict(attempt.edges), options)
@@ -188,6 +188,7 @@ class _Attempt:
         phases = [Phase.generate, *([Phase.shrink] if self.shrink else [])]
         return hypothesis.settings(
             max_examples=max(1, round(self.prop.examples * self.profile.effort)),
+            # a report repeats a case by its seed and text alone
             database=None,
             deadline=None,
             derandomize=False,
@@ -195,6 +196,7 @@ class _Attempt:
             print_blob=False,
             report_multiple_bugs=False,
             stateful_step_count=STEPS,
+            # large cases are slow to draw, which says nothing about the backend
             suppress_health_check=list(HealthCheck),
             verbosity=Verbosity.quiet,
         )
@@ -229,10 +231,10 @@ class _Attempt:
 
 
 def _run(attempt: _Attempt, execute: Callable[[_Attempt], None]) -> PropertyResult:
-    found, start = attempt.prop, time.perf_counter()
-    reason = found.not_applicable(attempt.backend)
+    prop, start = attempt.prop, time.perf_counter()
+    reason = prop.not_applicable(attempt.backend)
     if reason:
-        return PropertyResult(found.name, found.rule, "not applicable", 0, 0.0, reason)
+        return PropertyResult(prop.name, prop.rule, "not applicable", 0, 0.0, reason)
     try:
         execute(attempt)
     except (Exception, _TimeIsUp):
@@ -240,15 +242,16 @@ def _run(attempt: _Attempt, execute: Callable[[_Attempt], None]) -> PropertyResu
             raise  # of the suite itself: no case has failed
     seconds = time.perf_counter() - start
     if attempt.error is None or attempt.smallest is None:
-        return PropertyResult(found.name, found.rule, "passed", attempt.examples, seconds)
+        return PropertyResult(prop.name, prop.rule, "passed", attempt.examples, seconds)
     failure = _failure(attempt, attempt.error, attempt.smallest[2])
     return PropertyResult(
-        found.name, found.rule, "failed", attempt.examples, seconds, failure=failure
+        prop.name, prop.rule, "failed", attempt.examples, seconds, failure=failure
     )
 
 
 def _seed_of(attempt: _Attempt) -> int:
     """Return a seed of the property's own, so that it draws the same cases when it runs alone."""
+    # hash() of a text differs from process to process
     return zlib.crc32(f"{attempt.seed}/{attempt.prop.name}".encode())
 
 
@@ -293,6 +296,7 @@ def _message(error: BaseException) -> str:
     """Return the message of an assertion; of other exceptions, the type and where it was raised."""
     if isinstance(error, AssertionError):
         return str(error)
+    # the innermost frame is the backend's
     last = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"{type(error).__name__}: {error}\n  raised at {last.filename}:{last.lineno} ({last.name})"

@@ -29,7 +29,7 @@ class TorchRefPlan(LoRAPlan):
 class TorchRefBackend(LoRABackend):
     """Loops over the active slots with torch's own matrix products: short, right and portable.
 
-    Two runs on one device are equal bit for bit if their tensors are laid out alike (strides, and
+    Two runs on one device are equal bit for bit if their tensors have the same layout (strides, and
     addresses modulo 64 bytes) and torch uses the same number of threads: the matrix library
     chooses its order of sums by these. It also chooses by the number of rows, so results are not
     batch-invariant.
@@ -50,6 +50,7 @@ class TorchRefBackend(LoRABackend):
         reasons = super().unavailable_reasons(device)
         if not reasons and as_device(device).type not in ("cpu", "cuda"):
             try:
+                # torch knows of device types that its build cannot use
                 torch.empty(0, device=device)
             except (RuntimeError, AssertionError, NotImplementedError) as error:
                 reasons.append(f"torch cannot use {device} here: {error}.")
@@ -69,6 +70,7 @@ class TorchRefBackend(LoRABackend):
             out = TorchRefPlan(*sizes, segments, capacity=capacity or 0)
         scales = batch.token_scales
         out.num_tokens, out.segments = batch.num_tokens, segments
+        # an operation indexes them with rows of x, up to the capacity
         out.token_scales = None if scales is None else padded(scales, out.capacity).to(self.device)
         return out
 
@@ -120,9 +122,10 @@ class TorchRefBackend(LoRABackend):
 
 
 def _rows_of(token_slots: torch.Tensor, slot: int, device: torch.device) -> reference.Rows:
-    """Return where `slot` stands in `token_slots`: a slice if those tokens are neighbours."""
+    """Return the tokens of `slot` in `token_slots`: a slice if those tokens are neighbours."""
     rows = (token_slots == slot).nonzero().flatten()
     first, last = int(rows[0]), int(rows[-1])
+    # a slice is a view; indices would copy x
     if last - first + 1 == rows.numel():
         return slice(first, last + 1)
     return rows.to(device)

@@ -68,6 +68,7 @@ def linear(
     """Shrink and expand slot by slot, without the h of the whole batch."""
     ranks, scalings = weights.ranks.tolist(), weights.scalings.tolist()
     for slot, rows in segments:
+        # once for all slices of the slot
         x_slot = x[rows].to(sum_dtype)
         for s, rank in enumerate(ranks[slot]):
             h = x_slot @ weights.a_values(slot, s, rank, sum_dtype).T
@@ -86,10 +87,13 @@ def add_slice(
     token_scales: torch.Tensor | None,
 ) -> None:
     """Add to y the delta of one slot and one slice; h: [rows, rank], the rank's own width."""
+    # columns beyond the rank are cut off, not multiplied: they may hold NaN
     rank, columns = h.shape[1], slice(*weights.slice_offsets[s : s + 2])
+    # y keeps its bits: adding zero would turn -0.0 into 0.0
     if rank == 0 and weights.bias is None and weights.output_scales is None:
         return
     view = y[:, columns]
+    # in the dtype of sums, so that the cast back is the only rounding
     total = view[rows].to(torch.promote_types(h.dtype, y.dtype))
     if rank > 0:
         delta = scaling * (h @ weights.b_values(slot, s, rank, h.dtype).T)

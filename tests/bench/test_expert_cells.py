@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from expert_cells import ExpertCell, Steps, make_steps, reference
 
 from lora_backends import get_backend
 from lora_backends.bench import read_result
-from lora_backends.bench.expert_cells import ExpertCell, Steps, make_steps, reference
 
 pytest.importorskip("triton")
 

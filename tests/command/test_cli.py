@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lora_backends.bench.job import Job
+from lora_backends.bench.job import BenchRun
 from lora_backends.cli import COMMANDS, app, main
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, LoRABackendError
 from lora_backends.operations import DENSE
@@ -459,7 +459,7 @@ def test_what_is_no_path_is_refused_wherever_one_is_taken(option, path, tmp_path
 
 @pytest.mark.parametrize("command", ["explain --slots 0 --svg", "bench --output"])
 def test_nothing_is_written_into_a_fifo(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(Job, "run", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(BenchRun, "run", lambda *_: pytest.fail("measured"))
     os.mkfifo(tmp_path / "fifo")
     result = run(*command.split(), str(tmp_path / "fifo"))
     assert isinstance(result.exception, InvalidInputError)

@@ -25,7 +25,7 @@ import huggingface_hub
 from lora_backends import LoRABackendError, LoRAConfig
 from lora_backends import cli as command_line
 from lora_backends.adapters import LoadLimits
-from lora_backends.bench.job import Job
+from lora_backends.bench.job import BenchRun
 from lora_backends.cli.generate_config import GenerateConfig
 from lora_backends.testing import suite
 
@@ -43,7 +43,7 @@ def opened(seed: int) -> Iterator[RunCase]:
     home, environment = os.getcwd(), dict(os.environ)
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(mock.patch.object(Job, "run", _measure_nothing))
+        stack.enter_context(mock.patch.object(BenchRun, "run", _measure_nothing))
         stack.enter_context(mock.patch.object(suite, "_run_cases", lambda _: None))
         stack.enter_context(mock.patch.object(suite, "_run_machine", lambda _: None))
         stack.enter_context(mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
@@ -67,7 +67,9 @@ def opened(seed: int) -> Iterator[RunCase]:
         yield run
 
 
-def _measure_nothing(job: Job, path: Any, notify: Any, result: dict[str, Any]) -> dict[str, Any]:
+def _measure_nothing(
+    job: BenchRun, path: Any, notify: Any, result: dict[str, Any]
+) -> dict[str, Any]:
     result |= bench_result(random.Random(0))
     return result
 

@@ -15,9 +15,9 @@ from lora_backends.testing import (
     case_from,
     check_case,
     expected_experts,
+    expert_cases,
     verify,
 )
-from lora_backends.testing.cases import experts as expert_cases
 
 QUICK = settings(max_examples=40, deadline=None, database=None)
 

@@ -42,8 +42,8 @@ def adopt(module: Any, wrapper: Any) -> None:
 
     def set_ranks(slot: int, lora_a: Any) -> None:
         # all sites and experts take the highest rank: right because vLLM pads with zeros
-        given = [each for each in lora_a if each is not None]
-        rank = max((each.shape[-2] for each in given), default=0)
+        matrices = [each for each in lora_a if each is not None]
+        rank = max((each.shape[-2] for each in matrices), default=0)
         for site in sites:
             site.ranks[slot].fill_(min(rank, site.max_rank))
             site.scalings[slot].fill_(1)  # see `layers`

@@ -43,8 +43,8 @@ def announce(part: str, plans: Plans, slots: Sequence[int]) -> None:
         plans: of that part.
         slots: one per item.
     """
-    kept = {} if part == TOWER else _encoder.items
-    _encoder.items = {**kept, part: (plans, slots)}
+    earlier = {} if part == TOWER else _encoder.items
+    _encoder.items = {**earlier, part: (plans, slots)}
 
 
 def follow() -> None:
@@ -67,7 +67,7 @@ def follow() -> None:
 
 
 def _embed_every_token(
-    own: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Embed tokens at their batch positions if other prompts come as embeddings.
 
@@ -75,11 +75,11 @@ def _embed_every_token(
     a multimodal model it embeds every place of the batch.
     """
     if not runner.enable_prompt_embeds or runner.supports_mm_inputs:
-        return own(runner, scheduled, *args, **kwargs)
+        return original(runner, scheduled, *args, **kwargs)
     rows = scheduled.total_num_scheduled_tokens
     (places,) = runner.is_token_ids.np[:rows].nonzero()
     if len(places) == rows:
-        return own(runner, scheduled, *args, **kwargs)
+        return original(runner, scheduled, *args, **kwargs)
     embed = runner.model.embed_input_ids
 
     def embed_at_places(input_ids: torch.Tensor) -> torch.Tensor:
@@ -90,10 +90,10 @@ def _embed_every_token(
         return embedded
 
     with replaced_on(runner.model, "embed_input_ids", embed_at_places):
-        return own(runner, scheduled, *args, **kwargs)
+        return original(runner, scheduled, *args, **kwargs)
 
 
-def _load_drafter(own: Callable[..., Any], drafter: Any, *args: Any, **kwargs: Any) -> Any:
+def _load_drafter(original: Callable[..., Any], drafter: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the LoRA off the embedding that a drafter shares with the model.
 
     A drafter embeds rows other than the batch's tokens. The model verifies the drafts, so at
@@ -101,7 +101,7 @@ def _load_drafter(own: Callable[..., Any], drafter: Any, *args: Any, **kwargs: A
     """
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 
-    loaded = own(drafter, *args, **kwargs)
+    loaded = original(drafter, *args, **kwargs)
     for module in list(drafter.model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, VocabParallelEmbeddingWithLoRA):
@@ -110,7 +110,7 @@ def _load_drafter(own: Callable[..., Any], drafter: Any, *args: Any, **kwargs: A
 
 
 def _group(
-    own: Callable[..., Any], mm_kwargs: Sequence[Any], *args: Any, **kwargs: Any
+    original: Callable[..., Any], mm_kwargs: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Iterator[Any]:
     """Yield vLLM's groups of items for an encoder; the items of a group have one adapter.
 
@@ -123,7 +123,7 @@ def _group(
         for slots, run in _by_adapter(mm_kwargs, announced):
             for (plans, _), slot in zip(announced.values(), slots, strict=True):
                 plans.set_every(slot)
-            yield from own(run, *args, **kwargs)
+            yield from original(run, *args, **kwargs)
     finally:
         _encoder.is_running = was_running
 
@@ -147,16 +147,16 @@ def _by_adapter(
         yield slot, [item for _, item in run]
 
 
-def _set_mapping(own: Callable[..., Any], manager: Any, mapping: Any, *args: Any) -> Any:
+def _set_mapping(original: Callable[..., Any], manager: Any, mapping: Any, *args: Any) -> Any:
     """Let vLLM announce an encoder's items even if the last ones had the same adapters."""
     if part_of(mapping):
         if not hasattr(manager, "_last_mapping"):  # renamed: equal announcements would be dropped
             raise lacking(type(manager).__module__, "LoRAModelManager._last_mapping")
         manager._last_mapping = None
-    return own(manager, mapping, *args)
+    return original(manager, mapping, *args)
 
 
-def _announce_encoded(own: Callable[..., Any], **kwargs: Any) -> Any:
+def _announce_encoded(original: Callable[..., Any], **kwargs: Any) -> Any:
     """Leave out items that the second runner announces but does not encode."""
     cache, scheduled = kwargs["encoder_cache"], kwargs["scheduled_encoder_inputs"]
 
@@ -169,7 +169,7 @@ def _announce_encoded(own: Callable[..., Any], **kwargs: Any) -> Any:
             name: [i for i in items if is_encoded(cache.mm_features[name][i])]
             for name, items in scheduled.items()
         }
-    return own(**kwargs)
+    return original(**kwargs)
 
 
 def part_of(mapping: Any) -> str:

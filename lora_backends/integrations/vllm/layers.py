@@ -21,7 +21,7 @@ Ranks: TypeAlias = Callable[[Any, int], list[int]]
 
 
 @dataclass(eq=False)
-class Layer:
+class AdoptedLayer:
     """One LoRA layer of vLLM. Where A is sharded by rank, its half has other ranks than B's."""
 
     a: LoRAWeights | None  # the half that shrinks, or both; None where vLLM shrinks by itself
@@ -43,11 +43,11 @@ class Layer:
             _write(self.a, slot, [rank - self.first_rank for rank in ranks])
 
 
-_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
+_LAYERS: WeakValueDictionary[int, AdoptedLayer] = WeakValueDictionary()
 """By the address of a first stack; a layer's views keep its stacks, so live addresses differ."""
 
 
-def find(stack: torch.Tensor) -> Layer:
+def find(stack: torch.Tensor) -> AdoptedLayer:
     """Return the layer whose first A or B a stack is.
 
     Raises:
@@ -66,18 +66,19 @@ def adopt(module: Any, wrapper: Any) -> None:
     """Make a layer of a LoRA module of vLLM, and follow the ranks that vLLM writes into it.
 
     Raises:
-        UnsupportedInputError: its stacks are laid out in another way.
+        UnsupportedInputError: its stacks have another layout.
     """
     a, b = _stacks(module, "lora_a_stacked"), _stacks(module, "lora_b_stacked")
     if not b:
         raise UnsupportedInputError(
             f"the LoRA layer {type(module).__name__} keeps no lora_b_stacked that can be read"
         )
+    # equal ranks: this process holds both halves of every rank
     if a and a[0].shape[2] == b[0].shape[3]:
         both = _weights(a, b)
-        layer = Layer(both, both, wrapper)
+        layer = AdoptedLayer(both, both, wrapper)
     else:
-        layer = Layer(_weights(a, ()) if a else None, _weights((), b), wrapper)
+        layer = AdoptedLayer(_weights(a, ()) if a else None, _weights((), b), wrapper)
         if a:  # fully sharded: this process holds some ranks of A, and all of B
             layer.first_rank = module.tp_rank * a[0].shape[2]
     module.lora_backends_layers = [layer]
@@ -86,12 +87,12 @@ def adopt(module: Any, wrapper: Any) -> None:
             _LAYERS[stacks[0].data_ptr()] = layer
     full = _stacks(module, "full_weight_stacked")
     if full:  # a classification head that an adapter replaces; shrunk by, like an A
-        head = Layer(_weights(full, ()), None, wrapper)
+        head = AdoptedLayer(_weights(full, ()), None, wrapper)
         module.lora_backends_layers.append(head)
         _LAYERS[full[0].data_ptr()] = head
 
-    def set_ranks(slot: int, given: Any) -> None:
-        layer.set_ranks(slot, true_ranks(given, len(b)))
+    def set_ranks(slot: int, lora_a: Any) -> None:
+        layer.set_ranks(slot, true_ranks(lora_a, len(b)))
         if full:
             head.set_ranks(slot, [full[0].shape[2]])
 
@@ -149,15 +150,15 @@ def true_ranks(lora_a: torch.Tensor | Sequence[torch.Tensor | None], num_slices:
     One A, or several that are not one per slice, may feed any slice: then the highest rank counts
     for all. That is right because vLLM pads with zeros.
     """
-    given = [lora_a] if isinstance(lora_a, torch.Tensor) else list(lora_a)
-    ranks = [0 if each is None else each.shape[-2] for each in given]
+    matrices = [lora_a] if isinstance(lora_a, torch.Tensor) else list(lora_a)
+    ranks = [0 if each is None else each.shape[-2] for each in matrices]
     return ranks if len(ranks) == num_slices else [max(ranks, default=0)] * num_slices
 
 
 def _stacks(module: Any, name: str) -> tuple[torch.Tensor, ...]:
     """Return the stacks of a module by slice, or () where there are none of this layout."""
-    found = getattr(module, name, None)
-    stacks = (found,) if isinstance(found, torch.Tensor) else tuple(found or ())
+    attribute = getattr(module, name, None)
+    stacks = (attribute,) if isinstance(attribute, torch.Tensor) else tuple(attribute or ())
     fits = all(stack.ndim == 4 and stack.shape[1] == 1 for stack in stacks)
     return stacks if fits else ()  # an embedding's A is a table of rows, gathered by vLLM
 
@@ -181,6 +182,8 @@ def _weights(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> LoRAWe
 
 def _write(weights: LoRAWeights, slot: int, ranks: Sequence[int]) -> None:
     # fills, not copies from the host, which would wait for the device
-    weights.scalings[slot].fill_(1)  # vLLM's sleep of level 2 discards what lies beside its stacks
+    weights.scalings[slot].fill_(
+        1
+    )  # vLLM's sleep of level 2 discards tensors other than its stacks
     for s, rank in enumerate(ranks):
         weights.ranks[slot, s].fill_(min(max(rank, 0), weights.max_rank))

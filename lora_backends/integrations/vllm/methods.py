@@ -24,7 +24,7 @@ def replace(
     runner: str = "",
     is_optional: bool = False,
 ) -> None:
-    """Let ``around(own, *args)`` take the calls of a method; a second call changes nothing.
+    """Let ``around(original, *args)`` take the calls of a method; a second call changes nothing.
 
     Args:
         module: of vLLM. Nothing happens if neither it nor `runner` is imported.
@@ -40,22 +40,22 @@ def replace(
     if sys.modules.keys().isdisjoint((module, runner)):
         return
     try:
-        found: Any = import_module(module)
+        holder: Any = import_module(module)
     except ModuleNotFoundError:
-        found = None
-    found = getattr(found, owner, None) if owner else found
-    own = getattr(found, name, None)
-    if own is None and not is_optional:  # rows would get the adapters of other rows
+        holder = None
+    holder = getattr(holder, owner, None) if owner else holder
+    original = getattr(holder, name, None)
+    if original is None and not is_optional:  # rows would get the adapters of other rows
         raise lacking(module, f"{owner}{'.' if owner else ''}{name}")
-    if own is None or getattr(own, "is_replaced", False):
+    if original is None or getattr(original, "is_replaced", False):
         return
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        return around(own, *args, **kwargs)
+        return around(original, *args, **kwargs)
 
     method.is_replaced = True  # type: ignore[attr-defined]
-    setattr(found, name, method)
+    setattr(holder, name, method)
 
 
 def lacking(module: str, name: str) -> UnsupportedInputError:

@@ -15,7 +15,7 @@ from lora_backends.common.devices import is_capturing
 from lora_backends.dispatch.tracing import is_traced
 from lora_backends.errors import InvalidInputError
 from lora_backends.integrations.vllm import inputs
-from lora_backends.integrations.vllm.layers import Layer, as_stored, find
+from lora_backends.integrations.vllm.layers import AdoptedLayer, as_stored, find
 from lora_backends.integrations.vllm.plans import Plans
 
 NAMESPACE = "lora_backends_vllm"
@@ -58,7 +58,7 @@ def _run(
 
 
 def _run_layer(
-    layer: Layer, y: torch.Tensor, x: torch.Tensor, operation: str, offset: int = 0
+    layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, operation: str, offset: int = 0
 ) -> None:
     wrapper = layer.wrapper
     plans = wrapper.sampled if operation in (LOGITS, FULL) else wrapper.tokens
@@ -81,7 +81,7 @@ def _is_by_itself(operation: str, x: torch.Tensor, plans: Plans) -> bool:
     return is_linear or operation in (LOGITS, PROMPT)
 
 
-def _shrink(layer: Layer, y: torch.Tensor, x: torch.Tensor, plans: Plans) -> None:
+def _shrink(layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, plans: Plans) -> None:
     if layer.a is None:
         raise InvalidInputError("vLLM shrinks with a layer that has no lora_a_stacked")
     if plans.is_idle:
@@ -91,7 +91,7 @@ def _shrink(layer: Layer, y: torch.Tensor, x: torch.Tensor, plans: Plans) -> Non
 
 
 def _add(
-    layer: Layer, y: torch.Tensor, x: torch.Tensor, plans: Plans, operation: str, offset: int
+    layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, plans: Plans, operation: str, offset: int
 ) -> None:
     if layer.b is None:
         raise InvalidInputError("vLLM expands with a layer that has no lora_b_stacked")
@@ -117,7 +117,7 @@ def fuse(module: Any) -> None:
     The method replaced is private; a layer without it, or of one half, keeps what it has. With
     vLLM's own second stream it is not called.
     """
-    layer: Layer = module.lora_backends_layers[0]
+    layer: AdoptedLayer = module.lora_backends_layers[0]
     if layer.a is not layer.b or not hasattr(module, "_apply_sync"):
         return
     if _owner(module, "_apply_sync") is not _owner(module, "_apply_lora_to_output"):
@@ -182,7 +182,7 @@ def _linear(
 
 
 def _run_with_base(
-    layer: Layer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    layer: AdoptedLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
     plans = layer.wrapper.tokens
     if plans.is_idle:
@@ -195,13 +195,13 @@ def _run_with_base(
 
 
 def _prepare(
-    layer: Layer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    layer: AdoptedLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """Compile what a graph of so many rows runs; a capture, which may follow, cannot compile."""
+    """Compile the kernels for a graph of these rows; a later capture cannot compile."""
     plans, rows = layer.wrapper.tokens, x.shape[0]
     if is_capturing(x.device) or plans.is_idle or not plans.may_be_captured(rows):
         return
-    key = rows, getattr(plans.of(rows), "active_slots", 0)  # what the kernels follow from
+    key = rows, getattr(plans.of(rows), "active_slots", 0)  # kernels depend on both
     if key not in layer.prepared:
         layer.prepared.add(key)
         _run_with_base(layer, x, weight, bias)

@@ -69,6 +69,7 @@ class Plans:
         self._is_announced = True
         for room in self._rooms:
             room.is_current = False
+            # a replay reads the plan without running Python
             if room.is_captured and room.capacity >= self.num_rows:
                 self._refill(room)
 
@@ -88,18 +89,18 @@ class Plans:
         return self._is_idle
 
     def may_be_captured(self, rows: int) -> bool:
-        """Return whether vLLM captures a graph of so many rows."""
+        """Return whether vLLM captures a graph of `rows` rows."""
         if self._compilation is None:
             return True
         return rows in (self._compilation.cudagraph_capture_sizes or ())
 
     @property
     def multiplies_bases(self) -> bool:
-        """Whether the backend can run a base product beside its LoRA."""
+        """Whether the backend can run a base product together with its LoRA."""
         return getattr(self.backend, "multiplies_bases", False)
 
     def of(self, rows: int) -> Any:
-        """Return the plan for x of `rows` rows; rows behind the batch have no adapter.
+        """Return the plan for x of `rows` rows; rows after the batch have no adapter.
 
         Raises:
             InvalidInputError: x has fewer rows than the batch, or more than there is room for.

@@ -60,17 +60,17 @@ def backend_asked_for() -> str:
     return name
 
 
-def check_version(given: str) -> None:
+def check_version(installed: str) -> None:
     """Refuse a vLLM whose interface is another one.
 
     Raises:
         BackendUnavailableError: it is too old, or its version cannot be read.
     """
-    found = re.match(r"(\d+)\.(\d+)", given)
-    if found is None or (int(found[1]), int(found[2])) < OLDEST:
+    match = re.match(r"(\d+)\.(\d+)", installed)
+    if match is None or (int(match[1]), int(match[2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise BackendUnavailableError(
-            f"this version of vLLM is not supported\n  given: vLLM {given}\n"
+            f"this version of vLLM is not supported\n  given: vLLM {installed}\n"
             f"  allowed: {oldest} or newer\n"
             f"  to do: install vllm>={oldest}, or unset {VLLM_VARIABLE}"
         )
@@ -98,11 +98,11 @@ def check_settings(config: Any) -> None:
         # the device chooses how many tokens each request has
         (config.speculative_config, "enable_adaptive_verification", "enable_adaptive_verification"),
     )
-    for part, setting, given in unannounced:
+    for part, setting, refused in unannounced:
         if getattr(part, setting, False):  # which a version may lack
             raise UnsupportedInputError(
                 f"LoRA layers get rows whose adapters vLLM does not announce\n"
-                f"  given: {given}\n"
+                f"  given: {refused}\n"
                 f"  to do: do without it, or unset {VLLM_VARIABLE}; vLLM's own operators do not "
                 f"know these adapters either"
             )

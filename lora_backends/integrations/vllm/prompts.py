@@ -76,26 +76,30 @@ def follow() -> None:
 
 
 def _v1(
-    own: Callable[..., Any], runner: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    runner: Any,
+    hidden_states: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     compute = by_token(runner.model.compute_logits, hidden_states)
     with replaced_on(runner.model, "compute_logits", compute):
-        return own(runner, hidden_states, *args, **kwargs)
+        return original(runner, hidden_states, *args, **kwargs)
 
 
 def _v2(
-    own: Callable[..., Any],
+    original: Callable[..., Any],
     worker: Any,
     logits_fn: Callable[..., Any],
     hidden_states: torch.Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    return own(worker, by_token(logits_fn, hidden_states), hidden_states, *args, **kwargs)
+    return original(worker, by_token(logits_fn, hidden_states), hidden_states, *args, **kwargs)
 
 
 def _sample(
-    own: Callable[..., Any],
+    original: Callable[..., Any],
     runner: Any,
     hidden_states: torch.Tensor,
     input_batch: Any,
@@ -105,6 +109,6 @@ def _sample(
     ends = input_batch.cu_num_logits_np.tolist()  # from 0, on the host
     _logits.rows_per_request = [end - first for first, end in pairwise(ends)]
     try:
-        return own(runner, hidden_states, input_batch, *args, **kwargs)
+        return original(runner, hidden_states, input_batch, *args, **kwargs)
     finally:
         _logits.rows_per_request = None

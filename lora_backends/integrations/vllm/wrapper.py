@@ -28,8 +28,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
     """Holds the current batch, and runs vLLM's LoRA layers on it.
 
     vLLM makes one for a model, announces each batch to it by `update_metadata`, and calls it from
-    each layer. What it does not take over runs on vLLM's own wrapper, which it makes when the
-    first layer needs it.
+    each layer. Other layers run on vLLM's own wrapper, which it makes when the first
+    one needs it.
 
     Args:
         max_num_batched_tokens: tokens of a batch at most.
@@ -258,9 +258,10 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         """
         site = experts.find(lora_a_stacked[0])
         if site is None:
-            given = y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights
-            own: tuple[torch.Tensor | None, ...] = self.own().add_lora_w13(*given, *args, **kwargs)
-            return own
+            arguments = y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights
+            handed_on: tuple[torch.Tensor | None, ...]
+            handed_on = self.own().add_lora_w13(*arguments, *args, **kwargs)
+            return handed_on
         if kwargs.get("token_lora_mapping") is not None:
             raise UnsupportedInputError(
                 "experts of tokens from several processes are not supported\n"
@@ -283,8 +284,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
     ) -> None:
         """Add the LoRA of the experts' second product, weighted by the router, to y."""
         if experts.find(lora_a_stacked[0]) is None:
-            given = y, x, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids_lora
-            self.own().add_lora_w2(*given, *args, **kwargs)
+            arguments = y, x, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids_lora
+            self.own().add_lora_w2(*arguments, *args, **kwargs)
         else:
             topk_ids = sorted_token_ids_lora  # as `add_lora_w13` has returned them
             assert topk_ids is not None

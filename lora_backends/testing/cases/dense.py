@@ -25,6 +25,11 @@ class ReproducibleCase:
     slots: tuple[int, ...]
     ranks: tuple[Any, ...]
     token_scales: bool
+    stored: torch.dtype | None
+    dtype: torch.dtype
+    weights_pad: int
+    output_slices: tuple[int, ...]
+    max_rank: int
     values: Literal["real", "integer"]
     seed: int
 
@@ -47,6 +52,7 @@ class ReproducibleCase:
         """Return the batch."""
         scales = None
         if self.token_scales:
+            # of a generator of their own, so that x and the weights stay the same
             scales = token_factors((self.num_tokens,), self.seed, self.is_integer)
         return LoRABatch(self.slots, self.num_slots, scales)
 
@@ -60,14 +66,54 @@ class ReproducibleCase:
         x[:, order[order < width - ends][LARGEST_EXACT - ends :]] = 0
         return x
 
+    def stacks_of(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_ranks: torch.Tensor,
+        b_ranks: torch.Tensor,
+        device: torch.device | str,
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Return A and B as they are stored, with garbage beyond ranks, and the fields of scales.
+
+        Arguments as in `StoredLayer`.
+        """
+        if self.stored is not None:
+            layer = StoredLayer(self, a, b, a_ranks, b_ranks)
+            return layer.a, layer.b, layer.fields(device, self.weights_pad)
+        index = torch.arange(self.max_rank, device="cpu")
+        widths = torch.tensor(self.output_slices, device="cpu")
+        a[index >= a_ranks[..., None]] = float("nan")
+        b[index >= b_ranks.repeat_interleave(widths, -1)[..., None]] = float("nan")
+        return a, b, {}
+
+    def guarded_stack(
+        self, values: torch.Tensor, device: torch.device | str, pad: int
+    ) -> torch.Tensor:
+        """Return a stack on the device inside guards."""
+        if self.stored is None:
+            return guarded(values.to(device, self.dtype), pad, float("nan"))
+        # torch fills bytes, not float8
+        return guarded(values.to(device), pad, ANY_BYTE).view(self.stored)
+
+    def needs(self) -> frozenset[str]:
+        """Return the features that a backend must declare to run the case."""
+        fields_of = {
+            features.TOKEN_SCALES: "token_scales",
+            features.OUTPUT_SCALES: "output_scales",
+            features.SLICE_TENSORS: "split",
+            features.EIGHT_BIT: "stored",
+        }
+        return frozenset(name for name, field in fields_of.items() if getattr(self, field, None))
+
     def __repr__(self) -> str:
         """Return the expression that makes the case; defaults are left out."""
-        given = [
+        arguments = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)  # type: ignore[arg-type]
             if field.default is MISSING or getattr(self, field.name) != field.default
         ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,8 +125,8 @@ class LoRACase(ReproducibleCase):
         LoRACase(slots=(0, -1, 0), ranks=((2,),), max_rank=4, in_features=5, output_slices=(8,),
                  scalings=((0.5,),), dtype=torch.float16)
 
-    Values beyond each rank, scalings of rank 0, what lies around every view and rows of x without
-    an adapter are NaN.
+    NaN fills values beyond each rank, scalings of rank 0, the guards around every view, and rows
+    of x without an adapter.
     """
 
     slots: tuple[int, ...]  # slot per token, -1 for none
@@ -111,6 +157,7 @@ class LoRACase(ReproducibleCase):
         num_slices, out_features = len(self.output_slices), sum(self.output_slices)
         a_shape = (self.num_slots, num_slices, self.max_rank, self.in_features)
         x = self.draw_x(self.num_tokens, self.in_features, generator)
+        # a backend that multiplies a masked row shows NaN
         x[[slot == NO_ADAPTER for slot in self.slots]] = float("nan")
         a = draw(a_shape, generator)
         largest = 3 if self.token_scales or self.output_scales else 15  # sums stay exact
@@ -124,16 +171,11 @@ class LoRACase(ReproducibleCase):
         ranks = torch.tensor(self.ranks, dtype=torch.int32, device="cpu").reshape(
             self.num_slots, num_slices
         )
-        eight: dict[str, Any] = {}
-        if self.stored is not None:
-            stored = StoredLayer(self, a, b, ranks, ranks)
-            a, b, eight = stored.a, stored.b, stored.fields(device, self.weights_pad)
-            if self.is_integer:  # sums of products with scales up to 2 stay exact
-                x[:, LARGEST_EXACT // 2 :] = 0
-        else:
-            _poison_beyond_ranks(a, b, ranks, self.output_slices)
-
+        a, b, eight = self.stacks_of(a, b, ranks, ranks, device)
+        if self.stored is not None and self.is_integer:
+            x[:, LARGEST_EXACT // 2 :] = 0  # sums of products with scales up to 2 stay exact
         scalings = torch.tensor(self.scalings, device="cpu").reshape(ranks.shape)
+        # 0 * NaN shows where a kernel multiplies instead of skipping
         scalings = scalings.masked_fill(ranks == 0, float("nan"))
         bias_dtype = torch.float32 if self.wide_bias else self.dtype
 
@@ -144,18 +186,16 @@ class LoRACase(ReproducibleCase):
             """Return tensors of different row strides, so that a slice needs its own."""
             return tuple(stack(part, self.weights_pad + s) for s, part in enumerate(parts))
 
-        def stack(values: torch.Tensor, pad: int) -> torch.Tensor:
-            if self.stored is None:
-                return placed(values, pad)
-            return guarded(values.to(device), pad, ANY_BYTE).view(self.stored)
+        def stack(values: torch.Tensor, pad: int = self.weights_pad) -> torch.Tensor:
+            return self.guarded_stack(values, device, pad)
 
         scales = column_factors((self.num_slots, out_features), self.seed, self.is_integer)
         weights = LoRAWeights(
-            lora_a=per_slice(a.unbind(1)) if "a" in self.split else stack(a, self.weights_pad),
+            lora_a=per_slice(a.unbind(1)) if "a" in self.split else stack(a),
             lora_b=(
                 per_slice(torch.split(b, list(self.output_slices), 1))
                 if "b" in self.split
-                else stack(b, self.weights_pad)
+                else stack(b)
             ),
             ranks=ranks.to(device),
             scalings=scalings.to(device),
@@ -176,19 +216,9 @@ class LoRACase(ReproducibleCase):
             base_pad=self.base_pad,
         )
 
-    def needs(self) -> frozenset[str]:
-        """Return the features that a backend must declare to run the case."""
-        needed = {
-            features.TOKEN_SCALES: self.token_scales,
-            features.OUTPUT_SCALES: self.output_scales,
-            features.SLICE_TENSORS: bool(self.split),
-            features.EIGHT_BIT: self.stored is not None,
-        }
-        return frozenset(name for name, is_needed in needed.items() if is_needed)
-
     def edges(self) -> frozenset[str]:
-        """Return the names of the edges that this case stands on, of `EDGES`."""
-        return frozenset(name for name, stands_on in EDGES.items() if stands_on(self))
+        """Return the names of the edges of `EDGES` that this case covers."""
+        return frozenset(name for name, covers in EDGES.items() if covers(self))
 
 
 def _active(case: LoRACase) -> set[int]:
@@ -278,14 +308,3 @@ def base_values(shape: tuple[int, int], generator: torch.Generator, integer: boo
     if integer:
         return torch.randint(-128, 129, shape, generator=generator, device="cpu") * 0.25
     return 4 * torch.randn(shape, generator=generator, device="cpu")
-
-
-def _poison_beyond_ranks(
-    a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor, output_slices: tuple[int, ...]
-) -> None:
-    """Set what lies beyond each slot's and slice's rank to NaN, in place."""
-    # [num_slots, num_slices, max_rank]
-    beyond = torch.arange(a.shape[2], device="cpu") >= ranks[..., None]
-    a[beyond] = float("nan")
-    widths = torch.tensor(output_slices, device="cpu")
-    b[beyond.repeat_interleave(widths, dim=1)] = float("nan")

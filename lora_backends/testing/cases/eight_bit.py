@@ -13,7 +13,7 @@ ANY_BYTE = 0x7F
 """The byte beyond ranks and around stacks: NaN in both float8, the largest value of int8."""
 
 _UNITS = {torch.int8: 40.0, torch.float8_e4m3fn: 150.0, torch.float8_e5m2: 20_000.0}
-"""Factor of normal values, the largest of which reach the largest of the dtype."""
+"""Factor of normal values; their largest reach the largest value of the dtype."""
 _SMALL = {torch.float8_e4m3fn: 2.0**-14, torch.float8_e5m2: 2.0**-29}
 """Further factor that makes denormals of most values."""
 

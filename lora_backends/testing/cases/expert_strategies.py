@@ -10,19 +10,14 @@ from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from lora_backends.eight_bit import COMPUTE_DTYPES
-from lora_backends.features import EIGHT_BIT, TOKEN_SCALES
 from lora_backends.operations import BY_NAME
 from lora_backends.testing.cases.experts import ExpertCase
 from lora_backends.testing.cases.strategies import (
-    BLOCKS,
     EXACT_SCALINGS,
     FLOATS,
-    PADS,
     REAL_SCALINGS,
-    STORED,
     Values,
-    drawn_if,
+    drawn_form,
     layer_widths,
     tables,
     token_slots,
@@ -53,8 +48,7 @@ def expert_cases(
     **options: Any,
 ) -> ExpertCase:
     """Draw a whole case: arguments as in `lora_cases`; `options` fixes those of `run_experts`."""
-    ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
-    dtype = draw(st.sampled_from(ordered))
+    form = drawn_form(draw, dtypes, stored, base, token_scales, features)
     num_slots = draw(st.integers(1, min(4, profile.max_slots)))
     slots = draw(token_slots(num_slots, profile, every_slot))
     if not every_slot:
@@ -62,6 +56,7 @@ def expert_cases(
     slots += (0,) * (min_tokens - len(slots))
     num_experts, top_k = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     expert = st.one_of(st.integers(0, num_experts - 1), st.integers(-1, num_experts - 1))
+    # one case of ten; more would leave little to compare
     if draw(st.sampled_from((False,) * 9 + (True,))):
         expert = st.just(-1)  # all pairs are dead
     num_slices = draw(st.integers(1, 3))
@@ -76,15 +71,9 @@ def expert_cases(
         draw(st.sampled_from((num_experts, 1))),
         draw(st.sampled_from((num_slices, 1))),
     )
-    with_base = draw(st.booleans()) if base is None else base
     drawn: dict[str, Any] = {
         o.name: draw(st.sampled_from(o.values)) for o in BY_NAME["run_experts"].options
     }
-    if stored is None and EIGHT_BIT in features and not set(ordered).isdisjoint(COMPUTE_DTYPES):
-        stored = draw(st.sampled_from(STORED))
-    if stored is not None:  # float64 goes with wider stacks
-        ordered = [dtype for dtype in ordered if dtype in COMPUTE_DTYPES]
-        dtype = dtype if dtype in ordered else ordered[0]
     case = ExpertCase(
         slots=slots,
         ids=draw(tables(expert, len(slots), top_k)),
@@ -99,17 +88,8 @@ def expert_cases(
         shared_b=draw(st.booleans()),
         interleaved=interleaved,
         mapped=draw(st.booleans()),
-        dtype=dtype,
-        base=draw(st.one_of(st.just(dtype), st.sampled_from(ordered))) if with_base else None,
-        x_pad=draw(st.sampled_from(PADS)),
-        base_pad=draw(st.sampled_from(PADS)) if with_base else 0,
-        weights_pad=draw(st.sampled_from((0, 0, 1, 8))),
         values="integer" if integer else "real",
-        stored=stored,
-        scale_block=(1, None) if stored is None else draw(st.sampled_from(BLOCKS)),
-        token_scales=drawn_if(draw, TOKEN_SCALES in features, token_scales),
-        seed=draw(st.integers(0, 999)),
-        **(drawn | options),
+        **(form | drawn | options),
     )
     for edge in sorted(case.edges()):
         event(edge)

@@ -11,7 +11,6 @@ import torch
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.eight_bit import ScaleBlock
 from lora_backends.experts import ExpertWeights
-from lora_backends.features import EIGHT_BIT, TOKEN_SCALES
 from lora_backends.testing.cases.dense import (
     LARGEST_EXACT,
     ReproducibleCase,
@@ -19,7 +18,6 @@ from lora_backends.testing.cases.dense import (
     integers,
     normals,
 )
-from lora_backends.testing.cases.eight_bit import ANY_BYTE, StoredLayer
 from lora_backends.testing.cases.inputs import GuardedOutput, guarded
 
 Table = tuple[tuple[tuple[int, ...], ...], ...]
@@ -69,7 +67,7 @@ class ExpertCase(ReproducibleCase):
                    ranks=(((2,), (1,), (0,)), ((2,), (2,), (2,))), max_rank=2, in_features=5,
                    output_slices=(4, 4), scalings=(((1.0,), (0.5,), (1.0,)), ((2.0,),) * 3))
 
-    NaN stands beyond each rank, in rows of x and weights of dead pairs and around every view.
+    NaN fills values beyond each rank, rows of x and weights of dead pairs, and the guards.
     """
 
     slots: tuple[int, ...]  # slot per token, -1 for none
@@ -115,13 +113,14 @@ class ExpertCase(ReproducibleCase):
         factors = torch.rand(tokens, self.top_k, generator=generator, device="cpu")
         if self.is_integer:
             factors = (4 * factors).floor() / 2  # 0, 0.5, 1, 1.5
+        # weights of dead pairs may hold anything
         factors[~live] = float("nan")
         width, results = sum(self.output_slices), 1 if self.reduce else self.top_k
         base = base_values((tokens * results, width), generator, self.is_integer)
         if not self.reduce:
             base = base.reshape(tokens, self.top_k, width)
         weights = self._weights(draw, generator, device)
-        topk_ids, expert_map = self._as_given(ids, generator)
+        topk_ids, expert_map = self._as_routed(ids, generator)
         return ExpertInputs(
             x=guarded(x.to(device, self.dtype), self.x_pad, float("nan")),
             weights=weights,
@@ -155,27 +154,13 @@ class ExpertCase(ReproducibleCase):
         largest = largest if self.stored is None else largest // 3  # also where a scale is 2
         b = draw((slots, of_b, width, self.max_rank), generator, largest)
         a_ranks, b_ranks = _over(ranks, of_a), _over(ranks, of_b).expand(-1, -1, slices)
-        eight: dict[str, Any] = {}
-        if self.stored is not None:
-            stored = StoredLayer(self, a, b, a_ranks, b_ranks)
-            a, b, eight = stored.a, stored.b, stored.fields(device, self.weights_pad)
-        else:
-            index = torch.arange(self.max_rank, device="cpu")
-            a[index >= a_ranks[..., None]] = float("nan")
-            widths = torch.tensor(self.output_slices, device="cpu")
-            b[index >= b_ranks.repeat_interleave(widths, 2)[..., None]] = float("nan")
+        a, b, eight = self.stacks_of(a, b, a_ranks, b_ranks, device)
         if self.interleaved:
             b = b.reshape(*b.shape[:2], slices, -1, self.max_rank).transpose(2, 3).flatten(2, 3)
-
-        def stack(values: torch.Tensor) -> torch.Tensor:
-            if self.stored is None:
-                return guarded(values.to(device, self.dtype), self.weights_pad, float("nan"))
-            return guarded(values.to(device), self.weights_pad, ANY_BYTE).view(self.stored)
-
         scalings = torch.tensor(self.scalings, device="cpu").masked_fill(ranks == 0, float("nan"))
         return ExpertWeights(
-            lora_a=stack(a),
-            lora_b=stack(b),
+            lora_a=self.guarded_stack(a, device, self.weights_pad),
+            lora_b=self.guarded_stack(b, device, self.weights_pad),
             ranks=ranks.to(device),
             scalings=scalings.to(device),
             output_slices=self.output_slices,
@@ -184,7 +169,7 @@ class ExpertCase(ReproducibleCase):
             **eight,
         )
 
-    def _as_given(
+    def _as_routed(
         self, ids: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the ids as a router gives them, and the map that makes them local."""
@@ -194,21 +179,17 @@ class ExpertCase(ReproducibleCase):
         local[self.num_experts :] = -1  # these experts live elsewhere
         expert_map = local[torch.randperm(len(local), generator=generator, device="cpu")]
         order = expert_map.argsort()  # those elsewhere first, then the local ones by their ids
+        # negative and unmapped ids must both count as dead
         places = torch.cat([order[self.num_experts :], order[:1]])  # the last is for id -1
         return places[ids], expert_map.int()
 
-    def needs(self) -> frozenset[str]:
-        """Return the features that a backend must declare to run the case."""
-        needed = {TOKEN_SCALES: self.token_scales, EIGHT_BIT: self.stored is not None}
-        return frozenset(name for name, is_needed in needed.items() if is_needed)
-
     def edges(self) -> frozenset[str]:
-        """Return the names of the edges that this case stands on, of `EXPERT_EDGES`."""
-        return frozenset(name for name, stands_on in EXPERT_EDGES.items() if stands_on(self))
+        """Return the names of the edges of `EXPERT_EDGES` that this case covers."""
+        return frozenset(name for name, covers in EXPERT_EDGES.items() if covers(self))
 
 
 def _over(ranks: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the ranks that matrices of so many experts serve: the highest where they share one."""
+    """Return the ranks of matrices of 1 or all experts; a shared one has the highest rank."""
     if experts == 1:
         return ranks.amax(1, keepdim=True)
     return ranks.expand(-1, experts, -1)

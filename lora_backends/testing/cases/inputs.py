@@ -45,8 +45,9 @@ def guarded(values: torch.Tensor, pad: int, fill: float) -> torch.Tensor:
     if pad == 0:
         return values.clone(memory_format=torch.contiguous_format)
     *outer, rows, columns = values.shape
-    behind = pad if outer else 0
-    buffer = values.new_full((*outer, rows + behind, columns + 2 * pad), fill)
+    below = pad if outer else 0
+    # strides of a slice of a larger stack, as pools and vLLM pass them
+    buffer = values.new_full((*outer, rows + below, columns + 2 * pad), fill)
     return buffer[..., :rows, pad : pad + columns].copy_(values)
 
 
@@ -70,10 +71,10 @@ def stack_of_b(weights: LoRAWeights) -> torch.Tensor:
     parts = [weights.b_of(s).detach().cpu() for s in range(weights.num_slices)]
     if weights.b_scales is not None:
         groups = b_row_groups(weights.output_slices, weights.scale_block)
-        own = torch.split_with_sizes(weights.b_scales.cpu().double(), groups, 1)
+        of_slices = torch.split_with_sizes(weights.b_scales.cpu().double(), groups, 1)
         parts = [
             part.double() * spread(scales, part.shape[1], part.shape[2], weights.scale_block)
-            for part, scales in zip(parts, own, strict=True)
+            for part, scales in zip(parts, of_slices, strict=True)
         ]
     return torch.cat(parts, 1)
 
@@ -84,10 +85,10 @@ def on_each(stack: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 class GuardedOutput:
-    """A base_output inside a buffer of sentinels: guard rows above and below, columns beside.
+    """A base_output inside a buffer of sentinels: guard rows and columns on all four sides.
 
     Args:
-        values: [num_tokens, out_features], what it starts from.
+        values: [num_tokens, out_features], the first values.
         pad: guard columns on either side; the row stride is ``out_features + 2 * pad``.
     """
 
@@ -152,12 +153,13 @@ class LoRAInputs:
         Every token keeps its scale.
         """
         used = weights or self.weights
-        given = self.slots if slots is None else list(slots)
+        token_slots = self.slots if slots is None else list(slots)
         return replace(
             self,
             x=self.x if x is None else guarded(x, self.x_pad, float("nan")),
             weights=used,
-            batch=LoRABatch(given, used.num_slots, self.batch.token_scales),
+            # other weights may have another number of slots
+            batch=LoRABatch(token_slots, used.num_slots, self.batch.token_scales),
         )
 
     def scaled(self, token_scales: torch.Tensor | None) -> LoRAInputs:

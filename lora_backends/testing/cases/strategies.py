@@ -60,11 +60,11 @@ def token_slots(
         st.tuples(st.tuples(st.just(NO_ADAPTER), st.integers(1, 20))),
     )
     order = st.sampled_from(("drawn", "sorted", "shuffled"))
-    beside_tile = st.sampled_from((None, -1, 0, 1))
+    at_edge = st.sampled_from((None, -1, 0, 1))
     first = [*range(num_slots), NO_ADAPTER]
     firsts = st.just(first) if every_slot else st.sampled_from(([], [], [], first))
     limit = st.just(profile.max_tokens)
-    return st.builds(_ordered, runs, firsts, order, st.integers(0, 99), beside_tile, limit)
+    return st.builds(_ordered, runs, firsts, order, st.integers(0, 99), at_edge, limit)
 
 
 def _ordered(
@@ -72,12 +72,12 @@ def _ordered(
     firsts: list[int],
     order: str,
     seed: int,
-    beside_tile: int | None,
+    at_edge: int | None,
     max_tokens: int,
 ) -> tuple[int, ...]:
     slots = [*firsts, *(slot for slot, length in runs for _ in range(length))][:max_tokens]
-    if beside_tile is not None and len(slots) > 8:  # a shorter batch begins anew, up to a tile
-        slots = (2 * slots)[: max(16, len(slots) // 16 * 16) + beside_tile]
+    if at_edge is not None and len(slots) > 8:  # a shorter batch begins anew, up to a tile
+        slots = (2 * slots)[: max(16, len(slots) // 16 * 16) + at_edge]
     if order == "sorted":
         slots.sort()
     elif order == "shuffled":
@@ -87,7 +87,7 @@ def _ordered(
 
 @cache
 def layer_widths(profile: Profile = DEFAULT) -> SearchStrategy[int]:
-    """Draw in_features or the width of a slice: small, odd, or beside the edge of a tile."""
+    """Draw in_features or the width of a slice: small, odd, or next to the edge of a tile."""
     return st.one_of(st.integers(1, 8), st.integers(1, 40), st.sampled_from(profile.widths))
 
 
@@ -121,6 +121,37 @@ def drawn_if(draw: DrawFn, is_allowed: bool, fixed: bool | None) -> bool:
     if fixed is None:
         return is_allowed and draw(st.booleans())
     return fixed
+
+
+def drawn_form(
+    draw: DrawFn,
+    dtypes: Sequence[torch.dtype],
+    stored: torch.dtype | None,
+    base: bool | None,
+    token_scales: bool | None,
+    features: Collection[str],
+) -> dict[str, Any]:
+    """Draw the dtypes, guards and scales of a case of any kind; arguments as in `lora_cases`."""
+    ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
+    # before the dtype is drawn, which stacks of 8 bits restrict
+    if stored is None and EIGHT_BIT in features and not set(ordered).isdisjoint(COMPUTE_DTYPES):
+        stored = draw(st.sampled_from(STORED))
+    if stored is not None:  # float64 goes with wider stacks
+        ordered = [dtype for dtype in ordered if dtype in COMPUTE_DTYPES]
+    dtype = draw(st.sampled_from(ordered))
+    with_base = draw(st.booleans()) if base is None else base
+    any_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
+    return {
+        "dtype": dtype,
+        "base": draw(any_dtype) if with_base else None,
+        "x_pad": draw(st.sampled_from(PADS)),
+        "base_pad": draw(st.sampled_from(PADS)) if with_base else 0,
+        "weights_pad": draw(st.sampled_from((0, 0, 1, 8))),
+        "stored": stored,
+        "scale_block": (1, None) if stored is None else draw(st.sampled_from(BLOCKS)),
+        "token_scales": drawn_if(draw, TOKEN_SCALES in features, token_scales),
+        "seed": draw(st.integers(0, 999)),
+    }
 
 
 def drawn_split(draw: DrawFn, is_allowed: bool, fixed: str | None) -> Split:
@@ -167,10 +198,9 @@ def lora_cases(
         features: names of `lora_backends.features` that cases may need where nothing is fixed.
 
     Returns:
-        A `LoRACase`; the edges it stands on are Hypothesis events.
+        A `LoRACase`; its edges are Hypothesis events.
     """
-    ordered = sorted(dtypes, key=lambda dtype: (dtype != torch.float32, str(dtype)))
-    dtype = draw(st.sampled_from(ordered))
+    form = drawn_form(draw, dtypes, stored, base, token_scales, features)
     num_slots = draw(st.integers(1, profile.max_slots))
     slots = draw(token_slots(num_slots, profile, every_slot))
     slots += (0,) * (min_tokens - len(slots))
@@ -178,15 +208,7 @@ def lora_cases(
     max_rank = draw(st.sampled_from(profile.ranks))
     integer = draw(st.booleans()) if values == "either" else values == "integer"
     scalings = EXACT_SCALINGS if integer else REAL_SCALINGS
-    with_base = draw(st.booleans()) if base is None else base
-    other_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
     with_bias = draw(st.booleans()) if bias is None else bias
-    if stored is None and EIGHT_BIT in features and not set(ordered).isdisjoint(COMPUTE_DTYPES):
-        stored = draw(st.sampled_from(STORED))
-    if stored is not None:  # float64 goes with wider stacks
-        ordered = [dtype for dtype in ordered if dtype in COMPUTE_DTYPES]
-        dtype = dtype if dtype in ordered else ordered[0]
-        other_dtype = st.one_of(st.just(dtype), st.sampled_from(ordered))
     case = LoRACase(
         slots=slots,
         ranks=draw(rank_tables(num_slots, slices, max_rank)),
@@ -194,20 +216,12 @@ def lora_cases(
         in_features=draw(layer_widths(profile)),
         output_slices=draw(slice_widths(slices, profile)),
         scalings=draw(tables(st.sampled_from(scalings), num_slots, slices)),
-        dtype=dtype,
-        base=draw(other_dtype) if with_base else None,
         bias=with_bias,
         wide_bias=draw(st.booleans()) if with_bias else False,
-        x_pad=draw(st.sampled_from(PADS)),
-        base_pad=draw(st.sampled_from(PADS)) if with_base else 0,
-        weights_pad=draw(st.sampled_from((0, 0, 1, 8))),
         values="integer" if integer else "real",
-        token_scales=drawn_if(draw, TOKEN_SCALES in features, token_scales),
         output_scales=drawn_if(draw, OUTPUT_SCALES in features, output_scales),
-        stored=stored,
-        scale_block=(1, None) if stored is None else draw(st.sampled_from(BLOCKS)),
         split=drawn_split(draw, SLICE_TENSORS in features, split),
-        seed=draw(st.integers(0, 999)),
+        **form,
     )
     for edge in sorted(case.edges()):
         event(edge)

@@ -19,8 +19,8 @@ from lora_backends.testing.oracles import Expected
 from lora_backends.testing.properties.core import (
     ANY_LAYER,
     BOUNDED,
-    BY_CLAIM,
     differentiable,
+    either_prop,
     prop,
 )
 from lora_backends.testing.properties.runs import assert_agree, columns, expected, linear
@@ -47,6 +47,7 @@ def _halves(shape: Sequence[int], seed: int, device: torch.device) -> torch.Tens
 def delta_is_linear_in_x(backend: LoRABackend, case: LoRACase) -> None:
     """The input x is cut into two parts that add up to it without rounding."""
     inputs = case.build(backend.device).without_base_and_bias()
+    # a mask, not a sum of halves: the parts must add up exactly
     mask = _halves(inputs.x.shape, case.seed, inputs.x.device)
     parts = [inputs.replace(x=inputs.x.masked_fill(cut, 0.0)) for cut in (mask, ~mask)]
     _assert_sum(backend, inputs, parts)
@@ -76,6 +77,7 @@ def concatenated_ranks_are_a_sum(backend: LoRABackend, case: LoRACase) -> None:
     inputs = case.build(backend.device).without_base_and_bias()
     weights = inputs.weights
     first = replace(weights, ranks=weights.ranks // 2)
+    # NaN beyond the new ranks, as in any case
     a, b = torch.full_like(weights.lora_a, torch.nan), torch.full_like(weights.lora_b, torch.nan)
     ranks = weights.ranks - first.ranks
     for slot, of_slot in enumerate(ranks.tolist()):
@@ -87,14 +89,7 @@ def concatenated_ranks_are_a_sum(backend: LoRABackend, case: LoRACase) -> None:
     _assert_sum(backend, inputs, [inputs.replace(weights=part) for part in (first, last)])
 
 
-@prop(
-    "Stacked slices equal separate layers.",
-    values="either",
-    agreement=BY_CLAIM,
-    num_slices=3,
-    features=ANY_LAYER,
-    examples=20,
-)
+@either_prop("Stacked slices equal separate layers.", num_slices=3, features=ANY_LAYER, examples=20)
 def stacked_slices_equal_separate_layers(backend: LoRABackend, case: LoRACase) -> None:
     """A fused qkv against q, k and v, each a layer of one slice."""
     inputs = case.build(backend.device)
@@ -105,6 +100,7 @@ def stacked_slices_equal_separate_layers(backend: LoRABackend, case: LoRACase) -
         base = None if inputs.base is None else inputs.base[:, cols].contiguous()
         single = replace(inputs.replace(weights=slice_of_layer(inputs.weights, s)), base=base)
         alone = linear(backend, single)
+        # each of the two results may be off by its own bound
         bound = 2 * wanted.bound[:, cols]
         assert_agree(alone, y[:, cols], bound, single, exact=case.is_integer, claimed=False)
 
@@ -160,6 +156,7 @@ def merged_weights_equal_unmerged(backend: LoRABackend, case: LoRACase) -> None:
             wanted[token] = x[token] @ (w + factor * delta_of(weights, slot)).T
             if weights.bias is not None:
                 wanted[token] += weights.bias[slot].cpu().double()
+    # base_output was rounded to its dtype before the call
     rounding = (base.double() - x @ w.T).abs() + 1e-12 * (x.abs() @ w.abs().T)
     bound = expected(backend, y_inputs).bound + rounding
     assert_close(linear(backend, y_inputs), Expected(wanted, bound), y_inputs)
@@ -179,12 +176,7 @@ def delta_of(weights: LoRAWeights, slot: int) -> torch.Tensor:
     return delta
 
 
-@prop(
-    "Column-parallel shards put side by side are the whole.",
-    values="either",
-    agreement=BY_CLAIM,
-    num_slices=1,
-)
+@either_prop("Column-parallel shards put side by side are the whole.", num_slices=1)
 def column_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
     """Rows of lora_b are cut in two; every shard has all of lora_a."""
     inputs = case.build(backend.device)
@@ -210,7 +202,7 @@ def _shards(width: int) -> list[slice]:
     return [slice(0, cut), slice(cut, width)][:width]
 
 
-@prop("Row-parallel shards, their h summed, are the whole.", values="either", agreement=BY_CLAIM)
+@either_prop("Row-parallel shards, their h summed, are the whole.")
 def row_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
     """Both x and the columns of lora_a are cut in two; h is summed before run_lora_b."""
     inputs = case.build(backend.device)
@@ -218,6 +210,7 @@ def row_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
     plan = backend.prepare_batch(inputs.batch)
     h = None
     for cols in _shards(weights.in_features):
+        # a shard's x is a tensor of its own in a parallel layer
         x = guarded(inputs.x[:, cols], inputs.x_pad, float("nan"))
         part = backend.run_lora_a(x, replace(weights, lora_a=weights.lora_a[..., cols]), plan)
         h = part if h is None else h + part
@@ -231,10 +224,7 @@ def row_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
 
 
 @prop(
-    "Gradients are those of the formula.",
-    values="integer",
-    examples=6,
-    requires=(differentiable,),
+    "Gradients are those of the formula.", values="integer", examples=6, requires=(differentiable,)
 )
 def gradients_are_those_of_the_formula(backend: LoRABackend, case: LoRACase) -> None:
     """Of x, lora_a, lora_b and base_output, on integers: run_linear, two steps, run_embedding."""
@@ -257,6 +247,7 @@ def gradients_are_those_of_the_formula(backend: LoRABackend, case: LoRACase) -> 
         start = None if inputs.base is None else _leaf(inputs.base)
         layer = replace(inputs.weights, lora_a=leaves[1], lora_b=leaves[2])
         y = call(leaves[0], layer, plan, None if start is None else start + 0)
+        # integers, so that gradients in float32 are exact and can be compared by value
         exact = [_leaf(t.detach().double()) for t in leaves]
         zeros = torch.zeros(y.shape, dtype=torch.float64, device=y.device)
         exact_start = _leaf(zeros if start is None else start.detach().double())
@@ -269,21 +260,22 @@ def gradients_are_those_of_the_formula(backend: LoRABackend, case: LoRACase) -> 
         if start is not None:
             _assert_gradient(f"{name}: base_output", start.grad, exact_start.grad)
         names = ("x", "lora_a", "lora_b")
-        for leaf, given, wanted in zip(names, leaves, exact, strict=True):
+        for leaf, leaf_tensor, wanted in zip(names, leaves, exact, strict=True):
+            # token ids have no gradient
             if name != "run_embedding" or leaf != "x":
-                _assert_gradient(f"{name}: {leaf}", given.grad, wanted.grad)
+                _assert_gradient(f"{name}: {leaf}", leaf_tensor.grad, wanted.grad)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_()
 
 
-def _assert_gradient(what: str, given: torch.Tensor | None, wanted: torch.Tensor | None) -> None:
-    """Check a gradient against that of the formula; none stands for zeros."""
+def _assert_gradient(what: str, gradient: torch.Tensor | None, wanted: torch.Tensor | None) -> None:
+    """Check a gradient against that of the formula; None means zeros."""
     if wanted is None or not bool(wanted.any()):
-        right = given is None or not bool(given.any())
+        right = gradient is None or not bool(gradient.any())
     else:
-        right = given is not None and torch.equal(given.double(), wanted)
+        right = gradient is not None and torch.equal(gradient.double(), wanted)
     if not right:
         raise AssertionError(f"{what} has another gradient than in the formula")
 
@@ -294,19 +286,19 @@ def _formula(
     """Return y in float64 from (x, lora_a, lora_b) and base_output, by torch's own operators."""
     (x, a, b), weights, slots = leaves, inputs.weights, inputs.batch.token_slots
     device, has = x.device, (slots != NO_ADAPTER)[:, None].to(x.device)
-    own = slots.clamp(min=0).to(device)
+    picked = slots.clamp(min=0).to(device)
     within = oracles.rank_mask(weights, slots).to(device)  # [T, S, R]
     h = torch.einsum(
-        "ti,tsri->tsr", torch.where(has, x, 0), torch.where(within[..., None], a[own], 0)
+        "ti,tsri->tsr", torch.where(has, x, 0), torch.where(within[..., None], a[picked], 0)
     )
-    factors = torch.where(weights.ranks > 0, weights.scalings, 0).double()[own]
+    factors = torch.where(weights.ranks > 0, weights.scalings, 0).double()[picked]
     if inputs.batch.token_scales is not None:
         factors = factors * inputs.batch.token_scales.to(device)[:, None]
     deltas = []
     for s in range(weights.num_slices):
-        b_own = torch.where(within[:, s, None], b[own][:, columns(weights, s)], 0)
-        deltas.append(factors[:, s, None] * torch.einsum("tr,tnr->tn", h[:, s], b_own))
+        b_rows = torch.where(within[:, s, None], b[picked][:, columns(weights, s)], 0)
+        deltas.append(factors[:, s, None] * torch.einsum("tr,tnr->tn", h[:, s], b_rows))
     y = start + torch.cat(deltas, 1)
     if weights.output_scales is not None:
-        y = torch.where(has, weights.output_scales[own].double(), 1) * y
+        y = torch.where(has, weights.output_scales[picked].double(), 1) * y
     return y

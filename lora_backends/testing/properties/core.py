@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from lora_backends.backend import LoRABackend
@@ -74,6 +75,10 @@ def prop(
         return check
 
     return register
+
+
+either_prop = partial(prop, values="either", agreement=BY_CLAIM)
+"""Registers a check that holds on real values and, bit for bit, on integers."""
 
 
 def deterministic(backend: LoRABackend) -> str | None:

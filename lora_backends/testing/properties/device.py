@@ -17,11 +17,11 @@ from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import LoRAInputs, same_bits
 from lora_backends.testing.properties.core import (
     ANY_LAYER,
-    BY_CLAIM,
     EXACT,
     NONE,
     cuda_graphs,
     declares,
+    either_prop,
     no_interpreter,
     prop,
 )
@@ -90,6 +90,7 @@ def large_offsets_do_not_wrap(backend: LoRABackend, case: LoRACase) -> None:
     )
     small = case.build(backend.device)
     wanted = expected(backend, small)
+    # on a CPU only the touched pages take memory
     storage = torch.empty(2 * (HALF + ROOM), dtype=dtype, device=backend.device)
     embedded = expected_of(backend, BY_NAME["run_embedding"], small, small.x)
     for far, inputs, base in _stretched(small, storage):
@@ -126,7 +127,7 @@ def _stretched(
 def _spread(tensor: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
     """Return a copy whose last row along the first axis begins 2^31 elements after the first.
 
-    The first row stands so that the last one, its offset wrapped, is looked for at ROOM.
+    The first row lies where a wrapped offset of the last row leads to ROOM.
     """
     storage[: 2 * ROOM] = torch.nan
     inner = tensor[0].contiguous()
@@ -140,6 +141,7 @@ def _capture(
     """Return (graph, x, y): a captured run_linear that reads x and adds to y in place."""
     assert inputs.base is not None
     x, y = inputs.x.clone(), inputs.base.clone()
+    # kernels compile on their first call, which a capture forbids
     warm = torch.cuda.Stream(backend.device)  # type: ignore[no-untyped-call]
     warm.wait_stream(torch.cuda.current_stream(backend.device))
     with torch.cuda.stream(warm):
@@ -152,19 +154,17 @@ def _capture(
 
 
 def _replayed(graph: torch.cuda.CUDAGraph, y: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Return what a graph that adds to y in place makes of `base`."""
+    """Return y after a graph that adds to `base` in place."""
     y.copy_(base)
     graph.replay()
     torch.cuda.synchronize(y.device)
     return y.clone()
 
 
-@prop(
+@either_prop(
     "A captured graph follows its refilled plan.",
-    agreement=BY_CLAIM,
     examples=20,
     base=True,
-    values="either",
     requires=(cuda_graphs,),
     min_tokens=1,
 )
@@ -197,18 +197,16 @@ def graph_replay_equals_eager(backend: LoRABackend, case: LoRACase) -> None:
         assert_agree(first, wanted, bound, turned, exact=case.is_integer, claimed=claimed)
 
 
-@prop(
+@either_prop(
     "A graph captured on a plan with room follows refills of no more tokens than it has rows.",
-    agreement=BY_CLAIM,
     examples=15,
     base=True,
-    values="either",
     requires=(cuda_graphs, declares(CAPACITY)),
     features=ANY_LAYER,
     min_tokens=2,
 )
 def graph_replay_follows_a_plan_with_room(backend: LoRABackend, case: LoRACase) -> None:
-    """Rows behind the batch keep their bits; scales come and go; ranks and scalings change.
+    """Rows after the batch keep their bits; scales come and go; ranks and scalings change.
 
     Scales that a graph captured without any cannot follow are refused.
     """
@@ -230,6 +228,7 @@ def graph_replay_follows_a_plan_with_room(backend: LoRABackend, case: LoRACase) 
             if captured.batch.token_scales is not None or part.batch.token_scales is None:
                 raise
             continue
+        # rows after the batch must not be read
         x.fill_(float("nan"))
         x[:count] = part.x
         y.copy_(inputs.base)

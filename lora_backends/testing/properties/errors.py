@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,13 @@ from lora_backends.testing.properties.core import EXACT, prop
 from lora_backends.testing.properties.runs import operations_for, run
 from lora_backends.weights import LoRAWeights
 
-BadCall: TypeAlias = tuple[str, type[LoRABackendError], Callable[[torch.Tensor], object]]
+
+class BadCall(NamedTuple):
+    """A call that has to be refused."""
+
+    what: str  # what is wrong
+    call: Callable[[torch.Tensor], object]  # of a base_output
+    error: type[LoRABackendError] = InvalidInputError
 
 
 @prop(
@@ -34,7 +41,7 @@ def bad_input_is_refused_before_anything_is_written(backend: LoRABackend, case: 
     """Contradictory arguments and unsupported dtypes; the error says what was given."""
     inputs = case.build(backend.device)
     assert inputs.base is not None
-    for what, error, call in _bad_calls(backend, inputs):
+    for what, call, error in _bad_calls(backend, inputs):
         base = inputs.base.clone()
         try:
             call(base)
@@ -52,7 +59,7 @@ def bad_input_is_refused_before_anything_is_written(backend: LoRABackend, case: 
 
 
 def _bad_calls(backend: LoRABackend, inputs: LoRAInputs) -> Iterator[BadCall]:
-    """Yield (what is wrong, the error wanted, the call on a base_output)."""
+    """Yield every bad call on a batch of the backend."""
     weights, plan = inputs.weights, backend.prepare_batch(inputs.batch)
     tokens, width = inputs.x.shape
     x = torch.ones(tokens, width, dtype=inputs.x.dtype, device=inputs.x.device)
@@ -63,17 +70,11 @@ def _bad_calls(backend: LoRABackend, inputs: LoRAInputs) -> Iterator[BadCall]:
         yield from _bad_plans(backend, inputs, plan, x)
     ids = torch.full((tokens,), width, device=x.device)
     if x.device.type == "cpu":
-        yield (
-            "a token id beyond the vocabulary",
-            InvalidInputError,
-            lambda base: backend.run_embedding(ids, weights, plan, base),
+        yield BadCall(
+            "a token id beyond the vocabulary", partial(backend.run_embedding, ids, weights, plan)
         )
     h = torch.zeros(weights.num_slices, tokens, weights.max_rank + 1, device=x.device)
-    yield (
-        "an h of another max_rank",
-        InvalidInputError,
-        lambda base: backend.run_lora_b(h, weights, plan, base),
-    )
+    yield BadCall("an h of another max_rank", partial(backend.run_lora_b, h, weights, plan))
     yield from _bad_slices(backend, inputs, plan)
     yield from _bad_outs(backend, weights, plan, x)
     yield from bad_several(backend, inputs, x)
@@ -83,10 +84,10 @@ def _bad_calls(backend: LoRABackend, inputs: LoRAInputs) -> Iterator[BadCall]:
         other = dataclasses.replace(
             weights, lora_a=weights.lora_a.to(foreign), lora_b=weights.lora_b.to(foreign)
         )
-        yield (
+        yield BadCall(
             f"weights in {dtype_name(foreign)}",
-            UnsupportedInputError,
             lambda base: backend.run_linear(x.to(foreign), other, plan, base),
+            UnsupportedInputError,
         )
 
 
@@ -97,40 +98,33 @@ def _bad_plans(
     weights = inputs.weights
     longer = LoRABatch([*inputs.slots, 0], weights.num_slots)
     shorter = inputs.select(range(len(inputs.slots) - 1)).batch
-    yield (
+    yield BadCall(
         "a plan of another number of tokens",
-        InvalidInputError,
         lambda base: backend.run_linear(x, weights, backend.prepare_batch(longer), base),
     )
     roomier = LoRABatch(inputs.slots, weights.num_slots + 1)
-    yield (
+    yield BadCall(
         "a plan of another number of slots",
-        InvalidInputError,
         lambda base: backend.run_linear(x, weights, backend.prepare_batch(roomier), base),
     )
-    yield (
+    yield BadCall(
         "a refill with another number of tokens",
-        InvalidInputError,
         lambda base: backend.prepare_batch(longer, out=plan),
     )
     yield from _bad_capacities(backend, inputs, plan)
     if features.CAPACITY not in backend.features:
-        yield (
+        yield BadCall(
             "a refill with fewer tokens, which needs room",
-            InvalidInputError,
             lambda base: backend.prepare_batch(shorter, out=plan),
         )
         return
     room = backend.prepare_batch(shorter, capacity=len(x))
-    yield (
+    yield BadCall(
         "an x of more rows than the capacity",
-        InvalidInputError,
         lambda base: backend.run_linear(torch.cat([x, x[:1]]), weights, room, None),
     )
-    yield (
-        "a refill beyond the capacity",
-        InvalidInputError,
-        lambda base: backend.prepare_batch(longer, out=room),
+    yield BadCall(
+        "a refill beyond the capacity", lambda base: backend.prepare_batch(longer, out=room)
     )
 
 
@@ -138,16 +132,15 @@ def _bad_capacities(backend: LoRABackend, inputs: LoRAInputs, plan: object) -> I
     """Yield plans with a capacity that is none, or that the backend does not have."""
     batch, tokens = inputs.batch, inputs.batch.num_tokens
     for capacity in (tokens - 1, True, float(tokens), str(tokens)):
-        yield (
+        yield BadCall(
             f"a capacity of {capacity!r} for {tokens} tokens",
-            InvalidInputError,
             lambda base, capacity=capacity: backend.prepare_batch(batch, capacity=capacity),  # type: ignore[misc]
         )
     has = features.CAPACITY in backend.features
-    yield (
+    yield BadCall(
         "a refill with another capacity" if has else "a capacity, which the backend lacks,",
-        InvalidInputError if has else UnsupportedInputError,
         lambda base: backend.prepare_batch(batch, out=plan if has else None, capacity=tokens + 1),
+        InvalidInputError if has else UnsupportedInputError,
     )
 
 
@@ -164,16 +157,14 @@ def _bad_outs(
         "an out that is not contiguous": torch.cat([good, good], 2)[..., : good.shape[2]],
     }
     for what, out in wrong.items():
-        yield (
+        yield BadCall(
             what,
-            InvalidInputError,
             lambda base, out=out: backend.run_lora_a(x, weights, plan, out=out),  # type: ignore[misc]
         )
     if x.dtype == good.dtype:
         over = memory[: x.numel()].view(x.shape)
-        yield (
+        yield BadCall(
             "an out that overlaps x",
-            InvalidInputError,
             lambda base: backend.run_lora_a(
                 over, weights, plan, out=memory[: good.numel()].view(good.shape)
             ),
@@ -188,30 +179,22 @@ def bad_several(backend: LoRABackend, inputs: LoRAInputs, x: torch.Tensor) -> It
     plan, single = backend.prepare_batch(many), backend.prepare_batch(inputs.scaled(None).batch)
     h = torch.zeros(weights.num_slices, len(x), weights.max_rank, device=x.device)
     calls: dict[str, Callable[[torch.Tensor], object]] = {
-        "run_lora_a with several adapters per token": lambda base: backend.run_lora_a(
-            x, weights, plan
-        ),
-        "run_lora_b with several adapters per token": lambda base: backend.run_lora_b(
-            h, weights, plan, base
-        ),
+        "run_lora_a": lambda base: backend.run_lora_a(x, weights, plan),
+        "run_lora_b": partial(backend.run_lora_b, h, weights, plan),
     }
+    for name, call in calls.items():
+        yield BadCall(f"{name} with several adapters per token", call, UnsupportedInputError)
     if features.OUTPUT_SCALES in backend.features:
         shape = (weights.num_slots, weights.out_features)
         ones = torch.ones(shape, device=x.device)
         dora = dataclasses.replace(weights, output_scales=ones)
         for operation in operations_for(weights):
             if operation.input is not Input.H:
-                given = inputs.replace(x=x, weights=dora)
-                calls[f"{operation.name} with several adapters and output_scales"] = (
-                    lambda base, operation=operation, given=given: run(  # type: ignore[misc]
-                        backend, operation, given, plan, base
-                    )
-                )
-    for what, call in calls.items():
-        yield what, UnsupportedInputError, call
-    yield (
+                what = f"{operation.name} with several adapters and output_scales"
+                call = partial(run, backend, operation, inputs.replace(x=x, weights=dora), plan)
+                yield BadCall(what, call, UnsupportedInputError)
+    yield BadCall(
         "a refill of a plan of one adapter per token with several",
-        InvalidInputError,
         lambda base: backend.prepare_batch(many, out=single),
     )
 
@@ -223,10 +206,10 @@ def missing_features(
     weights = inputs.weights
     if features.TOKEN_SCALES not in backend.features:
         scaled = inputs.scaled(torch.ones(len(x), device="cpu")).batch
-        yield (
+        yield BadCall(
             "a batch with token_scales, which the backend lacks,",
-            UnsupportedInputError,
             lambda base: backend.prepare_batch(scaled),
+            UnsupportedInputError,
         )
     a, b = ([of(s) for s in range(weights.num_slices)] for of in (weights.a_of, weights.b_of))
     ones = torch.ones(weights.num_slots, weights.out_features, device=x.device)
@@ -237,10 +220,10 @@ def missing_features(
     for feature, change in layers.items():
         if feature not in backend.features:
             layer: LoRAWeights = dataclasses.replace(weights, **change)  # type: ignore[arg-type]
-            yield (
+            yield BadCall(
                 f"a layer with {feature}, which the backend lacks,",
+                partial(backend.run_linear, x, layer, plan),
                 UnsupportedInputError,
-                lambda base, layer=layer: backend.run_linear(x, layer, plan, base),  # type: ignore[misc]
             )
 
 
@@ -248,10 +231,9 @@ def _bad_slices(backend: LoRABackend, inputs: LoRAInputs, plan: object) -> Itera
     """Yield operations that demand another number of slices."""
     for operation in OPERATIONS:
         if operation.num_slices not in (None, inputs.weights.num_slices):
-            yield (
+            yield BadCall(
                 f"{operation.name} of {inputs.weights.num_slices} slices",
-                InvalidInputError,
-                lambda base, operation=operation: run(backend, operation, inputs, plan, base),  # type: ignore[misc]
+                partial(run, backend, operation, inputs, plan),
             )
 
 
@@ -272,11 +254,7 @@ def _bad_rows(
     if x.shape[1] > 1:
         wrong["an x whose last axis is not contiguous"] = x.repeat(1, 2)[:, ::2]
     for what, bad in wrong.items():
-        yield (
-            what,
-            InvalidInputError,
-            lambda base, bad=bad: backend.run_linear(bad, weights, plan, base),  # type: ignore[misc]
-        )
+        yield BadCall(what, partial(backend.run_linear, bad, weights, plan))
 
 
 def _bad_bases(
@@ -292,8 +270,8 @@ def _bad_bases(
     weights = inputs.weights
     h = torch.zeros(weights.num_slices, len(inputs.x), weights.max_rank, device=inputs.x.device)
     for what, spoil in wrong.items():
-        yield (
+        yield BadCall(
             f"{what}, given to {operation.name}",
-            UnsupportedInputError if "dtype" in what else InvalidInputError,
             lambda base, spoil=spoil: run(backend, operation, inputs, plan, spoil(base), h),  # type: ignore[misc]
+            UnsupportedInputError if "dtype" in what else InvalidInputError,
         )

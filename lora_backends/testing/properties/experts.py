@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from lora_backends.testing.properties.core import (
     prop,
 )
 
+expert_prop = partial(prop, kind=ExpertCase, features=ANY_EXPERTS)
+
 
 def routing_of(
     backend: LoRABackend, inputs: ExpertInputs, plan: Any | None = None, out: Any | None = None
@@ -44,7 +47,7 @@ def routing_of(
 
 
 def experts(backend: LoRABackend, inputs: ExpertInputs, routing: Any | None = None) -> torch.Tensor:
-    """Return y of run_experts over a fresh base_output, which nothing may be written beside."""
+    """Return y of run_experts over a fresh base_output, and check its guards."""
     if routing is None:
         routing = routing_of(backend, inputs)
     made = inputs.new_base()
@@ -73,6 +76,7 @@ def assert_right(actual: torch.Tensor, wanted: Expected, inputs: ExpertInputs, e
         )
     result = actual.detach().cpu()
     if exact:
+        # NaN differs from everything, so it counts as wrong
         wrong = result != oracles.rounded_exactly(wanted, dtype)
     else:
         wrong = ~((result.double() - wanted.value).abs() <= wanted.bound)  # NaN is wrong
@@ -104,40 +108,21 @@ def check_experts(backend: LoRABackend, case: ExpertCase, inputs: ExpertInputs) 
     return y
 
 
-@prop(
-    "On small integers run_experts has one right result.",
-    kind=ExpertCase,
-    values="integer",
-    examples=50,
-    features=ANY_EXPERTS,
-)
+@expert_prop("On small integers run_experts has one right result.", values="integer", examples=50)
 def experts_are_exact_on_integers(backend: LoRABackend, case: ExpertCase) -> None:
     """All sums are exact, so the one rounding into y leaves a single value."""
     check_experts(backend, case, case.build(backend.device))
 
 
-@prop(
-    "run_experts is within the bound of float64.",
-    kind=ExpertCase,
-    agreement=BOUNDED,
-    examples=80,
-    features=ANY_EXPERTS,
-)
+@expert_prop("run_experts is within the bound of float64.", agreement=BOUNDED, examples=80)
 def run_experts_is_within_the_bound(backend: LoRABackend, case: ExpertCase) -> None:
     """The differential test, over everything that a case draws."""
     check_experts(backend, case, case.build(backend.device))
 
 
-@prop(
-    "Dead pairs keep the bits of base_output.",
-    kind=ExpertCase,
-    base=True,
-    every_slot=True,
-    examples=25,
-    features=ANY_EXPERTS,
-)
+@expert_prop("Dead pairs keep the bits of base_output.", base=True, every_slot=True, examples=25)
 def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
-    """Whatever stands there, -0.0 included; on a device ids may also be too high."""
+    """Any value does, -0.0 included; on a device ids may also be too high."""
     inputs = case.build(backend.device)
     assert inputs.base is not None
     kept = ~touched_by_experts(inputs)
@@ -146,6 +131,7 @@ def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     base = torch.where(kept, odd[turns], inputs.base.cpu()).to(backend.device)
     ids = inputs.topk_ids
     if backend.device.type != "cpu":
+        # the checks do not look at a device's values, so kernels must
         ids = torch.where(ids < 0, inputs.weights.num_experts + 3, ids)
     inputs = replace(inputs, base=base, topk_ids=ids)
     y = experts(backend, inputs)
@@ -154,9 +140,8 @@ def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
     assert_none(changed, y.cpu(), Expected(before, torch.zeros_like(before)), inputs)
 
 
-@prop(
+@expert_prop(
     "Experts are the slots of a dense layer, and pairs its tokens.",
-    kind=ExpertCase,
     examples=20,
     values="either",
     agreement=BY_CLAIM,
@@ -181,14 +166,12 @@ def experts_equal_dense_slots(backend: LoRABackend, case: ExpertCase) -> None:
         assert_right(y, both, inputs, exact=False)
 
 
-@prop(
+@expert_prop(
     "A reduced result is the sum over a token's pairs.",
-    kind=ExpertCase,
     examples=20,
     agreement=BOUNDED,
     reduce=True,
     base=False,
-    features=ANY_EXPERTS,
 )
 def reduce_is_the_sum_over_pairs(backend: LoRABackend, case: ExpertCase) -> None:
     """Against the results of the pairs, summed in float64."""
@@ -199,14 +182,12 @@ def reduce_is_the_sum_over_pairs(backend: LoRABackend, case: ExpertCase) -> None
     assert_right(experts(backend, inputs), Expected(pairs, bound), inputs, exact=False)
 
 
-@prop(
+@expert_prop(
     "A routing refilled in place equals a fresh one.",
-    kind=ExpertCase,
     examples=20,
     values="either",
     agreement=BY_CLAIM,
     every_slot=True,
-    features=ANY_EXPERTS,
 )
 def a_refilled_routing_equals_a_fresh_one(backend: LoRABackend, case: ExpertCase) -> None:
     """The plan is refilled too, or another one: other slots, and other experts."""
@@ -222,6 +203,7 @@ def a_refilled_routing_equals_a_fresh_one(backend: LoRABackend, case: ExpertCase
     assert_right(
         experts(backend, turned, routing), expected(backend, turned), turned, case.is_integer
     )
+    # a routing may be refilled for another plan
     plan = backend.prepare_batch(inputs.batch, out=plan if case.seed % 2 else None)
     if routing_of(backend, inputs, plan, out=routing) is not routing:
         raise AssertionError("prepare_experts(..., out=routing) returned another routing")
@@ -231,16 +213,14 @@ def a_refilled_routing_equals_a_fresh_one(backend: LoRABackend, case: ExpertCase
         raise AssertionError("a refilled routing gives other bits than a fresh one")
 
 
-@prop(
+@expert_prop(
     "Experts modify no argument; changed weights and a second routing are followed.",
-    kind=ExpertCase,
     agreement=BY_CLAIM,
     examples=12,
     values="either",
-    features=ANY_EXPERTS,
 )
 def experts_keep_no_state(backend: LoRABackend, case: ExpertCase) -> None:
-    """Two routings on one plan, of which the first is used last; then slots exchange adapters."""
+    """Two routings on one plan, the first used last; then slots exchange adapters."""
     inputs = case.build(backend.device)
     turned = replace(case, ids=tuple(ids[::-1] for ids in case.ids)).build(backend.device)
     other = replace(inputs, ids=turned.ids, topk_ids=turned.topk_ids, expert_map=turned.expert_map)
@@ -265,13 +245,11 @@ def _bits_of_arguments(inputs: ExpertInputs) -> dict[str, torch.Tensor]:
     return {name: bits(tensor).clone() for name, tensor in named.items()}
 
 
-@prop(
+@expert_prop(
     "A token's experts do not depend on the rest of the batch.",
-    kind=ExpertCase,
     examples=20,
     requires=(batch_invariant,),
     every_slot=True,
-    features=ANY_EXPERTS,
 )
 def experts_do_not_depend_on_the_batch(backend: LoRABackend, case: ExpertCase) -> None:
     """One token alone, and 70 times, bit for bit as within the batch.
@@ -293,16 +271,14 @@ def experts_do_not_depend_on_the_batch(backend: LoRABackend, case: ExpertCase) -
                 )
 
 
-@prop(
+@expert_prop(
     "Experts on a plan with room follow batches of any size, and leave the rows behind alone.",
-    kind=ExpertCase,
     agreement=BY_CLAIM,
     examples=15,
     values="either",
     requires=(declares(CAPACITY),),
     base=True,
     every_slot=True,
-    features=ANY_EXPERTS,
 )
 def experts_follow_a_plan_with_room(backend: LoRABackend, case: ExpertCase) -> None:
     """The router has a row for each row of x; the plan is refilled with fewer tokens, then more."""
@@ -314,6 +290,7 @@ def experts_follow_a_plan_with_room(backend: LoRABackend, case: ExpertCase) -> N
         short = replace(inputs, batch=first_tokens(inputs.batch, count))
         backend.prepare_batch(short.batch, out=plan)
         x = inputs.x.clone()
+        # rows of x after the batch must not be read
         x[len(x) // case.num_tokens * count :] = float("nan")
         idle = torch.full((case.num_tokens - count,), NO_ADAPTER, device="cpu")
         padded = LoRABatch(
@@ -331,14 +308,12 @@ def experts_follow_a_plan_with_room(backend: LoRABackend, case: ExpertCase) -> N
             assert_right(y, wanted, inputs, case.is_integer)
 
 
-@prop(
+@expert_prop(
     "Experts of several adapters per token add up as calls with one adapter each.",
-    kind=ExpertCase,
     agreement=BY_CLAIM,
     examples=10,
     values="either",
     base=True,
-    features=ANY_EXPERTS,
 )
 def experts_of_several_adapters_are_a_sum(backend: LoRABackend, case: ExpertCase) -> None:
     """The second adapter of a token is the next slot's; y is rounded once for each."""
@@ -356,6 +331,7 @@ def experts_of_several_adapters_are_a_sum(backend: LoRABackend, case: ExpertCase
         bound = bound + expected(backend, alone).bound
         alone = replace(alone, base=experts(backend, alone).clone())
     assert alone.base is not None
+    # the same roundings in the same order
     if case.is_integer or backend.deterministic:
         bound = torch.zeros_like(bound)
     wanted = Expected(alone.base.cpu().double(), 2 * bound)
@@ -371,7 +347,7 @@ def first_tokens(batch: LoRABatch, count: int) -> LoRABatch:
 
 
 def _twice(case: ExpertCase, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the experts of a token, and then the one behind each."""
+    """Return the experts of a token, then the next expert after each."""
     return (*ids, *((expert + 1) % case.num_experts if expert >= 0 else -1 for expert in ids))
 
 
@@ -394,22 +370,22 @@ def _tokens(inputs: ExpertInputs, tokens: list[int]) -> ExpertInputs:
     )
 
 
-@prop(
+@expert_prop(
     "A captured graph of experts follows the plan and the router.",
     agreement=BY_CLAIM,
     examples=10,
-    kind=ExpertCase,
     base=True,
     values="either",
     requires=(cuda_graphs,),
     min_tokens=1,
 )
 def graph_replay_of_experts_equals_eager(backend: LoRABackend, case: ExpertCase) -> None:
-    """The routing is made within the graph, from what the router writes before each replay."""
+    """The graph makes the routing from values that the router writes before each replay."""
     inputs = case.build(backend.device)
     assert inputs.base is not None
     plan = backend.prepare_batch(inputs.batch)
     routing, y = routing_of(backend, inputs, plan), inputs.base.clone()
+    # compiles the kernels, which a capture cannot
     backend.run_experts(inputs.x, inputs.weights, routing, y.clone(), **inputs.options)
     torch.cuda.synchronize(backend.device)
     graph = torch.cuda.CUDAGraph()
@@ -430,9 +406,8 @@ def graph_replay_of_experts_equals_eager(backend: LoRABackend, case: ExpertCase)
         assert_right(y, expected(backend, turned), turned, case.is_integer)
 
 
-@prop(
+@expert_prop(
     "Bad experts are refused with a typed error before anything is written.",
-    kind=ExpertCase,
     base=True,
     min_tokens=2,
     examples=8,
@@ -448,11 +423,12 @@ def bad_experts_are_refused_before_anything_is_written(
     for what, spoil in _SPOILED.items():
         bad = spoil(inputs)
         base = inputs.base.clone()
-        given = base[1:] if what == "a base_output with too few rows" else base
+        bad_base = base[1:] if what == "a base_output with too few rows" else base
         try:
+            # these are refused by prepare_experts already
             if what.startswith("a router"):
                 routing_of(backend, bad, plan)
-            backend.run_experts(bad.x, bad.weights, routing, given, **bad.options)
+            backend.run_experts(bad.x, bad.weights, routing, bad_base, **bad.options)
         except InvalidInputError as error:
             if "given:" not in str(error):
                 raise AssertionError(f"the error for {what} does not say what was given") from None

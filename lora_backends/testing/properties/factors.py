@@ -19,8 +19,8 @@ from lora_backends.testing.properties.algebra import delta_of
 from lora_backends.testing.properties.core import (
     ANY_LAYER,
     BOUNDED,
-    BY_CLAIM,
     declares,
+    either_prop,
     prop,
 )
 from lora_backends.testing.properties.plans import compositions
@@ -35,10 +35,8 @@ from lora_backends.testing.properties.runs import (
 )
 
 
-@prop(
+@either_prop(
     "Doubling the scale of a token doubles its delta.",
-    values="either",
-    agreement=BY_CLAIM,
     requires=(declares(TOKEN_SCALES),),
     token_scales=True,
     output_scales=False,
@@ -53,10 +51,8 @@ def doubling_a_token_scale_doubles_the_delta(backend: LoRABackend, case: LoRACas
     assert_doubled(backend, case, inputs, doubled, factors[:, None])
 
 
-@prop(
+@either_prop(
     "A token of scale 0 keeps its row of base_output, up to the bias.",
-    values="either",
-    agreement=BY_CLAIM,
     examples=15,
     requires=(declares(TOKEN_SCALES),),
     features=ANY_LAYER,
@@ -76,10 +72,8 @@ def a_token_scale_of_zero_keeps_the_row(backend: LoRABackend, case: LoRACase) ->
         raise AssertionError("a row of scale 0 differs from base_output, though there is no bias")
 
 
-@prop(
+@either_prop(
     "Scales of 1 change nothing.",
-    values="either",
-    agreement=BY_CLAIM,
     examples=15,
     requires=(declares(TOKEN_SCALES),),
     features=ANY_LAYER,
@@ -93,10 +87,8 @@ def token_scales_of_one_change_nothing(backend: LoRABackend, case: LoRACase) -> 
     assert_agree(y, linear(backend, inputs), bound, inputs, exact=case.is_integer, claimed=False)
 
 
-@prop(
+@either_prop(
     "output_scales of 1 change nothing.",
-    values="either",
-    agreement=BY_CLAIM,
     examples=15,
     requires=(declares(OUTPUT_SCALES),),
     features=ANY_LAYER,
@@ -130,6 +122,7 @@ def dora_equals_the_merged_weight(backend: LoRABackend, case: LoRACase) -> None:
     w = torch.randn(weights.out_features, weights.in_features, generator=generator, device="cpu")
     m = torch.rand(case.num_slots, weights.out_features, generator=generator, device="cpu") + 0.5
     adapted = torch.stack([w.double() + delta_of(weights, s) for s in range(case.num_slots)])
+    # output_scales are float32, the oracle's are not rounded
     exact = m.double() / adapted.norm(dim=-1)  # [num_slots, out_features]
     scales = exact.float().to(backend.device)
     x = inputs.x.cpu().double().nan_to_num(nan=0.0)
@@ -168,16 +161,14 @@ def several(case: LoRACase, inputs: LoRAInputs, count: int) -> LoRAInputs:
     return replace(inputs.replace(x=x), batch=LoRABatch(slots, case.num_slots, scales))
 
 
-@prop(
+@either_prop(
     "Several adapters of a token add up as calls with one adapter each.",
-    values="either",
-    agreement=BY_CLAIM,
     examples=12,
     output_scales=False,
     features=ANY_LAYER,
 )
 def several_adapters_are_the_sum_of_single_runs(backend: LoRABackend, case: LoRACase) -> None:
-    """Two or three adapters, of which a token may lack some; run_linear and another operation."""
+    """Two or three adapters per token, some missing; run_linear and another operation."""
     inputs = several(case, case.build(backend.device), 2 + case.seed % 2)
     plan, wanted = backend.prepare_batch(inputs.batch), expected(backend, inputs)
     parts = inputs.batch.per_adapter(inputs.batch.adapters_per_token)
@@ -187,6 +178,7 @@ def several_adapters_are_the_sum_of_single_runs(backend: LoRABackend, case: LoRA
         for op in operations_for(inputs.weights)
         if op.input is not Input.H and op.name != "run_linear"
     ]
+    # the seed's low bit has chosen the number of adapters
     for operation in (BY_NAME["run_linear"], others[case.seed // 2 % len(others)]):
         y, alone = run(backend, operation, inputs, plan, inputs.new_view()), inputs.new_view()
         if operation.input is Input.ROWS:
@@ -200,10 +192,8 @@ def several_adapters_are_the_sum_of_single_runs(backend: LoRABackend, case: LoRA
             assert_agree(y, alone, bound, inputs, exact=exact, claimed=claimed)
 
 
-@prop(
+@either_prop(
     "A refill may bring, change or drop the scales of tokens.",
-    values="either",
-    agreement=BY_CLAIM,
     examples=10,
     requires=(declares(TOKEN_SCALES),),
     features=ANY_LAYER,

@@ -15,22 +15,20 @@ from lora_backends.operations import BY_NAME, Input
 from lora_backends.testing import oracles
 from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import guarded, same_bits
-from lora_backends.testing.properties.core import ANY_LAYER, BY_CLAIM, declares, prop
+from lora_backends.testing.properties.core import ANY_LAYER, declares, either_prop
 from lora_backends.testing.properties.runs import (
     assert_agree,
     assert_right,
     expected_of,
-    given_h,
     operations_for,
     run,
+    strided_h,
 )
 from lora_backends.weights import LoRAWeights
 
 
-@prop(
+@either_prop(
     "One tensor per slice gives what the stack gives.",
-    values="either",
-    agreement=BY_CLAIM,
     examples=15,
     requires=(declares(SLICE_TENSORS),),
     split="",
@@ -41,7 +39,7 @@ def tensors_per_slice_equal_the_stack(backend: LoRABackend, case: LoRACase) -> N
     Bit for bit for the views, whose layout is the same, and for all where rows are invariant.
     """
     inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    plan, h = backend.prepare_batch(inputs.batch), strided_h(case, inputs)
     others = [op for op in operations_for(inputs.weights) if op.name != "run_linear"]
     for turn, operation in enumerate((BY_NAME["run_linear"], others[case.seed % len(others)])):
         y = run(backend, operation, inputs, plan, inputs.new_view(), h)
@@ -71,6 +69,7 @@ def _spread(weights: LoRAWeights, which: str) -> LoRAWeights:
     """Return the layer with tuples of tensors of their own, in reverse order in memory."""
 
     def of(part: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        # a backend that assumes equal distances between slices reads another one
         copies = [guarded(part(s), s, float("nan")) for s in reversed(range(weights.num_slices))]
         return tuple(reversed(copies))
 
@@ -79,17 +78,15 @@ def _spread(weights: LoRAWeights, which: str) -> LoRAWeights:
     return replace(weights, lora_a=a, lora_b=b)
 
 
-@prop(
+@either_prop(
     "A layer without lora_b runs run_lora_a alone, one without lora_a run_lora_b alone.",
-    values="either",
-    agreement=BY_CLAIM,
     examples=15,
     features=ANY_LAYER,
 )
 def halves_of_a_layer_run_alone(backend: LoRABackend, case: LoRACase) -> None:
     """Operations that read the missing half are refused before anything is written."""
     inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    plan, h = backend.prepare_batch(inputs.batch), strided_h(case, inputs)
     only_a = replace(inputs.weights, lora_b=None, b_scales=None)
     only_b = replace(inputs.weights, lora_a=None, a_scales=None)
     shrunk = backend.run_lora_a(inputs.x, only_a, plan)
@@ -111,15 +108,9 @@ def halves_of_a_layer_run_alone(backend: LoRABackend, case: LoRACase) -> None:
             raise AssertionError(f"{operation.name} took a layer without a half that it reads")
 
 
-@prop(
-    "run_lora_a writes all of out and returns it.",
-    values="either",
-    agreement=BY_CLAIM,
-    examples=20,
-    features=ANY_LAYER,
-)
+@either_prop("run_lora_a writes all of out and returns it.", examples=20, features=ANY_LAYER)
 def out_is_written_whole_and_returned(backend: LoRABackend, case: LoRACase) -> None:
-    """It is NaN before, and holds afterwards what a call without it returns."""
+    """It holds NaN before the call and the result of a call without it afterwards."""
     inputs = case.build(backend.device)
     plan, weights = backend.prepare_batch(inputs.batch), inputs.weights
     shape = (weights.num_slices, case.num_tokens, weights.max_rank)

@@ -20,9 +20,8 @@ from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import LoRAInputs
 from lora_backends.testing.properties.core import (
     ANY_LAYER,
-    BY_CLAIM,
+    either_prop,
     no_interpreter,
-    prop,
 )
 from lora_backends.testing.properties.runs import (
     assert_right,
@@ -30,16 +29,16 @@ from lora_backends.testing.properties.runs import (
     expected,
     expected_of,
     gather_slots,
-    given_h,
     linear,
     operations_for,
     run,
+    strided_h,
 )
 from lora_backends.weights import LoRAWeights
 
 
 def compositions(case: LoRACase) -> list[list[int]]:
-    """Return compositions of as many tokens that differ as much as possible from each other.
+    """Return compositions of equal length that differ as much as possible from each other.
 
     The drawn one; none with an adapter; one adapter owning all; every token the next slot; the
     drawn one shifted by a slot and shuffled; the drawn one again.
@@ -65,12 +64,7 @@ def composed(inputs: LoRAInputs, slots: list[int], seed: int) -> LoRAInputs:
     return inputs.replace(x=x, slots=slots)
 
 
-@prop(
-    "A plan refilled in place follows every new composition.",
-    values="either",
-    agreement=BY_CLAIM,
-    examples=13,
-)
+@either_prop("A plan refilled in place follows every new composition.", examples=13)
 def a_refilled_plan_follows_the_batch(backend: LoRABackend, case: LoRACase) -> None:
     """The same plan comes back, its device tensors keep their addresses, y is right each time."""
     inputs = case.build(backend.device)
@@ -83,6 +77,7 @@ def a_refilled_plan_follows_the_batch(backend: LoRABackend, case: LoRACase) -> N
         elif backend.prepare_batch(turned.batch, out=plan) is not plan:
             raise AssertionError("prepare_batch(batch, out=plan) returned another plan")
         check_linear(backend, case, turned, plan)
+        # a graph reads addresses, so a moved tensor would be read after it was freed
         if backend.cuda_graphs and device_tensors(plan) != addresses:
             raise AssertionError(
                 "a refill moved tensors of the plan that a captured graph reads: "
@@ -92,30 +87,32 @@ def a_refilled_plan_follows_the_batch(backend: LoRABackend, case: LoRACase) -> N
 
 def device_tensors(plan: Any) -> dict[str, int]:
     """Return the address of every tensor of `plan` on an accelerator, by the path of its field."""
-    found: dict[str, int] = {}
-    _collect(plan, "plan", found)
-    return found
+    addresses: dict[str, int] = {}
+    _collect(plan, "plan", addresses)
+    return addresses
 
 
-def _collect(value: Any, path: str, found: dict[str, int]) -> None:
+def _collect(value: Any, path: str, addresses: dict[str, int]) -> None:
     if isinstance(value, torch.Tensor):
+        # no graph reads host memory
         if value.device.type not in ("cpu", "meta"):
-            found[path] = value.data_ptr()
+            addresses[path] = value.data_ptr()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name, None), f"{path}.{field.name}", found)
+            _collect(getattr(value, field.name, None), f"{path}.{field.name}", addresses)
     elif isinstance(value, dict):
         for key, item in value.items():
-            _collect(item, f"{path}[{key!r}]", found)
+            _collect(item, f"{path}[{key!r}]", addresses)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _collect(item, f"{path}[{index}]", found)
+            _collect(item, f"{path}[{index}]", addresses)
 
 
-@prop("A refilled plan equals a fresh one.", values="either", agreement=BY_CLAIM, examples=13)
+@either_prop("A refilled plan equals a fresh one.", examples=13)
 def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> None:
     """A refilled plan keeps nothing of its former batch, whatever the new one."""
     inputs = case.build(backend.device)
+    # none, one slot and all slots: the sizes of tables differ most
     for former in compositions(case)[1:4]:
         plan = backend.prepare_batch(inputs.replace(slots=former).batch)
         plan = backend.prepare_batch(inputs.batch, out=plan)
@@ -124,18 +121,14 @@ def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> 
             assert_same_bits(y, linear(backend, inputs), inputs)
 
 
-@prop(
-    "Two plans in flight do not disturb each other.",
-    values="either",
-    agreement=BY_CLAIM,
-    examples=15,
-)
+@either_prop("Two plans in flight do not disturb each other.", examples=15)
 def two_plans_in_flight_are_independent(backend: LoRABackend, case: LoRACase) -> None:
     """Of the same size and of another, run in turns, one refilled in between."""
     inputs = case.build(backend.device)
     other = composed(inputs, compositions(case)[4], case.seed)
     half = inputs.select(range(case.num_tokens // 2))
     flight = [(part, backend.prepare_batch(part.batch)) for part in (inputs, other, half)]
+    # another order than they were made in
     for part, plan in (flight[0], flight[2], flight[1]):
         check_linear(backend, case, part, plan)
     backend.prepare_batch(inputs.replace(slots=compositions(case)[3]).batch, out=flight[1][1])
@@ -143,7 +136,7 @@ def two_plans_in_flight_are_independent(backend: LoRABackend, case: LoRACase) ->
         check_linear(backend, case, part, plan)
 
 
-@prop("Steps of two plans may be interleaved.", values="either", agreement=BY_CLAIM)
+@either_prop("Steps of two plans may be interleaved.")
 def steps_of_two_plans_interleave(backend: LoRABackend, case: LoRACase) -> None:
     """Both shrinks first, then both expands: h belongs to the caller."""
     inputs = case.build(backend.device)
@@ -158,7 +151,7 @@ def steps_of_two_plans_interleave(backend: LoRABackend, case: LoRACase) -> None:
         assert_right(y, wanted, part, case.is_integer)
 
 
-@prop("One plan serves layers of any shape.", values="either", agreement=BY_CLAIM, examples=12)
+@either_prop("One plan serves layers of any shape.", examples=12)
 def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) -> None:
     """Another of the same shape, other widths, ranks and slices; then the first, with another x."""
     plan = backend.prepare_batch(case.build(backend.device).batch)
@@ -176,6 +169,7 @@ def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) ->
     for layer in layers:
         inputs = dataclasses.replace(layer.build(backend.device), batch=first.batch)
         check_linear(backend, layer, inputs, plan)
+    # a stored call of the first layer must not repeat its x
     check_linear(backend, case, first.replace(x=-first.x), plan)
 
 
@@ -188,9 +182,7 @@ def _with_one_more_slice(case: LoRACase) -> LoRACase:
     )
 
 
-@prop(
-    "Layers that share an address are told apart.", values="either", agreement=BY_CLAIM, examples=15
-)
+@either_prop("Layers that share an address are told apart.", examples=15)
 def layers_sharing_an_address_are_told_apart(backend: LoRABackend, case: LoRACase) -> None:
     """Views of one storage: the same first byte with other shapes, then another offset."""
     inputs = case.build(backend.device)
@@ -222,26 +214,20 @@ def _views(weights: LoRAWeights) -> list[LoRAWeights]:
     return [weights, fewer, first, weights]
 
 
-@prop(
-    "Weights rewritten in place are followed.",
-    values="either",
-    agreement=BY_CLAIM,
-    features=ANY_LAYER,
-    examples=8,
-)
+@either_prop("Weights rewritten in place are followed.", features=ANY_LAYER, examples=8)
 def weights_rewritten_in_place_are_followed(backend: LoRABackend, case: LoRACase) -> None:
     """A pool loads another adapter into a slot: A, B, ranks, scalings, bias and output_scales.
 
     Every operation then sees another x too.
     """
     inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    plan, h = backend.prepare_batch(inputs.batch), strided_h(case, inputs)
     for turn in range(2):
         rows = expected(backend, inputs)
         for operation in operations_for(inputs.weights):
             y = run(backend, operation, inputs, plan, inputs.new_view(), h)
-            own = operation.input is Input.ROWS
-            wanted = rows if own else expected_of(backend, operation, inputs, h)
+            reads_rows = operation.input is Input.ROWS
+            wanted = rows if reads_rows else expected_of(backend, operation, inputs, h)
             assert_right(y, wanted, inputs, case.is_integer)
         shrunk = backend.run_lora_a(inputs.x, inputs.weights, plan)
         wanted = oracles.expected_shrink(inputs.x, inputs.weights, inputs.batch)
@@ -250,7 +236,7 @@ def weights_rewritten_in_place_are_followed(backend: LoRABackend, case: LoRACase
             rotate_slots(inputs)
             ids = (inputs.token_ids + 1) % case.in_features
             inputs = dataclasses.replace(inputs.replace(x=-inputs.x), token_ids=ids)
-            h = given_h(case, inputs)  # NaN beyond the new ranks
+            h = strided_h(case, inputs)  # NaN beyond the new ranks
 
 
 def rotate_slots(inputs: LoRAInputs) -> None:
@@ -266,12 +252,8 @@ def _rotated(count: int) -> list[int]:
     return [(index + 1) % count for index in range(count)]
 
 
-@prop(
-    "Runs of several threads do not disturb each other.",
-    values="either",
-    agreement=BY_CLAIM,
-    examples=8,
-    requires=(no_interpreter,),
+@either_prop(
+    "Runs of several threads do not disturb each other.", examples=8, requires=(no_interpreter,)
 )
 def threads_do_not_disturb_each_other(backend: LoRABackend, case: LoRACase) -> None:
     """Three threads, each with plans of its own, run at the same time, and often take turns."""
@@ -280,6 +262,7 @@ def threads_do_not_disturb_each_other(backend: LoRABackend, case: LoRACase) -> N
         composed(inputs, slots, case.seed + turn)
         for turn, slots in enumerate(compositions(case)[2:5])
     ]
+    # all at once: threads started in turn would run in turn
     start = threading.Barrier(len(works))
 
     def work(part: LoRAInputs) -> None:
@@ -298,7 +281,7 @@ def _bound(work: Callable[[LoRAInputs], None], part: LoRAInputs) -> Callable[[],
 
 
 def _run_together(works: list[Callable[[], None]]) -> list[BaseException]:
-    """Run every work in a thread of its own and return what they raised."""
+    """Run each function in its own thread and return the errors raised."""
     failures: list[BaseException] = []
 
     def guard(work: Callable[[], None]) -> None:

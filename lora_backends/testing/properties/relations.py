@@ -16,7 +16,7 @@ from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_bits
 from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import LoRAInputs, same_bits
-from lora_backends.testing.properties.core import BY_CLAIM, EXACT, deterministic, prop
+from lora_backends.testing.properties.core import EXACT, deterministic, either_prop, prop
 from lora_backends.testing.properties.core import batch_invariant as claims_batch_invariance
 from lora_backends.testing.properties.runs import assert_agree, expected, gather_slots, linear
 
@@ -35,6 +35,7 @@ def two_runs_are_equal(backend: LoRABackend, case: LoRACase) -> None:
     inputs = case.build(backend.device)
     plan = backend.prepare_batch(inputs.batch)
     first = linear(backend, inputs, plan)
+    # the second run may repeat a stored call, a new plan cannot
     for again in (plan, backend.prepare_batch(inputs.batch)):
         assert_same_bits(linear(backend, case.build(backend.device), again), first, inputs)
 
@@ -63,6 +64,7 @@ def rows_do_not_depend_on_the_batch(backend: LoRABackend, case: LoRACase) -> Non
             raise AssertionError(f"h of token {row} alone is not its h within the batch")
     for row in [row for row in rows if case.slots[row] >= 0][:1]:
         slots = [*range(case.num_slots), *[case.slots[row]] * 70]
+        # a full tile, where one row alone has most of a tile empty
         crowd = inputs.select([row] * len(slots)).replace(slots=slots)
         y_crowd, h_crowd = _both(backend, crowd)
         assert_same_bits(y_crowd[-1:], y[row : row + 1], inputs.select([row]))
@@ -76,7 +78,7 @@ def _both(backend: LoRABackend, inputs: LoRAInputs) -> tuple[torch.Tensor, torch
     return linear(backend, inputs, plan), backend.run_lora_a(inputs.x, inputs.weights, plan)
 
 
-@prop("Permuting tokens permutes rows.", values="either", agreement=BY_CLAIM, every_slot=True)
+@either_prop("Permuting tokens permutes rows.", every_slot=True)
 def permuting_tokens_permutes_rows(backend: LoRABackend, case: LoRACase) -> None:
     """Each row has the same result in a batch of another order."""
     inputs = case.build(backend.device)
@@ -87,7 +89,7 @@ def permuting_tokens_permutes_rows(backend: LoRABackend, case: LoRACase) -> None
     _assert_gives(backend, case, permuted, y, backend.batch_invariant)
 
 
-@prop("Splitting a batch in two changes no row.", values="either", agreement=BY_CLAIM, examples=20)
+@either_prop("Splitting a batch in two changes no row.", examples=20)
 def splitting_a_batch_changes_nothing(backend: LoRABackend, case: LoRACase) -> None:
     """At the start, in the middle, or anywhere."""
     inputs = case.build(backend.device)
@@ -97,9 +99,9 @@ def splitting_a_batch_changes_nothing(backend: LoRABackend, case: LoRACase) -> N
     _assert_gives(backend, case, inputs, joined, backend.batch_invariant)
 
 
-@prop("Renumbering slots changes nothing.", values="either", agreement=BY_CLAIM)
+@either_prop("Renumbering slots changes nothing.")
 def renumbering_slots_changes_nothing(backend: LoRABackend, case: LoRACase) -> None:
-    """The adapters stand in another order, and the tokens follow them."""
+    """The adapters change their slots, and the tokens follow them."""
     inputs = case.build(backend.device)
     order = list(range(case.num_slots))
     random.Random(case.seed).shuffle(order)
@@ -111,7 +113,7 @@ def renumbering_slots_changes_nothing(backend: LoRABackend, case: LoRACase) -> N
     _assert_gives(backend, case, inputs, y, backend.deterministic and backend.batch_invariant)
 
 
-@prop("Equal adapters are interchangeable.", values="either", agreement=BY_CLAIM)
+@either_prop("Equal adapters are interchangeable.")
 def equal_adapters_are_interchangeable(backend: LoRABackend, case: LoRACase) -> None:
     """A copy of every adapter in a slot of its own; every other token moves to the copy."""
     inputs = case.build(backend.device)
@@ -124,7 +126,7 @@ def equal_adapters_are_interchangeable(backend: LoRABackend, case: LoRACase) -> 
     _assert_gives(backend, case, inputs, y, backend.batch_invariant)
 
 
-@prop("Slots that no token uses change nothing.", values="either", agreement=BY_CLAIM)
+@either_prop("Slots that no token uses change nothing.")
 def unused_slots_change_nothing(backend: LoRABackend, case: LoRACase) -> None:
     """Their weights and bias are NaN, and further slots of NaN are appended."""
     inputs = case.build(backend.device)
@@ -166,9 +168,7 @@ def zero_adapters_keep_base_output(backend: LoRABackend, case: LoRACase) -> None
             raise AssertionError(f"y differs from base_output where {field} is all zero")
 
 
-@prop(
-    "The content of the padding beyond a rank changes nothing.", values="either", agreement=BY_CLAIM
-)
+@either_prop("The content of the padding beyond a rank changes nothing.")
 def padding_beyond_a_rank_is_never_read(backend: LoRABackend, case: LoRACase) -> None:
     """NaN there, or zero, or a large number: the same result."""
     inputs = case.build(backend.device)
@@ -180,9 +180,7 @@ def padding_beyond_a_rank_is_never_read(backend: LoRABackend, case: LoRACase) ->
         _assert_gives(backend, case, filled, y, backend.deterministic)
 
 
-@prop(
-    "A wider stack of the same adapters gives the same result.", values="either", agreement=BY_CLAIM
-)
+@either_prop("A wider stack of the same adapters gives the same result.")
 def wider_padding_changes_nothing(backend: LoRABackend, case: LoRACase) -> None:
     """max_rank grows, the ranks stay."""
     inputs = case.build(backend.device)
@@ -196,7 +194,7 @@ def wider_padding_changes_nothing(backend: LoRABackend, case: LoRACase) -> None:
     _assert_gives(backend, case, inputs, linear(backend, inputs.replace(weights=wider)), False)
 
 
-@prop("Doubling the scaling doubles the delta.", values="either", agreement=BY_CLAIM)
+@either_prop("Doubling the scaling doubles the delta.")
 def doubling_the_scaling_doubles_the_delta(backend: LoRABackend, case: LoRACase) -> None:
     """A power of two moves exponents alone; denormal results are compared within the bound."""
     inputs = case.build(backend.device).without_base_and_bias()
@@ -214,6 +212,7 @@ def assert_doubled(
     """Check that y of `doubled` is that of `inputs` times factors, each 1 or 2."""
     single, y = linear(backend, inputs), linear(backend, doubled)
     twice = factors.to(single) * single
+    # twice a denormal is exact only if the single one was not rounded
     normal = single.abs() >= torch.finfo(y.dtype).smallest_normal
     wanted = torch.where(normal | case.is_integer, twice, y)
     bound = 2 * expected(backend, doubled).bound

@@ -13,7 +13,13 @@ from lora_backends.testing import oracles
 from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import GuardedOutput, LoRAInputs, bits, same_bits
 from lora_backends.testing.properties.core import ANY_LAYER, prop
-from lora_backends.testing.properties.runs import every_result, given_h, linear, operations_for, run
+from lora_backends.testing.properties.runs import (
+    every_result,
+    linear,
+    operations_for,
+    run,
+    strided_h,
+)
 
 
 @prop("The result is [num_tokens, out_features] of the promised dtype.", examples=20)
@@ -60,9 +66,9 @@ def only_the_view_is_written(backend: LoRABackend, case: LoRACase) -> None:
     features=ANY_LAYER,
 )
 def untouched_elements_keep_their_bits(backend: LoRABackend, case: LoRACase) -> None:
-    """Whatever stands there: any NaN, infinities, -0.0 and denormals."""
+    """They hold any NaN, infinities, -0.0 and denormals."""
     inputs = case.build(backend.device)
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    plan, h = backend.prepare_batch(inputs.batch), strided_h(case, inputs)
     assert inputs.base is not None
     kept = ~oracles.touched(inputs.weights, inputs.batch)
     values = _odd_values(inputs.base.cpu(), kept).to(backend.device)
@@ -110,9 +116,7 @@ def rows_start_from_zero(backend: LoRABackend, case: LoRACase) -> None:
 
 
 @prop(
-    "x, the weights, token_ids, h and the batch are not modified.",
-    examples=17,
-    features=ANY_LAYER,
+    "x, the weights, token_ids, h and the batch are not modified.", examples=17, features=ANY_LAYER
 )
 def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
     """Every argument but base_output keeps its bits, also when the batch's plan is refilled.
@@ -120,7 +124,8 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
     So do torch's settings and its random numbers.
     """
     inputs = case.build(backend.device)
-    h = given_h(case, inputs)
+    h = strided_h(case, inputs)
+    # bits, as the inputs hold NaN
     before = {name: bits(tensor).clone() for name, tensor in _arguments(inputs, h).items()}
     with _default_settings(case.seed + 1):
         settings = _settings()
@@ -134,6 +139,7 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
             for name, setting in _settings().items():
                 if not torch.equal(setting, settings[name]):
                     raise AssertionError(f"run_lora_a or {operation.name} changed {name}")
+    # a refill that wrote into its batch would show in the next one
     other = inputs.select(range(case.num_tokens - 1, -1, -1)).batch
     for batch in (other, inputs.batch):
         backend.prepare_batch(batch, out=plan)
@@ -145,6 +151,7 @@ def inputs_are_not_modified(backend: LoRABackend, case: LoRACase) -> None:
 @contextmanager
 def _default_settings(seed: int) -> Iterator[None]:
     """Give torch its defaults: an earlier call may have left its own settings."""
+    # torch can set the flag but not read it
     flushed = not bool(_denormal())
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(seed)
@@ -204,8 +211,9 @@ def results_are_independent(backend: LoRABackend, case: LoRACase) -> None:
 
 @prop("Empty batches and batches without any adapter change nothing and return.", examples=10)
 def batches_without_work_change_nothing(backend: LoRABackend, case: LoRACase) -> None:
-    """No tokens at all, then as many tokens as drawn, none with an adapter."""
+    """No tokens at all, then the drawn tokens, none with an adapter."""
     inputs = case.build(backend.device)
+    # rows without an adapter must not be multiplied at all
     nan_rows = torch.full_like(inputs.x, float("nan"))
     idle = inputs.replace(x=nan_rows, slots=[NO_ADAPTER] * case.num_tokens)
     for quiet in (inputs.select([]), idle):

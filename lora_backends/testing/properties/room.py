@@ -14,19 +14,19 @@ from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_same_bits
 from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import GuardedOutput, LoRAInputs, guarded, same_bits
-from lora_backends.testing.properties.core import ANY_LAYER, BY_CLAIM, declares, prop
+from lora_backends.testing.properties.core import ANY_LAYER, declares, either_prop
 from lora_backends.testing.properties.runs import (
     assert_right,
     expected_of,
-    given_h,
     operations_for,
     run,
+    strided_h,
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Roomy:
-    """The arguments of a call on a plan with room: the rows of a batch, and rows behind them."""
+    """The arguments of a call on a plan with room: the rows of a batch, and rows after them."""
 
     inputs: LoRAInputs  # of the batch alone
     rows: int  # of x, h, token_ids and base_output, at least the tokens of the batch
@@ -35,13 +35,14 @@ class Roomy:
         """Return a tensor with further rows, of NaN, or of 0 for integers."""
         shape = list(tensor.shape)
         shape[axis] = self.rows - shape[axis]
+        # ids must stay within the vocabulary
         filler = float("nan") if tensor.is_floating_point() else 0
         return torch.cat([tensor, tensor.new_full(shape, filler)], axis)
 
     def run(
         self, backend: LoRABackend, operation: Operation, plan: Any, h: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return y of the batch's rows, and check that those behind keep their bits."""
+        """Return y of the batch's rows, and check that later rows keep their bits."""
         inputs = self.inputs
         used = LoRAInputs(
             x=guarded(self.longer(inputs.x), inputs.x_pad, float("nan")),
@@ -71,15 +72,13 @@ class Roomy:
 def _with_odd_rows(base: torch.Tensor, rows: int) -> torch.Tensor:
     """Return base_output with further rows of -0.0, NaN and infinity."""
     odd = torch.tensor([-0.0, torch.nan, torch.inf], dtype=base.dtype, device="cpu")
-    behind = rows - len(base), base.shape[1]
-    turns = torch.arange(behind[0] * behind[1], device="cpu").remainder(3).reshape(behind)
+    extra = rows - len(base), base.shape[1]
+    turns = torch.arange(extra[0] * extra[1], device="cpu").remainder(3).reshape(extra)
     return torch.cat([base, odd[turns].to(base.device)])
 
 
-@prop(
+@either_prop(
     "A plan with room takes batches of any size, and x of more rows, which keep their bits.",
-    values="either",
-    agreement=BY_CLAIM,
     examples=12,
     requires=(declares(CAPACITY),),
     features=ANY_LAYER,
@@ -96,8 +95,9 @@ def a_plan_with_room_takes_batches_of_any_size(backend: LoRABackend, case: LoRAC
             plan = backend.prepare_batch(part.batch, capacity=capacity)
         elif backend.prepare_batch(part.batch, out=plan) is not plan:
             raise AssertionError("prepare_batch(batch, out=plan) returned another plan")
+        # all, none and some of the room
         rows = (capacity, count, (count + capacity) // 2)[(turn + case.seed) % 3]
-        roomy, h = Roomy(part, rows), given_h(case, part)
+        roomy, h = Roomy(part, rows), strided_h(case, part)
         others = [op for op in operations if op.name != "run_linear"]
         for operation in (BY_NAME["run_linear"], others[(turn + case.seed) % len(others)]):
             y = roomy.run(backend, operation, plan, h)
@@ -113,13 +113,14 @@ def _compare_with_fresh(backend: LoRABackend, roomy: Roomy, y: torch.Tensor, cap
     if backend.deterministic:
         fresh = backend.prepare_batch(part.batch, capacity=capacity)
         assert_same_bits(y, roomy.run(backend, operation, fresh, None), part)
+    # a plan without room may choose other tiles
     if backend.deterministic and backend.batch_invariant:
-        own, plan = Roomy(part, part.batch.num_tokens), backend.prepare_batch(part.batch)
-        assert_same_bits(y, own.run(backend, operation, plan, None), part)
+        tight, plan = Roomy(part, part.batch.num_tokens), backend.prepare_batch(part.batch)
+        assert_same_bits(y, tight.run(backend, operation, plan, None), part)
 
 
 def _check_h(backend: LoRABackend, case: LoRACase, roomy: Roomy, plan: Any) -> None:
-    """Check h of the batch against the oracle, and that it is zero behind the batch."""
+    """Check h of the batch against the oracle, and that it is zero after the batch."""
     part, tokens = roomy.inputs, roomy.inputs.batch.num_tokens
     h = backend.run_lora_a(roomy.longer(part.x), part.weights, plan)
     if h.shape[1] != roomy.rows or bool((h[:, tokens:] != 0).any()):

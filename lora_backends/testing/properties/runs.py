@@ -85,8 +85,8 @@ def expected_of(
     if operation.input is Input.H:
         dtype = inputs.x.dtype if inputs.base is None else inputs.base.dtype
         exact = torch.zeros(h.shape, dtype=torch.float64, device="cpu")
-        given = Expected(h.detach().cpu().double(), exact)
-        return oracles.expected_expand(given, inputs.weights, inputs.batch, inputs.base, dtype)
+        expected_h = Expected(h.detach().cpu().double(), exact)
+        return oracles.expected_expand(expected_h, inputs.weights, inputs.batch, inputs.base, dtype)
     return expected(backend, inputs)
 
 
@@ -129,7 +129,7 @@ def every_result(
     backend: LoRABackend, case: LoRACase, inputs: LoRAInputs
 ) -> Iterator[tuple[Operation, torch.Tensor, GuardedOutput | None]]:
     """Yield every operation that takes the layer, its y and its base_output."""
-    plan, h = backend.prepare_batch(inputs.batch), given_h(case, inputs)
+    plan, h = backend.prepare_batch(inputs.batch), strided_h(case, inputs)
     for operation in operations_for(inputs.weights):
         base = inputs.new_base()
         yield (
@@ -139,7 +139,7 @@ def every_result(
         )
 
 
-def given_h(case: LoRACase, inputs: LoRAInputs) -> torch.Tensor:
+def strided_h(case: LoRACase, inputs: LoRAInputs) -> torch.Tensor:
     """Return an h for run_lora_b, a strided view, NaN beyond each rank and without adapter."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     weights = inputs.weights

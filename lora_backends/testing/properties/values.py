@@ -15,16 +15,16 @@ from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import on_each
-from lora_backends.testing.properties.core import ANY_LAYER, BOUNDED, BY_CLAIM, prop
+from lora_backends.testing.properties.core import ANY_LAYER, BOUNDED, BY_CLAIM, either_prop, prop
 from lora_backends.testing.properties.runs import (
     assert_right,
     check_linear,
     expected,
     expected_of,
-    given_h,
     intermediate,
     linear,
     run,
+    strided_h,
 )
 from lora_backends.weights import LoRAWeights
 
@@ -51,23 +51,16 @@ def run_linear_is_within_the_bound(backend: LoRABackend, case: LoRACase) -> None
     check_linear(backend, case, case.build(backend.device))
 
 
-@prop(
-    "Decode and prefill of many tokens are right.",
-    examples=15,
-    values="either",
-    min_tokens=65,
-    agreement=BY_CLAIM,
-    features=ANY_LAYER,
+@either_prop(
+    "Decode and prefill of many tokens are right.", examples=15, min_tokens=65, features=ANY_LAYER
 )
 def many_tokens_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """A batch that fills more than one tile of any size."""
     check_linear(backend, case, case.build(backend.device))
 
 
-@prop(
+@either_prop(
     "run_lora_a returns float32 h, zero beyond a rank and without adapter.",
-    values="either",
-    agreement=BY_CLAIM,
     features=ANY_LAYER,
     examples=60,
 )
@@ -87,29 +80,20 @@ def shrink_is_right(backend: LoRABackend, case: LoRACase) -> None:
     )
 
 
-@prop(
-    "run_lora_b makes no use of h or lora_b beyond a rank.",
-    values="either",
-    agreement=BY_CLAIM,
-    features=ANY_LAYER,
-    examples=60,
+@either_prop(
+    "run_lora_b makes no use of h or lora_b beyond a rank.", features=ANY_LAYER, examples=60
 )
 def expand_is_right(backend: LoRABackend, case: LoRACase) -> None:
     """Alone, on an h that is NaN beyond each rank and in rows without an adapter."""
     inputs = case.build(backend.device)
-    h = given_h(case, inputs)
+    h = strided_h(case, inputs)
     plan = backend.prepare_batch(inputs.batch)
     y = backend.run_lora_b(h, inputs.weights, plan, inputs.new_view())
     wanted = expected_of(backend, BY_NAME["run_lora_b"], inputs, h)
     assert_right(y, wanted, inputs, case.is_integer)
 
 
-@prop(
-    "run_lora_b of run_lora_a is run_linear.",
-    values="either",
-    agreement=BY_CLAIM,
-    features=ANY_LAYER,
-)
+@either_prop("run_lora_b of run_lora_a is run_linear.", features=ANY_LAYER)
 def two_steps_equal_run_linear(backend: LoRABackend, case: LoRACase) -> None:
     """Fused or not, it is the same arithmetic."""
     inputs = case.build(backend.device)
@@ -154,10 +138,8 @@ for _operation in OPERATIONS:
         _register_case_of(_operation)
 
 
-@prop(
+@either_prop(
     "run_embedding is run_linear of one-hot rows, for int32 and int64 ids.",
-    values="either",
-    agreement=BY_CLAIM,
     features=ANY_LAYER,
     examples=40,
 )
@@ -183,13 +165,14 @@ def run_embedding_is_right(backend: LoRABackend, case: LoRACase) -> None:
 def large_and_small_deltas_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """Times 2^12 and 2^-12, into a y of zeros that has room for them; h may not fit in float16.
 
-    Small values stand in x, and then in the weights: many are denormal in float16, if there is any.
+    Small values are in x, then in the weights: many are denormal in float16, if there is any.
     """
     inputs = case.build(backend.device).without_base_and_bias()
     wide = torch.float32 in backend.dtypes
     shape = case.num_tokens, inputs.weights.out_features
     if wide and case.dtype != torch.float64:
         inputs = replace(inputs, base=torch.zeros(shape, device=backend.device))
+    # 2^12 overflows a float16 y or h
     powers = [-12]
     if wide and intermediate(backend, inputs) != torch.float16:
         powers.append(12)
@@ -223,11 +206,13 @@ def nan_and_infinity_stay_where_they_belong(backend: LoRABackend, case: LoRACase
     inputs = case.build(backend.device)
     assert inputs.base is not None
     token, other = case.seed % case.num_tokens, case.num_tokens - 1 - case.seed % case.num_tokens
+    # both kinds, chosen by the seed so that a case repeats
     odd = (torch.nan, torch.inf)[case.seed % 3 % 2]
     x, base = inputs.x.clone(), inputs.base.clone()
     x[token, case.seed % case.in_features] = odd
     base[other, -1] = odd
     y = linear(backend, replace(inputs.replace(x=x), base=base))
+    # without these, elements of rank 0 keep base_output and stay finite
     bare = replace(inputs.weights, bias=None, output_scales=None)
     spoiled = torch.zeros(y.shape, dtype=torch.bool, device="cpu")
     spoiled[token] = oracles.touched(bare, inputs.batch)[token]
@@ -251,6 +236,7 @@ class _PoisonedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        # meta tensors have no memory
         if func.overloadpacket in _EMPTY and result.device.type != "meta":
             result.fill_(float("nan") if result.is_floating_point() else 100)
         return result
@@ -265,12 +251,8 @@ _EMPTY = (
 )
 
 
-@prop(
-    "Memory from torch.empty is written before it is read.",
-    values="either",
-    agreement=BY_CLAIM,
-    features=ANY_LAYER,
-    examples=30,
+@either_prop(
+    "Memory from torch.empty is written before it is read.", features=ANY_LAYER, examples=30
 )
 def memory_is_written_before_it_is_read(backend: LoRABackend, case: LoRACase) -> None:
     """The run meets NaN in every tensor that it allocates without a value."""
