@@ -43,7 +43,7 @@ from lora_backends.adapters.peft.module_rules import (
     ties_targets,
 )
 from lora_backends.adapters.peft.old_names import renamed, without_adapter_name
-from lora_backends.adapters.peft.pissa import RESIDUAL_INITS
+from lora_backends.adapters.peft.pissa import INITS_FROM_BASE
 from lora_backends.adapters.peft.promises import check_tokens, check_untrained, promises_of
 from lora_backends.adapters.peft.replacements import take_own
 from lora_backends.adapters.specs import (
@@ -379,14 +379,14 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     module, magnitude = source.base_path(module), parts.get(_MAGNITUDE)
     # PEFT saves the base weight of an adapted head as the initialisation has left it.
     is_changed = kind == "linear" and _BASE_WEIGHT not in parts
-    init = _residual_init(source, spec) if is_changed else None
+    init = _init_from_base(source, spec) if is_changed else None
     return ModuleDelta(module, kind, rank, scaling, lora_a, lora_b, bias, magnitude, init)
 
 
-def _residual_init(source: _Source, spec: ModuleSpec | None) -> str | None:
+def _init_from_base(source: _Source, spec: ModuleSpec | None) -> str | None:
     """Return the initialisation that took a part off the base weight, or None."""
     init = source.config.init_lora_weights
-    if not isinstance(init, str) or init not in RESIDUAL_INITS:
+    if not isinstance(init, str) or init not in INITS_FROM_BASE:
         return None
     if spec is not None and spec.transposed and init == "olora":
         what = "the adapter uses a feature that this library cannot reproduce exactly"

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from lora_backends.adapters.files.formats import CONFIG_FILE
 from lora_backends.adapters.files.limits import LoadLimits
 from lora_backends.adapters.files.messages import as_json, problem
-from lora_backends.adapters.peft.pissa import RESIDUAL_INITS
+from lora_backends.adapters.peft.pissa import INITS_FROM_BASE
 from lora_backends.common.files import read_bytes
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 
@@ -228,7 +228,7 @@ def _refused_keys(values: Mapping[str, Any], own_modules: bool) -> Iterator[str]
 
 def _refused_values(config: PeftLoraConfig, own_modules: bool) -> Iterator[str]:
     init = config.init_lora_weights
-    taken = own_modules and init in RESIDUAL_INITS and not config.use_dora
+    taken = own_modules and init in INITS_FROM_BASE and not config.use_dora
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS and not taken:
         reason = "loading it changes the base weights, or it is not known"
         reason = _INITS_REFUSED.get(init.lower(), reason)

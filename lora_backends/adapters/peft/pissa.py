@@ -19,7 +19,7 @@ from lora_backends.adapters.peft.dora import BaseLayers
 from lora_backends.adapters.specs import ModuleDelta
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
-RESIDUAL_INITS = frozenset({"pissa", "olora"})
+INITS_FROM_BASE = frozenset({"pissa", "olora"})
 """Values of `init_lora_weights` that are undone exactly; others draw random numbers or data."""
 
 SMALLEST_GAP = 1e-3
@@ -27,8 +27,8 @@ SMALLEST_GAP = 1e-3
 part that PiSSA takes off is not determined where they are equal."""
 
 
-def with_residual(delta: ModuleDelta, base_layers: BaseLayers | None, max_rank: int) -> ModuleDelta:
-    """Return the LoRA of twice the rank that an initialised adapter amounts to.
+def without_start(delta: ModuleDelta, base_layers: BaseLayers | None, max_rank: int) -> ModuleDelta:
+    """Return the LoRA of twice the rank that adds the trained matrices and takes off their start.
 
     Args:
         delta: with an initialisation.

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from lora_backends.adapters.pool.quantized import StagedExperts, bytes_of, quantized_experts
+from lora_backends.adapters.pool.quantized import (
+    StagedExperts,
+    bytes_of,
+    check_no_overflow,
+    quantized_experts,
+)
+from lora_backends.adapters.pool.records import ExpertForm, ModuleRecord
 from lora_backends.adapters.specs import ExpertDelta, ExpertSpec
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertWeights
-
-
-class Form(NamedTuple):
-    """How the matrices of an adapter lie; adapters of one form share a stack."""
-
-    num_a: int  # 1: one A feeds gate and up
-    one_a: bool  # all experts share A
-    one_b: bool  # all experts share B
 
 
 class ExpertStacks:
@@ -49,20 +47,19 @@ class ExpertStacks:
         self.specs = dict(specs)
         self._num_slots, self._max_rank = num_slots, max_rank
         self._dtype, self._device, self._stored = dtype, device, stored
-        self._stacks: Mapping[tuple[str, Form], ExpertWeights] = {}
-        self._forms: dict[tuple[int, str], Form] = {}  # of slots in use, by slot and path
+        self._stacks: Mapping[tuple[str, ExpertForm], ExpertWeights] = {}
 
-    def active(self) -> dict[str, tuple[ExpertWeights, ...]]:
-        """Return the stacks that slots in use have, by path."""
-        used = dict.fromkeys((path, form) for (_, path), form in self._forms.items())
-        found: dict[str, tuple[ExpertWeights, ...]] = {}
+    def __getitem__(self, key: tuple[str, ExpertForm]) -> ExpertWeights:
+        return self._stacks[key]
+
+    def by_path(
+        self, used: Iterable[tuple[str, ExpertForm]]
+    ) -> dict[str, tuple[ExpertWeights, ...]]:
+        """Return the stacks of paths and forms, by path."""
+        stacks: dict[str, tuple[ExpertWeights, ...]] = {}
         for path, form in used:
-            found[path] = (*found.get(path, ()), self._stacks[path, form])
-        return found
-
-    def of(self, slot: int, path: str) -> ExpertWeights:
-        """Return the stack that holds a slot's LoRA of a parameter."""
-        return self._stacks[path, self._forms[slot, path]]
+            stacks[path] = (*stacks.get(path, ()), self._stacks[path, form])
+        return stacks
 
     @property
     def nbytes(self) -> int:
@@ -87,28 +84,22 @@ class ExpertStacks:
                 delta.ranks.to(self._device, torch.int32),
                 delta.scalings.to(self._device, torch.float32),
             )
-            values = {"lora_A": staged.lora_a, "lora_B": staged.lora_b}
+            check_no_overflow(delta.module, lora_A=staged.lora_a, lora_B=staged.lora_b)
         else:
             spec = self.specs[delta.module]
-            staged, values = quantized_experts(delta, spec, self._stored, self._device), {}
-        values["a scaling"] = staged.scalings
-        for name, tensor in values.items():
-            if not bool(tensor.isfinite().all()):
-                raise InvalidInputError(
-                    f"{name} of {delta.module} does not fit {tensor.dtype}: a value overflows\n"
-                    f"  to do: load the base model in bfloat16 or float32"
-                )
+            staged = quantized_experts(delta, spec, self._stored, self._device)
+        check_no_overflow(delta.module, **{"a scaling": staged.scalings})
         return staged
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of every stack, without tables of ranks."""
         parts = ("lora_a", "lora_b", "a_scales", "b_scales")
-        found = [getattr(stack, part) for stack in self._stacks.values() for part in parts]
-        return [tensor for tensor in found if tensor is not None]
+        tensors = (getattr(stack, part) for stack in self._stacks.values() for part in parts)
+        return [tensor for tensor in tensors if tensor is not None]
 
-    def has_form(self, slot: int, delta: ExpertDelta) -> bool:
-        """Return whether a delta has the form of the LoRA that a slot has now."""
-        return self._forms.get((slot, delta.module)) == self._form(delta)
+    def record(self, delta: StagedExperts) -> ModuleRecord:
+        """Return the record of a delta in a slot."""
+        return ModuleRecord(delta.nbytes, delta.error, form=self._form(delta))
 
     @torch.inference_mode(False)  # else no thread outside that mode could write them
     def reserve(self, deltas: Iterable[StagedExperts]) -> None:
@@ -119,10 +110,6 @@ class ExpertStacks:
             if key not in stacks:
                 stacks[key] = self._allocate(*key)
         self._stacks = stacks
-
-    def note(self, slot: int, delta: StagedExperts) -> None:
-        """Note the form that a parameter has in a slot from now on."""
-        self._forms[slot, delta.module] = self._form(delta)
 
     def write(self, slot: int, delta: StagedExperts) -> None:
         """Write a delta into a slot; `reserve` has allocated its stack."""
@@ -136,21 +123,17 @@ class ExpertStacks:
         stack.scalings[slot] = delta.scalings
         stack.ranks[slot] = delta.ranks
 
-    def forget(self, slot: int, path: str) -> None:
-        """Note that a parameter has no LoRA in a slot."""
-        self._forms.pop((slot, path), None)
-
     def zero(self, slot: int) -> None:
         """Let a slot count as rank 0 in every stack."""
         for stack in self._stacks.values():
             stack.ranks[slot] = 0
 
-    def _form(self, delta: ExpertDelta) -> Form:
+    def _form(self, delta: ExpertDelta) -> ExpertForm:
         several = self.specs[delta.module].num_experts > 1
         sizes = (delta.lora_a.shape[0], delta.lora_b.shape[0])
-        return Form(delta.lora_a.shape[1], *(several and size == 1 for size in sizes))
+        return ExpertForm(delta.lora_a.shape[1], *(several and size == 1 for size in sizes))
 
-    def _allocate(self, path: str, form: Form) -> ExpertWeights:
+    def _allocate(self, path: str, form: ExpertForm) -> ExpertWeights:
         spec, slots = self.specs[path], self._num_slots
         experts_a, experts_b = (
             1 if shared else spec.num_experts for shared in (form.one_a, form.one_b)
@@ -184,25 +167,25 @@ class ExpertStacks:
                 f"LoRA of experts that cannot be reproduced exactly\n"
                 f"  given: {delta.module}: {spec.refusal}\n  allowed: adapters without it"
             )
-        given = [tuple(t.shape) for t in (delta.lora_a, delta.lora_b, delta.ranks, delta.scalings)]
-        if spec is None or len(given[0]) != 4 or not 1 <= given[0][2] <= self._max_rank:
+        shapes = [tuple(t.shape) for t in (delta.lora_a, delta.lora_b, delta.ranks, delta.scalings)]
+        if spec is None or len(shapes[0]) != 4 or not 1 <= shapes[0][2] <= self._max_rank:
             raise InvalidInputError(
-                f"the pool has no room for experts {delta.module!r} with lora_a {list(given[0])}\n"
+                f"the pool has no room for experts {delta.module!r} with lora_a {list(shapes[0])}\n"
                 f"  the base model has there: {spec}\n  max_expert_rank: {self._max_rank}"
             )
-        experts, (_, num_a, rank, _) = spec.num_experts, given[0]
+        experts, (_, num_a, rank, _) = spec.num_experts, shapes[0]
         counts = {1, experts}
         fits = (
-            given[0][0] in counts
+            shapes[0][0] in counts
             and num_a in {1, len(spec.output_slices)}
-            and given[0][3] == spec.in_features
-            and given[1] in [(count, spec.out_features, rank) for count in counts]
-            and given[2] == given[3] == (experts, num_a)
+            and shapes[0][3] == spec.in_features
+            and shapes[1] in [(count, spec.out_features, rank) for count in counts]
+            and shapes[2] == shapes[3] == (experts, num_a)
         )
         if not fits:
             raise InvalidInputError(
                 f"the LoRA of {delta.module!r} does not fit the base model\n"
-                f"  given: lora_a, lora_b, ranks and scalings of shapes {given}\n"
+                f"  given: lora_a, lora_b, ranks and scalings of shapes {shapes}\n"
                 f"  allowed: [{experts} or 1, {num_a}, {rank}, {spec.in_features}], "
                 f"[{experts} or 1, {spec.out_features}, {rank}], and twice [{experts}, {num_a}]"
             )

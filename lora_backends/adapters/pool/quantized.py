@@ -39,14 +39,6 @@ class AdapterReport:
         return max(self.errors.values(), default=0.0)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """One module of a loaded adapter."""
-
-    nbytes: int
-    error: float | None  # None: not quantised
-
-
 @dataclass(frozen=True, eq=False)
 class StagedExperts(ExpertDelta):
     """A delta as a slot takes it: in the dtype of the stacks, on their device."""
@@ -66,28 +58,38 @@ def bytes_of(*tensors: Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
-def as_adapter_dtype(given: Any, model_dtype: torch.dtype) -> torch.dtype | None:
+def check_no_overflow(module: str, **tensors: Tensor) -> None:
+    """Refuse tensors that a conversion to a narrower dtype has made infinite, by their names."""
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise InvalidInputError(
+                f"{name} of {module} does not fit {tensor.dtype}: a value overflows\n"
+                f"  to do: load the base model in bfloat16 or float32"
+            )
+
+
+def as_adapter_dtype(name: Any, model_dtype: torch.dtype) -> torch.dtype | None:
     """Return an 8-bit dtype, or None where adapters have the model's.
 
     Raises:
         InvalidInputError: another dtype, or a model whose dtype 8-bit adapters do not go with.
     """
-    if given is None or given in ("auto", model_dtype):
+    if name is None or name in ("auto", model_dtype):
         return None
     names = {str(dtype).removeprefix("torch."): dtype for dtype in LARGEST}
-    dtype = names.get(given, given) if isinstance(given, str) else given
+    dtype = names.get(name, name) if isinstance(name, str) else name
     if dtype not in LARGEST:
         raise InvalidInputError(
-            f"adapter_dtype is {shown(given)}\n  allowed: {', '.join(names)}, or None for the "
+            f"adapter_dtype is {shown(name)}\n  allowed: {', '.join(names)}, or None for the "
             f"model's {model_dtype}"
         )
     if model_dtype not in COMPUTE_DTYPES:
         raise InvalidInputError(
-            f"adapter_dtype is {shown(given)} for a model of {model_dtype}\n"
+            f"adapter_dtype is {shown(name)} for a model of {model_dtype}\n"
             f"  allowed: a model of float16, bfloat16 or float32"
         )
-    kept: torch.dtype = dtype
-    return kept
+    eight_bits: torch.dtype = dtype
+    return eight_bits
 
 
 def quantized_pair(

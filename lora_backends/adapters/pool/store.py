@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from lora_backends.adapters.files.folders import Stamp, adapter_folders, newest, stamp_of
-from lora_backends.adapters.pool.pool import AdapterPool, Loaded, Staged, check_checkpoint
+from lora_backends.adapters.pool.pool import AdapterPool, Loaded
 from lora_backends.adapters.pool.slots import Commit
+from lora_backends.adapters.pool.staging import Staged, check_checkpoint
 from lora_backends.adapters.pool.tensors import side_by_side, tensors_of
 from lora_backends.adapters.specs import Checkpoint
 from lora_backends.common.files import as_path
