@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from lora_backends.adapters.experts.names import ExpertGroup
 from lora_backends.adapters.experts.projections import read_projections
 from lora_backends.adapters.experts.source import A_KEY, B_KEY, PREFIX, ExpertSource
-from lora_backends.adapters.experts.stacked import assigned, read_stacked, told_by_shapes
+from lora_backends.adapters.experts.stacked import assigned, exchanged_by_shapes, read_stacked
 from lora_backends.adapters.files.formats import CONFIG_FILE
 from lora_backends.adapters.files.messages import problem
 from lora_backends.adapters.files.tensor_checks import check_dtype, check_finite, typed
@@ -41,7 +41,7 @@ def read_experts(
             stacked += assigned(source, experts, groups)
         else:
             deltas |= read_projections(source, experts, groups)
-    exchanged = told_by_shapes(source, stacked)
+    exchanged = exchanged_by_shapes(source, stacked)
     for name, group in stacked:
         deltas[name] = read_stacked(source, name, group, exchanged)
     return {name: deltas[name] for name in sorted(deltas)}

@@ -86,25 +86,25 @@ def module_rules(
             )
         )
     rules = _Rules(config, _matches(config, modules, path, limits))
-    found = {}
+    by_module = {}
     for module in modules:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline:  # patterns without metacharacters are matched here
             raise _too_slow(config, path, limits)
-        found[module] = rules.rule(module)
+        by_module[module] = rules.rule(module)
     if not config.is_of_peft(0, 15):
-        _check_old_patterns(config, rules, found, path)
-    return found
+        _check_old_patterns(config, rules, by_module, path)
+    return by_module
 
 
 def _check_old_patterns(
-    config: PeftLoraConfig, rules: _Rules, found: Mapping[str, ModuleRule], path: Path
+    config: PeftLoraConfig, rules: _Rules, by_module: Mapping[str, ModuleRule], path: Path
 ) -> None:
     """Refuse patterns that PEFT up to 0.14 read in another way, where only the alphas differ.
 
     It looked up the first key of both patterns that matches. A wrong rank shows in the tensors.
     """
     given = []
-    for module, rule in found.items():
+    for module, rule in by_module.items():
         old = rules.old_rule(module)
         if rule.targeted and old.rank == rule.rank and old.scaling != rule.scaling:
             given.append(f"{module!r}: scaling {old.scaling:g} up to 0.14, {rule.scaling:g} since")
@@ -134,10 +134,10 @@ def targets_among(
     asked = [module for module in modules if module.split(".")[-1] not in tied]
     plain = config.model_copy(update={"rank_pattern": None, "alpha_pattern": None})
     rules = _Rules(plain, _matches(plain, asked, path, limits))
-    found = [module for module in asked if rules.rule(module).targeted]
+    targeted = [module for module in asked if rules.rule(module).targeted]
     if str(config.target_modules).lower() == ALL_LINEAR:
-        return [module for module in found if any(part.isdigit() for part in module.split("."))]
-    return found
+        return [module for module in targeted if any(part.isdigit() for part in module.split("."))]
+    return targeted
 
 
 def saved_names(config: PeftLoraConfig) -> tuple[str, ...]:
@@ -289,8 +289,8 @@ def _matches(
         to_do = f"write the names of modules in {path.name}"
         raise InvalidInputError(problem(path, what, given, allowed, to_do)) from error
     return {
-        e: dict(zip(names, found, strict=True))
-        for e, found in zip(expressions, results, strict=True)
+        e: dict(zip(names, result, strict=True))
+        for e, result in zip(expressions, results, strict=True)
     }
 
 

@@ -27,7 +27,7 @@ _UNUSED = (".original_module.", ".token_adapter.base_layer.")
 """Copies of the base model's tensors, which PEFT writes beside an adapter's own."""
 
 
-def take_own(
+def take_replacements(
     path: Path, tensors: Mapping[str, Tensor], config: PeftLoraConfig
 ) -> tuple[OwnModules, dict[str, Tensor]]:
     """Split the tensors of a checkpoint into LoRA and all others.
@@ -54,7 +54,7 @@ def take_own(
         return InvalidInputError(problem(path, what, given, allowed, to_do))
 
     for key, tensor in tensors.items():
-        name = _own_name(key, config)
+        name = _base_name(key, config)
         if name is None:
             rest[key] = tensor
             continue
@@ -98,8 +98,8 @@ def _original(key: str, tensor: Tensor) -> dict[str, Tensor]:
     return {} if ".lora_" in name else {name: tensor}
 
 
-def _own_name(key: str, config: PeftLoraConfig) -> str | None:
-    """Return the name of an own tensor in the base model, "" of an unused one, None of LoRA's."""
+def _base_name(key: str, config: PeftLoraConfig) -> str | None:
+    """Return the base model's name of a tensor; "" if PEFT does not use it, None if it is LoRA."""
     name = key.removeprefix(_PREFIX)
     if not key.startswith(_PREFIX) or len(key) > LONGEST_NAME or not name.isprintable():
         return None
@@ -110,8 +110,10 @@ def _own_name(key: str, config: PeftLoraConfig) -> str | None:
     name = name.replace(".modules_to_save.", ".")
     if name.endswith(".base_layer.bias"):
         return name.removesuffix(".base_layer.bias") + ".bias"
-    is_own = name.endswith((".weight", ".bias", _TOKEN_DELTA)) or _saved_modules(name, config)
-    return name if is_own else None
+    is_replacement = name.endswith((".weight", ".bias", _TOKEN_DELTA)) or _saved_modules(
+        name, config
+    )
+    return name if is_replacement else None
 
 
 def _saved_modules(name: str, config: PeftLoraConfig) -> list[str]:

@@ -9,9 +9,10 @@ import torch
 
 from lora_backends.adapters.pool.quantized import (
     StagedExperts,
-    bytes_of,
+    bytes_in,
     check_no_overflow,
     quantized_experts,
+    tensors_in,
 )
 from lora_backends.adapters.pool.records import ExpertForm, ModuleRecord
 from lora_backends.adapters.specs import ExpertDelta, ExpertSpec
@@ -64,10 +65,7 @@ class ExpertStacks:
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices and scales, whatever slots are in use."""
-        return sum(
-            bytes_of(stack.lora_a, stack.lora_b, stack.a_scales, stack.b_scales)
-            for stack in self._stacks.values()
-        )
+        return sum(map(bytes_in, self._stacks.values()))
 
     def stage(self, delta: ExpertDelta) -> StagedExperts:
         """Return a delta in the dtype of the stacks, on their device.
@@ -93,9 +91,7 @@ class ExpertStacks:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of every stack, without tables of ranks."""
-        parts = ("lora_a", "lora_b", "a_scales", "b_scales")
-        tensors = (getattr(stack, part) for stack in self._stacks.values() for part in parts)
-        return [tensor for tensor in tensors if tensor is not None]
+        return tensors_in(self._stacks.values())
 
     def record(self, delta: StagedExperts) -> ModuleRecord:
         """Return the record of a delta in a slot."""

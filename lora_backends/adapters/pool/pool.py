@@ -17,11 +17,12 @@ from lora_backends.adapters.pool.expert_stacks import ExpertStacks
 from lora_backends.adapters.pool.quantized import AdapterReport, as_adapter_dtype
 from lora_backends.adapters.pool.records import EMPTY, SlotRecord
 from lora_backends.adapters.pool.slots import SlotTable
-from lora_backends.adapters.pool.stacks import Stacks
+from lora_backends.adapters.pool.stacks import ModuleStacks
 from lora_backends.adapters.pool.staging import Replacements, Staged, Staging, check_name
 from lora_backends.adapters.pool.streams import SlotStreams
 from lora_backends.adapters.pool.tensors import tensors_of
 from lora_backends.adapters.pool.uninterrupted import run_whole
+from lora_backends.adapters.read_options import ReadOptions
 from lora_backends.adapters.specs import Checkpoint, ExpertSpec, ModuleSpec
 from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertWeights
@@ -120,10 +121,13 @@ class AdapterPool:
         rank 0 in all but one.
         """
         place = (dtype, self.device, self._stored)
-        self._stacks = Stacks(self.modules, groups, max_adapters, max_rank, *place)
+        self._stacks = ModuleStacks(self.modules, groups, max_adapters, max_rank, *place)
         self._experts = ExpertStacks(self.experts, max_adapters, expert_rank, *place)
         self._staging = Staging(
             self.modules, max_rank, *place, self._experts, base_layers, own_modules
+        )
+        self.read_options = ReadOptions(
+            self.modules, max_rank, self.limits, self.experts, expert_rank, own_modules is not None
         )
         # Calls read it without the lock: a record is replaced whole, never changed.
         self._records: dict[int, SlotRecord] = {}
@@ -176,17 +180,9 @@ class AdapterPool:
 
     def read(self, folder: str | Path) -> Checkpoint:
         """Read a PEFT checkpoint that fits the base model and the stacks, as `load`."""
-        from lora_backends.adapters.peft.checkpoint import read_checkpoint  # needs pydantic
+        from lora_backends.adapters.peft.checkpoint import read_with_options  # needs pydantic
 
-        return read_checkpoint(
-            folder,
-            self.modules,
-            self.max_rank,
-            self.limits,
-            self.experts,
-            self.max_expert_rank,
-            self.runs_own_modules,
-        )
+        return read_with_options(folder, self.read_options)
 
     def add(self, name: str, checkpoint: Checkpoint) -> Loaded:
         """Put a checkpoint that is in memory into a slot, replacing one of the same name.
@@ -435,7 +431,7 @@ class AdapterPool:
     @property
     def runs_own_modules(self) -> bool:
         """Whether adapters may bring more than LoRA."""
-        return self._staging.replacements is not None
+        return self.read_options.own_modules
 
     def own_modules(self, slot: int) -> Mapping[str, Any]:
         """Return the replacements of modules that the adapter in `slot` brings, by path."""

@@ -35,7 +35,7 @@ class Tables:
             size += -(-num_slots * len(group) // ALIGNED) * ALIGNED
         self._ranks = torch.zeros(size, dtype=torch.int32, device=device)
         self._scalings = torch.zeros(size, dtype=torch.float32, device=device)
-        columns = [column for found in self._columns.values() for column in found]
+        columns = [column for of_path in self._columns.values() for column in of_path]
         places = torch.tensor(columns, dtype=torch.int64, device=device)
         self._places, self._strides = places.reshape(-1, 2).unbind(1)
 

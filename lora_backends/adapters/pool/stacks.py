@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lora_backends.adapters.pool.quantized import bytes_of
+from lora_backends.adapters.pool.quantized import bytes_in, tensors_in
 from lora_backends.adapters.pool.rank_tables import Tables
 from lora_backends.adapters.specs import ModuleSpec
 from lora_backends.weights import LoRAWeights
@@ -32,18 +32,18 @@ class StagedDelta:
     @property
     def nbytes(self) -> int:
         """Bytes of the matrices and their scales."""
-        return bytes_of(self.lora_a, self.lora_b, self.a_scales, self.b_scales)
+        return bytes_in(self)
 
 
 @dataclass(frozen=True)
-class _Stacks:
+class _Allocated:
     """The allocated stacks; replaced as one object, so an interrupt leaves the old or the new."""
 
     whole: Mapping[tuple[str, ...], LoRAWeights]  # by group
     parts: Mapping[str, LoRAWeights]  # by path, of the modules that were ever touched
 
 
-class Stacks:
+class ModuleStacks:
     """Stacks of modules by path; those of a group are views of one stack with a slice a module.
 
     A group's stack and its views share matrices, biases and output_scales, so a slot is written
@@ -78,7 +78,7 @@ class Stacks:
             self._groups |= dict.fromkeys(group, tuple(group))
         self._num_slots, self._max_rank = num_slots, max_rank
         self._dtype, self._device, self._stored = dtype, device, stored
-        self._stacks = _Stacks({}, {})
+        self._stacks = _Allocated({}, {})
         self._tables: Tables | None = None  # with the first stack
 
     def __getitem__(self, path: str) -> LoRAWeights:
@@ -95,18 +95,12 @@ class Stacks:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of every stack, without tables of ranks."""
-        stacks = self._stacks.whole.values()
-        parts = ("lora_a", "lora_b", "a_scales", "b_scales", "bias", "output_scales")
-        found = [getattr(stack, part) for stack in stacks for part in parts]
-        return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+        return tensors_in(self._stacks.whole.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices and scales, whatever slots are in use."""
-        return sum(
-            bytes_of(stack.lora_a, stack.lora_b, stack.a_scales, stack.b_scales)
-            for stack in self._stacks.whole.values()
-        )
+        return sum(map(bytes_in, self._stacks.whole.values()))
 
     @torch.inference_mode(False)  # else no thread outside that mode could write them
     def reserve(self, deltas: Iterable[StagedDelta]) -> None:
@@ -145,7 +139,7 @@ class Stacks:
         if is_new and self._device.type == "cuda":
             # another thread's stream may read a stack as soon as it is found here
             torch.cuda.current_stream(self._device).synchronize()
-        self._stacks = _Stacks(whole, parts)
+        self._stacks = _Allocated(whole, parts)
 
     def write(self, slot: int, delta: StagedDelta) -> None:
         """Write a delta's tensors into a slot; `reserve` has allocated its stacks."""
@@ -214,5 +208,5 @@ def _part(stack: LoRAWeights, index: int, tables: tuple[torch.Tensor, torch.Tens
 
 
 def _columns(stack: LoRAWeights, index: int) -> tuple[int, int]:
-    """Return the first output column of a slice, and the one behind its last."""
+    """Return the first output column of a slice, and the one after its last."""
     return stack.slice_offsets[index], stack.slice_offsets[index + 1]

@@ -65,7 +65,7 @@ class Staging:
         self._modules, self._max_rank = modules, max_rank
         self._dtype, self._device, self._stored = dtype, device, stored
         self._experts = experts
-        self._base_layers, self.replacements = base_layers, replacements
+        self._base_layers, self._replacements_of = base_layers, replacements
 
     def stage(self, checkpoint: Checkpoint) -> Staged:
         """Return a checkpoint as the slots take it.
@@ -171,8 +171,8 @@ class Staging:
         return None if tensor is None else tensor.to(self._device, torch.float32)
 
     def _replacements(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        if self.replacements is not None:
-            return self.replacements(checkpoint)
+        if self._replacements_of is not None:
+            return self._replacements_of(checkpoint)
         if checkpoint.own:
             raise UnsupportedInputError(
                 f"{checkpoint.folder} brings modules of its own besides LoRA, which this pool "
