@@ -68,11 +68,6 @@ def take_experts(
 ) -> tuple[dict[str, Parts], dict[str, list[ExpertGroup]]]:
     """Tell the tensors of experts from those of modules.
 
-    Args:
-        groups: tensors by path.
-        modules: of the base model; what is a module there is no part of stacked experts.
-        experts: of the base model.
-
     Returns:
         The groups that are left, and those of experts by the path of the module that holds them.
     """

@@ -32,13 +32,7 @@ class _ProjectionLora:
 def read_projections(
     source: ExpertSource, experts: str, groups: Sequence[ExpertGroup]
 ) -> dict[str, ExpertDelta]:
-    """Return the LoRA of the parameters of one experts' module, by their paths.
-
-    Args:
-        source: the file, the rules and the base model.
-        experts: path of the module.
-        groups: its tensors, all named or all numbered.
-    """
+    """Return the LoRA of the parameters of one experts' module, by their paths."""
     entries: dict[str, list[_ProjectionLora]] = {}
     for group in groups:
         parameter, index = PROJECTIONS[group.projection]

@@ -93,14 +93,7 @@ def exchanged_by_shapes(
 def read_stacked(
     source: ExpertSource, name: str, group: ExpertGroup, by_shapes: Mapping[bool, bool]
 ) -> ExpertDelta:
-    """Return the LoRA of one parameter.
-
-    Args:
-        source: the file, the rules and the base model.
-        name: path of the parameter.
-        group: its tensors.
-        by_shapes: from `exchanged_by_shapes`.
-    """
+    """Return the LoRA of one parameter."""
     rule, spec = source.rules[name], source.spec(name)
     source.check_room(name, rule.rank)
     straight, exchanged = _fits(source, name, group)

@@ -20,10 +20,6 @@ def read_experts(
 ) -> dict[str, ExpertDelta]:
     """Return the LoRA of every stacked parameter of experts, by its path.
 
-    Args:
-        source: the file, the rules and the base model.
-        taken: from `take_experts`.
-
     Raises:
         InvalidInputError: tensors contradict each other, the configuration or the base model.
         UnsupportedInputError: the file does not show how PEFT laid the matrices out, or has a bias.

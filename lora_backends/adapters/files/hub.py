@@ -22,9 +22,6 @@ def local_folder(name: str | Path) -> Path:
     What exists as a path is taken as one. huggingface_hub decides whether there is a network
     (HF_HUB_OFFLINE) and where its cache lies (HF_HOME).
 
-    Args:
-        name: a path, or an id such as "someone/an-adapter".
-
     Raises:
         InvalidInputError: it is neither a path nor on the hub.
     """

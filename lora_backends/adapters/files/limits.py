@@ -59,14 +59,7 @@ class LoadLimits:
     def exceeded(
         self, name: str, path: Path, given: str | list[str], needed: float
     ) -> InvalidInputError:
-        """Return the error that names a limit and how to raise it.
-
-        Args:
-            name: of the field.
-            path: the file.
-            given: the value beyond the limit.
-            needed: the value that would have been enough.
-        """
+        """Return the error that names a limit and how to raise it."""
         what = f"the checkpoint is beyond the limit {name}"
         to_do = (
             f"if you trust the file, pass limits=LoadLimits({name}={needed}), or write {name} = "

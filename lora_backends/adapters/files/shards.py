@@ -24,11 +24,6 @@ def shards_of(names: Iterable[str]) -> list[str]:
 def read_shards(folder: Path, names: list[str], limits: LoadLimits) -> dict[str, Tensor]:
     """Return the tensors of all shards.
 
-    Args:
-        folder: that holds them.
-        names: from `shards_of`, at least one.
-        limits: of all of them together.
-
     Raises:
         InvalidInputError: a shard is missing, damaged or beyond a limit, or two have one tensor.
     """

@@ -182,15 +182,7 @@ def checked_checkpoint(
     tensors: Mapping[str, Tensor],
     options: ReadOptions,
 ) -> Checkpoint:
-    """Return a checkpoint of a configuration and tensors, as `read_checkpoint` does.
-
-    Args:
-        path: of the folder.
-        weights: of the tensors, for the errors.
-        config: of the adapter.
-        tensors: by their names in a file of PEFT's.
-        options: the base model, and what the caller takes.
-    """
+    """Return a checkpoint of a configuration and tensors, as `read_checkpoint` does."""
     replacements = OwnModules()
     tensors = without_adapter_name(weights, tensors)
     if options.own_modules:

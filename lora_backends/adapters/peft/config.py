@@ -131,10 +131,7 @@ _INITS_REFUSED = {
 def read_config(path: Path, limits: LoadLimits, own_modules: bool = False) -> PeftLoraConfig:
     """Read `adapter_config.json`, or say why its adapter cannot be reproduced exactly.
 
-    Args:
-        path: the file.
-        limits: of its size and cost.
-        own_modules: whether its parts that are not LoRA are taken.
+    With `own_modules` the caller takes the parts of the adapter that are not LoRA.
 
     Returns:
         The fields that decide what the adapter computes.
@@ -148,11 +145,6 @@ def read_config(path: Path, limits: LoadLimits, own_modules: bool = False) -> Pe
 
 def checked_config(values: dict[str, Any], path: Path, own_modules: bool = False) -> PeftLoraConfig:
     """Return the configuration in a JSON object; refuse one that cannot be reproduced exactly.
-
-    Args:
-        values: the contents of `adapter_config.json`.
-        path: of the file, for the errors.
-        own_modules: as `read_config`.
 
     Raises:
         InvalidInputError: a wrong type, or fields that contradict.

@@ -63,12 +63,7 @@ def module_rules(
 ) -> dict[str, ModuleRule]:
     """Return the rule of each module, as PEFT reads it from a configuration.
 
-    Args:
-        config: of the adapter.
-        modules: their paths.
-        path: the configuration's file, for errors.
-        limits: the time that matching may take.
-        may_tie: whether the caller compares the LoRA with the base model's tied weights.
+    With `may_tie` the caller compares the LoRA with the base model's tied weights.
 
     Raises:
         InvalidInputError: a regular expression is broken, or matching takes too long.
@@ -123,12 +118,6 @@ def targets_among(
 
     Modules whose LoRA depends on the base model are left out: embedding and head where PEFT ties
     them, and linear layers outside of the stacks of layers where the targets are "all-linear".
-
-    Args:
-        config: of the adapter.
-        modules: their paths.
-        path: as in `module_rules`, as what follows.
-        limits: as there.
     """
     tied = _TIED_NAMES if config.ensure_weight_tying else ()
     asked = [module for module in modules if module.split(".")[-1] not in tied]
@@ -153,13 +142,7 @@ def ties_saved(config: PeftLoraConfig) -> bool:
 
 
 def ties_targets(config: PeftLoraConfig, path: Path, limits: LoadLimits) -> bool:
-    """Return whether PEFT gives a tied head the LoRA of the embedding, transposed.
-
-    Args:
-        config: of the adapter.
-        path: as in `module_rules`, as what follows.
-        limits: as there.
-    """
+    """Return whether PEFT gives a tied head the LoRA of the embedding, transposed."""
     if not config.ensure_weight_tying or ties_saved(config):
         return False
     rules = _Rules(config, _matches(config, _TIED_NAMES, path, limits))
@@ -170,10 +153,6 @@ def targets_parameter(config: PeftLoraConfig, path: str) -> bool:
     """Return whether PEFT puts LoRA on a parameter: `target_parameters` names the end of its path.
 
     Neither `exclude_modules` nor `layers_to_transform` narrows these.
-
-    Args:
-        config: of the adapter.
-        path: of the parameter.
     """
     names = config.target_parameters or ()
     return any(path == name or path.endswith(f".{name}") for name in names)

@@ -71,10 +71,6 @@ def _in_vision(path: str) -> tuple[str, str]:
 def without_adapter_name(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors as `save_pretrained` names them, where a state_dict has an adapter's name.
 
-    Args:
-        path: of the file, for errors.
-        tensors: by their names, e.g. "...q_proj.lora_A.default.weight".
-
     Raises:
         InvalidInputError: they are of several adapters.
     """

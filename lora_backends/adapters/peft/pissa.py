@@ -30,11 +30,6 @@ part that PiSSA takes off is not determined where they are equal."""
 def without_start(delta: ModuleDelta, base_layers: BaseLayers | None, max_rank: int) -> ModuleDelta:
     """Return the LoRA of twice the rank that adds the trained matrices and takes off their start.
 
-    Args:
-        delta: with an initialisation.
-        base_layers: of the model.
-        max_rank: room for the doubled rank.
-
     Raises:
         UnsupportedInputError: there are no base weights, or they do not determine the start.
         InvalidInputError: the rank is too large.

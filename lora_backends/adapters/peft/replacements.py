@@ -32,11 +32,6 @@ def take_replacements(
 ) -> tuple[OwnModules, dict[str, Tensor]]:
     """Split the tensors of a checkpoint into LoRA and all others.
 
-    Args:
-        path: of the file, for errors.
-        tensors: by their names in the file.
-        config: of the adapter.
-
     Returns:
         The parts that are not LoRA, by paths as in the file; and the LoRA tensors.
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
 from lora_backends.adapters.pool.quantized import (
     StagedExperts,
-    bytes_in,
     check_no_overflow,
     quantized_experts,
-    tensors_in,
 )
 from lora_backends.adapters.pool.records import ExpertForm, ModuleRecord
+from lora_backends.adapters.pool.stack_format import (
+    StackFormat,
+    bytes_in,
+    tensors_in,
+    write_matrices,
+)
 from lora_backends.adapters.specs import ExpertDelta, ExpertSpec
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertWeights
@@ -29,25 +32,13 @@ class ExpertStacks:
 
     Args:
         specs: the parameters of the base model, by path.
-        num_slots: slots of every stack.
         max_rank: width of every stack.
-        dtype: dtype of the model, and of the stacks unless they have 8 bits.
-        device: where they live.
-        stored: an 8-bit dtype of the stacks, or None.
+        form: how the stacks are stored.
     """
 
-    def __init__(
-        self,
-        specs: Mapping[str, ExpertSpec],
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, specs: Mapping[str, ExpertSpec], max_rank: int, form: StackFormat) -> None:
         self.specs = dict(specs)
-        self._num_slots, self._max_rank = num_slots, max_rank
-        self._dtype, self._device, self._stored = dtype, device, stored
+        self._max_rank, self._format = max_rank, form
         self._stacks: Mapping[tuple[str, ExpertForm], ExpertWeights] = {}
 
     def __getitem__(self, key: tuple[str, ExpertForm]) -> ExpertWeights:
@@ -74,18 +65,19 @@ class ExpertStacks:
             InvalidInputError: it does not fit the base model or the stacks, or overflows.
         """
         self._check_fits(delta)
-        if self._stored is None:
+        device, dtype, eight_bit = self._format.device, self._format.dtype, self._format.eight_bit
+        if eight_bit is None:
             staged = StagedExperts(
                 delta.module,
-                delta.lora_a.to(self._device, self._dtype),
-                delta.lora_b.to(self._device, self._dtype),
-                delta.ranks.to(self._device, torch.int32),
-                delta.scalings.to(self._device, torch.float32),
+                delta.lora_a.to(device, dtype),
+                delta.lora_b.to(device, dtype),
+                delta.ranks.to(device, torch.int32),
+                delta.scalings.to(device, torch.float32),
             )
             check_no_overflow(delta.module, lora_A=staged.lora_a, lora_B=staged.lora_b)
         else:
             spec = self.specs[delta.module]
-            staged = quantized_experts(delta, spec, self._stored, self._device)
+            staged = quantized_experts(delta, spec, eight_bit, device)
         check_no_overflow(delta.module, **{"a scaling": staged.scalings})
         return staged
 
@@ -110,12 +102,7 @@ class ExpertStacks:
     def write(self, slot: int, delta: StagedExperts) -> None:
         """Write a delta into a slot; `reserve` has allocated its stack."""
         stack = self._stacks[delta.module, self._form(delta)]
-        stack.lora_a[slot, :, :, : delta.rank] = delta.lora_a
-        stack.lora_b[slot, :, :, : delta.rank] = delta.lora_b
-        if stack.a_scales is not None and delta.a_scales is not None:
-            stack.a_scales[slot, :, :, : delta.rank] = delta.a_scales
-        if stack.b_scales is not None and delta.b_scales is not None:
-            stack.b_scales[slot] = delta.b_scales
+        write_matrices(stack, slot, delta)
         stack.scalings[slot] = delta.scalings
         stack.ranks[slot] = delta.ranks
 
@@ -130,31 +117,19 @@ class ExpertStacks:
         return ExpertForm(delta.lora_a.shape[1], *(several and size == 1 for size in sizes))
 
     def _allocate(self, path: str, form: ExpertForm) -> ExpertWeights:
-        spec, slots = self.specs[path], self._num_slots
-        experts_a, experts_b = (
-            1 if shared else spec.num_experts for shared in (form.one_a, form.one_b)
-        )
-        table = (slots, spec.num_experts, form.num_a)
-        scales: dict[str, Any] = {}
-        if self._stored is not None:  # one for each row
-            like: dict[str, Any] = {"dtype": torch.float32, "device": self._device}
-            shape = (slots, experts_a, form.num_a, self._max_rank, 1)
-            scales["a_scales"] = torch.ones(shape, **like)
-            scales["b_scales"] = torch.ones((slots, experts_b, spec.out_features, 1), **like)
-            scales["compute_dtype"] = self._dtype
+        spec = self.specs[path]
+        experts_a, experts_b = (1 if one else spec.num_experts for one in (form.one_a, form.one_b))
+        shape_a = (experts_a, form.num_a, self._max_rank, spec.in_features)
+        shape_b = (experts_b, spec.out_features, self._max_rank)
+        table = (self._format.num_slots, spec.num_experts, form.num_a)
         return ExpertWeights(
-            lora_a=self._zeros(slots, experts_a, form.num_a, self._max_rank, spec.in_features),
-            lora_b=self._zeros(slots, experts_b, spec.out_features, self._max_rank),
-            ranks=torch.zeros(table, dtype=torch.int32, device=self._device),
-            scalings=torch.zeros(table, dtype=torch.float32, device=self._device),
+            **self._format.matrices(shape_a, shape_b),
+            ranks=torch.zeros(table, dtype=torch.int32, device=self._format.device),
+            scalings=torch.zeros(table, dtype=torch.float32, device=self._format.device),
             output_slices=spec.output_slices,
             num_experts=spec.num_experts,
             interleaved=spec.interleaved,
-            **scales,
         )
-
-    def _zeros(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=self._stored or self._dtype, device=self._device)
 
     def _check_fits(self, delta: ExpertDelta) -> None:
         spec = self.specs.get(delta.module)

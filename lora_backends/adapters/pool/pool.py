@@ -17,6 +17,7 @@ from lora_backends.adapters.pool.expert_stacks import ExpertStacks
 from lora_backends.adapters.pool.quantized import AdapterReport, as_adapter_dtype
 from lora_backends.adapters.pool.records import EMPTY, SlotRecord
 from lora_backends.adapters.pool.slots import SlotTable
+from lora_backends.adapters.pool.stack_format import StackFormat
 from lora_backends.adapters.pool.stacks import ModuleStacks
 from lora_backends.adapters.pool.staging import Replacements, Staged, Staging, check_name
 from lora_backends.adapters.pool.streams import SlotStreams
@@ -108,7 +109,7 @@ class AdapterPool:
         self.limits = LoadLimits.of(limits)
         self.max_rank, self.max_expert_rank = max_rank, expert_rank
         self.dtype = dtype
-        self._stored = as_adapter_dtype(adapter_dtype, dtype)
+        self._eight_bit = as_adapter_dtype(adapter_dtype, dtype)
         self.device = torch.device(device)
         self._streams = SlotStreams(self.device) if self.device.type == "cuda" else None
         self.slots = SlotTable(max_adapters, self._streams)
@@ -120,11 +121,11 @@ class AdapterPool:
         (DoRA). A parameter of experts has a stack for each form that adapters have; an adapter has
         rank 0 in all but one.
         """
-        place = (dtype, self.device, self._stored)
-        self._stacks = ModuleStacks(self.modules, groups, max_adapters, max_rank, *place)
-        self._experts = ExpertStacks(self.experts, max_adapters, expert_rank, *place)
+        form = StackFormat(max_adapters, dtype, self._eight_bit, self.device)
+        self._stacks = ModuleStacks(self.modules, groups, max_rank, form)
+        self._experts = ExpertStacks(self.experts, expert_rank, form)
         self._staging = Staging(
-            self.modules, max_rank, *place, self._experts, base_layers, own_modules
+            self.modules, max_rank, form, self._experts, base_layers, own_modules
         )
         self.read_options = ReadOptions(
             self.modules, max_rank, self.limits, self.experts, expert_rank, own_modules is not None
@@ -409,7 +410,7 @@ class AdapterPool:
         return AdapterReport(
             name,
             slot,
-            self._stored or self.dtype,
+            self._eight_bit or self.dtype,
             sum(module.nbytes for module in modules.values()),
             self._stacks.nbytes + self._experts.nbytes,
             errors,

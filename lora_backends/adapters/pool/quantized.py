@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lora_backends.adapters.pool.stack_format import bytes_in
 from lora_backends.adapters.specs import ExpertDelta, ExpertSpec
 from lora_backends.eight_bit import COMPUTE_DTYPES, LARGEST, quantized, spread
 from lora_backends.errors import InvalidInputError, shown
@@ -51,23 +52,6 @@ class StagedExperts(ExpertDelta):
     def nbytes(self) -> int:
         """Bytes of the matrices and their scales."""
         return bytes_in(self)
-
-
-def bytes_of(*tensors: Tensor | None) -> int:
-    """Return the bytes of tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
-def bytes_in(matrices: Any) -> int:
-    """Return the bytes of the matrices and scales of a stack, or of a staged delta."""
-    return bytes_of(matrices.lora_a, matrices.lora_b, matrices.a_scales, matrices.b_scales)
-
-
-def tensors_in(stacks: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors of stacks, without tables of ranks."""
-    parts = ("lora_a", "lora_b", "a_scales", "b_scales", "bias", "output_scales")
-    tensors = (getattr(stack, part, None) for stack in stacks for part in parts)
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def check_no_overflow(module: str, **tensors: Tensor) -> None:

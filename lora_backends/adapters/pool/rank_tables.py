@@ -14,11 +14,6 @@ class Tables:
     """Tables [num_slots, slices] of groups, and [num_slots, 1] of each module of a larger group.
 
     They are contiguous parts of one tensor, so a few launches write a slot of all of them.
-
-    Args:
-        groups: by path of a module, the paths of its group.
-        num_slots: rows of every table.
-        device: where they live.
     """
 
     def __init__(

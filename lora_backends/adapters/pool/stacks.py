@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from lora_backends.adapters.pool.quantized import bytes_in, tensors_in
 from lora_backends.adapters.pool.rank_tables import Tables
+from lora_backends.adapters.pool.stack_format import (
+    StackFormat,
+    bytes_in,
+    tensors_in,
+    write_matrices,
+)
 from lora_backends.adapters.specs import ModuleSpec
 from lora_backends.weights import LoRAWeights
 
@@ -55,29 +59,22 @@ class ModuleStacks:
     Args:
         modules: of the base model, by path.
         groups: paths of modules with the same input.
-        num_slots: slots of every stack.
         max_rank: width of every stack.
-        dtype: dtype of the model, and of the stacks unless they have 8 bits.
-        device: where they live.
-        stored: an 8-bit dtype of the stacks, or None.
+        form: how the stacks are stored.
     """
 
     def __init__(
         self,
         modules: Mapping[str, ModuleSpec],
         groups: Iterable[Sequence[str]],
-        num_slots: int,
         max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None = None,
+        form: StackFormat,
     ) -> None:
         self._modules = modules
         self._groups: dict[str, tuple[str, ...]] = {path: (path,) for path in modules}
         for group in groups:
             self._groups |= dict.fromkeys(group, tuple(group))
-        self._num_slots, self._max_rank = num_slots, max_rank
-        self._dtype, self._device, self._stored = dtype, device, stored
+        self._max_rank, self._form = max_rank, form
         self._stacks = _Allocated({}, {})
         self._tables: Tables | None = None  # with the first stack
 
@@ -106,17 +103,17 @@ class ModuleStacks:
     def reserve(self, deltas: Iterable[StagedDelta]) -> None:
         """Allocate the stacks that the deltas need and that do not exist yet: all, or none."""
         if self._tables is None:
-            self._tables = Tables(self._groups, self._num_slots, self._device)
+            self._tables = Tables(self._groups, self._form.num_slots, self._form.device)
         tables = self._tables
         whole, parts = dict(self._stacks.whole), dict(self._stacks.parts)
         for delta in deltas:
             group = self._groups[delta.module]
             stack = whole.get(group) or self._allocate(group, tables)
-            shape = (self._num_slots, stack.out_features)
+            shape = (self._form.num_slots, stack.out_features)
             if delta.bias is not None and stack.bias is None:
-                stack = replace(stack, bias=torch.zeros(shape, device=self._device))
+                stack = replace(stack, bias=torch.zeros(shape, device=self._form.device))
             if delta.output_scales is not None and stack.output_scales is None:
-                ones = torch.ones(shape, dtype=torch.float32, device=self._device)
+                ones = torch.ones(shape, dtype=torch.float32, device=self._form.device)
                 stack = replace(stack, output_scales=ones)
             whole[group] = stack
             part = parts.get(delta.module)
@@ -136,20 +133,15 @@ class ModuleStacks:
                 part = replace(part, output_scales=scales[:, first:end])
             parts[delta.module] = part
         is_new = any(self._stacks.whole.get(group) is not stack for group, stack in whole.items())
-        if is_new and self._device.type == "cuda":
+        if is_new and self._form.device.type == "cuda":
             # another thread's stream may read a stack as soon as it is found here
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self._form.device).synchronize()
         self._stacks = _Allocated(whole, parts)
 
     def write(self, slot: int, delta: StagedDelta) -> None:
         """Write a delta's tensors into a slot; `reserve` has allocated its stacks."""
         part = self._stacks.parts[delta.module]
-        part.lora_a[slot, 0, : delta.rank] = delta.lora_a
-        part.lora_b[slot, :, : delta.rank] = delta.lora_b
-        if part.a_scales is not None and delta.a_scales is not None:
-            part.a_scales[slot, 0, : delta.rank] = delta.a_scales
-        if part.b_scales is not None and delta.b_scales is not None:
-            part.b_scales[slot] = delta.b_scales
+        write_matrices(part, slot, delta)
         if delta.bias is not None and part.bias is not None:
             part.bias[slot] = delta.bias
         if delta.output_scales is not None and part.output_scales is not None:
@@ -173,22 +165,13 @@ class ModuleStacks:
     def _allocate(self, group: tuple[str, ...], tables: Tables) -> LoRAWeights:
         specs = [self._modules[path] for path in group]
         widths = tuple(spec.out_features for spec in specs)
-        size: dict[str, Any] = {"dtype": self._stored or self._dtype, "device": self._device}
-        table = (self._num_slots, len(group))
-        scales: dict[str, Any] = {}
-        if self._stored is not None:  # one for each row
-            like: dict[str, Any] = {"dtype": torch.float32, "device": self._device}
-            scales["a_scales"] = torch.ones((*table, self._max_rank, 1), **like)
-            scales["b_scales"] = torch.ones((self._num_slots, sum(widths), 1), **like)
-            scales["compute_dtype"] = self._dtype
+        shape_a = (len(group), self._max_rank, specs[0].in_features)
         ranks, scalings = tables.of(*group)
         return LoRAWeights(
-            lora_a=torch.zeros((*table, self._max_rank, specs[0].in_features), **size),
-            lora_b=torch.zeros((self._num_slots, sum(widths), self._max_rank), **size),
+            **self._form.matrices(shape_a, (sum(widths), self._max_rank)),
             ranks=ranks,
             scalings=scalings,
             output_slices=widths,
-            **scales,
         )
 
 

@@ -14,6 +14,7 @@ from lora_backends.adapters.peft.pissa import without_start
 from lora_backends.adapters.pool.expert_stacks import ExpertStacks
 from lora_backends.adapters.pool.quantized import StagedExperts, check_no_overflow, quantized_pair
 from lora_backends.adapters.pool.records import ModuleRecord, SlotRecord
+from lora_backends.adapters.pool.stack_format import StackFormat
 from lora_backends.adapters.pool.stacks import StagedDelta
 from lora_backends.adapters.pool.tensors import in_one_copy
 from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec
@@ -43,9 +44,7 @@ class Staging:
     Args:
         modules: of the base model, by path.
         max_rank: width of the stacks.
-        dtype: the model's.
-        device: of the stacks.
-        stored: an 8-bit dtype of the stacks, or None.
+        form: how the stacks are stored.
         experts: stages the parameters of experts.
         base_layers: as `AdapterPool`.
         replacements: as `own_modules` of `AdapterPool`.
@@ -55,16 +54,13 @@ class Staging:
         self,
         modules: Mapping[str, ModuleSpec],
         max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None,
+        form: StackFormat,
         experts: ExpertStacks,
         base_layers: BaseLayers | None,
         replacements: Replacements | None,
     ) -> None:
         self._modules, self._max_rank = modules, max_rank
-        self._dtype, self._device, self._stored = dtype, device, stored
-        self._experts = experts
+        self._format, self._experts = form, experts
         self._base_layers, self._replacements_of = base_layers, replacements
 
     def stage(self, checkpoint: Checkpoint) -> Staged:
@@ -114,10 +110,10 @@ class Staging:
         Returns none if a value is not finite: `_stage` then names the matrix.
         """
         deltas = checkpoint.modules.values()
-        if self._stored is not None or any(delta.init is not None for delta in deltas):
+        if self._format.eight_bit is not None or any(delta.init is not None for delta in deltas):
             return {}  # these change before they are copied
         pairs = [matrix for delta in deltas for matrix in (delta.lora_a, delta.lora_b)]
-        copied = in_one_copy(pairs, self._device, self._dtype)
+        copied = in_one_copy(pairs, self._format.device, self._format.dtype)
         # One check of all values: on a GPU each check waits for the device.
         if copied is None or not bool(copied[0].isfinite().all()):
             return {}
@@ -135,21 +131,22 @@ class Staging:
         if delta.magnitude is not None:
             scales, bias = dora_terms(delta, self._modules[delta.module], self._base_layers)
         a, b, a_scales, b_scales, error = delta.lora_a, delta.lora_b, None, None, None
-        if self._stored is not None:
-            a, a_scales, b, b_scales, error = quantized_pair(a, b, self._stored)
+        eight_bit = self._format.eight_bit
+        if eight_bit is not None:
+            a, a_scales, b, b_scales, error = quantized_pair(a, b, eight_bit)
             if init is not None and error > MOST_RESIDUAL_ERROR:
                 raise UnsupportedInputError(
                     f"the LoRA of {delta.module!r} is what training added to its start "
-                    f"(init_lora_weights = {init!r}), too little for {self._stored}\n"
+                    f"(init_lora_weights = {init!r}), too little for {eight_bit}\n"
                     f"  given: a relative error of {error:.2g}\n"
                     f"  allowed: {MOST_RESIDUAL_ERROR}\n"
                     f"  to do: leave adapter_dtype out, or save the adapter with "
                     f"path_initial_model_for_weight_conversion"
                 )
         if on_device is None:
-            dtype = self._stored or self._dtype
-            on_device = a.to(self._device, dtype), b.to(self._device, dtype)
-            if self._stored is None:  # `quantized_pair` has checked the values
+            device, dtype = self._format.device, self._format.stored
+            on_device = a.to(device, dtype), b.to(device, dtype)
+            if eight_bit is None:  # `quantized_pair` has checked the values
                 check_no_overflow(delta.module, lora_A=on_device[0], lora_B=on_device[1])
         bias = self._moved(bias)
         if bias is not None and not bool(bias.isfinite().all()):
@@ -168,7 +165,7 @@ class Staging:
         )
 
     def _moved(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.to(self._device, torch.float32)
+        return None if tensor is None else tensor.to(self._format.device, torch.float32)
 
     def _replacements(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
         if self._replacements_of is not None:
