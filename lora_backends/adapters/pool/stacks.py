@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,6 +17,9 @@ from lora_backends.adapters.pool.stack_format import (
 )
 from lora_backends.adapters.specs import ModuleSpec
 from lora_backends.weights import LoRAWeights
+
+_TERMS = {"bias": 0.0, "output_scales": 1.0}
+"""Terms of a module's output that few adapters bring, and the value that changes nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,30 +112,21 @@ class ModuleStacks:
         whole, parts = dict(self._stacks.whole), dict(self._stacks.parts)
         for delta in deltas:
             group = self._groups[delta.module]
-            stack = whole.get(group) or self._allocate(group, tables)
-            shape = (self._form.num_slots, stack.out_features)
-            if delta.bias is not None and stack.bias is None:
-                stack = replace(stack, bias=torch.zeros(shape, device=self._form.device))
-            if delta.output_scales is not None and stack.output_scales is None:
-                ones = torch.ones(shape, dtype=torch.float32, device=self._form.device)
-                stack = replace(stack, output_scales=ones)
+            index = group.index(delta.module)
+            stack = self._with_terms(whole.get(group) or self._allocate(group, tables), delta)
             whole[group] = stack
-            part = parts.get(delta.module)
             if len(group) == 1:
-                part = stack
-            elif part is None:
-                part = _part(stack, group.index(delta.module), tables.of(delta.module))
-            first, end = _columns(stack, group.index(delta.module))
-            if delta.bias is not None and part.bias is None and stack.bias is not None:
-                part = replace(part, bias=stack.bias[:, first:end])
-            scales = stack.output_scales
-            if (
-                delta.output_scales is not None
-                and part.output_scales is None
-                and scales is not None
-            ):
-                part = replace(part, output_scales=scales[:, first:end])
-            parts[delta.module] = part
+                parts[delta.module] = stack
+                continue
+            part = parts.get(delta.module) or _part(stack, index, tables.of(delta.module))
+            first, end = _columns(stack, index)
+            views = {
+                term: getattr(stack, term)[:, first:end]
+                for term in _TERMS
+                if getattr(delta, term) is not None and getattr(part, term) is None
+            }
+            # Calls compare stacks by identity: one that gets nothing stays the same object.
+            parts[delta.module] = replace(part, **views) if views else part
         is_new = any(self._stacks.whole.get(group) is not stack for group, stack in whole.items())
         if is_new and self._form.device.type == "cuda":
             # another thread's stream may read a stack as soon as it is found here
@@ -142,10 +137,9 @@ class ModuleStacks:
         """Write a delta's tensors into a slot; `reserve` has allocated its stacks."""
         part = self._stacks.parts[delta.module]
         write_matrices(part, slot, delta)
-        if delta.bias is not None and part.bias is not None:
-            part.bias[slot] = delta.bias
-        if delta.output_scales is not None and part.output_scales is not None:
-            part.output_scales[slot] = delta.output_scales
+        for term in _TERMS:
+            if getattr(delta, term) is not None:
+                getattr(part, term)[slot] = getattr(delta, term)
 
     def write_tables(self, slot: int, deltas: Sequence[StagedDelta]) -> None:
         """Write the ranks and scalings of deltas, after their tensors."""
@@ -157,10 +151,20 @@ class ModuleStacks:
         if self._tables is not None:
             self._tables.zero(slot)
         for stack in self._stacks.whole.values():
-            if stack.bias is not None:
-                stack.bias[slot] = 0
-            if stack.output_scales is not None:
-                stack.output_scales[slot] = 1
+            for term, neutral in _TERMS.items():
+                if getattr(stack, term) is not None:
+                    getattr(stack, term)[slot] = neutral
+
+    def _with_terms(self, stack: LoRAWeights, delta: StagedDelta) -> LoRAWeights:
+        """Return a stack with the bias and output_scales that a delta brings first."""
+        like: dict[str, Any] = {"dtype": torch.float32, "device": self._form.device}
+        shape = (self._form.num_slots, stack.out_features)
+        new: dict[str, Any] = {
+            term: torch.full(shape, neutral, **like)
+            for term, neutral in _TERMS.items()
+            if getattr(delta, term) is not None and getattr(stack, term) is None
+        }
+        return replace(stack, **new) if new else stack
 
     def _allocate(self, group: tuple[str, ...], tables: Tables) -> LoRAWeights:
         specs = [self._modules[path] for path in group]
