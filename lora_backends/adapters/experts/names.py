@@ -73,6 +73,7 @@ def take_experts(
     """
     others: dict[str, Parts] = {}
     taken: dict[str, list[ExpertGroup]] = {}
+    # Paths of the modules that hold the parameters.
     known = {path.rpartition(".")[0] for path in experts or ()}
     for path, parts in groups.items():
         match = None if modules is not None and path in modules else _PATH.fullmatch(path)

@@ -36,6 +36,7 @@ def read_projections(
     entries: dict[str, list[_ProjectionLora]] = {}
     for group in groups:
         parameter, index = PROJECTIONS[group.projection]
+        # Experts without a gate have up_proj as a parameter of its own.
         if group.projection == PLAIN and source.specs and f"{experts}.{PLAIN}" in source.specs:
             parameter, index = PLAIN, None
         name = f"{experts}.{parameter}"
@@ -65,6 +66,7 @@ def _split(
     source: ExpertSource, name: str, spec: ExpertSpec | None, entry: _ProjectionLora
 ) -> Iterator[_ProjectionLora]:
     """Yield an entry, or those of gate and up where A holds the ranks of both."""
+    # Gate and up with an A each: [A of gate; A of up] and [B of gate; B of up].
     half, rest = divmod(entry.a.shape[1], 2)
     is_double = name.endswith(GATED) and entry.slice is None and entry.number is None
     if not is_double or rest or half != entry.rank or entry.b.shape[2] != half:
@@ -99,8 +101,11 @@ def _joined(source: ExpertSource, name: str, entries: Sequence[_ProjectionLora])
     shape_b = (1 if one_b else num_experts, high, rank)
     dtype = entries[0].a.dtype
     for entry in entries:
+        # The widest dtype of the parts, so that no value is rounded.
         dtype = torch.promote_types(dtype, torch.promote_types(entry.a.dtype, entry.b.dtype))
+    # Before the allocation.
     _check_size(source, name, (math.prod(shape_a) + math.prod(shape_b)) * dtype.itemsize)
+    # Zeros: an expert without LoRA, and columns above an expert's rank, add nothing.
     a, b = (
         torch.zeros(shape_a, dtype=dtype, device="cpu"),
         torch.zeros(shape_b, dtype=dtype, device="cpu"),

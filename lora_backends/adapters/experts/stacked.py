@@ -34,6 +34,7 @@ def assigned(
 
     PEFT wraps the module once per parameter, in their order in the module: the first is the inner.
     """
+    # Of two parameters, the inner one lies below base_layer.
     by_place = {group.projection: group for group in groups}
     if len(by_place) < len(groups):
         given = [f"LoRA for {group.path!r}" for group in groups]
@@ -102,6 +103,7 @@ def read_stacked(
         raise _misshapen(source, name, group, spec, rule.rank)
     if straight and exchanged:
         is_transposed = spec is not None and spec.transposed
+        # Square: another parameter of the file shows the order, else the version of PEFT.
         if is_transposed in by_shapes:
             exchanged = by_shapes[is_transposed]
         else:
@@ -111,6 +113,7 @@ def read_stacked(
     num_experts = a.shape[0] // rule.rank
     first = a.reshape(num_experts, rule.rank, -1)  # [E, r, in]
     second = b.reshape(b.shape[0], rule.rank, num_experts).permute(2, 0, 1)  # [E, out, r]
+    # A then has the output's width: the update is its transpose times B's.
     if exchanged:
         first, second = second.transpose(1, 2), first.transpose(1, 2)
     return ExpertDelta(

@@ -28,6 +28,7 @@ def read_experts(
     stacked: list[tuple[str, ExpertGroup]] = []
     for experts, groups in sorted(taken.items()):
         styles = {group.style for group in groups}
+        # First: what follows relies on two matrices with the right number of axes.
         _check_parts(source, groups)
         if len(styles) > 1:
             what = f"the LoRA of {experts!r} is laid out in more than one way"
@@ -37,6 +38,7 @@ def read_experts(
             stacked += assigned(source, experts, groups)
         else:
             deltas |= read_projections(source, experts, groups)
+    # After all groups: one parameter's shapes decide for the others.
     exchanged = exchanged_by_shapes(source, stacked)
     for name, group in stacked:
         deltas[name] = read_stacked(source, name, group, exchanged)

@@ -53,6 +53,7 @@ def stamp_of(folder: Path) -> Stamp | None:
         return None
     except OSError as error:
         raise unreadable(folder, error) from error
+    # `os.scandir` returns entries in any order.
     stamps = sorted(
         (name, s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino)
         for name, s in files

@@ -73,6 +73,7 @@ def _read_archive(content: bytes, path: Path, limits: LoadLimits) -> dict[str, T
         root, size = name.removesuffix(_PICKLE), records[name].file_size
         if size > limits.header_bytes:
             raise limits.exceeded("header_bytes", path, f"a pickle of {size} bytes", size)
+        # torch reads a file without this record as its own byte order.
         order = root + "byteorder"
         if order in records and archive.read(order) != sys.byteorder.encode():
             raise RefusedPickleError("the file is of a machine with another byte order", order)
@@ -108,6 +109,7 @@ def _read_legacy(content: bytes, path: Path, limits: LoadLimits) -> dict[str, Te
         raise TypeError("the keys of the storages are no list of names")
     for key in keys:
         size = int.from_bytes(stream.read(8), sys.byteorder) * items[key]
+        # A size beyond the file reads less, and `_storage` refuses that.
         storages[key] = stream.read(size)
     return _tensors(state, path, limits, storages.__getitem__)
 
@@ -139,6 +141,7 @@ def _tensors(state: Any, path: Path, limits: LoadLimits, read: ReadStorage) -> d
             raise RefusedPickleError("elements of a tensor share memory", given)
     if unpacked > limits.unpacked_bytes:
         raise limits.exceeded("unpacked_bytes", path, f"tensors of {unpacked} bytes", unpacked)
+    # One read per storage: tied weights and stacked layers share them.
     views: dict[StorageRecord, list[str]] = {}
     for name, tensor in stored.items():
         views.setdefault(tensor.storage, []).append(name)

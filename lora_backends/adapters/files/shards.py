@@ -31,6 +31,7 @@ def read_shards(folder: Path, names: list[str], limits: LoadLimits) -> dict[str,
     wanted = {
         f"adapter_model-{number:05}-of-{count}.safetensors"
         for count in counts
+        # At most one more than there are files: the count is a stranger's.
         for number in range(1, min(int(count), len(names) + 1) + 1)
     }
     if wanted != {*names}:
@@ -48,6 +49,7 @@ def read_shards(folder: Path, names: list[str], limits: LoadLimits) -> dict[str,
                 raise InvalidInputError(problem(folder, "shards overlap", given, "one of them"))
             tensors[key] = tensor
             size += tensor.nbytes
+        # After each shard, so that no further one is read.
         if len(tensors) > limits.tensors:
             given = f"{len(tensors)} tensors and more"
             raise limits.exceeded("tensors", folder, given, len(tensors))

@@ -93,6 +93,7 @@ def evaluate(stream: BinaryIO, check: Callable[[int, int], None], extra: int = 0
             raise RefusedPickleError("the file holds no state dict", f"opcode {opcode.name}")
         step(machine, argument)
         spare -= 1
+        # Each tensor is a REDUCE, so this sees every one.
         if opcode.name == "REDUCE":
             check(position or 0, machine.tensors)
         elif spare + _OPCODES_PER_TENSOR * machine.tensors < 0:
@@ -135,6 +136,7 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
+        # A key of another type is never hashed: nested tuples take 2^depth steps.
         if type(target) is not dict or not all(type(key) is str for key in items[::2]):
             raise RefusedPickleError("the file holds no state dict", "keys that are no names")
         target.update(zip(items[::2], items[1::2], strict=True))

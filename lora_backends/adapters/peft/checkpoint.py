@@ -190,6 +190,7 @@ def checked_checkpoint(
     _refuse_features(weights, tensors)
     groups = _group(weights, tensors, may_be_empty=bool(replacements))
     parts_of, taken = take_experts(groups, options.modules, options.experts)
+    # target_parameters names the weight of a module, which has a rule of its own.
     of_parameters = parts_of if config.target_parameters else ()
     names = [*parts_of, *(f"{name}.weight" for name in of_parameters), *ruled_names(taken)]
     rules = module_rules(
@@ -201,6 +202,7 @@ def checked_checkpoint(
     deltas = {}
     for name in sorted(parts_of):
         delta = _read_delta(source, name, parts_of[name])
+        # An old and a new name may mean one module.
         if delta.module in deltas:
             given = [f"LoRA for {name!r}", f"LoRA for {delta.module!r}"]
             raise source.error("two paths name one module of the base model", given, "one of them")
@@ -226,6 +228,7 @@ def _with_promises(source: _Source, checkpoint: Checkpoint) -> Checkpoint:
     config, replacements = source.config, checkpoint.own
     others = [path for path in source.options.modules or () if path not in checkpoint.modules]
     config_path = checkpoint.folder / CONFIG_FILE
+    # Without a base model nothing says which modules are targeted.
     untrained = targets_among(config, others, config_path, source.options.limits) if others else []
     stacked = [path for path in source.options.experts or () if path not in checkpoint.experts]
     weights = (f"{path}.weight" for path in others)
@@ -278,6 +281,7 @@ def _refuse_features(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _feature_of(key: str, tensor: Tensor) -> str | None:
+    # No pattern runs over a name of a stranger's length.
     if not key.startswith(_PREFIX) or len(key) > LONGEST_NAME:
         return None
     name = key.removeprefix(_PREFIX)
@@ -297,6 +301,7 @@ def _group(
     strange = []
     for key, tensor in tensors.items():
         module, part = _split(key)
+        # A second name for one part is not understood: nothing says which tensor counts.
         if part and part not in parts_of.get(module, {}):
             parts_of.setdefault(module, {})[part] = tensor
         elif not _TRAINING_ONLY.search(key):
@@ -325,6 +330,7 @@ def _split(key: str) -> tuple[str, str | None]:
         for part in _PARTS:
             if name.endswith(f".{part}"):
                 return name.removesuffix(f".{part}"), part
+        # Some trainers leave out ".weight" for tensors with an axis of experts.
         module, _, part = name.rpartition(".")
         if part in ("lora_A", "lora_B") and "experts" in module.split("."):
             return module, f"{part}.weight"  # a tensor with an axis of experts is no module
@@ -349,6 +355,7 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     for part, tensor in parts.items():
         _check_tensor(source, f"{_PREFIX}{module}.{part}", tensor, shapes[part], rank)
     scaling = rule.scaling
+    # PEFT scales the bias with B: scaling * (B A x + b).
     bias = parts[_BIAS].float() * scaling if _BIAS in parts else None
     if spec is not None and kind == "embedding":
         scaling *= spec.embed_scale
@@ -492,5 +499,6 @@ def _check_tensor(
             allowed += " by the base model"
         to_do = "load it on the model it was trained on, with the configuration saved beside it"
         raise source.error("a tensor has the wrong shape", typed(key, tensor), allowed, to_do)
+    # Base weights are compared with the model's, which may hold any value.
     if not key.endswith(_BASE_WEIGHT):
         check_finite(source.error, key, tensor)

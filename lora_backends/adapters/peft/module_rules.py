@@ -121,6 +121,7 @@ def targets_among(
     """
     tied = _TIED_NAMES if config.ensure_weight_tying else ()
     asked = [module for module in modules if module.split(".")[-1] not in tied]
+    # Ranks do not matter here, and matching their patterns takes time.
     plain = config.model_copy(update={"rank_pattern": None, "alpha_pattern": None})
     rules = _Rules(plain, _matches(plain, asked, path, limits))
     targeted = [module for module in asked if rules.rule(module).targeted]
@@ -220,6 +221,7 @@ class _Rules:
         targets, excluded = self._config.target_modules, self._config.exclude_modules
         if targets is None or (excluded and self._names(excluded, module)):
             return False
+        # PEFT puts no LoRA inside a module that it saves whole.
         if any(name in f".{module}." for name in self._saved):
             return False
         if isinstance(targets, str):
@@ -240,6 +242,7 @@ class _Rules:
         if not patterns:
             match = _NUMBERED.match(module)
             return match is not None and int(match["idx"]) in self._layers
+        # As in PEFT, the first pattern that matches decides.
         for pattern in patterns:
             layer = self._matches[_layer_expression(pattern)][module]
             if isinstance(layer, str):
@@ -250,6 +253,7 @@ class _Rules:
 def _matches(
     config: PeftLoraConfig, names: Sequence[str], path: Path, limits: LoadLimits
 ) -> Matches:
+    # All at once: starting the process takes longer than matching.
     keys = list(_expressions(config))
     expressions = [expression for _, _, expression in keys]
     try:

@@ -51,6 +51,7 @@ _NAMED = [re.compile(pattern) for pattern in _ADAPTER_NAMES]
 
 def renamed(path: str, known: Iterable[str]) -> str:
     """Return the base model's path for a module path of an older Transformers."""
+    # Each path is looked up several times.
     known = known if isinstance(known, (set, Mapping)) else set(known)
     if path in known:
         return path

@@ -57,6 +57,7 @@ def take_replacements(
             originals |= _original(key, tensor)
             continue
         check_dtype(error, key, tensor)
+        # Flat: the check walks over the first axis, which a scalar has not.
         check_finite(error, key, tensor.flatten())
         if name.endswith(_TOKEN_DELTA):
             module = name.removesuffix(_TOKEN_DELTA)
@@ -68,6 +69,7 @@ def take_replacements(
                 allowed, to_do = "the outer ones alone", "correct modules_to_save and train again"
                 raise UnsupportedInputError(problem(path, what, saved, allowed, to_do))
             plain = not saved and key == _PREFIX + name
+            # PEFT may write one parameter under several names.
             before = parameters.setdefault(name, OwnParameter(tensor, bool(saved), plain))
             same = before.value.dtype == tensor.dtype and torch.equal(before.value, tensor)
             if not same:
@@ -124,6 +126,7 @@ def _token_rows(
 ) -> TokenRows:
     ids = config.trainable_token_indices
     if isinstance(ids, dict):
+        # Keys are ends of paths, at whole components.
         ids = next((v for k, v in ids.items() if f".{module}".endswith(f".{k}")), None)
     if not ids or values.ndim != 2 or values.shape[0] != len(ids) or len(set(ids)) != len(ids):
         what = f"the rows of {module!r} and trainable_token_indices disagree"

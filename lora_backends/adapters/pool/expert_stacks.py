@@ -92,6 +92,7 @@ class ExpertStacks:
     @torch.inference_mode(False)  # else no thread outside that mode could write them
     def reserve(self, deltas: Iterable[StagedExperts]) -> None:
         """Allocate the stacks that the deltas need and that do not exist yet: all, or none."""
+        # A copy: an allocation that fails leaves the stacks as they were.
         stacks = dict(self._stacks)
         for delta in deltas:
             key = (delta.module, self._form(delta))
@@ -103,6 +104,7 @@ class ExpertStacks:
         """Write a delta into a slot; `reserve` has allocated its stack."""
         stack = self._stacks[delta.module, self._form(delta)]
         write_matrices(stack, slot, delta)
+        # Ranks last: rank 0 hides matrices that are half written.
         stack.scalings[slot] = delta.scalings
         stack.ranks[slot] = delta.ranks
 
@@ -113,6 +115,7 @@ class ExpertStacks:
 
     def _form(self, delta: ExpertDelta) -> ExpertForm:
         several = self.specs[delta.module].num_experts > 1
+        # With one expert, shared and separate matrices have one layout.
         sizes = (delta.lora_a.shape[0], delta.lora_b.shape[0])
         return ExpertForm(delta.lora_a.shape[1], *(several and size == 1 for size in sizes))
 
@@ -145,6 +148,7 @@ class ExpertStacks:
                 f"  the base model has there: {spec}\n  max_expert_rank: {self._max_rank}"
             )
         experts, (_, num_a, rank, _) = spec.num_experts, shapes[0]
+        # Of the first axis: 1 if the experts share the matrix.
         counts = {1, experts}
         fits = (
             shapes[0][0] in counts

@@ -219,14 +219,18 @@ class AdapterPool:
         if self._streams is not None:
             self._streams.check_not_capturing(name)
         with self.slots.lock:  # no call may take the slot while it is written
+            # A prefetch may be writing the only slot that can be taken.
             self.slots.wait_for_room([name])
             slot, evicted = self.slots.candidate(name)
+            # It may run out of memory, so it comes while the old adapter still has its name.
             self._reserve(staged)
             self.slots.vacate(name, slot)  # before the first write: see the class
             with self._writing(slot):
+                # Ranks are 0 while the matrices change: a graph that reads the slot adds nothing.
                 self._clear(slot)
                 self._records[slot] = staged.record
                 self._write(slot, staged)
+            # Before the name: a call that sees the name needs its stacks.
             self._note_active()
             if then is not None:
                 then()
@@ -255,6 +259,7 @@ class AdapterPool:
         """
         if any(True for _ in tensors_of(staged.record.replacements)):
             return False
+        # Taken with the lock, written without it: batches of other slots go on.
         with self.slots.lock:
             slot = self.slots.reserve(name) if is_wanted() else None
         if slot is None:
@@ -265,11 +270,13 @@ class AdapterPool:
                 self._records[slot] = staged.record
             if self._streams is not None:
                 self._streams.before_write_ahead(slot)
+            # Else the ranks of the evicted adapter count with the new matrices.
             self._zero(slot)
             self._write(slot, staged)
             if self._streams is not None:
                 self._streams.after_write_ahead(slot)
             with self.slots.lock:
+                # Another thread may have loaded or forgotten the name meanwhile.
                 if is_wanted():
                     self._note_active()
                     then()
@@ -339,6 +346,7 @@ class AdapterPool:
                 else:
                     self._overwrite(name, slot, staged, then)
                     return slot
+            # Without the lock: the calls that hold the slot need it to end.
             time.sleep(0.001)
 
     def _overwrite(
@@ -350,6 +358,7 @@ class AdapterPool:
                 f"adapter {name!r} cannot be updated in place: it has modules of its own\n"
                 f"  to do: add_adapter({name!r}, ...), which replaces it"
             )
+        # Prepared calls and graphs hold the stacks of this layout.
         layouts = [{path: m.layout for path, m in r.modules.items()} for r in (now, new)]
         if layouts[0] != layouts[1]:
             paths = sorted({path for path, _ in layouts[0].items() ^ layouts[1].items()})
@@ -384,6 +393,7 @@ class AdapterPool:
         if self._streams is not None:
             self._streams.check_not_capturing(name)
         with self.slots.lock:
+            # The name goes first: an interrupt leaves a slot that no row can ask for.
             slot = self.slots.release(name)
             with self._writing(slot):
                 self._clear(slot)

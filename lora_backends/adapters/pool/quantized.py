@@ -143,6 +143,7 @@ def _experts_error(wide: ExpertWeights, stored: ExpertWeights) -> float:
         columns, groups = wide.columns(s), slice(first, first + width)
         first += width
         for expert in range(wide.num_experts):
+            # Index 0 where the experts share a matrix.
             e_a, e_b = (expert % part.shape[1] for part in (wide.lora_a, wide.lora_b))
             rank = int(wide.ranks[0, expert % wide.ranks.shape[1], a])
             factor = float(wide.scalings[0, expert % wide.scalings.shape[1], a]) ** 2
@@ -165,6 +166,8 @@ def _wide(stored: Tensor, scales: Tensor) -> Tensor:
 def _squares(a: Tensor, b: Tensor, stored_a: Tensor, stored_b: Tensor) -> tuple[float, float]:
     """Return ||B A - stored||^2 and ||B A||^2 by products of the width of the rank."""
     rank = a.shape[0]
+    # ||L R||^2 is the sum of (L^T L) * (R R^T): numbers of rank^2, and L R is never made.
+    # In float64, because B A and the stored product nearly cancel.
     left = torch.cat([b.double(), -stored_b.double()], 1)
     right = torch.cat([a.double(), stored_a.double()], 0)
     products = (left.T @ left) * (right @ right.T)

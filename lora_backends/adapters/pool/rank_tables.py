@@ -27,6 +27,7 @@ class Tables:
             self._starts[group] = size
             for index, path in enumerate(group):
                 self._columns.setdefault(path, []).append((size + index, len(group)))
+            # Rounded up, so that the next table is aligned.
             size += -(-num_slots * len(group) // ALIGNED) * ALIGNED
         self._ranks = torch.zeros(size, dtype=torch.int32, device=device)
         self._scalings = torch.zeros(size, dtype=torch.float32, device=device)

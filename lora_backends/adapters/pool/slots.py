@@ -95,6 +95,7 @@ class SlotTable:
             free = self._free()
             if free:
                 return min(free), None
+            # In the order of use: the first that nothing holds goes.
             for oldest in self._slots:
                 if not self._pins[oldest] and self._holder(oldest) is None:
                     return self._slots[oldest], oldest
@@ -264,6 +265,7 @@ class SlotTable:
                 self.wait_for_room(names)
                 if commit is not None:
                     commit(hold)
+                # After the commit: it may have moved names to other slots.
                 slots = {name: self.slot(name) for name in names}
                 hold()
                 if names:

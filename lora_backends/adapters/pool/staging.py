@@ -21,7 +21,7 @@ from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec
 from lora_backends.common.names import PEFT_BASE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 
-MOST_RESIDUAL_ERROR = 0.05
+MOST_START_ERROR = 0.05
 """Largest relative error of a PiSSA or OLoRA delta in 8 bits. The delta is the difference of two
 rounded products, so its relative error is large where they are nearly equal."""
 
@@ -129,17 +129,18 @@ class Staging:
             delta = without_start(delta, self._base_layers, self._max_rank)
         scaling, scales, bias = _as_scaling(delta), None, delta.bias
         if delta.magnitude is not None:
+            # Of the matrices in the file: PEFT's norm knows no rounding.
             scales, bias = dora_terms(delta, self._modules[delta.module], self._base_layers)
         a, b, a_scales, b_scales, error = delta.lora_a, delta.lora_b, None, None, None
         eight_bit = self._format.eight_bit
         if eight_bit is not None:
             a, a_scales, b, b_scales, error = quantized_pair(a, b, eight_bit)
-            if init is not None and error > MOST_RESIDUAL_ERROR:
+            if init is not None and error > MOST_START_ERROR:
                 raise UnsupportedInputError(
                     f"the LoRA of {delta.module!r} is what training added to its start "
                     f"(init_lora_weights = {init!r}), too little for {eight_bit}\n"
                     f"  given: a relative error of {error:.2g}\n"
-                    f"  allowed: {MOST_RESIDUAL_ERROR}\n"
+                    f"  allowed: {MOST_START_ERROR}\n"
                     f"  to do: leave adapter_dtype out, or save the adapter with "
                     f"path_initial_model_for_weight_conversion"
                 )
