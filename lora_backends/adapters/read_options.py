@@ -1,4 +1,4 @@
-"""What a checkpoint is read for: a base model, the room in a pool, and limits."""
+"""Options for reading a checkpoint: the base model, the room in a pool, and limits."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _check_entries(
 
 
 def _check_size(source: ExpertSource, name: str, size: int) -> None:
-    """Bound what a file of a few tensors grows to: experts without LoRA and ranks are padded."""
+    """Limit the padding: experts without LoRA and smaller ranks fill up with zeros."""
     if size > source.options.limits.unpacked_bytes:
         given = f"{name!r}, of {size} bytes for all experts"
         raise source.options.limits.exceeded("unpacked_bytes", source.path, given, size)

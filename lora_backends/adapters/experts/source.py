@@ -19,7 +19,7 @@ A_KEY, B_KEY, PREFIX = "lora_A.weight", "lora_B.weight", "base_model.model."
 
 @dataclass(frozen=True)
 class ExpertSource:
-    """Where the tensors of experts come from and what they are checked against."""
+    """The file of the tensors of experts, with its configuration and the base model."""
 
     path: Path
     config: PeftLoraConfig

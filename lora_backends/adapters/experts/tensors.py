@@ -28,7 +28,7 @@ def read_experts(
     stacked: list[tuple[str, ExpertGroup]] = []
     for experts, groups in sorted(taken.items()):
         styles = {group.style for group in groups}
-        # First: what follows relies on two matrices with the right number of axes.
+        # First: the readers rely on two matrices with the right number of axes.
         _check_parts(source, groups)
         if len(styles) > 1:
             what = f"the LoRA of {experts!r} is laid out in more than one way"

@@ -26,7 +26,7 @@ def local_folder(name: str | Path) -> Path:
         InvalidInputError: it is neither a path nor on the hub.
     """
     path = as_path(name, "the folder of a checkpoint")
-    # A Path is never an id: who writes one means a folder.
+    # Only a str may be an id: a Path names a folder.
     is_id = isinstance(name, str) and _ID.fullmatch(name)
     if not is_id or kind_of(path) is not None or not importlib.util.find_spec("huggingface_hub"):
         return path

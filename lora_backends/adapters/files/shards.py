@@ -31,7 +31,7 @@ def read_shards(folder: Path, names: list[str], limits: LoadLimits) -> dict[str,
     wanted = {
         f"adapter_model-{number:05}-of-{count}.safetensors"
         for count in counts
-        # At most one more than there are files: the count is a stranger's.
+        # A file's name may claim any count: one more than there are files shows the gap.
         for number in range(1, min(int(count), len(names) + 1) + 1)
     }
     if wanted != {*names}:

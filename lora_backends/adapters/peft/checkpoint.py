@@ -70,7 +70,7 @@ _MATRICES: dict[Kind, tuple[str, str]] = {
 }
 _PARTS = (*_MATRICES["linear"], _BIAS, *_MATRICES["embedding"], _MAGNITUDE, _BASE_WEIGHT)
 
-# What only training reads: VeLoRA's projection, MonteCLoRA's sampler.
+# Tensors that only training reads: VeLoRA's projection, MonteCLoRA's sampler.
 _TRAINING_ONLY = re.compile(r"\.(lora_velora_embed|lora_monteclora_sampler\.\w+)$")
 
 # Tensors of features that change the result in other ways than a low-rank update; first hit wins.
@@ -94,7 +94,7 @@ _REFUSED = (
 
 @dataclass(frozen=True)
 class _Source:
-    """Where tensors come from and what they are checked against."""
+    """The file of the tensors, with its configuration and the base model."""
 
     path: Path
     config: PeftLoraConfig
@@ -224,7 +224,7 @@ def checked_checkpoint(
 
 
 def _with_promises(source: _Source, checkpoint: Checkpoint) -> Checkpoint:
-    """Note what the configuration promises; refuse what the file lacks whatever the base model."""
+    """Note the promises of the configuration; refuse a file that lacks one on any base model."""
     config, replacements = source.config, checkpoint.own
     others = [path for path in source.options.modules or () if path not in checkpoint.modules]
     config_path = checkpoint.folder / CONFIG_FILE
@@ -246,7 +246,7 @@ def _tied(
     replacements: OwnModules,
     rules: dict[str, ModuleRule],
 ) -> tuple[OwnModules, dict[str, ModuleRule]]:
-    """Note what PEFT ties; it adapts a tied head that it takes out of `target_modules`."""
+    """Note the parts that PEFT ties; a tied head is adapted though PEFT drops it as a target."""
     if ties_saved(config):
         return replace(replacements, tying=Tying("modules")), rules
     if not ties_targets(config, path / CONFIG_FILE, limits):
@@ -281,7 +281,7 @@ def _refuse_features(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _feature_of(key: str, tensor: Tensor) -> str | None:
-    # No pattern runs over a name of a stranger's length.
+    # A file may hold a name of any length: no pattern runs over a long one.
     if not key.startswith(_PREFIX) or len(key) > LONGEST_NAME:
         return None
     name = key.removeprefix(_PREFIX)

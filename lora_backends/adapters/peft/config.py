@@ -30,7 +30,7 @@ def _off_if_null(value: object) -> object:
     return False if value is None else value
 
 
-# Trainers write null for what their user left out (axolotl's fan_in_fan_out). PEFT reads it as off.
+# Trainers write null for an option left out (axolotl's fan_in_fan_out). PEFT reads it as off.
 Switch = Annotated[bool, BeforeValidator(_off_if_null)]
 
 
@@ -107,7 +107,7 @@ _REFUSED = {
     "use_qalora": "the input is pooled into groups",
 }
 
-# What an adapter brings besides LoRA: refused where nothing runs it, see `read_checkpoint`.
+# Parts besides LoRA: refused where nothing runs them, see `read_checkpoint`.
 _OWN = frozenset({"alora_invocation_tokens", "modules_to_save", "trainable_token_indices"})
 
 # Refused where the value is an object, an empty one too: its defaults already switch them on.

@@ -66,7 +66,7 @@ def checkpoint_from_memory(
     return checked_checkpoint(
         source,
         source,
-        checked_config(values, source, pool.runs_own_modules),
+        checked_config(values, source, pool.read_options.own_modules),
         copies,
         pool.read_options,
     )

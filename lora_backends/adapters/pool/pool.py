@@ -145,7 +145,7 @@ class AdapterPool:
         Args:
             name: of the adapter.
             folder: with adapter_config.json and the weights.
-            accept: looks at what was read and raises to refuse it.
+            accept: gets the checkpoint and raises to refuse it.
             replace_existing: whether a loaded adapter of this name may be overwritten.
 
         Returns:
@@ -439,11 +439,6 @@ class AdapterPool:
         """Return the bytes of the adapter in `slot`: matrices, scales and modules of its own."""
         return self._record(slot).nbytes
 
-    @property
-    def runs_own_modules(self) -> bool:
-        """Whether adapters may bring more than LoRA."""
-        return self.read_options.own_modules
-
     def own_modules(self, slot: int) -> Mapping[str, Any]:
         """Return the replacements of modules that the adapter in `slot` brings, by path."""
         return self._record(slot).replacements
@@ -513,7 +508,9 @@ class AdapterPool:
             self._stacks.write(slot, delta)
         for experts in staged.experts:
             self._experts.write(slot, experts)
-        self._stacks.write_tables(slot, staged.modules)  # last: rank 0 hides what is half written
+        self._stacks.write_tables(
+            slot, staged.modules
+        )  # last: rank 0 hides matrices that are half written
 
     def _zero(self, slot: int) -> None:
         """Set the ranks of a slot to 0 in every stack, also after an interrupted load."""
@@ -521,7 +518,7 @@ class AdapterPool:
         self._stacks.zero(slot)
 
     def _writing(self, slot: int) -> AbstractContextManager[None]:
-        """Order the writes of a slot in the block with what other CUDA streams do with it."""
+        """Order the writes of a slot in the block with its uses on other CUDA streams."""
         return nullcontext() if self._streams is None else self._streams.writing(slot)
 
     def _clear(self, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""What each slot of a pool holds, apart from the tensors."""
+"""Records of the adapters in the slots of a pool, without tensors."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class AdapterStore:
             them.
         watch_s: seconds between two looks at the files of an adapter that is asked for; changed
             files are loaded between batches. None: never look.
-        accept: looks at what was read and raises to refuse it.
+        accept: gets the checkpoint and raises to refuse it.
 
     Raises:
         InvalidInputError: a number that is negative, or the folder is none.
@@ -97,12 +97,16 @@ class AdapterStore:
         """Checkpoints that were read from a folder."""
         self._pool, self._watch_s, self._accept = pool, watch_s, accept
         self._folders: dict[str, Path] = {} if self.folder is None else adapter_folders(self.folder)
-        self._lock = Lock()  # of what follows; taken inside the lock of the slots, never around it
+        self._lock = (
+            Lock()
+        )  # of the tables below; taken inside the lock of the slots, never around it
         self._only_in_memory: set[str] = set()  # names that are not looked up in the folder
         self._cached: OrderedDict[str, CachedAdapter] = (
             OrderedDict()
         )  # the least recently used first
-        self._in_slots: dict[str, Stamp | None] = {}  # what was written to the slot of a name
+        self._in_slots: dict[
+            str, Stamp | None
+        ] = {}  # name to the files that its slot was written from
         self._ahead: dict[str, _Prefetch] = {}
         self._looked: dict[str, float] = {}  # name to the time of the last look at its files
         self._warned: dict[str, Stamp | None] = {}  # name to the files that a warning was about
@@ -278,7 +282,7 @@ class AdapterStore:
         """Return the adapter that a prefetch left on the device; cancel one that has not begun.
 
         Raises:
-            Exception: what the prefetch raised.
+            Exception: the error of the prefetch.
         """
         with self._lock:
             job = self._ahead.get(name)
@@ -411,7 +415,7 @@ class AdapterStore:
         return note
 
     def _note(self, name: str, cached: CachedAdapter) -> None:
-        """Remember what lies in the slot of a name, and keep it in memory within the budget."""
+        """Remember the adapter in the slot of a name, and keep it in memory within the budget."""
         with self._lock:
             self._ahead.pop(name, None)  # of before
             self._in_slots[name] = cached.stamp
