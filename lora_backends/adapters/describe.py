@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """One adapter, as it is told to people."""
+    """One adapter, for people to read."""
 
     name: str
     place: str  # "slot 0", "memory" or "disk"
@@ -40,7 +40,7 @@ class AdaptersReport:
     adapters: tuple[AdapterInfo, ...]  # in slots, in memory, on disk
     stack_bytes: int  # of the device: all slots of every module that was ever adapted
     cpu_bytes: int  # of adapters in memory, those in slots included
-    cpu_budget: int  # most that they may take; 0 where nothing is kept
+    cpu_budget: int  # most that they may take; 0 without a store
 
 
 def described(name: str, place: str, checkpoint: Checkpoint) -> AdapterInfo:
@@ -70,14 +70,14 @@ def report(pool: AdapterPool, store: AdapterStore | None) -> AdaptersReport:
             if name in pool.slots:
                 infos.append(_in_slot(pool, name))
     loaded = {info.name for info in infos}
-    kept, folders = ({}, {}) if store is None else (store.kept(), store.folders())
+    in_memory, folders = ({}, {}) if store is None else (store.kept(), store.folders())
     infos += [
         described(name, "memory", each.checkpoint)
-        for name, each in kept.items()
+        for name, each in in_memory.items()
         if name not in loaded
     ]
     for name, folder in folders.items():
-        if name not in loaded and name not in kept:
+        if name not in loaded and name not in in_memory:
             try:
                 infos.append(described(name, "disk", pool.read(folder)))
             except LoRABackendError as error:

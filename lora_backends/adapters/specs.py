@@ -99,7 +99,7 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class Tying:
-    """What PEFT ties by `ensure_weight_tying` if the base model ties its head."""
+    """The parts that PEFT ties by `ensure_weight_tying` if the base model ties its head."""
 
     what: Literal["modules", "LoRA"]  # of the embedding: its own weight, or its LoRA transposed
     untargeted: tuple[str, ...] = ()  # paths of LoRA that only a tied head has
@@ -107,7 +107,7 @@ class Tying:
 
 @dataclass(frozen=True)
 class Promises:
-    """What an `adapter_config.json` says that its file holds, in the words of the base model."""
+    """The contents of a file by its `adapter_config.json`, with the base model's names."""
 
     saved: tuple[str, ...] = ()  # ends of paths of modules: modules_to_save
     tokens: tuple[tuple[str | None, tuple[int, ...]], ...] = ()

@@ -112,7 +112,9 @@ def test_a_slot_written_ahead_holds_what_a_load_writes(form, tmp_path):
 
 def test_an_adapter_with_modules_of_its_own_is_not_written_ahead(tmp_path):
     pool = make_pool("plain")
-    staged = replace(pool.stage("a", adapter(tmp_path, 1, "plain")), own={"head": random(2)})
+    staged = pool.stage("a", adapter(tmp_path, 1, "plain"))
+    record = replace(staged.record, replacements={"head": random(2)})
+    staged = replace(staged, record=record)
     assert not pool.put_ahead("a", staged, lambda: True, lambda: None)
     assert pool.slots.names == []
 
@@ -288,7 +290,7 @@ def test_an_adapter_in_one_piece_of_memory_is_staged_as_any_other(tmp_path):
     }
     together = replace(given, modules=deltas)
     one, two = pool.stage("a", given), pool.stage("a", together)
-    for left, right in zip(one.deltas, two.deltas, strict=True):
+    for left, right in zip(one.modules, two.modules, strict=True):
         assert torch.equal(left.lora_a, right.lora_a) and torch.equal(left.lora_b, right.lora_b)
     deltas["k"].lora_b[1, 1] = torch.inf
     with pytest.raises(InvalidInputError, match="lora_B of k"):

@@ -135,11 +135,11 @@ def test_what_dora_cannot_divide_by_is_refused_before_anything_is_written(pool, 
         torch.full((5, WIDE), 3e38),
     ):
         bases = {**BASE, "v": BaseLayer(weight, None)}
-        pool._base_layers = bases.__getitem__
+        pool._staging._base_layers = bases.__getitem__
         refused(
             pool, InvalidInputError, "no norm to divide by", delta("q", 1), zero, folder=tmp_path
         )
-    pool._base_layers = {**BASE, "v": BASE["q"]}.__getitem__
+    pool._staging._base_layers = {**BASE, "v": BASE["q"]}.__getitem__
     refused(pool, InvalidInputError, "wrong shape", delta("q", 1), delta("v"), folder=tmp_path)
 
 

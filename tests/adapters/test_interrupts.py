@@ -11,7 +11,7 @@ from fuzz.interrupts import SPECS, faults, interrupt_loads, make_pool, save_adap
 import lora_backends.adapters
 from lora_backends import InvalidInputError
 from lora_backends.adapters import read_checkpoint
-from lora_backends.adapters.pool.stacks import Stacks
+from lora_backends.adapters.pool.stacks import ModuleStacks
 from lora_backends.hf import MultiLoRAModel
 
 PACKAGE = str(Path(lora_backends.adapters.__file__).parent)
@@ -41,7 +41,7 @@ class Stop(BaseException):
 def test_a_load_that_fails_at_any_write_leaves_no_name_with_torn_weights(
     name, method, error, adapters, monkeypatch
 ):
-    original, calls = getattr(Stacks, method), 0
+    original, calls = getattr(ModuleStacks, method), 0
 
     def fail_at(number):
         def write(*arguments):
@@ -56,14 +56,14 @@ def test_a_load_that_fails_at_any_write_leaves_no_name_with_torn_weights(
     failures = 0
     for number in range(20):
         pool, calls = full_pool(adapters), 0
-        monkeypatch.setattr(Stacks, method, fail_at(number))
+        monkeypatch.setattr(ModuleStacks, method, fail_at(number))
         try:
             pool.add(name, adapters[name])
             break
         except error:
             failures += 1
         finally:
-            monkeypatch.setattr(Stacks, method, original)
+            monkeypatch.setattr(ModuleStacks, method, original)
         assert list(faults(pool, adapters)) == []
         assert pool.slots.names == list(NAMES[method != "reserve" : 3])
         pool.add(NAMES[3], adapters[NAMES[3]])
@@ -129,7 +129,7 @@ def test_an_unload_interrupted_at_any_line_leaves_no_name_with_torn_weights(adap
 
 def test_an_adapter_whose_replacement_was_interrupted_is_named_as_lost(adapters, monkeypatch):
     pool = full_pool(adapters)
-    monkeypatch.setattr(Stacks, "write", lambda *_: (_ for _ in ()).throw(Stop))
+    monkeypatch.setattr(ModuleStacks, "write", lambda *_: (_ for _ in ()).throw(Stop))
     with pytest.raises(Stop):
         pool.add(NAMES[1], adapters[NAMES[1]])
     with pytest.raises(InvalidInputError, match="lost when loading its replacement"):
@@ -154,7 +154,7 @@ def test_a_row_is_never_served_by_the_weights_of_an_interrupted_load(
     model.load_adapter("second", folders[1])
     ids = torch.arange(1, 6)[None]
     expected = model(adapters=["second"], input_ids=ids).logits
-    write, calls = Stacks.write, []
+    write, calls = ModuleStacks.write, []
 
     def interrupt(self, slot, delta):
         calls.append(slot)
@@ -162,7 +162,7 @@ def test_a_row_is_never_served_by_the_weights_of_an_interrupted_load(
             raise KeyboardInterrupt
         write(self, slot, delta)
 
-    monkeypatch.setattr(Stacks, "write", interrupt)
+    monkeypatch.setattr(ModuleStacks, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         model.load_adapter("third", folders[2])  # evicts the first
     assert len(calls) == 8 and model.adapters == ["second"]
@@ -170,5 +170,5 @@ def test_a_row_is_never_served_by_the_weights_of_an_interrupted_load(
         with pytest.raises(InvalidInputError, match=f"adapter (named )?'{name}'"):
             model(adapters=[name], input_ids=ids)
     assert torch.equal(model(adapters=["second"], input_ids=ids).logits, expected)
-    monkeypatch.setattr(Stacks, "write", write)
+    monkeypatch.setattr(ModuleStacks, "write", write)
     assert model.load_adapter("third", folders[2]).slot == 0

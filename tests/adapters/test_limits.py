@@ -190,6 +190,19 @@ def test_parts_of_one_storage_are_read(write_bin):
 
 
 @pytest.mark.parametrize("legacy", [False, True])
+def test_small_views_do_not_keep_their_storage(legacy, write_bin):
+    whole = torch.arange(100_000.0)
+    tensors = {f"{KEY}.lora_A.weight": whole[:32].view(4, 8)}
+    tensors[f"{KEY}.lora_B.weight"] = whole[64:88].view(4, 6).T
+    delta = read_checkpoint(write_bin(tensors, _use_new_zipfile_serialization=not legacy))
+    delta = delta.modules[Q_PROJ]
+    assert torch.equal(delta.lora_a, whole[:32].view(4, 8))
+    assert torch.equal(delta.lora_b, whole[64:88].view(4, 6).T)
+    for tensor in (delta.lora_a, delta.lora_b):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("legacy", [False, True])
 def test_a_state_dict_of_parameters_with_metadata_is_read(legacy, write_bin, lora):
     state = OrderedDict((name, torch.nn.Parameter(value)) for name, value in lora().items())
     state._metadata = {"": {"version": 1}}

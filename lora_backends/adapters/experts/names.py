@@ -68,16 +68,12 @@ def take_experts(
 ) -> tuple[dict[str, Parts], dict[str, list[ExpertGroup]]]:
     """Tell the tensors of experts from those of modules.
 
-    Args:
-        groups: tensors by path.
-        modules: of the base model; what is a module there is no part of stacked experts.
-        experts: of the base model.
-
     Returns:
         The groups that are left, and those of experts by the path of the module that holds them.
     """
     others: dict[str, Parts] = {}
     taken: dict[str, list[ExpertGroup]] = {}
+    # Paths of the modules that hold the parameters.
     known = {path.rpartition(".")[0] for path in experts or ()}
     for path, parts in groups.items():
         match = None if modules is not None and path in modules else _PATH.fullmatch(path)

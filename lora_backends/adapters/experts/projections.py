@@ -17,7 +17,7 @@ from lora_backends.adapters.specs import ExpertDelta, ExpertSpec
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ProjectionLora:
     """The matrices of one projection, of one expert or of all."""
 
     path: str  # as the file has it
@@ -32,26 +32,23 @@ class _Entry:
 def read_projections(
     source: ExpertSource, experts: str, groups: Sequence[ExpertGroup]
 ) -> dict[str, ExpertDelta]:
-    """Return the LoRA of the parameters of one experts' module, by their paths.
-
-    Args:
-        source: the file, the rules and the base model.
-        experts: path of the module.
-        groups: its tensors, all named or all numbered.
-    """
-    entries: dict[str, list[_Entry]] = {}
+    """Return the LoRA of the parameters of one experts' module, by their paths."""
+    entries: dict[str, list[_ProjectionLora]] = {}
     for group in groups:
         parameter, index = PROJECTIONS[group.projection]
+        # Experts without a gate have up_proj as a parameter of its own.
         if group.projection == PLAIN and source.specs and f"{experts}.{PLAIN}" in source.specs:
             parameter, index = PLAIN, None
         name = f"{experts}.{parameter}"
         spec = source.spec(name)
-        found = entries.setdefault(name, [])
-        found += _split(source, name, spec, _entry(source, name, index, group))
-    return {name: _joined(source, name, found) for name, found in entries.items()}
+        of_parameter = entries.setdefault(name, [])
+        of_parameter += _split(source, name, spec, _entry(source, name, index, group))
+    return {name: _joined(source, name, of_parameter) for name, of_parameter in entries.items()}
 
 
-def _entry(source: ExpertSource, name: str, index: int | None, group: ExpertGroup) -> _Entry:
+def _entry(
+    source: ExpertSource, name: str, index: int | None, group: ExpertGroup
+) -> _ProjectionLora:
     rule = source.rules[group.path]
     names = (group.path, group.path.rpartition(".")[0])
     if not targets_parameter(source.config, name) and not any(
@@ -62,13 +59,14 @@ def _entry(source: ExpertSource, name: str, index: int | None, group: ExpertGrou
     a, b = group.parts[A_KEY], group.parts[B_KEY]
     if group.number is not None:
         a, b = a[None], b[None]
-    return _Entry(group.path, group.number, index, rule.rank, rule.scaling, a, b)
+    return _ProjectionLora(group.path, group.number, index, rule.rank, rule.scaling, a, b)
 
 
 def _split(
-    source: ExpertSource, name: str, spec: ExpertSpec | None, entry: _Entry
-) -> Iterator[_Entry]:
+    source: ExpertSource, name: str, spec: ExpertSpec | None, entry: _ProjectionLora
+) -> Iterator[_ProjectionLora]:
     """Yield an entry, or those of gate and up where A holds the ranks of both."""
+    # Gate and up with an A each: [A of gate; A of up] and [B of gate; B of up].
     half, rest = divmod(entry.a.shape[1], 2)
     is_double = name.endswith(GATED) and entry.slice is None and entry.number is None
     if not is_double or rest or half != entry.rank or entry.b.shape[2] != half:
@@ -84,10 +82,10 @@ def _split(
     for index, (a, b) in enumerate(
         zip(torch.tensor_split(entry.a, 2, 1), torch.tensor_split(entry.b, 2, 1), strict=True)
     ):
-        yield _Entry(entry.path, None, index, entry.rank, entry.scaling, a, b)
+        yield _ProjectionLora(entry.path, None, index, entry.rank, entry.scaling, a, b)
 
 
-def _joined(source: ExpertSource, name: str, entries: Sequence[_Entry]) -> ExpertDelta:
+def _joined(source: ExpertSource, name: str, entries: Sequence[_ProjectionLora]) -> ExpertDelta:
     """Return the entries of one parameter as one delta, padded to the largest rank."""
     spec = source.spec(name)
     num_experts = _num_experts(spec, entries)
@@ -103,8 +101,11 @@ def _joined(source: ExpertSource, name: str, entries: Sequence[_Entry]) -> Exper
     shape_b = (1 if one_b else num_experts, high, rank)
     dtype = entries[0].a.dtype
     for entry in entries:
+        # The widest dtype of the parts, so that no value is rounded.
         dtype = torch.promote_types(dtype, torch.promote_types(entry.a.dtype, entry.b.dtype))
+    # Before the allocation.
     _check_size(source, name, (math.prod(shape_a) + math.prod(shape_b)) * dtype.itemsize)
+    # Zeros: an expert without LoRA, and columns above an expert's rank, add nothing.
     a, b = (
         torch.zeros(shape_a, dtype=dtype, device="cpu"),
         torch.zeros(shape_b, dtype=dtype, device="cpu"),
@@ -120,7 +121,7 @@ def _joined(source: ExpertSource, name: str, entries: Sequence[_Entry]) -> Exper
     return ExpertDelta(name, a, b, ranks, scalings)
 
 
-def _num_experts(spec: ExpertSpec | None, entries: Sequence[_Entry]) -> int:
+def _num_experts(spec: ExpertSpec | None, entries: Sequence[_ProjectionLora]) -> int:
     if spec is not None:
         return spec.num_experts
     numbers = (0 if entry.number is None else entry.number + 1 for entry in entries)
@@ -140,7 +141,7 @@ def _check_entries(
     source: ExpertSource,
     name: str,
     spec: ExpertSpec | None,
-    entries: Sequence[_Entry],
+    entries: Sequence[_ProjectionLora],
     num_experts: int,
 ) -> None:
     """Refuse entries that overlap, or whose shapes do not fit each other or the base model."""
@@ -176,7 +177,7 @@ def _check_entries(
 
 
 def _check_size(source: ExpertSource, name: str, size: int) -> None:
-    """Bound what a file of a few tensors grows to: experts without LoRA and ranks are padded."""
-    if size > source.limits.unpacked_bytes:
+    """Limit the padding: experts without LoRA and smaller ranks fill up with zeros."""
+    if size > source.options.limits.unpacked_bytes:
         given = f"{name!r}, of {size} bytes for all experts"
-        raise source.limits.exceeded("unpacked_bytes", source.path, given, size)
+        raise source.options.limits.exceeded("unpacked_bytes", source.path, given, size)

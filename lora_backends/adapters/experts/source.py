@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_backends.adapters.files.formats import CONFIG_FILE
-from lora_backends.adapters.files.limits import LoadLimits
 from lora_backends.adapters.files.messages import as_json, problem
 from lora_backends.adapters.peft.config import PeftLoraConfig
 from lora_backends.adapters.peft.module_rules import ModuleRule
+from lora_backends.adapters.read_options import ReadOptions
 from lora_backends.adapters.specs import ExpertSpec
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
 
@@ -19,14 +19,17 @@ A_KEY, B_KEY, PREFIX = "lora_A.weight", "lora_B.weight", "base_model.model."
 
 @dataclass(frozen=True)
 class ExpertSource:
-    """Where the tensors of experts come from and what they are checked against."""
+    """The file of the tensors of experts, with its configuration and the base model."""
 
     path: Path
     config: PeftLoraConfig
     rules: Mapping[str, ModuleRule]  # by every name of `ruled_names`
-    specs: Mapping[str, ExpertSpec] | None  # by path of the parameter
-    max_rank: int | None
-    limits: LoadLimits
+    options: ReadOptions
+
+    @property
+    def specs(self) -> Mapping[str, ExpertSpec] | None:
+        """The parameters of the base model, by path."""
+        return self.options.known_experts
 
     def error(
         self, what: str, given: str | list[str], allowed: str, to_do: str | None = None
@@ -54,9 +57,10 @@ class ExpertSource:
 
     def check_room(self, name: str, rank: int) -> None:
         """Refuse a rank that the caller has no room for."""
-        if self.max_rank is not None and rank > self.max_rank:
+        room = self.options.room_of_experts
+        if room is not None and rank > room:
             what = f"the rank of {name!r} is too large"
-            given, allowed = f"rank {rank}", f"at most {self.max_rank} (max_expert_rank)"
+            given, allowed = f"rank {rank}", f"at most {room} (max_expert_rank)"
             raise self.error(what, given, allowed, f"set max_expert_rank to {rank} or more")
 
     def untargeted(self, path: str) -> InvalidInputError:

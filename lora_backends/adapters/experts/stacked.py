@@ -34,6 +34,7 @@ def assigned(
 
     PEFT wraps the module once per parameter, in their order in the module: the first is the inner.
     """
+    # Of two parameters, the inner one lies below base_layer.
     by_place = {group.projection: group for group in groups}
     if len(by_place) < len(groups):
         given = [f"LoRA for {group.path!r}" for group in groups]
@@ -74,33 +75,26 @@ def _fits(source: ExpertSource, name: str, group: ExpertGroup) -> tuple[bool, bo
     return (wide, high) == widths, (high, wide) == widths
 
 
-def told_by_shapes(
+def exchanged_by_shapes(
     source: ExpertSource, stacked: Sequence[tuple[str, ExpertGroup]]
 ) -> dict[bool, bool]:
     """Return whether the matrices are exchanged, by order of the axes, where a shape shows it.
 
     One version of PEFT has saved all of them.
     """
-    told = {}
+    by_shapes = {}
     for name, group in stacked:
         straight, exchanged = _fits(source, name, group)
         spec = source.spec(name)
         if spec is not None and straight != exchanged:
-            told[spec.transposed] = exchanged
-    return told
+            by_shapes[spec.transposed] = exchanged
+    return by_shapes
 
 
 def read_stacked(
-    source: ExpertSource, name: str, group: ExpertGroup, told: Mapping[bool, bool]
+    source: ExpertSource, name: str, group: ExpertGroup, by_shapes: Mapping[bool, bool]
 ) -> ExpertDelta:
-    """Return the LoRA of one parameter.
-
-    Args:
-        source: the file, the rules and the base model.
-        name: path of the parameter.
-        group: its tensors.
-        told: from `told_by_shapes`.
-    """
+    """Return the LoRA of one parameter."""
     rule, spec = source.rules[name], source.spec(name)
     source.check_room(name, rule.rank)
     straight, exchanged = _fits(source, name, group)
@@ -109,15 +103,17 @@ def read_stacked(
         raise _misshapen(source, name, group, spec, rule.rank)
     if straight and exchanged:
         is_transposed = spec is not None and spec.transposed
-        if is_transposed in told:
-            exchanged = told[is_transposed]
+        # Square: another parameter of the file shows the order, else the version of PEFT.
+        if is_transposed in by_shapes:
+            exchanged = by_shapes[is_transposed]
         else:
             exchanged = _exchanged_by_version(source, name, is_transposed)
-    elif spec is not None and told.get(spec.transposed) != exchanged:
+    elif spec is not None and by_shapes.get(spec.transposed) != exchanged:
         raise _misshapen(source, name, group, spec, rule.rank)
     num_experts = a.shape[0] // rule.rank
     first = a.reshape(num_experts, rule.rank, -1)  # [E, r, in]
     second = b.reshape(b.shape[0], rule.rank, num_experts).permute(2, 0, 1)  # [E, out, r]
+    # A then has the output's width: the update is its transpose times B's.
     if exchanged:
         first, second = second.transpose(1, 2), first.transpose(1, 2)
     return ExpertDelta(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from lora_backends.adapters.experts.names import ExpertGroup
 from lora_backends.adapters.experts.projections import read_projections
 from lora_backends.adapters.experts.source import A_KEY, B_KEY, PREFIX, ExpertSource
-from lora_backends.adapters.experts.stacked import assigned, read_stacked, told_by_shapes
+from lora_backends.adapters.experts.stacked import assigned, exchanged_by_shapes, read_stacked
 from lora_backends.adapters.files.formats import CONFIG_FILE
 from lora_backends.adapters.files.messages import problem
 from lora_backends.adapters.files.tensor_checks import check_dtype, check_finite, typed
@@ -20,10 +20,6 @@ def read_experts(
 ) -> dict[str, ExpertDelta]:
     """Return the LoRA of every stacked parameter of experts, by its path.
 
-    Args:
-        source: the file, the rules and the base model.
-        taken: from `take_experts`.
-
     Raises:
         InvalidInputError: tensors contradict each other, the configuration or the base model.
         UnsupportedInputError: the file does not show how PEFT laid the matrices out, or has a bias.
@@ -32,6 +28,7 @@ def read_experts(
     stacked: list[tuple[str, ExpertGroup]] = []
     for experts, groups in sorted(taken.items()):
         styles = {group.style for group in groups}
+        # First: the readers rely on two matrices with the right number of axes.
         _check_parts(source, groups)
         if len(styles) > 1:
             what = f"the LoRA of {experts!r} is laid out in more than one way"
@@ -41,7 +38,8 @@ def read_experts(
             stacked += assigned(source, experts, groups)
         else:
             deltas |= read_projections(source, experts, groups)
-    exchanged = told_by_shapes(source, stacked)
+    # After all groups: one parameter's shapes decide for the others.
+    exchanged = exchanged_by_shapes(source, stacked)
     for name, group in stacked:
         deltas[name] = read_stacked(source, name, group, exchanged)
     return {name: deltas[name] for name in sorted(deltas)}

@@ -1,1 +1,1 @@
-"""What lies on disk: folders, formats, and files of strangers read with limits."""
+"""Files on disk: folders, formats, and readers with limits for files that nobody vouches for."""

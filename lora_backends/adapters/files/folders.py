@@ -48,14 +48,15 @@ def stamp_of(folder: Path) -> Stamp | None:
     """
     try:
         with os.scandir(folder) as entries:
-            found = [(e.name, e.stat()) for e in entries if _FILES.match(e.name)]
+            files = [(e.name, e.stat()) for e in entries if _FILES.match(e.name)]
     except FileNotFoundError:  # the folder, or a file that has just gone
         return None
     except OSError as error:
         raise unreadable(folder, error) from error
+    # `os.scandir` returns entries in any order.
     stamps = sorted(
         (name, s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino)
-        for name, s in found
+        for name, s in files
         if stat.S_ISREG(s.st_mode)
     )
     return tuple(stamps) or None

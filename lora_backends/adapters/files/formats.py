@@ -30,7 +30,7 @@ _TRAINED_BESIDE = re.compile(
     r".*modules_to_save.*)\.(bin|safetensors|pt|pth)"
 )
 
-# By what a tensor's name holds; first hit wins.
+# Searched in a tensor's name; the first hit wins.
 _FORMATS = (
     (
         r"^(_orig_mod|_fsdp_wrapped_module|module)\.base_model\.model\.",

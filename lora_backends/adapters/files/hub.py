@@ -16,38 +16,36 @@ _SAFE = [CONFIG_FILE, SAFETENSORS_FILE, "adapter_model-*-of-*.safetensors", "non
 """The last are trained weights beside the adapter: `read_checkpoint` refuses them, unread."""
 
 
-def local_folder(given: str | Path) -> Path:
+def local_folder(name: str | Path) -> Path:
     """Return the folder that a user names, or that of an adapter on the hub.
 
     What exists as a path is taken as one. huggingface_hub decides whether there is a network
     (HF_HUB_OFFLINE) and where its cache lies (HF_HOME).
 
-    Args:
-        given: a path, or an id such as "someone/an-adapter".
-
     Raises:
         InvalidInputError: it is neither a path nor on the hub.
     """
-    path = as_path(given, "the folder of a checkpoint")
-    is_id = isinstance(given, str) and _ID.fullmatch(given)
+    path = as_path(name, "the folder of a checkpoint")
+    # Only a str may be an id: a Path names a folder.
+    is_id = isinstance(name, str) and _ID.fullmatch(name)
     if not is_id or kind_of(path) is not None or not importlib.util.find_spec("huggingface_hub"):
         return path
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(str(given), allow_patterns=_SAFE))
+        folder = Path(snapshot_download(str(name), allow_patterns=_SAFE))
         weights = [*folder.glob("adapter_model*.safetensors")]
         if not weights:  # a pickle only where there is nothing else
-            folder = Path(snapshot_download(str(given), allow_patterns=[*_SAFE, PICKLE_FILE]))
+            folder = Path(snapshot_download(str(name), allow_patterns=[*_SAFE, PICKLE_FILE]))
     except Exception as error:  # of huggingface_hub, of the network, of the file system
         what = "it is neither a folder nor an adapter on the Hugging Face hub"
         first = (str(error).splitlines() or [""])[0]
-        given_facts = ["no such folder", f"{type(error).__name__}: {shown(first, 300)}"]
+        facts = ["no such folder", f"{type(error).__name__}: {shown(first, 300)}"]
         to_do = (
             f"pass the folder that PEFT's save_pretrained wrote; or download it with "
-            f"`hf download {given}` where there is a network"
+            f"`hf download {name}` where there is a network"
         )
         raise InvalidInputError(
-            problem(path, what, given_facts, "a folder, or the id of an adapter", to_do)
+            problem(path, what, facts, "a folder, or the id of an adapter", to_do)
         ) from error
     return folder

@@ -34,39 +34,32 @@ class LoadLimits:
                 )
 
     @classmethod
-    def of(cls, given: object) -> LoadLimits:
-        """Return the limits given, or the defaults for None.
+    def of(cls, value: object) -> LoadLimits:
+        """Return the limits, or the defaults for None.
 
         Raises:
-            InvalidInputError: something else is given.
+            InvalidInputError: the value is something else.
         """
-        if given is None:
+        if value is None:
             return cls()
-        if isinstance(given, cls):
-            return given
+        if isinstance(value, cls):
+            return value
         raise InvalidInputError(
-            f"limits is {shown(given)}\n  allowed: LoadLimits(...), or None for the defaults"
+            f"limits is {shown(value)}\n  allowed: LoadLimits(...), or None for the defaults"
         )
 
     def file_too_large(self, path: Path, size: int) -> InvalidInputError:
-        """Return the error for weights of so many bytes."""
+        """Return the error for a file of weights beyond the limit."""
         return self.exceeded("file_bytes", path, f"a file of {size} bytes", size)
 
     def config_too_large(self, path: Path, size: int) -> InvalidInputError:
-        """Return the error for an adapter_config.json of so many bytes."""
+        """Return the error for an adapter_config.json beyond the limit."""
         return self.exceeded("header_bytes", path, f"a file of {size} bytes", size)
 
     def exceeded(
         self, name: str, path: Path, given: str | list[str], needed: float
     ) -> InvalidInputError:
-        """Return the error that names a limit and how to raise it.
-
-        Args:
-            name: of the field.
-            path: the file.
-            given: the value beyond the limit.
-            needed: the value that would have been enough.
-        """
+        """Return the error that names a limit and how to raise it."""
         what = f"the checkpoint is beyond the limit {name}"
         to_do = (
             f"if you trust the file, pass limits=LoadLimits({name}={needed}), or write {name} = "

@@ -25,7 +25,7 @@ def problem(
 
 
 def as_json(value: object) -> str:
-    """Return a value of a JSON file as it stands there, cut where it is long."""
+    """Return a value of a JSON file as it is there, cut if it is long."""
     try:
         text = json.dumps(value)
     except (ValueError, RecursionError):

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from lora_backends.adapters.files.limits import LoadLimits
 from lora_backends.adapters.files.messages import problem
-from lora_backends.adapters.files.state_pickle import RefusedPickleError, StoredTensor, evaluate
+from lora_backends.adapters.files.state_pickle import (
+    RefusedPickleError,
+    StorageRecord,
+    StoredTensor,
+    evaluate,
+)
 from lora_backends.common.files import is_from_outside, read_bytes
 from lora_backends.errors import InvalidInputError, LoRABackendError, shown
 
@@ -68,6 +73,7 @@ def _read_archive(content: bytes, path: Path, limits: LoadLimits) -> dict[str, T
         root, size = name.removesuffix(_PICKLE), records[name].file_size
         if size > limits.header_bytes:
             raise limits.exceeded("header_bytes", path, f"a pickle of {size} bytes", size)
+        # torch reads a file without this record as its own byte order.
         order = root + "byteorder"
         if order in records and archive.read(order) != sys.byteorder.encode():
             raise RefusedPickleError("the file is of a machine with another byte order", order)
@@ -97,12 +103,13 @@ def _read_legacy(content: bytes, path: Path, limits: LoadLimits) -> dict[str, Te
         raise RefusedPickleError(what, f"not {sys.byteorder} endian")
     state = _stored(evaluate(stream, check))
     keys = evaluate(stream, check, extra=2 * len(state))
-    items = {s.key: s.dtype.itemsize for s in state.values()}
+    items = {s.storage.key: s.storage.dtype.itemsize for s in state.values()}
     storages: dict[str, bytes] = {}
     if type(keys) is not list or not all(type(key) is str for key in keys):
         raise TypeError("the keys of the storages are no list of names")
     for key in keys:
         size = int.from_bytes(stream.read(8), sys.byteorder) * items[key]
+        # A size beyond the file reads less, and `_storage` refuses that.
         storages[key] = stream.read(size)
     return _tensors(state, path, limits, storages.__getitem__)
 
@@ -127,27 +134,32 @@ def _stored(state: Any) -> Mapping[str, StoredTensor]:
 
 def _tensors(state: Any, path: Path, limits: LoadLimits, read: ReadStorage) -> dict[str, Tensor]:
     stored = _stored(state)
-    unpacked = sum(math.prod(s.size) * s.dtype.itemsize for s in stored.values())
+    unpacked = sum(tensor.nbytes for tensor in stored.values())
     for name, tensor in stored.items():
-        if math.prod(tensor.size) > tensor.storage_size:
-            given = f"tensor {shown(name)} {list(tensor.size)} over {tensor.storage_size} elements"
+        if math.prod(tensor.size) > tensor.storage.size:
+            given = f"tensor {shown(name)} {list(tensor.size)} over {tensor.storage.size} elements"
             raise RefusedPickleError("elements of a tensor share memory", given)
     if unpacked > limits.unpacked_bytes:
         raise limits.exceeded("unpacked_bytes", path, f"tensors of {unpacked} bytes", unpacked)
-    storages: dict[tuple[str, torch.dtype], Tensor] = {}
-    tensors = {}
+    # One read per storage: tied weights and stacked layers share them.
+    views: dict[StorageRecord, list[str]] = {}
     for name, tensor in stored.items():
-        key = (tensor.key, tensor.dtype)
-        if key not in storages:
-            storages[key] = _storage(read(tensor.key), tensor)
-        tensors[name] = storages[key].as_strided(tensor.size, tensor.stride, tensor.offset)
-    return tensors
+        views.setdefault(tensor.storage, []).append(name)
+    tensors: dict[str, Tensor] = {}
+    for storage, names in views.items():
+        whole = _storage(read(storage.key), storage)
+        # A view keeps its whole storage, e.g. a layer's slice of a stacked parameter.
+        copies = sum(stored[name].nbytes for name in names) < whole.nbytes
+        for name in names:
+            view = whole.as_strided(stored[name].size, stored[name].stride, stored[name].offset)
+            tensors[name] = view.clone() if copies else view
+    return {name: tensors[name] for name in stored}
 
 
-def _storage(content: bytes, tensor: StoredTensor) -> Tensor:
-    if len(content) != tensor.storage_size * tensor.dtype.itemsize:
-        given = f"{len(content)} bytes for {tensor.storage_size} elements of {tensor.dtype}"
+def _storage(content: bytes, storage: StorageRecord) -> Tensor:
+    if len(content) != storage.size * storage.dtype.itemsize:
+        given = f"{len(content)} bytes for {storage.size} elements of {storage.dtype}"
         raise RefusedPickleError("the file is damaged: a storage has another size", given)
     if not content:
-        return torch.empty(0, dtype=tensor.dtype)
-    return torch.frombuffer(bytearray(content), dtype=tensor.dtype)
+        return torch.empty(0, dtype=storage.dtype)
+    return torch.frombuffer(bytearray(content), dtype=storage.dtype)

@@ -26,7 +26,7 @@ def read_safetensors(path: Path, limits: LoadLimits) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = safetensors.torch.load(content)
     except MemoryError:
         raise
-    except Exception as error:  # SafetensorError, or what torch says to an odd dtype or shape
+    except Exception as error:  # SafetensorError, or torch's error for an odd dtype or shape
         if is_from_outside(error):
             raise
         given = f"{type(error).__name__}: {shown(str(error))}"

@@ -24,11 +24,6 @@ def shards_of(names: Iterable[str]) -> list[str]:
 def read_shards(folder: Path, names: list[str], limits: LoadLimits) -> dict[str, Tensor]:
     """Return the tensors of all shards.
 
-    Args:
-        folder: that holds them.
-        names: from `shards_of`, at least one.
-        limits: of all of them together.
-
     Raises:
         InvalidInputError: a shard is missing, damaged or beyond a limit, or two have one tensor.
     """
@@ -36,6 +31,7 @@ def read_shards(folder: Path, names: list[str], limits: LoadLimits) -> dict[str,
     wanted = {
         f"adapter_model-{number:05}-of-{count}.safetensors"
         for count in counts
+        # A file's name may claim any count: one more than there are files shows the gap.
         for number in range(1, min(int(count), len(names) + 1) + 1)
     }
     if wanted != {*names}:
@@ -53,6 +49,7 @@ def read_shards(folder: Path, names: list[str], limits: LoadLimits) -> dict[str,
                 raise InvalidInputError(problem(folder, "shards overlap", given, "one of them"))
             tensors[key] = tensor
             size += tensor.nbytes
+        # After each shard, so that no further one is read.
         if len(tensors) > limits.tensors:
             given = f"{len(tensors)} tensors and more"
             raise limits.exceeded("tensors", folder, given, len(tensors))

@@ -1,31 +1,43 @@
 """The pickle inside a file of `torch.save`, evaluated without running anything in it.
 
 A dict of tensors needs about thirty opcodes and four functions. Python's unpickler calls whatever
-a pickle names, and torch's calls, among others, `bytearray` with any number and hashes tuples that
-are nested exponentially deep. Here nothing is called: a tensor becomes a description. What a
-pickle makes is told apart by its type; only str and int are compared, hashed or shown.
+a pickle names. `torch.load(weights_only=True)` calls only what it allows, but that includes
+`bytearray` with any number; it hashes tuples that are nested exponentially deep, and it grows the
+storages of the old format to any size that a tensor claims. Here nothing is called: a tensor
+becomes a description. Only str and int are compared, hashed or shown, and the type of a value
+decides which it is.
 """
 
 from __future__ import annotations
 
+import math
 import pickletools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StorageRecord(NamedTuple):
+    """A piece of memory that tensors are views of."""
+
+    key: str
+    dtype: torch.dtype
+    size: int  # elements
+
+
+class StoredTensor(NamedTuple):
     """Where the elements of a tensor lie."""
 
-    key: str  # of the storage
-    dtype: torch.dtype
-    storage_size: int  # elements of the storage
+    storage: StorageRecord
     offset: int  # of the first element
     size: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, without the rest of its storage."""
+        return math.prod(self.size) * self.storage.dtype.itemsize
 
 
 class RefusedPickleError(Exception):
@@ -36,20 +48,11 @@ class RefusedPickleError(Exception):
         self.what, self.given = what, given
 
 
-@dataclass(frozen=True)
-class _Storage:
-    key: str
-    dtype: torch.dtype
-    size: int  # elements
-
-
-_FUNCTIONS = {
+_GLOBALS: dict[str, Any] = {
     "torch._utils _rebuild_tensor": "tensor",
     "torch._utils _rebuild_tensor_v2": "tensor",
     "torch._utils _rebuild_parameter": "parameter",
     "collections OrderedDict": "dict",
-}
-_STORAGES = {
     "torch BFloat16Storage": torch.bfloat16,
     "torch BoolStorage": torch.bool,
     "torch ByteStorage": torch.uint8,
@@ -61,7 +64,6 @@ _STORAGES = {
     "torch LongStorage": torch.int64,
     "torch ShortStorage": torch.int16,
 }
-_GLOBALS: dict[str, Any] = {**_FUNCTIONS, **_STORAGES}
 
 _MOST_AXES = 16
 
@@ -73,7 +75,7 @@ def evaluate(stream: BinaryIO, check: Callable[[int, int], None], extra: int = 0
     """Return the value of the pickle at the position of a stream.
 
     Args:
-        stream: is left behind the pickle.
+        stream: is left after the pickle.
         check: is called with the position and the number of tensors so far; it raises to stop.
         extra: opcodes that are expected besides those of tensors.
 
@@ -91,6 +93,7 @@ def evaluate(stream: BinaryIO, check: Callable[[int, int], None], extra: int = 0
             raise RefusedPickleError("the file holds no state dict", f"opcode {opcode.name}")
         step(machine, argument)
         spare -= 1
+        # Each tensor is a REDUCE, so this sees every one.
         if opcode.name == "REDUCE":
             check(position or 0, machine.tensors)
         elif spare + _OPCODES_PER_TENSOR * machine.tensors < 0:
@@ -108,9 +111,6 @@ class _Machine:
         self.marks: list[int] = []  # lengths of the stack
         self.memo: dict[int, Any] = {}
         self.tensors = 0
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
 
     def push_tuple(self, size: int) -> None:
         self.stack.append(tuple(self.pop(size)))
@@ -136,6 +136,7 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
+        # A key of another type is never hashed: nested tuples take 2^depth steps.
         if type(target) is not dict or not all(type(key) is str for key in items[::2]):
             raise RefusedPickleError("the file holds no state dict", "keys that are no names")
         target.update(zip(items[::2], items[1::2], strict=True))
@@ -151,7 +152,7 @@ class _Machine:
             raise TypeError("a storage is not described as torch.save does")
         if view not in ([], [None]) or not _is_size(size):
             raise RefusedPickleError("the file holds a view of a storage", f"storage {key[:60]!r}")
-        self.stack.append(_Storage(key, dtype, size))
+        self.stack.append(StorageRecord(key, dtype, size))
 
     def reduce(self, _: None) -> None:
         function, arguments = self.pop(2)
@@ -172,34 +173,29 @@ class _Machine:
 
 
 _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
-    "PROTO": lambda machine, _: None,
-    "STOP": lambda machine, _: None,
-    "NONE": lambda machine, _: machine.push(None),
-    "NEWTRUE": lambda machine, _: machine.push(True),
-    "NEWFALSE": lambda machine, _: machine.push(False),
-    "BININT": _Machine.push,
-    "BININT1": _Machine.push,
-    "BININT2": _Machine.push,
-    "LONG1": _Machine.push,
-    "BINFLOAT": _Machine.push,
-    "BINUNICODE": _Machine.push,
-    "EMPTY_DICT": lambda machine, _: machine.push({}),
-    "EMPTY_LIST": lambda machine, _: machine.push([]),
-    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    **dict.fromkeys(("PROTO", "STOP"), lambda machine, _: None),
+    **dict.fromkeys(
+        ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"),
+        lambda machine, value: machine.stack.append(value),
+    ),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+    "NONE": lambda machine, _: machine.stack.append(None),
+    "NEWTRUE": lambda machine, _: machine.stack.append(True),
+    "NEWFALSE": lambda machine, _: machine.stack.append(False),
+    "GLOBAL": lambda machine, name: machine.stack.append(_global(name)),
+    "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
+    "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
+    "EMPTY_TUPLE": lambda machine, _: machine.stack.append(()),
     "TUPLE1": lambda machine, _: machine.push_tuple(1),
     "TUPLE2": lambda machine, _: machine.push_tuple(2),
     "TUPLE3": lambda machine, _: machine.push_tuple(3),
     "MARK": _Machine.mark,
-    "TUPLE": lambda machine, _: machine.push(tuple(machine.pop_to_mark())),
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "BINGET": _Machine.get,
-    "LONG_BINGET": _Machine.get,
+    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.pop_to_mark())),
     "SETITEM": lambda machine, _: machine.set_items(machine.pop(2)),
     "SETITEMS": lambda machine, _: machine.set_items(machine.pop_to_mark()),
     "APPEND": lambda machine, _: machine.append(machine.pop(1)),
     "APPENDS": lambda machine, _: machine.append(machine.pop_to_mark()),
-    "GLOBAL": lambda machine, name: machine.push(_global(name)),
     "BINPERSID": _Machine.load_storage,
     "REDUCE": _Machine.reduce,
     "BUILD": _Machine.build,
@@ -219,14 +215,12 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_rest: Any) -> S
     """Describe a tensor; whether it requires gradients and its hooks are left out."""
     numbers = (offset, *size, *stride)
     if (
-        type(storage) is not _Storage
+        type(storage) is not StorageRecord
         or len(numbers) > 1 + 2 * _MOST_AXES
         or not all(map(_is_size, numbers))
     ):
         raise TypeError("a tensor is not described as torch.save does")
-    return StoredTensor(
-        storage.key, storage.dtype, storage.size, offset, tuple(size), tuple(stride)
-    )
+    return StoredTensor(storage, offset, tuple(size), tuple(stride))
 
 
 def _is_size(number: Any) -> bool:

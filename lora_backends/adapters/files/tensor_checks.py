@@ -27,6 +27,7 @@ def typed(key: str, tensor: Tensor) -> str:
 
 def check_dtype(refusal: Refusal, key: str, tensor: Tensor) -> None:
     """Refuse a tensor that is not dense, in memory and of a floating dtype."""
+    # A meta tensor has no values, and a sparse one no strides.
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         to_do = "save the adapter again"

@@ -1,1 +1,1 @@
-"""PEFT's checkpoints: the configuration, the names of tensors, and what a file promises."""
+"""PEFT's checkpoints: the configuration, the names of tensors, and the promises of a file."""

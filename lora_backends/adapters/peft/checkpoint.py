@@ -43,9 +43,10 @@ from lora_backends.adapters.peft.module_rules import (
     ties_targets,
 )
 from lora_backends.adapters.peft.old_names import renamed, without_adapter_name
-from lora_backends.adapters.peft.pissa import RESIDUAL_INITS
+from lora_backends.adapters.peft.pissa import INITS_FROM_BASE
 from lora_backends.adapters.peft.promises import check_tokens, check_untrained, promises_of
-from lora_backends.adapters.peft.replacements import take_own
+from lora_backends.adapters.peft.replacements import take_replacements
+from lora_backends.adapters.read_options import ReadOptions
 from lora_backends.adapters.specs import (
     Checkpoint,
     ExpertSpec,
@@ -69,7 +70,7 @@ _MATRICES: dict[Kind, tuple[str, str]] = {
 }
 _PARTS = (*_MATRICES["linear"], _BIAS, *_MATRICES["embedding"], _MAGNITUDE, _BASE_WEIGHT)
 
-# What only training reads: VeLoRA's projection, MonteCLoRA's sampler.
+# Tensors that only training reads: VeLoRA's projection, MonteCLoRA's sampler.
 _TRAINING_ONLY = re.compile(r"\.(lora_velora_embed|lora_monteclora_sampler\.\w+)$")
 
 # Tensors of features that change the result in other ways than a low-rank update; first hit wins.
@@ -93,14 +94,13 @@ _REFUSED = (
 
 @dataclass(frozen=True)
 class _Source:
-    """Where tensors come from and what they are checked against."""
+    """The file of the tensors, with its configuration and the base model."""
 
     path: Path
     config: PeftLoraConfig
     names: Collection[str]  # of the modules with LoRA
     rules: Mapping[str, ModuleRule]  # by module path, and by path of the weight
-    specs: Mapping[str, ModuleSpec] | None
-    max_rank: int | None
+    options: ReadOptions
 
     def rule(self, module: str) -> ModuleRule:
         """Return the rule of a module, or of its weight alone."""
@@ -112,7 +112,7 @@ class _Source:
 
     def base_path(self, module: str) -> str:
         """Return the path that the base model has for a module of the file."""
-        return module if self.specs is None else renamed(module, self.specs)
+        return module if self.options.modules is None else renamed(module, self.options.modules)
 
     def error(
         self, what: str, given: str | list[str], allowed: str, to_do: str | None = None
@@ -156,26 +156,23 @@ def read_checkpoint(
             the base model.
         UnsupportedInputError: the adapter uses a feature that is not reproduced exactly.
     """
-    path, limits = as_path(folder, "the folder of a checkpoint"), LoadLimits.of(limits)
+    limits = LoadLimits.of(limits)
+    return read_with_options(
+        folder, ReadOptions(modules, max_rank, limits, experts, max_expert_rank, own_modules)
+    )
+
+
+def read_with_options(folder: str | Path, options: ReadOptions) -> Checkpoint:
+    """Read a PEFT LoRA checkpoint for a base model, as `read_checkpoint`."""
+    path = as_path(folder, "the folder of a checkpoint")
     check_folder(path)
     if kind_of(path / CONFIG_FILE) is None:
         raise no_config(path)
-    config = read_config(path / CONFIG_FILE, limits, own_modules)
+    config = read_config(path / CONFIG_FILE, options.limits, options.own_modules)
     check_beside(path)
     with torch.device("cpu"):  # whatever the caller's default device is
-        weights, tensors = _read_tensors(path, limits)
-    return checked_checkpoint(
-        path,
-        weights,
-        config,
-        tensors,
-        modules,
-        max_rank,
-        limits,
-        experts,
-        max_expert_rank,
-        own_modules,
-    )
+        weights, tensors = _read_tensors(path, options.limits)
+    return checked_checkpoint(path, weights, config, tensors, options)
 
 
 def checked_checkpoint(
@@ -183,43 +180,29 @@ def checked_checkpoint(
     weights: Path,
     config: PeftLoraConfig,
     tensors: Mapping[str, Tensor],
-    modules: Mapping[str, ModuleSpec] | None,
-    max_rank: int | None,
-    limits: LoadLimits,
-    experts: Mapping[str, ExpertSpec] | None,
-    max_expert_rank: int | None,
-    own_modules: bool,
+    options: ReadOptions,
 ) -> Checkpoint:
-    """Return a checkpoint of a configuration and tensors, as `read_checkpoint` does.
-
-    Args:
-        path: where they come from.
-        weights: where the tensors come from, for the errors.
-        config: of the adapter.
-        tensors: by their names in a file of PEFT's.
-        modules: as `read_checkpoint`, as what follows.
-        max_rank: as there.
-        limits: as there.
-        experts: as there.
-        max_expert_rank: as there.
-        own_modules: as there.
-    """
-    own = OwnModules()
+    """Return a checkpoint of a configuration and tensors, as `read_checkpoint` does."""
+    replacements = OwnModules()
     tensors = without_adapter_name(weights, tensors)
-    if own_modules:
-        own, tensors = take_own(weights, tensors, config)
+    if options.own_modules:
+        replacements, tensors = take_replacements(weights, tensors, config)
     _refuse_features(weights, tensors)
-    groups = _group(weights, tensors, may_be_empty=bool(own))
-    parts_of, taken = take_experts(groups, modules, experts)
+    groups = _group(weights, tensors, may_be_empty=bool(replacements))
+    parts_of, taken = take_experts(groups, options.modules, options.experts)
+    # target_parameters names the weight of a module, which has a rule of its own.
     of_parameters = parts_of if config.target_parameters else ()
     names = [*parts_of, *(f"{name}.weight" for name in of_parameters), *ruled_names(taken)]
-    rules = module_rules(config, names, path / CONFIG_FILE, limits, may_tie=own_modules)
-    if own_modules and config.ensure_weight_tying:
-        own, rules = _tied(path, config, limits, own, rules)
-    source = _Source(weights, config, parts_of, rules, modules, max_rank)
+    rules = module_rules(
+        config, names, path / CONFIG_FILE, options.limits, may_tie=options.own_modules
+    )
+    if options.own_modules and config.ensure_weight_tying:
+        replacements, rules = _tied(path, config, options.limits, replacements, rules)
+    source = _Source(weights, config, parts_of, rules, options)
     deltas = {}
     for name in sorted(parts_of):
         delta = _read_delta(source, name, parts_of[name])
+        # An old and a new name may mean one module.
         if delta.module in deltas:
             given = [f"LoRA for {name!r}", f"LoRA for {delta.module!r}"]
             raise source.error("two paths name one module of the base model", given, "one of them")
@@ -229,51 +212,48 @@ def checked_checkpoint(
         for name, parts in parts_of.items()
         if _BASE_WEIGHT in parts
     }
-    specs = experts if modules is None else experts or {}
-    room = max_rank if max_expert_rank is None else max_expert_rank
-    of_experts = ExpertSource(weights, config, rules, specs, room, limits)
+    of_experts = ExpertSource(weights, config, rules, options)
     checkpoint = Checkpoint(
         path,
         MappingProxyType(deltas),
         MappingProxyType(copies),
         MappingProxyType(read_experts(of_experts, taken)),
-        own,
+        replacements,
     )
-    return _with_promises(source, limits, checkpoint, experts or {})
+    return _with_promises(source, checkpoint)
 
 
-def _with_promises(
-    source: _Source, limits: LoadLimits, checkpoint: Checkpoint, experts: Iterable[str]
-) -> Checkpoint:
-    """Note what the configuration promises; refuse what the file lacks whatever the base model."""
-    config, own = source.config, checkpoint.own
-    others = [path for path in source.specs or () if path not in checkpoint.modules]
+def _with_promises(source: _Source, checkpoint: Checkpoint) -> Checkpoint:
+    """Note the promises of the configuration; refuse a file that lacks one on any base model."""
+    config, replacements = source.config, checkpoint.own
+    others = [path for path in source.options.modules or () if path not in checkpoint.modules]
     config_path = checkpoint.folder / CONFIG_FILE
-    untrained = targets_among(config, others, config_path, limits) if others else []
-    stacked = [path for path in experts if path not in checkpoint.experts]
+    # Without a base model nothing says which modules are targeted.
+    untrained = targets_among(config, others, config_path, source.options.limits) if others else []
+    stacked = [path for path in source.options.experts or () if path not in checkpoint.experts]
     weights = (f"{path}.weight" for path in others)
     untrained += [path for path in (*weights, *stacked) if targets_parameter(config, path)]
     promises = promises_of(config, untrained)
-    check_tokens(source.path, own, promises)
+    check_tokens(source.path, replacements, promises)
     check_untrained(source.path, config, untrained)
-    return replace(checkpoint, own=replace(own, promises=promises))
+    return replace(checkpoint, own=replace(replacements, promises=promises))
 
 
 def _tied(
     path: Path,
     config: PeftLoraConfig,
     limits: LoadLimits,
-    own: OwnModules,
+    replacements: OwnModules,
     rules: dict[str, ModuleRule],
 ) -> tuple[OwnModules, dict[str, ModuleRule]]:
-    """Note what PEFT ties; it adapts a tied head that it takes out of `target_modules`."""
+    """Note the parts that PEFT ties; a tied head is adapted though PEFT drops it as a target."""
     if ties_saved(config):
-        return replace(own, tying=Tying("modules")), rules
+        return replace(replacements, tying=Tying("modules")), rules
     if not ties_targets(config, path / CONFIG_FILE, limits):
-        return own, rules
+        return replacements, rules
     heads = [name for name in (HEAD,) if name in rules and not rules[name].targeted]
-    own = replace(own, tying=Tying("LoRA", tuple(heads)))
-    return own, rules | {name: replace(rules[name], targeted=True) for name in heads}
+    replacements = replace(replacements, tying=Tying("LoRA", tuple(heads)))
+    return replacements, rules | {name: replace(rules[name], targeted=True) for name in heads}
 
 
 def _read_tensors(folder: Path, limits: LoadLimits) -> tuple[Path, dict[str, Tensor]]:
@@ -287,20 +267,21 @@ def _read_tensors(folder: Path, limits: LoadLimits) -> tuple[Path, dict[str, Ten
 
 
 def _refuse_features(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    found: dict[str, str] = {}
+    features: dict[str, str] = {}
     for key, tensor in tensors.items():
         feature = _feature_of(key, tensor)
         if feature:
-            found.setdefault(feature, f"{feature}, by tensor {described(key, tensor)}")
-    if found:
+            features.setdefault(feature, f"{feature}, by tensor {described(key, tensor)}")
+    if features:
         what = "the weights belong to features that this library cannot reproduce exactly"
         allowed = "LoRA that computes base(x) + scaling * (B A x + b)"
         to_do = "merge the adapter into its base model, or train it without these features"
-        message = problem(path, what, list(found.values()), allowed, to_do)
+        message = problem(path, what, list(features.values()), allowed, to_do)
         raise UnsupportedInputError(message)
 
 
 def _feature_of(key: str, tensor: Tensor) -> str | None:
+    # A file may hold a name of any length: no pattern runs over a long one.
     if not key.startswith(_PREFIX) or len(key) > LONGEST_NAME:
         return None
     name = key.removeprefix(_PREFIX)
@@ -320,6 +301,7 @@ def _group(
     strange = []
     for key, tensor in tensors.items():
         module, part = _split(key)
+        # A second name for one part is not understood: nothing says which tensor counts.
         if part and part not in parts_of.get(module, {}):
             parts_of.setdefault(module, {})[part] = tensor
         elif not _TRAINING_ONLY.search(key):
@@ -348,6 +330,7 @@ def _split(key: str) -> tuple[str, str | None]:
         for part in _PARTS:
             if name.endswith(f".{part}"):
                 return name.removesuffix(f".{part}"), part
+        # Some trainers leave out ".weight" for tensors with an axis of experts.
         module, _, part = name.rpartition(".")
         if part in ("lora_A", "lora_B") and "experts" in module.split("."):
             return module, f"{part}.weight"  # a tensor with an axis of experts is no module
@@ -357,8 +340,7 @@ def _split(key: str) -> tuple[str, str | None]:
 def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> ModuleDelta:
     kind = _kind_of(source, module, parts)
     _check_targeted(source, module, kind)
-    _check_lora_bias(source, module, kind, parts)
-    _check_magnitude(source, module, parts)
+    _check_optional_parts(source, module, kind, parts)
     spec = _spec_of(source, module, kind)
     rule = source.rule(module)
     rank = rule.rank
@@ -373,20 +355,21 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     for part, tensor in parts.items():
         _check_tensor(source, f"{_PREFIX}{module}.{part}", tensor, shapes[part], rank)
     scaling = rule.scaling
+    # PEFT scales the bias with B: scaling * (B A x + b).
     bias = parts[_BIAS].float() * scaling if _BIAS in parts else None
     if spec is not None and kind == "embedding":
         scaling *= spec.embed_scale
     module, magnitude = source.base_path(module), parts.get(_MAGNITUDE)
     # PEFT saves the base weight of an adapted head as the initialisation has left it.
     is_changed = kind == "linear" and _BASE_WEIGHT not in parts
-    init = _residual_init(source, spec) if is_changed else None
+    init = _init_from_base(source, spec) if is_changed else None
     return ModuleDelta(module, kind, rank, scaling, lora_a, lora_b, bias, magnitude, init)
 
 
-def _residual_init(source: _Source, spec: ModuleSpec | None) -> str | None:
+def _init_from_base(source: _Source, spec: ModuleSpec | None) -> str | None:
     """Return the initialisation that took a part off the base weight, or None."""
     init = source.config.init_lora_weights
-    if not isinstance(init, str) or init not in RESIDUAL_INITS:
+    if not isinstance(init, str) or init not in INITS_FROM_BASE:
         return None
     if spec is not None and spec.transposed and init == "olora":
         what = "the adapter uses a feature that this library cannot reproduce exactly"
@@ -432,33 +415,31 @@ def _check_targeted(source: _Source, module: str, kind: Kind) -> None:
     )
 
 
-def _check_lora_bias(source: _Source, module: str, kind: Kind, parts: Mapping[str, Tensor]) -> None:
-    expected = source.config.lora_bias
-    if expected and kind == "embedding":
+def _check_optional_parts(
+    source: _Source, module: str, kind: Kind, parts: Mapping[str, Tensor]
+) -> None:
+    """Refuse a bias or magnitude that the configuration does not name, or that the file lacks."""
+    if source.config.lora_bias and kind == "embedding":
         given = [f"lora_bias = true in {CONFIG_FILE}", f"LoRA for embedding {module!r}"]
         raise source.error("an embedding has no LoRA bias", given, "lora_bias = false")
-    if expected != (_BIAS in parts):
-        given = [f"lora_bias = {str(expected).lower()} in {CONFIG_FILE}"]
-        given += [f"{'no ' if expected else ''}tensor '{_PREFIX}{module}.{_BIAS}'"]
-        what = f"lora_bias and the tensors of module {module!r} disagree"
-        raise source.error(what, given, "both or neither", f"correct {CONFIG_FILE}")
-
-
-def _check_magnitude(source: _Source, module: str, parts: Mapping[str, Tensor]) -> None:
-    expected = source.config.use_dora
-    if expected != (_MAGNITUDE in parts):
-        given = [f"use_dora = {str(expected).lower()} in {CONFIG_FILE}"]
-        given += [f"{'no ' if expected else ''}tensor '{_PREFIX}{module}.{_MAGNITUDE}'"]
-        what = f"use_dora (DoRA) and the tensors of module {module!r} disagree"
-        raise source.error(what, given, "both or neither", f"correct {CONFIG_FILE}")
+    for key, label, part in (
+        ("lora_bias", "lora_bias", _BIAS),
+        ("use_dora", "use_dora (DoRA)", _MAGNITUDE),
+    ):
+        expected = getattr(source.config, key)
+        if expected != (part in parts):
+            given = [f"{key} = {str(expected).lower()} in {CONFIG_FILE}"]
+            given += [f"{'no ' if expected else ''}tensor '{_PREFIX}{module}.{part}'"]
+            what = f"{label} and the tensors of module {module!r} disagree"
+            raise source.error(what, given, "both or neither", f"correct {CONFIG_FILE}")
 
 
 def _spec_of(source: _Source, module: str, kind: Kind) -> ModuleSpec | None:
-    if source.specs is None:
+    if source.options.modules is None:
         return None
-    spec = source.specs.get(source.base_path(module))
+    spec = source.options.modules.get(source.base_path(module))
     if spec is None:
-        raise _missing_module(source, source.specs, module)
+        raise _missing_module(source, source.options.modules, module)
     if spec.transposed and not source.rules[module].targeted:
         what = "the adapter uses a feature that this library cannot reproduce exactly"
         given = f"target_parameters with the weight of {module!r}, which is stored transposed"
@@ -495,9 +476,9 @@ def _highest_layer(modules: Iterable[str]) -> int:
 
 
 def _check_room(source: _Source, module: str, rank: int) -> None:
-    if source.max_rank is not None and rank > source.max_rank:
+    if source.options.max_rank is not None and rank > source.options.max_rank:
         what = f"the rank of module {module!r} is too large"
-        given, allowed = f"rank {rank}", f"at most {source.max_rank} (max_rank)"
+        given, allowed = f"rank {rank}", f"at most {source.options.max_rank} (max_rank)"
         raise source.error(what, given, allowed, f"set max_rank to {rank} or more")
 
 
@@ -512,11 +493,12 @@ def _check_tensor(
     if tuple(tensor.shape) != shape or 0 in shape:
         sizes = ", ".join("any" if size < 1 else str(size) for size in shape)
         allowed = f"[{sizes}], rank {rank} by {CONFIG_FILE}"
-        if source.specs is not None:
-            spec = source.specs[source.base_path(_split(key)[0])]
+        if source.options.modules is not None:
+            spec = source.options.modules[source.base_path(_split(key)[0])]
             allowed += f", in_features {spec.in_features} and out_features {spec.out_features}"
             allowed += " by the base model"
         to_do = "load it on the model it was trained on, with the configuration saved beside it"
         raise source.error("a tensor has the wrong shape", typed(key, tensor), allowed, to_do)
+    # Base weights are compared with the model's, which may hold any value.
     if not key.endswith(_BASE_WEIGHT):
         check_finite(source.error, key, tensor)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from lora_backends.adapters.files.formats import CONFIG_FILE
 from lora_backends.adapters.files.limits import LoadLimits
 from lora_backends.adapters.files.messages import as_json, problem
-from lora_backends.adapters.peft.pissa import RESIDUAL_INITS
+from lora_backends.adapters.peft.pissa import INITS_FROM_BASE
 from lora_backends.common.files import read_bytes
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 
@@ -30,7 +30,7 @@ def _off_if_null(value: object) -> object:
     return False if value is None else value
 
 
-# Trainers write null for what their user left out (axolotl's fan_in_fan_out). PEFT reads it as off.
+# Trainers write null for an option left out (axolotl's fan_in_fan_out). PEFT reads it as off.
 Switch = Annotated[bool, BeforeValidator(_off_if_null)]
 
 
@@ -107,7 +107,7 @@ _REFUSED = {
     "use_qalora": "the input is pooled into groups",
 }
 
-# What an adapter brings besides LoRA: refused where nothing runs it, see `read_checkpoint`.
+# Parts besides LoRA: refused where nothing runs them, see `read_checkpoint`.
 _OWN = frozenset({"alora_invocation_tokens", "modules_to_save", "trainable_token_indices"})
 
 # Refused where the value is an object, an empty one too: its defaults already switch them on.
@@ -131,10 +131,7 @@ _INITS_REFUSED = {
 def read_config(path: Path, limits: LoadLimits, own_modules: bool = False) -> PeftLoraConfig:
     """Read `adapter_config.json`, or say why its adapter cannot be reproduced exactly.
 
-    Args:
-        path: the file.
-        limits: of its size and cost.
-        own_modules: whether its parts that are not LoRA are taken.
+    With `own_modules` the caller takes the parts of the adapter that are not LoRA.
 
     Returns:
         The fields that decide what the adapter computes.
@@ -148,11 +145,6 @@ def read_config(path: Path, limits: LoadLimits, own_modules: bool = False) -> Pe
 
 def checked_config(values: dict[str, Any], path: Path, own_modules: bool = False) -> PeftLoraConfig:
     """Return the configuration in a JSON object; refuse one that cannot be reproduced exactly.
-
-    Args:
-        values: the contents of `adapter_config.json`.
-        path: of the file, for the errors.
-        own_modules: as `read_config`.
 
     Raises:
         InvalidInputError: a wrong type, or fields that contradict.
@@ -228,7 +220,7 @@ def _refused_keys(values: Mapping[str, Any], own_modules: bool) -> Iterator[str]
 
 def _refused_values(config: PeftLoraConfig, own_modules: bool) -> Iterator[str]:
     init = config.init_lora_weights
-    taken = own_modules and init in RESIDUAL_INITS and not config.use_dora
+    taken = own_modules and init in INITS_FROM_BASE and not config.use_dora
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS and not taken:
         reason = "loading it changes the base weights, or it is not known"
         reason = _INITS_REFUSED.get(init.lower(), reason)

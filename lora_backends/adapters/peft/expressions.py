@@ -82,11 +82,6 @@ def match_all(
 ) -> list[list[bool | str]]:
     """Match every expression with every name, as Python's `re` does.
 
-    Args:
-        expressions: of a checkpoint.
-        names: paths of modules.
-        seconds: the time for all of it.
-
     Returns:
         Per expression and name whether it matches, or the text of the group of a "layer".
 

@@ -66,14 +66,9 @@ def checkpoint_from_memory(
     return checked_checkpoint(
         source,
         source,
-        checked_config(values, source, pool.runs_own_modules),
+        checked_config(values, source, pool.read_options.own_modules),
         copies,
-        pool.modules,
-        pool.max_rank,
-        pool.limits,
-        pool.experts,
-        pool.max_expert_rank,
-        pool.runs_own_modules,
+        pool.read_options,
     )
 
 
@@ -94,7 +89,7 @@ def _is_peft_model(adapter: Any) -> bool:
 def _of_peft_model(model: Any, adapter_name: str | None) -> tuple[Mapping[str, Tensor], Any]:
     from peft import get_peft_model_state_dict
 
-    active = model.active_adapters  # of its layers; `active_adapter` may lag behind
+    active = model.active_adapters  # of its layers; `active_adapter` may be an earlier one
     if adapter_name is None and len(active) > 1:
         raise InvalidInputError(
             f"several adapters of the PeftModel are active\n  given: {shown(active)}\n"
@@ -114,7 +109,7 @@ def _of_peft_model(model: Any, adapter_name: str | None) -> tuple[Mapping[str, T
 
 
 def _check_scaling(model: Any, name: str) -> None:
-    """Refuse an adapter that PEFT was told to scale: its configuration does not hold the factor."""
+    """Refuse an adapter that PEFT scales by a factor that its configuration does not hold."""
     from peft.tuners.lora import LoraLayer  # there is a PeftModel, so there is PEFT
 
     config = model.peft_config[name]

@@ -63,12 +63,7 @@ def module_rules(
 ) -> dict[str, ModuleRule]:
     """Return the rule of each module, as PEFT reads it from a configuration.
 
-    Args:
-        config: of the adapter.
-        modules: their paths.
-        path: the configuration's file, for errors.
-        limits: the time that matching may take.
-        may_tie: whether the caller compares the LoRA with the base model's tied weights.
+    With `may_tie` the caller compares the LoRA with the base model's tied weights.
 
     Raises:
         InvalidInputError: a regular expression is broken, or matching takes too long.
@@ -86,25 +81,25 @@ def module_rules(
             )
         )
     rules = _Rules(config, _matches(config, modules, path, limits))
-    found = {}
+    by_module = {}
     for module in modules:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline:  # patterns without metacharacters are matched here
             raise _too_slow(config, path, limits)
-        found[module] = rules.rule(module)
+        by_module[module] = rules.rule(module)
     if not config.is_of_peft(0, 15):
-        _check_old_patterns(config, rules, found, path)
-    return found
+        _check_old_patterns(config, rules, by_module, path)
+    return by_module
 
 
 def _check_old_patterns(
-    config: PeftLoraConfig, rules: _Rules, found: Mapping[str, ModuleRule], path: Path
+    config: PeftLoraConfig, rules: _Rules, by_module: Mapping[str, ModuleRule], path: Path
 ) -> None:
     """Refuse patterns that PEFT up to 0.14 read in another way, where only the alphas differ.
 
     It looked up the first key of both patterns that matches. A wrong rank shows in the tensors.
     """
     given = []
-    for module, rule in found.items():
+    for module, rule in by_module.items():
         old = rules.old_rule(module)
         if rule.targeted and old.rank == rule.rank and old.scaling != rule.scaling:
             given.append(f"{module!r}: scaling {old.scaling:g} up to 0.14, {rule.scaling:g} since")
@@ -123,21 +118,16 @@ def targets_among(
 
     Modules whose LoRA depends on the base model are left out: embedding and head where PEFT ties
     them, and linear layers outside of the stacks of layers where the targets are "all-linear".
-
-    Args:
-        config: of the adapter.
-        modules: their paths.
-        path: as in `module_rules`, as what follows.
-        limits: as there.
     """
     tied = _TIED_NAMES if config.ensure_weight_tying else ()
     asked = [module for module in modules if module.split(".")[-1] not in tied]
+    # Ranks do not matter here, and matching their patterns takes time.
     plain = config.model_copy(update={"rank_pattern": None, "alpha_pattern": None})
     rules = _Rules(plain, _matches(plain, asked, path, limits))
-    found = [module for module in asked if rules.rule(module).targeted]
+    targeted = [module for module in asked if rules.rule(module).targeted]
     if str(config.target_modules).lower() == ALL_LINEAR:
-        return [module for module in found if any(part.isdigit() for part in module.split("."))]
-    return found
+        return [module for module in targeted if any(part.isdigit() for part in module.split("."))]
+    return targeted
 
 
 def saved_names(config: PeftLoraConfig) -> tuple[str, ...]:
@@ -153,13 +143,7 @@ def ties_saved(config: PeftLoraConfig) -> bool:
 
 
 def ties_targets(config: PeftLoraConfig, path: Path, limits: LoadLimits) -> bool:
-    """Return whether PEFT gives a tied head the LoRA of the embedding, transposed.
-
-    Args:
-        config: of the adapter.
-        path: as in `module_rules`, as what follows.
-        limits: as there.
-    """
+    """Return whether PEFT gives a tied head the LoRA of the embedding, transposed."""
     if not config.ensure_weight_tying or ties_saved(config):
         return False
     rules = _Rules(config, _matches(config, _TIED_NAMES, path, limits))
@@ -170,10 +154,6 @@ def targets_parameter(config: PeftLoraConfig, path: str) -> bool:
     """Return whether PEFT puts LoRA on a parameter: `target_parameters` names the end of its path.
 
     Neither `exclude_modules` nor `layers_to_transform` narrows these.
-
-    Args:
-        config: of the adapter.
-        path: of the parameter.
     """
     names = config.target_parameters or ()
     return any(path == name or path.endswith(f".{name}") for name in names)
@@ -241,6 +221,7 @@ class _Rules:
         targets, excluded = self._config.target_modules, self._config.exclude_modules
         if targets is None or (excluded and self._names(excluded, module)):
             return False
+        # PEFT puts no LoRA inside a module that it saves whole.
         if any(name in f".{module}." for name in self._saved):
             return False
         if isinstance(targets, str):
@@ -261,6 +242,7 @@ class _Rules:
         if not patterns:
             match = _NUMBERED.match(module)
             return match is not None and int(match["idx"]) in self._layers
+        # As in PEFT, the first pattern that matches decides.
         for pattern in patterns:
             layer = self._matches[_layer_expression(pattern)][module]
             if isinstance(layer, str):
@@ -271,6 +253,7 @@ class _Rules:
 def _matches(
     config: PeftLoraConfig, names: Sequence[str], path: Path, limits: LoadLimits
 ) -> Matches:
+    # All at once: starting the process takes longer than matching.
     keys = list(_expressions(config))
     expressions = [expression for _, _, expression in keys]
     try:
@@ -289,8 +272,8 @@ def _matches(
         to_do = f"write the names of modules in {path.name}"
         raise InvalidInputError(problem(path, what, given, allowed, to_do)) from error
     return {
-        e: dict(zip(names, found, strict=True))
-        for e, found in zip(expressions, results, strict=True)
+        e: dict(zip(names, result, strict=True))
+        for e, result in zip(expressions, results, strict=True)
     }
 
 

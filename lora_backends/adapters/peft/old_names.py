@@ -51,42 +51,38 @@ _NAMED = [re.compile(pattern) for pattern in _ADAPTER_NAMES]
 
 def renamed(path: str, known: Iterable[str]) -> str:
     """Return the base model's path for a module path of an older Transformers."""
+    # Each path is looked up several times.
     known = known if isinstance(known, (set, Mapping)) else set(known)
     if path in known:
         return path
     for start in (path, path.replace(*_OF_TOWER), *_in_vision(path)):
         for old, new in (*_RENAMED, (r"^", "")):
-            found = re.sub(old, new, start, count=1)
-            if found != path and found in known:
-                return found
+            candidate = re.sub(old, new, start, count=1)
+            if candidate != path and candidate in known:
+                return candidate
     return path
 
 
 def _in_vision(path: str) -> tuple[str, str]:
-    found = path
     for old, new in _OF_LAYER:
-        found = re.sub(old, new, found, count=1)
-    return found, re.sub(*_LAYERS, found, count=1)
+        path = re.sub(old, new, path, count=1)
+    return path, re.sub(*_LAYERS, path, count=1)
 
 
 def without_adapter_name(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors as `save_pretrained` names them, where a state_dict has an adapter's name.
 
-    Args:
-        path: of the file, for errors.
-        tensors: by their names, e.g. "...q_proj.lora_A.default.weight".
-
     Raises:
         InvalidInputError: they are of several adapters.
     """
-    found = {key: name for key in tensors if (name := _adapter_name(key)) is not None}
-    names = sorted({*found.values()})
+    name_in = {key: name for key in tensors if (name := _adapter_name(key)) is not None}
+    names = sorted({*name_in.values()})
     if len(names) > 1:
         given = [f"an adapter named {shown(name)}" for name in names]
         what = "the file holds several adapters"
         to_do = "save each with PEFT's save_pretrained, in a folder of its own"
         raise InvalidInputError(problem(path, what, given, "one adapter", to_do))
-    short = {key: _cut(key, name) for key, name in found.items()}
+    short = {key: _cut(key, name) for key, name in name_in.items()}
     # A name that is taken stays as it is: nothing says which of the two tensors counts.
     return {
         key if short.get(key, key) in tensors else short[key]: tensor

@@ -19,7 +19,7 @@ from lora_backends.adapters.peft.dora import BaseLayers
 from lora_backends.adapters.specs import ModuleDelta
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
-RESIDUAL_INITS = frozenset({"pissa", "olora"})
+INITS_FROM_BASE = frozenset({"pissa", "olora"})
 """Values of `init_lora_weights` that are undone exactly; others draw random numbers or data."""
 
 SMALLEST_GAP = 1e-3
@@ -27,13 +27,8 @@ SMALLEST_GAP = 1e-3
 part that PiSSA takes off is not determined where they are equal."""
 
 
-def with_residual(delta: ModuleDelta, base_layers: BaseLayers | None, max_rank: int) -> ModuleDelta:
-    """Return the LoRA of twice the rank that an initialised adapter amounts to.
-
-    Args:
-        delta: with an initialisation.
-        base_layers: of the model.
-        max_rank: room for the doubled rank.
+def without_start(delta: ModuleDelta, base_layers: BaseLayers | None, max_rank: int) -> ModuleDelta:
+    """Return the LoRA of twice the rank that adds the trained matrices and takes off their start.
 
     Raises:
         UnsupportedInputError: there are no base weights, or they do not determine the start.
@@ -52,12 +47,14 @@ def with_residual(delta: ModuleDelta, base_layers: BaseLayers | None, max_rank: 
             f"  given: rank {delta.rank}, which takes {rank}\n  allowed: at most {max_rank} "
             f"(max_rank)\n  to do: set max_rank to {rank} or more"
         )
+    # PEFT decomposes in float32, whatever the dtype of the model.
     weight = base_layers(delta.module).weight.detach().float()
     if delta.rank > min(weight.shape):
         raise InvalidInputError(
             f"init_lora_weights = {delta.init!r} of rank {delta.rank} at {delta.module!r}, whose "
             f"weight is {list(weight.shape)}\n  allowed: at most rank {min(weight.shape)}"
         )
+    # B0 comes with the scaling, so the pairs share a scaling of 1.
     a0, b0 = _svd(delta, weight) if delta.init == "pissa" else _qr(delta, weight)
     a, b = delta.lora_a.to(a0), delta.lora_b.to(b0)
     return replace(
@@ -73,6 +70,7 @@ def with_residual(delta: ModuleDelta, base_layers: BaseLayers | None, max_rank: 
 def _svd(delta: ModuleDelta, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return A0 and scaling B0: the largest singular values and their vectors."""
     left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    # After the last singular value comes 0.
     inner, outer = values[delta.rank - 1 : delta.rank + 1].tolist() + [0.0] * (
         delta.rank == len(values)
     )

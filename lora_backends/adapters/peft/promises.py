@@ -21,12 +21,7 @@ TO_DO = f"save the adapter again with PEFT's save_pretrained, or correct {CONFIG
 
 
 def promises_of(config: PeftLoraConfig, untrained: Sequence[str]) -> Promises:
-    """Return what a file of this configuration holds besides the LoRA that it has.
-
-    Args:
-        config: of the adapter.
-        untrained: paths of targeted modules without LoRA in the file.
-    """
+    """Return the contents that a configuration promises besides the LoRA in the file."""
     indices = config.trainable_token_indices or {}
     by_end = indices.items() if isinstance(indices, dict) else [(None, indices)]
     tokens = tuple((end, tuple(ids)) for end, ids in by_end)

@@ -27,15 +27,10 @@ _UNUSED = (".original_module.", ".token_adapter.base_layer.")
 """Copies of the base model's tensors, which PEFT writes beside an adapter's own."""
 
 
-def take_own(
+def take_replacements(
     path: Path, tensors: Mapping[str, Tensor], config: PeftLoraConfig
 ) -> tuple[OwnModules, dict[str, Tensor]]:
     """Split the tensors of a checkpoint into LoRA and all others.
-
-    Args:
-        path: of the file, for errors.
-        tensors: by their names in the file.
-        config: of the adapter.
 
     Returns:
         The parts that are not LoRA, by paths as in the file; and the LoRA tensors.
@@ -54,7 +49,7 @@ def take_own(
         return InvalidInputError(problem(path, what, given, allowed, to_do))
 
     for key, tensor in tensors.items():
-        name = _own_name(key, config)
+        name = _base_name(key, config)
         if name is None:
             rest[key] = tensor
             continue
@@ -62,6 +57,7 @@ def take_own(
             originals |= _original(key, tensor)
             continue
         check_dtype(error, key, tensor)
+        # Flat: the check walks over the first axis, which a scalar has not.
         check_finite(error, key, tensor.flatten())
         if name.endswith(_TOKEN_DELTA):
             module = name.removesuffix(_TOKEN_DELTA)
@@ -73,6 +69,7 @@ def take_own(
                 allowed, to_do = "the outer ones alone", "correct modules_to_save and train again"
                 raise UnsupportedInputError(problem(path, what, saved, allowed, to_do))
             plain = not saved and key == _PREFIX + name
+            # PEFT may write one parameter under several names.
             before = parameters.setdefault(name, OwnParameter(tensor, bool(saved), plain))
             same = before.value.dtype == tensor.dtype and torch.equal(before.value, tensor)
             if not same:
@@ -98,8 +95,8 @@ def _original(key: str, tensor: Tensor) -> dict[str, Tensor]:
     return {} if ".lora_" in name else {name: tensor}
 
 
-def _own_name(key: str, config: PeftLoraConfig) -> str | None:
-    """Return the name of an own tensor in the base model, "" of an unused one, None of LoRA's."""
+def _base_name(key: str, config: PeftLoraConfig) -> str | None:
+    """Return the base model's name of a tensor; "" if PEFT does not use it, None if it is LoRA."""
     name = key.removeprefix(_PREFIX)
     if not key.startswith(_PREFIX) or len(key) > LONGEST_NAME or not name.isprintable():
         return None
@@ -110,8 +107,10 @@ def _own_name(key: str, config: PeftLoraConfig) -> str | None:
     name = name.replace(".modules_to_save.", ".")
     if name.endswith(".base_layer.bias"):
         return name.removesuffix(".base_layer.bias") + ".bias"
-    is_own = name.endswith((".weight", ".bias", _TOKEN_DELTA)) or _saved_modules(name, config)
-    return name if is_own else None
+    is_replacement = name.endswith((".weight", ".bias", _TOKEN_DELTA)) or _saved_modules(
+        name, config
+    )
+    return name if is_replacement else None
 
 
 def _saved_modules(name: str, config: PeftLoraConfig) -> list[str]:
@@ -127,6 +126,7 @@ def _token_rows(
 ) -> TokenRows:
     ids = config.trainable_token_indices
     if isinstance(ids, dict):
+        # Keys are ends of paths, at whole components.
         ids = next((v for k, v in ids.items() if f".{module}".endswith(f".{k}")), None)
     if not ids or values.ndim != 2 or values.shape[0] != len(ids) or len(set(ids)) != len(ids):
         what = f"the rows of {module!r} and trainable_token_indices disagree"

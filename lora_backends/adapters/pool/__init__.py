@@ -1,1 +1,1 @@
-"""The slots on a device, the stacks behind them, and the store of adapters without a slot."""
+"""The slots on a device, their stacks, and the store of adapters without a slot."""

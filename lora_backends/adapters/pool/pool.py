@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,43 +12,22 @@ from typing import Any, NamedTuple
 import torch
 
 from lora_backends.adapters.files.limits import LoadLimits
-from lora_backends.adapters.peft.dora import BaseLayers, dora_terms
-from lora_backends.adapters.peft.pissa import with_residual
+from lora_backends.adapters.peft.dora import BaseLayers
 from lora_backends.adapters.pool.expert_stacks import ExpertStacks
-from lora_backends.adapters.pool.quantized import (
-    AdapterReport,
-    Kept,
-    StagedExperts,
-    as_adapter_dtype,
-    quantized_pair,
-)
+from lora_backends.adapters.pool.quantized import AdapterReport, as_adapter_dtype
+from lora_backends.adapters.pool.records import EMPTY, SlotRecord
 from lora_backends.adapters.pool.slots import SlotTable
-from lora_backends.adapters.pool.stacks import Stacks, StagedDelta
+from lora_backends.adapters.pool.stack_format import StackFormat
+from lora_backends.adapters.pool.stacks import ModuleStacks
+from lora_backends.adapters.pool.staging import Replacements, Staged, Staging, check_name
 from lora_backends.adapters.pool.streams import SlotStreams
-from lora_backends.adapters.pool.tensors import in_one_copy, tensors_of
+from lora_backends.adapters.pool.tensors import tensors_of
 from lora_backends.adapters.pool.uninterrupted import run_whole
-from lora_backends.adapters.specs import (
-    Checkpoint,
-    ExpertSpec,
-    ModuleDelta,
-    ModuleSpec,
-)
-from lora_backends.common.names import PEFT_BASE
-from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
+from lora_backends.adapters.read_options import ReadOptions
+from lora_backends.adapters.specs import Checkpoint, ExpertSpec, ModuleSpec
+from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertWeights
 from lora_backends.weights import LoRAWeights
-
-MOST_RESIDUAL_ERROR = 0.05
-"""Largest relative error of a PiSSA or OLoRA delta in 8 bits. The delta is the difference of two
-rounded products, so its relative error is large where they are nearly equal."""
-
-
-@dataclass(frozen=True, eq=False)
-class Staged:
-    """An adapter as the slots take it: on their device, in their dtype."""
-
-    deltas: Sequence[StagedDelta | StagedExperts]
-    own: Mapping[str, Any]  # by path, its replacements of modules of the base model
 
 
 class Active(NamedTuple):
@@ -115,7 +93,7 @@ class AdapterPool:
         *,
         base_layers: BaseLayers | None = None,
         adapter_dtype: torch.dtype | str | None = None,
-        own_modules: Callable[[Checkpoint], Mapping[str, Any]] | None = None,
+        own_modules: Replacements | None = None,
     ) -> None:
         expert_rank = max_rank if max_expert_rank is None else max_expert_rank
         for key, number in (
@@ -131,7 +109,7 @@ class AdapterPool:
         self.limits = LoadLimits.of(limits)
         self.max_rank, self.max_expert_rank = max_rank, expert_rank
         self.dtype = dtype
-        self._stored = as_adapter_dtype(adapter_dtype, dtype)
+        self._eight_bit = as_adapter_dtype(adapter_dtype, dtype)
         self.device = torch.device(device)
         self._streams = SlotStreams(self.device) if self.device.type == "cuda" else None
         self.slots = SlotTable(max_adapters, self._streams)
@@ -143,16 +121,17 @@ class AdapterPool:
         (DoRA). A parameter of experts has a stack for each form that adapters have; an adapter has
         rank 0 in all but one.
         """
-        form = (dtype, self.device, self._stored)
-        self._stacks = Stacks(self.modules, groups, max_adapters, max_rank, *form)
-        self._base_layers = base_layers
-        self._own_modules = own_modules
-        self._own: dict[int, Mapping[str, Any]] = {}  # slot -> by path, what `own_modules` returned
-        self._experts = ExpertStacks(self.experts, max_adapters, expert_rank, *form)
-        self._users: dict[str, set[int]] = {}  # module path -> slots whose adapter touches it
-        self._kept: dict[tuple[int, str], Kept] = {}  # by slot and module
-        self._biased: set[tuple[int, str]] = set()  # slots and modules with a bias
-        self._scaled: set[tuple[int, str]] = set()  # slots and modules with output_scales
+        form = StackFormat(max_adapters, dtype, self._eight_bit, self.device)
+        self._stacks = ModuleStacks(self.modules, groups, max_rank, form)
+        self._experts = ExpertStacks(self.experts, expert_rank, form)
+        self._staging = Staging(
+            self.modules, max_rank, form, self._experts, base_layers, own_modules
+        )
+        self.read_options = ReadOptions(
+            self.modules, max_rank, self.limits, self.experts, expert_rank, own_modules is not None
+        )
+        # Calls read it without the lock: a record is replaced whole, never changed.
+        self._records: dict[int, SlotRecord] = {}
 
     def load(
         self,
@@ -166,7 +145,7 @@ class AdapterPool:
         Args:
             name: of the adapter.
             folder: with adapter_config.json and the weights.
-            accept: looks at what was read and raises to refuse it.
+            accept: gets the checkpoint and raises to refuse it.
             replace_existing: whether a loaded adapter of this name may be overwritten.
 
         Returns:
@@ -193,7 +172,7 @@ class AdapterPool:
         Raises:
             InvalidInputError: it is no name, or taken and not to be replaced.
         """
-        _check_name(name)
+        check_name(name)
         if name in self.slots and not replace_existing:
             raise InvalidInputError(
                 f"an adapter named {name!r} is loaded already\n"
@@ -202,17 +181,9 @@ class AdapterPool:
 
     def read(self, folder: str | Path) -> Checkpoint:
         """Read a PEFT checkpoint that fits the base model and the stacks, as `load`."""
-        from lora_backends.adapters.peft.checkpoint import read_checkpoint  # needs pydantic
+        from lora_backends.adapters.peft.checkpoint import read_with_options  # needs pydantic
 
-        return read_checkpoint(
-            folder,
-            self.modules,
-            self.max_rank,
-            self.limits,
-            self.experts,
-            self.max_expert_rank,
-            self._own_modules is not None,
-        )
+        return read_with_options(folder, self.read_options)
 
     def add(self, name: str, checkpoint: Checkpoint) -> Loaded:
         """Put a checkpoint that is in memory into a slot, replacing one of the same name.
@@ -230,21 +201,8 @@ class AdapterPool:
             InvalidInputError: it does not fit the base model.
             UnsupportedInputError: DoRA, as `load`.
         """
-        _check_name(name)
-        check_checkpoint(checkpoint)
-        for delta in checkpoint.modules.values():
-            self._check_fits(delta)
-        moved = self._moved(checkpoint)
-        return Staged(
-            [
-                *(
-                    self._stage(delta, moved.get(delta.module))
-                    for delta in checkpoint.modules.values()
-                ),
-                *(self._experts.stage(delta) for delta in checkpoint.experts.values()),
-            ],
-            self._stage_own(checkpoint),
-        )
+        check_name(name)
+        return self._staging.stage(checkpoint)
 
     def put(self, name: str, staged: Staged, then: Callable[[], None] | None = None) -> Loaded:
         """Write a staged adapter into a slot, as `add`.
@@ -252,7 +210,7 @@ class AdapterPool:
         Args:
             name: of the adapter.
             staged: from `stage`.
-            then: called behind the last write and before the slot gets its name, with the slots
+            then: called after the last write, before the slot gets its name, with the slots
                 locked.
 
         Raises:
@@ -261,14 +219,18 @@ class AdapterPool:
         if self._streams is not None:
             self._streams.check_not_capturing(name)
         with self.slots.lock:  # no call may take the slot while it is written
+            # A prefetch may be writing the only slot that can be taken.
             self.slots.wait_for_room([name])
             slot, evicted = self.slots.candidate(name)
+            # It may run out of memory, so it comes while the old adapter still has its name.
             self._reserve(staged)
             self.slots.vacate(name, slot)  # before the first write: see the class
             with self._writing(slot):
+                # Ranks are 0 while the matrices change: a graph that reads the slot adds nothing.
                 self._clear(slot)
-                self._note(slot, staged)
-                self._write(slot, staged.deltas)
+                self._records[slot] = staged.record
+                self._write(slot, staged)
+            # Before the name: a call that sees the name needs its stacks.
             self._note_active()
             if then is not None:
                 then()
@@ -288,15 +250,16 @@ class AdapterPool:
         Args:
             name: of the adapter.
             staged: on a CUDA device, by the current stream.
-            is_wanted: asked before and behind the writes, with the slots locked.
+            is_wanted: asked before and after the writes, with the slots locked.
             then: called when the slot gets its name, with the slots locked.
 
         Returns:
             Whether it was written: False if no slot can be spared, or it is not wanted. Modules of
             its own are left to `put`, because a stream that reads them has to be recorded.
         """
-        if any(True for _ in tensors_of(staged.own)):
+        if any(True for _ in tensors_of(staged.record.replacements)):
             return False
+        # Taken with the lock, written without it: batches of other slots go on.
         with self.slots.lock:
             slot = self.slots.reserve(name) if is_wanted() else None
         if slot is None:
@@ -304,15 +267,16 @@ class AdapterPool:
         try:
             with self.slots.lock:
                 self._reserve(staged)
-                self._forget(slot)
-                self._note(slot, staged)
+                self._records[slot] = staged.record
             if self._streams is not None:
                 self._streams.before_write_ahead(slot)
+            # Else the ranks of the evicted adapter count with the new matrices.
             self._zero(slot)
-            self._write(slot, staged.deltas)
+            self._write(slot, staged)
             if self._streams is not None:
                 self._streams.after_write_ahead(slot)
             with self.slots.lock:
+                # Another thread may have loaded or forgotten the name meanwhile.
                 if is_wanted():
                     self._note_active()
                     then()
@@ -333,7 +297,7 @@ class AdapterPool:
         finally:
             with self.slots.lock:
                 try:
-                    self._forget(slot)
+                    self._records.pop(slot, None)
                     self._note_active()
                 finally:
                     self.slots.settle(slot)  # else batches may wait for it for ever
@@ -355,7 +319,7 @@ class AdapterPool:
             checkpoint: of the same modules, with a bias and DoRA where it has them; ranks may
                 differ.
             timeout_s: how long to wait for calls and requests that use it, in seconds.
-            then: called behind the last write, with the slots locked; no interrupt cuts it short.
+            then: called after the last write, with the slots locked; no interrupt cuts it short.
 
         Returns:
             The slot.
@@ -382,31 +346,22 @@ class AdapterPool:
                 else:
                     self._overwrite(name, slot, staged, then)
                     return slot
+            # Without the lock: the calls that hold the slot need it to end.
             time.sleep(0.001)
 
     def _overwrite(
         self, name: str, slot: int, staged: Staged, then: Callable[[], None] | None
     ) -> None:
-        if staged.own or self._own.get(slot):
+        now, new = self._records[slot], staged.record
+        if now.replacements or new.replacements:
             raise InvalidInputError(
                 f"adapter {name!r} cannot be updated in place: it has modules of its own\n"
                 f"  to do: add_adapter({name!r}, ...), which replaces it"
             )
-        now = {
-            (path, self.has_bias(slot, path), self.has_output_scales(slot, path))
-            for path in self.modules_of(slot)
-        }
-        new = {
-            (
-                d.module,
-                getattr(d, "bias", None) is not None,
-                getattr(d, "output_scales", None) is not None,
-            )
-            for d in staged.deltas
-        }
-        experts = [d for d in staged.deltas if isinstance(d, StagedExperts)]
-        if now != new or not all(self._experts.has_form(slot, d) for d in experts):
-            paths = sorted(path for path, *_ in now ^ new) or [d.module for d in experts]
+        # Prepared calls and graphs hold the stacks of this layout.
+        layouts = [{path: m.layout for path, m in r.modules.items()} for r in (now, new)]
+        if layouts[0] != layouts[1]:
+            paths = sorted({path for path, _ in layouts[0].items() ^ layouts[1].items()})
             raise InvalidInputError(
                 f"adapter {name!r} cannot be updated in place: another layout at "
                 f"{', '.join(paths[:3])}{', ...' * (len(paths) > 3)}\n"
@@ -415,8 +370,8 @@ class AdapterPool:
             )
 
         def overwrite() -> None:
-            self._note(slot, staged)
-            self._write(slot, staged.deltas)
+            self._records[slot] = staged.record
+            self._write(slot, staged)
             if then is not None:
                 then()
 
@@ -438,6 +393,7 @@ class AdapterPool:
         if self._streams is not None:
             self._streams.check_not_capturing(name)
         with self.slots.lock:
+            # The name goes first: an interrupt leaves a slot that no row can ask for.
             slot = self.slots.release(name)
             with self._writing(slot):
                 self._clear(slot)
@@ -459,68 +415,57 @@ class AdapterPool:
         """
         with self.slots.lock:
             slot = self.slots.slot(name)
-            kept = self._kept_of(slot)
-        errors = {path: one.error for path, one in sorted(kept.items()) if one.error is not None}
+            modules = self._records[slot].modules
+        errors = {path: m.error for path, m in sorted(modules.items()) if m.error is not None}
         return AdapterReport(
             name,
             slot,
-            self._stored or self.dtype,
-            sum(one.nbytes for one in kept.values()),
+            self._eight_bit or self.dtype,
+            sum(module.nbytes for module in modules.values()),
             self._stacks.nbytes + self._experts.nbytes,
             errors,
         )
 
     def modules_of(self, slot: int) -> list[str]:
         """Return the paths of the modules and experts that the adapter in `slot` touches."""
-        with self.slots.lock:  # another thread may load
-            touched = self.adapted_by(slot)
-            return touched + [path for path in self._own.get(slot, ()) if path not in touched]
+        record = self._record(slot)
+        return list({**record.modules, **record.replacements})
 
     def adapted_by(self, slot: int) -> list[str]:
         """Return the paths of the modules and experts for which the adapter in `slot` has LoRA."""
-        with self.slots.lock:
-            return [module for module, users in self._users.items() if slot in users]
+        return list(self._record(slot).modules)
 
     def bytes_of(self, slot: int) -> int:
         """Return the bytes of the adapter in `slot`: matrices, scales and modules of its own."""
-        with self.slots.lock:
-            own = sum(getattr(module, "nbytes", 0) for module in self._own.get(slot, {}).values())
-            return own + sum(kept.nbytes for kept in self._kept_of(slot).values())
-
-    def _kept_of(self, slot: int) -> dict[str, Kept]:
-        return {path: kept for (own, path), kept in self._kept.items() if own == slot}
-
-    @property
-    def runs_own_modules(self) -> bool:
-        """Whether adapters may bring more than LoRA."""
-        return self._own_modules is not None
+        return self._record(slot).nbytes
 
     def own_modules(self, slot: int) -> Mapping[str, Any]:
         """Return the replacements of modules that the adapter in `slot` brings, by path."""
-        return self._own.get(slot, {})
+        return self._record(slot).replacements
 
     def has_bias(self, slot: int, module: str) -> bool:
         """Return whether the adapter in `slot` brings a bias for a module."""
-        return (slot, module) in self._biased
+        part = self._record(slot).modules.get(module)
+        return part is not None and part.has_bias
 
     def has_output_scales(self, slot: int, module: str) -> bool:
         """Return whether the adapter in `slot` brings output_scales (DoRA) for a module."""
-        return (slot, module) in self._scaled
+        part = self._record(slot).modules.get(module)
+        return part is not None and part.has_output_scales
 
     def has_dora(self, slot: int) -> bool:
         """Return whether the adapter in `slot` brings output_scales for any module."""
-        with self.slots.lock:
-            return any(scaled == slot for scaled, _ in self._scaled)
+        return any(part.has_output_scales for part in self._record(slot).modules.values())
 
     def has_lora_bias(self, slot: int) -> bool:
         """Return whether the adapter in `slot` brings a bias of its own, not folded in by DoRA."""
-        with self.slots.lock:
-            return any(biased == slot for biased, _ in self._biased - self._scaled)
+        parts = self._record(slot).modules.values()
+        return any(part.has_bias and not part.has_output_scales for part in parts)
 
     def is_active(self, slot: int, path: str, held: tuple[ExpertWeights, ...]) -> bool:
         """Return whether stacks that a caller holds have a slot's LoRA of experts."""
-        own = self._experts.of(slot, path)
-        return any(stack is own for stack in held)
+        form = self._record(slot).modules[path].form
+        return form is not None and any(self._experts[path, form] is stack for stack in held)
 
     @property
     def active_weights(self) -> Mapping[str, LoRAWeights]:
@@ -538,144 +483,34 @@ class AdapterPool:
         return self.active.experts
 
     def _note_active(self) -> None:
-        modules = {path for path, users in self._users.items() if users} - {*self.experts}
-        weights = {path: self._stacks[path] for path in self._users if path in modules}
-        self.active = Active(weights, self._stacks.shared(weights), self._experts.active())
+        records = self._records.values()
+        touched = {path for record in records for path in record.modules}
+        weights = {path: self._stacks[path] for path in self.modules if path in touched}
+        experts = {
+            (path, module.form): None  # a dict keeps the order
+            for record in records
+            for path, module in record.modules.items()
+            if module.form is not None
+        }
+        self.active = Active(weights, self._stacks.shared(weights), self._experts.by_path(experts))
 
-    def _check_fits(self, delta: ModuleDelta) -> None:
-        spec, rank = self.modules.get(delta.module), delta.rank
-        if spec is None or spec.kind != delta.kind or not 1 <= rank <= self.max_rank:
-            raise InvalidInputError(
-                f"the pool has no room for {delta.kind} {delta.module!r} of rank {rank}\n"
-                f"  the base model has there: {spec}\n  max_rank: {self.max_rank}"
-            )
-        given = [tuple(t.shape) for t in (delta.lora_a, delta.lora_b, delta.bias) if t is not None]
-        allowed = [(rank, spec.in_features), (spec.out_features, rank), (spec.out_features,)]
-        if given != allowed[: len(given)]:
-            raise InvalidInputError(
-                f"the LoRA of {delta.module!r} does not fit the base model\n"
-                f"  given: lora_a, lora_b and bias of shapes {given}\n  allowed: {allowed}"
-            )
-        if delta.magnitude is not None:
-            shape = tuple(delta.magnitude.shape)
-            if delta.bias is not None or shape != allowed[2]:
-                raise InvalidInputError(
-                    f"the magnitude (DoRA) of {delta.module!r} does not fit\n  given: shape {shape}"
-                    f"{', and a bias' * (delta.bias is not None)}\n"
-                    f"  allowed: {allowed[2]}, without a LoRA bias"
-                )
-
-    def _moved(self, checkpoint: Checkpoint) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return A and B in the pool's dtype on its device, by path, if one copy moves them all.
-
-        Not those with a value that is not finite: `_stage` finds it and says where it is.
-        """
-        deltas = checkpoint.modules.values()
-        if self._stored is not None or any(delta.init is not None for delta in deltas):
-            return {}  # these change on the way
-        pairs = [matrix for delta in deltas for matrix in (delta.lora_a, delta.lora_b)]
-        copied = in_one_copy(pairs, self.device, self.dtype)
-        if copied is None or not bool(copied[0].isfinite().all()):
-            return {}
-        matrices = iter(copied[1])
-        return {delta.module: (next(matrices), next(matrices)) for delta in deltas}
-
-    def _stage(
-        self, delta: ModuleDelta, moved: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> StagedDelta:
-        """Return the delta in the pool's dtype, on its device, where `moved` may be already."""
-        init = delta.init
-        if init is not None:
-            delta = with_residual(delta, self._base_layers, self.max_rank)
-        scaling, scales, bias = _as_scaling(delta), None, delta.bias
-        if delta.magnitude is not None:
-            scales, bias = dora_terms(delta, self.modules[delta.module], self._base_layers)
-        a, b, a_scales, b_scales, error = delta.lora_a, delta.lora_b, None, None, None
-        if self._stored is not None:
-            a, a_scales, b, b_scales, error = quantized_pair(a, b, self._stored)
-            if init is not None and error > MOST_RESIDUAL_ERROR:
-                raise UnsupportedInputError(
-                    f"the LoRA of {delta.module!r} is what training added to its start "
-                    f"(init_lora_weights = {init!r}), too little for {self._stored}\n"
-                    f"  given: a relative error of {error:.2g}\n"
-                    f"  allowed: {MOST_RESIDUAL_ERROR}\n"
-                    f"  to do: leave adapter_dtype out, or save the adapter with "
-                    f"path_initial_model_for_weight_conversion"
-                )
-        kept = self._stored or self.dtype
-        on_device = moved or (a.to(self.device, kept), b.to(self.device, kept))
-        staged = StagedDelta(
-            module=delta.module,
-            rank=delta.rank,
-            scaling=scaling,
-            lora_a=on_device[0],
-            lora_b=on_device[1],
-            bias=None if bias is None else bias.to(self.device, torch.float32),
-            output_scales=None if scales is None else scales.to(self.device, torch.float32),
-            a_scales=None if a_scales is None else a_scales.to(self.device),
-            b_scales=None if b_scales is None else b_scales.to(self.device),
-            error=error,
-        )
-        for name, tensor in (("lora_A", staged.lora_a), ("lora_B", staged.lora_b)):
-            if moved is None and self._stored is None and not bool(tensor.isfinite().all()):
-                raise InvalidInputError(
-                    f"{name} of {delta.module} does not fit {self.dtype}: a value overflows\n"
-                    f"  to do: load the base model in bfloat16 or float32"
-                )
-        if staged.bias is not None and not bool(staged.bias.isfinite().all()):
-            raise InvalidInputError(f"the LoRA bias of {delta.module} is not finite")
-        return staged
-
-    def _stage_own(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Return the checkpoint's replacements of base modules, by path."""
-        if self._own_modules is not None:
-            return self._own_modules(checkpoint)
-        if checkpoint.own:
-            raise UnsupportedInputError(
-                f"{checkpoint.folder} brings modules of its own besides LoRA, which this pool "
-                f"cannot run\n  to do: use lora_backends.hf.MultiLoRAModel, or merge the adapter"
-            )
-        return {}
+    def _record(self, slot: int) -> SlotRecord:
+        return self._records.get(slot, EMPTY)
 
     def _reserve(self, staged: Staged) -> None:
         """Allocate the stacks that an adapter needs; the slots are locked."""
-        self._stacks.reserve(d for d in staged.deltas if isinstance(d, StagedDelta))
-        self._experts.reserve(d for d in staged.deltas if isinstance(d, StagedExperts))
+        self._stacks.reserve(staged.modules)
+        self._experts.reserve(staged.experts)
 
-    def _note(self, slot: int, staged: Staged) -> None:
-        """Note the adapter that is about to be written into a slot; the slots are locked."""
-        for delta in staged.deltas:
-            self._users.setdefault(delta.module, set()).add(slot)
-            self._kept[slot, delta.module] = Kept(delta.nbytes, delta.error)
-            if isinstance(delta, StagedExperts):
-                self._experts.note(slot, delta)
-                continue
-            if delta.bias is not None:
-                self._biased.add((slot, delta.module))
-            if delta.output_scales is not None:
-                self._scaled.add((slot, delta.module))
-        self._own[slot] = staged.own
-
-    def _forget(self, slot: int) -> None:
-        """Note that a slot holds nothing; the slots are locked."""
-        self._own.pop(slot, None)
-        for module, users in self._users.items():
-            if slot in users:
-                if module in self.experts:
-                    self._experts.forget(slot, module)
-                self._kept.pop((slot, module), None)
-                self._biased.discard((slot, module))
-                self._scaled.discard((slot, module))
-                users.discard(slot)  # last: an interrupt before it leaves the module to forget
-
-    def _write(self, slot: int, deltas: Sequence[StagedDelta | StagedExperts]) -> None:
+    def _write(self, slot: int, staged: Staged) -> None:
         """Write tensors of a slot that no call reads; the slots need not be locked."""
-        for delta in deltas:
-            if isinstance(delta, StagedExperts):
-                self._experts.write(slot, delta)
-            else:
-                self._stacks.write(slot, delta)
-        self._stacks.write_tables(slot, [d for d in deltas if isinstance(d, StagedDelta)])
+        for delta in staged.modules:
+            self._stacks.write(slot, delta)
+        for experts in staged.experts:
+            self._experts.write(slot, experts)
+        self._stacks.write_tables(
+            slot, staged.modules
+        )  # last: rank 0 hides matrices that are half written
 
     def _zero(self, slot: int) -> None:
         """Set the ranks of a slot to 0 in every stack, also after an interrupted load."""
@@ -683,41 +518,9 @@ class AdapterPool:
         self._stacks.zero(slot)
 
     def _writing(self, slot: int) -> AbstractContextManager[None]:
-        """Order the writes of a slot in the block with what other CUDA streams do with it."""
+        """Order the writes of a slot in the block with its uses on other CUDA streams."""
         return nullcontext() if self._streams is None else self._streams.writing(slot)
 
     def _clear(self, slot: int) -> None:
         self._zero(slot)
-        self._forget(slot)
-
-
-def check_checkpoint(checkpoint: object) -> None:
-    """Refuse anything but a `Checkpoint`."""
-    if not isinstance(checkpoint, Checkpoint):
-        raise InvalidInputError(
-            f"the checkpoint is {shown(checkpoint)}\n  allowed: a Checkpoint, e.g. of "
-            f"lora_backends.adapters.read_checkpoint"
-        )
-
-
-def _check_name(name: str) -> None:
-    if not isinstance(name, str) or not name:
-        raise InvalidInputError(f"an adapter's name is a non-empty str; given: {shown(name)}")
-    if name == PEFT_BASE:
-        raise InvalidInputError(
-            f"no adapter can be named {name!r}: in a call it stands for the base model\n"
-            f"  to do: give it another name"
-        )
-
-
-def _as_scaling(delta: ModuleDelta) -> float:
-    """Return the scaling of a delta; a wrong one would be found only after its slot was cleared."""
-    try:
-        scaling = float(delta.scaling)
-    except (TypeError, ValueError):
-        scaling = math.nan
-    if not math.isfinite(scaling):
-        raise InvalidInputError(
-            f"the scaling of {delta.module!r} is {delta.scaling!r}\n  allowed: a finite number"
-        )
-    return scaling
+        self._records.pop(slot, None)  # after the ranks: an interrupt leaves a record to clear

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_backends.adapters.pool.stack_format import bytes_in
 from lora_backends.adapters.specs import ExpertDelta, ExpertSpec
 from lora_backends.eight_bit import COMPUTE_DTYPES, LARGEST, quantized, spread
 from lora_backends.errors import InvalidInputError, shown
@@ -39,14 +40,6 @@ class AdapterReport:
         return max(self.errors.values(), default=0.0)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """One module of a loaded adapter."""
-
-    nbytes: int
-    error: float | None  # None: not quantised
-
-
 @dataclass(frozen=True, eq=False)
 class StagedExperts(ExpertDelta):
     """A delta as a slot takes it: in the dtype of the stacks, on their device."""
@@ -58,36 +51,41 @@ class StagedExperts(ExpertDelta):
     @property
     def nbytes(self) -> int:
         """Bytes of the matrices and their scales."""
-        return bytes_of(self.lora_a, self.lora_b, self.a_scales, self.b_scales)
+        return bytes_in(self)
 
 
-def bytes_of(*tensors: Tensor | None) -> int:
-    """Return the bytes of tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+def check_no_overflow(module: str, **tensors: Tensor) -> None:
+    """Refuse tensors that a conversion to a narrower dtype has made infinite, by their names."""
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise InvalidInputError(
+                f"{name} of {module} does not fit {tensor.dtype}: a value overflows\n"
+                f"  to do: load the base model in bfloat16 or float32"
+            )
 
 
-def as_adapter_dtype(given: Any, model_dtype: torch.dtype) -> torch.dtype | None:
+def as_adapter_dtype(name: Any, model_dtype: torch.dtype) -> torch.dtype | None:
     """Return an 8-bit dtype, or None where adapters have the model's.
 
     Raises:
         InvalidInputError: another dtype, or a model whose dtype 8-bit adapters do not go with.
     """
-    if given is None or given in ("auto", model_dtype):
+    if name is None or name in ("auto", model_dtype):
         return None
     names = {str(dtype).removeprefix("torch."): dtype for dtype in LARGEST}
-    dtype = names.get(given, given) if isinstance(given, str) else given
+    dtype = names.get(name, name) if isinstance(name, str) else name
     if dtype not in LARGEST:
         raise InvalidInputError(
-            f"adapter_dtype is {shown(given)}\n  allowed: {', '.join(names)}, or None for the "
+            f"adapter_dtype is {shown(name)}\n  allowed: {', '.join(names)}, or None for the "
             f"model's {model_dtype}"
         )
     if model_dtype not in COMPUTE_DTYPES:
         raise InvalidInputError(
-            f"adapter_dtype is {shown(given)} for a model of {model_dtype}\n"
+            f"adapter_dtype is {shown(name)} for a model of {model_dtype}\n"
             f"  allowed: a model of float16, bfloat16 or float32"
         )
-    kept: torch.dtype = dtype
-    return kept
+    eight_bits: torch.dtype = dtype
+    return eight_bits
 
 
 def quantized_pair(
@@ -145,6 +143,7 @@ def _experts_error(wide: ExpertWeights, stored: ExpertWeights) -> float:
         columns, groups = wide.columns(s), slice(first, first + width)
         first += width
         for expert in range(wide.num_experts):
+            # Index 0 where the experts share a matrix.
             e_a, e_b = (expert % part.shape[1] for part in (wide.lora_a, wide.lora_b))
             rank = int(wide.ranks[0, expert % wide.ranks.shape[1], a])
             factor = float(wide.scalings[0, expert % wide.scalings.shape[1], a]) ** 2
@@ -167,6 +166,8 @@ def _wide(stored: Tensor, scales: Tensor) -> Tensor:
 def _squares(a: Tensor, b: Tensor, stored_a: Tensor, stored_b: Tensor) -> tuple[float, float]:
     """Return ||B A - stored||^2 and ||B A||^2 by products of the width of the rank."""
     rank = a.shape[0]
+    # ||L R||^2 is the sum of (L^T L) * (R R^T): numbers of rank^2, and L R is never made.
+    # In float64, because B A and the stored product nearly cancel.
     left = torch.cat([b.double(), -stored_b.double()], 1)
     right = torch.cat([a.double(), stored_a.double()], 0)
     products = (left.T @ left) * (right @ right.T)

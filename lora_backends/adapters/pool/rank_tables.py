@@ -14,11 +14,6 @@ class Tables:
     """Tables [num_slots, slices] of groups, and [num_slots, 1] of each module of a larger group.
 
     They are contiguous parts of one tensor, so a few launches write a slot of all of them.
-
-    Args:
-        groups: by path of a module, the paths of its group.
-        num_slots: rows of every table.
-        device: where they live.
     """
 
     def __init__(
@@ -32,10 +27,11 @@ class Tables:
             self._starts[group] = size
             for index, path in enumerate(group):
                 self._columns.setdefault(path, []).append((size + index, len(group)))
+            # Rounded up, so that the next table is aligned.
             size += -(-num_slots * len(group) // ALIGNED) * ALIGNED
         self._ranks = torch.zeros(size, dtype=torch.int32, device=device)
         self._scalings = torch.zeros(size, dtype=torch.float32, device=device)
-        columns = [column for found in self._columns.values() for column in found]
+        columns = [column for of_path in self._columns.values() for column in of_path]
         places = torch.tensor(columns, dtype=torch.int64, device=device)
         self._places, self._strides = places.reshape(-1, 2).unbind(1)
 

@@ -95,6 +95,7 @@ class SlotTable:
             free = self._free()
             if free:
                 return min(free), None
+            # In the order of use: the first that nothing holds goes.
             for oldest in self._slots:
                 if not self._pins[oldest] and self._holder(oldest) is None:
                     return self._slots[oldest], oldest
@@ -153,8 +154,8 @@ class SlotTable:
 
     def _lacks_room(self, names: Sequence[str]) -> bool:
         new = {name for name in names if name not in self._slots}
-        kept = [n for n in self._slots if n in names or not self.is_free(n)]
-        return len(new) > self.num_slots - len(self._written_ahead) - len(kept)
+        fixed = [n for n in self._slots if n in names or not self.is_free(n)]
+        return len(new) > self.num_slots - len(self._written_ahead) - len(fixed)
 
     def _free(self) -> set[int]:
         held = (hold.slots for hold in list(self._holds.values()))
@@ -204,7 +205,7 @@ class SlotTable:
     def updatable(self, name: str) -> int:
         """Return the slot of `name`, where an update may overwrite its weights.
 
-        Pins and prepared adapters do not stand in the way: they keep the slot.
+        Pins and prepared adapters allow it: they keep the slot, not its weights.
 
         Raises:
             InvalidInputError: `name` is not loaded, or a running call or request uses it.
@@ -264,6 +265,7 @@ class SlotTable:
                 self.wait_for_room(names)
                 if commit is not None:
                     commit(hold)
+                # After the commit: it may have moved names to other slots.
                 slots = {name: self.slot(name) for name in names}
                 hold()
                 if names:

@@ -8,10 +8,18 @@ from typing import Any
 
 import torch
 
-from lora_backends.adapters.pool.quantized import bytes_of
 from lora_backends.adapters.pool.rank_tables import Tables
+from lora_backends.adapters.pool.stack_format import (
+    StackFormat,
+    bytes_in,
+    tensors_in,
+    write_matrices,
+)
 from lora_backends.adapters.specs import ModuleSpec
 from lora_backends.weights import LoRAWeights
+
+_TERMS = {"bias": 0.0, "output_scales": 1.0}
+"""Terms of a module's output that few adapters bring, and the value that changes nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,18 +40,18 @@ class StagedDelta:
     @property
     def nbytes(self) -> int:
         """Bytes of the matrices and their scales."""
-        return bytes_of(self.lora_a, self.lora_b, self.a_scales, self.b_scales)
+        return bytes_in(self)
 
 
 @dataclass(frozen=True)
-class _Stacks:
+class _Allocated:
     """The allocated stacks; replaced as one object, so an interrupt leaves the old or the new."""
 
     whole: Mapping[tuple[str, ...], LoRAWeights]  # by group
     parts: Mapping[str, LoRAWeights]  # by path, of the modules that were ever touched
 
 
-class Stacks:
+class ModuleStacks:
     """Stacks of modules by path; those of a group are views of one stack with a slice a module.
 
     A group's stack and its views share matrices, biases and output_scales, so a slot is written
@@ -55,30 +63,23 @@ class Stacks:
     Args:
         modules: of the base model, by path.
         groups: paths of modules with the same input.
-        num_slots: slots of every stack.
         max_rank: width of every stack.
-        dtype: dtype of the model, and of the stacks unless they have 8 bits.
-        device: where they live.
-        stored: an 8-bit dtype of the stacks, or None.
+        form: how the stacks are stored.
     """
 
     def __init__(
         self,
         modules: Mapping[str, ModuleSpec],
         groups: Iterable[Sequence[str]],
-        num_slots: int,
         max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None = None,
+        form: StackFormat,
     ) -> None:
         self._modules = modules
         self._groups: dict[str, tuple[str, ...]] = {path: (path,) for path in modules}
         for group in groups:
             self._groups |= dict.fromkeys(group, tuple(group))
-        self._num_slots, self._max_rank = num_slots, max_rank
-        self._dtype, self._device, self._stored = dtype, device, stored
-        self._stacks = _Stacks({}, {})
+        self._max_rank, self._form = max_rank, form
+        self._stacks = _Allocated({}, {})
         self._tables: Tables | None = None  # with the first stack
 
     def __getitem__(self, path: str) -> LoRAWeights:
@@ -95,71 +96,50 @@ class Stacks:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of every stack, without tables of ranks."""
-        stacks = self._stacks.whole.values()
-        parts = ("lora_a", "lora_b", "a_scales", "b_scales", "bias", "output_scales")
-        found = [getattr(stack, part) for stack in stacks for part in parts]
-        return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+        return tensors_in(self._stacks.whole.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices and scales, whatever slots are in use."""
-        return sum(
-            bytes_of(stack.lora_a, stack.lora_b, stack.a_scales, stack.b_scales)
-            for stack in self._stacks.whole.values()
-        )
+        return sum(map(bytes_in, self._stacks.whole.values()))
 
     @torch.inference_mode(False)  # else no thread outside that mode could write them
     def reserve(self, deltas: Iterable[StagedDelta]) -> None:
         """Allocate the stacks that the deltas need and that do not exist yet: all, or none."""
         if self._tables is None:
-            self._tables = Tables(self._groups, self._num_slots, self._device)
+            self._tables = Tables(self._groups, self._form.num_slots, self._form.device)
         tables = self._tables
         whole, parts = dict(self._stacks.whole), dict(self._stacks.parts)
         for delta in deltas:
             group = self._groups[delta.module]
-            stack = whole.get(group) or self._allocate(group, tables)
-            shape = (self._num_slots, stack.out_features)
-            if delta.bias is not None and stack.bias is None:
-                stack = replace(stack, bias=torch.zeros(shape, device=self._device))
-            if delta.output_scales is not None and stack.output_scales is None:
-                ones = torch.ones(shape, dtype=torch.float32, device=self._device)
-                stack = replace(stack, output_scales=ones)
+            index = group.index(delta.module)
+            stack = self._with_terms(whole.get(group) or self._allocate(group, tables), delta)
             whole[group] = stack
-            part = parts.get(delta.module)
             if len(group) == 1:
-                part = stack
-            elif part is None:
-                part = _part(stack, group.index(delta.module), tables.of(delta.module))
-            first, end = _columns(stack, group.index(delta.module))
-            if delta.bias is not None and part.bias is None and stack.bias is not None:
-                part = replace(part, bias=stack.bias[:, first:end])
-            scales = stack.output_scales
-            if (
-                delta.output_scales is not None
-                and part.output_scales is None
-                and scales is not None
-            ):
-                part = replace(part, output_scales=scales[:, first:end])
-            parts[delta.module] = part
+                parts[delta.module] = stack
+                continue
+            part = parts.get(delta.module) or _part(stack, index, tables.of(delta.module))
+            first, end = _columns(stack, index)
+            views = {
+                term: getattr(stack, term)[:, first:end]
+                for term in _TERMS
+                if getattr(delta, term) is not None and getattr(part, term) is None
+            }
+            # Calls compare stacks by identity: one that gets nothing stays the same object.
+            parts[delta.module] = replace(part, **views) if views else part
         is_new = any(self._stacks.whole.get(group) is not stack for group, stack in whole.items())
-        if is_new and self._device.type == "cuda":
+        if is_new and self._form.device.type == "cuda":
             # another thread's stream may read a stack as soon as it is found here
-            torch.cuda.current_stream(self._device).synchronize()
-        self._stacks = _Stacks(whole, parts)
+            torch.cuda.current_stream(self._form.device).synchronize()
+        self._stacks = _Allocated(whole, parts)
 
     def write(self, slot: int, delta: StagedDelta) -> None:
         """Write a delta's tensors into a slot; `reserve` has allocated its stacks."""
         part = self._stacks.parts[delta.module]
-        part.lora_a[slot, 0, : delta.rank] = delta.lora_a
-        part.lora_b[slot, :, : delta.rank] = delta.lora_b
-        if part.a_scales is not None and delta.a_scales is not None:
-            part.a_scales[slot, 0, : delta.rank] = delta.a_scales
-        if part.b_scales is not None and delta.b_scales is not None:
-            part.b_scales[slot] = delta.b_scales
-        if delta.bias is not None and part.bias is not None:
-            part.bias[slot] = delta.bias
-        if delta.output_scales is not None and part.output_scales is not None:
-            part.output_scales[slot] = delta.output_scales
+        write_matrices(part, slot, delta)
+        for term in _TERMS:
+            if getattr(delta, term) is not None:
+                getattr(part, term)[slot] = getattr(delta, term)
 
     def write_tables(self, slot: int, deltas: Sequence[StagedDelta]) -> None:
         """Write the ranks and scalings of deltas, after their tensors."""
@@ -171,30 +151,31 @@ class Stacks:
         if self._tables is not None:
             self._tables.zero(slot)
         for stack in self._stacks.whole.values():
-            if stack.bias is not None:
-                stack.bias[slot] = 0
-            if stack.output_scales is not None:
-                stack.output_scales[slot] = 1
+            for term, neutral in _TERMS.items():
+                if getattr(stack, term) is not None:
+                    getattr(stack, term)[slot] = neutral
+
+    def _with_terms(self, stack: LoRAWeights, delta: StagedDelta) -> LoRAWeights:
+        """Return a stack with the bias and output_scales that a delta brings first."""
+        like: dict[str, Any] = {"dtype": torch.float32, "device": self._form.device}
+        shape = (self._form.num_slots, stack.out_features)
+        new: dict[str, Any] = {
+            term: torch.full(shape, neutral, **like)
+            for term, neutral in _TERMS.items()
+            if getattr(delta, term) is not None and getattr(stack, term) is None
+        }
+        return replace(stack, **new) if new else stack
 
     def _allocate(self, group: tuple[str, ...], tables: Tables) -> LoRAWeights:
         specs = [self._modules[path] for path in group]
         widths = tuple(spec.out_features for spec in specs)
-        size: dict[str, Any] = {"dtype": self._stored or self._dtype, "device": self._device}
-        table = (self._num_slots, len(group))
-        scales: dict[str, Any] = {}
-        if self._stored is not None:  # one for each row
-            like: dict[str, Any] = {"dtype": torch.float32, "device": self._device}
-            scales["a_scales"] = torch.ones((*table, self._max_rank, 1), **like)
-            scales["b_scales"] = torch.ones((self._num_slots, sum(widths), 1), **like)
-            scales["compute_dtype"] = self._dtype
+        shape_a = (len(group), self._max_rank, specs[0].in_features)
         ranks, scalings = tables.of(*group)
         return LoRAWeights(
-            lora_a=torch.zeros((*table, self._max_rank, specs[0].in_features), **size),
-            lora_b=torch.zeros((self._num_slots, sum(widths), self._max_rank), **size),
+            **self._form.matrices(shape_a, (sum(widths), self._max_rank)),
             ranks=ranks,
             scalings=scalings,
             output_slices=widths,
-            **scales,
         )
 
 
@@ -214,5 +195,5 @@ def _part(stack: LoRAWeights, index: int, tables: tuple[torch.Tensor, torch.Tens
 
 
 def _columns(stack: LoRAWeights, index: int) -> tuple[int, int]:
-    """Return the first output column of a slice, and the one behind its last."""
+    """Return the first output column of a slice, and the one after its last."""
     return stack.slice_offsets[index], stack.slice_offsets[index + 1]

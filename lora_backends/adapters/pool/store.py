@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from lora_backends.adapters.files.folders import Stamp, adapter_folders, newest, stamp_of
-from lora_backends.adapters.pool.pool import AdapterPool, Loaded, Staged, check_checkpoint
+from lora_backends.adapters.pool.pool import AdapterPool, Loaded
 from lora_backends.adapters.pool.slots import Commit
+from lora_backends.adapters.pool.staging import Staged, check_checkpoint
 from lora_backends.adapters.pool.tensors import side_by_side, tensors_of
 from lora_backends.adapters.specs import Checkpoint
 from lora_backends.common.files import as_path
@@ -30,7 +31,7 @@ from lora_backends.errors import InvalidInputError, LoRABackendError, shown
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class CachedAdapter:
     """An adapter in memory."""
 
     checkpoint: Checkpoint
@@ -42,7 +43,7 @@ class Kept:
 class _Ready:
     """An adapter on the device, without a slot."""
 
-    kept: Kept
+    cached: CachedAdapter
     staged: Staged
     event: torch.cuda.Event | None  # after the last copy; None on a CPU
 
@@ -66,7 +67,7 @@ class AdapterStore:
             them.
         watch_s: seconds between two looks at the files of an adapter that is asked for; changed
             files are loaded between batches. None: never look.
-        accept: looks at what was read and raises to refuse it.
+        accept: gets the checkpoint and raises to refuse it.
 
     Raises:
         InvalidInputError: a number that is negative, or the folder is none.
@@ -96,14 +97,20 @@ class AdapterStore:
         """Checkpoints that were read from a folder."""
         self._pool, self._watch_s, self._accept = pool, watch_s, accept
         self._folders: dict[str, Path] = {} if self.folder is None else adapter_folders(self.folder)
-        self._lock = Lock()  # of what follows; taken inside the lock of the slots, never around it
-        self._only_in_memory: set[str] = set()  # names that no folder may stand for
-        self._kept: OrderedDict[str, Kept] = OrderedDict()  # the least recently used first
-        self._in_slots: dict[str, Stamp | None] = {}  # what was written to the slot of a name
+        self._lock = (
+            Lock()
+        )  # of the tables below; taken inside the lock of the slots, never around it
+        self._only_in_memory: set[str] = set()  # names that are not looked up in the folder
+        self._cached: OrderedDict[str, CachedAdapter] = (
+            OrderedDict()
+        )  # the least recently used first
+        self._in_slots: dict[
+            str, Stamp | None
+        ] = {}  # name to the files that its slot was written from
         self._ahead: dict[str, _Prefetch] = {}
         self._looked: dict[str, float] = {}  # name to the time of the last look at its files
         self._warned: dict[str, Stamp | None] = {}  # name to the files that a warning was about
-        self._given = 0  # times that a name was given another adapter; in the lock of the slots
+        self._changes = 0  # times that a name got another adapter; in the lock of the slots
         self._worker = ThreadPoolExecutor(1, "adapter prefetch")
         self._stream: Any = None
         self._closed = False
@@ -113,18 +120,18 @@ class AdapterStore:
     def kept_bytes(self) -> int:
         """Bytes of all adapters in memory."""
         with self._lock:
-            return sum(kept.bytes for kept in self._kept.values())
+            return sum(cached.bytes for cached in self._cached.values())
 
     def names(self) -> list[str]:
         """Return every name that a row may ask for, sorted."""
         self._look_for_folders()
         with self._lock:
-            return sorted({*self._folders, *self._kept, *self._pool.slots.names})
+            return sorted({*self._folders, *self._cached, *self._pool.slots.names})
 
-    def kept(self) -> dict[str, Kept]:
+    def kept(self) -> dict[str, CachedAdapter]:
         """Return the adapters in memory by name, the least recently used first."""
         with self._lock:
-            return dict(self._kept)
+            return dict(self._cached)
 
     def folders(self) -> dict[str, Path]:
         """Return the folder of every adapter that has one, by name."""
@@ -138,11 +145,11 @@ class AdapterStore:
         ready = self._staged(name, self._read(path))
 
         def then() -> None:
-            self._given += 1
+            self._changes += 1
             with self._lock:
                 self._folders[name] = path
                 self._only_in_memory.discard(name)
-            self._note(name, ready.kept)
+            self._note(name, ready.cached)
 
         with self._pool.slots.lock:
             self._pool.slots.wait_for_room([name])  # other threads may load it in that time
@@ -161,8 +168,8 @@ class AdapterStore:
     def forget(self, name: str) -> None:
         """Drop an adapter from memory; with a folder of adapters it may come back from there."""
         with self._pool.slots.lock, self._lock:
-            self._given += 1
-            for table in (self._kept, self._in_slots, self._ahead, self._looked):
+            self._changes += 1
+            for table in (self._cached, self._in_slots, self._ahead, self._looked):
                 table.pop(name, None)
             self._only_in_memory.discard(name)
             if self.folder is None or self._folders.get(name) != self.folder / name:
@@ -205,7 +212,7 @@ class AdapterStore:
         The slow steps, reading and copying to the device, happen here. The slots are locked when
         the function is called; its argument holds the names in their slots.
         """
-        given = self._given
+        changes = self._changes
         changed = {name: ready for name in names if (ready := self._changed(name)) is not None}
         missing = {
             name: ready
@@ -214,7 +221,7 @@ class AdapterStore:
             and name not in self._pool.slots
             and (ready := self._get(name)) is not None
         }
-        return partial(self._commit, given, names, changed, missing)
+        return partial(self._commit, changes, names, changed, missing)
 
     def close(self) -> None:
         """Stop loading ahead, and leave the pool as it is without a store."""
@@ -225,18 +232,18 @@ class AdapterStore:
 
     def _commit(
         self,
-        given: int,
+        changes: int,
         names: Sequence[str],
         changed: Mapping[str, _Ready],
         missing: Mapping[str, _Ready],
         hold: Callable[[], None],
     ) -> None:
-        if given != self._given:  # another thread may have loaded newer weights of these names
+        if changes != self._changes:  # another thread may have loaded newer weights of these names
             changed, missing = {}, {}
         for name, ready in changed.items():
             if name in self._pool.slots and self._pool.slots.is_free(name):
                 self._put(name, ready)
-        self._given += bool(changed)
+        self._changes += bool(changed)
         hold()  # from here on, none of the names is evicted for another
         for name in names:
             if name not in self._pool.slots:
@@ -247,12 +254,12 @@ class AdapterStore:
                     self.swaps += 1
         with self._lock:
             for name in names:
-                if name in self._kept:
-                    self._kept.move_to_end(name)
+                if name in self._cached:
+                    self._cached.move_to_end(name)
 
     def _put(self, name: str, ready: _Ready) -> None:
         _wait_for(ready, self._pool.device)
-        self._pool.put(name, ready.staged, partial(self._note, name, ready.kept))
+        self._pool.put(name, ready.staged, partial(self._note, name, ready.cached))
 
     def _get(self, name: str, wait: bool = True) -> _Ready | None:
         """Return an adapter on the device, or None for a name that is not known or in its slot.
@@ -263,19 +270,19 @@ class AdapterStore:
         """
         ready = self._prefetched(name, wait)
         with self._lock:
-            kept = self._kept.get(name)
+            cached = self._cached.get(name)
         if name in self._pool.slots:
             return None
-        if ready is not None and (kept is None or kept is ready.kept):
+        if ready is not None and (cached is None or cached is ready.cached):
             return ready
-        kept = kept or self._from_folder(name)
-        return None if kept is None else self._staged(name, kept)
+        cached = cached or self._from_folder(name)
+        return None if cached is None else self._staged(name, cached)
 
     def _prefetched(self, name: str, wait: bool) -> _Ready | None:
         """Return the adapter that a prefetch left on the device; cancel one that has not begun.
 
         Raises:
-            Exception: what the prefetch raised.
+            Exception: the error of the prefetch.
         """
         with self._lock:
             job = self._ahead.get(name)
@@ -292,26 +299,26 @@ class AdapterStore:
                 if self._ahead.get(name) is job:
                     del self._ahead[name]
 
-    def _staged(self, name: str, kept: Kept) -> _Ready:
-        return _Ready(kept, self._pool.stage(name, kept.checkpoint), None)
+    def _staged(self, name: str, cached: CachedAdapter) -> _Ready:
+        return _Ready(cached, self._pool.stage(name, cached.checkpoint), None)
 
     @torch.no_grad()
     def _bring_ahead(self, name: str, job: _Prefetch) -> _Ready | None:
         """Write an adapter into a slot, or return it on the device if no slot can be spared."""
         with self._lock:
-            kept = self._kept.get(name)
-        kept = kept or self._from_folder(name)
-        if kept is None:
+            cached = self._cached.get(name)
+        cached = cached or self._from_folder(name)
+        if cached is None:
             raise InvalidInputError(f"no adapter named {name!r} to prefetch")
         device = self._pool.device
         if device.type != "cuda":
-            return self._write_ahead(name, job, self._staged(name, kept))
+            return self._write_ahead(name, job, self._staged(name, cached))
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            staged = self._pool.stage(name, kept.checkpoint)
+            staged = self._pool.stage(name, cached.checkpoint)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-            return self._write_ahead(name, job, _Ready(kept, staged, event))
+            return self._write_ahead(name, job, _Ready(cached, staged, event))
 
     def _write_ahead(self, name: str, job: _Prefetch, ready: _Ready) -> _Ready | None:
         def is_wanted() -> bool:
@@ -320,7 +327,7 @@ class AdapterStore:
             return known and name not in self._pool.slots
 
         def then() -> None:
-            self._note(name, ready.kept)
+            self._note(name, ready.cached)
             self.swaps += 1
 
         if not self._pool.put_ahead(name, ready.staged, is_wanted, then) and is_wanted():
@@ -330,7 +337,7 @@ class AdapterStore:
                 del self._ahead[name]
         return None
 
-    def _from_folder(self, name: str) -> Kept | None:
+    def _from_folder(self, name: str) -> CachedAdapter | None:
         with self._lock:
             folder = self._folders.get(name)
         if folder is None:
@@ -339,7 +346,7 @@ class AdapterStore:
                 folder = self._folders.get(name)
         return None if folder is None else self._read(folder)
 
-    def _read(self, folder: Path) -> Kept:
+    def _read(self, folder: Path) -> CachedAdapter:
         """Read a checkpoint whose files do not change meanwhile."""
         before = stamp_of(folder)
         checkpoint = self._pool.read(folder)
@@ -351,14 +358,14 @@ class AdapterStore:
             )
         if self._accept is not None:
             self._accept(checkpoint)
-        return Kept(*_counted(checkpoint, self._pool.device), before)
+        return CachedAdapter(*_counted(checkpoint, self._pool.device), before)
 
     def _changed(self, name: str) -> _Ready | None:
         """Return newer files of an adapter in a slot or in memory, once they have been quiet."""
         with self._lock:
-            kept = self._kept.get(name)
+            cached = self._cached.get(name)
             folder, stamp = self._folders.get(name), self._in_slots.get(name)
-            stamp = stamp if kept is None else kept.stamp
+            stamp = stamp if cached is None else cached.stamp
             looked = self._looked.get(name, 0.0)
             due = self._watch_s is not None and time.monotonic() - looked >= self._watch_s
             if folder is None or stamp is None or not due:
@@ -387,40 +394,40 @@ class AdapterStore:
 
     def _look_for_folders(self) -> None:
         if self.folder is not None:
-            found = adapter_folders(self.folder)
+            folders = adapter_folders(self.folder)
             with self._lock:
-                own = {name: found[name] for name in found.keys() - self._only_in_memory}
-                self._folders = own | self._folders
+                readable = {n: path for n, path in folders.items() if n not in self._only_in_memory}
+                self._folders = readable | self._folders  # a folder that was loaded goes first
 
     def _from_memory(self, name: str, checkpoint: Checkpoint) -> Callable[[], None]:
         """Return a function that notes that an adapter came from memory; the slots are locked."""
         check_checkpoint(checkpoint)
         # pinning may fail, so it comes before the first write
-        kept = Kept(*_counted(checkpoint, self._pool.device), None)
+        cached = CachedAdapter(*_counted(checkpoint, self._pool.device), None)
 
         def note() -> None:
-            self._given += 1
+            self._changes += 1
             with self._lock:
                 self._folders.pop(name, None)  # its files are those of another adapter
                 self._only_in_memory.add(name)
-            self._note(name, kept)
+            self._note(name, cached)
 
         return note
 
-    def _note(self, name: str, kept: Kept) -> None:
-        """Remember what lies in the slot of a name, and keep it in memory within the budget."""
+    def _note(self, name: str, cached: CachedAdapter) -> None:
+        """Remember the adapter in the slot of a name, and keep it in memory within the budget."""
         with self._lock:
             self._ahead.pop(name, None)  # of before
-            self._in_slots[name] = kept.stamp
-            if kept is not self._kept.get(name):  # else its files have not been looked at
+            self._in_slots[name] = cached.stamp
+            if cached is not self._cached.get(name):  # else its files have not been looked at
                 self._looked[name] = time.monotonic()
-            self._kept[name] = kept
-            self._kept.move_to_end(name)
-            total = sum(each.bytes for each in self._kept.values())
+            self._cached[name] = cached
+            self._cached.move_to_end(name)
+            total = sum(each.bytes for each in self._cached.values())
             while total > self.cpu_bytes:
-                oldest, dropped = self._kept.popitem(last=False)
+                oldest, dropped = self._cached.popitem(last=False)
                 total -= dropped.bytes
-            known = {*self._pool.slots.names, name, *self._kept}
+            known = {*self._pool.slots.names, name, *self._cached}
             for table in (self._in_slots, self._looked, self._warned):
                 for old in [each for each in table if each not in known]:
                     del table[old]

@@ -23,7 +23,7 @@ class SlotStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._used: dict[Any, Any] = {}  # stream -> event behind the last use of any slot on it
+        self._used: dict[Any, Any] = {}  # stream -> event after the last use of any slot on it
         self._written: dict[int, tuple[Any, Any]] = {}  # slot -> stream of its last write, event
         self._untracked: set[int] = set()  # slots that streams may read that nothing here names
 

@@ -37,6 +37,7 @@ def copied(value: Any) -> Any:
 def side_by_side(tensors: Sequence[torch.Tensor], pin: bool = True) -> list[torch.Tensor]:
     """Return copies of tensors that fill one piece of memory, pinned or not, for each dtype."""
     copies = list(tensors)
+    # A buffer has one dtype.
     for dtype in {tensor.dtype for tensor in tensors}:
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
         sizes = [tensors[place].numel() for place in places]
@@ -59,6 +60,7 @@ def in_one_copy(
         return None
     first, count = tensors[0], sum(t.numel() for t in tensors)
     storage = first.untyped_storage()
+    # Other bytes of the storage would be copied, too.
     if storage.nbytes() != count * first.element_size() or not all(
         t.is_contiguous()
         and t.dtype == first.dtype

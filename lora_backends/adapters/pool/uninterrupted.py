@@ -24,6 +24,7 @@ def run_whole(
 
     def run() -> None:
         try:
+            # Grad mode and stream belong to a thread, so the new one sets them again.
             with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
                 work()
         except BaseException as error:
@@ -34,8 +35,10 @@ def run_whole(
     try:
         thread.start()
     except BaseException as error:
+        # A signal came after the start: the thread may be running.
         interrupt = error
     while thread.is_alive():
+        # A signal ends `join`, not the work.
         try:
             thread.join()
         except BaseException as error:

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_backends.adapters import Checkpoint, ModuleSpec, OwnParameter, TokenRows
 from lora_backends.adapters.peft.old_names import renamed
-from lora_backends.adapters.pool.quantized import bytes_of
+from lora_backends.adapters.pool.stack_format import bytes_of
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
 from lora_backends.hf.calls.running import RUNNING

@@ -10,7 +10,7 @@ import torch
 from helpers.deltas import random_checkpoint
 
 from lora_backends import InvalidInputError, UnsupportedInputError
-from lora_backends.adapters.pool.stacks import Stacks
+from lora_backends.adapters.pool.stacks import ModuleStacks
 from lora_backends.hf import MultiLoRAModel
 
 IDS = torch.arange(8)[None] + 1
@@ -171,7 +171,7 @@ def test_an_update_that_is_disturbed_leaves_no_torn_weights(model, make_base, mo
     model.add_adapter("live", new)
     expected = logits(model, "live")
     model.add_adapter("live", old)
-    join, write, calls = threading.Thread.join, Stacks.write, []
+    join, write, calls = threading.Thread.join, ModuleStacks.write, []
 
     begun = threading.Event()
 
@@ -193,12 +193,12 @@ def test_an_update_that_is_disturbed_leaves_no_torn_weights(model, make_base, mo
 
     if fault == "interrupt":
         monkeypatch.setattr(threading.Thread, "join", interrupted)
-        monkeypatch.setattr(Stacks, "write", waiting)
+        monkeypatch.setattr(ModuleStacks, "write", waiting)
         with pytest.raises(KeyboardInterrupt):
             model.update_adapter("live", new)
         assert torch.equal(logits(model, "live"), expected)
     else:
-        monkeypatch.setattr(Stacks, "write", failing)
+        monkeypatch.setattr(ModuleStacks, "write", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             model.update_adapter("live", new)
         with pytest.raises(InvalidInputError, match="was lost when loading its replacement"):
