@@ -49,7 +49,7 @@ from lora_backends.hf.layout.probe import UNREACHED, probe
 from lora_backends.hf.layout.sites import base_layer, check_start, find_sites
 from lora_backends.hf.layout.structure import Structure
 from lora_backends.hf.layout.trial import tried_input
-from lora_backends.hf.replacements.modules import OwnModules
+from lora_backends.hf.replacements.modules import Replacements
 from lora_backends.hf.replacements.rows import (
     check_compiled,
     check_labels,
@@ -155,7 +155,7 @@ class MultiLoRAModel(ModelWords):
             device.type != "cpu" if fuse is None else fuse,
         )
         groups = [group.paths for group in self._hooked.groups]
-        self._own = OwnModules(
+        replacements = Replacements(
             self._key,
             base,
             self._sites,
@@ -175,7 +175,7 @@ class MultiLoRAModel(ModelWords):
             max_expert_rank,
             base_layers=partial(base_layer, self._sites),
             adapter_dtype=adapter_dtype,
-            own_modules=self._own,
+            own_modules=replacements,
         )
         self.store: AdapterStore | None = None
         """Adapters without a slot, after `keep_adapters`."""
@@ -542,7 +542,7 @@ class MultiLoRAModel(ModelWords):
             return run_split(self, chosen, inputs, self._images)
         try:
             with self._active(chosen, inputs, after_cache=True) as request:
-                counts = label_counts(request.own, self.pool, request.rows)
+                counts = label_counts(request.replacements, self.pool, request.rows)
                 check_labels(counts, logits_as_list, inputs)
                 output = self.base(**inputs)
                 return with_labels(output, counts, logits_as_list, len(request.rows))
@@ -728,7 +728,7 @@ class MultiLoRAModel(ModelWords):
                 config = getattr(self.base, "generation_config", None)
                 request.begin_generate(inputs, rows, length, config)
             check_generate(self.base, request, inputs, generates=not after_cache)
-            if request.own:
+            if request.replacements:
                 check_compiled(self.base)
             with running(IDLE if request.idle else request):
                 yield request

@@ -183,5 +183,5 @@ def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:
 
 def _without_base(entry: RowAdapters) -> RowAdapters:
     if is_per_token(entry):
-        return [None if own == PEFT_BASE else own for own in entry]  # type: ignore[union-attr]
+        return [None if each == PEFT_BASE else each for each in entry]  # type: ignore[union-attr]
     return None if isinstance(entry, str) and entry == PEFT_BASE else entry

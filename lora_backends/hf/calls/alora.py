@@ -41,15 +41,15 @@ def invoked(
         UnsupportedInputError: there are no token ids to find the invocation in, or it may lie in
             the cache.
     """
-    wanted = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
-    if not any(isinstance(found, Invocation) for found in wanted.values()):
+    invocations = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
+    if not any(isinstance(invocation, Invocation) for invocation in invocations.values()):
         return adapters
     rows: list[RowAdapters] = []
-    for row, given in enumerate(adapters):
-        entry = _alone(given)
-        found = wanted.get(entry) if isinstance(entry, str) else None
-        if not isinstance(found, Invocation) or not isinstance(entry, str):
-            rows.append(given)
+    for row, row_entry in enumerate(adapters):
+        entry = _alone(row_entry)
+        invocation = invocations.get(entry) if isinstance(entry, str) else None
+        if not isinstance(invocation, Invocation) or not isinstance(entry, str):
+            rows.append(row_entry)
             continue
         ids = inputs.get("input_ids")
         if not isinstance(ids, torch.Tensor):
@@ -57,7 +57,7 @@ def invoked(
                 f"adapter {entry!r} acts behind its invocation tokens (aLoRA), and there are no "
                 f"input_ids to find them in\n  to do: pass input_ids, or one entry per token"
             )
-        chosen = _from_invocation(entry, ids[row].tolist(), list(found.tokens))
+        chosen = _from_invocation(entry, ids[row].tolist(), list(invocation.tokens))
         if chosen is None and after_cache and past_tokens(inputs):
             raise UnsupportedInputError(
                 f"adapter {entry!r} acts behind its invocation tokens (aLoRA), which are not in "

@@ -38,14 +38,16 @@ def adapter_names(adapters: Sequence[RowAdapters]) -> set[str]:
         )
     names: set[str] = set()
     for row, entry in enumerate(adapters):
-        for own in entries_of(entry):
-            if isinstance(own, Mapping):
-                _check_blend(row, own)
-                names.update(own)
-            elif isinstance(own, str):
-                names.add(own)
-            elif own is not None:
-                raise InvalidInputError(f"adapters[{row}] holds {shown(own)}\n  allowed: {ALLOWED}")
+        for chosen in entries_of(entry):
+            if isinstance(chosen, Mapping):
+                _check_blend(row, chosen)
+                names.update(chosen)
+            elif isinstance(chosen, str):
+                names.add(chosen)
+            elif chosen is not None:
+                raise InvalidInputError(
+                    f"adapters[{row}] holds {shown(chosen)}\n  allowed: {ALLOWED}"
+                )
     return names
 
 

@@ -14,10 +14,9 @@ from torch import nn
 
 from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
-from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.entries import Choices, Entry
-from lora_backends.hf.calls.running import IDLE, running
+from lora_backends.hf.calls.running import IDLE, ModelCall, running
 from lora_backends.hf.layout.layout import Layout
 
 _LENGTH, _KEPT = 5, (1, 3)
@@ -126,7 +125,7 @@ def _tokens_in(shape: Sequence[int]) -> int:
     return math.prod(shape) if sum(size != 1 for size in shape) <= 1 else -1
 
 
-class RequestsCall:
+class RequestsCall(ModelCall):
     """The adapters of the tokens of each forward pass, as the hooks see them.
 
     Args:
@@ -138,17 +137,13 @@ class RequestsCall:
     def __init__(
         self, wrapped: Wrapped, packed: PackedModules, batch: Callable[[], Packed]
     ) -> None:
-        self.model = wrapped.key
+        super().__init__(wrapped.key, wrapped.pool)
         self._wrapped, self._packed, self._batch = wrapped, packed, batch
         self._tokens = _Plan(wrapped.backend)
         self._logits = _Plan(wrapped.backend)
         self._choices: Choices | None = None
         self._slots = torch.empty(0, dtype=torch.int64, device="cpu")  # number of each token
         self._kept: torch.Tensor | None = None  # positions whose logits are asked for
-        self.own: Mapping[str, Any] = {}  # `check_adapters` refuses them
-        self.joined: Mapping[str, Any] = {}  # compilation is refused, too
-        self.is_traced = self.multiplies_bases = self.asks_backend = False
-        self._note_stacks()
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note which adapter every token of the forward pass uses.
@@ -156,7 +151,8 @@ class RequestsCall:
         Raises:
             InvalidInputError: the tokens are not those of the requests.
         """
-        self._note_stacks()
+        pool = self._wrapped.pool  # its stacks may have grown since the last pass
+        self.stacks, self.shared, self.experts = pool.active
         packed = self._batch()
         if rows != 1 or sum(tokens for _, _, tokens in packed) != length:
             raise InvalidInputError(
@@ -164,7 +160,7 @@ class RequestsCall:
                 f"  allowed: one row with the {sum(tokens for _, _, tokens in packed)} tokens of "
                 f"{len(packed)} requests"
             )
-        slots = {name: slot for _, own, _ in packed for name, slot in own.items()}
+        slots = {name: slot for _, by_name, _ in packed for name, slot in by_name.items()}
         entries = [entry for entry, _, _ in packed]
         self._choices = self._packed.choices(self._wrapped, entries, slots)
         counts = torch.tensor([tokens for _, _, tokens in packed], device="cpu")
@@ -174,18 +170,14 @@ class RequestsCall:
         self._tokens.forget()
         self._logits.forget()
 
-    def repeats(self) -> Repeats:
-        """Return nothing: every pass refills the plans."""
-        return NO_REPEATS
-
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis.
 
         Raises:
             UnsupportedInputError: an input with other positions than the tokens.
         """
-        kept = self._kept if paths[0] in self._packed.of_logits else None
-        slots = self._slots if kept is None else self._slots[kept.to("cpu")]
+        wanted = self._kept if paths[0] in self._packed.of_logits else None
+        slots = self._slots if wanted is None else self._slots[wanted.to("cpu")]
         if _tokens_in(shape) != len(slots):
             raise UnsupportedInputError(
                 f"module {paths[0]} sees an input of shape {list(shape)} (without its last axis) "
@@ -193,15 +185,7 @@ class RequestsCall:
                 f"  to do: leave the module out of target_modules, or call generate()"
             )
         assert self._choices is not None  # begin_forward has set it
-        return (self._tokens if kept is None else self._logits).of(self._choices, slots)
-
-    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
-        """Never called: no request has modules of its own."""
-        raise AssertionError("no request has modules of its own")
-
-    def _note_stacks(self) -> None:
-        pool = self._wrapped.pool
-        self.stacks, self.shared, self.experts = pool.active
+        return (self._tokens if wanted is None else self._logits).of(self._choices, slots)
 
 
 class _Plan:

@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-import torch
-
 from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
@@ -18,12 +16,11 @@ from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.dispatch.tracing import is_traced
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.entries import Choices, Entry, adapter_names, is_per_token
-from lora_backends.hf.calls.request import slot_of_all, spread_slots, uses_one_slot
+from lora_backends.hf.calls.rows import RowsCall, slot_of_all, spread_slots, uses_one_slot
 from lora_backends.hf.calls.running import RUNNING, Joined
 from lora_backends.hf.hooks.overlapped import multiplies_bases
 from lora_backends.hf.layout.images import Images
 from lora_backends.hf.layout.layout import Layout, Spread, Untried, unknown_rows
-from lora_backends.hf.replacements.rows import OwnRows
 
 MOST_PLANS = 16
 """Plans that are kept where no graph has captured them."""
@@ -36,7 +33,7 @@ _Input: TypeAlias = tuple[tuple[int, ...], str]
 """Modules that see one input; its shape, and why the rows in it are not known."""
 
 
-class PreparedAdapters:
+class PreparedAdapters(RowsCall):
     """Which adapter every row uses, prepared once and refilled in place, e.g. at every step.
 
     Made by `MultiLoRAModel.prepare`. Its plans keep their addresses, so a CUDA graph or a program
@@ -73,23 +70,16 @@ class PreparedAdapters:
         adapter_names(adapters)
         if not adapters:
             raise InvalidInputError("adapters is empty\n  allowed: one name or None per row")
-        self.model = model
-        # Those that a graph reads live on, whatever becomes of the model.
-        self.stacks, self.shared, self.experts = pool.active
-        self.own: Mapping[str, OwnRows] = {}  # `_check_adapted` refuses those
+        # The stacks that a graph reads live on, whatever becomes of the model. `replacements` stays
+        # empty: `_check_adapted` refuses them.
+        super().__init__(model, pool, images, backend)
         self.joined, self._read = joined, list(joined.values())
-        self.is_traced = False
-        self.backend = backend
         self.rows, self.tokens = len(adapters), tokens
         self.multiplies_bases = multiplies_bases(backend, self.rows * tokens)
         self.asks_backend = self.multiplies_bases
         self._compiled: set[int] = set()  # active slots whose kernels are compiled
-        self._pool = pool
-        self._layout, self._images = layout, images
-        self._untried: Untried | None = None  # in the forward pass that runs
+        self._layout = layout
         self._repeats = Repeats()
-        self._shape: tuple[int, ...] | None = None  # of most inputs with that layout
-        self._plan: Any = None  # of those
         self._plans: dict[_Key, Any] = {}
         self._unknown: dict[_Paths, _Input] = {}  # inputs whose rows are not known
         self._captured = False
@@ -99,7 +89,7 @@ class PreparedAdapters:
         self.update(adapters)
         for shape in ((self.rows, tokens), (tokens, self.rows), (self.rows * tokens,)):
             if self._shape is None and layout.spread(shape, self.rows, tokens) is not None:
-                self._shape, self._plan = shape, self._find(shape, layout, ())
+                self._shape, self._plan = shape, self._find_plan(shape, layout, ())
         self._repeats.plan = self._plan
 
     @property
@@ -164,7 +154,7 @@ class PreparedAdapters:
                 f"  to do: prepare one for each shape, or pad the batch with rows of None"
             )
         untried = self._images.untried(inputs)
-        self._untried = None if untried is None else self._counted(untried)
+        self._untried = untried and self._counted(untried)
         if not is_traced():
             capturing = is_capturing(self.backend.device)
             if capturing:
@@ -181,26 +171,6 @@ class PreparedAdapters:
         if self.asks_backend or self._untried is not None:
             return NO_REPEATS
         return self._repeats.of_pass(self.backend.device)
-
-    def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
-        """Return the plan for an input of `shape`, without its last axis.
-
-        Args:
-            shape: of the input.
-            layout: of the input.
-            paths: of the modules that see it.
-
-        Raises:
-            UnsupportedInputError: the row of some position is not known, and rows differ.
-            InvalidInputError: a graph captures a shape that no call has met before.
-        """
-        if layout is self._layout and shape == self._shape and self._untried is None:
-            return self._plan
-        return self._find(shape, layout, paths)
-
-    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
-        """Never called: no module is replaced."""
-        raise AssertionError("prepared adapters have no modules of their own")
 
     def __enter__(self) -> Self:
         return self
@@ -228,13 +198,11 @@ class PreparedAdapters:
                     self.backend.prepare_batch(_batch(before, key), out=plan)
             raise
 
-    def _find(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+    def _find_plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input, made now if there is none yet."""
         assert self._choices is not None  # __init__ has updated it
-        key: _Key | None = layout.spread(shape, self.rows, self.tokens)
-        reason = layout.reason if key is None else None
-        if self._untried is not None and paths:
-            reason = reason or self._untried.reason_against(paths[0], layout.calls)
+        key: Any = layout.spread(shape, self.rows, self.tokens)
+        reason = self._reason_against(key, layout, paths[0] if paths else "", layout.calls)
         if key is None or reason is not None:
             unknown = {tuple(paths): (shape, reason or "")}
             if not unknown.items() <= self._unknown.items():  # else every update has checked it
@@ -270,10 +238,10 @@ class PreparedAdapters:
     def _check_room(self, before: Choices, choices: Choices) -> None:
         """Refuse blends that plans, which a graph may have captured, have no room for."""
         if (choices.width, choices.scaled) != (before.width, before.scaled):
-            given = f"{choices.width} adapters of a row{', strengths' * choices.scaled}"
+            size = f"{choices.width} adapters of a row{', strengths' * choices.scaled}"
             allowed = "strengths" if before.scaled else "no strengths but 1"
             raise InvalidInputError(
-                f"these adapters were prepared without room for such a blend\n  given: {given}\n"
+                f"these adapters were prepared without room for such a blend\n  given: {size}\n"
                 f"  allowed: at most {before.width} adapters of a row, {allowed}\n"
                 f"  to do: prepare and capture again with a blend of as many adapters"
             )

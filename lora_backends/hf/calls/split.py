@@ -103,13 +103,13 @@ def _pass(run: Run, entry: RowAdapters, count: int, inputs: Mapping[str, Any]) -
                 f"  allowed: tensors, numbers, strings, and lists of numbers and strings\n"
                 f"  to do: split the batch by adapter yourself"
             )
-    given = {
+    copies = {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()
     }
-    if given.get("return_dict") is False:  # the names of the outputs tell which have rows
-        given["return_dict"] = True
-    output = run(adapters=[entry] * count, **given)
+    if copies.get("return_dict") is False:  # the names of the outputs tell which have rows
+        copies["return_dict"] = True
+    output = run(adapters=[entry] * count, **copies)
     if not isinstance(output, Mapping):
         raise UnsupportedInputError(
             f"split=True needs the names of a model's outputs\n"
@@ -183,8 +183,6 @@ def _same(value: Any, other: Any) -> bool:
         return value.keys() == other.keys() and all(_same(value[k], other[k]) for k in value)
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):
         return len(value) == len(other) and all(map(_same, value, other))
-    if isinstance(value, Mapping) and isinstance(other, Mapping):
-        return _same([*value], [*other]) and _same([*value.values()], [*other.values()])
     return isinstance(value, _PLAIN) and type(value) is type(other) and value == other
 
 
@@ -201,7 +199,7 @@ def _chosen(parts: Sequence[Any], owners: Sequence[int]) -> Any:
     """Return each element of the first axis from the part that `owners` names."""
     first = parts[0]
     if all(isinstance(part, list | tuple) for part in parts) and len({*map(len, parts)}) == 1:
-        return type(first)(_chosen(own, owners) for own in zip(*parts, strict=True))
+        return type(first)(_chosen(elements, owners) for elements in zip(*parts, strict=True))
     if all(part is None for part in parts):
         return None
     shapes = [list(part.shape) if isinstance(part, torch.Tensor) else None for part in parts]

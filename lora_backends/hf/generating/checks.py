@@ -80,11 +80,11 @@ def check_generate(
 def _check_arguments(base: Any, inputs: Mapping[str, Any]) -> None:
     """Refuse arguments of `generate` that may move rows, e.g. custom_generate."""
     names = inspect.signature(type(base).generate).parameters.keys() - KNOWN_ARGUMENTS
-    given = {name: inputs[name] for name in sorted(names) if inputs.get(name) is not None}
-    if given:
+    others = {name: inputs[name] for name in sorted(names) if inputs.get(name) is not None}
+    if others:
         raise UnsupportedInputError(
             f"adapters differ by row or token, and generate may move rows with "
-            f"{shown_words(given)}\n  allowed: one adapter for all rows\n"
+            f"{shown_words(others)}\n  allowed: one adapter for all rows\n"
             f"  to do: split the batch by adapter"
         )
 
@@ -92,9 +92,9 @@ def _check_arguments(base: Any, inputs: Mapping[str, Any]) -> None:
 def _check_guidance(base: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Refuse guidance: entries per token do not say which adapter its other prompt uses."""
     configs = inputs.get("generation_config"), getattr(base, "generation_config", None)
-    given = [inputs.get("guidance_scale")]
-    given += [getattr(config, "guidance_scale", None) for config in configs]
-    scale = next((scale for scale in given if scale is not None), 1)
+    scales = [inputs.get("guidance_scale")]
+    scales += [getattr(config, "guidance_scale", None) for config in configs]
+    scale = next((scale for scale in scales if scale is not None), 1)
     if scale != 1:
         raise UnsupportedInputError(
             f"adapters differ by token (aLoRA's do, too), and guidance runs another prompt, "

@@ -115,7 +115,7 @@ KEEPING_ROWS = (FOLLOWED | WITHOUT_EFFECT) | {
 """With these words `generate` keeps each row at its place, or repeats it next to itself."""
 
 
-def read_as_generate(base: Any, given: Any | None) -> Any:
+def read_as_generate(base: Any, asked: Any | None) -> Any:
     """Return the configuration by which `generate(generation_config=given)` would run.
 
     A word that `given` leaves out is the model's own, then Transformers' default. `max_length` is
@@ -124,19 +124,19 @@ def read_as_generate(base: Any, given: Any | None) -> Any:
     Raises:
         InvalidInputError: no GenerationConfig, or one that `generate` refuses.
     """
-    if given is not None and not isinstance(given, GenerationConfig):
+    if asked is not None and not isinstance(asked, GenerationConfig):
         raise InvalidInputError(
-            f"generation_config is {shown(given)}\n  allowed: a GenerationConfig, or None for the "
+            f"generation_config is {shown(asked)}\n  allowed: a GenerationConfig, or None for the "
             f"model's own"
         )
     try:
         # A method of GenerationMixin: its order of sources is written nowhere else.
-        config, _ = base._prepare_generation_config(given)
+        config, _ = base._prepare_generation_config(asked)
     except Exception as error:  # values of a wrong type raise what they will
         raise InvalidInputError(
             f"generate refuses this generation_config: {told(error)}"
         ) from error
-    lengths = [getattr(source, "max_length", None) for source in (given, base.generation_config)]
+    lengths = [getattr(source, "max_length", None) for source in (asked, base.generation_config)]
     config.max_length = next((length for length in lengths if length is not None), None)
     return config
 
@@ -220,11 +220,11 @@ def check_rows_are_kept(base: Any, inputs: Mapping[str, Any]) -> None:
     defaults = default_words()  # others are attributes that generate never reads
     moving = {}
     for word in defaults:
-        own = [getattr(source, word, None) for source in sources]
-        given = inputs[word] if word in inputs else next((v for v in own if v is not None), None)
+        values = [getattr(source, word, None) for source in sources]
+        value = inputs[word] if word in inputs else next((v for v in values if v is not None), None)
         if not word.startswith("_") and word not in KEEPING_ROWS:
-            if not is_off(word, given, defaults):
-                moving[word] = given
+            if not is_off(word, value, defaults):
+                moving[word] = value
     if moving:
         raise UnsupportedInputError(
             f"adapters differ by row or token, and generate may move rows with "

@@ -279,16 +279,16 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         children = range(self.num_return_sequences - 1)
         wanted = [[*(f"{name}{CHILD}{i}" for i in children), name] for name in names]
         ids = list(chain.from_iterable(wanted))
-        found: dict[str, Any] = {}
-        while missing := [name for name in ids if name not in found]:
+        outputs: dict[str, Any] = {}
+        while missing := [name for name in ids if name not in outputs]:
             output = self._take({*missing}, timeout=0.1)
             if output is None:
                 self._check_coming(missing)
             elif output.error is not None:
                 raise RuntimeError(f"request {output.request_id!r} failed: {output.error}")
             elif output.is_finished():
-                found[output.request_id] = output
-        return {name: found[name] for name in ids}
+                outputs[output.request_id] = output
+        return {name: outputs[name] for name in ids}
 
     def _take(self, names: Container[str] | None, timeout: float | None) -> Any:
         """Return the first output of these requests, or of any, and leave the others in order."""
@@ -366,9 +366,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         """Remove the outputs of cancelled requests from the queue: no caller waits for them."""
         outputs = self.output_router.output_queue
         with outputs.mutex:
-            kept = [output for output in outputs.queue if output.request_id not in ids]
+            others = [output for output in outputs.queue if output.request_id not in ids]
             outputs.queue.clear()
-            outputs.queue.extend(kept)
+            outputs.queue.extend(others)
 
     def _entries_of_batch(self) -> list[tuple[Entry, Mapping[str, int], int]]:
         """Return the entry, the slots and the tokens of every request in the batch, in order."""
@@ -454,8 +454,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     def _check_tokens(self, input_ids: Any) -> list[int]:
         """Return a prompt as a list; a wrong token would end all requests."""
-        given = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
-        ids = list(given) if isinstance(given, Iterable) else []
+        tokens = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
+        ids = list(tokens) if isinstance(tokens, Iterable) else []
         if not ids or not all(type(i) is int and 0 <= i < self._vocabulary for i in ids):
             raise InvalidInputError(
                 f"input_ids is {shown(input_ids)}\n  allowed: one or more ints, 0 or more and "

@@ -28,8 +28,8 @@ class Prompts:
 
     def row(self, index: int) -> Prompts:
         """Return one prompt alone, without its padding."""
-        kept = self.attention_mask[index].bool()
-        ids = self.input_ids[index][kept][None]
+        is_token = self.attention_mask[index].bool()
+        ids = self.input_ids[index][is_token][None]
         return Prompts(ids, torch.ones_like(ids), self.tokenizer)
 
     def inputs(self, max_new_tokens: int, min_new_tokens: int | None = None) -> dict[str, Any]:

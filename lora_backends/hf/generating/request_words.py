@@ -51,8 +51,8 @@ class RequestWords:
         UnsupportedInputError: a word that is not followed.
     """
 
-    def __init__(self, base: Any, given: Any | None, per_request: bool) -> None:
-        self.config = read_as_generate(base, given)
+    def __init__(self, base: Any, config: Any | None, per_request: bool) -> None:
+        self.config = read_as_generate(base, config)
         check_followed(self.config)
         self._base, self._per_request = base, per_request
         self._vocabulary = vocabulary_of(base)
@@ -81,14 +81,14 @@ class RequestWords:
         """
         ends = options.pop("eos_token_id", None)
         ends = self._ends if ends is None else _checked_ends(ends)
-        config = self._with_own(options) if options else self.config
+        config = self._config_of(options) if options else self.config
         new = self._new_tokens(len(ids), new, config, room)
         processors = self._shared
         if processors is None or options:
             processors = self._processors(config, ids, new, ends)
         return Asked(new, ends, processors)
 
-    def _with_own(self, options: Mapping[str, Any]) -> Any:
+    def _config_of(self, options: Mapping[str, Any]) -> Any:
         config = with_words(self.config, options)
         if not self._per_request:
             raise UnsupportedInputError(
@@ -137,12 +137,12 @@ class RequestWords:
         """Return the processors that `generate` makes for a prompt alone, each tried once."""
         if config.forced_eos_token_id is not None and new is None:
             raise InvalidInputError("forced_eos_token_id goes with max_new_tokens\n  given: None")
-        own = copy.copy(config)
-        own.max_length = None if new is None else len(ids) + new
-        if own.min_new_tokens is not None:
-            own.min_length = own.min_new_tokens + len(ids)
+        alone = copy.copy(config)
+        alone.max_length = None if new is None else len(ids) + new
+        if alone.min_new_tokens is not None:
+            alone.min_length = alone.min_new_tokens + len(ids)
         try:
-            processors = self._made(own, ids, ends)
+            processors = self._made(alone, ids, ends)
             # Some look at their values only at the first or at the last token, where a failure
             # would end all requests.
             for tokens in (ids, ids + [0] * ((new or 1) - 1)) if processors else ():
@@ -151,9 +151,9 @@ class RequestWords:
         except Exception as error:
             defaults = default_words()
             words = {word: getattr(config, word, None) for word in sorted(FOLLOWED)}
-            given = {word: v for word, v in words.items() if not is_off(word, v, defaults)}
+            changed = {word: v for word, v in words.items() if not is_off(word, v, defaults)}
             raise InvalidInputError(
-                f"generate refuses one of {shown_words(given)}: {told(error)}"
+                f"generate refuses one of {shown_words(changed)}: {told(error)}"
             ) from error
         return processors
 
@@ -221,9 +221,9 @@ def _positions(base: Any) -> int | None:
     """
     config = base.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    by_layer = [own for own in rope.values() if isinstance(own, Mapping)]
+    by_layer = [rules for rules in rope.values() if isinstance(rules, Mapping)]
     most = [getattr(config, "max_position_embeddings", None)]
-    for own in (rope, *by_layer):
-        if own.get("rope_type") == "longrope":
-            most.append(own.get("original_max_position_embeddings"))
+    for rules in (rope, *by_layer):
+        if rules.get("rope_type") == "longrope":
+            most.append(rules.get("original_max_position_embeddings"))
     return min((each for each in most if type(each) is int and each > 0), default=None)

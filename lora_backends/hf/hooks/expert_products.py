@@ -63,14 +63,14 @@ def eager(
     flat, top_k = ids.reshape(-1), ids.shape[1]
     pairs = {e: (flat == e).nonzero()[:, 0] for e in torch.unique(flat).tolist()}
     pre = x.new_zeros(len(flat), _width(module, up))
-    for expert, own in pairs.items():
-        pre[own] = _one_expert(module, up, expert, x[own // top_k])
+    for expert, of_expert in pairs.items():
+        pre[of_expert] = _one_expert(module, up, expert, x[of_expert // top_k])
     additions.add_up(x, pre)
     act = activated(module, pre)
     out = torch.zeros_like(x)
-    for expert, own in pairs.items():
-        y = _one_expert(module, down, expert, act[own]) * weights.reshape(-1)[own, None]
-        out.index_add_(0, own // top_k, y.to(out.dtype))
+    for expert, of_expert in pairs.items():
+        y = _one_expert(module, down, expert, act[of_expert]) * weights.reshape(-1)[of_expert, None]
+        out.index_add_(0, of_expert // top_k, y.to(out.dtype))
     additions.add_down(act, out)
     return out
 

@@ -17,7 +17,7 @@ from lora_backends.experts import ExpertWeights
 from lora_backends.hf.calls.running import RUNNING, check_thread
 from lora_backends.hf.hooks.expert_products import eager, forward_of, parameter_names
 from lora_backends.hf.layout.layout import Layout
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.twin import twin_of
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "config")
@@ -50,10 +50,10 @@ class ExpertSite:
         return replace(self, specs=specs, refusal=reason)
 
     @property
-    def as_module(self) -> Site:
+    def as_module(self) -> ModuleSite:
         """The module as one that takes hidden states."""
         width = self.specs[0].in_features
-        return Site(self.path, self.module, ModuleSpec("linear", width, width), self.refusal)
+        return ModuleSite(self.path, self.module, ModuleSpec("linear", width, width), self.refusal)
 
 
 def find_experts(
@@ -68,9 +68,9 @@ def find_experts(
     """
     sites = {}
     for path, module in base.named_modules():
-        own = module._parameters
-        names = ("gate_up_proj" if "gate_up_proj" in own else "up_proj", "down_proj")
-        parameters = [p for name in names if (p := own.get(name)) is not None]
+        held = module._parameters
+        names = ("gate_up_proj" if "gate_up_proj" in held else "up_proj", "down_proj")
+        parameters = [p for name in names if (p := held.get(name)) is not None]
         if len(parameters) == 2 and all(p.ndim == 3 for p in parameters):
             refusal = _refusal(module, dtype, device)
             specs = _specs(module, names, refusal)
@@ -208,23 +208,23 @@ def experts_forward(
     Returns:
         A function of the module, hidden states [tokens, hidden], ids and weights [tokens, top_k].
     """
-    own, paths = type(site.module).forward, site.paths
-    names = _arguments(own)
+    plain, paths = type(site.module).forward, site.paths
+    names = _arguments(plain)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
             check_thread(model)
-            return own(self, *args, **kwargs)  # type: ignore[no-any-return]
+            return plain(self, *args, **kwargs)  # type: ignore[no-any-return]
         up, down = call.experts.get(paths[0], ()), call.experts.get(paths[1], ())
         if not up and not down:
-            return own(self, *args, **kwargs)  # type: ignore[no-any-return]
-        given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
-        if len(given) != 3 or len(args) + len(kwargs) != 3:
+            return plain(self, *args, **kwargs)  # type: ignore[no-any-return]
+        values = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
+        if len(values) != 3 or len(args) + len(kwargs) != 3:
             raise _unknown_call(site.path, f"{len(args)} arguments and {', '.join(kwargs)}")
-        x, ids, factors = given
+        x, ids, factors = values
         if x.ndim != 2 or ids.ndim != 2 or len(ids) != len(x) or factors.shape != ids.shape:
-            shapes = ", ".join(str(list(tensor.shape)) for tensor in given)
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in values)
             raise _unknown_call(site.path, f"arguments of shapes {shapes}")
         run = forward_of(site.path, self)
         plan = call.plan(x.shape[:-1], layout, paths)
@@ -235,9 +235,9 @@ def experts_forward(
     return forward
 
 
-def _unknown_call(path: str, given: str) -> UnsupportedInputError:
+def _unknown_call(path: str, arguments: str) -> UnsupportedInputError:
     return UnsupportedInputError(
-        f"the experts {path} are called in a way that is not known\n  given: {given}\n"
+        f"the experts {path} are called in a way that is not known\n  given: {arguments}\n"
         f"  allowed: hidden states [tokens, hidden], ids and weights [tokens, top_k]\n"
         f"  to do: leave the experts out of the adapters"
     )

@@ -26,7 +26,7 @@ from lora_backends.hf.hooks.siblings import (
     sibling_forward,
 )
 from lora_backends.hf.layout.layout import Layout
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.layout.sites import ModuleSite
 
 
 class Hooked:
@@ -46,9 +46,9 @@ class Hooked:
         self,
         model: str,
         backend: LoRABackend,
-        sites: Mapping[str, Site],
+        sites: Mapping[str, ModuleSite],
         experts: Mapping[str, ExpertSite],
-        routers: Mapping[str, Site],
+        routers: Mapping[str, ModuleSite],
         layouts: Mapping[str, Layout],
         fuse: bool,
     ) -> None:

@@ -18,7 +18,7 @@ from lora_backends.dispatch.tracing import is_traced
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.running import RUNNING, check_thread, is_open
 from lora_backends.hf.layout.layout import Layout
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.structure import Structure
 from lora_backends.weights import LoRAWeights
 
@@ -78,7 +78,7 @@ def end_hook(*_: Any) -> None:
 
 def lora_hook(
     model: str,
-    site: Site,
+    site: ModuleSite,
     layout: Layout,
     backend: LoRABackend,
     add: Callable[..., torch.Tensor],

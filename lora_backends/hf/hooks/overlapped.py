@@ -19,7 +19,7 @@ from lora_backends.common.devices import is_capturing
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.dispatch.handles import lookup
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
-from lora_backends.hf.calls.running import Call
+from lora_backends.hf.calls.running import ModelCall
 from lora_backends.hf.hooks.linear import adder
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights
@@ -54,7 +54,7 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torc
     add = adder(backend, operation)
 
     def run(
-        call: Call,
+        call: ModelCall,
         is_traced: bool,
         x: torch.Tensor,
         weights: LoRAWeights,

@@ -24,7 +24,7 @@ from lora_backends.hf.calls.running import RUNNING, check_thread
 from lora_backends.hf.hooks.linear import add_deltas
 from lora_backends.hf.layout.layout import Layout
 from lora_backends.hf.layout.quantized_base import is_plain, packed_size
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.twin import twin_of
 from lora_backends.weights import LoRAWeights
 
@@ -80,7 +80,7 @@ class _Adding(_AtProduct):
 
 def find_routers(
     base: nn.Module, experts: Iterable[str], dtype: torch.dtype, device: torch.device
-) -> dict[str, Site]:
+) -> dict[str, ModuleSite]:
     """Return the modules beside experts that multiply by a weight and choose, by their paths.
 
     Args:
@@ -103,7 +103,9 @@ def find_routers(
             high, wide = weight.shape
             refusal = _refusal(module, block, dtype, device)
             spec = ModuleSpec("linear", wide, high)
-            sites[f"{parent}{dot}{name}"] = Site(f"{parent}{dot}{name}", module, spec, refusal)
+            sites[f"{parent}{dot}{name}"] = ModuleSite(
+                f"{parent}{dot}{name}", module, spec, refusal
+            )
     return sites
 
 
@@ -145,7 +147,7 @@ def _failed_trial(module: nn.Module, block: nn.Module) -> str | None:
 
 
 def router_forward(
-    model: str, site: Site, layout: Layout, backend: LoRABackend
+    model: str, site: ModuleSite, layout: Layout, backend: LoRABackend
 ) -> Callable[..., Any]:
     """Return the `forward` of a router.
 
@@ -158,16 +160,16 @@ def router_forward(
     Returns:
         A function of the module and its input.
     """
-    own, path = type(site.module).forward, site.path
+    plain, path = type(site.module).forward, site.path
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = RUNNING.call
         if call.model != model:
             check_thread(model)
-            return own(self, *args, **kwargs)
+            return plain(self, *args, **kwargs)
         weights = call.stacks.get(path)
         if weights is None:
-            return own(self, *args, **kwargs)
+            return plain(self, *args, **kwargs)
         if not args:
             raise UnsupportedInputError(
                 f"router {path} is called with arguments by name\n"
@@ -175,6 +177,6 @@ def router_forward(
             )
         plan = call.plan(args[0].shape[:-1], layout, (path,))
         with _Adding(backend, weights, plan):
-            return own(self, *args, **kwargs)
+            return plain(self, *args, **kwargs)
 
     return forward

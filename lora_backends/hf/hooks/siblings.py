@@ -24,12 +24,12 @@ from torch.utils.dlpack import from_dlpack
 from lora_backends.backend import LoRABackend
 from lora_backends.dispatch.tracing import is_traced
 from lora_backends.dispatch.wrap import stored_as
-from lora_backends.hf.calls.running import RUNNING, Joined, Kept, check_thread
+from lora_backends.hf.calls.running import RUNNING, Joined, SiblingOutputs, check_thread
 from lora_backends.hf.hooks import trace_guards as traced
 from lora_backends.hf.hooks.addresses import Place
 from lora_backends.hf.hooks.linear import Hook
 from lora_backends.hf.layout.layout import Layout
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.layout.sites import ModuleSite
 
 GROUPS = (
     (("q_proj", "k_proj", "v_proj"), "run_qkv"),
@@ -113,7 +113,7 @@ class Siblings:
         return nn.Parameter(joined, requires_grad=False)
 
 
-def find_siblings(sites: Mapping[str, Site]) -> list[Siblings]:
+def find_siblings(sites: Mapping[str, ModuleSite]) -> list[Siblings]:
     """Return the groups of plain linear modules, without foreign hooks or a replaced `forward`."""
     groups = []
     for path in sites:
@@ -213,7 +213,7 @@ def leader_forward(
             RUNNING.repeats.keep(alone, backend, operation, input, weights, plan, y)
         outputs = _columns(y, widths)
         version = TRACED if tracing else input._version
-        RUNNING.kept = Kept(group, input, version, [*outputs], siblings)
+        RUNNING.kept = SiblingOutputs(group, input, version, [*outputs], siblings)
         return outputs[0]
 
     place = group.places[0]  # each sibling looks at its own, when it is called
@@ -233,7 +233,7 @@ def leader_forward(
         ):
             return in_full(self, input)
         outputs = _columns(y, widths)
-        RUNNING.kept = Kept(group, input, input._version, [*outputs], siblings)
+        RUNNING.kept = SiblingOutputs(group, input, input._version, [*outputs], siblings)
         return outputs[0]
 
     return forward
@@ -266,20 +266,20 @@ def sibling_forward(
     place = group.places[index]
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-        kept = RUNNING.kept  # in the running call of this model: calls begin and end with None
-        if kept is not None and kept.group is group and kept.x is input:
-            output = kept.outputs[index]
+        left = RUNNING.kept  # in the running call of this model: calls begin and end with None
+        if left is not None and left.group is group and left.x is input:
+            output = left.outputs[index]
             # leader and sibling are both traced, or neither is
             if output is not None and (
                 is_traced() and group.modules[index] is self and traced.is_unchanged(input)
-                if kept.version == TRACED
+                if left.version == TRACED
                 else not torch.compiler.is_dynamo_compiling()
-                and kept.version == input._version
+                and left.version == input._version
                 and place.is_kept_by(self)
             ):
-                kept.outputs[index] = None
-                kept.left -= 1
-                if not kept.left:
+                left.outputs[index] = None
+                left.left -= 1
+                if not left.left:
                     RUNNING.kept = None
                 return output
             if not is_traced():
@@ -294,7 +294,7 @@ def sibling_forward(
 
 def linear_forward(
     model: str,
-    site: Site,
+    site: ModuleSite,
     layout: Layout,
     backend: LoRABackend,
     run: Callable[..., torch.Tensor],

@@ -22,7 +22,7 @@ The input has before * rows * after positions. (1, 5) is 5 positions of row 0, t
 
 
 @dataclass(frozen=True)
-class Form:
+class InputForm:
     """One way in which a module's input, without its last axis, holds the rows of a batch."""
 
     ndim: int  # axes of the input
@@ -58,7 +58,7 @@ class Layout:
     Without forms, `reason` says why nothing is known.
     """
 
-    forms: tuple[Form, ...]
+    forms: tuple[InputForm, ...]
     in_order: bool  # tokens of a row lie in their order: token t depends on none behind it
     reason: str  # a clause, e.g. "no pass of plain text reaches it"; or why `steps` is False
     steps: bool  # whether passes with one token per row have these forms, too
@@ -79,8 +79,7 @@ class Layout:
             return None
         steps = [form for form in self.forms if form.step and length == 1]
         for forms in (steps, [form for form in self.forms if not form.step]):
-            found = [form.spread(shape, rows, length) for form in forms]
-            spreads = {spread for spread in found if spread is not None}
+            spreads = {form.spread(shape, rows, length) for form in forms} - {None}
             if spreads:
                 return spreads.pop() if len(spreads) == 1 else None
         return None

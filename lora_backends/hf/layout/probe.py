@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from lora_backends.hf.calls.running import IDLE, running
-from lora_backends.hf.layout.layout import Form, Layout, Order, Spread
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.layout.layout import InputForm, Layout, Order, Spread
+from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.trial import LENGTH, SHARED, Trial, trial_of
 from lora_backends.hf.layout.twin import twin_of
 
@@ -45,12 +45,12 @@ class _Seen:
     """One input of a module."""
 
     shape: tuple[int, ...]  # without the features
-    forms: tuple[Form, ...]  # all that the values agree with
+    forms: tuple[InputForm, ...]  # all that the values agree with
     in_order: bool
     step: bool  # one token per row
 
 
-def probe(base: nn.Module, sites: Mapping[str, Site]) -> dict[str, Layout]:
+def probe(base: nn.Module, sites: Mapping[str, ModuleSite]) -> dict[str, Layout]:
     """Return how the input of every site holds the rows of a batch.
 
     Args:
@@ -109,11 +109,11 @@ class _Passes:
         self._is_step = False
 
     @torch.no_grad()
-    def run(self, base: nn.Module, sites: Mapping[str, Site]) -> None:
+    def run(self, base: nn.Module, sites: Mapping[str, ModuleSite]) -> None:
         """Run a model without its hooks, and in eval mode."""
         trial = self._trial = trial_of(base)
         twin, twins = twin_of(base)
-        with running(IDLE), trial.own_random_numbers():
+        with running(IDLE), trial.fixed_random_numbers():
             for rows, note in ((PAIR, self._note_pair), (BATCH, self._note_batch)):
                 handles = [
                     twins[site.module].register_forward_pre_hook(_noting(path, site, note))
@@ -154,7 +154,7 @@ class _Passes:
         self.seen[path].append(seen)
 
 
-def _noting(path: str, site: Site, note: Any) -> Any:
+def _noting(path: str, site: ModuleSite, note: Any) -> Any:
     """Return a hook that notes a module's input, with an axis of features, or None."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -185,21 +185,21 @@ def _see(x: torch.Tensor, pair: torch.Tensor, length: int | None, step: bool) ->
     return _Seen(shape, tuple(forms), in_order, step)
 
 
-def _candidates(shape: tuple[int, ...], length: int | None, step: bool) -> Iterator[Form]:
+def _candidates(shape: tuple[int, ...], length: int | None, step: bool) -> Iterator[InputForm]:
     """Yield the forms that an input of `shape` might have."""
     flat: tuple[Order, ...] = ("rows of tokens", "tokens of rows")
     for axis, size in enumerate(shape):
         if size == len(BATCH):
-            yield Form(len(shape), axis, "rows", step)
+            yield InputForm(len(shape), axis, "rows", step)
         elif length is None:
             if size and not size % len(BATCH):
-                yield Form(len(shape), axis, "rows of parts", step)
+                yield InputForm(len(shape), axis, "rows of parts", step)
         elif size == len(BATCH) * length:
             for order in flat:
-                yield Form(len(shape), axis, order, step)
+                yield InputForm(len(shape), axis, order, step)
 
 
-def _rows(x: torch.Tensor, form: Form, rows: int, length: int) -> torch.Tensor | None:
+def _rows(x: torch.Tensor, form: InputForm, rows: int, length: int) -> torch.Tensor | None:
     """Return x as [rows, positions, features], or None if it does not have the form."""
     spread: Spread | None = form.spread(x.shape[:-1], rows, length)
     if spread is None:

@@ -72,7 +72,10 @@ def _weights(
     checkpoint: Checkpoint, modules: Mapping[str, nn.Module]
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     names = checkpoint.own.parameters.items()
-    return {renamed(name.removesuffix(".weight"), modules): (own.value,) for name, own in names}
+    return {
+        renamed(name.removesuffix(".weight"), modules): (parameter.value,)
+        for name, parameter in names
+    }
 
 
 def _matrices(checkpoint: Checkpoint) -> dict[str, tuple[torch.Tensor, ...]]:
@@ -91,10 +94,10 @@ def _are_equal(
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _refused(checkpoint: Checkpoint, given: str) -> UnsupportedInputError:
+def _refused(checkpoint: Checkpoint, other: str) -> UnsupportedInputError:
     return UnsupportedInputError(
         f"{checkpoint.folder} ties embedding and head in another way than its tensors\n"
-        f"  given: ensure_weight_tying = true, and {given}\n"
+        f"  given: ensure_weight_tying = true, and {other}\n"
         f"  allowed: equal tensors for both, on a base model that ties its head alone\n"
         f"  to do: load it on the model that it was trained on"
     )
