@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,26 +17,13 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.entries import Choices, Entry
 from lora_backends.hf.calls.running import IDLE, ModelCall, running
 from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.wrapped import WrappedModel
 
 _LENGTH, _KEPT = 5, (1, 3)
 """Tokens of the trial pass, and the positions whose logits it asks for."""
 
 Packed = Sequence[tuple[Entry, Mapping[str, int], int]]
 """Of each request, in order: its entry, the slots of its adapters by name, its tokens."""
-
-
-@dataclass(frozen=True)
-class Wrapped:
-    """The parts of a `MultiLoRAModel` that continuous batching uses."""
-
-    key: str  # of the model, see `running`
-    base: nn.Module
-    pool: AdapterPool
-    backend: LoRABackend
-    modules: Mapping[str, nn.Module]  # all that an adapter may touch, by path
-    layouts: Mapping[str, Layout]  # of their inputs
-    check: Callable[[], None]  # refuses a model that was detached or changed, or is being trained
-    in_use: Callable[[], AbstractContextManager[None]]  # keeps it from being detached
 
 
 @dataclass(frozen=True)
@@ -68,14 +54,14 @@ class PackedModules:
                 )
 
     def choices(
-        self, wrapped: Wrapped, entries: Sequence[Entry], slots: Mapping[str, int]
+        self, wrapped: WrappedModel, entries: Sequence[Entry], slots: Mapping[str, int]
     ) -> Choices:
         """Return entries as numbers, or refuse a blend that the backend cannot run."""
         return Choices(wrapped.pool, slots, wrapped.backend, [[entry] for entry in entries])
 
 
 @torch.no_grad()
-def find_packed(wrapped: Wrapped) -> PackedModules:
+def find_packed(wrapped: WrappedModel) -> PackedModules:
     """Return which modules see all tokens of a row, and which only those whose logits are wanted.
 
     In a batch both kinds of modules may see the same number of tokens, so a number does not tell
@@ -135,7 +121,7 @@ class RequestsCall(ModelCall):
     """
 
     def __init__(
-        self, wrapped: Wrapped, packed: PackedModules, batch: Callable[[], Packed]
+        self, wrapped: WrappedModel, packed: PackedModules, batch: Callable[[], Packed]
     ) -> None:
         super().__init__(wrapped.key, wrapped.pool)
         self._wrapped, self._packed, self._batch = wrapped, packed, batch

@@ -30,10 +30,11 @@ from lora_backends.errors import (
     told,
 )
 from lora_backends.hf.calls.entries import ALLOWED, Entry, adapter_names, is_per_token
-from lora_backends.hf.calls.packed import RequestsCall, Wrapped, find_packed
+from lora_backends.hf.calls.packed import RequestsCall, find_packed
 from lora_backends.hf.generating.paged import PagedModel, check_model, no_batching
 from lora_backends.hf.generating.request_words import RequestWords, RowProcessors
 from lora_backends.hf.layout.sites import vocabulary_of
+from lora_backends.hf.wrapped import WrappedModel
 
 CPU_BLOCKS, CPU_BATCH_TOKENS = 64, 256
 """Of the cache on a CPU unless the caller says otherwise: Transformers would take 0.6 of the free
@@ -81,7 +82,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     def __init__(
         self,
-        wrapped: Wrapped,
+        wrapped: WrappedModel,
         generation_config: Any | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
     ) -> None:
@@ -194,10 +195,10 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 f"a request has an entry per token\n  given: {shown(adapter)}\n  allowed: {ALLOWED}"
             )
         with ExitStack() as hold:
-            slots = hold.enter_context(
-                self._wrapped.pool.slots.in_use(adapter_names([adapter]), by="request")
-            )
-            hold.enter_context(self._wrapped.in_use())
+            # First: a model that was detached has a pool without adapters, whose error misleads.
+            hold.enter_context(self._wrapped.hooked.in_use())
+            in_use = self._wrapped.pool.slots.in_use
+            slots = hold.enter_context(in_use(adapter_names([adapter]), by="request"))
             self._packed.check_adapters(self._wrapped.pool, slots)
             # A blend that cannot run is refused here, and not in the thread that runs all requests.
             self._packed.choices(self._wrapped, [adapter], slots)

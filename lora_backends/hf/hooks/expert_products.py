@@ -52,11 +52,7 @@ def activated(module: Experts, pre: torch.Tensor) -> torch.Tensor:
 
 
 def eager(
-    module: Experts,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    additions: Additions,
+    module: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, additions: Additions
 ) -> torch.Tensor:
     """One product per expert, as the classes' own forward."""
     up, down = parameter_names(module)
@@ -76,11 +72,7 @@ def eager(
 
 
 def batched_mm(
-    module: Experts,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    additions: Additions,
+    module: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, additions: Additions
 ) -> torch.Tensor:
     """One product for all pairs, each with its own copy of an expert's weight."""
     up, down = parameter_names(module)
@@ -102,11 +94,7 @@ def batched_mm(
 
 
 def grouped_mm(
-    module: Experts,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    additions: Additions,
+    module: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, additions: Additions
 ) -> torch.Tensor:
     """One product over the pairs of every expert, which are sorted by expert for it."""
     up, down = parameter_names(module)
@@ -120,11 +108,7 @@ def grouped_mm(
 
     def product(name: str, rows: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = moe._grouped_linear(
-            rows,
-            getattr(module, name),
-            ends,
-            _bias(module, name, in_order),
-            module.is_transposed,
+            rows, getattr(module, name), ends, _bias(module, name, in_order), module.is_transposed
         )
         return y
 

@@ -31,10 +31,7 @@ from lora_backends.hf.hooks.linear import Hook
 from lora_backends.hf.layout.layout import Layout
 from lora_backends.hf.layout.sites import ModuleSite
 
-GROUPS = (
-    (("q_proj", "k_proj", "v_proj"), "run_qkv"),
-    (("gate_proj", "up_proj"), "run_gate_up"),
-)
+GROUPS = ((("q_proj", "k_proj", "v_proj"), "run_qkv"), (("gate_proj", "up_proj"), "run_gate_up"))
 """Names of modules under one parent, the leader first, and the operation that runs them."""
 
 TRACED = -1

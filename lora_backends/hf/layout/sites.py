@@ -156,11 +156,7 @@ def _spec(module: nn.Module) -> ModuleSpec | None:
 
 
 def _refusal(
-    path: str,
-    module: nn.Module,
-    is_token_embedding: bool,
-    dtype: torch.dtype,
-    device: torch.device,
+    path: str, module: nn.Module, is_token_embedding: bool, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     if isinstance(module, nn.Embedding) and not is_token_embedding:
         return "it is not the token embedding, so its input has no rows of the batch"
