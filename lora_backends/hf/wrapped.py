@@ -89,7 +89,7 @@ class WrappedModel:
             base_layers=partial(base_layer, self.sites),
             adapter_dtype=adapter_dtype,
             own_modules=Replacements(
-                self.key, self.base, self.sites, self.layouts, hooked.handles, hooked.fuse
+                self.key, self.base, self.layouts, hooked.handles, hooked.fuse
             ),
         )
         # Last: whatever is refused above leaves the base model as it was.

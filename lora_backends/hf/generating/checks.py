@@ -13,19 +13,11 @@ from lora_backends.errors import UnsupportedInputError
 from lora_backends.hf.calls.request import Request
 from lora_backends.hf.generating.config_words import check_rows_are_kept, shown_words
 
-KNOWN_ARGUMENTS = {
-    "self",
-    "inputs",
-    "generation_config",
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-    "synced_gpus",
-    "assistant_model",
-    "streamer",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-}
+KNOWN_ARGUMENTS = frozenset(
+    """self inputs generation_config logits_processor stopping_criteria prefix_allowed_tokens_fn
+    synced_gpus assistant_model streamer negative_prompt_ids
+    negative_prompt_attention_mask""".split()
+)
 """Of `generate`: with them it keeps each row at its place, or repeats it next to itself."""
 
 

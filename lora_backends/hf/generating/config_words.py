@@ -17,108 +17,61 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 OF_THE_BATCH = frozenset({"do_sample", "num_return_sequences"})
 """Followed, with one value for all requests of a manager."""
 
-FOLLOWED = OF_THE_BATCH | {
-    "max_new_tokens",
-    "max_length",
-    "min_new_tokens",
-    "min_length",
-    "eos_token_id",
-    "temperature",
-    "top_k",
-    "top_p",
-    "top_h",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "repetition_penalty",
-    "encoder_repetition_penalty",
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
-    "bad_words_ids",
-    "sequence_bias",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "remove_invalid_values",
-    "renormalize_logits",
-}
+FOLLOWED = OF_THE_BATCH | frozenset(
+    """max_new_tokens max_length min_new_tokens min_length eos_token_id temperature top_k top_p
+    top_h min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
+    encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids sequence_bias suppress_tokens begin_suppress_tokens forced_bos_token_id
+    forced_eos_token_id exponential_decay_length_penalty remove_invalid_values
+    renormalize_logits""".split()
+)
 """Requests get the tokens that `generate` would give them alone with these words."""
 
 WITHOUT_EFFECT = frozenset(
     {
         # of the cache and of compiled programs
-        "use_cache",
-        "cache_config",
-        "max_cache_len",
-        "prefill_chunk_size",
-        "compile_config",
-        "disable_compile",
+        *"""use_cache cache_config max_cache_len prefill_chunk_size compile_config
+        disable_compile""".split(),
         # of beams and of assistants, which have words of their own that turn them on
-        "early_stopping",
-        "length_penalty",
-        "low_memory",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "assistant_ensemble_weight",
-        "target_lookbehind",
-        "max_matching_ngram_size",
+        *"""early_stopping length_penalty low_memory num_assistant_tokens
+        num_assistant_tokens_schedule assistant_confidence_threshold
+        assistant_lookbehind assistant_ensemble_weight target_lookbehind
+        max_matching_ngram_size""".split(),
         # of padding and of prompts without tokens
-        "pad_token_id",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "return_dict_in_generate",
-        "transformers_version",
+        *"""pad_token_id bos_token_id decoder_start_token_id return_dict_in_generate
+        transformers_version""".split(),
     }
 )
 """Words that change no token of a prompt that is given as ids and runs alone."""
 
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     # all but "quantized", whose keys and values are others
-    "cache_implementation": (
-        "dynamic",
-        "static",
-        "offloaded",
-        "offloaded_static",
-        "paged",
-        "hybrid",
-        "hybrid_chunked",
-        "sliding_window",
-        "offloaded_hybrid",
-        "offloaded_hybrid_chunked",
+    "cache_implementation": tuple(
+        """dynamic static offloaded offloaded_static paged hybrid hybrid_chunked sliding_window
+        offloaded_hybrid offloaded_hybrid_chunked""".split()
     ),
     "guidance_scale": (1,),
     "penalty_alpha": (0,),
 }
 """Values that turn a word off, besides its default."""
 
-KEEPING_ROWS = (FOLLOWED | WITHOUT_EFFECT) | {
-    "num_beams",
-    "max_time",
-    "stop_strings",
-    "watermarking_config",
-    "guidance_scale",
-    "cache_implementation",
-    "output_attentions",
-    "output_hidden_states",
-    "output_scores",
-    "output_logits",
-    # of assistants, which take one row
-    "prompt_lookup_num_tokens",
-    "assistant_early_exit",
-    "is_assistant",
-}
+# the last three are of assistants, which take one row
+KEEPING_ROWS = (
+    FOLLOWED
+    | WITHOUT_EFFECT
+    | frozenset(
+        """num_beams max_time stop_strings watermarking_config guidance_scale cache_implementation
+        output_attentions output_hidden_states output_scores output_logits
+        prompt_lookup_num_tokens assistant_early_exit is_assistant""".split()
+    )
+)
 """With these words `generate` keeps each row at its place, or repeats it next to itself."""
 
 
 def read_as_generate(base: Any, asked: Any | None) -> Any:
-    """Return the configuration by which `generate(generation_config=given)` would run.
+    """Return the configuration by which `generate(generation_config=asked)` would run.
 
-    A word that `given` leaves out is the model's own, then Transformers' default. `max_length` is
+    A word that `asked` leaves out is the model's own, then Transformers' default. `max_length` is
     None where neither sets it.
 
     Raises:

@@ -16,7 +16,7 @@ from lora_backends.errors import UnsupportedInputError, told
 from lora_backends.experts import ExpertWeights
 from lora_backends.hf.calls.running import RUNNING, check_thread
 from lora_backends.hf.hooks.expert_products import eager, forward_of, parameter_names
-from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.hooks.linear import Served
 from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.twin import twin_of
 
@@ -194,20 +194,12 @@ class _Deltas:
             )
 
 
-def experts_forward(
-    model: str, site: ExpertSite, layout: Layout, backend: LoRABackend
-) -> Callable[..., torch.Tensor]:
+def experts_forward(served: Served, site: ExpertSite) -> Callable[..., torch.Tensor]:
     """Return the `forward` of a module of experts.
 
-    Args:
-        model: whose calls it serves.
-        site: the module.
-        layout: of its hidden states.
-        backend: that adds the LoRA.
-
-    Returns:
-        A function of the module, hidden states [tokens, hidden], ids and weights [tokens, top_k].
+    It takes the module, hidden states [tokens, hidden], ids and weights [tokens, top_k].
     """
+    model, backend, layout = served.model, served.backend, served.layouts[site.path]
     plain, paths = type(site.module).forward, site.paths
     names = _arguments(plain)
 

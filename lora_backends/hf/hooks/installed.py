@@ -14,7 +14,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError
 from lora_backends.hf.calls.running import Joined
 from lora_backends.hf.hooks.experts import ExpertSite, experts_forward
-from lora_backends.hf.hooks.linear import adder, end_hook, lora_hook
+from lora_backends.hf.hooks.linear import Served, adder, end_hook, lora_hook
 from lora_backends.hf.hooks.overlapped import linear_with_lora
 from lora_backends.hf.hooks.routers import router_forward
 from lora_backends.hf.hooks.siblings import (
@@ -159,34 +159,30 @@ class Hooked:
             )
 
     def _add(self) -> None:
-        model, backend, layouts = self._model, self._backend, self._layouts
+        served = Served(self._model, self._backend, self._layouts)
         # shared by all modules, so that they stay in the processor's cache during a step
-        with_lora, add = cache(partial(linear_with_lora, backend)), adder(backend, "run_linear")
-        hooks = {
-            path: lora_hook(model, site, layouts[path], backend, add)
-            for path, site in self._sites.items()
-            if site.refusal is None
-        }
+        with_lora = cache(partial(linear_with_lora, self._backend))
+        add = adder(self._backend, "run_linear")
+        sites = {path: site for path, site in self._sites.items() if site.refusal is None}
+        hooks = {path: lora_hook(served, site, add) for path, site in sites.items()}
         for group in self.groups:
             group.join(self.joined)
             alone = [hooks.pop(path) for path in group.paths]
-            layout, run = layouts[group.paths[0]], with_lora(group.operation)
-            forwards = [leader_forward(model, group, layout, backend, run, alone[0])]
+            forwards = [leader_forward(served, group, with_lora(group.operation), alone[0])]
             for place, hook in enumerate(alone[1:], 1):
-                forwards.append(sibling_forward(model, group, place, hook))
+                forwards.append(sibling_forward(self._model, group, place, hook))
             self.handles += map(ForwardOverride, group.modules, forwards)
-        for path, expert_site in self._experts.items():
+        for expert_site in self._experts.values():
             if expert_site.refusal is None:
-                forward = experts_forward(model, expert_site, layouts[path], backend)
+                forward = experts_forward(served, expert_site)
                 self.handles.append(ForwardOverride(expert_site.module, forward))
         for path, hook in hooks.items():
-            site, module = self._sites[path], self._sites[path].module
+            site, module = sites[path], sites[path].module
             if path in self._routers:
-                forward = router_forward(model, site, layouts[path], backend)
+                forward = router_forward(served, site)
                 self.handles.append(ForwardOverride(module, forward))
             elif self.fuse and are_plain((module,)):
-                run = with_lora("run_linear")
-                forward = linear_forward(model, site, layouts[path], backend, run, hook)
+                forward = linear_forward(served, site, with_lora("run_linear"), hook)
                 self.handles.append(ForwardOverride(cast(nn.Linear, module), forward))
             else:
                 self.handles.append(module.register_forward_hook(hook))

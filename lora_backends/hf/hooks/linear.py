@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,14 @@ from lora_backends.hf.layout.structure import Structure
 from lora_backends.weights import LoRAWeights
 
 Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
+
+
+class Served(NamedTuple):
+    """What the hooks of one wrapper have in common."""
+
+    model: str  # key of the wrapper: the hooks serve calls of this model alone
+    backend: LoRABackend  # adds the LoRA
+    layouts: Mapping[str, Layout]  # of the modules' inputs, by path
 
 
 def begin_hook(
@@ -76,25 +84,12 @@ def end_hook(*_: Any) -> None:
         RUNNING.repeats = NO_REPEATS
 
 
-def lora_hook(
-    model: str,
-    site: ModuleSite,
-    layout: Layout,
-    backend: LoRABackend,
-    add: Callable[..., torch.Tensor],
-) -> Hook:
+def lora_hook(served: Served, site: ModuleSite, add: Callable[..., torch.Tensor]) -> Hook:
     """Return the hook that adds the running call's LoRA to the output of one module.
 
-    Args:
-        model: whose calls it serves.
-        site: the module.
-        layout: of its input.
-        backend: that adds the LoRA.
-        add: `adder` of its `run_linear`, the same for all modules.
-
-    Returns:
-        A forward hook.
+    `add` is `adder` of its `run_linear`, the same for all modules.
     """
+    model, backend, layout = served.model, served.backend, served.layouts[site.path]
     path, paths, width = site.path, (site.path,), site.spec.out_features
     is_embedding = site.spec.kind == "embedding"
 
@@ -108,12 +103,7 @@ def lora_hook(
         weights = call.stacks.get(path)
         if weights is None:
             return None
-        if not args:
-            raise UnsupportedInputError(
-                f"module {path} is called with arguments by name\n"
-                f"  allowed: its input as the first argument by position"
-            )
-        x = args[0]
+        x = first_argument(args, f"module {path}")
         if not is_embedding:
             return add(x, weights, call.plan(x.shape[:-1], layout, paths), output)
         plan, output = call.plan(x.shape, layout, paths), output.contiguous()
@@ -122,6 +112,17 @@ def lora_hook(
         return output
 
     return add_lora
+
+
+def first_argument(args: tuple[Any, ...], called: str) -> torch.Tensor:
+    """Return the input of a module or router, or refuse a call by name."""
+    if not args:
+        raise UnsupportedInputError(
+            f"{called} is called with arguments by name\n"
+            f"  allowed: its input as the first argument by position"
+        )
+    x: torch.Tensor = args[0]
+    return x
 
 
 def add_deltas(

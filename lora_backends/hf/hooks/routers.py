@@ -19,10 +19,9 @@ from transformers.pytorch_utils import Conv1D
 from lora_backends.adapters.specs import ModuleSpec
 from lora_backends.backend import LoRABackend
 from lora_backends.dispatch.any_axes import as_rows
-from lora_backends.errors import UnsupportedInputError, told
+from lora_backends.errors import told
 from lora_backends.hf.calls.running import RUNNING, check_thread
-from lora_backends.hf.hooks.linear import add_deltas
-from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.hooks.linear import Served, add_deltas, first_argument
 from lora_backends.hf.layout.quantized_base import is_plain, packed_size
 from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.twin import twin_of
@@ -146,20 +145,9 @@ def _failed_trial(module: nn.Module, block: nn.Module) -> str | None:
     return None if is_one else "it is not one product of its input and its weight"
 
 
-def router_forward(
-    model: str, site: ModuleSite, layout: Layout, backend: LoRABackend
-) -> Callable[..., Any]:
-    """Return the `forward` of a router.
-
-    Args:
-        model: whose calls it serves.
-        site: the module.
-        layout: of its input.
-        backend: that adds the LoRA.
-
-    Returns:
-        A function of the module and its input.
-    """
+def router_forward(served: Served, site: ModuleSite) -> Callable[..., Any]:
+    """Return the `forward` of a router, which takes the module and its arguments."""
+    model, backend, layout = served.model, served.backend, served.layouts[site.path]
     plain, path = type(site.module).forward, site.path
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,12 +158,8 @@ def router_forward(
         weights = call.stacks.get(path)
         if weights is None:
             return plain(self, *args, **kwargs)
-        if not args:
-            raise UnsupportedInputError(
-                f"router {path} is called with arguments by name\n"
-                f"  allowed: its input as the first argument by position"
-            )
-        plan = call.plan(args[0].shape[:-1], layout, (path,))
+        x = first_argument(args, f"router {path}")
+        plan = call.plan(x.shape[:-1], layout, (path,))
         with _Adding(backend, weights, plan):
             return plain(self, *args, **kwargs)
 

@@ -21,14 +21,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
-from lora_backends.backend import LoRABackend
 from lora_backends.dispatch.tracing import is_traced
 from lora_backends.dispatch.wrap import stored_as
 from lora_backends.hf.calls.running import RUNNING, Joined, SiblingOutputs, check_thread
 from lora_backends.hf.hooks import trace_guards as traced
 from lora_backends.hf.hooks.addresses import Place
-from lora_backends.hf.hooks.linear import Hook
-from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.hooks.linear import Hook, Served
 from lora_backends.hf.layout.sites import ModuleSite
 
 GROUPS = ((("q_proj", "k_proj", "v_proj"), "run_qkv"), (("gate_proj", "up_proj"), "run_gate_up"))
@@ -151,26 +149,17 @@ def _is_special(parameter: nn.Parameter) -> bool:
 
 
 def leader_forward(
-    model: str,
-    group: Siblings,
-    layout: Layout,
-    backend: LoRABackend,
-    run: Callable[..., torch.Tensor],
-    alone: Hook,
+    served: Served, group: Siblings, run: Callable[..., torch.Tensor], alone: Hook
 ) -> Callable[..., torch.Tensor]:
-    """Return the leader's `forward`.
+    """Return the leader's `forward`, a function of the module and its input.
 
     Args:
-        model: whose calls it serves.
+        served: the wrapper's.
         group: the leader and its siblings.
-        layout: of the leader's input.
-        backend: that adds the LoRA.
         run: `linear_with_lora` of the group's operation, the same for all groups.
         alone: the leader's hook where it runs without the others.
-
-    Returns:
-        A function of the module and its input.
     """
+    model, backend, layout = served.model, served.backend, served.layouts[group.paths[0]]
     paths, widths, operation = group.paths, group.widths, stored_as(backend, group.operation)
     device_type = group.modules[0].weight.device.type
     siblings = len(widths) - 1
@@ -252,13 +241,10 @@ def sibling_forward(
     """Return a sibling's `forward`: it returns the output that the leader kept, or runs alone.
 
     Args:
-        model: whose calls it serves.
+        model: key of the wrapper.
         group: the sibling and its leader.
         index: of the sibling in the group, whose leader has 0.
         alone: the sibling's hook where it runs alone.
-
-    Returns:
-        A function of the module and its input.
     """
     place = group.places[index]
 
@@ -290,26 +276,17 @@ def sibling_forward(
 
 
 def linear_forward(
-    model: str,
-    site: ModuleSite,
-    layout: Layout,
-    backend: LoRABackend,
-    run: Callable[..., torch.Tensor],
-    alone: Hook,
+    served: Served, site: ModuleSite, run: Callable[..., torch.Tensor], alone: Hook
 ) -> Callable[..., torch.Tensor]:
     """Return a `forward` that does the same as a hook, in less time than torch's hooks take.
 
     Args:
-        model: whose calls it serves.
+        served: the wrapper's.
         site: a plain linear module.
-        layout: of its input.
-        backend: that adds the LoRA.
         run: `linear_with_lora` of `run_linear`, the same for all modules.
         alone: its hook.
-
-    Returns:
-        A function of the module and its input.
     """
+    model, backend, layout = served.model, served.backend, served.layouts[site.path]
     path, paths, operation = site.path, (site.path,), stored_as(backend, "run_linear")
 
     def in_full(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:

@@ -18,13 +18,15 @@ from lora_backends.adapters.pool.quantized import bytes_of
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
 from lora_backends.hf.calls.running import RUNNING
+from lora_backends.hf.hooks.linear import Hook, first_argument
 from lora_backends.hf.layout.layout import Layout
 from lora_backends.hf.layout.probe import UNREACHED, probe
 from lora_backends.hf.layout.quantized_base import is_plain, packed_size
 from lora_backends.hf.layout.sites import ModuleSite, token_embedding_of
+from lora_backends.hf.layout.twin import without_hooks
 from lora_backends.hf.replacements.promised import check_promises, check_unpromised
 from lora_backends.hf.replacements.proof import reason_against
-from lora_backends.hf.replacements.rows import Hook, Replacement, replace_rows
+from lora_backends.hf.replacements.rows import Replacement, replace_rows
 from lora_backends.hf.replacements.tying import check_tying
 
 
@@ -41,7 +43,6 @@ class Replacements:
     Args:
         model: key of the wrapper, whose calls the hooks serve.
         base: the model.
-        sites: where it can take LoRA.
         layouts: of the inputs of modules; those of further modules are added when they are needed.
         handles: of hooks; those that are added are noted here.
         fused: whether LoRA may be a part of a module's `forward`.
@@ -51,12 +52,11 @@ class Replacements:
         self,
         model: str,
         base: nn.Module,
-        sites: Mapping[str, ModuleSite],
         layouts: MutableMapping[str, Layout],
         handles: list[Any],
         fused: bool,
     ) -> None:
-        self._model, self._base, self._sites = model, base, sites
+        self._model, self._base = model, base
         self._layouts, self._handles, self._fused = layouts, handles, fused
         self._modules = dict(base.named_modules())
         self._holders: dict[int, list[tuple[str, str]]] = defaultdict(list)
@@ -346,13 +346,8 @@ def _quantized(checkpoint: Checkpoint, path: str) -> UnsupportedInputError:
 
 def _copy(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return a module that shares all but these parameters, and has no hooks."""
-    # Through __dict__, as torch's own replicas are made: a constructor would make tensors.
-    copy: nn.Module = module.__class__.__new__(module.__class__)
-    for name, value in vars(module).items():
-        if isinstance(value, dict) and name.startswith("_"):
-            vars(copy)[name] = value.__class__() if "hooks" in name else value.copy()
-        elif name not in ("forward", "_compiled_call_impl"):  # they run the original
-            vars(copy)[name] = value
+    copy = without_hooks(module)
+    vars(copy).pop("forward", None)  # a replaced one runs the original
     for name, value in values.items():
         copy._parameters[name] = nn.Parameter(value, requires_grad=False)
     if isinstance(copy, nn.Linear) and "weight" in values:
@@ -366,11 +361,11 @@ def replacement_hook(model: str, path: str, layout: Layout, embeds: bool, late: 
     """Return a hook that replaces rows of a module's output by those of adapters' own modules.
 
     Args:
-        model: whose calls it serves.
+        model: key of the wrapper.
         path: of the module.
         layout: of its input.
         embeds: whether its input is token ids.
-        late: whether it runs behind LoRA, to add biases; else before LoRA.
+        late: whether it runs after LoRA, to add biases; else before LoRA.
     """
 
     def replace(
@@ -380,17 +375,12 @@ def replacement_hook(model: str, path: str, layout: Layout, embeds: bool, late: 
         rows = call.replacements.get(path) if call.model == model else None
         if rows is None:
             return None
-        if not args:
-            raise UnsupportedInputError(
-                f"module {path} is called with arguments by name\n"
-                f"  allowed: its input as the first argument by position"
-            )
+        x = first_argument(args, f"module {path}")
         if rows.width is not None and path in call.stacks:
             raise UnsupportedInputError(
                 f"a loaded adapter has LoRA for {path}, and another one a head of its own there, "
                 f"with other labels\n  to do: unload one of them"
             )
-        x = args[0]
         shape = x.shape if embeds else x.shape[:-1]
         numbers = call.numbers(shape, layout, (path,))
         return replace_rows(rows, x.flatten() if embeds else as_rows(x), output, numbers, late)
