@@ -201,6 +201,7 @@ class ModelAdapters:
 
     def _from_memory(self, adapter: Any, config: Any, adapter_name: str | None) -> Checkpoint:
         if isinstance(adapter, Checkpoint) and config is None and adapter_name is None:
+            # The caller may go on training these tensors.
             checkpoint: Checkpoint = copied(adapter)
         else:
             from lora_backends.adapters.peft.memory import checkpoint_from_memory  # needs pydantic

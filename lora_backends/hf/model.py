@@ -99,6 +99,7 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
         max_expert_rank: int | None = None,
         adapter_dtype: torch.dtype | str | None = None,
     ) -> None:
+        # All checks run before the base model is hooked.
         check_base(base)
         check_options(backend_options, fuse)
         self.base = base
@@ -150,6 +151,7 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
                 f"config is {shown(config)}\n"
                 f"  allowed: a LoRAConfig, e.g. LoRAConfig.from_file(path)"
             )
+        # Else the last ones would silently evict the first.
         if len(config.adapters) > config.max_adapters:
             raise InvalidInputError(
                 f"the configuration names {len(config.adapters)} adapters for "
@@ -168,6 +170,7 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
             for name, folder in config.adapters.items():
                 model.load_adapter(name, folder)
         except BaseException:
+            # The base model must not keep hooks of a wrapper that nobody has.
             model.detach()
             raise
         return model
@@ -247,7 +250,7 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
                 its adapter, and the deltas are added. A row may also be a sequence with one of
                 these per token of this call, for adapters that apply to a part of the row. Or the
                 adapters of all rows, from `prepare`.
-            adapter_names: the same under PEFT's name; "__base__" stands for None in both.
+            adapter_names: the same under PEFT's name; "__base__" means None in both.
             logits_as_list: return the logits as a list with a tensor per row, for adapters whose
                 heads have different numbers of labels.
             split: run the batch once for each adapter, and take each row from the pass of its
@@ -328,6 +331,7 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
             UnsupportedInputError: as a call.
         """
         prompts = kwargs if inputs is None else {**kwargs, self._wrapped.main_input: inputs}
+        # `generate` compiles for static caches by itself.
         prompts.setdefault("disable_compile", True)
         chosen = chosen_adapters(adapters, adapter_names)
         with self._active(chosen, prompts, after_cache=False):
@@ -469,6 +473,7 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
         """
         self._check_prepared(step)
         hooked = self._wrapped.hooked
+        # Only a program reads joined weights without a look.
         groups = hooked.drop_moved() if step.is_traced else len(hooked.joined)
         with hooked.in_use(), running(step):
             outputs = self.base(**inputs)

@@ -51,7 +51,9 @@ class WrappedModel:
         self.key = f"model {next(_NUMBERS)}"  # see `ModelCall.model`
         self.experts = find_experts(base, dtype, device)
         routers = find_routers(base, self.experts, dtype, device)
+        # Routers are no linear layers for `find_sites`, and take LoRA all the same.
         self.sites = find_sites(base, dtype, device) | routers
+        # Experts see hidden states as a linear layer does, so one probe is enough.
         as_modules = {path: site.as_module for path, site in self.experts.items()}
         self.layouts = probe(base, self.sites | as_modules)
         self.hooked = Hooked(

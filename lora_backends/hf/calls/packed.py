@@ -28,7 +28,7 @@ Packed = Sequence[tuple[Entry, Mapping[str, int], int]]
 
 @dataclass(frozen=True)
 class PackedModules:
-    """Which tokens modules see in a pass over [1, tokens]."""
+    """The tokens that modules see in a pass over [1, tokens]."""
 
     of_tokens: frozenset[str]  # all, in their order
     of_logits: frozenset[str]  # those whose logits are asked for
@@ -62,7 +62,7 @@ class PackedModules:
 
 @torch.no_grad()
 def find_packed(wrapped: WrappedModel) -> PackedModules:
-    """Return which modules see all tokens of a row, and which only those whose logits are wanted.
+    """Return the modules that see all tokens of a row, and those that see only tokens with logits.
 
     In a batch both kinds of modules may see the same number of tokens, so a number does not tell
     them apart. One trial pass, which asks for fewer logits than it has tokens, does.
@@ -77,6 +77,7 @@ def find_packed(wrapped: WrappedModel) -> PackedModules:
         # As Transformers' own model runner asks. Under another name it would be missed here and in
         # `begin_forward`, and `plan` would refuse a head that sees fewer positions than tokens.
         inputs["logits_to_keep"] = torch.tensor(_KEPT, device=device)
+    # Sets, because a module may run several times in one pass.
     seen: dict[str, set[int]] = {path: set() for path in wrapped.modules}
 
     mine = threading.get_ident()
@@ -99,6 +100,7 @@ def find_packed(wrapped: WrappedModel) -> PackedModules:
     finally:
         for handle in handles:
             handle.remove()
+    # A module that mixes tokens, or was not seen in a trial, gets no adapter.
     in_order = {path for path in seen if wrapped.layouts[path].in_order}
     return PackedModules(
         frozenset(path for path in in_order if seen[path] == {_LENGTH}),
@@ -146,6 +148,7 @@ class RequestsCall(ModelCall):
                 f"  allowed: one row with the {sum(tokens for _, _, tokens in packed)} tokens of "
                 f"{len(packed)} requests"
             )
+        # The requests hold their adapters, so a name has one slot in all of them.
         slots = {name: slot for _, by_name, _ in packed for name, slot in by_name.items()}
         entries = [entry for entry, _, _ in packed]
         self._choices = self._packed.choices(self._wrapped, entries, slots)
@@ -163,6 +166,7 @@ class RequestsCall(ModelCall):
             UnsupportedInputError: an input with other positions than the tokens.
         """
         wanted = self._kept if paths[0] in self._packed.of_logits else None
+        # `logits_to_keep` may be on the GPU, the slots are on the CPU.
         slots = self._slots if wanted is None else self._slots[wanted.to("cpu")]
         if _tokens_in(shape) != len(slots):
             raise UnsupportedInputError(
@@ -196,7 +200,9 @@ class _Plan:
             return self._plan
         batch, tokens = choices.batch(slots), len(slots)
         capacity, *kind = self._room
+        # A plan's blends have a fixed width: others need a plan of their own.
         if self._plan is None or tokens > capacity or kind != [choices.width, choices.scaled]:
+            # A power of two, so that a growing batch rarely makes another plan.
             capacity = max(capacity, 1 << max(tokens - 1, 0).bit_length())
             self._plan = self._backend.prepare_batch(batch, capacity=capacity)
             self._room = capacity, choices.width, choices.scaled

@@ -23,18 +23,18 @@ from lora_backends.hf.layout.images import Images
 from lora_backends.hf.layout.layout import Layout, Spread, Untried, unknown_rows
 
 MOST_PLANS = 16
-"""Plans that are kept where no graph has captured them."""
+"""Most plans that a step keeps, unless a graph has captured them."""
 
 _Key: TypeAlias = Spread | int
-"""How the rows lie in an input; or its positions, where all rows use one slot."""
+"""Spread of the rows in an input; its number of positions if all rows use one slot."""
 
 _Paths: TypeAlias = tuple[str, ...]
 _Input: TypeAlias = tuple[tuple[int, ...], str]
-"""Modules that see one input; its shape, and why the rows in it are not known."""
+"""Modules with one input; its shape, and the reason against its rows."""
 
 
 class PreparedAdapters(RowsCall):
-    """Which adapter every row uses, prepared once and refilled in place, e.g. at every step.
+    """The adapter of every row, prepared once and refilled in place, e.g. at every step.
 
     Made by `MultiLoRAModel.prepare`. Its plans keep their addresses, so a CUDA graph or a program
     of `torch.compile` that was captured with it follows `update`. Adapters that it names now are
@@ -74,6 +74,7 @@ class PreparedAdapters(RowsCall):
         # empty: `_check_adapted` refuses them.
         super().__init__(model, pool, images, backend)
         self.joined, self._read = joined, list(joined.values())
+        # Fixed: a captured graph has addresses and sizes of these plans.
         self.rows, self.tokens = len(adapters), tokens
         self.multiplies_bases = multiplies_bases(backend, self.rows * tokens)
         self.asks_backend = self.multiplies_bases
@@ -87,6 +88,7 @@ class PreparedAdapters(RowsCall):
         self._held = ExitStack()
         self._released = False
         self.update(adapters)
+        # One plan is made at once, so that a capture without a warm-up has it.
         for shape in ((self.rows, tokens), (tokens, self.rows), (self.rows * tokens,)):
             if self._shape is None and layout.spread(shape, self.rows, tokens) is not None:
                 self._shape, self._plan = shape, self._find_plan(shape, layout, ())
@@ -118,13 +120,16 @@ class PreparedAdapters(RowsCall):
         with ExitStack() as held:
             slots = held.enter_context(self._pool.slots.in_use(names, by="prepared"))
             self._check_adapted(slots)
+            # The new adapters are held before anything is written, the old ones until after that.
             before, rows = self._choices, [[entry] for entry in adapters]
             sizes = (1, False) if before is None else (before.width, before.scaled)
             choices = Choices(self._pool, slots, self.backend, rows, *sizes)
             if before is not None:
                 self._check_room(before, choices)
+            # Inputs without known rows have plans of one slot, which a graph may have captured.
             self._check_unknown(choices, self._unknown)
             RUNNING.kept = None  # it belongs to the adapters of before
+            # After all checks: a plan that is half written would mix adapters.
             self._refill(before, choices)
             # copies: the caller may change a blend and pass it again
             self._adapters = [dict(e) if isinstance(e, Mapping) else e for e in adapters]
@@ -188,6 +193,7 @@ class PreparedAdapters(RowsCall):
 
     def _refill(self, before: Choices | None, choices: Choices) -> None:
         """Write all plans, or leave all as they were."""
+        # All batches first: a failure here has written nothing.
         batches = {key: _batch(choices, key) for key in self._plans}
         try:
             for key, plan in self._plans.items():
@@ -208,8 +214,10 @@ class PreparedAdapters(RowsCall):
             if not unknown.items() <= self._unknown.items():  # else every update has checked it
                 self._check_unknown(self._choices, unknown)
                 self._unknown |= unknown
+            # One slot for all positions, whatever rows they belong to.
             key = math.prod(shape)
         if key not in self._plans:
+            # A plan that a capture makes would lie in memory that its next replay reuses.
             if is_traced() or is_capturing(self.backend.device):
                 raise InvalidInputError(
                     f"no plan for an input of shape {list(shape)}, and none is made while a graph "
@@ -292,9 +300,11 @@ class PreparedAdapters(RowsCall):
 
     def _misses(self, path: str, slot: int) -> bool:
         """Return whether a graph captured with this would leave out a part of a module's LoRA."""
+        # Experts have several stacks by rank, so the pool compares them.
         if path in self._pool.active_experts:
             return not self._pool.is_active(slot, path, self.experts.get(path, ()))
         mine, current = self.stacks.get(path), self._pool.active_weights[path]
+        # The pool replaces a stack when it grows a bias or scales. A graph keeps the old one.
         if mine is None or mine is current:
             return mine is None
         lacks_bias = mine.bias is None and self._pool.has_bias(slot, path)

@@ -43,8 +43,8 @@ class Request(RowsCall):
         adapters: the entry of each row, or of each of its tokens.
         slots: name to slot.
         backend: that makes the plans.
-        after_cache: entries per token start behind what the key-value cache holds when the call
-            begins; otherwise they count from the start of the row.
+        after_cache: entries per token start after the tokens in the key-value cache when the
+            call begins; otherwise they count from the start of the row.
 
     Raises:
         InvalidInputError: a row has an empty list.
@@ -73,6 +73,7 @@ class Request(RowsCall):
         self.idle = self._every_slot <= {NO_ADAPTER}
         self.replacements = replaced_rows(pool, slots, self._choices)
         self.has_invocations = any("" in pool.own_modules(slot) for slot in slots.values())
+        # Made on the first miss: most calls know the rows of every input.
         self._touched: dict[int, set[str]] | None = None  # by the adapters of this call
         self._first: int | None = None if after_cache else 0  # position of the first entry
         self._plans: dict[Any, _Planned] = {}
@@ -97,6 +98,7 @@ class Request(RowsCall):
         """
         self.begin(inputs, rows, length)
         past = self._past_tokens(inputs, length) if self.per_token else 0
+        # The first pass of a call with a cache sets where its entries begin.
         self._first = past if self._first is None else self._first
         self._past = past - self._first
 
@@ -141,6 +143,7 @@ class Request(RowsCall):
         size = self._rows, self._length
         if self.per_token or self._untried is not None:
             return NO_REPEATS
+        # A size that occurs once, as a prompt's, costs nothing: its calls are not stored.
         if size not in self._repeats:
             if len(self._repeats) >= MOST_PLANS:  # they keep plans alive
                 self._repeats.clear()
@@ -192,11 +195,13 @@ class Request(RowsCall):
         if self.differ:
             spread = layout.spread(shape, self._rows, self._length)
         reason = self._reason_against(spread, layout, key, calls)
+        # Refused only if rows differ here: one slot for all rows needs no spread.
         if spread is None or reason is not None:
             return self._plan_without_spread(shape, paths, reason or "")
         if self.per_token:
             planned = self._plan_by_token(shape, layout, spread, paths)
         else:
+            # With one slot for all, rows need no order: any input has a plan.
             slots = self._row_slots if self.differ else self._row_slots[:1]
             planned = self._keep((len(slots), spread), lambda: spread_slots(slots, spread))
         self._layout, self._shape, self._plan = layout, shape, planned.plan
@@ -236,6 +241,7 @@ class Request(RowsCall):
 
     def _plan_of_images(self, shape: tuple[int, ...]) -> _Planned | None:
         """Return the plan for an input with images on its first axis, or None."""
+        # None: rows are not known; the caller refuses the pass with the reason.
         elements = self._images.elements(self._inputs, shape[0])
         if elements is None:
             return None
@@ -249,6 +255,7 @@ class Request(RowsCall):
         """Return the plan where the slots of a row differ by token."""
         rows, tokens = self._rows, math.prod(shape) // self._rows
         start = self._first_token(tokens)
+        # Axes of one element change no order of the others.
         sizes = [size for size in shape if size != 1]
         in_order = (layout.in_order or self._length == tokens == 1) and sizes in [
             [size for size in allowed if size != 1]
@@ -259,6 +266,7 @@ class Request(RowsCall):
             raise unknown_rows(paths[0], shape, rows, self._length, reason)
 
         def token_slots() -> torch.Tensor:
+            # Tokens after the last entry of a row repeat it.
             chosen = [
                 (row + row[-1:] * (start + tokens))[start : start + tokens] for row in self.rows
             ]
@@ -273,6 +281,7 @@ class Request(RowsCall):
         end = self._past + self._length
         if tokens == self._length:
             return self._past
+        # A head sees the last tokens only.
         if tokens == self._inputs.get("logits_to_keep"):
             return end - tokens
         return 0 if tokens == end and self._first == 0 else None

@@ -1,4 +1,4 @@
-"""What the calls share that know the row of each position: plans by the form of an input."""
+"""Base of calls that find the row of each position by the form of an input."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class RowsCall(ModelCall):
             key: of the count.
             allowed: calls of a module with text alone.
         """
+        # An untried input counts even if the layout knows the form: images may have that form.
         reason = layout.reason if spread is None else None
         if self._untried is not None and not reason:
             reason = self._untried.reason_against(key, allowed)

@@ -1,4 +1,4 @@
-"""The call that runs in each thread, and the models whose adapters any thread uses in a block."""
+"""The running call of each thread, and the models with an open block of `using`."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class ModelCall:
         self.is_traced = False  # whether a compiled program uses those
         self.multiplies_bases = False  # graphs of its programs leave base products to the backend
         # the same in this pass: a graph captures it, or kernels are yet to compile
+        # Defaults suit calls by name: their plans are neither captured nor compiled.
         self.asks_backend = False
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
@@ -121,6 +122,7 @@ _OPEN_LOCK = threading.Lock()
 @contextmanager
 def running(call: ModelCall) -> Iterator[None]:
     """Let the forward passes of this thread belong to `call`."""
+    # A hook or callback may run a call within a call.
     outer = RUNNING.call, RUNNING.kept
     RUNNING.call, RUNNING.kept, RUNNING.repeats = call, None, NO_REPEATS
     try:
@@ -138,6 +140,7 @@ def open_block(call: ModelCall) -> Iterator[None]:
     `generate_batch` starts threads that the caller does not know of, and these would compute the
     base model's answers without an error.
     """
+    # Counted, since several threads may be in blocks of the same model.
     with _OPEN_LOCK:
         _OPEN[call.model] = _OPEN.get(call.model, 0) + 1
     try:

@@ -56,6 +56,7 @@ def run_split(
     adapter_names(adapters)
     if not adapters:
         raise InvalidInputError("adapters is empty\n  allowed: one name or None per row")
+    # By equality, not by name: equal blends share a pass.
     count, groups = len(adapters), _groups(adapters)
     if len(groups) == 1:
         return run(adapters=adapters, **inputs)
@@ -109,6 +110,7 @@ def _pass(run: Run, entry: RowAdapters, count: int, inputs: Mapping[str, Any]) -
     }
     if copies.get("return_dict") is False:  # the names of the outputs tell which have rows
         copies["return_dict"] = True
+    # All rows, also those of other adapters: an axis keeps the length that it had.
     output = run(adapters=[entry] * count, **copies)
     if not isinstance(output, Mapping):
         raise UnsupportedInputError(
@@ -152,6 +154,7 @@ def _joined(
         inputs: of all rows.
         images: of the model.
     """
+    # Values that no adapter changes need no rows: positions or masks for instance.
     if all(_same(part, parts[0]) for part in parts):
         return parts[0]
     if name in ENCODERS:
@@ -161,6 +164,7 @@ def _joined(
     counts = images.placeholders(inputs, parts[0]) if name == OF_IMAGES else None
     if counts is not None:
         pairs = zip(owners, counts, strict=True)
+        # Features of images follow each other without an axis of rows.
         tokens = [owner for owner, number in pairs for _ in range(number)]
         return _chosen([part.flatten(0, -2) for part in parts], tokens).view_as(parts[0])
     cures = {"loss": "leave labels away, and compute the loss from the logits"}

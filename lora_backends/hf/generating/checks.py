@@ -53,10 +53,13 @@ def check_generate(
         )
     if request.per_token:
         _check_guidance(base, inputs)
+    # With one adapter everywhere no row can get another's adapter.
     if not request.differ and not request.per_token:
         return
+    # A method from outside of Transformers' mixin may do anything with rows.
     generate = getattr(base, "generate", None)
     module = getattr(generate, "__module__", "")
+    # Whisper's generate keeps rows for short sound; its long form drops those that end.
     if module.endswith(".generation_whisper"):
         _check_sound(name, config, inputs)
     elif "generate" in vars(base) or not module.startswith("transformers.generation."):
@@ -71,6 +74,7 @@ def check_generate(
 
 def _check_arguments(base: Any, inputs: Mapping[str, Any]) -> None:
     """Refuse arguments of `generate` that may move rows, e.g. custom_generate."""
+    # By the installed signature: arguments of later versions are refused, not missed.
     names = inspect.signature(type(base).generate).parameters.keys() - KNOWN_ARGUMENTS
     others = {name: inputs[name] for name in sorted(names) if inputs.get(name) is not None}
     if others:
@@ -97,6 +101,7 @@ def _check_guidance(base: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 def _check_sound(name: str, config: Any, inputs: Mapping[str, Any]) -> None:
     """Refuse inputs for which Whisper's `generate` drops or repeats rows."""
+    # Longer sound runs in segments, whose batch loses rows.
     frames = 2 * config.max_source_positions
     features = inputs.get("input_features")
     reasons = {

@@ -90,6 +90,7 @@ def read_as_generate(base: Any, asked: Any | None) -> Any:
             f"generate refuses this generation_config: {told(error)}"
         ) from error
     lengths = [getattr(source, "max_length", None) for source in (asked, base.generation_config)]
+    # The merged one may hold a default, which would end prompts without a length.
     config.max_length = next((length for length in lengths if length is not None), None)
     return config
 
@@ -100,6 +101,7 @@ def with_words(config: Any, words: Mapping[str, Any]) -> Any:
     Raises:
         InvalidInputError: a word that no GenerationConfig has, or a value that it refuses.
     """
+    # Shallow: `update` sets attributes, and no request writes into their values.
     changed = copy.copy(config)
     try:
         unknown = changed.update(**words)
@@ -151,6 +153,7 @@ def is_off(word: str, value: Any, defaults: Mapping[str, Any]) -> bool:
 
 
 def _kind(value: Any) -> type:
+    # 1 and 1.0 are one value of a word, True and 1 are not.
     return float if type(value) is int else type(value)
 
 
@@ -173,8 +176,10 @@ def check_rows_are_kept(base: Any, inputs: Mapping[str, Any]) -> None:
     defaults = default_words()  # others are attributes that generate never reads
     moving = {}
     for word in defaults:
+        # An argument of the call wins over its configuration, and that over the model's.
         values = [getattr(source, word, None) for source in sources]
         value = inputs[word] if word in inputs else next((v for v in values if v is not None), None)
+        # Private attributes are Transformers' own caches.
         if not word.startswith("_") and word not in KEEPING_ROWS:
             if not is_off(word, value, defaults):
                 moving[word] = value

@@ -69,6 +69,7 @@ class PagedModel:
             self._reads_cache = True
             return updated
 
+        # On the instance, for this pass: the class serves other managers, too.
         cache.update = noting
         try:
             output = base(**inputs)

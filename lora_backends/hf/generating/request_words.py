@@ -1,4 +1,4 @@
-"""What a request asks for besides its adapter: lengths, ends, and words that change scores.
+"""The options of a request besides its adapter: lengths, ends, and words that change scores.
 
 Transformers' continuous batching passes the last token of each request to the processors of
 scores, which read all tokens. Here every request has its own processors, made as `generate` makes
@@ -31,7 +31,7 @@ from lora_backends.hf.layout.sites import vocabulary_of
 
 @dataclass(frozen=True)
 class Asked:
-    """What one request asks for."""
+    """The options of one request, checked."""
 
     max_new_tokens: int | None  # None: until an end, or as long as the cache holds it
     ends: list[int]  # token ids
@@ -60,7 +60,9 @@ class RequestWords:
         self._positions = _positions(base)
         # With an end, which a request may have: some processors are there only with one.
         any_list = self._processors(self.config, [0], 1, self._ends or [0])
+        # If no request changes scores, the manager runs no processor.
         self.change_scores = per_request or bool(any_list)
+        # Processors that read scores alone hold nothing of a prompt: requests share them.
         self._shared = any_list if _reads_scores_alone(any_list) else None
 
     def of_request(
@@ -79,10 +81,12 @@ class RequestWords:
                 positions of the model.
             UnsupportedInputError: a word that is not followed for one request.
         """
+        # A request may always have ends of its own, whatever `per_request` says.
         ends = options.pop("eos_token_id", None)
         ends = self._ends if ends is None else _checked_ends(ends)
         config = self._config_of(options) if options else self.config
         new = self._new_tokens(len(ids), new, config, room)
+        # Made for each request only where they read its tokens.
         processors = self._shared
         if processors is None or options:
             processors = self._processors(config, ids, new, ends)
@@ -130,13 +134,16 @@ class RequestWords:
                 f"the request needs {needed} tokens, the model has {self._positions} positions\n"
                 f"  to do: shorten the prompt, or ask for fewer"
             )
+        # Without a limit of its own a request may fill the cache.
         most = [limit - length for limit in (room, self._positions) if limit is not None]
         return new or min(most, default=None)
 
     def _processors(self, config: Any, ids: list[int], new: int | None, ends: list[int]) -> Any:
         """Return the processors that `generate` makes for a prompt alone, each tried once."""
+        # It writes the end at the last token, whose place has to be known.
         if config.forced_eos_token_id is not None and new is None:
             raise InvalidInputError("forced_eos_token_id goes with max_new_tokens\n  given: None")
+        # Lengths are of this prompt: the configuration is shared.
         alone = copy.copy(config)
         alone.max_length = None if new is None else len(ids) + new
         if alone.min_new_tokens is not None:
@@ -186,6 +193,7 @@ class RowProcessors(LogitsProcessor):  # type: ignore[misc]  # has no types
         """Return the scores, [rows, vocabulary]; `input_ids` are last tokens, and not read."""
         rows = list(self._rows())
         shared = {id(processors): processors for processors, _ in rows}
+        # One call for all rows where no processor reads tokens.
         if len(shared) == 1 and _reads_scores_alone(rows[0][0]):
             scores = rows[0][0](input_ids, scores)
             return scores

@@ -48,6 +48,7 @@ def parameter_names(module: Experts) -> tuple[str, str]:
 def activated(module: Experts, pre: torch.Tensor) -> torch.Tensor:
     """Return act [pairs, width]."""
     act: torch.Tensor = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
+    # The backend takes contiguous rows, and a class may leave strided ones.
     return act.contiguous()
 
 
@@ -57,6 +58,7 @@ def eager(
     """One product per expert, as the classes' own forward."""
     up, down = parameter_names(module)
     flat, top_k = ids.reshape(-1), ids.shape[1]
+    # Experts without tokens have no product, as in the classes' own loop.
     pairs = {e: (flat == e).nonzero()[:, 0] for e in torch.unique(flat).tolist()}
     pre = x.new_zeros(len(flat), _width(module, up))
     for expert, of_expert in pairs.items():
@@ -66,6 +68,7 @@ def eager(
     out = torch.zeros_like(x)
     for expert, of_expert in pairs.items():
         y = _one_expert(module, down, expert, act[of_expert]) * weights.reshape(-1)[of_expert, None]
+        # One expert after another: another order of sums would round differently.
         out.index_add_(0, of_expert // top_k, y.to(out.dtype))
     additions.add_down(act, out)
     return out

@@ -37,7 +37,7 @@ class ExpertSite:
     module: nn.Module
     names: tuple[str, str]  # of the parameters before and after the activation
     specs: tuple[ExpertSpec, ExpertSpec]
-    refusal: str | None  # why LoRA of its experts cannot be added
+    refusal: str | None  # reason against adding LoRA to its experts
 
     @property
     def paths(self) -> tuple[str, str]:
@@ -71,6 +71,7 @@ def find_experts(
         held = module._parameters
         names = ("gate_up_proj" if "gate_up_proj" in held else "up_proj", "down_proj")
         parameters = [p for name in names if (p := held.get(name)) is not None]
+        # Two stacks of matrices: parameters of another form are no stacks of experts.
         if len(parameters) == 2 and all(p.ndim == 3 for p in parameters):
             refusal = _refusal(module, dtype, device)
             specs = _specs(module, names, refusal)
@@ -101,6 +102,7 @@ def _refusal(module: Any, dtype: torch.dtype, device: torch.device) -> str | Non
     """Return why the LoRA of a module's experts cannot be added, or None."""
     forward = type(module).forward
     missing = [flag for flag in FLAGS if not hasattr(module, flag)]
+    # The decorator's `__wrapped__` is the class's own forward, which the trial runs.
     if missing or not hasattr(forward, "__wrapped__") or len(_arguments(forward)) != 3:
         lacking = f" (it has no {', '.join(missing)})" if missing else ""
         return f"its class does not go through Transformers' interface for experts{lacking}"
@@ -115,6 +117,7 @@ def _refusal(module: Any, dtype: torch.dtype, device: torch.device) -> str | Non
     if strange:
         return f"it has parameters of an unknown meaning: {', '.join(strange)}"
     for name, parameter in module._parameters.items():
+        # A subclass may hold bits, which products here would misread.
         if type(parameter.data) is not torch.Tensor or parameter.dtype != dtype:
             kind = type(parameter.data).__name__
             return f"its {name} is a {kind} of {parameter.dtype}, the model's dtype is {dtype}"
@@ -145,6 +148,7 @@ def _failed_trial(module: Any) -> str | None:
     width = weight.shape[2 if module.is_transposed else 1]
     generator = torch.Generator("cpu").manual_seed(0)
     tokens, top_k = 3, min(2, module.num_experts)
+    # Small values pass a clamp unchanged, large ones show it.
     for size in (1.0, 30.0):
         x = size * torch.randn(tokens, width, generator=generator, device="cpu")
         chosen = torch.rand(tokens, module.num_experts, generator=generator, device="cpu")
@@ -182,6 +186,7 @@ class _Deltas:
 
     def add_up(self, x: torch.Tensor, pre: torch.Tensor) -> None:
         """Add the LoRA before the activation."""
+        # [tokens, top_k, width], as the operation takes it.
         y = pre.view(x.shape[0], -1, pre.shape[1])
         for weights in self._up:
             self._backend.run_experts(x, weights, self._routing, y)
@@ -220,6 +225,7 @@ def experts_forward(served: Served, site: ExpertSite) -> Callable[..., torch.Ten
             raise _unknown_call(site.path, f"arguments of shapes {shapes}")
         run = forward_of(site.path, self)
         plan = call.plan(x.shape[:-1], layout, paths)
+        # The backend takes rows whose elements follow each other.
         x = x if x.stride(-1) == 1 else x.contiguous()
         routing = backend.prepare_experts(plan, ids, factors.float(), self.num_experts)
         return run(self, x, ids, factors, _Deltas(backend, routing, up, down))

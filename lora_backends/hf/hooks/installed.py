@@ -89,6 +89,7 @@ class Hooked:
         Raises:
             InvalidInputError: as `check`.
         """
+        # An object per block, since one thread may be in several.
         user = object()
         try:
             with self._lock:
@@ -122,6 +123,7 @@ class Hooked:
                     "the model cannot be detached while it runs with adapters\n"
                     "  to do: wait until its calls, requests and blocks of `using` have ended"
                 )
+            # Under the lock: no call may begin between the check and this.
             self._closed = True
 
     def remove(self) -> None:
@@ -178,9 +180,11 @@ class Hooked:
                 self.handles.append(ForwardOverride(expert_site.module, forward))
         for path, hook in hooks.items():
             site, module = sites[path], sites[path].module
+            # A router returns the choice of experts, where a hook would be too late.
             if path in self._routers:
                 forward = router_forward(served, site)
                 self.handles.append(ForwardOverride(module, forward))
+            # Hooks of other code must still run, and these need torch's own call.
             elif self.fuse and are_plain((module,)):
                 forward = linear_forward(served, site, with_lora("run_linear"), hook)
                 self.handles.append(ForwardOverride(cast(nn.Linear, module), forward))

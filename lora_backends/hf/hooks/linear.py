@@ -26,7 +26,7 @@ Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
 
 
 class Served(NamedTuple):
-    """What the hooks of one wrapper have in common."""
+    """The data that all hooks of one wrapper share."""
 
     model: str  # key of the wrapper: the hooks serve calls of this model alone
     backend: LoRABackend  # adds the LoRA
@@ -55,13 +55,16 @@ def begin_hook(
             check_thread(model)
             return
         if not is_traced():
+            # Calls have checked it once; a block may run many passes.
             if is_open(model):
                 structure.check_modules()
                 structure.check_state()
             RUNNING.kept = None  # of a forward pass that has failed
         inputs = {**kwargs, **dict(zip(names, args, strict=False))} if args else kwargs
+        # By name, whatever the order in which the caller passed them.
         call.begin_forward(inputs, *rows_and_length(inputs, main_input))
         if not is_traced():
+            # A traced program would keep the stored calls of its first run.
             RUNNING.repeats = call.repeats()
 
     return begin
@@ -100,6 +103,7 @@ def lora_hook(served: Served, site: ModuleSite, add: Callable[..., torch.Tensor]
         if call.model != model:
             check_thread(model)
             return None
+        # Often no loaded adapter touches the module.
         weights = call.stacks.get(path)
         if weights is None:
             return None

@@ -93,10 +93,12 @@ def find_routers(
         parent, dot, _ = path.rpartition(".")
         block = base.get_submodule(parent)
         for name, module in block.named_children():
+            # Not by attribute: a module without a weight may raise what it likes.
             weight = module._parameters.get("weight")
             is_layer = isinstance(module, (Conv1D, nn.Embedding)) or packed_size(module) is not None
             if isinstance(module, nn.Linear):  # or a quantised layer in the place of one
                 is_layer = type(module).forward is nn.Linear.forward or not is_plain(weight)
+            # Layers get LoRA at their output, and need no mode.
             if weight is None or weight.ndim != 2 or is_layer:
                 continue
             high, wide = weight.shape
@@ -160,6 +162,7 @@ def router_forward(served: Served, site: ModuleSite) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         x = first_argument(args, f"router {path}")
         plan = call.plan(x.shape[:-1], layout, (path,))
+        # A mode belongs to its thread: others may run the same router meanwhile.
         with _Adding(backend, weights, plan):
             return plain(self, *args, **kwargs)
 

@@ -72,6 +72,7 @@ class Siblings:
         """Return whether the modules' parameters are still parts of `joined`; if not, forget it."""
         if self.joined is None:
             return False
+        # All of them: one moved weight makes the joined one stale.
         for place, module in zip(self.places, self.modules, strict=True):
             if not place.is_kept_by(module):
                 self._forget()
@@ -97,6 +98,7 @@ class Siblings:
         parameters = [p for holder in holders if (p := holder[name]) is not None]
         if not parameters:
             return None
+        # One group at a time, so that only its weights exist twice.
         joined = torch.cat([parameter.detach() for parameter in parameters])
         rows = torch.split_with_sizes(joined, self.widths)
         try:
@@ -115,6 +117,7 @@ def find_siblings(sites: Mapping[str, ModuleSite]) -> list[Siblings]:
         parent, dot, name = path.rpartition(".")
         for names, operation in GROUPS:
             paths = tuple(f"{parent}{dot}{other}" for other in names)
+            # Found from the leader, so each group is found once.
             if name == names[0] and all(other in sites for other in paths):
                 modules = tuple(sites[other].module for other in paths)
                 if all(sites[other].refusal is None for other in paths) and are_plain(modules):
@@ -171,6 +174,7 @@ def leader_forward(
             return functional.linear(input, self.weight, self.bias)
         tracing = is_traced()
         if not tracing:
+            # Left-over outputs mean that the siblings got another input.
             left, RUNNING.kept = RUNNING.kept, None
             if left is not None:
                 left.group.apart = True
@@ -207,6 +211,7 @@ def leader_forward(
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
             return in_full(self, input)
+        # The short way of later passes: the stored call without any look at plans.
         repeat = RUNNING.repeats.get(alone)
         if (
             repeat is None
@@ -231,6 +236,7 @@ def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
     On a CPU they are copied: there torch's activations round the ends of strided rows differently
     from the ends of contiguous ones.
     """
+    # Views: on a GPU the outputs share one buffer.
     columns = torch.split_with_sizes(y, widths, -1)
     return tuple(c.contiguous() for c in columns) if y.is_cpu else columns
 

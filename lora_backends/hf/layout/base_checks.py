@@ -29,6 +29,7 @@ def check_base(base: object) -> None:
             f"base is no model\n  given: {shown(base)}\n  allowed: a Transformers model\n"
             f"  to do: pass what AutoModelForCausalLM.from_pretrained(...) returns"
         )
+    # By children and module names: PEFT need not be installed.
     children = dict(base.named_children())
     kind, problem, to_do = name, "", ""
     inside = [path for path, module in base.named_modules() if _is_of_peft(module)]
@@ -84,6 +85,7 @@ def check_adapter_dtype(backend: LoRABackend, wanted: Any, dtype: torch.dtype) -
 
 def dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:
     """Return the dtype and device of the base model's parameters of 16 bits or more."""
+    # 8-bit floats are weights of a quantised layer, and no dtype to compute in.
     floating = [p for p in base.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
     if not floating:
         raise UnsupportedInputError(f"{type(base).__name__} has no floating-point parameters")

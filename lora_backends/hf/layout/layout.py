@@ -1,4 +1,4 @@
-"""Which positions of a module's input belong to which row of the batch."""
+"""Layouts: the row of the batch for each position of a module's input."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class InputForm:
     ndim: int  # axes of the input
     axis: int  # the one with the rows
     order: Order
-    step: bool  # seen with one token per row behind a cache; else with several and no cache
+    step: bool  # seen with one token per row and a cache; else with several and no cache
 
     def spread(self, shape: Sequence[int], rows: int, length: int) -> Spread | None:
         """Return how rows lie in an input of `shape`, or None if it does not have this form."""
+        # A size that differs from this is another form, of images for instance.
         size = rows if self.order == "rows" else rows * length
         if self.order == "rows of parts" and len(shape) == self.ndim:
             size = shape[self.axis] // rows * rows
@@ -59,7 +60,7 @@ class Layout:
     """
 
     forms: tuple[InputForm, ...]
-    in_order: bool  # tokens of a row lie in their order: token t depends on none behind it
+    in_order: bool  # tokens of a row lie in their order, and depend on no later ones
     reason: str  # a clause, e.g. "no pass of plain text reaches it"; or why `steps` is False
     steps: bool  # whether passes with one token per row have these forms, too
     calls: int  # of the module in a trial pass
@@ -77,6 +78,7 @@ class Layout:
         """
         if length == 1 and not self.steps:
             return None
+        # Forms of a step first: a prompt of one token may look like either.
         steps = [form for form in self.forms if form.step and length == 1]
         for forms in (steps, [form for form in self.forms if not form.step]):
             spreads = {form.spread(shape, rows, length) for form in forms} - {None}

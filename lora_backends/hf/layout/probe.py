@@ -1,4 +1,4 @@
-"""Finds out how every module's input holds the rows of a batch, by running the model on a few.
+"""Finds the place of the batch's rows in every module's input, by running the model on a few.
 
 A tensor whose first axis has as many elements as the batch has rows need not have the rows there:
 images, tokens of a sequence-first model and windows may be as many by chance. So the model is run
@@ -51,7 +51,7 @@ class _Seen:
 
 
 def probe(base: nn.Module, sites: Mapping[str, ModuleSite]) -> dict[str, Layout]:
-    """Return how the input of every site holds the rows of a batch.
+    """Return the layout of the batch's rows in the input of every site.
 
     Args:
         base: a model; it is not changed, and its hooks do not run.
@@ -62,6 +62,7 @@ def probe(base: nn.Module, sites: Mapping[str, ModuleSite]) -> dict[str, Layout]
     """
     failure, passes = "", _Passes()
     try:
+        # Models of any author may fail on plain text: then nothing is known of their inputs.
         passes.run(base, sites)
     except Exception as error:  # whatever a model of any author raises
         text = getattr(base, "main_input_name", "input_ids") == "input_ids"
@@ -70,6 +71,7 @@ def probe(base: nn.Module, sites: Mapping[str, ModuleSite]) -> dict[str, Layout]
     layouts = {}
     for path in sites:
         layout = _layout(passes.seen[path], failure, passes.step_failure)
+        # Equal layouts become one object, since calls compare them by identity.
         key = (layout.forms, layout.in_order, layout.reason, layout.steps, layout.calls)
         layouts[path] = kinds.setdefault(key, layout)
     return layouts
@@ -141,6 +143,7 @@ class _Passes:
         return x if self._trial.length is not None else x[..., :FEATURES]
 
     def _note_pair(self, path: str, x: torch.Tensor | None) -> None:
+        # A copy: the model may change the input in place later.
         self._pairs[path].append(self._seen_part(x).clone())
 
     def _note_batch(self, path: str, x: torch.Tensor | None) -> None:
@@ -149,6 +152,7 @@ class _Passes:
             shape = () if x is None else tuple(x.shape[:-1])
             seen = _Seen(shape, (), False, self._is_step)
         else:
+            # Only inputs of the same place in the order of calls are comparable.
             part = self._seen_part(x)
             seen = _see(part, self._pairs[path][count], self._length, self._is_step)
         self.seen[path].append(seen)
@@ -158,6 +162,7 @@ def _noting(path: str, site: ModuleSite, note: Any) -> Any:
     """Return a hook that notes a module's input, with an axis of features, or None."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        # By position, as hooks see inputs: by name they are refused there.
         x = args[0] if args and isinstance(args[0], torch.Tensor) else None
         is_embedding = site.spec.kind == "embedding"
         note(path, x.unsqueeze(-1) if is_embedding and x is not None else x)
@@ -217,6 +222,7 @@ def _shows_pattern(rows: torch.Tensor, first: torch.Tensor) -> bool:
     """
     if first.shape != rows.shape[1:]:
         return False
+    # The first row must also ignore the rows beside it.
     same = [rows[i] - rows[j] for i, j in EQUAL] + [rows[0] - first]
     other = [rows[i] - rows[j] for i, j in UNEQUAL]
     most = torch.stack([torch.linalg.vector_norm(difference) for difference in same]).max()

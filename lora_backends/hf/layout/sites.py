@@ -1,4 +1,4 @@
-"""Where a Transformers model can take LoRA: its linear layers and its token embedding."""
+"""Sites for LoRA in a Transformers model: its linear layers and its token embedding."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dic
     Returns:
         Path to site, in the order of `named_modules`.
     """
+    # Other embeddings take positions or types, not tokens of rows.
     token_embedding = token_embedding_of(base)
     sites = {}
     for path, module in base.named_modules():
@@ -97,6 +98,7 @@ def base_layer(sites: Mapping[str, ModuleSite], path: str) -> BaseLayer:
             f"quanto, hqq or bitsandbytes (4 bits: unless repacked for a CPU)\n"
             f"  to do: load the base model without quantization, or merge the adapter into it"
         )
+    # Both store the transpose of a linear layer's weight.
     if isinstance(module, (Conv1D, nn.Embedding)):
         return BaseLayer(weight.T, bias)
     if isinstance(module, nn.Linear) or packed_size(module) is not None:

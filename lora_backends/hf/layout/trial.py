@@ -128,8 +128,10 @@ def _tokens(base: nn.Module) -> dict[str, torch.Tensor]:
     size = embedding_size(embedding)
     if embedding is None or size is None:
         raise TypeError(f"{type(base).__name__} has no token embedding")
+    # An end or a pad token may change masks, and with them other rows.
     special = _special_tokens(getattr(base, "config", None))
     plain = [token for token in range(size[0]) if token not in special]
+    # Fixed, so that every wrapper of a model finds the same layouts.
     generator = torch.Generator("cpu").manual_seed(0)
     places = [  # at every place, another token for every letter
         torch.randperm(len(plain), generator=generator, device="cpu")[:4].tolist()

@@ -27,6 +27,7 @@ def twin_of(base: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
         for name, value in vars(twin).items():
             vars(twin)[name] = _rebound(value, twins)
         twin._modules = {n: child and twins[child] for n, child in module._modules.items()}
+        # Dropout would make equal rows unequal.
         twin.training = False
     return twins[base], twins
 
@@ -49,6 +50,7 @@ def _rebound(value: Any, twins: Mapping[nn.Module, nn.Module]) -> Any:
     def twin(owner: Any) -> Any:
         return twins.get(owner, owner) if isinstance(owner, nn.Module) else owner
 
+    # A bound method would run the original module.
     if isinstance(value, MethodType):
         return MethodType(value.__func__, twin(value.__self__))
     if isinstance(value, partial):

@@ -59,6 +59,7 @@ class Replacements:
         self._model, self._base = model, base
         self._layouts, self._handles, self._fused = layouts, handles, fused
         self._modules = dict(base.named_modules())
+        # A tied parameter has several modules, and each of them needs the replacement.
         self._holders: dict[int, list[tuple[str, str]]] = defaultdict(list)
         for path, module in self._modules.items():
             for name, parameter in module._parameters.items():
@@ -73,6 +74,7 @@ class Replacements:
             InvalidInputError: it does not fit the base model.
             UnsupportedInputError: a module of a kind that cannot be replaced row by row.
         """
+        # Checks first, hooks last: a refused adapter leaves nothing at the model.
         check_tying(self._base, checkpoint)
         self._check_residuals(checkpoint)
         values = self._values(checkpoint)
@@ -96,6 +98,7 @@ class Replacements:
             )
         if replacements:
             with self._lock:  # a bias would be added twice by hooks of two loads
+                # Norms take no LoRA, so the wrapper has not looked at them.
                 self._probe([path for path in replacements if path not in self._layouts])
                 self._try(checkpoint, values, tokens, replacements)
                 self._hook(replacements)
@@ -131,6 +134,7 @@ class Replacements:
                         f"{checkpoint.folder} has two values for {path}.{name}, which the base "
                         f"model shares with other modules\n  allowed: one value"
                     )
+                # PEFT saves whole modules: most of their values are the base's.
                 if value.shape != base.shape or not value.equal(base):
                     values[path][name] = value
         return {path: changed for path, changed in values.items() if changed}
@@ -177,6 +181,7 @@ class Replacements:
                     f"  allowed: rows of {list(weight.shape)}\n"
                     f"  to do: base.resize_token_embeddings({max(rows.ids) + 1})"
                 )
+            # A tied head computes with the same rows.
             for place, _ in self._holders[id(weight)]:
                 tokens[place] = by_path.get(place, rows)
         return tokens
@@ -193,6 +198,7 @@ class Replacements:
         self._check_kind(checkpoint, path, module)
         width = self._check_shapes(checkpoint, path, module, values)
         delta = checkpoint.modules.get(path)
+        # A bias alone is added after LoRA, so both may be there.
         whole = bool(set(values) - {"bias"}) or rows is not None
         if delta is not None and whole and (self._fused or delta.magnitude is not None or width):
             raise UnsupportedInputError(
@@ -274,6 +280,7 @@ class Replacements:
     def _heads(self) -> list[str]:
         """Return the linear layers that may be heads: in no stack of layers, no embedding."""
         output = getattr(self._base, "get_output_embeddings", lambda: None)()
+        # A head of tokens has the vocabulary's size, which no adapter changes.
         ties = (output, token_embedding_of(self._base))
         return [
             path
@@ -291,6 +298,7 @@ class Replacements:
         made: Mapping[str, Replacement],
     ) -> None:
         """Refuse modules that the model does not call, or whose parameters it reads itself."""
+        # A hook at a module that is not called changes nothing, without an error.
         unreached = [path for path in made if self._layouts[path].reason == UNREACHED]
         reason = f"the model does not call {unreached[0]} on text" if unreached else None
         if reason is None:
@@ -352,6 +360,7 @@ def _copy(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
         copy._parameters[name] = nn.Parameter(value, requires_grad=False)
     if isinstance(copy, nn.Linear) and "weight" in values:
         copy.out_features = values["weight"].shape[0]
+    # The base's padding index may be no row of the replacement.
     if isinstance(copy, nn.Embedding) and "weight" in values:
         copy.num_embeddings, copy.padding_idx = values["weight"].shape[0], None
     return copy

@@ -64,6 +64,7 @@ def check_unpromised(base: nn.Module, checkpoint: Checkpoint) -> None:
     with_rows = {
         id(getattr(modules.get(renamed(p, modules)), "weight", None)) for p in brought.tokens
     }
+    # Shared tensors: PEFT's copy would change the other module as well.
     holders = Counter(id(p) for _, p in base.named_parameters(remove_duplicate=False))
     surplus = []
     for name, parameter in brought.parameters.items():
@@ -108,6 +109,7 @@ def _saved(checkpoint: Checkpoint, modules: Mapping[str, nn.Module]) -> Iterator
     ends = checkpoint.own.promises.saved
     if not ends:
         return
+    # Names from before Transformers renamed its modules.
     old = {renamed(end, modules) for end in ends}
     names = (name.rpartition(".") for name in checkpoint.own.parameters)
     held = {f"{renamed(path, modules)}.{leaf}" for path, _, leaf in names}
@@ -155,6 +157,7 @@ def _biases(checkpoint: Checkpoint, modules: Mapping[str, nn.Module]) -> Iterato
     adapted = {*checkpoint.modules, *promises.untrained}
     names = (name.rpartition(".") for name in checkpoint.own.parameters)
     places = (renamed(path, modules) for path, _, leaf in names if leaf == "bias")
+    # By tensor, since tied modules save one bias.
     held = {id(_bias(modules.get(path))) for path in places}
     for path, module in modules.items():
         bias = _bias(module)

@@ -1,4 +1,4 @@
-"""Tries whether replacing a module's output gives the same as replacing its parameters.
+"""Compares replacing a module's output with replacing its parameters, on a trial input.
 
 A model may read a parameter without calling its module, `self.embed.weight` for instance. A hook on
 the module misses that, so an adapter is run on a trial input in both ways when it is loaded.
@@ -42,6 +42,7 @@ def reason_against(
     """
     try:
         trial = trial_of(base)
+        # The effect of the adapter is the scale of the tolerance.
         plain = _run(base, trial, lambda path, module: None)
 
         def replaced(path: str, module: nn.Module) -> None:
@@ -56,6 +57,7 @@ def reason_against(
         hooked_values = _run(base, trial, hooked)
     except Exception as error:  # whatever a model of any author raises
         return f"the model does not run on a trial input ({type(error).__name__}: {error!s:.200})"
+    # In 16 bits the order of operations shows in the last digits.
     exact = next(base.parameters()).dtype == torch.float32
     for name, expected in truth.items():
         ours, before = hooked_values[name], plain[name]

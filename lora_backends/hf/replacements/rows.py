@@ -74,6 +74,7 @@ def _widest(
     widths = {n: module.width for n, module in replacements.items() if module.width is not None}
     if not widths:
         return None
+    # Rows without a head of their own have the base's labels.
     base = [pool.modules[path].out_features] * bool(numbers - {*widths})
     return max([*widths.values(), *base])
 
@@ -116,16 +117,19 @@ def replace_rows(
         x: [positions] token ids, or [positions, in_features].
         output: [..., out_features] of the base's module.
         numbers: [positions] on the CPU.
-        late: whether to add biases; else to replace outputs. A bias comes behind LoRA, because
+        late: whether to add biases; else to replace outputs. A bias comes after LoRA, because
             DoRA scales what is there before it.
     """
     shape = output.shape
+    # Contiguous, so that rows are a view, which is written in place.
     y = output.contiguous().view(-1, shape[-1])
     if replaced.width not in (None, shape[-1]) and not late:
+        # NaN, so that a model that mixes columns is noticed by `check_heads`.
         wide = y.new_full((y.shape[0], max(replaced.width or 0, shape[-1])), torch.nan)
         wide[:, : shape[-1]] = y
         y = wide
     for number, module in replaced.by_number.items():
+        # Found on the CPU: a mask on the GPU would make the host wait.
         at = (numbers == number).nonzero().flatten().to(y.device)
         if not len(at):
             continue
@@ -157,7 +161,7 @@ def _replace(replacement: Replacement, x: torch.Tensor, y: torch.Tensor, at: tor
 def check_heads(logits: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
     """Return the logits of each row, cut to the labels of its own head.
 
-    The head's output has NaN in the columns that a row's own head lacks. The operations behind the
+    The head's output has NaN in the columns that a row's own head lacks. The operations after the
     head must not have mixed them into the other columns.
 
     Raises:
@@ -167,7 +171,7 @@ def check_heads(logits: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
     if logits.shape[-1] != max(counts) or any(bool(row.isnan().any()) for row in rows):
         raise UnsupportedInputError(
             f"heads with different numbers of labels share a batch, and the model mixes labels "
-            f"behind its head, or a logit is NaN\n  given: {counts} labels, logits of shape "
+            f"after its head, or a logit is NaN\n  given: {counts} labels, logits of shape "
             f"{list(logits.shape)}\n  to do: split the batch by the number of labels"
         )
     return rows

@@ -38,6 +38,7 @@ def check_tying(base: nn.Module, checkpoint: Checkpoint) -> None:
         raise _refused(checkpoint, f"a base model that ties {strange[0]!r}")
     embedding: Any = base.get_input_embeddings()  # type: ignore[operator]
     source = next(path for path, module in modules.items() if module is embedding)
+    # LoRA ties by its factors, saved modules by their weights.
     values = _matrices(checkpoint) if tying.what == "LoRA" else _weights(checkpoint, modules)
     for path in tied:
         if not _are_equal(values.get(source), values.get(path)):
@@ -50,6 +51,7 @@ def _tied_with_embedding(base: nn.Module) -> list[str]:
     keys: Any = getattr(base, "_tied_weights_keys", None)
     if not keys or getattr(getattr(base, "config", None), "tie_word_embeddings", None) is False:
         return []
+    # A list in Transformers before 5: the names of tied parameters.
     if not isinstance(keys, dict):
         return sorted({name.rpartition(".")[0] for name in keys})
     every: dict[str, str] = {}

@@ -100,7 +100,7 @@ def test_heads_of_one_rows_tokens_have_one_number_of_labels(tmp_path):
 def test_a_model_that_mixes_labels_behind_its_head_is_refused(heads):
     model, _ = heads
     model.base.classifier.register_forward_hook(lambda m, args, output: output.softmax(-1))
-    with pytest.raises(UnsupportedInputError, match="mixes labels behind its head"):
+    with pytest.raises(UnsupportedInputError, match="mixes labels after its head"):
         model(adapters=ROWS, logits_as_list=True, **inputs("bert"))
 
 
