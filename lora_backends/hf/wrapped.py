@@ -14,7 +14,7 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
 from lora_backends.hf.hooks.experts import expert_specs, find_experts
 from lora_backends.hf.hooks.installed import Hooked
-from lora_backends.hf.hooks.linear import begin_hook
+from lora_backends.hf.hooks.linear import Served, begin_hook
 from lora_backends.hf.hooks.routers import find_routers
 from lora_backends.hf.layout.images import Images
 from lora_backends.hf.layout.probe import UNREACHED, probe
@@ -56,9 +56,8 @@ class WrappedModel:
         # Experts see hidden states as a linear layer does, so one probe is enough.
         as_modules = {path: site.as_module for path, site in self.experts.items()}
         self.layouts = probe(base, self.sites | as_modules)
-        self.hooked = Hooked(
-            self.key, backend, self.sites, self.experts, routers, self.layouts, fuse
-        )
+        served = Served(self.key, backend, self.layouts)
+        self.hooked = Hooked(served, self.sites, self.experts, routers, fuse)
         self.structure = Structure(base)
         self.main_input: str = getattr(base, "main_input_name", "input_ids")
         self.images = Images(getattr(base, "config", None), tried_input(base))

@@ -117,8 +117,7 @@ class Request(RowsCall):
             )
         self._forget()
         self._inputs, self._rows, self._length = inputs, rows, length
-        untried = self._images.untried(inputs) if self.differ else None
-        self._untried = untried and Untried(*untried)
+        self._note_untried(inputs)
         self._row_slots = [row[0] for row in self.rows for _ in range(rows // len(self.rows))]
 
     def begin_generate(
@@ -134,9 +133,12 @@ class Request(RowsCall):
         """
         self.begin(inputs, rows, length)
         inputs = {name: x for name, x in inputs.items() if not hasattr(config, name)}
+        # Encoders run before the first pass, so modules may see them without token ids.
+        self._note_untried(inputs, alone=True)
+
+    def _note_untried(self, inputs: Mapping[str, Any], alone: bool = False) -> None:
         untried = self._images.untried(inputs) if self.differ else None
-        # True: encoders run before the first pass, so they may see no token ids
-        self._untried = untried and Untried(untried[0], True)
+        self._untried = untried and Untried(untried[0], alone or untried[1])
 
     def repeats(self) -> Repeats:
         """Return the stored calls that modules may repeat in the forward pass that starts."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -243,9 +244,5 @@ def _unknown_call(path: str, arguments: str) -> UnsupportedInputError:
 
 def expert_specs(sites: Mapping[str, ExpertSite]) -> dict[str, ExpertSpec]:
     """Return the layout of each stacked parameter, by its path."""
-    return dict(_pairs(sites))
-
-
-def _pairs(sites: Mapping[str, ExpertSite]) -> Iterator[tuple[str, ExpertSpec]]:
-    for site in sites.values():
-        yield from zip(site.paths, site.specs, strict=True)
+    pairs = (zip(site.paths, site.specs, strict=True) for site in sites.values())
+    return dict(chain.from_iterable(pairs))

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError
 from lora_backends.hf.calls.running import Joined
 from lora_backends.hf.hooks.experts import ExpertSite, experts_forward
@@ -25,7 +24,6 @@ from lora_backends.hf.hooks.siblings import (
     linear_forward,
     sibling_forward,
 )
-from lora_backends.hf.layout.layout import Layout
 from lora_backends.hf.layout.sites import ModuleSite
 
 
@@ -33,28 +31,23 @@ class Hooked:
     """The hooks of one wrapper on its base model.
 
     Args:
-        model: key of the wrapper, whose calls the hooks serve.
-        backend: that adds the LoRA.
+        served: key, backend and layouts.
         sites: modules that an adapter may touch, by path; those of routers included.
         experts: stacked parameters of experts, by path.
         routers: paths of the sites that are routers.
-        layouts: of the inputs of all of them.
         fuse: whether modules with one input are joined.
     """
 
     def __init__(
         self,
-        model: str,
-        backend: LoRABackend,
+        served: Served,
         sites: Mapping[str, ModuleSite],
         experts: Mapping[str, ExpertSite],
         routers: Mapping[str, ModuleSite],
-        layouts: Mapping[str, Layout],
         fuse: bool,
     ) -> None:
-        self._model, self._backend = model, backend
+        self._served = served
         self._sites, self._experts, self._routers = sites, experts, routers
-        self._layouts = layouts
         self.fuse = fuse
         self.handles: list[Any] = []
         """Of all hooks; none before `register` and after `remove`."""
@@ -161,10 +154,10 @@ class Hooked:
             )
 
     def _add(self) -> None:
-        served = Served(self._model, self._backend, self._layouts)
+        served = self._served
         # shared by all modules, so that they stay in the processor's cache during a step
-        with_lora = cache(partial(linear_with_lora, self._backend))
-        add = adder(self._backend, "run_linear")
+        with_lora = cache(partial(linear_with_lora, served.backend))
+        add = adder(served.backend, "run_linear")
         sites = {path: site for path, site in self._sites.items() if site.refusal is None}
         hooks = {path: lora_hook(served, site, add) for path, site in sites.items()}
         for group in self.groups:
@@ -172,7 +165,7 @@ class Hooked:
             alone = [hooks.pop(path) for path in group.paths]
             forwards = [leader_forward(served, group, with_lora(group.operation), alone[0])]
             for place, hook in enumerate(alone[1:], 1):
-                forwards.append(sibling_forward(self._model, group, place, hook))
+                forwards.append(sibling_forward(served.model, group, place, hook))
             self.handles += map(ForwardOverride, group.modules, forwards)
         for expert_site in self._experts.values():
             if expert_site.refusal is None:
