@@ -7,7 +7,7 @@ anything else it runs alone. So a model may call them in any order and with any 
 
 `torch.compile` traces the same: the program has one product and one operation for all of them. It
 does not notice when a weight is moved. So `MultiLoRAModel` looks before and after programs run. A
-group whose weights were moved leaves `Call.joined`, which the programs guard.
+group whose weights were moved leaves `ModelCall.joined`, which the programs guard.
 """
 
 from __future__ import annotations
