@@ -4,52 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import torch
 from torch import nn
 
-from lora_backends.adapters import (
-    AdapterPool,
-    AdapterReport,
-    Checkpoint,
-    Loaded,
-    LoadLimits,
-)
-from lora_backends.adapters.describe import AdaptersReport, report
-from lora_backends.adapters.files.hub import local_folder
-from lora_backends.adapters.pool.tensors import copied
+from lora_backends.adapters import LoadLimits
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
-from lora_backends.features import OUTPUT_SCALES
 from lora_backends.hf.calls.alora import invoked
 from lora_backends.hf.calls.entries import Entry, RowAdapters, adapter_names, is_per_token
-from lora_backends.hf.calls.packed import Wrapped
 from lora_backends.hf.calls.prepared import PreparedAdapters
 from lora_backends.hf.calls.request import Request
 from lora_backends.hf.calls.running import IDLE, open_block, running
 from lora_backends.hf.calls.split import accepted, run_split
 from lora_backends.hf.generating.checks import check_generate
-from lora_backends.hf.hooks.experts import ExpertSite, expert_specs, find_experts
-from lora_backends.hf.hooks.installed import Hooked
-from lora_backends.hf.hooks.linear import begin_hook, rows_and_length
-from lora_backends.hf.hooks.routers import find_routers
+from lora_backends.hf.hooks.linear import rows_and_length
 from lora_backends.hf.layout.base_checks import (
     check_adapter_dtype,
     check_base,
     check_options,
     dtype_and_device,
 )
-from lora_backends.hf.layout.images import Images
 from lora_backends.hf.layout.layout import UnknownRowsError, commonest
-from lora_backends.hf.layout.probe import UNREACHED, probe
-from lora_backends.hf.layout.sites import base_layer, check_start, find_sites
-from lora_backends.hf.layout.structure import Structure
-from lora_backends.hf.layout.trial import tried_input
-from lora_backends.hf.replacements.modules import OwnModules
+from lora_backends.hf.loading import ModelAdapters
 from lora_backends.hf.replacements.rows import (
     check_compiled,
     check_labels,
@@ -57,6 +35,7 @@ from lora_backends.hf.replacements.rows import (
     with_labels,
 )
 from lora_backends.hf.words import ModelWords, OneAdapter, chosen_adapters
+from lora_backends.hf.wrapped import WrappedModel
 from lora_backends.selection.choice import get_backend
 
 if TYPE_CHECKING:
@@ -65,10 +44,7 @@ if TYPE_CHECKING:
     from lora_backends.selection.config import LoRAConfig
 
 
-_NUMBERS = count()
-
-
-class MultiLoRAModel(ModelWords):
+class MultiLoRAModel(ModelAdapters, ModelWords):
     """Every row of a batch uses its own LoRA adapter, or none.
 
     Each row gets the result that PEFT computes with that row's adapter alone, in eval mode. The
@@ -123,6 +99,7 @@ class MultiLoRAModel(ModelWords):
         max_expert_rank: int | None = None,
         adapter_dtype: torch.dtype | str | None = None,
     ) -> None:
+        # All checks run before the base model is hooked.
         check_base(base)
         check_options(backend_options, fuse)
         self.base = base
@@ -136,54 +113,13 @@ class MultiLoRAModel(ModelWords):
             )
         self.backend = backend
         check_adapter_dtype(backend, adapter_dtype, dtype)
-        self._sites = find_sites(base, dtype, device)
-        self._experts = find_experts(base, dtype, device)
-        self._routers = find_routers(base, self._experts, dtype, device)
-        self._sites |= self._routers
-        self._layouts = probe(
-            base, self._sites | {path: site.as_module for path, site in self._experts.items()}
-        )
-        self._key = f"model {next(_NUMBERS)}"
-        specs = {path: site.spec for path, site in self._sites.items()}
-        self._hooked = Hooked(
-            self._key,
-            backend,
-            self._sites,
-            self._experts,
-            self._routers,
-            self._layouts,
-            device.type != "cpu" if fuse is None else fuse,
-        )
-        groups = [group.paths for group in self._hooked.groups]
-        self._own = OwnModules(
-            self._key,
-            base,
-            self._sites,
-            self._layouts,
-            self._hooked.handles,
-            self._hooked.fuse,
-        )
-        self.pool = AdapterPool(
-            specs,
-            max_adapters,
-            max_rank,
-            dtype,
-            backend.device,
-            groups,
-            limits,
-            expert_specs(self._reached_experts()),
-            max_expert_rank,
-            base_layers=partial(base_layer, self._sites),
-            adapter_dtype=adapter_dtype,
-            own_modules=self._own,
-        )
+        fuse = device.type != "cpu" if fuse is None else fuse
+        self._wrapped = WrappedModel(base, backend, dtype, device, fuse)
         self.store: AdapterStore | None = None
         """Adapters without a slot, after `keep_adapters`."""
-        self._structure = Structure(base)
-        self._main_input: str = getattr(base, "main_input_name", "input_ids")
-        self._images = Images(getattr(base, "config", None), tried_input(base))
-        begin = begin_hook(self._key, self._structure, self._main_input, base.forward)
-        self._hooked.register(base, begin)
+        self.pool = self._wrapped.open(
+            max_adapters, max_rank, limits, max_expert_rank, adapter_dtype
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copy and pickle: hooks on the base model and locks belong to this object alone."""
@@ -215,6 +151,7 @@ class MultiLoRAModel(ModelWords):
                 f"config is {shown(config)}\n"
                 f"  allowed: a LoRAConfig, e.g. LoRAConfig.from_file(path)"
             )
+        # Else the last ones would silently evict the first.
         if len(config.adapters) > config.max_adapters:
             raise InvalidInputError(
                 f"the configuration names {len(config.adapters)} adapters for "
@@ -233,190 +170,10 @@ class MultiLoRAModel(ModelWords):
             for name, folder in config.adapters.items():
                 model.load_adapter(name, folder)
         except BaseException:
+            # The base model must not keep hooks of a wrapper that nobody has.
             model.detach()
             raise
         return model
-
-    @property
-    def adapters(self) -> list[str]:
-        """Names of the loaded adapters, the least recently used first."""
-        return self.pool.slots.names
-
-    def load_adapter(
-        self, name: str, folder: str | Path, *, pin: bool = False, replace_existing: bool = False
-    ) -> Loaded:
-        """Load a PEFT checkpoint under a name.
-
-        DoRA takes the norms of the base weights as they are now. Load the adapter again after you
-        have changed them.
-
-        Args:
-            name: what rows ask for.
-            folder: a PEFT checkpoint (adapter_config.json, adapter_model.safetensors or .bin), or
-                the id of one on the Hugging Face hub, which is looked up in the local cache first.
-            pin: keep it from being evicted.
-            replace_existing: overwrite a loaded adapter of this name.
-
-        Returns:
-            The slot, and the name of the adapter that was evicted for it.
-
-        Raises:
-            InvalidInputError: files are missing, broken or do not fit the base model; the name is
-                taken; every slot is pinned. Nothing has changed.
-            UnsupportedInputError: a feature that cannot be reproduced exactly, by its name.
-                Nothing has changed.
-        """
-        self._check_attached()
-        if self.store is not None:
-            return self._loaded(self.store.load(name, local_folder(folder), replace_existing), pin)
-        loaded = self.pool.load(name, local_folder(folder), self._accept, replace_existing)
-        return self._loaded(loaded, pin)
-
-    def add_adapter(
-        self,
-        name: str,
-        adapter: Checkpoint | Mapping[str, torch.Tensor] | nn.Module,
-        config: Any | None = None,
-        *,
-        adapter_name: str | None = None,
-        pin: bool = False,
-    ) -> Loaded:
-        """Put an adapter that is in memory into a slot, replacing one of the same name.
-
-        Args:
-            name: what rows ask for.
-            adapter: a `PeftModel`; tensors as `peft.get_peft_model_state_dict` returns them; or a
-                `Checkpoint`. Its tensors are copied.
-            config: of tensors: a `peft.LoraConfig`, or what adapter_config.json holds.
-            adapter_name: of a `PeftModel` with several; None takes the active one.
-            pin: keep it from being evicted.
-
-        Returns:
-            As `load_adapter`.
-
-        Raises:
-            InvalidInputError: it does not fit the base model, or every slot is pinned or in use.
-                Nothing has changed.
-            UnsupportedInputError: as `load_adapter`.
-        """
-        self._check_attached()
-        checkpoint = self._from_memory(adapter, config, adapter_name)
-        return self._loaded((self.store or self.pool).add(name, checkpoint), pin)
-
-    def update_adapter(
-        self,
-        name: str,
-        adapter: Checkpoint | Mapping[str, torch.Tensor] | nn.Module,
-        config: Any | None = None,
-        *,
-        adapter_name: str | None = None,
-        timeout_s: float = 10.0,
-    ) -> None:
-        """Give a loaded adapter newer weights in its slot, e.g. after each step of its training.
-
-        It keeps its slot and pins. Prepared adapters and captured graphs use the new weights. Do
-        not replay a graph with it meanwhile.
-
-            model.update_adapter("live", peft_model)
-
-        Args:
-            name: of a loaded adapter.
-            adapter: as `add_adapter`, of the same modules.
-            config: as `add_adapter`.
-            adapter_name: as `add_adapter`.
-            timeout_s: how long to wait, in seconds, for calls and requests that use it.
-
-        Raises:
-            InvalidInputError: it is not loaded, has other modules, or is still in use. Nothing has
-                changed.
-            UnsupportedInputError: as `load_adapter`.
-        """
-        self._check_attached()
-        checkpoint = self._from_memory(adapter, config, adapter_name)
-        (self.store or self.pool).update(name, checkpoint, timeout_s)
-
-    def _from_memory(self, adapter: Any, config: Any, adapter_name: str | None) -> Checkpoint:
-        if isinstance(adapter, Checkpoint) and config is None and adapter_name is None:
-            checkpoint: Checkpoint = copied(adapter)
-        else:
-            from lora_backends.adapters.peft.memory import checkpoint_from_memory  # needs pydantic
-
-            checkpoint = checkpoint_from_memory(self.pool, adapter, config, adapter_name)
-        self._accept(checkpoint)
-        return checkpoint
-
-    def unload_adapter(self, name: str) -> None:
-        """Free the slot of an adapter.
-
-        Raises:
-            InvalidInputError: it is not loaded, pinned, or in use by a running call.
-        """
-        with self.pool.slots.lock:  # else a batch brings it back from memory in between
-            self.pool.unload(name)
-            if self.store is not None:
-                self.store.forget(name)
-
-    def keep_adapters(
-        self,
-        cpu_bytes: int = 2**30,
-        folder: str | Path | None = None,
-        watch_s: float | None = 1.0,
-    ) -> AdapterStore:
-        """Let adapters without a slot come back by themselves, from memory or from a folder.
-
-        Args:
-            cpu_bytes: of the adapters that stay in memory, those in slots included.
-            folder: with a folder for each adapter, by its name; rows may ask for any of them.
-            watch_s: seconds between two looks at the files of an adapter; None: never look.
-
-        Returns:
-            The store, whose `prefetch` writes adapters into slots while batches run.
-
-        Raises:
-            InvalidInputError: adapters are loaded already, a store exists, or `folder` is none.
-        """
-        from lora_backends.adapters.pool.store import AdapterStore
-
-        self._check_attached()
-        if self.store is not None or self.adapters:
-            raise InvalidInputError(
-                "keep_adapters is called too late\n  given: "
-                f"{'a model with a store' if self.store else f'adapters {self.adapters}'}\n"
-                f"  to do: call it once, before any adapter is loaded"
-            )
-        self.store = AdapterStore(self.pool, cpu_bytes, folder, watch_s, self._accept)
-        return self.store
-
-    def adapters_report(self) -> AdaptersReport:
-        """Return every adapter's rank, targets, dtype, bytes and place, and the memory they take.
-
-        Files of adapters that are neither in a slot nor in memory are read.
-        """
-        return report(self.pool, self.store)
-
-    def adapter_report(self, name: str) -> AdapterReport:
-        """Return how a loaded adapter is kept: its bytes, and the error that 8 bits make.
-
-        Raises:
-            InvalidInputError: it is not loaded.
-        """
-        return self.pool.report(name)
-
-    def pin_adapter(self, name: str) -> None:
-        """Keep an adapter from being evicted, replaced or unloaded until `unpin_adapter`.
-
-        Raises:
-            InvalidInputError: it is not loaded.
-        """
-        self.pool.slots.pin(name)
-
-    def unpin_adapter(self, name: str) -> None:
-        """Take back one `pin_adapter`.
-
-        Raises:
-            InvalidInputError: it is not loaded or not pinned.
-        """
-        self.pool.slots.unpin(name)
 
     def prepare(self, adapters: Sequence[Entry], *, tokens: int = 1) -> PreparedAdapters:
         """Prepare the adapters of forward passes of one shape, to be refilled in place.
@@ -441,18 +198,12 @@ class MultiLoRAModel(ModelWords):
             InvalidInputError: an unknown name, or not one entry per row.
             UnsupportedInputError: a row has an entry per token, or a blend as in a call.
         """
-        self._check_attached()
-        self._hooked.drop_moved()
-        layout = commonest(self._layouts.values())
+        wrapped = self._wrapped
+        wrapped.check_attached()
+        wrapped.hooked.drop_moved()
+        layout, joined = commonest(wrapped.layouts.values()), wrapped.hooked.joined
         return PreparedAdapters(
-            self._key,
-            self.pool,
-            self.backend,
-            adapters,
-            tokens,
-            layout,
-            self._hooked.joined,
-            self._images,
+            wrapped.key, self.pool, self.backend, adapters, tokens, layout, joined, wrapped.images
         )
 
     @contextmanager
@@ -474,11 +225,11 @@ class MultiLoRAModel(ModelWords):
                 block, weights were moved in it after a compiled program had read them.
         """
         self._check_prepared(step)
-        groups = self._hooked.drop_moved()
-        with torch.no_grad(), self._hooked.in_use(), open_block(step):
+        groups = self._wrapped.hooked.drop_moved()
+        with torch.no_grad(), self._wrapped.hooked.in_use(), open_block(step):
             yield
         if step.is_traced:
-            self._hooked.check_unmoved(groups)
+            self._wrapped.hooked.check_unmoved(groups)
 
     @torch.no_grad()
     def __call__(
@@ -499,7 +250,7 @@ class MultiLoRAModel(ModelWords):
                 its adapter, and the deltas are added. A row may also be a sequence with one of
                 these per token of this call, for adapters that apply to a part of the row. Or the
                 adapters of all rows, from `prepare`.
-            adapter_names: the same under PEFT's name; "__base__" stands for None in both.
+            adapter_names: the same under PEFT's name; "__base__" means None in both.
             logits_as_list: return the logits as a list with a tensor per row, for adapters whose
                 heads have different numbers of labels.
             split: run the batch once for each adapter, and take each row from the pass of its
@@ -521,10 +272,10 @@ class MultiLoRAModel(ModelWords):
         """
         if len(args) > 1:
             raise InvalidInputError(
-                f"{len(args)} arguments by position\n  allowed: one, {self._main_input}"
+                f"{len(args)} arguments by position\n  allowed: one, {self._wrapped.main_input}"
             )
         if args:
-            inputs[self._main_input] = args[0]
+            inputs[self._wrapped.main_input] = args[0]
         if (
             split
             and logits_as_list
@@ -539,10 +290,10 @@ class MultiLoRAModel(ModelWords):
             return self._run_prepared(adapters, inputs)
         chosen = chosen_adapters(adapters, adapter_names)
         if split:
-            return run_split(self, chosen, inputs, self._images)
+            return run_split(self, chosen, inputs, self._wrapped.images)
         try:
             with self._active(chosen, inputs, after_cache=True) as request:
-                counts = label_counts(request.own, self.pool, request.rows)
+                counts = label_counts(request.replacements, self.pool, request.rows)
                 check_labels(counts, logits_as_list, inputs)
                 output = self.base(**inputs)
                 return with_labels(output, counts, logits_as_list, len(request.rows))
@@ -579,7 +330,8 @@ class MultiLoRAModel(ModelWords):
             InvalidInputError: as a call.
             UnsupportedInputError: as a call.
         """
-        prompts = kwargs if inputs is None else {**kwargs, self._main_input: inputs}
+        prompts = kwargs if inputs is None else {**kwargs, self._wrapped.main_input: inputs}
+        # `generate` compiles for static caches by itself.
         prompts.setdefault("disable_compile", True)
         chosen = chosen_adapters(adapters, adapter_names)
         with self._active(chosen, prompts, after_cache=False):
@@ -613,24 +365,7 @@ class MultiLoRAModel(ModelWords):
                 f"this version of Transformers has no continuous batching that takes adapters: "
                 f"{error}\n  to do: pip install 'transformers>=5.23'"
             ) from error
-
-        def check() -> None:
-            self._check_attached()
-            self._structure.check_state()
-
-        sites = {path: site.module for path, site in self._sites.items()}
-        experts = {path: site.module for path, site in self._experts.items()}
-        wrapped = Wrapped(
-            self._key,
-            self.base,
-            self.pool,
-            self.backend,
-            sites | experts,
-            self._layouts,
-            check,
-            self._hooked.in_use,
-        )
-        return RequestManager(wrapped, generation_config, continuous_batching_config)
+        return RequestManager(self._wrapped, generation_config, continuous_batching_config)
 
     def generate_batch(
         self,
@@ -678,13 +413,13 @@ class MultiLoRAModel(ModelWords):
             InvalidInputError: a call, a request or a block of `using` is running, which would go
                 on without its adapters. Nothing has changed.
         """
-        if self._hooked.handles:
-            self._hooked.close()
+        wrapped = self._wrapped
+        if wrapped.hooked.handles:
+            wrapped.hooked.close()
             if self.store is not None:
                 self.store.close()  # first: loading ahead may hook further modules
                 self.store = None
-            self._hooked.remove()
-            self.pool = AdapterPool({}, 1, 1, self.pool.dtype, self.pool.device)
+            self.pool = wrapped.close()
         return self.base
 
     def __repr__(self) -> str:
@@ -693,21 +428,18 @@ class MultiLoRAModel(ModelWords):
     def _how_to_split(self, rows: int, inputs: Mapping[str, Any]) -> str:
         """Return the line of an error that offers `split`, if a trial of it runs."""
         for words, changes in (("", {}), (", use_cache=False", {"use_cache": False})):
-            if accepted(self, rows, {**inputs, **changes}, self._images):
+            if accepted(self, rows, {**inputs, **changes}, self._wrapped.images):
                 return f"\n  to do: or pass split=True{words} in this call"
         return ""
 
     @contextmanager
     def _active(
-        self,
-        adapters: Sequence[RowAdapters],
-        inputs: Mapping[str, Any],
-        after_cache: bool,
+        self, adapters: Sequence[RowAdapters], inputs: Mapping[str, Any], after_cache: bool
     ) -> Iterator[Request]:
-        self._check_attached()
-        self._structure.check_state()
+        wrapped = self._wrapped
+        wrapped.check()
         names = adapter_names(adapters)
-        rows, length = rows_and_length(inputs, self._main_input)
+        rows, length = rows_and_length(inputs, self._wrapped.main_input)
         if len(adapters) != rows:
             raise InvalidInputError(
                 f"adapters has {len(adapters)} entries for a batch of {rows} rows\n"
@@ -719,16 +451,16 @@ class MultiLoRAModel(ModelWords):
                     f"adapters[{row}] has {len(entry)} entries for a row of {length} tokens\n"  # type: ignore[arg-type]
                     f"  allowed: one entry for the row, or one per token"
                 )
-        with self.pool.slots.in_use(names) as slots, self._hooked.in_use():
+        with self.pool.slots.in_use(names) as slots, self._wrapped.hooked.in_use():
             adapters = invoked(adapters, slots, self.pool, inputs, after_cache)
             request = Request(
-                self._key, self.pool, self._images, adapters, slots, self.backend, after_cache
+                wrapped.key, self.pool, wrapped.images, adapters, slots, self.backend, after_cache
             )
             if not after_cache:
                 config = getattr(self.base, "generation_config", None)
                 request.begin_generate(inputs, rows, length, config)
             check_generate(self.base, request, inputs, generates=not after_cache)
-            if request.own:
+            if request.replacements:
                 check_compiled(self.base)
             with running(IDLE if request.idle else request):
                 yield request
@@ -740,7 +472,8 @@ class MultiLoRAModel(ModelWords):
         looks before and after the pass.
         """
         self._check_prepared(step)
-        hooked = self._hooked
+        hooked = self._wrapped.hooked
+        # Only a program reads joined weights without a look.
         groups = hooked.drop_moved() if step.is_traced else len(hooked.joined)
         with hooked.in_use(), running(step):
             outputs = self.base(**inputs)
@@ -749,58 +482,9 @@ class MultiLoRAModel(ModelWords):
         return outputs
 
     def _check_prepared(self, step: PreparedAdapters) -> None:
-        self._check_attached()
-        self._structure.check_state()
-        if not isinstance(step, PreparedAdapters) or step.model != self._key:
+        self._wrapped.check()
+        if not isinstance(step, PreparedAdapters) or step.model != self._wrapped.key:
             raise InvalidInputError(
                 f"these adapters are not prepared by this model\n  given: {step!r}\n"
                 f"  to do: pass what prepare() of this MultiLoRAModel returned"
             )
-
-    def _check_attached(self) -> None:
-        self._hooked.check()
-        self._structure.check_modules()
-
-    def _accept(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint that row-by-row deltas cannot reproduce."""
-        refused = [
-            f"\n  - {path}: {site.refusal}"
-            for path in checkpoint.modules
-            if (site := self._sites.get(path)) is not None and site.refusal is not None
-        ]
-        if refused:
-            raise UnsupportedInputError(
-                f"{checkpoint.folder} adapts modules that cannot be reproduced row by row:"
-                + "".join(refused)
-            )
-        unreached = {
-            path
-            for path, layout in self._layouts.items()
-            if layout.reason == UNREACHED and not self._images.hold(path)
-        }
-        check_start(checkpoint, self._sites, unreached)
-        scaled = any(delta.magnitude is not None for delta in checkpoint.modules.values())
-        if scaled and OUTPUT_SCALES not in self.backend.features:
-            raise UnsupportedInputError(
-                f"{checkpoint.folder} uses DoRA (use_dora), which backend {self.backend.name!r} "
-                f"cannot run: it lacks {OUTPUT_SCALES}\n"
-                f"  to do: use another backend, e.g. torch_ref"
-            )
-        unknown = sorted(set(checkpoint.base_weights) - set(self._sites))
-        if unknown:
-            raise InvalidInputError(
-                f"{checkpoint.folder} holds base weights of modules that the base model lacks: "
-                f"{', '.join(unknown[:3])}"
-            )
-
-    def _reached_experts(self) -> dict[str, ExpertSite]:
-        """Return the experts; those that the model passes by, as a kernel of all may, refused."""
-        return {
-            path: site.refused(UNREACHED) if self._layouts[path].reason == UNREACHED else site
-            for path, site in self._experts.items()
-        }
-
-    def _loaded(self, loaded: Loaded, pin: bool) -> Loaded:
-        if pin:
-            self.pool.slots.pin(loaded.name)
-        return loaded

@@ -33,7 +33,7 @@ class ModelWords:
 
     @property
     def device(self) -> torch.device:
-        """Where the base model lies."""
+        """The base model's device."""
         return next(self.base.parameters()).device
 
     @property
@@ -48,7 +48,7 @@ class ModelWords:
 
     @property
     def training(self) -> bool:
-        """Whether the base model is in training mode, in which no call runs."""
+        """Whether the base model is in training mode. No call runs in it."""
         return self.base.training
 
     def eval(self) -> Self:
@@ -148,6 +148,7 @@ class OneAdapter(ModelWords):
         return self.model.generate(*args, adapters=self._adapters(args, inputs), **inputs)
 
     def _adapters(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> list[str | None]:
+        # Rows are counted before the model binds its arguments.
         named = {self.main_input_name: args[0], **inputs} if args else inputs
         return [self.name] * rows_and_length(named, self.main_input_name)[0]
 
@@ -175,6 +176,7 @@ def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:
             f"  to do: for code that calls a model without them, e.g. a pipeline, pass "
             f"model.as_adapter(name)"
         )
+    # PEFT's name for the base model is understood under both names.
     chosen = adapters if adapter_names is None else adapter_names
     if isinstance(chosen, str) or not isinstance(chosen, Sequence):
         return chosen  # refused with the entries
@@ -183,5 +185,5 @@ def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:
 
 def _without_base(entry: RowAdapters) -> RowAdapters:
     if is_per_token(entry):
-        return [None if own == PEFT_BASE else own for own in entry]  # type: ignore[union-attr]
+        return [None if each == PEFT_BASE else each for each in entry]  # type: ignore[union-attr]
     return None if isinstance(entry, str) and entry == PEFT_BASE else entry

@@ -44,7 +44,9 @@ def test_no_module_imports_itself_through_others():
 
 
 @pytest.mark.parametrize("engine", ["gpu", "triton", "csgmv", "numba_cpu", "torch_ref"])
-@pytest.mark.parametrize("module", ["names", "errors", "registry", "config", "selection"])
+@pytest.mark.parametrize(
+    "module", ["common.names", "errors", "selection.registry", "selection.config", "selection"]
+)
 def test_choosing_an_engine_imports_none(module, engine):
     imported = _imports(f"lora_backends.{module}")
     assert not [name for name in imported if name.startswith(f"lora_backends.{engine}")]

@@ -41,28 +41,31 @@ def invoked(
         UnsupportedInputError: there are no token ids to find the invocation in, or it may lie in
             the cache.
     """
-    wanted = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
-    if not any(isinstance(found, Invocation) for found in wanted.values()):
+    invocations = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
+    # Most calls have no aLoRA: they must not wait for the token ids of the device.
+    if not any(isinstance(invocation, Invocation) for invocation in invocations.values()):
         return adapters
     rows: list[RowAdapters] = []
-    for row, given in enumerate(adapters):
-        entry = _alone(given)
-        found = wanted.get(entry) if isinstance(entry, str) else None
-        if not isinstance(found, Invocation) or not isinstance(entry, str):
-            rows.append(given)
+    for row, row_entry in enumerate(adapters):
+        entry = _alone(row_entry)
+        invocation = invocations.get(entry) if isinstance(entry, str) else None
+        if not isinstance(invocation, Invocation) or not isinstance(entry, str):
+            rows.append(row_entry)
             continue
         ids = inputs.get("input_ids")
         if not isinstance(ids, torch.Tensor):
             raise UnsupportedInputError(
-                f"adapter {entry!r} acts behind its invocation tokens (aLoRA), and there are no "
+                f"adapter {entry!r} acts after its invocation tokens (aLoRA), and there are no "
                 f"input_ids to find them in\n  to do: pass input_ids, or one entry per token"
             )
-        chosen = _from_invocation(entry, ids[row].tolist(), list(found.tokens))
+        # The last place counts, as in PEFT: a chat repeats its invocation in every turn.
+        chosen = _from_invocation(entry, ids[row].tolist(), list(invocation.tokens))
+        # Only a missing invocation is in doubt. Asking the cache may wait for the device.
         if chosen is None and after_cache and past_tokens(inputs):
             raise UnsupportedInputError(
-                f"adapter {entry!r} acts behind its invocation tokens (aLoRA), which are not in "
+                f"adapter {entry!r} acts after its invocation tokens (aLoRA), which are not in "
                 f"adapters[{row}]'s input_ids and may be in the key-value cache\n"
-                f"  to do: pass one entry per token, {entry!r} behind the invocation and None "
+                f"  to do: pass one entry per token, {entry!r} after the invocation and None "
                 f"before it"
             )
         rows.append(chosen)
@@ -70,7 +73,7 @@ def invoked(
 
 
 def _alone(entry: RowAdapters) -> RowAdapters:
-    """Return the name that a blend of one adapter with strength 1 stands for."""
+    """Return the name that a blend of one adapter with strength 1 means."""
     if isinstance(entry, Mapping) and len(entry) == 1:
         name, strength = next(iter(entry.items()))
         return name if strength == 1 else entry

@@ -1,4 +1,4 @@
-"""Which inputs and outputs of a forward pass carry the state of one pass to the next.
+"""Inputs and outputs of a forward pass that carry the state of one pass to the next.
 
 Transformers has renamed its caches before, and models of others name theirs as they like. So no
 list of caches is kept but one of the words that carry no state: any other word is a cache, or is
@@ -35,7 +35,7 @@ STATELESS = frozenset(
 )
 """Words of models' `forward` for the tokens, images and sound of the pass itself, and for its form.
 
-A word belongs here only if no pass that is given it can depend on tokens of an earlier one.
+A word belongs here only if no pass with it can depend on tokens of an earlier pass.
 """
 
 RESULTS = frozenset(
@@ -46,7 +46,7 @@ RESULTS = frozenset(
 """Words of models' outputs for several tensors that are no state."""
 
 _FLAGS = ("use_", "output_", "return_")
-"""How arguments begin that ask for something, and carry nothing."""
+"""Prefixes of arguments that choose an option, and carry no state."""
 
 
 def past_tokens(inputs: Mapping[str, Any]) -> int:
@@ -101,6 +101,7 @@ def states_of(output: Any, parameters: Mapping[str, inspect.Parameter]) -> dict[
         if _may_carry(name, value := named.get(name, getattr(output, name, None)))
         and not callable(value)
     }
+    # A state under a name that the model takes is enough: the rest are results.
     if states:
         return states
     others = [
@@ -131,8 +132,10 @@ def _is_cache(value: Any) -> bool:
 
 def _named(output: Any) -> Mapping[str, Any]:
     """Return the parts of an output by name. Alone or first in a tuple, a tensor is the result."""
+    # A ModelOutput is a Mapping, too.
     if isinstance(output, Mapping):
         return output
+    # Wrapped: an element without a name may be a state, even if it is a tensor.
     if isinstance(output, tuple | list):
         return {f"element {at} of a tuple": (x,) for at, x in enumerate(output) if at}
     return {} if isinstance(output, torch.Tensor) else vars(output)

@@ -38,14 +38,16 @@ def adapter_names(adapters: Sequence[RowAdapters]) -> set[str]:
         )
     names: set[str] = set()
     for row, entry in enumerate(adapters):
-        for own in entries_of(entry):
-            if isinstance(own, Mapping):
-                _check_blend(row, own)
-                names.update(own)
-            elif isinstance(own, str):
-                names.add(own)
-            elif own is not None:
-                raise InvalidInputError(f"adapters[{row}] holds {shown(own)}\n  allowed: {ALLOWED}")
+        for chosen in entries_of(entry):
+            if isinstance(chosen, Mapping):
+                _check_blend(row, chosen)
+                names.update(chosen)
+            elif isinstance(chosen, str):
+                names.add(chosen)
+            elif chosen is not None:
+                raise InvalidInputError(
+                    f"adapters[{row}] holds {shown(chosen)}\n  allowed: {ALLOWED}"
+                )
     return names
 
 
@@ -115,11 +117,13 @@ class Choices:
         self._blends: dict[tuple[tuple[int, float], ...], int] = {}  # slots, strengths -> number
         self.rows = [[self._number(entry, slots) for entry in row] for row in rows]
         """The numbers of each row."""
+        # A plan that is refilled keeps its width, so a narrower blend is padded.
         self.width = max([width, *map(len, self._blends)])
         self.scaled = scaled or any(scale != 1 for blend in self._blends for _, scale in blend)
         if self._blends:
             names = {slot: name for name, slot in slots.items()}
             self._check(pool, names, backend)
+        # Without blends the numbers are slots already: no table and no wider batch.
         self._table = self._as_table() if self.scaled or self.width > 1 else None
 
     @property
@@ -155,6 +159,7 @@ class Choices:
             return slots[entry]
         # By name, so that a blend is summed in one order whatever the order it is written in.
         blend = tuple((slots[name], float(entry[name])) for name in sorted(entry))
+        # A blend that equals one adapter takes its slot, and with it DoRA and a LoRA bias.
         if len(blend) == 1 and blend[0][1] == 1:
             return blend[0][0]
         return self._blends.setdefault(blend, self._num_slots + len(self._blends))
@@ -184,6 +189,7 @@ class Choices:
         """Return slots and strengths [2 + highest number, width]; the first row is NO_ADAPTER."""
         count = 1 + self._num_slots + len(self._blends)
         slots = torch.full((count, self.width), NO_ADAPTER, dtype=torch.int64, device="cpu")
+        # Row n + 1 has number n, so that -1 (NO_ADAPTER) indexes the first row.
         slots[: self._num_slots + 1, 0] = torch.arange(-1, self._num_slots, device="cpu")
         scales = torch.ones((count, self.width), dtype=torch.float32, device="cpu")
         for row, blend in enumerate(self._blends, 1 + self._num_slots):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +13,11 @@ from torch import nn
 
 from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
-from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.entries import Choices, Entry
-from lora_backends.hf.calls.running import IDLE, running
+from lora_backends.hf.calls.running import IDLE, ModelCall, running
 from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.wrapped import WrappedModel
 
 _LENGTH, _KEPT = 5, (1, 3)
 """Tokens of the trial pass, and the positions whose logits it asks for."""
@@ -28,22 +27,8 @@ Packed = Sequence[tuple[Entry, Mapping[str, int], int]]
 
 
 @dataclass(frozen=True)
-class Wrapped:
-    """The parts of a `MultiLoRAModel` that continuous batching uses."""
-
-    key: str  # of the model, see `running`
-    base: nn.Module
-    pool: AdapterPool
-    backend: LoRABackend
-    modules: Mapping[str, nn.Module]  # all that an adapter may touch, by path
-    layouts: Mapping[str, Layout]  # of their inputs
-    check: Callable[[], None]  # refuses a model that was detached or changed, or is being trained
-    in_use: Callable[[], AbstractContextManager[None]]  # keeps it from being detached
-
-
-@dataclass(frozen=True)
 class PackedModules:
-    """Which tokens modules see in a pass over [1, tokens]."""
+    """The tokens that modules see in a pass over [1, tokens]."""
 
     of_tokens: frozenset[str]  # all, in their order
     of_logits: frozenset[str]  # those whose logits are asked for
@@ -69,15 +54,15 @@ class PackedModules:
                 )
 
     def choices(
-        self, wrapped: Wrapped, entries: Sequence[Entry], slots: Mapping[str, int]
+        self, wrapped: WrappedModel, entries: Sequence[Entry], slots: Mapping[str, int]
     ) -> Choices:
         """Return entries as numbers, or refuse a blend that the backend cannot run."""
         return Choices(wrapped.pool, slots, wrapped.backend, [[entry] for entry in entries])
 
 
 @torch.no_grad()
-def find_packed(wrapped: Wrapped) -> PackedModules:
-    """Return which modules see all tokens of a row, and which only those whose logits are wanted.
+def find_packed(wrapped: WrappedModel) -> PackedModules:
+    """Return the modules that see all tokens of a row, and those that see only tokens with logits.
 
     In a batch both kinds of modules may see the same number of tokens, so a number does not tell
     them apart. One trial pass, which asks for fewer logits than it has tokens, does.
@@ -92,6 +77,7 @@ def find_packed(wrapped: Wrapped) -> PackedModules:
         # As Transformers' own model runner asks. Under another name it would be missed here and in
         # `begin_forward`, and `plan` would refuse a head that sees fewer positions than tokens.
         inputs["logits_to_keep"] = torch.tensor(_KEPT, device=device)
+    # Sets, because a module may run several times in one pass.
     seen: dict[str, set[int]] = {path: set() for path in wrapped.modules}
 
     mine = threading.get_ident()
@@ -114,6 +100,7 @@ def find_packed(wrapped: Wrapped) -> PackedModules:
     finally:
         for handle in handles:
             handle.remove()
+    # A module that mixes tokens, or was not seen in a trial, gets no adapter.
     in_order = {path for path in seen if wrapped.layouts[path].in_order}
     return PackedModules(
         frozenset(path for path in in_order if seen[path] == {_LENGTH}),
@@ -126,7 +113,7 @@ def _tokens_in(shape: Sequence[int]) -> int:
     return math.prod(shape) if sum(size != 1 for size in shape) <= 1 else -1
 
 
-class RequestsCall:
+class RequestsCall(ModelCall):
     """The adapters of the tokens of each forward pass, as the hooks see them.
 
     Args:
@@ -136,19 +123,15 @@ class RequestsCall:
     """
 
     def __init__(
-        self, wrapped: Wrapped, packed: PackedModules, batch: Callable[[], Packed]
+        self, wrapped: WrappedModel, packed: PackedModules, batch: Callable[[], Packed]
     ) -> None:
-        self.model = wrapped.key
+        super().__init__(wrapped.key, wrapped.pool)
         self._wrapped, self._packed, self._batch = wrapped, packed, batch
         self._tokens = _Plan(wrapped.backend)
         self._logits = _Plan(wrapped.backend)
         self._choices: Choices | None = None
         self._slots = torch.empty(0, dtype=torch.int64, device="cpu")  # number of each token
         self._kept: torch.Tensor | None = None  # positions whose logits are asked for
-        self.own: Mapping[str, Any] = {}  # `check_adapters` refuses them
-        self.joined: Mapping[str, Any] = {}  # compilation is refused, too
-        self.is_traced = self.multiplies_bases = self.asks_backend = False
-        self._note_stacks()
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note which adapter every token of the forward pass uses.
@@ -156,7 +139,8 @@ class RequestsCall:
         Raises:
             InvalidInputError: the tokens are not those of the requests.
         """
-        self._note_stacks()
+        pool = self._wrapped.pool  # its stacks may have grown since the last pass
+        self.stacks, self.shared, self.experts = pool.active
         packed = self._batch()
         if rows != 1 or sum(tokens for _, _, tokens in packed) != length:
             raise InvalidInputError(
@@ -164,7 +148,8 @@ class RequestsCall:
                 f"  allowed: one row with the {sum(tokens for _, _, tokens in packed)} tokens of "
                 f"{len(packed)} requests"
             )
-        slots = {name: slot for _, own, _ in packed for name, slot in own.items()}
+        # The requests hold their adapters, so a name has one slot in all of them.
+        slots = {name: slot for _, by_name, _ in packed for name, slot in by_name.items()}
         entries = [entry for entry, _, _ in packed]
         self._choices = self._packed.choices(self._wrapped, entries, slots)
         counts = torch.tensor([tokens for _, _, tokens in packed], device="cpu")
@@ -174,18 +159,15 @@ class RequestsCall:
         self._tokens.forget()
         self._logits.forget()
 
-    def repeats(self) -> Repeats:
-        """Return nothing: every pass refills the plans."""
-        return NO_REPEATS
-
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis.
 
         Raises:
             UnsupportedInputError: an input with other positions than the tokens.
         """
-        kept = self._kept if paths[0] in self._packed.of_logits else None
-        slots = self._slots if kept is None else self._slots[kept.to("cpu")]
+        wanted = self._kept if paths[0] in self._packed.of_logits else None
+        # `logits_to_keep` may be on the GPU, the slots are on the CPU.
+        slots = self._slots if wanted is None else self._slots[wanted.to("cpu")]
         if _tokens_in(shape) != len(slots):
             raise UnsupportedInputError(
                 f"module {paths[0]} sees an input of shape {list(shape)} (without its last axis) "
@@ -193,15 +175,7 @@ class RequestsCall:
                 f"  to do: leave the module out of target_modules, or call generate()"
             )
         assert self._choices is not None  # begin_forward has set it
-        return (self._tokens if kept is None else self._logits).of(self._choices, slots)
-
-    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
-        """Never called: no request has modules of its own."""
-        raise AssertionError("no request has modules of its own")
-
-    def _note_stacks(self) -> None:
-        pool = self._wrapped.pool
-        self.stacks, self.shared, self.experts = pool.active
+        return (self._tokens if wanted is None else self._logits).of(self._choices, slots)
 
 
 class _Plan:
@@ -226,7 +200,9 @@ class _Plan:
             return self._plan
         batch, tokens = choices.batch(slots), len(slots)
         capacity, *kind = self._room
+        # A plan's blends have a fixed width: others need a plan of their own.
         if self._plan is None or tokens > capacity or kind != [choices.width, choices.scaled]:
+            # A power of two, so that a growing batch rarely makes another plan.
             capacity = max(capacity, 1 << max(tokens - 1, 0).bit_length())
             self._plan = self._backend.prepare_batch(batch, capacity=capacity)
             self._room = capacity, choices.width, choices.scaled

@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-import torch
-
 from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
@@ -18,26 +16,25 @@ from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.dispatch.tracing import is_traced
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.entries import Choices, Entry, adapter_names, is_per_token
-from lora_backends.hf.calls.request import slot_of_all, spread_slots, uses_one_slot
+from lora_backends.hf.calls.rows import RowsCall, slot_of_all, spread_slots, uses_one_slot
 from lora_backends.hf.calls.running import RUNNING, Joined
 from lora_backends.hf.hooks.overlapped import multiplies_bases
 from lora_backends.hf.layout.images import Images
 from lora_backends.hf.layout.layout import Layout, Spread, Untried, unknown_rows
-from lora_backends.hf.replacements.rows import OwnRows
 
 MOST_PLANS = 16
-"""Plans that are kept where no graph has captured them."""
+"""Most plans that a step keeps, unless a graph has captured them."""
 
 _Key: TypeAlias = Spread | int
-"""How the rows lie in an input; or its positions, where all rows use one slot."""
+"""Spread of the rows in an input; its number of positions if all rows use one slot."""
 
 _Paths: TypeAlias = tuple[str, ...]
 _Input: TypeAlias = tuple[tuple[int, ...], str]
-"""Modules that see one input; its shape, and why the rows in it are not known."""
+"""Modules with one input; its shape, and the reason against its rows."""
 
 
-class PreparedAdapters:
-    """Which adapter every row uses, prepared once and refilled in place, e.g. at every step.
+class PreparedAdapters(RowsCall):
+    """The adapter of every row, prepared once and refilled in place, e.g. at every step.
 
     Made by `MultiLoRAModel.prepare`. Its plans keep their addresses, so a CUDA graph or a program
     of `torch.compile` that was captured with it follows `update`. Adapters that it names now are
@@ -73,23 +70,17 @@ class PreparedAdapters:
         adapter_names(adapters)
         if not adapters:
             raise InvalidInputError("adapters is empty\n  allowed: one name or None per row")
-        self.model = model
-        # Those that a graph reads live on, whatever becomes of the model.
-        self.stacks, self.shared, self.experts = pool.active
-        self.own: Mapping[str, OwnRows] = {}  # `_check_adapted` refuses those
+        # The stacks that a graph reads live on, whatever becomes of the model. `replacements` stays
+        # empty: `_check_adapted` refuses them.
+        super().__init__(model, pool, images, backend)
         self.joined, self._read = joined, list(joined.values())
-        self.is_traced = False
-        self.backend = backend
+        # Fixed: a captured graph has addresses and sizes of these plans.
         self.rows, self.tokens = len(adapters), tokens
         self.multiplies_bases = multiplies_bases(backend, self.rows * tokens)
         self.asks_backend = self.multiplies_bases
         self._compiled: set[int] = set()  # active slots whose kernels are compiled
-        self._pool = pool
-        self._layout, self._images = layout, images
-        self._untried: Untried | None = None  # in the forward pass that runs
+        self._layout = layout
         self._repeats = Repeats()
-        self._shape: tuple[int, ...] | None = None  # of most inputs with that layout
-        self._plan: Any = None  # of those
         self._plans: dict[_Key, Any] = {}
         self._unknown: dict[_Paths, _Input] = {}  # inputs whose rows are not known
         self._captured = False
@@ -97,9 +88,10 @@ class PreparedAdapters:
         self._held = ExitStack()
         self._released = False
         self.update(adapters)
+        # One plan is made at once, so that a capture without a warm-up has it.
         for shape in ((self.rows, tokens), (tokens, self.rows), (self.rows * tokens,)):
             if self._shape is None and layout.spread(shape, self.rows, tokens) is not None:
-                self._shape, self._plan = shape, self._find(shape, layout, ())
+                self._shape, self._plan = shape, self._find_plan(shape, layout, ())
         self._repeats.plan = self._plan
 
     @property
@@ -128,13 +120,16 @@ class PreparedAdapters:
         with ExitStack() as held:
             slots = held.enter_context(self._pool.slots.in_use(names, by="prepared"))
             self._check_adapted(slots)
+            # The new adapters are held before anything is written, the old ones until after that.
             before, rows = self._choices, [[entry] for entry in adapters]
             sizes = (1, False) if before is None else (before.width, before.scaled)
             choices = Choices(self._pool, slots, self.backend, rows, *sizes)
             if before is not None:
                 self._check_room(before, choices)
+            # Inputs without known rows have plans of one slot, which a graph may have captured.
             self._check_unknown(choices, self._unknown)
             RUNNING.kept = None  # it belongs to the adapters of before
+            # After all checks: a plan that is half written would mix adapters.
             self._refill(before, choices)
             # copies: the caller may change a blend and pass it again
             self._adapters = [dict(e) if isinstance(e, Mapping) else e for e in adapters]
@@ -164,7 +159,7 @@ class PreparedAdapters:
                 f"  to do: prepare one for each shape, or pad the batch with rows of None"
             )
         untried = self._images.untried(inputs)
-        self._untried = None if untried is None else self._counted(untried)
+        self._untried = untried and self._counted(untried)
         if not is_traced():
             capturing = is_capturing(self.backend.device)
             if capturing:
@@ -182,26 +177,6 @@ class PreparedAdapters:
             return NO_REPEATS
         return self._repeats.of_pass(self.backend.device)
 
-    def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
-        """Return the plan for an input of `shape`, without its last axis.
-
-        Args:
-            shape: of the input.
-            layout: of the input.
-            paths: of the modules that see it.
-
-        Raises:
-            UnsupportedInputError: the row of some position is not known, and rows differ.
-            InvalidInputError: a graph captures a shape that no call has met before.
-        """
-        if layout is self._layout and shape == self._shape and self._untried is None:
-            return self._plan
-        return self._find(shape, layout, paths)
-
-    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
-        """Never called: no module is replaced."""
-        raise AssertionError("prepared adapters have no modules of their own")
-
     def __enter__(self) -> Self:
         return self
 
@@ -218,6 +193,7 @@ class PreparedAdapters:
 
     def _refill(self, before: Choices | None, choices: Choices) -> None:
         """Write all plans, or leave all as they were."""
+        # All batches first: a failure here has written nothing.
         batches = {key: _batch(choices, key) for key in self._plans}
         try:
             for key, plan in self._plans.items():
@@ -228,20 +204,20 @@ class PreparedAdapters:
                     self.backend.prepare_batch(_batch(before, key), out=plan)
             raise
 
-    def _find(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+    def _find_plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input, made now if there is none yet."""
         assert self._choices is not None  # __init__ has updated it
-        key: _Key | None = layout.spread(shape, self.rows, self.tokens)
-        reason = layout.reason if key is None else None
-        if self._untried is not None and paths:
-            reason = reason or self._untried.reason_against(paths[0], layout.calls)
+        key: Any = layout.spread(shape, self.rows, self.tokens)
+        reason = self._reason_against(key, layout, paths[0] if paths else "", layout.calls)
         if key is None or reason is not None:
             unknown = {tuple(paths): (shape, reason or "")}
             if not unknown.items() <= self._unknown.items():  # else every update has checked it
                 self._check_unknown(self._choices, unknown)
                 self._unknown |= unknown
+            # One slot for all positions, whatever rows they belong to.
             key = math.prod(shape)
         if key not in self._plans:
+            # A plan that a capture makes would lie in memory that its next replay reuses.
             if is_traced() or is_capturing(self.backend.device):
                 raise InvalidInputError(
                     f"no plan for an input of shape {list(shape)}, and none is made while a graph "
@@ -270,10 +246,10 @@ class PreparedAdapters:
     def _check_room(self, before: Choices, choices: Choices) -> None:
         """Refuse blends that plans, which a graph may have captured, have no room for."""
         if (choices.width, choices.scaled) != (before.width, before.scaled):
-            given = f"{choices.width} adapters of a row{', strengths' * choices.scaled}"
+            size = f"{choices.width} adapters of a row{', strengths' * choices.scaled}"
             allowed = "strengths" if before.scaled else "no strengths but 1"
             raise InvalidInputError(
-                f"these adapters were prepared without room for such a blend\n  given: {given}\n"
+                f"these adapters were prepared without room for such a blend\n  given: {size}\n"
                 f"  allowed: at most {before.width} adapters of a row, {allowed}\n"
                 f"  to do: prepare and capture again with a blend of as many adapters"
             )
@@ -324,9 +300,11 @@ class PreparedAdapters:
 
     def _misses(self, path: str, slot: int) -> bool:
         """Return whether a graph captured with this would leave out a part of a module's LoRA."""
+        # Experts have several stacks by rank, so the pool compares them.
         if path in self._pool.active_experts:
             return not self._pool.is_active(slot, path, self.experts.get(path, ()))
         mine, current = self.stacks.get(path), self._pool.active_weights[path]
+        # The pool replaces a stack when it grows a bias or scales. A graph keeps the old one.
         if mine is None or mine is current:
             return mine is None
         lacks_bias = mine.bias is None and self._pool.has_bias(slot, path)

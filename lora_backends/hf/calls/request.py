@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,41 +17,14 @@ from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.cache import carried, past_tokens
 from lora_backends.hf.calls.entries import Choices, RowAdapters, entries_of
-from lora_backends.hf.calls.running import Joined
+from lora_backends.hf.calls.rows import RowsCall, spread_slots, uses_one_slot
 from lora_backends.hf.layout.images import Images
 from lora_backends.hf.layout.layout import Layout, Spread, Untried, unknown_rows
-from lora_backends.hf.replacements.rows import OwnRows, own_rows
+from lora_backends.hf.replacements.rows import replaced_rows
 
 MOST_PLANS = 8
 """Plans that a call keeps. A pass meets a few shapes; one that grows with the cache is new in
 every step."""
-
-
-def spread_slots(row_slots: Sequence[int], spread: Spread) -> torch.Tensor:
-    """Return the slot of every position of an input whose rows lie as `spread` says."""
-    before, after = spread
-    slots = torch.tensor(row_slots, dtype=torch.int64, device="cpu")
-    return slots.repeat_interleave(after).repeat(before)
-
-
-def uses_one_slot(
-    touched: Mapping[int, set[str]], row_slots: Iterable[int], paths: Sequence[str]
-) -> bool:
-    """Return whether rows have the same adapters, or none, in modules that see the same input.
-
-    Args:
-        touched: paths of the modules that the adapters of each number touch.
-        row_slots: number in `Choices` of every row, which is a slot unless it is a blend.
-        paths: of the modules.
-    """
-    slots = {*row_slots}
-    return len(slots) == 1 or all(touched[slot].isdisjoint(paths) for slot in slots)
-
-
-def slot_of_all(row_slots: Iterable[int]) -> int:
-    """Return the slot that all rows use, or `NO_ADAPTER` where they differ."""
-    slots = {*row_slots}
-    return slots.pop() if len(slots) == 1 else NO_ADAPTER
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +33,7 @@ class _Planned:
     plan: Any  # the backend's
 
 
-class Request:
+class Request(RowsCall):
     """The slots of one call, cut into the batches that its forward passes see.
 
     Args:
@@ -70,8 +43,8 @@ class Request:
         adapters: the entry of each row, or of each of its tokens.
         slots: name to slot.
         backend: that makes the plans.
-        after_cache: entries per token start behind what the key-value cache holds when the call
-            begins; otherwise they count from the start of the row.
+        after_cache: entries per token start after the tokens in the key-value cache when the
+            call begins; otherwise they count from the start of the row.
 
     Raises:
         InvalidInputError: a row has an empty list.
@@ -88,25 +61,19 @@ class Request:
         backend: LoRABackend,
         after_cache: bool,
     ) -> None:
-        self.model = model
-        self.stacks, self.shared, self.experts = pool.active
-        self.joined: Mapping[str, Joined] = {}  # a plan per call cannot be part of a program
-        self.is_traced = self.multiplies_bases = self.asks_backend = False
-        self.backend = backend
-        self._pool = pool
-        self._images = images
+        # `joined` stays empty: the plans of one call cannot be part of a compiled program.
+        super().__init__(model, pool, images, backend)
         self._choices = Choices(pool, slots, backend, map(entries_of, adapters))
-        self._slots = self._choices.rows
-        if any(not row for row in self._slots):
+        self.rows = self._choices.rows  # numbers in `Choices`, of each row
+        if any(not row for row in self.rows):
             raise InvalidInputError("a row of adapters is empty; allowed: one entry per token")
-        self._per_token = any(len(set(row)) > 1 for row in self._slots)
-        self._every_slot = {slot for row in self._slots for slot in row}
-        self._differ = len(self._every_slot) > 1
+        self.per_token = any(len(set(row)) > 1 for row in self.rows)
+        self._every_slot = {slot for row in self.rows for slot in row}
+        self.differ = len(self._every_slot) > 1
         self.idle = self._every_slot <= {NO_ADAPTER}
-        self.own: Mapping[str, OwnRows] = own_rows(pool, slots, self._choices)
-        self.rows = self._slots  # numbers in `Choices`, of each row
-        self.per_token, self.differ = self._per_token, self._differ
+        self.replacements = replaced_rows(pool, slots, self._choices)
         self.has_invocations = any("" in pool.own_modules(slot) for slot in slots.values())
+        # Made on the first miss: most calls know the rows of every input.
         self._touched: dict[int, set[str]] | None = None  # by the adapters of this call
         self._first: int | None = None if after_cache else 0  # position of the first entry
         self._plans: dict[Any, _Planned] = {}
@@ -116,7 +83,6 @@ class Request:
         self._rows = self._length = self._past = 0
         self._row_slots: list[int] = []
         self._inputs: Mapping[str, Any] = {}
-        self._untried: Untried | None = None
         self._forget()
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
@@ -131,7 +97,8 @@ class Request:
                 of each row went before, or which positions have logits.
         """
         self.begin(inputs, rows, length)
-        past = self._past_tokens(inputs, length) if self._per_token else 0
+        past = self._past_tokens(inputs, length) if self.per_token else 0
+        # The first pass of a call with a cache sets where its entries begin.
         self._first = past if self._first is None else self._first
         self._past = past - self._first
 
@@ -143,16 +110,15 @@ class Request:
                 "  given: adapters by name\n  to do: step = model.prepare(adapters), then capture "
                 "model(adapters=step, ...)"
             )
-        if not self._slots or rows % len(self._slots):
+        if not self.rows or rows % len(self.rows):
             raise InvalidInputError(
-                f"adapters has {len(self._slots)} entries for a batch of {rows} rows\n"
+                f"adapters has {len(self.rows)} entries for a batch of {rows} rows\n"
                 f"  allowed: one adapter name or None per row"
             )
         self._forget()
         self._inputs, self._rows, self._length = inputs, rows, length
-        untried = self._images.untried(inputs) if self._differ else None
-        self._untried = None if untried is None else Untried(*untried)
-        self._row_slots = [row[0] for row in self._slots for _ in range(rows // len(self._slots))]
+        self._note_untried(inputs)
+        self._row_slots = [row[0] for row in self.rows for _ in range(rows // len(self.rows))]
 
     def begin_generate(
         self, inputs: Mapping[str, Any], rows: int, length: int, config: Any
@@ -167,14 +133,19 @@ class Request:
         """
         self.begin(inputs, rows, length)
         inputs = {name: x for name, x in inputs.items() if not hasattr(config, name)}
-        untried = self._images.untried(inputs) if self._differ else None
-        self._untried = None if untried is None else Untried(untried[0], True)
+        # Encoders run before the first pass, so modules may see them without token ids.
+        self._note_untried(inputs, alone=True)
+
+    def _note_untried(self, inputs: Mapping[str, Any], alone: bool = False) -> None:
+        untried = self._images.untried(inputs) if self.differ else None
+        self._untried = untried and Untried(untried[0], alone or untried[1])
 
     def repeats(self) -> Repeats:
         """Return the stored calls that modules may repeat in the forward pass that starts."""
         size = self._rows, self._length
-        if self._per_token or self._untried is not None:
+        if self.per_token or self._untried is not None:
             return NO_REPEATS
+        # A size that occurs once, as a prompt's, costs nothing: its calls are not stored.
         if size not in self._repeats:
             if len(self._repeats) >= MOST_PLANS:  # they keep plans alive
                 self._repeats.clear()
@@ -186,26 +157,14 @@ class Request:
         self._may_repeat = repeats
         return repeats.of_pass(self.backend.device)
 
-    def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
-        """Return the plan for an input of `shape`, without its last axis.
-
-        Args:
-            shape: of the input.
-            layout: of the input.
-            paths: of the modules that see it.
-
-        Raises:
-            UnsupportedInputError: the row of some position is not known, and rows differ.
-        """
-        if layout is self._layout and shape == self._shape and self._untried is None:
-            return self._last.plan
-        return self._find(shape, layout, paths, paths[0], layout.calls).plan
-
     def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
         """Return the slot of each position of such an input; arguments and errors as `plan`."""
-        key, calls = f"{paths[0]} own", 2 * layout.calls  # asked before LoRA and after it
+        key, calls = f"{paths[0]} replaced", 2 * layout.calls  # asked before LoRA and after it
         numbers: torch.Tensor = self._find(shape, layout, paths, key, calls).numbers
         return numbers
+
+    def _find_plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
+        return self._find(shape, layout, paths, paths[0], layout.calls).plan
 
     def _past_tokens(self, inputs: Mapping[str, Any], length: int) -> int:
         """Return how many tokens of each row went before a pass."""
@@ -215,7 +174,7 @@ class Request:
                 "  allowed: an int, or one adapter per row"
             )
         # `generate` passes all tokens of the prompt, unless something holds the earlier ones.
-        is_whole = self._first is None or length >= max(map(len, self._slots))
+        is_whole = self._first is None or length >= max(map(len, self.rows))
         if not is_whole and not carried(inputs):
             raise UnsupportedInputError(
                 f"a pass of generate has {length} tokens of each row and no cache, and adapters "
@@ -229,48 +188,46 @@ class Request:
         """Forget the previous forward pass."""
         self._may_repeat = None
         self._image_plans: dict[tuple[int, ...], _Planned | None] = {}  # None: rows not known
-        self._layout: Layout | None = None  # of the last plan
-        self._shape: tuple[int, ...] = ()
-        self._last: _Planned = _Planned(None, None)
+        self._layout = None
 
     def _find(
         self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str], key: str, calls: int
     ) -> _Planned:
         spread: Spread | None = (1, math.prod(shape))
-        if self._differ:
+        if self.differ:
             spread = layout.spread(shape, self._rows, self._length)
-        reason = layout.reason if spread is None else None
-        if self._untried is not None:
-            reason = reason or self._untried.reason_against(key, calls)
+        reason = self._reason_against(spread, layout, key, calls)
+        # Refused only if rows differ here: one slot for all rows needs no spread.
         if spread is None or reason is not None:
             return self._plan_without_spread(shape, paths, reason or "")
-        if self._per_token:
-            plan = self._plan_by_token(shape, layout, spread, paths)
+        if self.per_token:
+            planned = self._plan_by_token(shape, layout, spread, paths)
         else:
-            slots = self._row_slots if self._differ else self._row_slots[:1]
-            plan = self._keep((len(slots), spread), lambda: spread_slots(slots, spread))
-        self._layout, self._shape, self._last = layout, shape, plan
+            # With one slot for all, rows need no order: any input has a plan.
+            slots = self._row_slots if self.differ else self._row_slots[:1]
+            planned = self._keep((len(slots), spread), lambda: spread_slots(slots, spread))
+        self._layout, self._shape, self._plan = layout, shape, planned.plan
         if self._may_repeat is not None:
-            self._may_repeat.plan = plan.plan
-        return plan
+            self._may_repeat.plan = planned.plan
+        return planned
 
     def _keep(self, key: Any, token_slots: Callable[[], torch.Tensor]) -> _Planned:
         """Return the plan of a batch, an earlier one if there is one under `key`."""
         if key not in self._plans:
-            while len(self._plans) >= MOST_PLANS:
+            if len(self._plans) >= MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = self._prepare(token_slots())
         return self._plans[key]
 
     def _prepare(self, token_slots: torch.Tensor) -> _Planned:
-        plan = self.backend.prepare_batch(self._choices.batch(token_slots))
-        return _Planned(token_slots, plan)
+        batch = self._choices.batch(token_slots)
+        return _Planned(token_slots, self.backend.prepare_batch(batch))
 
     def _plan_without_spread(
         self, shape: tuple[int, ...], paths: Sequence[str], reason: str
     ) -> _Planned:
         """Return the plan for an input of images, or of modules that no adapter here touches."""
-        if self._images.hold(paths[0]) and shape and not self._per_token:
+        if self._images.hold(paths[0]) and shape and not self.per_token:
             if shape not in self._image_plans:
                 self._image_plans[shape] = self._plan_of_images(shape)
             planned = self._image_plans[shape]
@@ -286,6 +243,7 @@ class Request:
 
     def _plan_of_images(self, shape: tuple[int, ...]) -> _Planned | None:
         """Return the plan for an input with images on its first axis, or None."""
+        # None: rows are not known; the caller refuses the pass with the reason.
         elements = self._images.elements(self._inputs, shape[0])
         if elements is None:
             return None
@@ -299,6 +257,7 @@ class Request:
         """Return the plan where the slots of a row differ by token."""
         rows, tokens = self._rows, math.prod(shape) // self._rows
         start = self._first_token(tokens)
+        # Axes of one element change no order of the others.
         sizes = [size for size in shape if size != 1]
         in_order = (layout.in_order or self._length == tokens == 1) and sizes in [
             [size for size in allowed if size != 1]
@@ -309,11 +268,12 @@ class Request:
             raise unknown_rows(paths[0], shape, rows, self._length, reason)
 
         def token_slots() -> torch.Tensor:
+            # Tokens after the last entry of a row repeat it.
             chosen = [
-                (row + row[-1:] * (start + tokens))[start : start + tokens] for row in self._slots
+                (row + row[-1:] * (start + tokens))[start : start + tokens] for row in self.rows
             ]
             slots = torch.tensor(chosen, dtype=torch.int64, device="cpu")
-            slots = slots.repeat_interleave(rows // len(self._slots), dim=0)
+            slots = slots.repeat_interleave(rows // len(self.rows), dim=0)
             return (slots if spread[0] == 1 else slots.t()).flatten()
 
         return self._keep(("tokens", rows, start, tokens, spread), token_slots)
@@ -323,6 +283,7 @@ class Request:
         end = self._past + self._length
         if tokens == self._length:
             return self._past
+        # A head sees the last tokens only.
         if tokens == self._inputs.get("logits_to_keep"):
             return end - tokens
         return 0 if tokens == end and self._first == 0 else None

@@ -1,4 +1,4 @@
-"""The call that runs in each thread, and the models whose adapters any thread uses in a block."""
+"""The running call of each thread, and the models with an open block of `using`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from lora_backends.adapters import AdapterPool
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError
 from lora_backends.experts import ExpertWeights
 from lora_backends.hf.layout.layout import Layout
-from lora_backends.hf.replacements.rows import OwnRows
+from lora_backends.hf.replacements.rows import ReplacedRows
 from lora_backends.weights import LoRAWeights
 
 
@@ -30,65 +31,54 @@ class Joined(NamedTuple):
     bias: nn.Parameter | None  # [sum of widths]
 
 
-class Call(Protocol):
-    """The adapters of one call of a model, as its hooks see them."""
+class ModelCall:
+    """The adapters of one call of a model, as its hooks see them.
 
-    model: str  # key of the model: a string, because a compiled program always guards strings
-    stacks: Mapping[str, LoRAWeights]  # path to stack of the modules that are adapted
-    shared: Mapping[str, LoRAWeights]  # a leader's path to the stack of it and its siblings
-    experts: Mapping[str, tuple[ExpertWeights, ...]]  # path of a parameter of experts to stacks
-    own: Mapping[str, OwnRows]  # path to the modules that replace the base's for some rows
-    joined: Mapping[str, Joined]  # a leader's path to the weights that a compiled program may use
-    is_traced: bool  # whether a compiled program uses those
-    multiplies_bases: bool  # whether graphs of its programs leave base products to the backend
-    asks_backend: bool  # the same in this pass: a graph captures it, or kernels are yet to compile
+    By itself it is a call of no model: every hook leaves its module's output alone.
+
+    Args:
+        model: key of the model.
+        pool: of the adapters; None for a call without any.
+    """
+
+    def __init__(self, model: str = "", pool: AdapterPool | None = None) -> None:
+        self.model = model  # a string, because a compiled program always guards strings
+        self.stacks: Mapping[str, LoRAWeights] = {}  # by path, of the modules that are adapted
+        self.shared: Mapping[str, LoRAWeights] = {}  # by a leader's path: of it and its siblings
+        # by path of a parameter of experts
+        self.experts: Mapping[str, tuple[ExpertWeights, ...]] = {}
+        if pool is not None:
+            self.stacks, self.shared, self.experts = pool.active
+        self.replacements: Mapping[str, ReplacedRows] = {}  # by path of the base's module
+        # by a leader's path: the weights that a compiled program may use
+        self.joined: Mapping[str, Joined] = {}
+        self.is_traced = False  # whether a compiled program uses those
+        self.multiplies_bases = False  # graphs of its programs leave base products to the backend
+        # the same in this pass: a graph captures it, or kernels are yet to compile
+        # Defaults suit calls by name: their plans are neither captured nor compiled.
+        self.asks_backend = False
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""
+        raise AssertionError("this call has no model")  # no model has the key ""
 
     def repeats(self) -> Repeats:
         """Return the stored calls that modules may repeat in the forward pass that starts."""
+        return NO_REPEATS
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape` (without its last axis), of modules."""
+        raise AssertionError("this call has no model")
 
     def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
         """Return the slot of each position of such an input, on the CPU."""
+        raise AssertionError("this call replaces no modules")
 
 
-class _WithoutAdapters:
-    """A call of no model: every hook leaves its module's output alone."""
-
-    model = ""
-    stacks: Mapping[str, LoRAWeights] = {}
-    shared: Mapping[str, LoRAWeights] = {}
-    experts: Mapping[str, tuple[ExpertWeights, ...]] = {}
-    own: Mapping[str, OwnRows] = {}
-    joined: Mapping[str, Joined] = {}
-    is_traced = False
-    multiplies_bases = asks_backend = False
-
-    def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
-        """Never called: no model has the key ""."""
-        raise AssertionError("this call has no model")
-
-    def repeats(self) -> Repeats:
-        """Never called."""
-        raise AssertionError("this call has no model")
-
-    def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
-        """Never called."""
-        raise AssertionError("this call has no model")
-
-    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
-        """Never called."""
-        raise AssertionError("this call has no model")
-
-
-NOTHING: Call = _WithoutAdapters()
+NOTHING = ModelCall()
 """No call runs in this thread."""
 
-IDLE: Call = _WithoutAdapters()
+IDLE = ModelCall()
 """A call runs whose rows all have no adapter."""
 
 
@@ -99,7 +89,7 @@ class Group(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Kept:
+class SiblingOutputs:
     """Outputs that a leader has computed for its siblings, until they are called."""
 
     group: Group
@@ -114,7 +104,7 @@ class _Running(threading.local):
     # awaits. `call` is no class attribute: torch 2.11 would trace that instead of the thread's own.
     def __init__(self) -> None:
         self.call = NOTHING
-        self.kept: Kept | None = None
+        self.kept: SiblingOutputs | None = None
         self.repeats = NO_REPEATS  # of the forward pass that runs
 
 
@@ -130,8 +120,9 @@ _OPEN_LOCK = threading.Lock()
 
 
 @contextmanager
-def running(call: Call) -> Iterator[None]:
+def running(call: ModelCall) -> Iterator[None]:
     """Let the forward passes of this thread belong to `call`."""
+    # A hook or callback may run a call within a call.
     outer = RUNNING.call, RUNNING.kept
     RUNNING.call, RUNNING.kept, RUNNING.repeats = call, None, NO_REPEATS
     try:
@@ -142,13 +133,14 @@ def running(call: Call) -> Iterator[None]:
 
 
 @contextmanager
-def open_block(call: Call) -> Iterator[None]:
+def open_block(call: ModelCall) -> Iterator[None]:
     """Let the forward passes of this thread belong to `call`.
 
     Meanwhile `check_thread` refuses a thread that runs the model without a call. Code such as
     `generate_batch` starts threads that the caller does not know of, and these would compute the
     base model's answers without an error.
     """
+    # Counted, since several threads may be in blocks of the same model.
     with _OPEN_LOCK:
         _OPEN[call.model] = _OPEN.get(call.model, 0) + 1
     try:

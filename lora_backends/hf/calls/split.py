@@ -56,6 +56,7 @@ def run_split(
     adapter_names(adapters)
     if not adapters:
         raise InvalidInputError("adapters is empty\n  allowed: one name or None per row")
+    # By equality, not by name: equal blends share a pass.
     count, groups = len(adapters), _groups(adapters)
     if len(groups) == 1:
         return run(adapters=adapters, **inputs)
@@ -103,13 +104,14 @@ def _pass(run: Run, entry: RowAdapters, count: int, inputs: Mapping[str, Any]) -
                 f"  allowed: tensors, numbers, strings, and lists of numbers and strings\n"
                 f"  to do: split the batch by adapter yourself"
             )
-    given = {
+    copies = {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()
     }
-    if given.get("return_dict") is False:  # the names of the outputs tell which have rows
-        given["return_dict"] = True
-    output = run(adapters=[entry] * count, **given)
+    if copies.get("return_dict") is False:  # the names of the outputs tell which have rows
+        copies["return_dict"] = True
+    # All rows, also those of other adapters: an axis keeps the length that it had.
+    output = run(adapters=[entry] * count, **copies)
     if not isinstance(output, Mapping):
         raise UnsupportedInputError(
             f"split=True needs the names of a model's outputs\n"
@@ -152,6 +154,7 @@ def _joined(
         inputs: of all rows.
         images: of the model.
     """
+    # Values that no adapter changes need no rows: positions or masks for instance.
     if all(_same(part, parts[0]) for part in parts):
         return parts[0]
     if name in ENCODERS:
@@ -161,6 +164,7 @@ def _joined(
     counts = images.placeholders(inputs, parts[0]) if name == OF_IMAGES else None
     if counts is not None:
         pairs = zip(owners, counts, strict=True)
+        # Features of images follow each other without an axis of rows.
         tokens = [owner for owner, number in pairs for _ in range(number)]
         return _chosen([part.flatten(0, -2) for part in parts], tokens).view_as(parts[0])
     cures = {"loss": "leave labels away, and compute the loss from the logits"}
@@ -183,8 +187,6 @@ def _same(value: Any, other: Any) -> bool:
         return value.keys() == other.keys() and all(_same(value[k], other[k]) for k in value)
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):
         return len(value) == len(other) and all(map(_same, value, other))
-    if isinstance(value, Mapping) and isinstance(other, Mapping):
-        return _same([*value], [*other]) and _same([*value.values()], [*other.values()])
     return isinstance(value, _PLAIN) and type(value) is type(other) and value == other
 
 
@@ -201,7 +203,7 @@ def _chosen(parts: Sequence[Any], owners: Sequence[int]) -> Any:
     """Return each element of the first axis from the part that `owners` names."""
     first = parts[0]
     if all(isinstance(part, list | tuple) for part in parts) and len({*map(len, parts)}) == 1:
-        return type(first)(_chosen(own, owners) for own in zip(*parts, strict=True))
+        return type(first)(_chosen(elements, owners) for elements in zip(*parts, strict=True))
     if all(part is None for part in parts):
         return None
     shapes = [list(part.shape) if isinstance(part, torch.Tensor) else None for part in parts]

@@ -1,1 +1,1 @@
-"""`generate` and continuous batching, and which of their words are followed."""
+"""`generate` and continuous batching: checks of their options, and the manager of requests."""

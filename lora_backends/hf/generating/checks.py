@@ -13,19 +13,11 @@ from lora_backends.errors import UnsupportedInputError
 from lora_backends.hf.calls.request import Request
 from lora_backends.hf.generating.config_words import check_rows_are_kept, shown_words
 
-KNOWN_ARGUMENTS = {
-    "self",
-    "inputs",
-    "generation_config",
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-    "synced_gpus",
-    "assistant_model",
-    "streamer",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-}
+KNOWN_ARGUMENTS = frozenset(
+    """self inputs generation_config logits_processor stopping_criteria prefix_allowed_tokens_fn
+    synced_gpus assistant_model streamer negative_prompt_ids
+    negative_prompt_attention_mask""".split()
+)
 """Of `generate`: with them it keeps each row at its place, or repeats it next to itself."""
 
 
@@ -61,10 +53,13 @@ def check_generate(
         )
     if request.per_token:
         _check_guidance(base, inputs)
+    # With one adapter everywhere no row can get another's adapter.
     if not request.differ and not request.per_token:
         return
+    # A method from outside of Transformers' mixin may do anything with rows.
     generate = getattr(base, "generate", None)
     module = getattr(generate, "__module__", "")
+    # Whisper's generate keeps rows for short sound; its long form drops those that end.
     if module.endswith(".generation_whisper"):
         _check_sound(name, config, inputs)
     elif "generate" in vars(base) or not module.startswith("transformers.generation."):
@@ -79,12 +74,13 @@ def check_generate(
 
 def _check_arguments(base: Any, inputs: Mapping[str, Any]) -> None:
     """Refuse arguments of `generate` that may move rows, e.g. custom_generate."""
+    # By the installed signature: arguments of later versions are refused, not missed.
     names = inspect.signature(type(base).generate).parameters.keys() - KNOWN_ARGUMENTS
-    given = {name: inputs[name] for name in sorted(names) if inputs.get(name) is not None}
-    if given:
+    others = {name: inputs[name] for name in sorted(names) if inputs.get(name) is not None}
+    if others:
         raise UnsupportedInputError(
             f"adapters differ by row or token, and generate may move rows with "
-            f"{shown_words(given)}\n  allowed: one adapter for all rows\n"
+            f"{shown_words(others)}\n  allowed: one adapter for all rows\n"
             f"  to do: split the batch by adapter"
         )
 
@@ -92,9 +88,9 @@ def _check_arguments(base: Any, inputs: Mapping[str, Any]) -> None:
 def _check_guidance(base: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Refuse guidance: entries per token do not say which adapter its other prompt uses."""
     configs = inputs.get("generation_config"), getattr(base, "generation_config", None)
-    given = [inputs.get("guidance_scale")]
-    given += [getattr(config, "guidance_scale", None) for config in configs]
-    scale = next((scale for scale in given if scale is not None), 1)
+    scales = [inputs.get("guidance_scale")]
+    scales += [getattr(config, "guidance_scale", None) for config in configs]
+    scale = next((scale for scale in scales if scale is not None), 1)
     if scale != 1:
         raise UnsupportedInputError(
             f"adapters differ by token (aLoRA's do, too), and guidance runs another prompt, "
@@ -105,6 +101,7 @@ def _check_guidance(base: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 def _check_sound(name: str, config: Any, inputs: Mapping[str, Any]) -> None:
     """Refuse inputs for which Whisper's `generate` drops or repeats rows."""
+    # Longer sound runs in segments, whose batch loses rows.
     frames = 2 * config.max_source_positions
     features = inputs.get("input_features")
     reasons = {

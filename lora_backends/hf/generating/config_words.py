@@ -17,126 +17,80 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 OF_THE_BATCH = frozenset({"do_sample", "num_return_sequences"})
 """Followed, with one value for all requests of a manager."""
 
-FOLLOWED = OF_THE_BATCH | {
-    "max_new_tokens",
-    "max_length",
-    "min_new_tokens",
-    "min_length",
-    "eos_token_id",
-    "temperature",
-    "top_k",
-    "top_p",
-    "top_h",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "repetition_penalty",
-    "encoder_repetition_penalty",
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
-    "bad_words_ids",
-    "sequence_bias",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "remove_invalid_values",
-    "renormalize_logits",
-}
+FOLLOWED = OF_THE_BATCH | frozenset(
+    """max_new_tokens max_length min_new_tokens min_length eos_token_id temperature top_k top_p
+    top_h min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
+    encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids sequence_bias suppress_tokens begin_suppress_tokens forced_bos_token_id
+    forced_eos_token_id exponential_decay_length_penalty remove_invalid_values
+    renormalize_logits""".split()
+)
 """Requests get the tokens that `generate` would give them alone with these words."""
 
 WITHOUT_EFFECT = frozenset(
     {
         # of the cache and of compiled programs
-        "use_cache",
-        "cache_config",
-        "max_cache_len",
-        "prefill_chunk_size",
-        "compile_config",
-        "disable_compile",
+        *"""use_cache cache_config max_cache_len prefill_chunk_size compile_config
+        disable_compile""".split(),
         # of beams and of assistants, which have words of their own that turn them on
-        "early_stopping",
-        "length_penalty",
-        "low_memory",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "assistant_ensemble_weight",
-        "target_lookbehind",
-        "max_matching_ngram_size",
+        *"""early_stopping length_penalty low_memory num_assistant_tokens
+        num_assistant_tokens_schedule assistant_confidence_threshold
+        assistant_lookbehind assistant_ensemble_weight target_lookbehind
+        max_matching_ngram_size""".split(),
         # of padding and of prompts without tokens
-        "pad_token_id",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "return_dict_in_generate",
-        "transformers_version",
+        *"""pad_token_id bos_token_id decoder_start_token_id return_dict_in_generate
+        transformers_version""".split(),
     }
 )
 """Words that change no token of a prompt that is given as ids and runs alone."""
 
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     # all but "quantized", whose keys and values are others
-    "cache_implementation": (
-        "dynamic",
-        "static",
-        "offloaded",
-        "offloaded_static",
-        "paged",
-        "hybrid",
-        "hybrid_chunked",
-        "sliding_window",
-        "offloaded_hybrid",
-        "offloaded_hybrid_chunked",
+    "cache_implementation": tuple(
+        """dynamic static offloaded offloaded_static paged hybrid hybrid_chunked sliding_window
+        offloaded_hybrid offloaded_hybrid_chunked""".split()
     ),
     "guidance_scale": (1,),
     "penalty_alpha": (0,),
 }
 """Values that turn a word off, besides its default."""
 
-KEEPING_ROWS = (FOLLOWED | WITHOUT_EFFECT) | {
-    "num_beams",
-    "max_time",
-    "stop_strings",
-    "watermarking_config",
-    "guidance_scale",
-    "cache_implementation",
-    "output_attentions",
-    "output_hidden_states",
-    "output_scores",
-    "output_logits",
-    # of assistants, which take one row
-    "prompt_lookup_num_tokens",
-    "assistant_early_exit",
-    "is_assistant",
-}
+# the last three are of assistants, which take one row
+KEEPING_ROWS = (
+    FOLLOWED
+    | WITHOUT_EFFECT
+    | frozenset(
+        """num_beams max_time stop_strings watermarking_config guidance_scale cache_implementation
+        output_attentions output_hidden_states output_scores output_logits
+        prompt_lookup_num_tokens assistant_early_exit is_assistant""".split()
+    )
+)
 """With these words `generate` keeps each row at its place, or repeats it next to itself."""
 
 
-def read_as_generate(base: Any, given: Any | None) -> Any:
-    """Return the configuration by which `generate(generation_config=given)` would run.
+def read_as_generate(base: Any, asked: Any | None) -> Any:
+    """Return the configuration by which `generate(generation_config=asked)` would run.
 
-    A word that `given` leaves out is the model's own, then Transformers' default. `max_length` is
+    A word that `asked` leaves out is the model's own, then Transformers' default. `max_length` is
     None where neither sets it.
 
     Raises:
         InvalidInputError: no GenerationConfig, or one that `generate` refuses.
     """
-    if given is not None and not isinstance(given, GenerationConfig):
+    if asked is not None and not isinstance(asked, GenerationConfig):
         raise InvalidInputError(
-            f"generation_config is {shown(given)}\n  allowed: a GenerationConfig, or None for the "
+            f"generation_config is {shown(asked)}\n  allowed: a GenerationConfig, or None for the "
             f"model's own"
         )
     try:
         # A method of GenerationMixin: its order of sources is written nowhere else.
-        config, _ = base._prepare_generation_config(given)
+        config, _ = base._prepare_generation_config(asked)
     except Exception as error:  # values of a wrong type raise what they will
         raise InvalidInputError(
             f"generate refuses this generation_config: {told(error)}"
         ) from error
-    lengths = [getattr(source, "max_length", None) for source in (given, base.generation_config)]
+    lengths = [getattr(source, "max_length", None) for source in (asked, base.generation_config)]
+    # The merged one may hold a default, which would end prompts without a length.
     config.max_length = next((length for length in lengths if length is not None), None)
     return config
 
@@ -147,6 +101,7 @@ def with_words(config: Any, words: Mapping[str, Any]) -> Any:
     Raises:
         InvalidInputError: a word that no GenerationConfig has, or a value that it refuses.
     """
+    # Shallow: `update` sets attributes, and no request writes into their values.
     changed = copy.copy(config)
     try:
         unknown = changed.update(**words)
@@ -198,6 +153,7 @@ def is_off(word: str, value: Any, defaults: Mapping[str, Any]) -> bool:
 
 
 def _kind(value: Any) -> type:
+    # 1 and 1.0 are one value of a word, True and 1 are not.
     return float if type(value) is int else type(value)
 
 
@@ -220,11 +176,13 @@ def check_rows_are_kept(base: Any, inputs: Mapping[str, Any]) -> None:
     defaults = default_words()  # others are attributes that generate never reads
     moving = {}
     for word in defaults:
-        own = [getattr(source, word, None) for source in sources]
-        given = inputs[word] if word in inputs else next((v for v in own if v is not None), None)
+        # An argument of the call wins over its configuration, and that over the model's.
+        values = [getattr(source, word, None) for source in sources]
+        value = inputs[word] if word in inputs else next((v for v in values if v is not None), None)
+        # Private attributes are Transformers' own caches.
         if not word.startswith("_") and word not in KEEPING_ROWS:
-            if not is_off(word, given, defaults):
-                moving[word] = given
+            if not is_off(word, value, defaults):
+                moving[word] = value
     if moving:
         raise UnsupportedInputError(
             f"adapters differ by row or token, and generate may move rows with "

@@ -30,10 +30,11 @@ from lora_backends.errors import (
     told,
 )
 from lora_backends.hf.calls.entries import ALLOWED, Entry, adapter_names, is_per_token
-from lora_backends.hf.calls.packed import RequestsCall, Wrapped, find_packed
+from lora_backends.hf.calls.packed import RequestsCall, find_packed
 from lora_backends.hf.generating.paged import PagedModel, check_model, no_batching
 from lora_backends.hf.generating.request_words import RequestWords, RowProcessors
 from lora_backends.hf.layout.sites import vocabulary_of
+from lora_backends.hf.wrapped import WrappedModel
 
 CPU_BLOCKS, CPU_BATCH_TOKENS = 64, 256
 """Of the cache on a CPU unless the caller says otherwise: Transformers would take 0.6 of the free
@@ -81,20 +82,24 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     def __init__(
         self,
-        wrapped: Wrapped,
+        wrapped: WrappedModel,
         generation_config: Any | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
     ) -> None:
         base: Any = wrapped.base
+        # First: later steps change the model's attention. A refused model stays as it was.
         check_model(base)
         wrapped.check()
         config = _checked(continuous_batching_config, base.device)
         self._words = RequestWords(base, generation_config, config.per_request_processors)
+        # A copy: the words of the requests keep None for no end.
         generation_config = copy.copy(self._words.config)
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1  # Transformers' word for none
+        # One trial pass serves all requests.
         self._wrapped, self._packed = wrapped, find_packed(wrapped)
         self._held: dict[str, _Held] = {}
+        # Re-entrant: `_free_cancelled` releases requests under it.
         self._held_lock = threading.RLock()
         # held from the end of a request until its output is in the queue
         self._delivery = threading.Lock()
@@ -116,6 +121,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             if isinstance(error, LoRABackendError):
                 raise
             raise no_batching(base, f"ends with {told(error)}") from error
+        # Transformers reports the end of a request only through its outputs.
         self.output_router.deliver = self._noting(self.output_router.deliver)
         deliver_batch = self.output_router.deliver_batch
         self.output_router.deliver_batch = self._noting_batch(deliver_batch)
@@ -158,6 +164,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             UnsupportedInputError: entries per token, an adapter of a module that does not see the
                 tokens in their order, a blend as in a call, or an option that is not followed.
         """
+        # All checks run in the caller's thread: an error in the manager's ends all requests.
         ids = self._check_tokens(input_ids)
         delivery = {name: options.pop(name) for name in DELIVERY if name in options}
         for name, value in delivery.items():
@@ -169,6 +176,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             raise InvalidInputError(
                 f"request_id is {shown(request_id)}\n  allowed: a str without {CHILD!r}, or None"
             )
+        # Before the queue: the thread may take the request at once.
         held = self._hold(request_id, adapter)
         held.processors = asked.processors
         try:
@@ -194,10 +202,10 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 f"a request has an entry per token\n  given: {shown(adapter)}\n  allowed: {ALLOWED}"
             )
         with ExitStack() as hold:
-            slots = hold.enter_context(
-                self._wrapped.pool.slots.in_use(adapter_names([adapter]), by="request")
-            )
-            hold.enter_context(self._wrapped.in_use())
+            # First: a model that was detached has a pool without adapters, whose error misleads.
+            hold.enter_context(self._wrapped.hooked.in_use())
+            in_use = self._wrapped.pool.slots.in_use
+            slots = hold.enter_context(in_use(adapter_names([adapter]), by="request"))
             self._packed.check_adapters(self._wrapped.pool, slots)
             # A blend that cannot run is refused here, and not in the thread that runs all requests.
             self._packed.choices(self._wrapped, [adapter], slots)
@@ -210,6 +218,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                     self._drop_outputs({request_id})  # that cancel was for an earlier request
                     if request_id not in self.cancel_queue.queue:
                         self._cancelled.discard(request_id)
+                # A copy: the caller may change a blend and pass it again.
                 entry = dict(adapter) if isinstance(adapter, Mapping) else adapter
                 held = _Held(
                     entry, slots, hold.pop_all(), self.num_return_sequences, self._written()
@@ -245,19 +254,21 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     def cancel_request(self, request_id: str) -> None:
         """Take a request out of the batch; what it has generated is not delivered."""
+        # Noted first: the thread may take the request out before the next line.
         self._cancelled.add(request_id)
         super().cancel_request(request_id)
 
     def stop(self, *args: Any, **options: Any) -> None:
         """Stop the thread, after the requests that are running or, with hard_stop, at once."""
         super().stop(*args, **options)
+        # Only then: a thread that still runs uses the adapters.
         if not self.is_running():
             self._release(list(self._held))
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
         """Return the next output, of one request or of any.
 
-        Outputs of other requests keep their order; Transformers' own puts them behind later ones.
+        Outputs of other requests keep their order; Transformers' own moves them after later ones.
 
         Args:
             request_id: None takes any.
@@ -279,16 +290,16 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         children = range(self.num_return_sequences - 1)
         wanted = [[*(f"{name}{CHILD}{i}" for i in children), name] for name in names]
         ids = list(chain.from_iterable(wanted))
-        found: dict[str, Any] = {}
-        while missing := [name for name in ids if name not in found]:
+        outputs: dict[str, Any] = {}
+        while missing := [name for name in ids if name not in outputs]:
             output = self._take({*missing}, timeout=0.1)
             if output is None:
                 self._check_coming(missing)
             elif output.error is not None:
                 raise RuntimeError(f"request {output.request_id!r} failed: {output.error}")
             elif output.is_finished():
-                found[output.request_id] = output
-        return {name: found[name] for name in ids}
+                outputs[output.request_id] = output
+        return {name: outputs[name] for name in ids}
 
     def _take(self, names: Container[str] | None, timeout: float | None) -> Any:
         """Return the first output of these requests, or of any, and leave the others in order."""
@@ -296,6 +307,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         end = None if timeout is None else time.monotonic() + timeout
         with outputs.not_empty:  # the lock of the queue
             while True:
+                # Read before the queue: the last output may arrive just before the thread ends.
                 is_running = self.is_running()
                 for place, output in enumerate(outputs.queue):
                     if names is None or output.request_id in names:
@@ -310,6 +322,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         if not self.is_running():
             raise RuntimeError(f"no thread runs the requests{self._reason()}")
         outputs = self.output_router.output_queue
+        # Both locks: an output is either not ended yet, or in the queue.
         with self._delivery, outputs.mutex:
             there = {output.request_id for output in outputs.queue}
             gone = [name for name in names if name not in there and self._has_ended(name)]
@@ -366,15 +379,16 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         """Remove the outputs of cancelled requests from the queue: no caller waits for them."""
         outputs = self.output_router.output_queue
         with outputs.mutex:
-            kept = [output for output in outputs.queue if output.request_id not in ids]
+            others = [output for output in outputs.queue if output.request_id not in ids]
             outputs.queue.clear()
-            outputs.queue.extend(kept)
+            outputs.queue.extend(others)
 
     def _entries_of_batch(self) -> list[tuple[Entry, Mapping[str, int], int]]:
         """Return the entry, the slots and the tokens of every request in the batch, in order."""
         batch = self.batch_processor.inputs_and_outputs.requests_in_batch
         held = [self._find(future.state.request_id) for future in batch]
         for each in held:
+            # The manager's stream waits once for each write, not in every pass.
             if each.written is not None:
                 torch.cuda.current_stream(self._wrapped.backend.device).wait_event(each.written)
                 each.written = None
@@ -405,6 +419,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 held = self._held.get(name)
                 if held is None:
                     continue
+                # A request with several sequences ends with the last of them.
                 held.remaining -= 1
                 if whole or not held.remaining:
                     del self._held[name]
@@ -423,6 +438,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         def noting(output: Any) -> None:
             with self._delivery:
                 if output.is_finished():
+                    # A failed request may have no further sequences yet: then all of it ends.
                     failed = output.error is not None
                     whole = failed and self._is_whole(output.request_id)
                     self._release([output.request_id], whole)
@@ -454,8 +470,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     def _check_tokens(self, input_ids: Any) -> list[int]:
         """Return a prompt as a list; a wrong token would end all requests."""
-        given = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
-        ids = list(given) if isinstance(given, Iterable) else []
+        tokens = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
+        ids = list(tokens) if isinstance(tokens, Iterable) else []
         if not ids or not all(type(i) is int and 0 <= i < self._vocabulary for i in ids):
             raise InvalidInputError(
                 f"input_ids is {shown(input_ids)}\n  allowed: one or more ints, 0 or more and "
@@ -484,12 +500,15 @@ def _checked(
         raise InvalidInputError(
             f"continuous_batching_config is {shown(config)}\n  allowed: a ContinuousBatchingConfig"
         )
+    # One flag, or one for each kind of pass.
     graphs = config.use_cuda_graph
     if any(graphs) if isinstance(graphs, (tuple, list)) else graphs:
         raise _not_followed("use_cuda_graph", "a graph replays without the hooks")
     if config.use_async_batching:
         raise _not_followed("use_async_batching", "two batches would share one plan")
+    # None lets Transformers choose, and it may choose a graph.
     config.use_cuda_graph = config.use_async_batching = False
+    # A shared block has keys and values of one adapter.
     config.allow_block_sharing = False
     if device.type == "cpu":
         config.num_blocks = config.num_blocks or CPU_BLOCKS

@@ -28,8 +28,8 @@ class Prompts:
 
     def row(self, index: int) -> Prompts:
         """Return one prompt alone, without its padding."""
-        kept = self.attention_mask[index].bool()
-        ids = self.input_ids[index][kept][None]
+        is_token = self.attention_mask[index].bool()
+        ids = self.input_ids[index][is_token][None]
         return Prompts(ids, torch.ones_like(ids), self.tokenizer)
 
     def inputs(self, max_new_tokens: int, min_new_tokens: int | None = None) -> dict[str, Any]:
@@ -62,6 +62,7 @@ def encode(tokenizer: Any, texts: Sequence[str], chat: bool, device: torch.devic
     Returns:
         The batch.
     """
+    # Llama's tokenizers have none. The mask hides padding, so any token will do.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat and tokenizer.chat_template is not None:
@@ -76,6 +77,7 @@ def encode(tokenizer: Any, texts: Sequence[str], chat: bool, device: torch.devic
         return_tensors="pt",
         padding=True,
         padding_side="left",
+        # A chat template writes them itself.
         add_special_tokens=not chat,
     )
     return Prompts(encoded["input_ids"].to(device), encoded["attention_mask"].to(device), tokenizer)
@@ -100,8 +102,10 @@ def rows_that_differ_alone(
 
 def tokens_per_second(generate: Any, rows: int, new_tokens: int, repeats: int = 2) -> float:
     """Return the best of some timings of `generate()`, which makes rows * new_tokens tokens."""
+    # A warm-up: the first run compiles kernels.
     generate()
     best = float("inf")
+    # The best, because other load only adds time.
     for _ in range(repeats):
         start = time.perf_counter()
         generate()

@@ -9,8 +9,9 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from lora_backends.errors import UnsupportedInputError
-from lora_backends.hf.calls.packed import RequestsCall, Wrapped
+from lora_backends.hf.calls.packed import RequestsCall
 from lora_backends.hf.calls.running import running
+from lora_backends.hf.wrapped import WrappedModel
 
 
 class PagedModel:
@@ -22,7 +23,9 @@ class PagedModel:
         processors: of the scores of all requests.
     """
 
-    def __init__(self, wrapped: Wrapped, call: RequestsCall, processors: Sequence[Any]) -> None:
+    def __init__(
+        self, wrapped: WrappedModel, call: RequestsCall, processors: Sequence[Any]
+    ) -> None:
         self._wrapped, self._call, self._processors = wrapped, call, processors
         self._reads_cache = False  # until a pass has shown it
 
@@ -66,6 +69,7 @@ class PagedModel:
             self._reads_cache = True
             return updated
 
+        # On the instance, for this pass: the class serves other managers, too.
         cache.update = noting
         try:
             output = base(**inputs)

@@ -1,4 +1,4 @@
-"""What a request asks for besides its adapter: lengths, ends, and words that change scores.
+"""The options of a request besides its adapter: lengths, ends, and words that change scores.
 
 Transformers' continuous batching passes the last token of each request to the processors of
 scores, which read all tokens. Here every request has its own processors, made as `generate` makes
@@ -31,7 +31,7 @@ from lora_backends.hf.layout.sites import vocabulary_of
 
 @dataclass(frozen=True)
 class Asked:
-    """What one request asks for."""
+    """The options of one request, checked."""
 
     max_new_tokens: int | None  # None: until an end, or as long as the cache holds it
     ends: list[int]  # token ids
@@ -51,8 +51,8 @@ class RequestWords:
         UnsupportedInputError: a word that is not followed.
     """
 
-    def __init__(self, base: Any, given: Any | None, per_request: bool) -> None:
-        self.config = read_as_generate(base, given)
+    def __init__(self, base: Any, config: Any | None, per_request: bool) -> None:
+        self.config = read_as_generate(base, config)
         check_followed(self.config)
         self._base, self._per_request = base, per_request
         self._vocabulary = vocabulary_of(base)
@@ -60,7 +60,9 @@ class RequestWords:
         self._positions = _positions(base)
         # With an end, which a request may have: some processors are there only with one.
         any_list = self._processors(self.config, [0], 1, self._ends or [0])
+        # If no request changes scores, the manager runs no processor.
         self.change_scores = per_request or bool(any_list)
+        # Processors that read scores alone hold nothing of a prompt: requests share them.
         self._shared = any_list if _reads_scores_alone(any_list) else None
 
     def of_request(
@@ -79,16 +81,18 @@ class RequestWords:
                 positions of the model.
             UnsupportedInputError: a word that is not followed for one request.
         """
+        # A request may always have ends of its own, whatever `per_request` says.
         ends = options.pop("eos_token_id", None)
         ends = self._ends if ends is None else _checked_ends(ends)
-        config = self._with_own(options) if options else self.config
+        config = self._config_of(options) if options else self.config
         new = self._new_tokens(len(ids), new, config, room)
+        # Made for each request only where they read its tokens.
         processors = self._shared
         if processors is None or options:
             processors = self._processors(config, ids, new, ends)
         return Asked(new, ends, processors)
 
-    def _with_own(self, options: Mapping[str, Any]) -> Any:
+    def _config_of(self, options: Mapping[str, Any]) -> Any:
         config = with_words(self.config, options)
         if not self._per_request:
             raise UnsupportedInputError(
@@ -130,19 +134,22 @@ class RequestWords:
                 f"the request needs {needed} tokens, the model has {self._positions} positions\n"
                 f"  to do: shorten the prompt, or ask for fewer"
             )
+        # Without a limit of its own a request may fill the cache.
         most = [limit - length for limit in (room, self._positions) if limit is not None]
         return new or min(most, default=None)
 
     def _processors(self, config: Any, ids: list[int], new: int | None, ends: list[int]) -> Any:
         """Return the processors that `generate` makes for a prompt alone, each tried once."""
+        # It writes the end at the last token, whose place has to be known.
         if config.forced_eos_token_id is not None and new is None:
             raise InvalidInputError("forced_eos_token_id goes with max_new_tokens\n  given: None")
-        own = copy.copy(config)
-        own.max_length = None if new is None else len(ids) + new
-        if own.min_new_tokens is not None:
-            own.min_length = own.min_new_tokens + len(ids)
+        # Lengths are of this prompt: the configuration is shared.
+        alone = copy.copy(config)
+        alone.max_length = None if new is None else len(ids) + new
+        if alone.min_new_tokens is not None:
+            alone.min_length = alone.min_new_tokens + len(ids)
         try:
-            processors = self._made(own, ids, ends)
+            processors = self._made(alone, ids, ends)
             # Some look at their values only at the first or at the last token, where a failure
             # would end all requests.
             for tokens in (ids, ids + [0] * ((new or 1) - 1)) if processors else ():
@@ -151,9 +158,9 @@ class RequestWords:
         except Exception as error:
             defaults = default_words()
             words = {word: getattr(config, word, None) for word in sorted(FOLLOWED)}
-            given = {word: v for word, v in words.items() if not is_off(word, v, defaults)}
+            changed = {word: v for word, v in words.items() if not is_off(word, v, defaults)}
             raise InvalidInputError(
-                f"generate refuses one of {shown_words(given)}: {told(error)}"
+                f"generate refuses one of {shown_words(changed)}: {told(error)}"
             ) from error
         return processors
 
@@ -186,6 +193,7 @@ class RowProcessors(LogitsProcessor):  # type: ignore[misc]  # has no types
         """Return the scores, [rows, vocabulary]; `input_ids` are last tokens, and not read."""
         rows = list(self._rows())
         shared = {id(processors): processors for processors, _ in rows}
+        # One call for all rows where no processor reads tokens.
         if len(shared) == 1 and _reads_scores_alone(rows[0][0]):
             scores = rows[0][0](input_ids, scores)
             return scores
@@ -221,9 +229,9 @@ def _positions(base: Any) -> int | None:
     """
     config = base.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    by_layer = [own for own in rope.values() if isinstance(own, Mapping)]
+    by_layer = [rules for rules in rope.values() if isinstance(rules, Mapping)]
     most = [getattr(config, "max_position_embeddings", None)]
-    for own in (rope, *by_layer):
-        if own.get("rope_type") == "longrope":
-            most.append(own.get("original_max_position_embeddings"))
+    for rules in (rope, *by_layer):
+        if rules.get("rope_type") == "longrope":
+            most.append(rules.get("original_max_position_embeddings"))
     return min((each for each in most if type(each) is int and each > 0), default=None)

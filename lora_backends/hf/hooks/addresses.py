@@ -1,4 +1,4 @@
-"""Where a module's parameters lie, to notice that other code has moved, cut or replaced them."""
+"""Addresses of parameters, to detect that other code has moved, cut or replaced them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ class Place:
     )
 
     def __init__(self, module: nn.Module) -> None:
+        # The dict itself: a lookup through nn.Module's attributes is slow.
         self._holder = cast(dict[str, Any], module._parameters)
         self._weight: torch.Tensor = self._holder["weight"]
         self._bias: torch.Tensor | None = self._holder["bias"]
+        # Addresses, because `.data` may be set without a new parameter.
         self._weight_at = self._weight.data_ptr()
         self._bias_at = 0 if self._bias is None else self._bias.data_ptr()
         # a parameter that was cut may still begin here
@@ -61,5 +63,6 @@ class Place:
     def part(self) -> None:
         """Copy weight and bias to memory of their own, unless they were moved already."""
         for parameter, address in ((self._weight, self._weight_at), (self._bias, self._bias_at)):
+            # A moved parameter has memory of its own already.
             if parameter is not None and parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()

@@ -48,90 +48,87 @@ def parameter_names(module: Experts) -> tuple[str, str]:
 def activated(module: Experts, pre: torch.Tensor) -> torch.Tensor:
     """Return act [pairs, width]."""
     act: torch.Tensor = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
+    # The backend takes contiguous rows, and a class may leave strided ones.
     return act.contiguous()
 
 
 def eager(
-    module: Experts,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    additions: Additions,
+    module: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, additions: Additions
 ) -> torch.Tensor:
     """One product per expert, as the classes' own forward."""
     up, down = parameter_names(module)
     flat, top_k = ids.reshape(-1), ids.shape[1]
+    # Experts without tokens have no product, as in the classes' own loop.
     pairs = {e: (flat == e).nonzero()[:, 0] for e in torch.unique(flat).tolist()}
     pre = x.new_zeros(len(flat), _width(module, up))
-    for expert, own in pairs.items():
-        pre[own] = _one_expert(module, up, expert, x[own // top_k])
+    for expert, of_expert in pairs.items():
+        pre[of_expert] = _one_expert(module, up, expert, x[of_expert // top_k])
     additions.add_up(x, pre)
     act = activated(module, pre)
     out = torch.zeros_like(x)
-    for expert, own in pairs.items():
-        y = _one_expert(module, down, expert, act[own]) * weights.reshape(-1)[own, None]
-        out.index_add_(0, own // top_k, y.to(out.dtype))
+    for expert, of_expert in pairs.items():
+        y = _one_expert(module, down, expert, act[of_expert]) * weights.reshape(-1)[of_expert, None]
+        # One expert after another: another order of sums would round differently.
+        out.index_add_(0, of_expert // top_k, y.to(out.dtype))
     additions.add_down(act, out)
     return out
 
 
 def batched_mm(
-    module: Experts,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    additions: Additions,
+    module: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, additions: Additions
 ) -> torch.Tensor:
     """One product for all pairs, each with its own copy of an expert's weight."""
-    up, down = parameter_names(module)
-    flat, top_k = ids.reshape(-1), ids.shape[1]
+    flat = ids.reshape(-1)
 
-    def product(name: str, rows: torch.Tensor) -> torch.Tensor:
+    def product(name: str, rows: torch.Tensor, per_row: int) -> torch.Tensor:
+        rows = rows.repeat_interleave(per_row, dim=0) if per_row > 1 else rows.contiguous()
         y: torch.Tensor = moe._batched_linear(
             rows, getattr(module, name)[flat], _bias(module, name, flat), module.is_transposed
         )
         return y
 
-    pre = product(up, x.repeat_interleave(top_k, dim=0))
-    additions.add_up(x, pre)
-    act = activated(module, pre)
-    y = product(down, act) * weights.reshape(-1, 1)
-    out = y.view(*ids.shape, -1).sum(dim=1).to(x.dtype)
-    additions.add_down(act, out)
-    return out
+    return _by_pairs(module, x, ids, weights, additions, product)
 
 
 def grouped_mm(
-    module: Experts,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    additions: Additions,
+    module: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, additions: Additions
 ) -> torch.Tensor:
     """One product over the pairs of every expert, which are sorted by expert for it."""
-    up, down = parameter_names(module)
-    flat, top_k, experts = ids.reshape(-1), ids.shape[1], module.num_experts
-    in_order, order = torch.sort(flat)
+    experts = module.num_experts
+    in_order, order = torch.sort(ids.reshape(-1))
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     # histc rather than bincount, whose size waits for the device; on a CPU it has floats only
     counted = in_order.float() if x.device.type == "cpu" else in_order.int()
     ends = torch.histc(counted, bins=experts, min=0, max=experts - 1).cumsum(0, dtype=torch.int32)
 
-    def product(name: str, rows: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = moe._grouped_linear(
-            rows,
-            getattr(module, name),
-            ends,
-            _bias(module, name, in_order),
-            module.is_transposed,
-        )
-        return y
+    def product(name: str, rows: torch.Tensor, per_row: int) -> torch.Tensor:
+        bias = _bias(module, name, in_order)
+        rows = rows[order // per_row if per_row > 1 else order]
+        weight = getattr(module, name)
+        y: torch.Tensor = moe._grouped_linear(rows, weight, ends, bias, module.is_transposed)
+        return y[back]  # in the order of pairs, as the LoRA has them
 
-    pre = product(up, x[order // top_k])[back]
+    return _by_pairs(module, x, ids, weights, additions, product)
+
+
+def _by_pairs(
+    module: Experts,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    additions: Additions,
+    product: Callable[[str, torch.Tensor, int], torch.Tensor],
+) -> torch.Tensor:
+    """Return what a forward does around its two products.
+
+    `product` takes a parameter's name, rows, and the pairs of each row. It returns a row per pair.
+    """
+    up, down = parameter_names(module)
+    pre = product(up, x, ids.shape[1])
     additions.add_up(x, pre)
     act = activated(module, pre)
-    y = (product(down, act[order]) * weights.reshape(-1)[order, None])[back]
+    y = product(down, act, 1) * weights.reshape(-1, 1)
     out = y.view(*ids.shape, -1).sum(dim=1).to(x.dtype)
     additions.add_down(act, out)
     return out

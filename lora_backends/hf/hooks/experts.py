@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from lora_backends.errors import UnsupportedInputError, told
 from lora_backends.experts import ExpertWeights
 from lora_backends.hf.calls.running import RUNNING, check_thread
 from lora_backends.hf.hooks.expert_products import eager, forward_of, parameter_names
-from lora_backends.hf.layout.layout import Layout
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.hooks.linear import Served
+from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.twin import twin_of
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "config")
@@ -37,7 +38,7 @@ class ExpertSite:
     module: nn.Module
     names: tuple[str, str]  # of the parameters before and after the activation
     specs: tuple[ExpertSpec, ExpertSpec]
-    refusal: str | None  # why LoRA of its experts cannot be added
+    refusal: str | None  # reason against adding LoRA to its experts
 
     @property
     def paths(self) -> tuple[str, str]:
@@ -50,10 +51,10 @@ class ExpertSite:
         return replace(self, specs=specs, refusal=reason)
 
     @property
-    def as_module(self) -> Site:
+    def as_module(self) -> ModuleSite:
         """The module as one that takes hidden states."""
         width = self.specs[0].in_features
-        return Site(self.path, self.module, ModuleSpec("linear", width, width), self.refusal)
+        return ModuleSite(self.path, self.module, ModuleSpec("linear", width, width), self.refusal)
 
 
 def find_experts(
@@ -68,9 +69,10 @@ def find_experts(
     """
     sites = {}
     for path, module in base.named_modules():
-        own = module._parameters
-        names = ("gate_up_proj" if "gate_up_proj" in own else "up_proj", "down_proj")
-        parameters = [p for name in names if (p := own.get(name)) is not None]
+        held = module._parameters
+        names = ("gate_up_proj" if "gate_up_proj" in held else "up_proj", "down_proj")
+        parameters = [p for name in names if (p := held.get(name)) is not None]
+        # Two stacks of matrices: parameters of another form are no stacks of experts.
         if len(parameters) == 2 and all(p.ndim == 3 for p in parameters):
             refusal = _refusal(module, dtype, device)
             specs = _specs(module, names, refusal)
@@ -101,6 +103,7 @@ def _refusal(module: Any, dtype: torch.dtype, device: torch.device) -> str | Non
     """Return why the LoRA of a module's experts cannot be added, or None."""
     forward = type(module).forward
     missing = [flag for flag in FLAGS if not hasattr(module, flag)]
+    # The decorator's `__wrapped__` is the class's own forward, which the trial runs.
     if missing or not hasattr(forward, "__wrapped__") or len(_arguments(forward)) != 3:
         lacking = f" (it has no {', '.join(missing)})" if missing else ""
         return f"its class does not go through Transformers' interface for experts{lacking}"
@@ -115,6 +118,7 @@ def _refusal(module: Any, dtype: torch.dtype, device: torch.device) -> str | Non
     if strange:
         return f"it has parameters of an unknown meaning: {', '.join(strange)}"
     for name, parameter in module._parameters.items():
+        # A subclass may hold bits, which products here would misread.
         if type(parameter.data) is not torch.Tensor or parameter.dtype != dtype:
             kind = type(parameter.data).__name__
             return f"its {name} is a {kind} of {parameter.dtype}, the model's dtype is {dtype}"
@@ -145,6 +149,7 @@ def _failed_trial(module: Any) -> str | None:
     width = weight.shape[2 if module.is_transposed else 1]
     generator = torch.Generator("cpu").manual_seed(0)
     tokens, top_k = 3, min(2, module.num_experts)
+    # Small values pass a clamp unchanged, large ones show it.
     for size in (1.0, 30.0):
         x = size * torch.randn(tokens, width, generator=generator, device="cpu")
         chosen = torch.rand(tokens, module.num_experts, generator=generator, device="cpu")
@@ -182,6 +187,7 @@ class _Deltas:
 
     def add_up(self, x: torch.Tensor, pre: torch.Tensor) -> None:
         """Add the LoRA before the activation."""
+        # [tokens, top_k, width], as the operation takes it.
         y = pre.view(x.shape[0], -1, pre.shape[1])
         for weights in self._up:
             self._backend.run_experts(x, weights, self._routing, y)
@@ -194,40 +200,33 @@ class _Deltas:
             )
 
 
-def experts_forward(
-    model: str, site: ExpertSite, layout: Layout, backend: LoRABackend
-) -> Callable[..., torch.Tensor]:
+def experts_forward(served: Served, site: ExpertSite) -> Callable[..., torch.Tensor]:
     """Return the `forward` of a module of experts.
 
-    Args:
-        model: whose calls it serves.
-        site: the module.
-        layout: of its hidden states.
-        backend: that adds the LoRA.
-
-    Returns:
-        A function of the module, hidden states [tokens, hidden], ids and weights [tokens, top_k].
+    It takes the module, hidden states [tokens, hidden], ids and weights [tokens, top_k].
     """
-    own, paths = type(site.module).forward, site.paths
-    names = _arguments(own)
+    model, backend, layout = served.model, served.backend, served.layouts[site.path]
+    plain, paths = type(site.module).forward, site.paths
+    names = _arguments(plain)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
             check_thread(model)
-            return own(self, *args, **kwargs)  # type: ignore[no-any-return]
+            return plain(self, *args, **kwargs)  # type: ignore[no-any-return]
         up, down = call.experts.get(paths[0], ()), call.experts.get(paths[1], ())
         if not up and not down:
-            return own(self, *args, **kwargs)  # type: ignore[no-any-return]
-        given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
-        if len(given) != 3 or len(args) + len(kwargs) != 3:
+            return plain(self, *args, **kwargs)  # type: ignore[no-any-return]
+        values = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
+        if len(values) != 3 or len(args) + len(kwargs) != 3:
             raise _unknown_call(site.path, f"{len(args)} arguments and {', '.join(kwargs)}")
-        x, ids, factors = given
+        x, ids, factors = values
         if x.ndim != 2 or ids.ndim != 2 or len(ids) != len(x) or factors.shape != ids.shape:
-            shapes = ", ".join(str(list(tensor.shape)) for tensor in given)
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in values)
             raise _unknown_call(site.path, f"arguments of shapes {shapes}")
         run = forward_of(site.path, self)
         plan = call.plan(x.shape[:-1], layout, paths)
+        # The backend takes rows whose elements follow each other.
         x = x if x.stride(-1) == 1 else x.contiguous()
         routing = backend.prepare_experts(plan, ids, factors.float(), self.num_experts)
         return run(self, x, ids, factors, _Deltas(backend, routing, up, down))
@@ -235,9 +234,9 @@ def experts_forward(
     return forward
 
 
-def _unknown_call(path: str, given: str) -> UnsupportedInputError:
+def _unknown_call(path: str, arguments: str) -> UnsupportedInputError:
     return UnsupportedInputError(
-        f"the experts {path} are called in a way that is not known\n  given: {given}\n"
+        f"the experts {path} are called in a way that is not known\n  given: {arguments}\n"
         f"  allowed: hidden states [tokens, hidden], ids and weights [tokens, top_k]\n"
         f"  to do: leave the experts out of the adapters"
     )
@@ -245,9 +244,5 @@ def _unknown_call(path: str, given: str) -> UnsupportedInputError:
 
 def expert_specs(sites: Mapping[str, ExpertSite]) -> dict[str, ExpertSpec]:
     """Return the layout of each stacked parameter, by its path."""
-    return dict(_pairs(sites))
-
-
-def _pairs(sites: Mapping[str, ExpertSite]) -> Iterator[tuple[str, ExpertSpec]]:
-    for site in sites.values():
-        yield from zip(site.paths, site.specs, strict=True)
+    pairs = (zip(site.paths, site.specs, strict=True) for site in sites.values())
+    return dict(chain.from_iterable(pairs))

@@ -10,11 +10,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError
 from lora_backends.hf.calls.running import Joined
 from lora_backends.hf.hooks.experts import ExpertSite, experts_forward
-from lora_backends.hf.hooks.linear import adder, end_hook, lora_hook
+from lora_backends.hf.hooks.linear import Served, adder, end_hook, lora_hook
 from lora_backends.hf.hooks.overlapped import linear_with_lora
 from lora_backends.hf.hooks.routers import router_forward
 from lora_backends.hf.hooks.siblings import (
@@ -25,36 +24,30 @@ from lora_backends.hf.hooks.siblings import (
     linear_forward,
     sibling_forward,
 )
-from lora_backends.hf.layout.layout import Layout
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.layout.sites import ModuleSite
 
 
 class Hooked:
     """The hooks of one wrapper on its base model.
 
     Args:
-        model: key of the wrapper, whose calls the hooks serve.
-        backend: that adds the LoRA.
+        served: key, backend and layouts.
         sites: modules that an adapter may touch, by path; those of routers included.
         experts: stacked parameters of experts, by path.
         routers: paths of the sites that are routers.
-        layouts: of the inputs of all of them.
         fuse: whether modules with one input are joined.
     """
 
     def __init__(
         self,
-        model: str,
-        backend: LoRABackend,
-        sites: Mapping[str, Site],
+        served: Served,
+        sites: Mapping[str, ModuleSite],
         experts: Mapping[str, ExpertSite],
-        routers: Mapping[str, Site],
-        layouts: Mapping[str, Layout],
+        routers: Mapping[str, ModuleSite],
         fuse: bool,
     ) -> None:
-        self._model, self._backend = model, backend
+        self._served = served
         self._sites, self._experts, self._routers = sites, experts, routers
-        self._layouts = layouts
         self.fuse = fuse
         self.handles: list[Any] = []
         """Of all hooks; none before `register` and after `remove`."""
@@ -89,6 +82,7 @@ class Hooked:
         Raises:
             InvalidInputError: as `check`.
         """
+        # An object per block, since one thread may be in several.
         user = object()
         try:
             with self._lock:
@@ -122,6 +116,7 @@ class Hooked:
                     "the model cannot be detached while it runs with adapters\n"
                     "  to do: wait until its calls, requests and blocks of `using` have ended"
                 )
+            # Under the lock: no call may begin between the check and this.
             self._closed = True
 
     def remove(self) -> None:
@@ -159,34 +154,32 @@ class Hooked:
             )
 
     def _add(self) -> None:
-        model, backend, layouts = self._model, self._backend, self._layouts
+        served = self._served
         # shared by all modules, so that they stay in the processor's cache during a step
-        with_lora, add = cache(partial(linear_with_lora, backend)), adder(backend, "run_linear")
-        hooks = {
-            path: lora_hook(model, site, layouts[path], backend, add)
-            for path, site in self._sites.items()
-            if site.refusal is None
-        }
+        with_lora = cache(partial(linear_with_lora, served.backend))
+        add = adder(served.backend, "run_linear")
+        sites = {path: site for path, site in self._sites.items() if site.refusal is None}
+        hooks = {path: lora_hook(served, site, add) for path, site in sites.items()}
         for group in self.groups:
             group.join(self.joined)
             alone = [hooks.pop(path) for path in group.paths]
-            layout, run = layouts[group.paths[0]], with_lora(group.operation)
-            forwards = [leader_forward(model, group, layout, backend, run, alone[0])]
+            forwards = [leader_forward(served, group, with_lora(group.operation), alone[0])]
             for place, hook in enumerate(alone[1:], 1):
-                forwards.append(sibling_forward(model, group, place, hook))
+                forwards.append(sibling_forward(served.model, group, place, hook))
             self.handles += map(ForwardOverride, group.modules, forwards)
-        for path, expert_site in self._experts.items():
+        for expert_site in self._experts.values():
             if expert_site.refusal is None:
-                forward = experts_forward(model, expert_site, layouts[path], backend)
+                forward = experts_forward(served, expert_site)
                 self.handles.append(ForwardOverride(expert_site.module, forward))
         for path, hook in hooks.items():
-            site, module = self._sites[path], self._sites[path].module
+            site, module = sites[path], sites[path].module
+            # A router returns the choice of experts, where a hook would be too late.
             if path in self._routers:
-                forward = router_forward(model, site, layouts[path], backend)
+                forward = router_forward(served, site)
                 self.handles.append(ForwardOverride(module, forward))
+            # Hooks of other code must still run, and these need torch's own call.
             elif self.fuse and are_plain((module,)):
-                run = with_lora("run_linear")
-                forward = linear_forward(model, site, layouts[path], backend, run, hook)
+                forward = linear_forward(served, site, with_lora("run_linear"), hook)
                 self.handles.append(ForwardOverride(cast(nn.Linear, module), forward))
             else:
                 self.handles.append(module.register_forward_hook(hook))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,11 +18,19 @@ from lora_backends.dispatch.tracing import is_traced
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.running import RUNNING, check_thread, is_open
 from lora_backends.hf.layout.layout import Layout
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.structure import Structure
 from lora_backends.weights import LoRAWeights
 
 Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
+
+
+class Served(NamedTuple):
+    """The data that all hooks of one wrapper share."""
+
+    model: str  # key of the wrapper: the hooks serve calls of this model alone
+    backend: LoRABackend  # adds the LoRA
+    layouts: Mapping[str, Layout]  # of the modules' inputs, by path
 
 
 def begin_hook(
@@ -47,13 +55,16 @@ def begin_hook(
             check_thread(model)
             return
         if not is_traced():
+            # Calls have checked it once; a block may run many passes.
             if is_open(model):
                 structure.check_modules()
                 structure.check_state()
             RUNNING.kept = None  # of a forward pass that has failed
         inputs = {**kwargs, **dict(zip(names, args, strict=False))} if args else kwargs
+        # By name, whatever the order in which the caller passed them.
         call.begin_forward(inputs, *rows_and_length(inputs, main_input))
         if not is_traced():
+            # A traced program would keep the stored calls of its first run.
             RUNNING.repeats = call.repeats()
 
     return begin
@@ -76,25 +87,12 @@ def end_hook(*_: Any) -> None:
         RUNNING.repeats = NO_REPEATS
 
 
-def lora_hook(
-    model: str,
-    site: Site,
-    layout: Layout,
-    backend: LoRABackend,
-    add: Callable[..., torch.Tensor],
-) -> Hook:
+def lora_hook(served: Served, site: ModuleSite, add: Callable[..., torch.Tensor]) -> Hook:
     """Return the hook that adds the running call's LoRA to the output of one module.
 
-    Args:
-        model: whose calls it serves.
-        site: the module.
-        layout: of its input.
-        backend: that adds the LoRA.
-        add: `adder` of its `run_linear`, the same for all modules.
-
-    Returns:
-        A forward hook.
+    `add` is `adder` of its `run_linear`, the same for all modules.
     """
+    model, backend, layout = served.model, served.backend, served.layouts[site.path]
     path, paths, width = site.path, (site.path,), site.spec.out_features
     is_embedding = site.spec.kind == "embedding"
 
@@ -105,15 +103,11 @@ def lora_hook(
         if call.model != model:
             check_thread(model)
             return None
+        # Often no loaded adapter touches the module.
         weights = call.stacks.get(path)
         if weights is None:
             return None
-        if not args:
-            raise UnsupportedInputError(
-                f"module {path} is called with arguments by name\n"
-                f"  allowed: its input as the first argument by position"
-            )
-        x = args[0]
+        x = first_argument(args, f"module {path}")
         if not is_embedding:
             return add(x, weights, call.plan(x.shape[:-1], layout, paths), output)
         plan, output = call.plan(x.shape, layout, paths), output.contiguous()
@@ -122,6 +116,17 @@ def lora_hook(
         return output
 
     return add_lora
+
+
+def first_argument(args: tuple[Any, ...], called: str) -> torch.Tensor:
+    """Return the input of a module or router, or refuse a call by name."""
+    if not args:
+        raise UnsupportedInputError(
+            f"{called} is called with arguments by name\n"
+            f"  allowed: its input as the first argument by position"
+        )
+    x: torch.Tensor = args[0]
+    return x
 
 
 def add_deltas(

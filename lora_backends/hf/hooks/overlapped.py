@@ -19,7 +19,7 @@ from lora_backends.common.devices import is_capturing
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.dispatch.handles import lookup
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
-from lora_backends.hf.calls.running import Call
+from lora_backends.hf.calls.running import ModelCall
 from lora_backends.hf.hooks.linear import adder
 from lora_backends.plan import LoRAPlan
 from lora_backends.weights import LoRAWeights
@@ -33,7 +33,7 @@ of x and the number of active slots."""
 
 
 def multiplies_bases(backend: LoRABackend, rows: int) -> bool:
-    """Return whether graphs of so many rows may leave base products to the backend."""
+    """Return whether graphs of this number of rows may leave base products to the backend."""
     engine: Any = backend
     multiplies = engine.cuda_graphs and getattr(engine, "multiplies_bases", False)
     return bool(multiplies and rows <= engine.most_base_rows)
@@ -54,7 +54,7 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torc
     add = adder(backend, operation)
 
     def run(
-        call: Call,
+        call: ModelCall,
         is_traced: bool,
         x: torch.Tensor,
         weights: LoRAWeights,
@@ -109,6 +109,7 @@ def _overlapped(
         y = backend.run_with_base(as_rows(x), weight, bias, weights, plan)
         return in_turn() if y is None else y.view(*x.shape[:-1], y.shape[-1])
     y = in_turn()
+    # Noted at the plan, so that it is forgotten with it.
     compiled = vars(plan).setdefault(_COMPILED, set())
     key = weights.handle, x.shape, getattr(plan, "active_slots", 0)  # the kernels depend on these
     if key not in compiled:

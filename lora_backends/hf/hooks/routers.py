@@ -19,12 +19,11 @@ from transformers.pytorch_utils import Conv1D
 from lora_backends.adapters.specs import ModuleSpec
 from lora_backends.backend import LoRABackend
 from lora_backends.dispatch.any_axes import as_rows
-from lora_backends.errors import UnsupportedInputError, told
+from lora_backends.errors import told
 from lora_backends.hf.calls.running import RUNNING, check_thread
-from lora_backends.hf.hooks.linear import add_deltas
-from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.hooks.linear import Served, add_deltas, first_argument
 from lora_backends.hf.layout.quantized_base import is_plain, packed_size
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.twin import twin_of
 from lora_backends.weights import LoRAWeights
 
@@ -80,7 +79,7 @@ class _Adding(_AtProduct):
 
 def find_routers(
     base: nn.Module, experts: Iterable[str], dtype: torch.dtype, device: torch.device
-) -> dict[str, Site]:
+) -> dict[str, ModuleSite]:
     """Return the modules beside experts that multiply by a weight and choose, by their paths.
 
     Args:
@@ -94,16 +93,20 @@ def find_routers(
         parent, dot, _ = path.rpartition(".")
         block = base.get_submodule(parent)
         for name, module in block.named_children():
+            # Not by attribute: a module without a weight may raise what it likes.
             weight = module._parameters.get("weight")
             is_layer = isinstance(module, (Conv1D, nn.Embedding)) or packed_size(module) is not None
             if isinstance(module, nn.Linear):  # or a quantised layer in the place of one
                 is_layer = type(module).forward is nn.Linear.forward or not is_plain(weight)
+            # Layers get LoRA at their output, and need no mode.
             if weight is None or weight.ndim != 2 or is_layer:
                 continue
             high, wide = weight.shape
             refusal = _refusal(module, block, dtype, device)
             spec = ModuleSpec("linear", wide, high)
-            sites[f"{parent}{dot}{name}"] = Site(f"{parent}{dot}{name}", module, spec, refusal)
+            sites[f"{parent}{dot}{name}"] = ModuleSite(
+                f"{parent}{dot}{name}", module, spec, refusal
+            )
     return sites
 
 
@@ -144,37 +147,23 @@ def _failed_trial(module: nn.Module, block: nn.Module) -> str | None:
     return None if is_one else "it is not one product of its input and its weight"
 
 
-def router_forward(
-    model: str, site: Site, layout: Layout, backend: LoRABackend
-) -> Callable[..., Any]:
-    """Return the `forward` of a router.
-
-    Args:
-        model: whose calls it serves.
-        site: the module.
-        layout: of its input.
-        backend: that adds the LoRA.
-
-    Returns:
-        A function of the module and its input.
-    """
-    own, path = type(site.module).forward, site.path
+def router_forward(served: Served, site: ModuleSite) -> Callable[..., Any]:
+    """Return the `forward` of a router, which takes the module and its arguments."""
+    model, backend, layout = served.model, served.backend, served.layouts[site.path]
+    plain, path = type(site.module).forward, site.path
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = RUNNING.call
         if call.model != model:
             check_thread(model)
-            return own(self, *args, **kwargs)
+            return plain(self, *args, **kwargs)
         weights = call.stacks.get(path)
         if weights is None:
-            return own(self, *args, **kwargs)
-        if not args:
-            raise UnsupportedInputError(
-                f"router {path} is called with arguments by name\n"
-                f"  allowed: its input as the first argument by position"
-            )
-        plan = call.plan(args[0].shape[:-1], layout, (path,))
+            return plain(self, *args, **kwargs)
+        x = first_argument(args, f"router {path}")
+        plan = call.plan(x.shape[:-1], layout, (path,))
+        # A mode belongs to its thread: others may run the same router meanwhile.
         with _Adding(backend, weights, plan):
-            return own(self, *args, **kwargs)
+            return plain(self, *args, **kwargs)
 
     return forward

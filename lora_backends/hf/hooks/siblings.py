@@ -7,7 +7,7 @@ anything else it runs alone. So a model may call them in any order and with any 
 
 `torch.compile` traces the same: the program has one product and one operation for all of them. It
 does not notice when a weight is moved. So `MultiLoRAModel` looks before and after programs run. A
-group whose weights were moved leaves `Call.joined`, which the programs guard.
+group whose weights were moved leaves `ModelCall.joined`, which the programs guard.
 """
 
 from __future__ import annotations
@@ -21,20 +21,15 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
-from lora_backends.backend import LoRABackend
 from lora_backends.dispatch.tracing import is_traced
 from lora_backends.dispatch.wrap import stored_as
-from lora_backends.hf.calls.running import RUNNING, Joined, Kept, check_thread
+from lora_backends.hf.calls.running import RUNNING, Joined, SiblingOutputs, check_thread
 from lora_backends.hf.hooks import trace_guards as traced
 from lora_backends.hf.hooks.addresses import Place
-from lora_backends.hf.hooks.linear import Hook
-from lora_backends.hf.layout.layout import Layout
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.hooks.linear import Hook, Served
+from lora_backends.hf.layout.sites import ModuleSite
 
-GROUPS = (
-    (("q_proj", "k_proj", "v_proj"), "run_qkv"),
-    (("gate_proj", "up_proj"), "run_gate_up"),
-)
+GROUPS = ((("q_proj", "k_proj", "v_proj"), "run_qkv"), (("gate_proj", "up_proj"), "run_gate_up"))
 """Names of modules under one parent, the leader first, and the operation that runs them."""
 
 TRACED = -1
@@ -77,6 +72,7 @@ class Siblings:
         """Return whether the modules' parameters are still parts of `joined`; if not, forget it."""
         if self.joined is None:
             return False
+        # All of them: one moved weight makes the joined one stale.
         for place, module in zip(self.places, self.modules, strict=True):
             if not place.is_kept_by(module):
                 self._forget()
@@ -102,6 +98,7 @@ class Siblings:
         parameters = [p for holder in holders if (p := holder[name]) is not None]
         if not parameters:
             return None
+        # One group at a time, so that only its weights exist twice.
         joined = torch.cat([parameter.detach() for parameter in parameters])
         rows = torch.split_with_sizes(joined, self.widths)
         try:
@@ -113,13 +110,14 @@ class Siblings:
         return nn.Parameter(joined, requires_grad=False)
 
 
-def find_siblings(sites: Mapping[str, Site]) -> list[Siblings]:
+def find_siblings(sites: Mapping[str, ModuleSite]) -> list[Siblings]:
     """Return the groups of plain linear modules, without foreign hooks or a replaced `forward`."""
     groups = []
     for path in sites:
         parent, dot, name = path.rpartition(".")
         for names, operation in GROUPS:
             paths = tuple(f"{parent}{dot}{other}" for other in names)
+            # Found from the leader, so each group is found once.
             if name == names[0] and all(other in sites for other in paths):
                 modules = tuple(sites[other].module for other in paths)
                 if all(sites[other].refusal is None for other in paths) and are_plain(modules):
@@ -154,26 +152,17 @@ def _is_special(parameter: nn.Parameter) -> bool:
 
 
 def leader_forward(
-    model: str,
-    group: Siblings,
-    layout: Layout,
-    backend: LoRABackend,
-    run: Callable[..., torch.Tensor],
-    alone: Hook,
+    served: Served, group: Siblings, run: Callable[..., torch.Tensor], alone: Hook
 ) -> Callable[..., torch.Tensor]:
-    """Return the leader's `forward`.
+    """Return the leader's `forward`, a function of the module and its input.
 
     Args:
-        model: whose calls it serves.
+        served: the wrapper's.
         group: the leader and its siblings.
-        layout: of the leader's input.
-        backend: that adds the LoRA.
         run: `linear_with_lora` of the group's operation, the same for all groups.
         alone: the leader's hook where it runs without the others.
-
-    Returns:
-        A function of the module and its input.
     """
+    model, backend, layout = served.model, served.backend, served.layouts[group.paths[0]]
     paths, widths, operation = group.paths, group.widths, stored_as(backend, group.operation)
     device_type = group.modules[0].weight.device.type
     siblings = len(widths) - 1
@@ -185,6 +174,7 @@ def leader_forward(
             return functional.linear(input, self.weight, self.bias)
         tracing = is_traced()
         if not tracing:
+            # Left-over outputs mean that the siblings got another input.
             left, RUNNING.kept = RUNNING.kept, None
             if left is not None:
                 left.group.apart = True
@@ -213,7 +203,7 @@ def leader_forward(
             RUNNING.repeats.keep(alone, backend, operation, input, weights, plan, y)
         outputs = _columns(y, widths)
         version = TRACED if tracing else input._version
-        RUNNING.kept = Kept(group, input, version, [*outputs], siblings)
+        RUNNING.kept = SiblingOutputs(group, input, version, [*outputs], siblings)
         return outputs[0]
 
     place = group.places[0]  # each sibling looks at its own, when it is called
@@ -221,6 +211,7 @@ def leader_forward(
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
             return in_full(self, input)
+        # The short way of later passes: the stored call without any look at plans.
         repeat = RUNNING.repeats.get(alone)
         if (
             repeat is None
@@ -233,7 +224,7 @@ def leader_forward(
         ):
             return in_full(self, input)
         outputs = _columns(y, widths)
-        RUNNING.kept = Kept(group, input, input._version, [*outputs], siblings)
+        RUNNING.kept = SiblingOutputs(group, input, input._version, [*outputs], siblings)
         return outputs[0]
 
     return forward
@@ -245,6 +236,7 @@ def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
     On a CPU they are copied: there torch's activations round the ends of strided rows differently
     from the ends of contiguous ones.
     """
+    # Views: on a GPU the outputs share one buffer.
     columns = torch.split_with_sizes(y, widths, -1)
     return tuple(c.contiguous() for c in columns) if y.is_cpu else columns
 
@@ -255,31 +247,28 @@ def sibling_forward(
     """Return a sibling's `forward`: it returns the output that the leader kept, or runs alone.
 
     Args:
-        model: whose calls it serves.
+        model: key of the wrapper.
         group: the sibling and its leader.
         index: of the sibling in the group, whose leader has 0.
         alone: the sibling's hook where it runs alone.
-
-    Returns:
-        A function of the module and its input.
     """
     place = group.places[index]
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-        kept = RUNNING.kept  # in the running call of this model: calls begin and end with None
-        if kept is not None and kept.group is group and kept.x is input:
-            output = kept.outputs[index]
+        left = RUNNING.kept  # in the running call of this model: calls begin and end with None
+        if left is not None and left.group is group and left.x is input:
+            output = left.outputs[index]
             # leader and sibling are both traced, or neither is
             if output is not None and (
                 is_traced() and group.modules[index] is self and traced.is_unchanged(input)
-                if kept.version == TRACED
+                if left.version == TRACED
                 else not torch.compiler.is_dynamo_compiling()
-                and kept.version == input._version
+                and left.version == input._version
                 and place.is_kept_by(self)
             ):
-                kept.outputs[index] = None
-                kept.left -= 1
-                if not kept.left:
+                left.outputs[index] = None
+                left.left -= 1
+                if not left.left:
                     RUNNING.kept = None
                 return output
             if not is_traced():
@@ -293,26 +282,17 @@ def sibling_forward(
 
 
 def linear_forward(
-    model: str,
-    site: Site,
-    layout: Layout,
-    backend: LoRABackend,
-    run: Callable[..., torch.Tensor],
-    alone: Hook,
+    served: Served, site: ModuleSite, run: Callable[..., torch.Tensor], alone: Hook
 ) -> Callable[..., torch.Tensor]:
     """Return a `forward` that does the same as a hook, in less time than torch's hooks take.
 
     Args:
-        model: whose calls it serves.
+        served: the wrapper's.
         site: a plain linear module.
-        layout: of its input.
-        backend: that adds the LoRA.
         run: `linear_with_lora` of `run_linear`, the same for all modules.
         alone: its hook.
-
-    Returns:
-        A function of the module and its input.
     """
+    model, backend, layout = served.model, served.backend, served.layouts[site.path]
     path, paths, operation = site.path, (site.path,), stored_as(backend, "run_linear")
 
     def in_full(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:

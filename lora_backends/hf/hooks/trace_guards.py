@@ -1,4 +1,4 @@
-"""Tells, while `torch.compile` traces, whether a tensor changes between two places of the program.
+"""Finds changes of a tensor between two places of a program that `torch.compile` traces.
 
 A sibling may take the output that its leader has computed for it only if both get the same values.
 An eager call compares `_version`, which counts changes in place. Code that is traced cannot: its

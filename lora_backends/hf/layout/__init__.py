@@ -1,1 +1,1 @@
-"""Where the rows of a batch lie in each module's input, and which modules take LoRA."""
+"""Sites for LoRA in a base model, and the place of the batch's rows in their inputs."""

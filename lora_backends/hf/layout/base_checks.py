@@ -29,26 +29,27 @@ def check_base(base: object) -> None:
             f"base is no model\n  given: {shown(base)}\n  allowed: a Transformers model\n"
             f"  to do: pass what AutoModelForCausalLM.from_pretrained(...) returns"
         )
+    # By children and module names: PEFT need not be installed.
     children = dict(base.named_children())
-    given, around, to_do = name, "", ""
+    kind, problem, to_do = name, "", ""
     inside = [path for path, module in base.named_modules() if _is_of_peft(module)]
     if "_orig_mod" in children:  # the only mark that torch.compile leaves on its module
-        around = "was compiled"
+        problem = "was compiled"
         to_do = "wrap the model first, and compile model.base: see prepare() and using()"
     elif _is_of_peft(base):
-        around, to_do = "holds adapters of PEFT already", "pass base.unload(), or the model itself"
+        problem, to_do = "holds adapters of PEFT already", "pass base.unload(), or the model itself"
     elif inside:  # PEFT replaces modules in place: of get_base_model(), and of what it was given
-        given = f"{name} with PEFT's modules at {inside[0]} and {len(inside) - 1} other paths"
-        around = "holds adapters of PEFT already, which every row would get"
+        kind = f"{name} with PEFT's modules at {inside[0]} and {len(inside) - 1} other paths"
+        problem = "holds adapters of PEFT already, which every row would get"
         to_do = "pass unload() of the PeftModel, or load the model again"
     elif isinstance(base, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        around, to_do = "is wrapped for parallel training", "pass base.module"
+        problem, to_do = "is wrapped for parallel training", "pass base.module"
     elif hasattr(base, "ct_decompress_hook"):  # which puts other weights in at the first pass
-        around = "is compressed (compressed-tensors) until its first forward pass"
+        problem = "is compressed (compressed-tensors) until its first forward pass"
         to_do = "call the model once before it is wrapped"
-    if around:
+    if problem:
         raise UnsupportedInputError(
-            f"the base model {around}\n  given: {given}\n  allowed: a Transformers model itself\n"
+            f"the base model {problem}\n  given: {kind}\n  allowed: a Transformers model itself\n"
             f"  to do: {to_do}"
         )
 
@@ -72,18 +73,19 @@ def _is_of_peft(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "peft"
 
 
-def check_adapter_dtype(backend: LoRABackend, given: Any, dtype: torch.dtype) -> None:
+def check_adapter_dtype(backend: LoRABackend, wanted: Any, dtype: torch.dtype) -> None:
     """Refuse 8-bit adapters that the backend cannot run, before the model is touched."""
-    if as_adapter_dtype(given, dtype) is not None and EIGHT_BIT not in backend.features:
+    if as_adapter_dtype(wanted, dtype) is not None and EIGHT_BIT not in backend.features:
         raise UnsupportedInputError(
             f"backend {backend.name!r} cannot run adapters of 8 bits\n"
-            f"  given: adapter_dtype {shown(given)}; it lacks {EIGHT_BIT}\n"
+            f"  given: adapter_dtype {shown(wanted)}; it lacks {EIGHT_BIT}\n"
             f"  to do: use another backend, e.g. torch_ref, or adapter_dtype=None"
         )
 
 
 def dtype_and_device(base: nn.Module) -> tuple[torch.dtype, torch.device]:
     """Return the dtype and device of the base model's parameters of 16 bits or more."""
+    # 8-bit floats are weights of a quantised layer, and no dtype to compute in.
     floating = [p for p in base.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
     if not floating:
         raise UnsupportedInputError(f"{type(base).__name__} has no floating-point parameters")

@@ -72,6 +72,7 @@ class Images:
 
     def hold(self, path: str) -> bool:
         """Return whether a module has images along its input's first axis."""
+        # With or without the head's wrapper around the model.
         part = path.removeprefix("model.").partition(".")[0]
         return self._modules is not None and part in self._modules.parts
 
@@ -125,12 +126,15 @@ class Images:
             return None
         if self._modules is None or any(inputs.get(name) is not None for name in OTHER_INPUTS):
             return None
+        # The order of placeholders is that of the features.
         placeholders: list[int] = ids.eq(self._token).sum(dim=1).tolist()
         total = sum(placeholders)
         if self._modules.patches:
+            # Merged patches are one for each placeholder.
             sizes = [total, total * self._merged]
             is_known = total * self._merged == pixels.shape[0]
         else:
+            # Padding with zeros is no image, and the model drops it.
             owned = _owned(pixels)
             sizes = [pixels.shape[0] if owned is None else sum(owned)]
             is_known = owned is None or [count * total for count in owned] == [
@@ -138,6 +142,7 @@ class Images:
             ]
         if not is_known or size not in sizes or not total:
             return None
+        # A remainder shows that elements are no equal shares of placeholders.
         shares = [divmod(size * count, total) for count in placeholders]
         return None if any(rest for _, rest in shares) else [share for share, _ in shares]
 

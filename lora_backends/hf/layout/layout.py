@@ -1,4 +1,4 @@
-"""Which positions of a module's input belong to which row of the batch."""
+"""Layouts: the row of the batch for each position of a module's input."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ The input has before * rows * after positions. (1, 5) is 5 positions of row 0, t
 
 
 @dataclass(frozen=True)
-class Form:
+class InputForm:
     """One way in which a module's input, without its last axis, holds the rows of a batch."""
 
     ndim: int  # axes of the input
     axis: int  # the one with the rows
     order: Order
-    step: bool  # seen with one token per row behind a cache; else with several and no cache
+    step: bool  # seen with one token per row and a cache; else with several and no cache
 
     def spread(self, shape: Sequence[int], rows: int, length: int) -> Spread | None:
         """Return how rows lie in an input of `shape`, or None if it does not have this form."""
+        # A size that differs from this is another form, of images for instance.
         size = rows if self.order == "rows" else rows * length
         if self.order == "rows of parts" and len(shape) == self.ndim:
             size = shape[self.axis] // rows * rows
@@ -58,8 +59,8 @@ class Layout:
     Without forms, `reason` says why nothing is known.
     """
 
-    forms: tuple[Form, ...]
-    in_order: bool  # tokens of a row lie in their order: token t depends on none behind it
+    forms: tuple[InputForm, ...]
+    in_order: bool  # tokens of a row lie in their order, and depend on no later ones
     reason: str  # a clause, e.g. "no pass of plain text reaches it"; or why `steps` is False
     steps: bool  # whether passes with one token per row have these forms, too
     calls: int  # of the module in a trial pass
@@ -77,10 +78,10 @@ class Layout:
         """
         if length == 1 and not self.steps:
             return None
+        # Forms of a step first: a prompt of one token may look like either.
         steps = [form for form in self.forms if form.step and length == 1]
         for forms in (steps, [form for form in self.forms if not form.step]):
-            found = [form.spread(shape, rows, length) for form in forms]
-            spreads = {spread for spread in found if spread is not None}
+            spreads = {form.spread(shape, rows, length) for form in forms} - {None}
             if spreads:
                 return spreads.pop() if len(spreads) == 1 else None
         return None

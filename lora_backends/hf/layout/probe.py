@@ -1,4 +1,4 @@
-"""Finds out how every module's input holds the rows of a batch, by running the model on a few.
+"""Finds the place of the batch's rows in every module's input, by running the model on a few.
 
 A tensor whose first axis has as many elements as the batch has rows need not have the rows there:
 images, tokens of a sequence-first model and windows may be as many by chance. So the model is run
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from lora_backends.hf.calls.running import IDLE, running
-from lora_backends.hf.layout.layout import Form, Layout, Order, Spread
-from lora_backends.hf.layout.sites import Site
+from lora_backends.hf.layout.layout import InputForm, Layout, Order, Spread
+from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.trial import LENGTH, SHARED, Trial, trial_of
 from lora_backends.hf.layout.twin import twin_of
 
@@ -45,13 +45,13 @@ class _Seen:
     """One input of a module."""
 
     shape: tuple[int, ...]  # without the features
-    forms: tuple[Form, ...]  # all that the values agree with
+    forms: tuple[InputForm, ...]  # all that the values agree with
     in_order: bool
     step: bool  # one token per row
 
 
-def probe(base: nn.Module, sites: Mapping[str, Site]) -> dict[str, Layout]:
-    """Return how the input of every site holds the rows of a batch.
+def probe(base: nn.Module, sites: Mapping[str, ModuleSite]) -> dict[str, Layout]:
+    """Return the layout of the batch's rows in the input of every site.
 
     Args:
         base: a model; it is not changed, and its hooks do not run.
@@ -62,6 +62,7 @@ def probe(base: nn.Module, sites: Mapping[str, Site]) -> dict[str, Layout]:
     """
     failure, passes = "", _Passes()
     try:
+        # Models of any author may fail on plain text: then nothing is known of their inputs.
         passes.run(base, sites)
     except Exception as error:  # whatever a model of any author raises
         text = getattr(base, "main_input_name", "input_ids") == "input_ids"
@@ -70,6 +71,7 @@ def probe(base: nn.Module, sites: Mapping[str, Site]) -> dict[str, Layout]:
     layouts = {}
     for path in sites:
         layout = _layout(passes.seen[path], failure, passes.step_failure)
+        # Equal layouts become one object, since calls compare them by identity.
         key = (layout.forms, layout.in_order, layout.reason, layout.steps, layout.calls)
         layouts[path] = kinds.setdefault(key, layout)
     return layouts
@@ -109,11 +111,11 @@ class _Passes:
         self._is_step = False
 
     @torch.no_grad()
-    def run(self, base: nn.Module, sites: Mapping[str, Site]) -> None:
+    def run(self, base: nn.Module, sites: Mapping[str, ModuleSite]) -> None:
         """Run a model without its hooks, and in eval mode."""
         trial = self._trial = trial_of(base)
         twin, twins = twin_of(base)
-        with running(IDLE), trial.own_random_numbers():
+        with running(IDLE), trial.fixed_random_numbers():
             for rows, note in ((PAIR, self._note_pair), (BATCH, self._note_batch)):
                 handles = [
                     twins[site.module].register_forward_pre_hook(_noting(path, site, note))
@@ -141,6 +143,7 @@ class _Passes:
         return x if self._trial.length is not None else x[..., :FEATURES]
 
     def _note_pair(self, path: str, x: torch.Tensor | None) -> None:
+        # A copy: the model may change the input in place later.
         self._pairs[path].append(self._seen_part(x).clone())
 
     def _note_batch(self, path: str, x: torch.Tensor | None) -> None:
@@ -149,15 +152,17 @@ class _Passes:
             shape = () if x is None else tuple(x.shape[:-1])
             seen = _Seen(shape, (), False, self._is_step)
         else:
+            # Only inputs of the same place in the order of calls are comparable.
             part = self._seen_part(x)
             seen = _see(part, self._pairs[path][count], self._length, self._is_step)
         self.seen[path].append(seen)
 
 
-def _noting(path: str, site: Site, note: Any) -> Any:
+def _noting(path: str, site: ModuleSite, note: Any) -> Any:
     """Return a hook that notes a module's input, with an axis of features, or None."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        # By position, as hooks see inputs: by name they are refused there.
         x = args[0] if args and isinstance(args[0], torch.Tensor) else None
         is_embedding = site.spec.kind == "embedding"
         note(path, x.unsqueeze(-1) if is_embedding and x is not None else x)
@@ -185,21 +190,21 @@ def _see(x: torch.Tensor, pair: torch.Tensor, length: int | None, step: bool) ->
     return _Seen(shape, tuple(forms), in_order, step)
 
 
-def _candidates(shape: tuple[int, ...], length: int | None, step: bool) -> Iterator[Form]:
+def _candidates(shape: tuple[int, ...], length: int | None, step: bool) -> Iterator[InputForm]:
     """Yield the forms that an input of `shape` might have."""
     flat: tuple[Order, ...] = ("rows of tokens", "tokens of rows")
     for axis, size in enumerate(shape):
         if size == len(BATCH):
-            yield Form(len(shape), axis, "rows", step)
+            yield InputForm(len(shape), axis, "rows", step)
         elif length is None:
             if size and not size % len(BATCH):
-                yield Form(len(shape), axis, "rows of parts", step)
+                yield InputForm(len(shape), axis, "rows of parts", step)
         elif size == len(BATCH) * length:
             for order in flat:
-                yield Form(len(shape), axis, order, step)
+                yield InputForm(len(shape), axis, order, step)
 
 
-def _rows(x: torch.Tensor, form: Form, rows: int, length: int) -> torch.Tensor | None:
+def _rows(x: torch.Tensor, form: InputForm, rows: int, length: int) -> torch.Tensor | None:
     """Return x as [rows, positions, features], or None if it does not have the form."""
     spread: Spread | None = form.spread(x.shape[:-1], rows, length)
     if spread is None:
@@ -217,6 +222,7 @@ def _shows_pattern(rows: torch.Tensor, first: torch.Tensor) -> bool:
     """
     if first.shape != rows.shape[1:]:
         return False
+    # The first row must also ignore the rows beside it.
     same = [rows[i] - rows[j] for i, j in EQUAL] + [rows[0] - first]
     other = [rows[i] - rows[j] for i, j in UNEQUAL]
     most = torch.stack([torch.linalg.vector_norm(difference) for difference in same]).max()

@@ -37,6 +37,7 @@ def packed_size(module: nn.Module) -> tuple[int, int] | None:
     """
     if not _holds_bits(module):
         return None
+    # Packages of quantisation name the sizes differently.
     for wide, high in (("in_features", "out_features"), ("infeatures", "outfeatures")):
         sizes = (getattr(module, wide, None), getattr(module, high, None))
         if all(isinstance(size, int) and size > 0 for size in sizes):
@@ -64,6 +65,7 @@ def dequantized(module: Any) -> torch.Tensor | None:
     weight: Any = getattr(module, "weight", None)
     if hasattr(module, "W_q"):  # hqq
         values = module.dequantize()
+    # By the name of the class: bitsandbytes need not be installed.
     elif type(weight).__name__ == "Params4bit":
         state = weight.quant_state
         # no state: not quantised yet; packing_format_for_cpu: repacked for the CPU

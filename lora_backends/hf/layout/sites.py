@@ -1,4 +1,4 @@
-"""Where a Transformers model can take LoRA: its linear layers and its token embedding."""
+"""Sites for LoRA in a Transformers model: its linear layers and its token embedding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lora_backends.hf.layout.quantized_base import (
 
 
 @dataclass(frozen=True)
-class Site:
+class ModuleSite:
     """One module of the base model that a checkpoint may adapt."""
 
     path: str
@@ -31,7 +31,7 @@ class Site:
     refusal: str | None  # why its LoRA cannot be reproduced row by row
 
 
-def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Site]:
+def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, ModuleSite]:
     """Return every Linear, Conv1D and Embedding of `base`, quantised or not, by its path.
 
     Args:
@@ -42,6 +42,7 @@ def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dic
     Returns:
         Path to site, in the order of `named_modules`.
     """
+    # Other embeddings take positions or types, not tokens of rows.
     token_embedding = token_embedding_of(base)
     sites = {}
     for path, module in base.named_modules():
@@ -51,7 +52,7 @@ def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dic
         if spec is not None:
             embeds = module is token_embedding or _shares_weight(module, token_embedding)
             refusal = _refusal(path, module, embeds, dtype, device)
-            sites[path] = Site(path, module, spec, refusal)
+            sites[path] = ModuleSite(path, module, spec, refusal)
     return sites
 
 
@@ -77,7 +78,7 @@ def vocabulary_of(base: nn.Module) -> int:
     return len(embedding.weight) if size is None else size[0]
 
 
-def base_layer(sites: Mapping[str, Site], path: str) -> BaseLayer:
+def base_layer(sites: Mapping[str, ModuleSite], path: str) -> BaseLayer:
     """Return the weight and bias of a module, as DoRA reads them.
 
     Raises:
@@ -86,17 +87,18 @@ def base_layer(sites: Mapping[str, Site], path: str) -> BaseLayer:
     """
     module: Any = sites[path].module
     bias = getattr(module, "bias", None)
-    given = getattr(module, "weight", None)
-    weight = given.detach() if is_plain(given) else dequantized(module)
+    stored = getattr(module, "weight", None)
+    weight = stored.detach() if is_plain(stored) else dequantized(module)
     if weight is None:
         raise UnsupportedInputError(
             f"DoRA (use_dora) cannot scale module {path}: its base weight is quantized, and "
             f"its values are unknown\n  given: {type(module).__name__}, "
-            f"{type(given).__name__} {getattr(given, 'dtype', '')}\n"
+            f"{type(stored).__name__} {getattr(stored, 'dtype', '')}\n"
             f"  allowed: a weight of float16, bfloat16 or float32, or quantized by torchao, "
             f"quanto, hqq or bitsandbytes (4 bits: unless repacked for a CPU)\n"
             f"  to do: load the base model without quantization, or merge the adapter into it"
         )
+    # Both store the transpose of a linear layer's weight.
     if isinstance(module, (Conv1D, nn.Embedding)):
         return BaseLayer(weight.T, bias)
     if isinstance(module, nn.Linear) or packed_size(module) is not None:
@@ -108,7 +110,7 @@ def base_layer(sites: Mapping[str, Site], path: str) -> BaseLayer:
 
 
 def check_start(
-    checkpoint: Checkpoint, sites: Mapping[str, Site], unreached: Container[str]
+    checkpoint: Checkpoint, sites: Mapping[str, ModuleSite], unreached: Container[str]
 ) -> None:
     """Refuse PiSSA and OLoRA where LoRA cannot take their start off the base weight.
 
@@ -156,11 +158,7 @@ def _spec(module: nn.Module) -> ModuleSpec | None:
 
 
 def _refusal(
-    path: str,
-    module: nn.Module,
-    is_token_embedding: bool,
-    dtype: torch.dtype,
-    device: torch.device,
+    path: str, module: nn.Module, is_token_embedding: bool, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     if isinstance(module, nn.Embedding) and not is_token_embedding:
         return "it is not the token embedding, so its input has no rows of the batch"

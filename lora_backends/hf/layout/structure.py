@@ -35,10 +35,12 @@ class Structure:
         self._base = base
         modules = dict(base.named_modules())
         self._paths = list(modules)
+        # The dicts themselves, so that a check makes no Python call per module.
         self._attributes = [vars(module) for module in modules.values()]
         parents = {path: module for path, module in modules.items() if module._modules}
         self._parents = list(parents)
         self._holders = [module._modules for module in parents.values()]
+        # Copies, to compare with the live dicts.
         self._children = [dict(holder) for holder in self._holders]
         self._parameters: dict[str, nn.Parameter | None] = {}
         self._name = ""  # of a parameter that has the model's dtype and device, if there is any
@@ -64,7 +66,7 @@ class Structure:
             InvalidInputError: the model has another dtype or device than its adapters, or a module
                 is in training mode, where dropout changes rows.
         """
-        # One parameter stands for all: .to() converts them together.
+        # One parameter is enough: .to() converts all of them.
         form = _form(self._parameters.get(self._name))
         if form != self._form and form is not None:
             self._refuse_converted(form)
@@ -87,6 +89,7 @@ class Structure:
     def _refuse_converted(self, form: tuple[torch.dtype, torch.device]) -> None:
         assert self._form is not None  # there was such a parameter
         is_offloaded = any("_hf_hook" in attributes for attributes in self._attributes)
+        # The device changes within a pass there; the dtype does not.
         if is_offloaded and form[0] == self._form[0]:  # Accelerate moves weights within the pass
             return
         raise InvalidInputError(

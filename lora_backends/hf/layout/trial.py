@@ -50,7 +50,7 @@ class Trial:
             if not name.startswith("next ")
         } | dict(self.flags)
 
-    def own_random_numbers(self) -> AbstractContextManager[None]:
+    def fixed_random_numbers(self) -> AbstractContextManager[None]:
         """Give each block the same random numbers, and restore the caller's generator after it.
 
         Some models draw random numbers in eval mode.
@@ -128,14 +128,16 @@ def _tokens(base: nn.Module) -> dict[str, torch.Tensor]:
     size = embedding_size(embedding)
     if embedding is None or size is None:
         raise TypeError(f"{type(base).__name__} has no token embedding")
+    # An end or a pad token may change masks, and with them other rows.
     special = _special_tokens(getattr(base, "config", None))
-    ordinary = [token for token in range(size[0]) if token not in special]
+    plain = [token for token in range(size[0]) if token not in special]
+    # Fixed, so that every wrapper of a model finds the same layouts.
     generator = torch.Generator("cpu").manual_seed(0)
     places = [  # at every place, another token for every letter
-        torch.randperm(len(ordinary), generator=generator, device="cpu")[:4].tolist()
+        torch.randperm(len(plain), generator=generator, device="cpu")[:4].tolist()
         for _ in range(LENGTH + 1)
     ]
-    a, b, c, d = ([ordinary[place[letter]] for place in places] for letter in range(4))
+    a, b, c, d = ([plain[place[letter]] for place in places] for letter in range(4))
     rows = {"a": a, "b": b, "ac": a[:SHARED] + c[SHARED:], "d": d}
     device = next(base.parameters()).device  # a packed embedding may have buffers alone
     return {name: torch.tensor(row, device=device) for name, row in rows.items()}

@@ -22,17 +22,26 @@ def twin_of(base: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
     Args:
         base: a model. Tensors and whatever else its modules hold are not copied.
     """
-    twins = {module: module.__class__.__new__(module.__class__) for module in base.modules()}
+    twins = {module: without_hooks(module) for module in base.modules()}
     for module, twin in twins.items():
-        # Through __dict__, as torch's own replicas are made: a constructor would make tensors.
-        for name, value in vars(module).items():
-            if isinstance(value, dict) and name.startswith("_"):
-                vars(twin)[name] = value.__class__() if "hooks" in name else value.copy()
-            elif name not in _LEFT_OUT:
-                vars(twin)[name] = _rebound(value, twins)
+        for name, value in vars(twin).items():
+            vars(twin)[name] = _rebound(value, twins)
         twin._modules = {n: child and twins[child] for n, child in module._modules.items()}
+        # Dropout would make equal rows unequal.
         twin.training = False
     return twins[base], twins
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """Return a module with the tensors, attributes and children of another, and no hooks."""
+    # Through __dict__, as torch's own replicas are made: a constructor would make tensors.
+    copy: nn.Module = module.__class__.__new__(module.__class__)
+    for name, value in vars(module).items():
+        if isinstance(value, dict) and name.startswith("_"):
+            vars(copy)[name] = value.__class__() if "hooks" in name else value.copy()
+        elif name not in _LEFT_OUT:
+            vars(copy)[name] = value
+    return copy
 
 
 def _rebound(value: Any, twins: Mapping[nn.Module, nn.Module]) -> Any:
@@ -41,6 +50,7 @@ def _rebound(value: Any, twins: Mapping[nn.Module, nn.Module]) -> Any:
     def twin(owner: Any) -> Any:
         return twins.get(owner, owner) if isinstance(owner, nn.Module) else owner
 
+    # A bound method would run the original module.
     if isinstance(value, MethodType):
         return MethodType(value.__func__, twin(value.__self__))
     if isinstance(value, partial):

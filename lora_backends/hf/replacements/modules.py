@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, cast
@@ -18,13 +18,15 @@ from lora_backends.adapters.pool.stack_format import bytes_of
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
 from lora_backends.hf.calls.running import RUNNING
+from lora_backends.hf.hooks.linear import Hook, first_argument
 from lora_backends.hf.layout.layout import Layout
 from lora_backends.hf.layout.probe import UNREACHED, probe
 from lora_backends.hf.layout.quantized_base import is_plain, packed_size
-from lora_backends.hf.layout.sites import Site, token_embedding_of
+from lora_backends.hf.layout.sites import ModuleSite, token_embedding_of
+from lora_backends.hf.layout.twin import without_hooks
 from lora_backends.hf.replacements.promised import check_promises, check_unpromised
 from lora_backends.hf.replacements.proof import reason_against
-from lora_backends.hf.replacements.rows import Hook, OwnModule, replace_rows
+from lora_backends.hf.replacements.rows import Replacement, replace_rows
 from lora_backends.hf.replacements.tying import check_tying
 
 
@@ -35,13 +37,12 @@ class Invocation:
     tokens: tuple[int, ...]
 
 
-class OwnModules:
+class Replacements:
     """The modules of adapters that take the place of one base model's.
 
     Args:
         model: key of the wrapper, whose calls the hooks serve.
         base: the model.
-        sites: where it can take LoRA.
         layouts: of the inputs of modules; those of further modules are added when they are needed.
         handles: of hooks; those that are added are noted here.
         fused: whether LoRA may be a part of a module's `forward`.
@@ -51,14 +52,14 @@ class OwnModules:
         self,
         model: str,
         base: nn.Module,
-        sites: Mapping[str, Site],
         layouts: MutableMapping[str, Layout],
         handles: list[Any],
         fused: bool,
     ) -> None:
-        self._model, self._base, self._sites = model, base, sites
+        self._model, self._base = model, base
         self._layouts, self._handles, self._fused = layouts, handles, fused
         self._modules = dict(base.named_modules())
+        # A tied parameter has several modules, and each of them needs the replacement.
         self._holders: dict[int, list[tuple[str, str]]] = defaultdict(list)
         for path, module in self._modules.items():
             for name, parameter in module._parameters.items():
@@ -73,33 +74,37 @@ class OwnModules:
             InvalidInputError: it does not fit the base model.
             UnsupportedInputError: a module of a kind that cannot be replaced row by row.
         """
+        # Checks first, hooks last: a refused adapter leaves nothing at the model.
         check_tying(self._base, checkpoint)
         self._check_residuals(checkpoint)
         values = self._values(checkpoint)
         tokens = self._tokens(checkpoint)
         check_promises(self._base, checkpoint)
         check_unpromised(self._base, checkpoint)
-        own: dict[str, Any] = {}
+        replacements: dict[str, Any] = {}
         for path in dict.fromkeys([*values, *tokens]):
-            own[path] = self._own(checkpoint, path, values.get(path, {}), tokens.get(path))
-        if own and checkpoint.own.invocation:
+            replacements[path] = self._replacement(
+                checkpoint, path, values.get(path, {}), tokens.get(path)
+            )
+        if replacements and checkpoint.own.invocation:
             # PEFT uses those for every token of a row; ours would begin at the invocation, too.
             raise UnsupportedInputError(
                 f"{checkpoint.folder} acts from its invocation tokens on (aLoRA), and has modules "
                 f"of its own besides\n"
-                f"  given: alora_invocation_tokens, and {', '.join([*own][:3])}"
-                f"{', ...' * (len(own) > 3)}\n"
+                f"  given: alora_invocation_tokens, and {', '.join([*replacements][:3])}"
+                f"{', ...' * (len(replacements) > 3)}\n"
                 f"  allowed: aLoRA without modules_to_save, biases or trainable_token_indices\n"
                 f"  to do: merge these modules into a base model of its own"
             )
-        if own:
+        if replacements:
             with self._lock:  # a bias would be added twice by hooks of two loads
-                self._probe([path for path in own if path not in self._layouts])
-                self._try(checkpoint, values, tokens, own)
-                self._hook(own)
+                # Norms take no LoRA, so the wrapper has not looked at them.
+                self._probe([path for path in replacements if path not in self._layouts])
+                self._try(checkpoint, values, tokens, replacements)
+                self._hook(replacements)
         if checkpoint.own.invocation:
-            own[""] = Invocation(checkpoint.own.invocation)
-        return own
+            replacements[""] = Invocation(checkpoint.own.invocation)
+        return replacements
 
     def _check_residuals(self, checkpoint: Checkpoint) -> None:
         """Refuse PiSSA and OLoRA of a weight that other modules share: PEFT changes those, too."""
@@ -118,8 +123,8 @@ class OwnModules:
         for path, weight in checkpoint.base_weights.items():
             parameters[f"{path}.weight"] = OwnParameter(weight, alone=False)
         values: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-        for given, parameter in parameters.items():
-            for path, name, base in self._places(checkpoint, given, parameter.alone):
+        for called, parameter in parameters.items():
+            for path, name, base in self._places(checkpoint, called, parameter.alone):
                 if not is_plain(base):
                     raise _quantized(checkpoint, path)
                 value = parameter.value.to(base.device, base.dtype)
@@ -129,36 +134,37 @@ class OwnModules:
                         f"{checkpoint.folder} has two values for {path}.{name}, which the base "
                         f"model shares with other modules\n  allowed: one value"
                     )
+                # PEFT saves whole modules: most of their values are the base's.
                 if value.shape != base.shape or not value.equal(base):
                     values[path][name] = value
-        return {path: found for path, found in values.items() if found}
+        return {path: changed for path, changed in values.items() if changed}
 
     def _places(
-        self, checkpoint: Checkpoint, given: str, alone: bool
+        self, checkpoint: Checkpoint, called: str, alone: bool
     ) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield the modules that hold a parameter, its names there and the base's value."""
-        given_path, _, name = given.rpartition(".")
-        path = renamed(given_path, self._modules)
+        module_name, _, name = called.rpartition(".")
+        path = renamed(module_name, self._modules)
         module = self._modules.get(path)
         base = None if module is None else module._parameters.get(name)
         if base is None and module is not None and packed_size(module) is not None:
             raise _quantized(checkpoint, path)
         if base is None:
             raise InvalidInputError(
-                f"{checkpoint.folder} has a tensor of its own for {given!r}, which the base model "
-                f"lacks{did_you_mean(given_path, self._modules)}\n"
+                f"{checkpoint.folder} has a tensor of its own for {called!r}, which the base model "
+                f"lacks{did_you_mean(module_name, self._modules)}\n"
                 f"  to do: load it on the kind of model that it was trained on, e.g. "
                 f"AutoModelForSequenceClassification"
             )
         places = [(path, name)] if alone else self._holders[id(base)]
-        for place, called in places:
-            yield place, called, base
+        for place, other_name in places:
+            yield place, other_name, base
 
     def _tokens(self, checkpoint: Checkpoint) -> dict[str, TokenRows]:
         """Return the rows of embeddings that are replaced, by path; tied heads follow."""
         tokens: dict[str, TokenRows] = {}
-        given = {renamed(p, self._modules): rows for p, rows in checkpoint.own.tokens.items()}
-        for path, rows in given.items():
+        by_path = {renamed(p, self._modules): rows for p, rows in checkpoint.own.tokens.items()}
+        for path, rows in by_path.items():
             embedding = self._modules.get(path)
             weight = None if embedding is None else embedding._parameters.get("weight")
             if not isinstance(embedding, nn.Embedding) or weight is None:
@@ -175,22 +181,24 @@ class OwnModules:
                     f"  allowed: rows of {list(weight.shape)}\n"
                     f"  to do: base.resize_token_embeddings({max(rows.ids) + 1})"
                 )
+            # A tied head computes with the same rows.
             for place, _ in self._holders[id(weight)]:
-                tokens[place] = given.get(place, rows)
+                tokens[place] = by_path.get(place, rows)
         return tokens
 
-    def _own(
+    def _replacement(
         self,
         checkpoint: Checkpoint,
         path: str,
         values: Mapping[str, torch.Tensor],
         rows: TokenRows | None,
-    ) -> OwnModule:
+    ) -> Replacement:
         """Return the replacement of one module."""
         module = self._modules[path]
         self._check_kind(checkpoint, path, module)
         width = self._check_shapes(checkpoint, path, module, values)
         delta = checkpoint.modules.get(path)
+        # A bias alone is added after LoRA, so both may be there.
         whole = bool(set(values) - {"bias"}) or rows is not None
         if delta is not None and whole and (self._fused or delta.magnitude is not None or width):
             raise UnsupportedInputError(
@@ -215,13 +223,13 @@ class OwnModules:
                     f"  to do: merge the adapter into a base model of its own"
                 )
             weight = cast(torch.Tensor, module.weight)
-            own = {"weight": rows.values.to(weight.device, weight.dtype)}
-            made["nbytes"] += bytes_of(own["weight"])
+            parts = {"weight": rows.values.to(weight.device, weight.dtype)}
+            made["nbytes"] += bytes_of(parts["weight"])
             made["tokens"] = torch.tensor(rows.ids, device=weight.device)
             if linear and module.bias is not None:
-                own["bias"] = cast(torch.Tensor, module.bias).detach()[made["tokens"]]
-            made["token_module"] = _copy(module, own)
-        return OwnModule(**made)
+                parts["bias"] = cast(torch.Tensor, module.bias).detach()[made["tokens"]]
+            made["token_module"] = _copy(module, parts)
+        return Replacement(**made)
 
     def _check_kind(self, checkpoint: Checkpoint, path: str, module: nn.Module) -> None:
         """Refuse a module that may not work on each position alone."""
@@ -272,6 +280,7 @@ class OwnModules:
     def _heads(self) -> list[str]:
         """Return the linear layers that may be heads: in no stack of layers, no embedding."""
         output = getattr(self._base, "get_output_embeddings", lambda: None)()
+        # A head of tokens has the vocabulary's size, which no adapter changes.
         ties = (output, token_embedding_of(self._base))
         return [
             path
@@ -286,13 +295,14 @@ class OwnModules:
         checkpoint: Checkpoint,
         values: Mapping[str, Mapping[str, torch.Tensor]],
         tokens: Mapping[str, TokenRows],
-        own: Mapping[str, OwnModule],
+        made: Mapping[str, Replacement],
     ) -> None:
         """Refuse modules that the model does not call, or whose parameters it reads itself."""
-        unreached = [path for path in own if self._layouts[path].reason == UNREACHED]
+        # A hook at a module that is not called changes nothing, without an error.
+        unreached = [path for path in made if self._layouts[path].reason == UNREACHED]
         reason = f"the model does not call {unreached[0]} on text" if unreached else None
         if reason is None:
-            parameters = {path: dict(found) for path, found in values.items()}
+            parameters = {path: dict(changed) for path, changed in values.items()}
             for path, rows in tokens.items():
                 parameters.setdefault(path, {})
                 weight = parameters[path].get("weight", self._modules[path].weight)
@@ -300,24 +310,26 @@ class OwnModules:
                 whole = weight.detach().clone()
                 whole[ids] = rows.values.to(whole)
                 parameters[path]["weight"] = whole
-            reason = reason_against(self._base, parameters, own)
+            reason = reason_against(self._base, parameters, made)
         if reason is not None:
             raise UnsupportedInputError(
                 f"{checkpoint.folder} has modules of its own that cannot be replaced row by row: "
-                f"{reason}\n  given: {', '.join([*own][:3])}{', ...' * (len(own) > 3)}\n"
+                f"{reason}\n  given: {', '.join([*made][:3])}{', ...' * (len(made) > 3)}\n"
                 f"  to do: merge the adapter into a base model of its own"
             )
 
-    def _hook(self, own: Mapping[str, OwnModule]) -> None:
-        for path in own:
+    def _hook(self, paths: Iterable[str]) -> None:
+        for path in paths:
             module, layout = self._modules[path], self._layouts[path]
             embeds = isinstance(module, nn.Embedding)
             for late in (False, True):
                 # An interrupt may end a load after any of these lines, so only the hooks themselves
                 # tell which of them exist.
-                marks = [getattr(hook, "own_of", None) for hook in module._forward_hooks.values()]
+                marks = [
+                    getattr(hook, "replacement_of", None) for hook in module._forward_hooks.values()
+                ]
                 if (self._model, late) not in marks:
-                    hook = own_hook(self._model, path, layout, embeds, late)
+                    hook = replacement_hook(self._model, path, layout, embeds, late)
                     self._handles.append(module.register_forward_hook(hook, prepend=not late))
 
     def _probe(self, paths: list[str]) -> None:
@@ -325,7 +337,7 @@ class OwnModules:
         if not paths:
             return
         spec = ModuleSpec("linear", 1, 1)
-        sites = {path: Site(path, self._modules[path], spec, None) for path in paths}
+        sites = {path: ModuleSite(path, self._modules[path], spec, None) for path in paths}
         self._layouts.update(probe(self._base, sites))
 
 
@@ -342,54 +354,45 @@ def _quantized(checkpoint: Checkpoint, path: str) -> UnsupportedInputError:
 
 def _copy(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return a module that shares all but these parameters, and has no hooks."""
-    # Through __dict__, as torch's own replicas are made: a constructor would make tensors.
-    copy: nn.Module = module.__class__.__new__(module.__class__)
-    for name, value in vars(module).items():
-        if isinstance(value, dict) and name.startswith("_"):
-            vars(copy)[name] = value.__class__() if "hooks" in name else value.copy()
-        elif name not in ("forward", "_compiled_call_impl"):  # they run the original
-            vars(copy)[name] = value
+    copy = without_hooks(module)
+    vars(copy).pop("forward", None)  # a replaced one runs the original
     for name, value in values.items():
         copy._parameters[name] = nn.Parameter(value, requires_grad=False)
     if isinstance(copy, nn.Linear) and "weight" in values:
         copy.out_features = values["weight"].shape[0]
+    # The base's padding index may be no row of the replacement.
     if isinstance(copy, nn.Embedding) and "weight" in values:
         copy.num_embeddings, copy.padding_idx = values["weight"].shape[0], None
     return copy
 
 
-def own_hook(model: str, path: str, layout: Layout, embeds: bool, late: bool) -> Hook:
+def replacement_hook(model: str, path: str, layout: Layout, embeds: bool, late: bool) -> Hook:
     """Return a hook that replaces rows of a module's output by those of adapters' own modules.
 
     Args:
-        model: whose calls it serves.
+        model: key of the wrapper.
         path: of the module.
         layout: of its input.
         embeds: whether its input is token ids.
-        late: whether it runs behind LoRA, to add biases; else before LoRA.
+        late: whether it runs after LoRA, to add biases; else before LoRA.
     """
 
     def replace(
         module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
     ) -> torch.Tensor | None:
         call = RUNNING.call
-        own = call.own.get(path) if call.model == model else None
-        if own is None:
+        rows = call.replacements.get(path) if call.model == model else None
+        if rows is None:
             return None
-        if not args:
-            raise UnsupportedInputError(
-                f"module {path} is called with arguments by name\n"
-                f"  allowed: its input as the first argument by position"
-            )
-        if own.width is not None and path in call.stacks:
+        x = first_argument(args, f"module {path}")
+        if rows.width is not None and path in call.stacks:
             raise UnsupportedInputError(
                 f"a loaded adapter has LoRA for {path}, and another one a head of its own there, "
                 f"with other labels\n  to do: unload one of them"
             )
-        x = args[0]
         shape = x.shape if embeds else x.shape[:-1]
         numbers = call.numbers(shape, layout, (path,))
-        return replace_rows(own, x.flatten() if embeds else as_rows(x), output, numbers, late)
+        return replace_rows(rows, x.flatten() if embeds else as_rows(x), output, numbers, late)
 
-    replace.own_of = (model, late)  # type: ignore[attr-defined]
+    replace.replacement_of = (model, late)  # type: ignore[attr-defined]
     return replace

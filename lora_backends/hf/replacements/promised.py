@@ -59,34 +59,37 @@ def check_unpromised(base: nn.Module, checkpoint: Checkpoint) -> None:
         UnsupportedInputError: such a tensor differs from the base model's; the message names each.
     """
     modules = dict(base.named_modules())
-    own, promises = checkpoint.own, checkpoint.own.promises
+    brought, promises = checkpoint.own, checkpoint.own.promises
     adapted = {*checkpoint.modules, *promises.untrained}
-    with_rows = {id(getattr(modules.get(renamed(p, modules)), "weight", None)) for p in own.tokens}
+    with_rows = {
+        id(getattr(modules.get(renamed(p, modules)), "weight", None)) for p in brought.tokens
+    }
+    # Shared tensors: PEFT's copy would change the other module as well.
     holders = Counter(id(p) for _, p in base.named_parameters(remove_duplicate=False))
-    found = []
-    for name, parameter in own.parameters.items():
+    surplus = []
+    for name, parameter in brought.parameters.items():
         path, leaf, value = _place(name, modules)
         wrapped = path in adapted or (leaf == "weight" and id(value) in with_rows)
         # PEFT had no base_layer in its first versions: their biases have the plain name.
         is_bias = leaf == "bias" and promises.bias != "none" and promises.is_old
         if parameter.plain and wrapped and not is_bias and _differs(parameter.value, value):
-            found.append(f"{name}, which PEFT ignores beside its LoRA or rows of tokens")
-    for name, original in own.originals.items():
+            surplus.append(f"{name}, which PEFT ignores beside its LoRA or rows of tokens")
+    for name, original in brought.originals.items():
         _, _, value = _place(name, modules)
         if (holders[id(value)] > 1 or id(value) in with_rows) and _differs(original, value):
-            found.append(f"a copy of the base model's {name} with other values")
-    if found:
+            surplus.append(f"a copy of the base model's {name} with other values")
+    if surplus:
         raise UnsupportedInputError(
             f"{checkpoint.folder} holds tensors that its {CONFIG_FILE} does not promise"
-            f"{_facts(found)}\n  allowed: values equal to the base model's\n"
+            f"{_facts(surplus)}\n  allowed: values equal to the base model's\n"
             f"  to do: remove these tensors, or load the base model that the adapter was saved with"
         )
 
 
 def _place(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, str, torch.Tensor | None]:
     """Return the path of a parameter's module, its name there and the base model's value."""
-    given, _, leaf = name.rpartition(".")
-    path = renamed(given, modules)
+    module_name, _, leaf = name.rpartition(".")
+    path = renamed(module_name, modules)
     return path, leaf, modules[path]._parameters.get(leaf) if path in modules else None
 
 
@@ -106,6 +109,7 @@ def _saved(checkpoint: Checkpoint, modules: Mapping[str, nn.Module]) -> Iterator
     ends = checkpoint.own.promises.saved
     if not ends:
         return
+    # Names from before Transformers renamed its modules.
     old = {renamed(end, modules) for end in ends}
     names = (name.rpartition(".") for name in checkpoint.own.parameters)
     held = {f"{renamed(path, modules)}.{leaf}" for path, _, leaf in names}
@@ -119,8 +123,8 @@ def _saved(checkpoint: Checkpoint, modules: Mapping[str, nn.Module]) -> Iterator
 def _state(module: nn.Module) -> Iterator[str]:
     """Yield the names in a module's `state_dict`, without those that quantisation adds."""
     for path, inner in module.named_modules():
-        kept = [n for n in inner._buffers if n not in inner._non_persistent_buffers_set]
-        for name in (*inner._parameters, *kept):
+        buffers = [n for n in inner._buffers if n not in inner._non_persistent_buffers_set]
+        for name in (*inner._parameters, *buffers):
             if getattr(inner, name) is not None:
                 yield f"{path}.{name}" if path else name
 
@@ -153,6 +157,7 @@ def _biases(checkpoint: Checkpoint, modules: Mapping[str, nn.Module]) -> Iterato
     adapted = {*checkpoint.modules, *promises.untrained}
     names = (name.rpartition(".") for name in checkpoint.own.parameters)
     places = (renamed(path, modules) for path, _, leaf in names if leaf == "bias")
+    # By tensor, since tied modules save one bias.
     held = {id(_bias(modules.get(path))) for path in places}
     for path, module in modules.items():
         bias = _bias(module)

@@ -1,4 +1,4 @@
-"""Tries whether replacing a module's output gives the same as replacing its parameters.
+"""Compares replacing a module's output with replacing its parameters, on a trial input.
 
 A model may read a parameter without calling its module, `self.embed.weight` for instance. A hook on
 the module misses that, so an adapter is run on a trial input in both ways when it is loaded.
@@ -16,7 +16,7 @@ from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.hf.calls.running import IDLE, running
 from lora_backends.hf.layout.trial import Trial, trial_of
 from lora_backends.hf.layout.twin import twin_of
-from lora_backends.hf.replacements.rows import OwnModule, OwnRows, replace_rows
+from lora_backends.hf.replacements.rows import ReplacedRows, Replacement, replace_rows
 
 ROWS = ("a", "b")
 
@@ -31,17 +31,18 @@ MOST_ROUNDED = 0.05
 def reason_against(
     base: nn.Module,
     parameters: Mapping[str, Mapping[str, torch.Tensor]],
-    own: Mapping[str, OwnModule],
+    replacements: Mapping[str, Replacement],
 ) -> str | None:
     """Return why modules cannot take the place of the base's, or None.
 
     Args:
         base: the model; it is not changed.
         parameters: by path of a module, the values of its parameters.
-        own: by path, what is put in the place of the module's output.
+        replacements: by path, what is put in the place of the module's output.
     """
     try:
         trial = trial_of(base)
+        # The effect of the adapter is the scale of the tolerance.
         plain = _run(base, trial, lambda path, module: None)
 
         def replaced(path: str, module: nn.Module) -> None:
@@ -49,16 +50,17 @@ def reason_against(
                 module._parameters[name] = nn.Parameter(value, requires_grad=False)
 
         def hooked(path: str, module: nn.Module) -> None:
-            if path in own:
-                _hook(module, own[path])
+            if path in replacements:
+                _hook(module, replacements[path])
 
         truth = _run(base, trial, replaced)
-        found = _run(base, trial, hooked)
+        hooked_values = _run(base, trial, hooked)
     except Exception as error:  # whatever a model of any author raises
         return f"the model does not run on a trial input ({type(error).__name__}: {error!s:.200})"
+    # In 16 bits the order of operations shows in the last digits.
     exact = next(base.parameters()).dtype == torch.float32
     for name, expected in truth.items():
-        ours, before = found[name], plain[name]
+        ours, before = hooked_values[name], plain[name]
         if ours.shape != expected.shape:
             return f"its {name} would have shape {list(ours.shape)}, not {list(expected.shape)}"
         effect = expected.norm() if before.shape != expected.shape else (expected - before).norm()
@@ -76,7 +78,7 @@ def _run(
     twin, _ = twin_of(base)
     for path, module in twin.named_modules():
         change(path, module)
-    with running(IDLE), trial.own_random_numbers():
+    with running(IDLE), trial.fixed_random_numbers():
         output = twin(**trial.prompt(ROWS))
     return dict(_tensors(output))
 
@@ -87,8 +89,8 @@ def _tensors(output: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value.float()
 
 
-def _hook(module: nn.Module, own: OwnModule) -> None:
-    rows = OwnRows({0: own}, own.width)
+def _hook(module: nn.Module, replacement: Replacement) -> None:
+    rows = ReplacedRows({0: replacement}, replacement.width)
     embeds = isinstance(module, nn.Embedding)
 
     def replace(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class OwnModule:
+class Replacement:
     """An adapter's replacement of one base module that works on each position alone."""
 
     module: nn.Module | None = None  # computes the output: the base's kind, with own parameters
@@ -30,14 +30,16 @@ class OwnModule:
 
 
 @dataclass(frozen=True, eq=False)
-class OwnRows:
+class ReplacedRows:
     """The replacements of one module for the rows of a call."""
 
-    by_number: Mapping[int, OwnModule]  # the slot of an adapter to its module
+    by_number: Mapping[int, Replacement]  # the slot of an adapter to its module
     width: int | None  # widest output of the rows of the call, where one differs from the base's
 
 
-def own_rows(pool: AdapterPool, slots: Mapping[str, int], choices: Choices) -> dict[str, OwnRows]:
+def replaced_rows(
+    pool: AdapterPool, slots: Mapping[str, int], choices: Choices
+) -> dict[str, ReplacedRows]:
     """Return the replacements of modules for the rows of a call, by path.
 
     Args:
@@ -49,38 +51,41 @@ def own_rows(pool: AdapterPool, slots: Mapping[str, int], choices: Choices) -> d
         UnsupportedInputError: a blend or a strength of an adapter with modules of its own.
     """
     numbers = {number for row in choices.rows for number in row}
-    found: dict[str, dict[int, OwnModule]] = {}
+    by_path: dict[str, dict[int, Replacement]] = {}
     for name, slot in slots.items():
-        own = pool.own_modules(slot)
-        if own and any(n != slot and slot in choices.slots_of(n) for n in numbers):
+        replacements = pool.own_modules(slot)
+        if replacements and any(n != slot and slot in choices.slots_of(n) for n in numbers):
             raise UnsupportedInputError(
                 f"adapter {name!r} has modules of its own (modules_to_save, biases, tokens or an "
                 f"invocation), which no strength scales and no other adapter shares\n"
                 f"  allowed: its name alone, without a strength"
             )
-        for path, module in own.items():
-            if isinstance(module, OwnModule):
-                found.setdefault(path, {})[slot] = module
-    return {path: OwnRows(by, _widest(path, by, numbers, pool)) for path, by in found.items()}
+        for path, module in replacements.items():
+            if isinstance(module, Replacement):
+                by_path.setdefault(path, {})[slot] = module
+    return {
+        path: ReplacedRows(by, _widest(path, by, numbers, pool)) for path, by in by_path.items()
+    }
 
 
 def _widest(
-    path: str, own: Mapping[int, OwnModule], numbers: set[int], pool: AdapterPool
+    path: str, replacements: Mapping[int, Replacement], numbers: set[int], pool: AdapterPool
 ) -> int | None:
-    widths = {n: module.width for n, module in own.items() if module.width is not None}
+    widths = {n: module.width for n, module in replacements.items() if module.width is not None}
     if not widths:
         return None
+    # Rows without a head of their own have the base's labels.
     base = [pool.modules[path].out_features] * bool(numbers - {*widths})
     return max([*widths.values(), *base])
 
 
 def label_counts(
-    own: Mapping[str, OwnRows], pool: AdapterPool, rows: list[list[int]]
+    replacements: Mapping[str, ReplacedRows], pool: AdapterPool, rows: list[list[int]]
 ) -> list[int] | None:
     """Return the labels that each row's head gives, or None where all have the base's.
 
     Args:
-        own: of the call.
+        replacements: of the call.
         pool: of the adapters.
         rows: the numbers of each row, or of each of its tokens.
 
@@ -88,43 +93,43 @@ def label_counts(
         UnsupportedInputError: tokens of a row have heads with different numbers of labels.
     """
     counts = None
-    for path, modules in own.items():
+    for path, modules in replacements.items():
         if modules.width is not None:
             base, by = pool.modules[path].out_features, modules.by_number
-            found = [{(by[n].width if n in by else None) or base for n in row} for row in rows]
-            if mixed := next((each for each in found if len(each) > 1), None):
+            labels = [{(by[n].width if n in by else None) or base for n in row} for row in rows]
+            if mixed := next((each for each in labels if len(each) > 1), None):
                 raise UnsupportedInputError(
                     f"the heads of one row's tokens have different numbers of labels\n"
                     f"  given: {sorted(mixed)} at {path}\n"
                     f"  allowed: one number of labels in a row"
                 )
-            counts = [each.pop() for each in found]
+            counts = [each.pop() for each in labels]
     return counts
 
 
-Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
-
-
 def replace_rows(
-    own: OwnRows, x: torch.Tensor, output: torch.Tensor, numbers: torch.Tensor, late: bool
+    replaced: ReplacedRows, x: torch.Tensor, output: torch.Tensor, numbers: torch.Tensor, late: bool
 ) -> torch.Tensor:
     """Return a module's output with the rows of adapters that have a module of their own.
 
     Args:
-        own: of the module.
+        replaced: of the module.
         x: [positions] token ids, or [positions, in_features].
         output: [..., out_features] of the base's module.
         numbers: [positions] on the CPU.
-        late: whether to add biases; else to replace outputs. A bias comes behind LoRA, because
+        late: whether to add biases; else to replace outputs. A bias comes after LoRA, because
             DoRA scales what is there before it.
     """
     shape = output.shape
+    # Contiguous, so that rows are a view, which is written in place.
     y = output.contiguous().view(-1, shape[-1])
-    if own.width not in (None, shape[-1]) and not late:
-        wide = y.new_full((y.shape[0], max(own.width or 0, shape[-1])), torch.nan)
+    if replaced.width not in (None, shape[-1]) and not late:
+        # NaN, so that a model that mixes columns is noticed by `check_heads`.
+        wide = y.new_full((y.shape[0], max(replaced.width or 0, shape[-1])), torch.nan)
         wide[:, : shape[-1]] = y
         y = wide
-    for number, module in own.by_number.items():
+    for number, module in replaced.by_number.items():
+        # Found on the CPU: a mask on the GPU would make the host wait.
         at = (numbers == number).nonzero().flatten().to(y.device)
         if not len(at):
             continue
@@ -132,29 +137,31 @@ def replace_rows(
             y[at] += module.bias
         elif not late:
             _replace(module, x, y, at)
-    if own.width is not None and not late:
-        y = y[:, : own.width]
+    if replaced.width is not None and not late:
+        y = y[:, : replaced.width]
     return y.reshape(*shape[:-1], y.shape[-1])
 
 
-def _replace(own: OwnModule, x: torch.Tensor, y: torch.Tensor, at: torch.Tensor) -> None:
-    if own.module is not None:
-        values = own.module(x[at])
+def _replace(replacement: Replacement, x: torch.Tensor, y: torch.Tensor, at: torch.Tensor) -> None:
+    if replacement.module is not None:
+        values = replacement.module(x[at])
         y[at, : values.shape[1]] = values
         y[at, values.shape[1] :] = torch.nan
-    if own.tokens is None or own.token_module is None:
+    if replacement.tokens is None or replacement.token_module is None:
         return
-    if isinstance(own.token_module, nn.Embedding):
-        hits = (x[at, None] == own.tokens).nonzero()  # [hits, 2]: place in at, place in tokens
-        y[at[hits[:, 0]]] = own.token_module(hits[:, 1])
+    if isinstance(replacement.token_module, nn.Embedding):
+        hits = (
+            x[at, None] == replacement.tokens
+        ).nonzero()  # [hits, 2]: place in at, place in tokens
+        y[at[hits[:, 0]]] = replacement.token_module(hits[:, 1])
     else:
-        y[at[:, None], own.tokens] = own.token_module(x[at])
+        y[at[:, None], replacement.tokens] = replacement.token_module(x[at])
 
 
 def check_heads(logits: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
     """Return the logits of each row, cut to the labels of its own head.
 
-    The head's output has NaN in the columns that a row's own head lacks. The operations behind the
+    The head's output has NaN in the columns that a row's own head lacks. The operations after the
     head must not have mixed them into the other columns.
 
     Raises:
@@ -164,7 +171,7 @@ def check_heads(logits: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
     if logits.shape[-1] != max(counts) or any(bool(row.isnan().any()) for row in rows):
         raise UnsupportedInputError(
             f"heads with different numbers of labels share a batch, and the model mixes labels "
-            f"behind its head, or a logit is NaN\n  given: {counts} labels, logits of shape "
+            f"after its head, or a logit is NaN\n  given: {counts} labels, logits of shape "
             f"{list(logits.shape)}\n  to do: split the batch by the number of labels"
         )
     return rows
@@ -222,9 +229,9 @@ def with_labels(output: Any, counts: list[int] | None, as_list: bool, rows: int)
             f"  given: logits {list(logits.shape)} for {rows} rows\n"
             f"  to do: split the batch by the number of labels"
         )
-    own = [*logits] if counts is None else check_heads(logits, counts)
+    by_row = [*logits] if counts is None else check_heads(logits, counts)
     if as_list:
-        output["logits"] = own
+        output["logits"] = by_row
     return output
 
 
@@ -242,7 +249,7 @@ def check_compiled(base: nn.Module) -> None:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    own = vars(module)
+    attributes = vars(module)
     # the only marks that torch.compile leaves on a module and on a function
-    marked = hasattr(own.get("forward"), "_torchdynamo_orig_callable")
-    return marked or own.get("_compiled_call_impl") is not None
+    marked = hasattr(attributes.get("forward"), "_torchdynamo_orig_callable")
+    return marked or attributes.get("_compiled_call_impl") is not None

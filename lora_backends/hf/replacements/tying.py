@@ -38,6 +38,7 @@ def check_tying(base: nn.Module, checkpoint: Checkpoint) -> None:
         raise _refused(checkpoint, f"a base model that ties {strange[0]!r}")
     embedding: Any = base.get_input_embeddings()  # type: ignore[operator]
     source = next(path for path, module in modules.items() if module is embedding)
+    # LoRA ties by its factors, saved modules by their weights.
     values = _matrices(checkpoint) if tying.what == "LoRA" else _weights(checkpoint, modules)
     for path in tied:
         if not _are_equal(values.get(source), values.get(path)):
@@ -50,6 +51,7 @@ def _tied_with_embedding(base: nn.Module) -> list[str]:
     keys: Any = getattr(base, "_tied_weights_keys", None)
     if not keys or getattr(getattr(base, "config", None), "tie_word_embeddings", None) is False:
         return []
+    # A list in Transformers before 5: the names of tied parameters.
     if not isinstance(keys, dict):
         return sorted({name.rpartition(".")[0] for name in keys})
     every: dict[str, str] = {}
@@ -72,7 +74,10 @@ def _weights(
     checkpoint: Checkpoint, modules: Mapping[str, nn.Module]
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     names = checkpoint.own.parameters.items()
-    return {renamed(name.removesuffix(".weight"), modules): (own.value,) for name, own in names}
+    return {
+        renamed(name.removesuffix(".weight"), modules): (parameter.value,)
+        for name, parameter in names
+    }
 
 
 def _matrices(checkpoint: Checkpoint) -> dict[str, tuple[torch.Tensor, ...]]:
@@ -91,10 +96,10 @@ def _are_equal(
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _refused(checkpoint: Checkpoint, given: str) -> UnsupportedInputError:
+def _refused(checkpoint: Checkpoint, other: str) -> UnsupportedInputError:
     return UnsupportedInputError(
         f"{checkpoint.folder} ties embedding and head in another way than its tensors\n"
-        f"  given: ensure_weight_tying = true, and {given}\n"
+        f"  given: ensure_weight_tying = true, and {other}\n"
         f"  allowed: equal tensors for both, on a base model that ties its head alone\n"
         f"  to do: load it on the model that it was trained on"
     )

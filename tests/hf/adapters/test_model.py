@@ -306,7 +306,7 @@ def test_a_call_that_begins_while_a_model_is_detached_is_refused(model, save_ada
         except InvalidInputError as error:
             results.append(error)
 
-    thread, handles = threading.Thread(target=call), model._hooked.handles
+    thread, handles = threading.Thread(target=call), model._wrapped.hooked.handles
 
     class Switching:
         """A hook whose removal runs `call` in another thread, in the middle of `detach`."""

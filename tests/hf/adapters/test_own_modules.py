@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.adapters import AdapterPool, Checkpoint, OwnModules
 from lora_backends.hf import MultiLoRAModel
-from lora_backends.hf.replacements import modules as own_modules
+from lora_backends.hf.replacements import modules
 
 HEAD = {**Q_V, "modules_to_save": ["lm_head"]}
 
@@ -100,7 +100,7 @@ def test_heads_of_one_rows_tokens_have_one_number_of_labels(tmp_path):
 def test_a_model_that_mixes_labels_behind_its_head_is_refused(heads):
     model, _ = heads
     model.base.classifier.register_forward_hook(lambda m, args, output: output.softmax(-1))
-    with pytest.raises(UnsupportedInputError, match="mixes labels behind its head"):
+    with pytest.raises(UnsupportedInputError, match="mixes labels after its head"):
         model(adapters=ROWS, logits_as_list=True, **inputs("bert"))
 
 
@@ -151,14 +151,14 @@ def test_detach_waits_for_adapters_that_are_loaded_ahead(tmp_path, monkeypatch):
     saved(tmp_path, base, "own", **HEAD)
     model = MultiLoRAModel(base, "torch_ref", max_rank=3)
     model.keep_adapters(folder=tmp_path)
-    started, hook = threading.Event(), own_modules.OwnModules._hook
+    started, hook = threading.Event(), modules.Replacements._hook
 
     def slow(*arguments):
         started.set()
         time.sleep(0.05)
         hook(*arguments)
 
-    monkeypatch.setattr(own_modules.OwnModules, "_hook", slow)
+    monkeypatch.setattr(modules.Replacements, "_hook", slow)
     model.store.prefetch(["own"])
     assert started.wait(30)
     model.detach()
@@ -388,13 +388,13 @@ def test_loads_of_several_threads_hook_a_module_once(tmp_path, monkeypatch):
         name: saved(tmp_path, build("bert"), name, target_modules=["query"], bias="all")
         for name in ("a", "bb")
     }
-    real = own_modules.own_hook
+    real = modules.replacement_hook
 
     def slow(*arguments):
         time.sleep(0.001)  # lets the other thread run between the check and the hook
         return real(*arguments)
 
-    monkeypatch.setattr(own_modules, "own_hook", slow)
+    monkeypatch.setattr(modules, "replacement_hook", slow)
     with ThreadPoolExecutor() as pool:
         list(pool.map(model.load_adapter, folders, folders.values()))
     assert sorted(model.adapters) == ["a", "bb"]

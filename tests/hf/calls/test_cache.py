@@ -190,7 +190,7 @@ def test_steps_after_a_cache_of_any_name_are_tried():
     """The rows of one-token passes are known from such a pass, not from one over the prompt."""
     for base in (build("deepseek_v3"), sweep.build("Mamba")):
         model = MultiLoRAModel(base, "torch_ref")
-        steps = [form.step for layout in model._layouts.values() for form in layout.forms]
+        steps = [form.step for layout in model._wrapped.layouts.values() for form in layout.forms]
         assert True in steps
 
 

@@ -163,7 +163,7 @@ def test_generate_takes_names(model):
 
 def capturing(monkeypatch):
     for module in ("request", "prepared"):
-        monkeypatch.setattr(f"lora_backends.hf.{module}.is_capturing", lambda device: True)
+        monkeypatch.setattr(f"lora_backends.hf.calls.{module}.is_capturing", lambda device: True)
 
 
 def test_a_graph_takes_no_call_that_makes_plans(model, monkeypatch):

@@ -202,7 +202,7 @@ def test_layouts_that_peft_does_not_save_are_updates_of_the_weights(name, write,
     sizes = {"intermediate_size": WIDTH, "moe_intermediate_size": WIDTH}
     model = MultiLoRAModel(build(name, **sizes), "torch_ref", max_rank=2)
     model.load_adapter("a", write(tmp_path / "a"))
-    specs = {path: site.spec for path, site in model._sites.items()}
+    specs = {path: site.spec for path, site in model._wrapped.sites.items()}
     deltas = read_checkpoint(tmp_path / "a", specs, experts=model.pool.experts).experts
     assert deltas["model.layers.0.mlp.experts.gate_up_proj"].ranks.shape == (4, 2)
     ids = torch.randint(1, 60, (3, 5), generator=torch.Generator().manual_seed(2))

@@ -179,7 +179,7 @@ def test_a_sibling_whose_weight_is_moved_behind_its_leader_runs_alone(make, chan
         k = attention(each).k_proj
         attention(each).q_proj.register_forward_hook(lambda *_, k=k: CHANGES[change](k))
     close(logits(model, step), logits(alone))
-    assert model._hooked.groups[0].joined is None, "later passes run all of them alone"
+    assert model._wrapped.hooked.groups[0].joined is None, "later passes run all of them alone"
 
 
 def test_an_input_that_changes_in_place_behind_its_leader_is_multiplied_anew(make):
@@ -265,7 +265,7 @@ def test_a_model_that_leaves_outputs_is_no_longer_fused(make, repeated):
         RUNNING.repeats = step.repeats()
         for _ in range(3):
             attention(model).q_proj(x), attention(model).k_proj(x)
-    assert repeated == [True] and model._hooked.groups[0].apart
+    assert repeated == [True] and model._wrapped.hooked.groups[0].apart
 
 
 def test_a_block_within_a_pass_runs_its_own_rows(make):

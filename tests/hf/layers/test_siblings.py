@@ -434,7 +434,7 @@ def test_what_was_kept_for_siblings_goes_with_an_update(make):
 
 def test_prepared_adapters_keep_what_a_graph_reads(make):
     model = make()
-    joined = model._hooked.groups[0].joined.weight
+    joined = model._wrapped.hooked.groups[0].joined.weight
     step = model.prepare(ROWS, tokens=5)
     kept = weakref.ref(joined)
     del joined
@@ -488,11 +488,11 @@ def test_no_memory_for_a_join_leaves_the_base_as_it_was(make_base, monkeypatch):
 
 def test_what_moved_weights_leave_behind_is_freed(make):
     model = make()
-    group = model._hooked.groups[0]
+    group = model._wrapped.hooked.groups[0]
     for module in group.modules:
         module.weight.data = module.weight.data.clone()
     logits(model)
-    assert group.joined is None and group.paths[0] not in model._hooked.joined
+    assert group.joined is None and group.paths[0] not in model._wrapped.hooked.joined
 
 
 def test_modules_that_share_a_weight_stay_alone(make_base):
@@ -502,7 +502,7 @@ def test_modules_that_share_a_weight_stay_alone(make_base):
     attention.k_proj.weight = attention.v_proj.weight
     model = MultiLoRAModel(base, TorchRefBackend(), fuse=True)
     assert "forward" in vars(attention.k_proj) and not any(
-        attention.k_proj in group.modules for group in model._hooked.groups
+        attention.k_proj in group.modules for group in model._wrapped.hooked.groups
     )
     with model.prepare([None] * 3, tokens=5) as step, model.using(step), torch.no_grad():
         attention.v_proj.weight.mul_(2)

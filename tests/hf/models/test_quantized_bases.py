@@ -87,7 +87,7 @@ def test_layers_of_bits_are_never_joined_and_take_adapters_of_8_bits(name, optio
     model, same = wrapped(base, **options), wrapped(sweep_bases.unpacked(base), **options)
     torch.testing.assert_close(logits(model), logits(same), rtol=0, atol=sweep.BOUND)
     if "fuse" in options:
-        assert same._hooked.groups and not model._hooked.groups
+        assert same._wrapped.hooked.groups and not model._wrapped.hooked.groups
 
 
 @pytest.mark.parametrize("name", EQUAL)
