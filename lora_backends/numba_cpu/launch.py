@@ -16,7 +16,7 @@ from numba import config
 
 from lora_backends.numba_cpu.config import SCRATCH_BYTES, SEGMENTS_PER_THREAD, SERIAL_BYTES
 from lora_backends.numba_cpu.kernels import dense, eight_bit, experts
-from lora_backends.numba_cpu.layer import DTYPE_CODES, Located
+from lora_backends.numba_cpu.layer import DTYPE_CODES, LocatedLayer
 from lora_backends.numba_cpu.machine.openmp import torch_openmp
 from lora_backends.numba_cpu.needs import EXPAND
 from lora_backends.numba_cpu.plan import NO_SCALES, Job, NumbaPlan, Work
@@ -116,12 +116,12 @@ class Bound:
     h_row: int  # bytes of a row of an h that lives for one call
     num_slices: int
     bytes_read: int
-    located: Located  # keeps alive what the fields point into
+    located: LocatedLayer  # keeps alive what the fields point into
 
 
 def run(
     first: int,
-    located: Located,
+    located: LocatedLayer,
     job: NumbaPlan | Job,
     *,
     x: torch.Tensor | None = None,
@@ -145,7 +145,7 @@ def run(
 
 def bind(
     first: int,
-    located: Located,
+    located: LocatedLayer,
     needs: int,
     x: torch.Tensor | None,
     h: torch.Tensor | None,
@@ -195,7 +195,7 @@ def _call(kernel: Kernel, call: bytes, threads: int) -> None:
         openmp.parallel(kernel.address, call, threads, 0)
 
 
-def reduce(y: torch.Tensor, delta: torch.Tensor, located: Located, routing: Any) -> None:
+def reduce(y: torch.Tensor, delta: torch.Tensor, located: LocatedLayer, routing: Any) -> None:
     """Add to each row of y the deltas of its token's pairs, in order of the pairs.
 
     Args:

@@ -58,7 +58,7 @@ class Slice(NamedTuple):
     last: int  # to here, not included
 
 
-class Layer(NamedTuple):
+class LayerPointers(NamedTuple):
     """Where the tensors of a layer lie, for kernels: addresses, and strides in bytes."""
 
     slices: int  # the fields of a `Slice`, [num_slices, 20] int64
@@ -85,7 +85,7 @@ class Layer(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Located:
+class LocatedLayer:
     """Where a layer lies, and what its size is."""
 
     addresses: tuple[int, ...]  # of the tensors, to notice that one has moved
@@ -93,7 +93,7 @@ class Located:
     eight_bit: bool
     num_slices: int  # of h
     max_rank: int
-    layer: Ints  # the fields of a `Layer`
+    layer: Ints  # the fields of a `LayerPointers`
     slices: Ints  # its first field points here
     address: int  # of `layer`
     needs: int  # the flags of `needs` that weights have
@@ -105,21 +105,21 @@ class Located:
 
 
 class Layers:
-    """The `Located` of all weights in use, and the calls that were made of them.
+    """The `LocatedLayer` of all weights in use, and the calls that were made of them.
 
-    A `Located` is kept for as long as the weights object lives, and made anew when one of its
+    A `LocatedLayer` is kept for as long as the weights object lives, and made anew when one of its
     tensors has moved. Shapes and strides are those of the same tensors, ranks and scalings are
     read by the kernels, so a slot that is rewritten in place needs nothing.
     """
 
     def __init__(self) -> None:
-        self._located: WeakKeyDictionary[Weights, Located] = WeakKeyDictionary()
+        self._located: WeakKeyDictionary[Weights, LocatedLayer] = WeakKeyDictionary()
         self.calls = CallCache()  # of all plans: some models make a plan per pass
 
     def __reduce__(self) -> tuple[type[Layers], tuple[()]]:
         return Layers, ()  # addresses mean nothing to a copy
 
-    def locate(self, weights: Weights) -> Located:
+    def locate(self, weights: Weights) -> LocatedLayer:
         """Return where the weights lie now.
 
         Raises:
@@ -148,7 +148,7 @@ def require_memory() -> None:
         )
 
 
-def _locate(weights: LoRAWeights, addresses: tuple[int, ...]) -> Located:
+def _locate(weights: LoRAWeights, addresses: tuple[int, ...]) -> LocatedLayer:
     slices = [_slice_of(weights, s) for s in range(weights.num_slices)]
     bias, scales = weights.bias, weights.output_scales
     fields = {
@@ -174,17 +174,17 @@ def _table(name: str, table: torch.Tensor, strides: tuple[int, ...]) -> dict[str
 
 def _located(
     weights: Weights, addresses: tuple[int, ...], slices: list[Slice], fields: dict[str, int]
-) -> Located:
+) -> LocatedLayer:
     table = np.array(slices, dtype=np.int64)
     in_features, max_rank = weights.in_features, weights.max_rank
     sizes = {"in_features": in_features, "num_slices": len(slices), "max_rank": max_rank}
     rows, columns = weights.scale_block
     sizes |= {"block_rows": rows or 0, "block_columns": columns or 0}
     sizes["stored"] = STORED.get(weights.dtype, 0)
-    layer = np.array(Layer(slices=table.ctypes.data, **fields, **sizes), dtype=np.int64)
+    layer = np.array(LayerPointers(slices=table.ctypes.data, **fields, **sizes), dtype=np.int64)
     bytes_read = (len(slices) * in_features + weights.out_features) * max_rank
     bytes_read *= weights.dtype.itemsize
-    return Located(
+    return LocatedLayer(
         addresses,
         weights.dtype,
         is_eight_bit(weights.dtype),
@@ -206,7 +206,7 @@ def _needs(slices: list[Slice], fields: dict[str, int], in_registers: bool) -> i
     return needs | (RAGGED if ragged else 0)
 
 
-def _locate_experts(weights: ExpertWeights, addresses: tuple[int, ...]) -> Located:
+def _locate_experts(weights: ExpertWeights, addresses: tuple[int, ...]) -> LocatedLayer:
     """Return where experts lie: a slice per A, and interleaved slices as blocks of columns."""
     fields = dict.fromkeys(("bias", "bias_slot", "bias_size", "bias_dtype"), 0)
     fields |= dict.fromkeys(("output_scales", "output_scales_slot"), 0)

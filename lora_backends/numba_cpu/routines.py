@@ -103,7 +103,7 @@ def eight_bit_table(dtype_x: torch.dtype, dtype_y: torch.dtype, needs: int) -> T
         if needs & RAGGED:
             addresses["expand_ragged"] = address_of(eight_bit_expand.expand_ragged)
             addresses["expand_column"] = address_of(short.expand_column, wide, wide)
-    return _table(eight_bit.Routines, addresses)
+    return _table(eight_bit.EightBitRoutines, addresses)
 
 
 def _table(kind: Any, addresses: dict[str, int]) -> Table:

@@ -13,7 +13,7 @@ from lora_backends.experts import ExpertRouting
 from lora_backends.numba_cpu import launch
 from lora_backends.numba_cpu.config import LONG_SEGMENT
 from lora_backends.numba_cpu.kernels.experts import Grouping
-from lora_backends.numba_cpu.layer import Located
+from lora_backends.numba_cpu.layer import LocatedLayer
 from lora_backends.numba_cpu.needs import LONG
 from lora_backends.numba_cpu.plan import NO_SCALES, PACK_WORK, Job, Work
 
@@ -127,7 +127,9 @@ def _group(
     return Groups(work, buffer, num_pairs, pairs, tokens, (num_by_expert, by_expert), slots)
 
 
-def job_of(routing: NumbaRouting, located: Located, rows: str, scales: torch.Tensor | None) -> Job:
+def job_of(
+    routing: NumbaRouting, located: LocatedLayer, rows: str, scales: torch.Tensor | None
+) -> Job:
     """Return the job of a call; `scales` are the factors of the pairs, or None.
 
     Where experts share an A, the first half shrinks each token once (or each slot's pairs

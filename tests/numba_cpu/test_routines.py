@@ -85,7 +85,7 @@ def test_eight_bit_calls_compile_the_way_through_registers_or_the_other(asked, m
 
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    [(torch.bfloat16, dense.Routines), (torch.int8, eight_bit.Routines)],
+    [(torch.bfloat16, dense.Routines), (torch.int8, eight_bit.EightBitRoutines)],
     ids=str,
 )
 def test_warmup_compiles_every_routine(asked, monkeypatch, dtype, kind):

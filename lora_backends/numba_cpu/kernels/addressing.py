@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lora_backends.numba_cpu.kernels.arguments import Columns, Expand, Factors, Rows
+from lora_backends.numba_cpu.kernels.arguments import ColumnPointers, Expand, Factors, RowPointers
 from lora_backends.numba_cpu.kernels.shares import SLOT_MASK, start_of
 from lora_backends.numba_cpu.machine.compiling import part
 
@@ -14,14 +14,14 @@ ALL = np.int64(0)  # from the first column or position on; numba compiles once m
 @part
 def x_of(call, position):
     """Return the rows of x from a position on."""
-    return Rows(call.x, call.x_row, call.x_order + 8 * position)
+    return RowPointers(call.x, call.x_row, call.x_order + 8 * position)
 
 
 @part
 def h_of(call, s, column, position):
     """Return the rows of h that the first half writes, from a column and a position on."""
     start = call.h + s * call.h_slice + 4 * column
-    return Rows(start, call.h_row, call.to_order + 8 * position)
+    return RowPointers(start, call.h_row, call.to_order + 8 * position)
 
 
 @part
@@ -31,9 +31,9 @@ def expand_of(call, layer, segment, s, columns, count, rank):
         start_of(layer.scalings, layer.scalings_slot, layer.scalings_expert, segment.key)
         + s * layer.scalings_slice
     )
-    scales = Rows(call.scales, call.scales_row, call.scales_order)
-    h = Rows(call.h + s * call.h_slice, call.h_row, call.h_order)
-    y = Rows(call.y, call.y_row, call.y_order)
+    scales = RowPointers(call.scales, call.scales_row, call.scales_order)
+    h = RowPointers(call.h + s * call.h_slice, call.h_row, call.h_order)
+    y = RowPointers(call.y, call.y_row, call.y_order)
     factors = Factors(rank, scaling, scales)
     return Expand(columns, count, factors, segment.start, segment.stop, h, y)
 
@@ -47,7 +47,9 @@ def columns_of(layer, item, key, within):
     if layer.output_scales != 0:
         output_scale = layer.output_scales + slot * layer.output_scales_slot + 4 * column
     b = start_of(item.b, item.b_slot, item.b_expert, key) + within * item.b_row
-    return Columns(b, item.b_row, layer.bias_dtype, bias, layer.bias_size, output_scale, column)
+    return ColumnPointers(
+        b, item.b_row, layer.bias_dtype, bias, layer.bias_size, output_scale, column
+    )
 
 
 @part
@@ -56,7 +58,9 @@ def following(columns, count):
     bias = columns.bias + count * columns.bias_size if columns.bias != 0 else 0
     scale = columns.output_scale + 4 * count if columns.output_scale != 0 else 0
     b, column = columns.b + count * columns.b_row, columns.column + count
-    return Columns(b, columns.b_row, columns.bias_dtype, bias, columns.bias_size, scale, column)
+    return ColumnPointers(
+        b, columns.b_row, columns.bias_dtype, bias, columns.bias_size, scale, column
+    )
 
 
 @part

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lora_backends.numba_cpu.layer import Slice
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """The arguments of a kernel."""
 
     first: int  # SHRINK, GATHER or 0
@@ -16,7 +16,7 @@ class Call(NamedTuple):
     thread_num: int  # addresses of OpenMP's functions
     num_threads: int
     barrier: int
-    layer: int  # address of the fields of a `Layer`
+    layer: int  # address of the fields of a `LayerPointers`
     x_row: int
     h_row: int
     y_row: int
@@ -53,7 +53,7 @@ class Segment(NamedTuple):
 SEGMENT_BYTES, SLICE_BYTES = 8 * len(Segment._fields), 8 * len(Slice._fields)
 
 
-class Rows(NamedTuple):
+class RowPointers(NamedTuple):
     """Rows of x, h or y, or the scales of rows, one per position."""
 
     start: int  # address of row 0
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
     order: int  # address of the row of each position, [positions] int64
 
 
-class Columns(NamedTuple):
+class ColumnPointers(NamedTuple):
     """Columns of y, and what goes with them: rows of b, bias and output_scales."""
 
     b: int  # address of the first row
@@ -78,7 +78,7 @@ class Factors(NamedTuple):
 
     rank: int
     scaling: int  # address of the slot's
-    scales: Rows  # of the rows
+    scales: RowPointers  # of the rows
 
 
 class Shrink(NamedTuple):
@@ -92,8 +92,8 @@ class Shrink(NamedTuple):
     goes_on: int  # whether the rows that follow in memory are likely to be next
     start: int  # positions
     stop: int
-    x: Rows
-    h: Rows
+    x: RowPointers
+    h: RowPointers
 
 
 class Gather(NamedTuple):
@@ -104,23 +104,23 @@ class Gather(NamedTuple):
     rank: int
     start: int
     stop: int
-    ids: Rows
-    h: Rows
+    ids: RowPointers
+    h: RowPointers
 
 
 class Expand(NamedTuple):
     """Columns of y to which ``scale * scaling * h @ b.T + bias`` is added, for a segment."""
 
-    columns: Columns
+    columns: ColumnPointers
     groups: int  # of columns, whose size depends on the routine
     factors: Factors
     start: int
     stop: int
-    h: Rows
-    y: Rows
+    h: RowPointers
+    y: RowPointers
 
 
-class Block(NamedTuple):
+class PackedBlock(NamedTuple):
     """A block of A, widened, and its sums with all tokens of a segment."""
 
     packed: int  # [vectors, LONG_RANKS, 16] float32
@@ -135,8 +135,8 @@ class Block(NamedTuple):
     ends: int  # whether this is the last chunk, which writes h
     ranks: int  # columns of h
     tokens: int
-    x: Rows
-    h: Rows
+    x: RowPointers
+    h: RowPointers
 
 
 class Panel(NamedTuple):
@@ -149,8 +149,8 @@ class Panel(NamedTuple):
     n: int
     ranks: int  # columns of h
     tokens: int
-    x: Rows
-    h: Rows
+    x: RowPointers
+    h: RowPointers
 
 
 class Stored(NamedTuple):
@@ -187,7 +187,7 @@ class Copy(NamedTuple):
     tokens: int
     width: int
     to: int  # address of the order of the copied rows, which lie after it
-    x: Rows
+    x: RowPointers
 
 
 class EightBitGather(NamedTuple):

@@ -111,5 +111,5 @@ STEPS = driver.Steps(
 
 
 def entry() -> Any:
-    """Compile the kernel; it takes a `Call`'s address."""
+    """Compile the kernel; it takes a `KernelCall`'s address."""
     return driver.entry(STEPS)

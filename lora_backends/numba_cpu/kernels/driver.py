@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lora_backends.numba_cpu.config import EXPAND_COST, FETCH_COST
-from lora_backends.numba_cpu.kernels.arguments import Call
+from lora_backends.numba_cpu.kernels.arguments import KernelCall
 from lora_backends.numba_cpu.kernels.shares import (
     expand_work,
     highest_rank,
@@ -25,7 +25,7 @@ from lora_backends.numba_cpu.kernels.shares import (
     slice_of,
     units_of,
 )
-from lora_backends.numba_cpu.layer import Layer
+from lora_backends.numba_cpu.layer import LayerPointers
 from lora_backends.numba_cpu.machine.compiling import compiled
 from lora_backends.numba_cpu.machine.records import call as call_function
 from lora_backends.numba_cpu.machine.records import record
@@ -48,13 +48,13 @@ class Steps(NamedTuple):
 
 
 def entry(steps: Steps) -> Any:
-    """Compile what the host calls; it takes a `Call`'s address."""
+    """Compile what the host calls; it takes a `KernelCall`'s address."""
     block_ranks, shrink_scratch, shrink_columns, gather_columns, *others = steps
     expand_scratch, expand_columns = others
 
     def run(address):
-        call = record(Call, address)
-        layer = record(Layer, call.layer)
+        call = record(KernelCall, address)
+        layer = record(LayerPointers, call.layer)
         part, parts, barrier, low, high = share_of(call, layer)
         before, end = np.int64(0), call.a_count if high < 0 else high
         if call.first == SHRINK:

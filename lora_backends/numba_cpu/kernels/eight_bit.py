@@ -29,7 +29,7 @@ from lora_backends.numba_cpu.kernels.arguments import (
     EightBitPanel,
     Gather,
     Panel,
-    Rows,
+    RowPointers,
     Shrink,
 )
 from lora_backends.numba_cpu.kernels.eight_bit_shrink import ORDER_BYTES, row_bytes, scale_h
@@ -42,7 +42,7 @@ from lora_backends.numba_cpu.machine.records import invoke, record, write_id
 from lora_backends.numba_cpu.machine.vectors import LANES
 
 
-class Routines(NamedTuple):
+class EightBitRoutines(NamedTuple):
     """The addresses of routines; 0 where a call needs none."""
 
     shrink_dots: int  # of int8 by bfloat16
@@ -86,7 +86,7 @@ def write_order(to, count):
 @part
 def shrink_columns(call, layer, segment, s, first, last, scratch, copied):
     """Write ``h[s, t, first:last] = x[t] @ a[l, s, first:last].T``."""
-    routines, item, key = record(Routines, call.routines), slice_of(layer, s), segment.key
+    routines, item, key = record(EightBitRoutines, call.routines), slice_of(layer, s), segment.key
     a, a_row, n = start_of(item.a, item.a_slot, item.a_expert, key), item.a_row, layer.in_features
     tokens, x, memory = segment.stop - segment.start, x_of(call, segment.start), aligned(scratch)
     scales, h = a_scales_of(layer, item, key), h_of(call, s, ALL, segment.start)
@@ -95,7 +95,7 @@ def shrink_columns(call, layer, segment, s, first, last, scratch, copied):
         if not copied:
             invoke(routines.copy_x, Copy(call.x_dtype, tokens, n, memory, x))
         copy, goes_on = (
-            Rows(memory + ORDER_BYTES, row_bytes(n), memory),
+            RowPointers(memory + ORDER_BYTES, row_bytes(n), memory),
             int(last == layer.max_rank),
         )
         start = np.int64(0)
@@ -125,13 +125,13 @@ def gather_columns(call, layer, segment, s):
     ids, h = x_of(call, ALL), h_of(call, s, ALL, ALL)
     rows = Gather(a, item.a_row, rank, segment.start, segment.stop, ids, h)
     eight_bit = EightBitGather(layer.stored, a_scales_of(layer, item, key), rows)
-    invoke(record(Routines, call.routines).gather, eight_bit)
+    invoke(record(EightBitRoutines, call.routines).gather, eight_bit)
 
 
 @part
 def expand_columns(call, layer, segment, s, item, rank, first, last, scratch):
     """Add to groups of 16 columns of y, and to the columns that are left over."""
-    routines, full = record(Routines, call.routines), (item.last - item.first) // LANES
+    routines, full = record(EightBitRoutines, call.routines), (item.last - item.first) // LANES
     add = routines.expand_stored
     if layer.stored == INT8 and layer.block_columns == 0 and rank > 0 and layer.output_scales == 0:
         add = routines.expand_int8
@@ -153,7 +153,7 @@ def expand_columns(call, layer, segment, s, item, rank, first, last, scratch):
 @part
 def stored_of(call, layer, item, key, scratch, row, end, expand):
     """Return the arguments of a routine for rows of b from `row` to `end`."""
-    routines, scales = record(Routines, call.routines), b_scales_of(layer, item, key)
+    routines, scales = record(EightBitRoutines, call.routines), b_scales_of(layer, item, key)
     return EightBitExpand(
         routines.add_many,
         routines.add_one,
@@ -174,5 +174,5 @@ STEPS = driver.Steps(
 
 
 def entry() -> Any:
-    """Compile the kernel; it takes a `Call`'s address."""
+    """Compile the kernel; it takes a `KernelCall`'s address."""
     return driver.entry(STEPS)

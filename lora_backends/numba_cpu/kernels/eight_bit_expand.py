@@ -8,7 +8,13 @@ import numpy as np
 
 from lora_backends.numba_cpu.config import MAX_SEGMENT
 from lora_backends.numba_cpu.kernels.addressing import following, with_columns
-from lora_backends.numba_cpu.kernels.arguments import Columns, EightBitExpand, Expand, Rows, Stored
+from lora_backends.numba_cpu.kernels.arguments import (
+    ColumnPointers,
+    EightBitExpand,
+    Expand,
+    RowPointers,
+    Stored,
+)
 from lora_backends.numba_cpu.kernels.bias import load_bias
 from lora_backends.numba_cpu.kernels.eight_bit_shrink import ORDER_BYTES
 from lora_backends.numba_cpu.kernels.long import LINE, MANY_TILES
@@ -214,8 +220,10 @@ def widen_y(of, at, width):
             else:
                 widen_row(v.FLOAT16, row + 2 * at.column, width, to)
         order, column = of.scratch - 8 * expand.start, np.int64(0)
-        y = Rows(of.scratch + ORDER_BYTES, np.int64(TILE_BYTES), order)
-    columns = Columns(at.b, at.b_row, at.bias_dtype, at.bias, at.bias_size, at.output_scale, column)
+        y = RowPointers(of.scratch + ORDER_BYTES, np.int64(TILE_BYTES), order)
+    columns = ColumnPointers(
+        at.b, at.b_row, at.bias_dtype, at.bias, at.bias_size, at.output_scale, column
+    )
     return Expand(columns, width, expand.factors, expand.start, expand.stop, expand.h, y)
 
 
@@ -223,7 +231,7 @@ def widen_y(of, at, width):
 def from_float32(expand, b):
     """Return the same arguments with a row of b that is float32."""
     at = expand.columns
-    columns = Columns(
+    columns = ColumnPointers(
         b, np.int64(0), at.bias_dtype, at.bias, at.bias_size, at.output_scale, at.column
     )
     return with_columns(expand, columns)

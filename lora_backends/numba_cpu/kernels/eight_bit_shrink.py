@@ -20,7 +20,7 @@ from lora_backends.numba_cpu.kernels.arguments import (
     EightBitGather,
     EightBitPanel,
     Panel,
-    Rows,
+    RowPointers,
 )
 from lora_backends.numba_cpu.kernels.long import (
     A_BYTES,
@@ -227,8 +227,8 @@ def shrink_panel() -> Any:
                 whole = (columns[1] + LANES - 1) // LANES * LANES  # zeros fill up the last vector
                 fetched = np.int64(0)  # `pack_a` has fetched
                 sizes = (whole, fetched, int(k > 0), int(k + LONG_CHUNK >= n), count - j, tokens)
-                x = Rows(copy, np.int64(X_ROW), order)
-                h = Rows(panel.h.start + 4 * j, panel.h.step, panel.h.order)
+                x = RowPointers(copy, np.int64(X_ROW), order)
+                h = RowPointers(panel.h.start + 4 * j, panel.h.step, panel.h.order)
                 nothing = (fetched, fetched, fetched, fetched)
                 invoke(panel.add_block, block_of(packed, sums, sizes, nothing, x, h))
                 sums += sums_step

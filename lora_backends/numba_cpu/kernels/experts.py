@@ -9,7 +9,7 @@ from numba import carray
 
 from lora_backends.numba_cpu.config import MAX_SEGMENT
 from lora_backends.numba_cpu.kernels.shares import rank_of, slice_of
-from lora_backends.numba_cpu.layer import Layer
+from lora_backends.numba_cpu.layer import LayerPointers
 from lora_backends.numba_cpu.machine import vectors as v
 from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
 from lora_backends.numba_cpu.machine.records import call, ints, read_id, read_int, record
@@ -165,7 +165,7 @@ def add_segments(segments, count, key, start, end):
 def run_reduction(kind_y, address):
     """Add to each token's row of y the deltas of its pairs, in order of the pairs."""
     args = record(Reduction, address)
-    layer = record(Layer, args.layer)
+    layer = record(LayerPointers, args.layer)
     segments = carray(ints(args.segments), (args.num_segments, 3))
     part, parts = 0, 1
     if args.threads > 1:

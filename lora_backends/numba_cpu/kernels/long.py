@@ -22,7 +22,13 @@ from lora_backends.numba_cpu.config import (
     LONG_TILES,
 )
 from lora_backends.numba_cpu.kernels.addressing import following, with_columns
-from lora_backends.numba_cpu.kernels.arguments import Block, ExpandLong, Panel, Rows, Stored
+from lora_backends.numba_cpu.kernels.arguments import (
+    ExpandLong,
+    PackedBlock,
+    Panel,
+    RowPointers,
+    Stored,
+)
 from lora_backends.numba_cpu.kernels.bias import load_bias
 from lora_backends.numba_cpu.kernels.short import ONE, read_scaling
 from lora_backends.numba_cpu.machine import vectors as v
@@ -79,7 +85,7 @@ def shrink_long(kind: Any) -> Any:
         all_sums = of.scratch + A_BYTES  # [vectors, LONG_RANKS, 16] float32 before
         for k in range(0, max(of.n, 1), LONG_CHUNK):  # without inputs one empty chunk writes zeros
             offset, width = k * v.size(kind), min(of.n - k, LONG_CHUNK)
-            x = Rows(of.x.start + offset, of.x.step, of.x.order)
+            x = RowPointers(of.x.start + offset, of.x.step, of.x.order)
             begun, ends = int(k > 0), int(k + LONG_CHUNK >= of.n)
             sums = all_sums  # [blocks, groups, TOKENS, LONG_RANKS, 16] float32
             for j in range(0, of.ranks, LONG_RANKS):
@@ -88,7 +94,7 @@ def shrink_long(kind: Any) -> Any:
                     pack_row(kind, row, width, of.scratch + i * LINE, LONG_RANKS * LINE)
                 ahead = next_block(v.size(kind), of, j, k)
                 sizes = (width, int(j == 0), begun, ends, of.ranks - j, of.tokens)
-                h = Rows(of.h.start + 4 * j, of.h.step, of.h.order)
+                h = RowPointers(of.h.start + 4 * j, of.h.step, of.h.order)
                 invoke(of.add_block, block_of(of.scratch, sums, sizes, ahead, x, h))
                 sums += (of.tokens + TOKENS - 1) // TOKENS * SUMS_BYTES
 
@@ -100,7 +106,9 @@ def block_of(packed, sums, sizes, ahead, x, h):
     """Return the arguments of `add_block`; `ahead` is a `next_block`."""
     width, fresh, begun, ends, count, tokens = sizes
     at, rows, row, lines = ahead
-    return Block(packed, sums, width, at, rows, row, lines, fresh, begun, ends, count, tokens, x, h)
+    return PackedBlock(
+        packed, sums, width, at, rows, row, lines, fresh, begun, ends, count, tokens, x, h
+    )
 
 
 @part
@@ -125,7 +133,7 @@ def add_block(kind_x: Any) -> Any:
     """
 
     def run(address):
-        of = fields(Block, address)
+        of = fields(PackedBlock, address)
         groups, all_sums = (of.tokens + TOKENS - 1) // TOKENS, of.sums
         share = (of.next_lines * LONG_RANKS + groups - 1) // groups
         x_lines = of.width * v.size(kind_x) // LINE if of.fresh else 0

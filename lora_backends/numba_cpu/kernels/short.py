@@ -12,7 +12,7 @@ import numpy as np
 
 from lora_backends.numba_cpu.config import EXPAND_AHEAD, SHRINK_AHEAD, SHRINK_RANKS
 from lora_backends.numba_cpu.kernels.addressing import following
-from lora_backends.numba_cpu.kernels.arguments import Expand, Gather, Rows, Shrink
+from lora_backends.numba_cpu.kernels.arguments import Expand, Gather, RowPointers, Shrink
 from lora_backends.numba_cpu.kernels.bias import load_bias, read_bias
 from lora_backends.numba_cpu.machine import vectors as v
 from lora_backends.numba_cpu.machine.compiling import compiled, function, inlined
@@ -36,7 +36,7 @@ def shrink_short(kind: Any, kind_x: Any) -> Any:
         for j in range(of.first, of.last, SHRINK_RANKS):
             to_next = SHRINK_RANKS * of.a_row if of.goes_on or j + SHRINK_RANKS < of.last else 0
             rows = (of.a + j * of.a_row, of.a_row, of.n, to_next)
-            h = Rows(of.h.start + 4 * j, of.h.step, of.h.order)
+            h = RowPointers(of.h.start + 4 * j, of.h.step, of.h.order)
             count = min(of.last - j, SHRINK_RANKS)
             shrink_block((kind, kind_x), rows, count, of.start, of.stop, of.x, h)
 

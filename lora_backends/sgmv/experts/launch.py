@@ -47,7 +47,7 @@ class Site(NamedTuple):
     spread: bool = False  # whether column c belongs to slice c % slices, for scales
 
 
-class Kernels(NamedTuple):
+class SiteKernels(NamedTuple):
     """Both kernels of a site."""
 
     shrink: SpecializedKernel
@@ -55,7 +55,7 @@ class Kernels(NamedTuple):
     split_k: int  # planes of h
 
 
-class Call(NamedTuple):
+class SiteCall(NamedTuple):
     """The tensors of one call."""
 
     x: torch.Tensor  # [num_tokens, in_features], or a row for every pair
@@ -94,7 +94,7 @@ def add_experts(
         a if weights.a_scales is None else weights.a_scales.contiguous(),
         b if weights.b_scales is None else weights.b_scales.contiguous(),
     )
-    call = Call(x, weights, routing, y, *tables, *scales, shrunk)
+    call = SiteCall(x, weights, routing, y, *tables, *scales, shrunk)
     if not reduce:
         launch_site(call, found, y)
         return
@@ -104,14 +104,14 @@ def add_experts(
     _launch_sum(call, deltas, _sum_kernel(site, options.programmatic))
 
 
-def launch_site(call: Call, found: Kernels, to: torch.Tensor) -> None:
+def launch_site(call: SiteCall, found: SiteKernels, to: torch.Tensor) -> None:
     """Launch both kernels; `to` [num_tokens, top_k, out_features] is y, or where deltas go."""
     h = _new_h(call, found.split_k)
     launch_shrink(call, found, h)
     launch_expand(call, found, h, to)
 
 
-def launch_shrink(call: Call, found: Kernels, h: torch.Tensor) -> None:
+def launch_shrink(call: SiteCall, found: SiteKernels, h: torch.Tensor) -> None:
     """Write h [planes, places, num_a * padded rank]."""
     x, a, ranks, scales, shrunk = (
         call.x,
@@ -127,7 +127,7 @@ def launch_shrink(call: Call, found: Kernels, h: torch.Tensor) -> None:
     found.shrink.launch(rows, arguments)
 
 
-def launch_expand(call: Call, found: Kernels, h: torch.Tensor, to: torch.Tensor) -> None:
+def launch_expand(call: SiteCall, found: SiteKernels, h: torch.Tensor, to: torch.Tensor) -> None:
     """Add the deltas to `to`, or write them there."""
     routing, ranks, scalings, scales = call.routing, call.ranks, call.scalings, call.b_scales
     b, sizes, tma = call.weights.lora_b, found.expand.sizes, None
@@ -152,7 +152,7 @@ def _tiles_of(
     return (routing.order, routing.tiles, routing.count), rows
 
 
-def _launch_sum(call: Call, deltas: torch.Tensor, kernel: SpecializedKernel) -> None:
+def _launch_sum(call: SiteCall, deltas: torch.Tensor, kernel: SpecializedKernel) -> None:
     """Add the sums of deltas over the pairs of a token to y."""
     weights, routing, y, ranks = call.weights, call.routing, call.y, call.ranks
     tensors = (y, deltas, routing.topk_ids, routing.plan.token_slots(), ranks)
@@ -160,7 +160,7 @@ def _launch_sum(call: Call, deltas: torch.Tensor, kernel: SpecializedKernel) -> 
     kernel.launch(routing.num_tokens, Arguments(tensors, (), numbers))
 
 
-def _new_h(call: Call, planes: int) -> torch.Tensor:
+def _new_h(call: SiteCall, planes: int) -> torch.Tensor:
     """Return h: [planes, places, num_a * padded rank].
 
     Partial sums are float32; a single plane has the dtype that h is rounded to for the expand.
@@ -233,7 +233,7 @@ def with_scales(site: Site, storage: Storage, widths: tuple[int, ...], spread: b
 @lru_cache(maxsize=16384)
 def kernels_of(
     pairs: PairShape, shrunk: PairShape, site: Site, fresh: bool, tma: bool, options: Options
-) -> Kernels:
+) -> SiteKernels:
     """Return both kernels of a site.
 
     Args:
@@ -255,7 +255,7 @@ def kernels_of(
         expand = replace(expand, num_stages=1)
     if general:
         expand = replace(expand, chunks=1)
-    return Kernels(
+    return SiteKernels(
         _shrink_kernel(tiles, shrunk.tile, site, options),
         _expand_kernel(replace(tiles, expand=expand), pairs.tile, site, fresh, options),
         tiles.shrink.split_k,
