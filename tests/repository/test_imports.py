@@ -18,12 +18,10 @@ MODULES = {
 
 
 def _imports(module):
-    """Return the modules of the package that a module imports anywhere, but for type checking."""
+    """Return the modules of the package that a module imports anywhere, for types too."""
     found, pending = set(), list(ast.parse(MODULES[module].read_text()).body)
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
