@@ -91,10 +91,11 @@ def test_plain_twins_start_no_threads():
 
 def test_kernels_are_compiled_once(tmp_path):
     copy_of_the_package(tmp_path)
-    code = GROUP + "print(launch.grouping_kernel().compiled.cache_hits)"
+    code = GROUP + "print(launch.grouping_kernel().compiled.cache_hits)\n"
+    code += "print(launch._dense_kernel().cache_hits)"
     cache = str(tmp_path / "cache")
-    assert python(code, tmp_path, NUMBA_CACHE_DIR=cache) == "1\n0"
-    assert python(code, tmp_path, NUMBA_CACHE_DIR=cache) == "1\n1"
+    assert python(code, tmp_path, NUMBA_CACHE_DIR=cache) == "1\n0\n0"
+    assert python(code, tmp_path, NUMBA_CACHE_DIR=cache) == "1\n1\n1"
 
 
 @pytest.mark.parametrize("home", ["writable", "nowhere"])

@@ -13,12 +13,13 @@ from lora_backends.numba_cpu.config import (
     LONG_TILES,
     SHRINK_RANKS,
 )
-from lora_backends.numba_cpu.kernels import driver, long
+from lora_backends.numba_cpu.kernels import long
 from lora_backends.numba_cpu.kernels.addressing import ALL, columns_of, expand_of, h_of, x_of
 from lora_backends.numba_cpu.kernels.arguments import ExpandLong, Gather, Panel, Shrink
+from lora_backends.numba_cpu.kernels.driver import run_call
 from lora_backends.numba_cpu.kernels.long import aligned
 from lora_backends.numba_cpu.kernels.shares import rank_of, slice_of, start_of
-from lora_backends.numba_cpu.machine.compiling import function, part
+from lora_backends.numba_cpu.machine.compiling import compiled, function, part
 from lora_backends.numba_cpu.machine.records import invoke, record
 from lora_backends.numba_cpu.machine.vectors import LANES
 
@@ -105,11 +106,18 @@ def expand_columns(call, layer, segment, s, item, rank, first, last, scratch):
         invoke(routines.expand_column, expand_of(call, layer, segment, s, columns, width, rank))
 
 
-STEPS = driver.Steps(
-    SHRINK_RANKS, shrink_scratch, shrink_columns, gather_columns, expand_scratch, expand_columns
-)
-
-
 def entry() -> Any:
     """Compile the kernel; it takes a `KernelCall`'s address."""
-    return driver.entry(STEPS)
+
+    def run(address):
+        run_call(
+            address,
+            SHRINK_RANKS,
+            shrink_scratch,
+            shrink_columns,
+            gather_columns,
+            expand_scratch,
+            expand_columns,
+        )
+
+    return compiled(run)

@@ -9,8 +9,6 @@ in 16 lanes, 32 inputs at a time, and over the rank in two lanes (even and odd c
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
 
 from lora_backends.numba_cpu.config import EXPAND_COST, FETCH_COST
@@ -26,75 +24,74 @@ from lora_backends.numba_cpu.kernels.shares import (
     units_of,
 )
 from lora_backends.numba_cpu.layer import LayerPointers
-from lora_backends.numba_cpu.machine.compiling import compiled
+from lora_backends.numba_cpu.machine.compiling import inlined
 from lora_backends.numba_cpu.machine.records import call as call_function
 from lora_backends.numba_cpu.machine.records import record
 from lora_backends.numba_cpu.machine.vectors import LANES
 from lora_backends.numba_cpu.needs import GATHER, SHRINK
 
 
-class Steps(NamedTuple):
-    """The functions that make a kernel; `segment` is a `Segment`, and `s` the number of a slice."""
+@inlined
+def run_call(
+    address,
+    block_ranks,
+    shrink_scratch,
+    shrink_columns,
+    gather_columns,
+    expand_scratch,
+    expand_columns,
+):
+    """Run a `KernelCall`; functions do its steps. numba would compile closures anew in each process.
 
-    block_ranks: int  # rows of A that one part takes at least
-    shrink_scratch: Any  # (layer, longest) -> array for segments of at most so many tokens
-    # (call, layer, segment, s, first, last, scratch, copied) -> copied; writes columns of h.
-    # `copied`: whether the array has a copy of the segment's rows of x.
-    shrink_columns: Any
-    gather_columns: Any  # (call, layer, segment, s); writes all columns of h
-    expand_scratch: Any  # (layer, longest) -> array
-    # (call, layer, segment, s, item, rank, first, last, scratch); adds to groups of 16 columns of y
-    expand_columns: Any
+    `segment` is a `Segment`, s the number of a slice, `item` a `Slice`; `first` to `last` are
+    columns of h or groups of 16 columns of y; `scratch` is an array. `copied` says whether that has
+    a copy of the rows of x of the segment.
 
-
-def entry(steps: Steps) -> Any:
-    """Compile what the host calls; it takes a `KernelCall`'s address."""
-    block_ranks, shrink_scratch, shrink_columns, gather_columns, *others = steps
-    expand_scratch, expand_columns = others
-
-    def run(address):
-        call = record(KernelCall, address)
-        layer = record(LayerPointers, call.layer)
-        part, parts, barrier, low, high = share_of(call, layer)
-        before, end = np.int64(0), call.a_count if high < 0 else high
-        if call.first == SHRINK:
-            work = shrink_work(layer, call.a_segments, low, end, call.a_span, block_ranks)
-            scratch_a = shrink_scratch(layer, work[1])
-            for i in range(low, end):
-                segment, copied = segment_at(call.a_segments, i), np.bool_(False)
-                cost = FETCH_COST + segment.stop - segment.start
-                for s in range(layer.num_slices):
-                    rank = highest_rank(layer, segment.key, call.a_span, s)
-                    blocks = (rank + block_ranks - 1) // block_ranks
-                    units = units_of(part, parts, work[0], before, blocks, cost)
-                    before += blocks * cost
-                    first, last = units[0] * block_ranks, min(units[1] * block_ranks, rank)
-                    if first < last:
-                        copied = shrink_columns(
-                            call, layer, segment, s, first, last, scratch_a, copied
-                        )
-        elif call.first == GATHER and part == 0:
-            for i in range(low, end):
-                for s in range(layer.num_slices):
-                    gather_columns(call, layer, segment_at(call.a_segments, i), s)
-        if barrier != 0:
-            call_function(barrier)
-        if call.expand == 0:
-            return
-        before, end = np.int64(0), call.b_count if high < 0 else high
-        work = expand_work(layer, call.b_segments, low, end)
-        scratch_b = expand_scratch(layer, work[1])
+    Args:
+        address: of the call.
+        block_ranks: rows of A that one part takes at least.
+        shrink_scratch: (layer, longest) -> scratch, for segments of at most so many tokens.
+        shrink_columns: (call, layer, segment, s, first, last, scratch, copied) -> copied.
+        gather_columns: (call, layer, segment, s); writes all columns of h.
+        expand_scratch: (layer, longest) -> scratch.
+        expand_columns: (call, layer, segment, s, item, rank, first, last, scratch).
+    """
+    call = record(KernelCall, address)
+    layer = record(LayerPointers, call.layer)
+    part, parts, barrier, low, high = share_of(call, layer)
+    before, end = np.int64(0), call.a_count if high < 0 else high
+    if call.first == SHRINK:
+        work = shrink_work(layer, call.a_segments, low, end, call.a_span, block_ranks)
+        scratch_a = shrink_scratch(layer, work[1])
         for i in range(low, end):
-            segment = segment_at(call.b_segments, i)
+            segment, copied = segment_at(call.a_segments, i), np.bool_(False)
+            cost = FETCH_COST + segment.stop - segment.start
             for s in range(layer.num_slices):
-                item, rank = slice_of(layer, s), rank_of(layer, segment.key, s)
-                tiles = (item.last - item.first + LANES - 1) // LANES
-                cost = (FETCH_COST + segment.stop - segment.start) * (rank + EXPAND_COST)
-                units = units_of(part, parts, work[0], before, tiles, cost)
-                before += tiles * cost
-                if units[0] < units[1] and (rank > 0 or layer.bias or layer.output_scales):
-                    expand_columns(
-                        call, layer, segment, s, item, rank, units[0], units[1], scratch_b
-                    )
-
-    return compiled(run)
+                rank = highest_rank(layer, segment.key, call.a_span, s)
+                blocks = (rank + block_ranks - 1) // block_ranks
+                units = units_of(part, parts, work[0], before, blocks, cost)
+                before += blocks * cost
+                first, last = units[0] * block_ranks, min(units[1] * block_ranks, rank)
+                if first < last:
+                    copied = shrink_columns(call, layer, segment, s, first, last, scratch_a, copied)
+    elif call.first == GATHER and part == 0:
+        for i in range(low, end):
+            for s in range(layer.num_slices):
+                gather_columns(call, layer, segment_at(call.a_segments, i), s)
+    if barrier != 0:
+        call_function(barrier)
+    if call.expand == 0:
+        return
+    before, end = np.int64(0), call.b_count if high < 0 else high
+    work = expand_work(layer, call.b_segments, low, end)
+    scratch_b = expand_scratch(layer, work[1])
+    for i in range(low, end):
+        segment = segment_at(call.b_segments, i)
+        for s in range(layer.num_slices):
+            item, rank = slice_of(layer, s), rank_of(layer, segment.key, s)
+            tiles = (item.last - item.first + LANES - 1) // LANES
+            cost = (FETCH_COST + segment.stop - segment.start) * (rank + EXPAND_COST)
+            units = units_of(part, parts, work[0], before, tiles, cost)
+            before += tiles * cost
+            if units[0] < units[1] and (rank > 0 or layer.bias or layer.output_scales):
+                expand_columns(call, layer, segment, s, item, rank, units[0], units[1], scratch_b)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lora_backends.numba_cpu.config import LONG_PANEL, LONG_RANKS, LONG_SEGMENT, MAX_SEGMENT
-from lora_backends.numba_cpu.kernels import driver, eight_bit_expand, eight_bit_shrink
+from lora_backends.numba_cpu.kernels import eight_bit_expand, eight_bit_shrink
 from lora_backends.numba_cpu.kernels.addressing import ALL, columns_of, expand_of, h_of, x_of
 from lora_backends.numba_cpu.kernels.arguments import (
     Copy,
@@ -32,12 +32,13 @@ from lora_backends.numba_cpu.kernels.arguments import (
     RowPointers,
     Shrink,
 )
+from lora_backends.numba_cpu.kernels.driver import run_call
 from lora_backends.numba_cpu.kernels.eight_bit_shrink import ORDER_BYTES, row_bytes, scale_h
 from lora_backends.numba_cpu.kernels.long import LINE, aligned
 from lora_backends.numba_cpu.kernels.scales import a_scales_of, b_scales_of
 from lora_backends.numba_cpu.kernels.shares import rank_of, slice_of, start_of
 from lora_backends.numba_cpu.layer import INT8
-from lora_backends.numba_cpu.machine.compiling import function, part
+from lora_backends.numba_cpu.machine.compiling import compiled, function, part
 from lora_backends.numba_cpu.machine.records import invoke, record, write_id
 from lora_backends.numba_cpu.machine.vectors import LANES
 
@@ -168,11 +169,18 @@ def stored_of(call, layer, item, key, scratch, row, end, expand):
     )
 
 
-STEPS = driver.Steps(
-    LONG_RANKS, shrink_scratch, shrink_columns, gather_columns, expand_scratch, expand_columns
-)
-
-
 def entry() -> Any:
     """Compile the kernel; it takes a `KernelCall`'s address."""
-    return driver.entry(STEPS)
+
+    def run(address):
+        run_call(
+            address,
+            LONG_RANKS,
+            shrink_scratch,
+            shrink_columns,
+            gather_columns,
+            expand_scratch,
+            expand_columns,
+        )
+
+    return compiled(run)

@@ -113,16 +113,10 @@ def kept_name(run: Any) -> str:
     processes may give one number to two variants. A process that ends before it writes its file
     leaves an index that names an older one. In both cases numba would load the wrong code.
     """
-    cells = [_named(cell.cell_contents) for cell in run.__closure__ or ()]
+    cells = [cell.cell_contents for cell in run.__closure__ or ()]
     cpu = cpu_target.target_context.codegen().magic_tuple()
     key = (SOURCES, cells, cpu, numba.__version__, llvmlite.__version__)
     return f"{run.__qualname__}.{hashlib.sha256(pickle.dumps(key)).hexdigest()[:16]}"
-
-
-def _named(value: Any) -> Any:
-    """Return a value that can be pickled; `SOURCES` covers the code of functions."""
-    code = getattr(value, "py_func", None)
-    return value if code is None else (code.__module__, code.__qualname__)
 
 
 def compiled(run: Any) -> Any:
