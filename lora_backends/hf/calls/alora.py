@@ -80,5 +80,5 @@ def _alone(entry: RowAdapters) -> RowAdapters:
 def _from_invocation(name: str, ids: list[int], tokens: list[int]) -> RowAdapters:
     for start in range(len(ids) - len(tokens), -1, -1):
         if ids[start : start + len(tokens)] == tokens:
-            return [None] * start + [name] * (len(ids) - start) if start else name
+            return [None] * start + [name] * (len(ids) - start)  # no name: a cache may go before
     return None

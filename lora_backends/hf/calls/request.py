@@ -16,7 +16,7 @@ from lora_backends.common.devices import is_capturing
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.cache import carried, past_tokens
-from lora_backends.hf.calls.entries import Choices, RowAdapters, entries_of
+from lora_backends.hf.calls.entries import Choices, RowAdapters, entries_of, is_per_token
 from lora_backends.hf.calls.running import Joined
 from lora_backends.hf.layout.images import Images
 from lora_backends.hf.layout.layout import Layout, Spread, Untried, unknown_rows
@@ -100,9 +100,10 @@ class Request:
         if any(not row for row in self._slots):
             raise InvalidInputError("a row of adapters is empty; allowed: one entry per token")
         self._per_token = any(len(set(row)) > 1 for row in self._slots)
+        self._lists_tokens = after_cache and any(map(is_per_token, adapters))
         self._every_slot = {slot for row in self._slots for slot in row}
         self._differ = len(self._every_slot) > 1
-        self.idle = self._every_slot <= {NO_ADAPTER}
+        self.idle = self._every_slot <= {NO_ADAPTER} and not self._lists_tokens
         self.own: Mapping[str, OwnRows] = own_rows(pool, slots, self._choices)
         self.rows = self._slots  # numbers in `Choices`, of each row
         self.per_token, self.differ = self._per_token, self._differ
@@ -115,6 +116,7 @@ class Request:
         self._may_repeat: Repeats | None = None  # in this pass
         self._rows = self._length = self._past = 0
         self._row_slots: list[int] = []
+        self._continues = False  # a cache, by entries that hold for the tokens of this pass alone
         self._inputs: Mapping[str, Any] = {}
         self._untried: Untried | None = None
         self._forget()
@@ -132,6 +134,7 @@ class Request:
         """
         self.begin(inputs, rows, length)
         past = self._past_tokens(inputs, length) if self._per_token else 0
+        self._continues = self._lists_tokens and bool(carried(inputs))
         self._first = past if self._first is None else self._first
         self._past = past - self._first
 
@@ -236,6 +239,8 @@ class Request:
     def _find(
         self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str], key: str, calls: int
     ) -> _Planned:
+        if self._continues and math.prod(shape) > self._rows * self._length:
+            return self._plan_of_earlier_tokens(shape, paths)
         spread: Spread | None = (1, math.prod(shape))
         if self._differ:
             spread = layout.spread(shape, self._rows, self._length)
@@ -281,6 +286,22 @@ class Request:
             self._touched = self._choices.touched_modules(self._pool, self._every_slot)
         if not uses_one_slot(self._touched, self._every_slot, paths):
             raise unknown_rows(paths[0], shape, self._rows, self._length, reason)
+        return self._plan_of_none(shape)
+
+    def _plan_of_earlier_tokens(self, shape: tuple[int, ...], paths: Sequence[str]) -> _Planned:
+        """Return the plan for an input with tokens of the cache, e.g. DeepSeek's latent vectors.
+
+        They may have used any adapter.
+        """
+        slots = range(self._pool.slots.num_slots)
+        if any(path in paths for slot in slots for path in self._pool.modules_of(slot)):
+            reason = (
+                "it sees the cache's tokens again, and a list has no entries for them; a name does"
+            )
+            raise unknown_rows(paths[0], shape, self._rows, self._length, reason)
+        return self._plan_of_none(shape)
+
+    def _plan_of_none(self, shape: tuple[int, ...]) -> _Planned:
         spread = (1, math.prod(shape))
         return self._keep(("none", spread), lambda: spread_slots([NO_ADAPTER], spread))
 
