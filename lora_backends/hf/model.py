@@ -35,7 +35,7 @@ from lora_backends.hf.calls.split import accepted, run_split
 from lora_backends.hf.generating.checks import check_generate
 from lora_backends.hf.hooks.experts import ExpertSite, expert_specs, find_experts
 from lora_backends.hf.hooks.installed import Hooked
-from lora_backends.hf.hooks.linear import begin_hook, rows_and_length
+from lora_backends.hf.hooks.linear import begin_hook, first_input, rows_and_length
 from lora_backends.hf.hooks.routers import find_routers
 from lora_backends.hf.layout.base_checks import (
     check_adapter_dtype,
@@ -181,6 +181,7 @@ class MultiLoRAModel(ModelWords):
         """Adapters without a slot, after `keep_adapters`."""
         self._structure = Structure(base)
         self._main_input: str = getattr(base, "main_input_name", "input_ids")
+        self._first_input = first_input(base.forward, self._main_input)
         self._images = Images(getattr(base, "config", None), tried_input(base))
         begin = begin_hook(self._key, self._structure, self._main_input, base.forward)
         self._hooked.register(base, begin)
@@ -521,10 +522,15 @@ class MultiLoRAModel(ModelWords):
         """
         if len(args) > 1:
             raise InvalidInputError(
-                f"{len(args)} arguments by position\n  allowed: one, {self._main_input}"
+                f"{len(args)} arguments by position\n  allowed: one, {self._first_input}"
             )
         if args:
-            inputs[self._main_input] = args[0]
+            if self._first_input in inputs:
+                raise InvalidInputError(
+                    f"{self._first_input} is given twice\n  given: by position, and by name\n"
+                    f"  allowed: one of them"
+                )
+            inputs[self._first_input] = args[0]
         if (
             split
             and logits_as_list

@@ -240,7 +240,10 @@ class Request:
         self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str], key: str, calls: int
     ) -> _Planned:
         if self._continues and math.prod(shape) > self._rows * self._length:
-            return self._plan_of_earlier_tokens(shape, paths)
+            # DeepSeek expands the latent vectors of all tokens in every pass.
+            earlier = "it sees the cache's tokens again, and lists have no entries for them"
+            earlier += " (a name for the whole row applies to them, too)"
+            raise unknown_rows(paths[0], shape, self._rows, self._length, earlier)
         spread: Spread | None = (1, math.prod(shape))
         if self._differ:
             spread = layout.spread(shape, self._rows, self._length)
@@ -286,22 +289,6 @@ class Request:
             self._touched = self._choices.touched_modules(self._pool, self._every_slot)
         if not uses_one_slot(self._touched, self._every_slot, paths):
             raise unknown_rows(paths[0], shape, self._rows, self._length, reason)
-        return self._plan_of_none(shape)
-
-    def _plan_of_earlier_tokens(self, shape: tuple[int, ...], paths: Sequence[str]) -> _Planned:
-        """Return the plan for an input with tokens of the cache, e.g. DeepSeek's latent vectors.
-
-        They may have used any adapter.
-        """
-        slots = range(self._pool.slots.num_slots)
-        if any(path in paths for slot in slots for path in self._pool.modules_of(slot)):
-            reason = (
-                "it sees the cache's tokens again, and a list has no entries for them; a name does"
-            )
-            raise unknown_rows(paths[0], shape, self._rows, self._length, reason)
-        return self._plan_of_none(shape)
-
-    def _plan_of_none(self, shape: tuple[int, ...]) -> _Planned:
         spread = (1, math.prod(shape))
         return self._keep(("none", spread), lambda: spread_slots([NO_ADAPTER], spread))
 

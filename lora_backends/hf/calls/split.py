@@ -183,8 +183,6 @@ def _same(value: Any, other: Any) -> bool:
         return value.keys() == other.keys() and all(_same(value[k], other[k]) for k in value)
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):
         return len(value) == len(other) and all(map(_same, value, other))
-    if isinstance(value, Mapping) and isinstance(other, Mapping):
-        return _same([*value], [*other]) and _same([*value.values()], [*other.values()])
     return isinstance(value, _PLAIN) and type(value) is type(other) and value == other
 
 
