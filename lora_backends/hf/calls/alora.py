@@ -54,16 +54,16 @@ def invoked(
         ids = inputs.get("input_ids")
         if not isinstance(ids, torch.Tensor):
             raise UnsupportedInputError(
-                f"adapter {entry!r} acts behind its invocation tokens (aLoRA), and there are no "
+                f"adapter {entry!r} acts from its invocation tokens on (aLoRA), and there are no "
                 f"input_ids to find them in\n  to do: pass input_ids, or one entry per token"
             )
         chosen = _from_invocation(entry, ids[row].tolist(), list(found.tokens))
         if chosen is None and after_cache and past_tokens(inputs):
             raise UnsupportedInputError(
-                f"adapter {entry!r} acts behind its invocation tokens (aLoRA), which are not in "
+                f"adapter {entry!r} acts from its invocation tokens on (aLoRA), which are not in "
                 f"adapters[{row}]'s input_ids and may be in the key-value cache\n"
-                f"  to do: pass one entry per token, {entry!r} behind the invocation and None "
-                f"before it"
+                f"  to do: pass one entry per token, {entry!r} from the first invocation token on "
+                f"and None before it"
             )
         rows.append(chosen)
     return rows
