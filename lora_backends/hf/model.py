@@ -272,10 +272,16 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
         """
         if len(args) > 1:
             raise InvalidInputError(
-                f"{len(args)} arguments by position\n  allowed: one, {self._wrapped.main_input}"
+                f"{len(args)} arguments by position\n  allowed: one, {self._wrapped.first_input}"
             )
         if args:
-            inputs[self._wrapped.main_input] = args[0]
+            first = self._wrapped.first_input
+            if first in inputs:
+                raise InvalidInputError(
+                    f"{first} is given twice\n  given: by position, and by name\n"
+                    f"  allowed: one of them"
+                )
+            inputs[first] = args[0]
         if (
             split
             and logits_as_list

@@ -60,6 +60,7 @@ class WrappedModel:
         self.hooked = Hooked(served, self.sites, self.experts, routers, fuse)
         self.structure = Structure(base)
         self.main_input: str = getattr(base, "main_input_name", "input_ids")
+        self.first_input = first_input(base.forward, self.main_input)
         self.images = Images(getattr(base, "config", None), tried_input(base))
 
     def open(

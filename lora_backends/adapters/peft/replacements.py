@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from lora_backends.adapters.files.formats import CONFIG_FILE, LONGEST_NAME
-from lora_backends.adapters.files.messages import problem
+from lora_backends.adapters.files.messages import as_json, problem
 from lora_backends.adapters.files.tensor_checks import check_dtype, check_finite, typed
 from lora_backends.adapters.peft.config import PeftLoraConfig
+from lora_backends.adapters.peft.module_rules import saved_names
 from lora_backends.adapters.specs import OwnModules, OwnParameter, TokenRows
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
 _PREFIX = "base_model.model."
 _TOKEN_DELTA = ".token_adapter.trainable_tokens_delta"
+_SAVED = ".modules_to_save."
 _UNUSED = (".original_module.", ".token_adapter.base_layer.")
 """Copies of the base model's tensors, which PEFT writes beside an adapter's own."""
 
@@ -38,7 +40,8 @@ def take_replacements(
     Raises:
         InvalidInputError: a tensor has a wrong type or shape, or is not finite.
         UnsupportedInputError: modules to save that lie one inside another: PEFT cannot read the
-            file that it writes of them; rows of embeddings that PEFT cannot tie.
+            file that it writes of them; a saved module that the configuration does not name; rows
+            of embeddings that PEFT cannot tie.
     """
     rest: dict[str, Tensor] = {}
     parameters: dict[str, OwnParameter] = {}
@@ -68,6 +71,11 @@ def take_replacements(
                 what = "modules_to_save names modules one inside another"
                 allowed, to_do = "the outer ones alone", "correct modules_to_save and train again"
                 raise UnsupportedInputError(problem(path, what, saved, allowed, to_do))
+            if _SAVED in key and not key.partition(_SAVED)[0].endswith(saved_names(config)):
+                what = f"a saved module that modules_to_save of {CONFIG_FILE} does not name"
+                to_do = "add it to modules_to_save, or remove the tensor: PEFT ignores it"
+                facts = [typed(key, tensor), f"modules_to_save = {as_json(config.modules_to_save)}"]
+                raise UnsupportedInputError(problem(path, what, facts, "modules it names", to_do))
             plain = not saved and key == _PREFIX + name
             # PEFT may write one parameter under several names.
             before = parameters.setdefault(name, OwnParameter(tensor, bool(saved), plain))
@@ -104,7 +112,7 @@ def _base_name(key: str, config: PeftLoraConfig) -> str | None:
         return "" if any(mark in name for mark in _UNUSED) else None
     if any(mark in name for mark in _UNUSED):
         return ""
-    name = name.replace(".modules_to_save.", ".")
+    name = name.replace(_SAVED, ".")
     if name.endswith(".base_layer.bias"):
         return name.removesuffix(".base_layer.bias") + ".bias"
     is_replacement = name.endswith((".weight", ".bias", _TOKEN_DELTA)) or _saved_modules(

@@ -55,7 +55,7 @@ def invoked(
         ids = inputs.get("input_ids")
         if not isinstance(ids, torch.Tensor):
             raise UnsupportedInputError(
-                f"adapter {entry!r} acts after its invocation tokens (aLoRA), and there are no "
+                f"adapter {entry!r} acts from its invocation tokens on (aLoRA), and there are no "
                 f"input_ids to find them in\n  to do: pass input_ids, or one entry per token"
             )
         # The last place counts, as in PEFT: a chat repeats its invocation in every turn.
@@ -63,10 +63,10 @@ def invoked(
         # Only a missing invocation is in doubt. Asking the cache may wait for the device.
         if chosen is None and after_cache and past_tokens(inputs):
             raise UnsupportedInputError(
-                f"adapter {entry!r} acts after its invocation tokens (aLoRA), which are not in "
+                f"adapter {entry!r} acts from its invocation tokens on (aLoRA), which are not in "
                 f"adapters[{row}]'s input_ids and may be in the key-value cache\n"
-                f"  to do: pass one entry per token, {entry!r} after the invocation and None "
-                f"before it"
+                f"  to do: pass one entry per token, {entry!r} from the first invocation token on "
+                f"and None before it"
             )
         rows.append(chosen)
     return rows
@@ -83,5 +83,5 @@ def _alone(entry: RowAdapters) -> RowAdapters:
 def _from_invocation(name: str, ids: list[int], tokens: list[int]) -> RowAdapters:
     for start in range(len(ids) - len(tokens), -1, -1):
         if ids[start : start + len(tokens)] == tokens:
-            return [None] * start + [name] * (len(ids) - start) if start else name
+            return [None] * start + [name] * (len(ids) - start)  # no name: a cache may go before
     return None

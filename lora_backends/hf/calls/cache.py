@@ -35,7 +35,7 @@ STATELESS = frozenset(
 )
 """Words of models' `forward` for the tokens, images and sound of the pass itself, and for its form.
 
-A word belongs here only if no pass with it can depend on tokens of an earlier pass.
+A word belongs here only if its value never depends on tokens of an earlier pass.
 """
 
 RESULTS = frozenset(
@@ -46,11 +46,11 @@ RESULTS = frozenset(
 """Words of models' outputs for several tensors that are no state."""
 
 _FLAGS = ("use_", "output_", "return_")
-"""Prefixes of arguments that choose an option, and carry no state."""
+"""Prefixes of arguments that are switches, and carry no state."""
 
 
 def past_tokens(inputs: Mapping[str, Any]) -> int:
-    """Return how many tokens of each row went before a pass. On a GPU it may wait for the device.
+    """Return how many tokens of each row came before a pass. On a GPU it may wait for the device.
 
     It is needed only where adapters differ by token.
 
@@ -84,7 +84,7 @@ def states_of(output: Any, parameters: Mapping[str, inspect.Parameter]) -> dict[
         parameters: of the model's `forward`.
 
     Raises:
-        TypeError: it may hold a state that the model takes under a name which is not known.
+        TypeError: it may hold a state, and the argument that takes it is not known.
     """
     takes = {
         name
@@ -94,7 +94,7 @@ def states_of(output: Any, parameters: Mapping[str, inspect.Parameter]) -> dict[
         and not name.startswith(_FLAGS)
     }
     named = _named(output)
-    # attributes too: Transformers' outputs have a cache's earlier names as such
+    # Transformers' outputs keep the earlier names of a cache as attributes.
     states = {
         name: value
         for name in takes
@@ -110,7 +110,7 @@ def states_of(output: Any, parameters: Mapping[str, inspect.Parameter]) -> dict[
         if _is_cache(value)
         or (takes and name not in RESULTS and not isinstance(value, torch.Tensor))
     ]
-    # asked for a cache by `use_cache`, a model that returns none has none
+    # A model that was asked for a cache (`use_cache`) and returns none has none.
     is_unasked = takes and named and "use_cache" not in parameters
     if others or is_unasked:
         raise TypeError(
@@ -148,7 +148,7 @@ def _tokens_in(name: str, value: Any) -> int:
         raise UnsupportedInputError(
             f"{name} does not tell how many tokens of earlier passes it holds, and adapters differ "
             f"by token\n  given: {name} of type {type(value).__name__}\n"
-            f"  allowed: a cache with get_seq_length(), and inputs that are known to hold none, as "
-            f"attention_mask\n  to do: use one adapter per row, or leave {name} out (of a cache: "
-            f"use_cache=False)"
+            f"  allowed: a cache with get_seq_length(), and inputs that are known to hold no "
+            f"earlier tokens, e.g. attention_mask\n"
+            f"  to do: use one adapter per row, or leave {name} out (a cache: use_cache=False)"
         ) from error

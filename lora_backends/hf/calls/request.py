@@ -16,7 +16,7 @@ from lora_backends.common.devices import is_capturing
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.cache import carried, past_tokens
-from lora_backends.hf.calls.entries import Choices, RowAdapters, entries_of
+from lora_backends.hf.calls.entries import Choices, RowAdapters, entries_of, is_per_token
 from lora_backends.hf.calls.rows import RowsCall, spread_slots, uses_one_slot
 from lora_backends.hf.layout.images import Images
 from lora_backends.hf.layout.layout import Layout, Spread, Untried, unknown_rows
@@ -68,9 +68,10 @@ class Request(RowsCall):
         if any(not row for row in self.rows):
             raise InvalidInputError("a row of adapters is empty; allowed: one entry per token")
         self.per_token = any(len(set(row)) > 1 for row in self.rows)
+        self._lists_tokens = after_cache and any(map(is_per_token, adapters))
         self._every_slot = {slot for row in self.rows for slot in row}
         self.differ = len(self._every_slot) > 1
-        self.idle = self._every_slot <= {NO_ADAPTER}
+        self.idle = self._every_slot <= {NO_ADAPTER} and not self._lists_tokens
         self.replacements = replaced_rows(pool, slots, self._choices)
         self.has_invocations = any("" in pool.own_modules(slot) for slot in slots.values())
         # Made on the first miss: most calls know the rows of every input.
@@ -82,6 +83,7 @@ class Request(RowsCall):
         self._may_repeat: Repeats | None = None  # in this pass
         self._rows = self._length = self._past = 0
         self._row_slots: list[int] = []
+        self._continues = False  # a cache, by entries that hold for the tokens of this pass alone
         self._inputs: Mapping[str, Any] = {}
         self._forget()
 
@@ -98,6 +100,7 @@ class Request(RowsCall):
         """
         self.begin(inputs, rows, length)
         past = self._past_tokens(inputs, length) if self.per_token else 0
+        self._continues = self._lists_tokens and bool(carried(inputs))
         # The first pass of a call with a cache sets where its entries begin.
         self._first = past if self._first is None else self._first
         self._past = past - self._first
@@ -193,6 +196,11 @@ class Request(RowsCall):
     def _find(
         self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str], key: str, calls: int
     ) -> _Planned:
+        if self._continues and math.prod(shape) > self._rows * self._length:
+            # DeepSeek expands the latent vectors of all tokens in every pass.
+            earlier = "it sees the cache's tokens again, and lists have no entries for them"
+            earlier += " (a name for the whole row applies to them, too)"
+            raise unknown_rows(paths[0], shape, self._rows, self._length, earlier)
         spread: Spread | None = (1, math.prod(shape))
         if self.differ:
             spread = layout.spread(shape, self._rows, self._length)

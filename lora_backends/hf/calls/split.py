@@ -29,7 +29,7 @@ OF_IMAGES = "image_hidden_states"
 """The output with the images of all rows, in order."""
 
 ENCODERS = frozenset({"image_outputs", "video_outputs", "audio_outputs"})
-"""Outputs of the encoders of images, video and sound, which do not name the row of an image."""
+"""Outputs of encoders of images, video and sound: nothing says to which row an image belongs."""
 
 _PLAIN = bool | int | float | str | None
 
@@ -108,7 +108,7 @@ def _pass(run: Run, entry: RowAdapters, count: int, inputs: Mapping[str, Any]) -
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()
     }
-    if copies.get("return_dict") is False:  # the names of the outputs tell which have rows
+    if copies.get("return_dict") is False:  # outputs are recognised by their names
         copies["return_dict"] = True
     # All rows, also those of other adapters: an axis keeps the length that it had.
     output = run(adapters=[entry] * count, **copies)
@@ -167,7 +167,7 @@ def _joined(
         # Features of images follow each other without an axis of rows.
         tokens = [owner for owner, number in pairs for _ in range(number)]
         return _chosen([part.flatten(0, -2) for part in parts], tokens).view_as(parts[0])
-    cures = {"loss": "leave labels away, and compute the loss from the logits"}
+    cures = {"loss": "leave labels out, and compute the loss from the logits"}
     is_cache = not isinstance(parts[0], torch.Tensor | tuple | list | Mapping)
     cure = cures.get(
         name, "pass use_cache=False" if is_cache else f"leave {name} out of the outputs"

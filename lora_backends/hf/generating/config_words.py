@@ -1,7 +1,7 @@
 """The words of a GenerationConfig: what `generate` reads, and what is followed here.
 
-Words are taken from the configuration itself, and not from a list of this library: a word that no
-list here names is refused as soon as its value differs from Transformers' default.
+The words are read from the configuration itself: a word that no list here names is refused if its
+value differs from Transformers' default.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WITHOUT_EFFECT = frozenset(
         # of the cache and of compiled programs
         *"""use_cache cache_config max_cache_len prefill_chunk_size compile_config
         disable_compile""".split(),
-        # of beams and of assistants, which have words of their own that turn them on
+        # of beams and assistants, which other words turn on
         *"""early_stopping length_penalty low_memory num_assistant_tokens
         num_assistant_tokens_schedule assistant_confidence_threshold
         assistant_lookbehind assistant_ensemble_weight target_lookbehind
@@ -42,7 +42,7 @@ WITHOUT_EFFECT = frozenset(
         transformers_version""".split(),
     }
 )
-"""Words that change no token of a prompt that is given as ids and runs alone."""
+"""Words that change no generated token, if the prompt is given as ids and runs alone."""
 
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     # all but "quantized", whose keys and values are others
@@ -65,7 +65,7 @@ KEEPING_ROWS = (
         prompt_lookup_num_tokens assistant_early_exit is_assistant""".split()
     )
 )
-"""With these words `generate` keeps each row at its place, or repeats it next to itself."""
+"""With these words `generate` keeps rows in order, or repeats each next to itself."""
 
 
 def read_as_generate(base: Any, asked: Any | None) -> Any:
@@ -83,7 +83,7 @@ def read_as_generate(base: Any, asked: Any | None) -> Any:
             f"model's own"
         )
     try:
-        # A method of GenerationMixin: its order of sources is written nowhere else.
+        # Private, but the only place where Transformers orders the sources of a word.
         config, _ = base._prepare_generation_config(asked)
     except Exception as error:  # values of a wrong type raise what they will
         raise InvalidInputError(
@@ -145,10 +145,10 @@ def default_words() -> dict[str, Any]:
 
 
 def is_off(word: str, value: Any, defaults: Mapping[str, Any]) -> bool:
-    """Return whether a word says nothing: it is None, its default, or a value that turns it off."""
+    """Return whether a word has no effect: None, its default, or a value that turns it off."""
     default = defaults.get(word)
     off = (None, *HARMLESS.get(word, ()), False if default is None else default)
-    # Of their kind: 0 is no False, and a tensor compares to no bool.
+    # Kinds are compared first: 0 is not False here, and a tensor has no single truth value.
     return any(value is each or (_kind(value) is _kind(each) and value == each) for each in off)
 
 

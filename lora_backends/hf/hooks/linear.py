@@ -70,6 +70,14 @@ def begin_hook(
     return begin
 
 
+def first_input(forward: Callable[..., Any], main_input: str) -> str:
+    """Return the name of the argument that is given first by position."""
+    parameter = next(iter(inspect.signature(forward).parameters.values()), None)
+    if parameter is None or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+        return main_input
+    return parameter.name
+
+
 def _positional(forward: Callable[..., Any], main_input: str) -> list[str]:
     """Return names of arguments by position, more than there are: none may go unseen."""
     try:

@@ -50,7 +50,7 @@ TEXT_INPUTS = frozenset(
 """Inputs that bring no elements besides the tokens of the rows."""
 
 STATES = ("cache", "cache_params", "state", "mems")
-"""States of earlier passes. Under any other name they count as untried, which refuses more."""
+"""States of earlier passes. Under any other name they count as untried, and more is refused."""
 
 
 class Images:

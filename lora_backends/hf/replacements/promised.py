@@ -1,7 +1,7 @@
 """Refuses files that hold less, or more, than their `adapter_config.json` says of this base model.
 
-The base model's own values would answer for what they lack: a head that nobody trained, for
-instance. What they hold besides is refused where PEFT does something else with it.
+Otherwise the base model's values would silently replace what a file lacks, e.g. a trained head.
+What a file holds besides is refused if PEFT ignores it, or loads it into other modules.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_promises(base: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def check_unpromised(base: nn.Module, checkpoint: Checkpoint) -> None:
-    """Refuse weights that PEFT ignores, and copies of the base's that change it for other modules.
+    """Refuse weights that PEFT ignores, and copies of base weights that change other modules.
 
     PEFT wraps a module with LoRA or rows of tokens, and reads no tensor under its plain name. It
     loads copies beside an adapter's own tensors into the base model.

@@ -41,7 +41,7 @@ def run_call(
     expand_scratch,
     expand_columns,
 ):
-    """Run a `KernelCall`; functions do its steps. numba would compile closures anew in each process.
+    """Run a `KernelCall` by functions: numba would compile closures anew in each process.
 
     `segment` is a `Segment`, s the number of a slice, `item` a `Slice`; `first` to `last` are
     columns of h or groups of 16 columns of y; `scratch` is an array. `copied` says whether that has

@@ -240,6 +240,18 @@ def test_a_tensor_that_peft_ignores_or_gives_to_the_base_is_refused(
     assert tensor in str(error.value)
 
 
+@pytest.mark.parametrize("start", ["modules_to_save.", "modules_to_save.default."])
+@pytest.mark.parametrize("saved", [None, ["norm"]])
+def test_a_saved_module_that_the_configuration_does_not_name_is_refused(saved, start, tmp_path):
+    base = build("llama")
+    adapt(base, str(tmp_path), 1, **Q_V, modules_to_save=saved)
+    beside(tmp_path, base, "lm_head.weight", start=start)
+    with pytest.raises(UnsupportedInputError, match=r"does not name[\s\S]*lm_head.modules_to_save"):
+        load(base, tmp_path)
+    edit_config(tmp_path, modules_to_save=[*(saved or []), "lm_head"])
+    load(base, tmp_path)
+
+
 def test_a_plain_weight_of_a_targeted_module_without_lora_is_refused(tmp_path):
     base = build("llama")
     adapt(base, str(tmp_path), 1, **Q_V)

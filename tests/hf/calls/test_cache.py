@@ -112,7 +112,10 @@ def test_an_invocation_that_may_lie_in_a_cache_of_any_name_is_refused(tmp_path):
     ids = sweep_variants.inputs("llama")["input_ids"][:1]
     output = model(adapters=["own"], input_ids=ids[:, :-1], use_cache=True)
     cache = getattr(output, named(build("llama").forward))
-    for memory, message in ((cache, "may be in the key-value cache"), ([cache], "memory does not")):
+    unseen = (
+        r"may be in the key-value cache[\s\S]*from the first invocation token on and None before"
+    )
+    for memory, message in ((cache, unseen), ([cache], "memory does not")):
         with pytest.raises(UnsupportedInputError, match=message):
             model(adapters=["own"], input_ids=ids[:, -1:], memory=memory)
 
@@ -227,3 +230,30 @@ def test_words_without_state_name_no_cache_of_transformers():
     for name in ("llama", "rwkv", "xlnet", "deepseek_v3"):
         taken = inspect.signature(build(name).forward).parameters
         assert {*taken} & {*ALL_CACHE_NAMES, "past_key_values"} - STATELESS
+
+
+def test_entries_of_a_pass_do_not_reach_the_tokens_of_its_cache():
+    """DeepSeek expands the latent vectors of all tokens again, by a module that may have LoRA."""
+    model = wrapped(build("deepseek_v3"), "kv_b_proj")
+    name = named(model.base.forward)
+    first = {"adapters": [row[:4] for row in ROWS], "input_ids": IDS[:, :4]}
+    for rows in (["a", "a"], [None, None], ["a", "b"]):
+        cache = {name: model(**first)[name]}
+        by_list = {"adapters": [[entry] for entry in rows], "input_ids": IDS[:, 4:5]}
+        with pytest.raises(UnsupportedInputError, match=r"kv_b_proj sees .* the cache's tokens"):
+            model(**by_list, **cache)
+        model(**{**by_list, "adapters": rows}, **cache)
+    whole = model(adapters=[[entry] for entry in "ab"], input_ids=IDS[:, :1]).logits
+    assert torch.equal(whole, model(adapters=["a", "b"], input_ids=IDS[:, :1]).logits)
+
+
+def test_entries_of_a_pass_follow_its_cache_where_modules_see_its_tokens_alone():
+    model = wrapped(build("deepseek_v3"), "q_a_proj", "kv_a_proj_with_mqa", "o_proj")
+    name, cache, steps = named(model.base.forward), {}, []
+    for token in range(IDS.shape[1]):
+        rows = [row[token : token + 1] for row in ROWS]
+        output = model(adapters=rows, input_ids=IDS[:, token : token + 1], **cache)
+        cache = {name: output[name]}
+        steps.append(output.logits)
+    whole = model(adapters=ROWS, input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(steps, 1), whole)

@@ -206,7 +206,7 @@ def test_one_adapter_in_all_rows_is_one_pass():
     torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=BOUND)
     torch.testing.assert_close(output.loss, expected.loss)
     assert output.past_key_values.get_seq_length() == 4
-    with pytest.raises(UnsupportedInputError, match="outputs loss[\\s\\S]*leave labels away"):
+    with pytest.raises(UnsupportedInputError, match="outputs loss[\\s\\S]*leave labels out"):
         mixed.model(adapters=ROWS, **given, **SPLIT)
 
 

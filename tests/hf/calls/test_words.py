@@ -75,6 +75,27 @@ def test_the_first_input_may_be_given_by_position(llama):
         model(ids, ids, adapters=["a"] * 4)
 
 
+def test_an_input_by_position_is_the_first_of_the_model_whatever_its_name():
+    class Renamed(transformers.LlamaForCausalLM):
+        def forward(self, tokens=None, input_ids=None):
+            return super().forward(tokens if input_ids is None else input_ids)
+
+    base = build("llama")
+    base.__class__ = Renamed
+    model = MultiLoRAModel(base, "torch_ref")
+    ids = inputs("llama")["input_ids"]
+    with pytest.raises(InvalidInputError, match=r"no tokens to run on\n  given: tokens"):
+        model(ids, adapters=[None] * 4)
+    model(adapters=[None] * 4, input_ids=ids)
+
+
+def test_an_input_is_not_given_both_by_position_and_by_name(llama):
+    model, _ = llama
+    ids = inputs("llama")["input_ids"]
+    with pytest.raises(InvalidInputError, match="input_ids is given twice"):
+        model(ids, adapters=["a"] * 4, input_ids=ids.flip(0))
+
+
 def test_attributes_are_those_of_the_base_model(llama):
     model, _ = llama
     assert model.config is model.base.config
