@@ -14,7 +14,7 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
 from lora_backends.hf.hooks.experts import expert_specs, find_experts
 from lora_backends.hf.hooks.installed import Hooked
-from lora_backends.hf.hooks.linear import Served, begin_hook
+from lora_backends.hf.hooks.linear import Served, begin_hook, first_input
 from lora_backends.hf.hooks.routers import find_routers
 from lora_backends.hf.layout.images import Images
 from lora_backends.hf.layout.probe import UNREACHED, probe
