@@ -97,7 +97,7 @@ def test_a_generate_of_the_models_own_takes_one_adapter(tmp_path, where):
 def test_a_loop_of_the_callers_own_takes_one_adapter(tmp_path):
     model, _ = pair("T5", tmp_path)
     given = {k: v for k, v in sweep.inputs("T5").items() if k != "decoder_input_ids"}
-    with pytest.raises(UnsupportedInputError, match="has custom_generate, which may drop"):
+    with pytest.raises(UnsupportedInputError, match="may move rows with custom_generate"):
         model.generate(adapters=["a", "b"] * 2, custom_generate=lambda *_, **__: 0, **given, **NEW)
 
 
