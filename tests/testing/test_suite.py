@@ -134,6 +134,14 @@ def test_a_skipped_tail_token_is_shown_with_few_tokens(tail_report):
     assert (case.num_slots, case.max_rank, case.in_features) == (1, 1, 1)
 
 
+@pytest.mark.parametrize(
+    "text", ["print(1)", "LoRACase(**{})", "torch.load('x')", "LoRACase.of(1)", "(1).real"]
+)
+def test_a_case_is_read_and_nothing_in_it_is_run(text):
+    with pytest.raises(InvalidInputError, match="the case"):
+        case_from(text)
+
+
 def test_the_report_of_a_failure_names_case_place_bound_and_commands(tail_report):
     text = tail_report.to_text()
     case = tail_report.failures[0].failure.case
