@@ -14,7 +14,7 @@ from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.library import call_outside, trace_add
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
-from lora_backends.dispatch.tracing import is_traced
+from lora_backends.dispatch.tracing import is_jit_traced, is_traced, refuse_jit_trace
 from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.layer_weights import MOST
@@ -87,6 +87,8 @@ def wrap_routed(
         options = {**defaults, **options}
         if _is_compiling() and is_traced():
             return trace_add(operation, call, self, x, weights, routing, base_output, options)
+        if is_jit_traced() and not self.differentiable:
+            refuse_jit_trace(operation.name, self)
         if isinstance(routing, ManyAdaptersRouting):
             y: torch.Tensor | None = base_output
             for part in routing.routings:

@@ -22,7 +22,7 @@ from lora_backends.dispatch.experts import wrap_prepare_experts, wrap_routed
 from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan, add_each, prepare_each, refuse
 from lora_backends.dispatch.output import new_output
-from lora_backends.dispatch.tracing import is_traced
+from lora_backends.dispatch.tracing import is_jit_traced, is_traced, refuse_jit_trace
 from lora_backends.errors import LoRABackendError
 from lora_backends.features import CAPACITY
 from lora_backends.operations import BY_NAME, OPERATIONS, Input, Operation
@@ -122,6 +122,8 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
             if out is not None:  # a copy of the traced result would convert and broadcast
                 return call_outside(call, self, x, weights, plan, out)  # type: ignore[no-any-return]
             return trace_shrink(call, self, x, weights, plan)
+        if is_jit_traced() and not self.differentiable:
+            refuse_jit_trace(operation.name, self)
         if isinstance(plan, ManyAdaptersPlan):
             refuse(operation.name, plan)
         if out is None:
@@ -147,6 +149,8 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     ) -> torch.Tensor:
         if _is_compiling() and is_traced():
             return trace_add(operation, call, self, x, weights, plan, base_output)
+        if is_jit_traced() and not self.differentiable:
+            refuse_jit_trace(name, self)
         y: torch.Tensor | None = base_output
         if not isinstance(plan, CachingPlan) or not (stores or name in self.storing):
             if isinstance(plan, ManyAdaptersPlan):

@@ -13,7 +13,12 @@ from helpers.small_layers import ByAddress, small_batch, small_weights
 from helpers.storing import Storing
 from torch._subclasses import FakeTensorMode
 
-from lora_backends import InvalidInputError, LoRABackend, LoRABackendError
+from lora_backends import (
+    InvalidInputError,
+    LoRABackend,
+    LoRABackendError,
+    UnsupportedInputError,
+)
 from lora_backends.dispatch import wrap
 from lora_backends.operations import BY_NAME, OPERATIONS, Input
 from lora_backends.torch_ref import TorchRefBackend
@@ -334,3 +339,23 @@ def test_no_call_is_recognised_that_the_guard_refuses(backend, gradients):
                 assert not found, (x.shape, x.stride(), y is not None and (y.shape, y.stride()))
             recognised += found
     assert passed > recognised > passed / 3
+
+
+@pytest.mark.filterwarnings("ignore")  # of the trace
+@pytest.mark.parametrize("name", ["run_lora_a", "run_linear"])
+def test_a_jit_trace_records_the_lora_or_is_refused(name):
+    weights, batch = small_weights(), small_batch()
+
+    def traced(backend):
+        plan = backend.prepare_batch(batch)
+        run = getattr(backend, name)
+        run(
+            torch.randn(batch.num_tokens, weights.in_features), weights, plan
+        )  # stored, or accepted
+        x = torch.randn(batch.num_tokens, weights.in_features)
+        return torch.jit.trace(lambda x: run(x, weights, plan), x)(2 * x), run(2 * x, weights, plan)
+
+    recorded, expected = traced(TorchRefBackend("cpu"))
+    assert expected.abs().max() > 0 and torch.allclose(recorded, expected)
+    with pytest.raises(UnsupportedInputError, match=f"{name} under torch.jit.trace"):
+        traced(ByAddress("cpu"))

@@ -14,7 +14,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.dispatch.any_axes import over_rows
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.repeats import NO_REPEATS
-from lora_backends.dispatch.tracing import is_traced
+from lora_backends.dispatch.tracing import is_jit_traced, is_traced
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.running import RUNNING, check_thread, is_open
 from lora_backends.hf.layout.layout import Layout
@@ -55,6 +55,13 @@ def begin_hook(
             check_thread(model)
             return
         if not is_traced():
+            if (
+                is_jit_traced()
+            ):  # whatever the backend: a trace would keep the adapters of this call
+                raise UnsupportedInputError(
+                    "torch.jit.trace cannot record a call with adapters, which a later call changes"
+                    "\n  allowed: torch.compile, or the trace of a model with the adapter merged"
+                )
             # Calls have checked it once; a block may run many passes.
             if is_open(model):
                 structure.check_modules()

@@ -255,3 +255,12 @@ def test_an_id_that_is_nowhere_is_refused(cache):
         model.load_adapter("hub", "someone/another")
     assert "neither a folder nor an adapter on the Hugging Face hub" in str(caught.value)
     assert "hf download someone/another" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_jit_trace_of_a_call_with_adapters_is_refused(llama):
+    model, _ = llama
+    ids = inputs("llama")["input_ids"]
+    step = model.prepare(["a", "b"] * (len(ids) // 2), tokens=ids.shape[1])
+    with model.using(step), pytest.raises(UnsupportedInputError, match="torch.jit.trace"):
+        torch.jit.trace(lambda ids: model.base(ids).logits, ids)
