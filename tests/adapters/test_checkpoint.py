@@ -863,3 +863,20 @@ def test_files_of_a_training_run_beside_the_adapter_are_no_weights(write_adapter
     for name in [*names.split(), *others.split(), "pytorch_model.bin"]:
         torch.save({}, folder / name)
     assert [*read_checkpoint(folder).modules] == [Q_PROJ]
+
+
+@pytest.mark.parametrize("name", [SAFETENSORS_FILE, PICKLE_FILE])
+def test_a_pointer_of_git_lfs_is_named(write_adapter, name):
+    folder = write_adapter()
+    (folder / SAFETENSORS_FILE).unlink()
+    (folder / name).write_text("version https://git-lfs.example/spec/v1\nsize 13640432\n")
+    with pytest.raises(InvalidInputError, match="Git LFS pointer"):
+        read_checkpoint(folder, SPECS)
+
+
+def test_an_adapter_of_mlx_is_named(write_adapter):
+    folder = write_adapter()
+    values = {"fine_tune_type": "lora", "num_layers": 8, "lora_parameters": {"rank": 8}}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    with pytest.raises(UnsupportedInputError, match="MLX"):
+        read_checkpoint(folder, SPECS)

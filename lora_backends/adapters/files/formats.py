@@ -58,6 +58,18 @@ def format_of(names: Iterable[str]) -> str | None:
     return None
 
 
+def check_pointer(path: Path, content: bytes) -> None:
+    """Refuse the text that a clone without Git LFS has in place of a large file.
+
+    Raises:
+        InvalidInputError: the content is such a pointer.
+    """
+    if content.startswith(b"version https://git-lfs"):
+        what, given = "it is a Git LFS pointer to the file, not the file", f"{len(content)} bytes"
+        to_do = "run `git lfs pull` in the clone, or download the file"
+        raise InvalidInputError(problem(path, what, given, "the file itself", to_do))
+
+
 def check_folder(folder: Path) -> None:
     """Refuse a path that is no folder.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_backends.adapters.files.formats import check_pointer
 from lora_backends.adapters.files.limits import LoadLimits
 from lora_backends.adapters.files.messages import problem
 from lora_backends.adapters.files.state_pickle import (
@@ -40,6 +41,7 @@ def read_pickle(path: Path, limits: LoadLimits) -> dict[str, Tensor]:
             else than a dict of names to dense tensors.
     """
     content = read_bytes(path, limits.file_bytes, limits.file_too_large)
+    check_pointer(path, content)
     read = _read_archive if content[:4] == b"PK\x03\x04" else _read_legacy
     try:
         return read(content, path, limits)

@@ -8,6 +8,7 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
+from lora_backends.adapters.files.formats import check_pointer
 from lora_backends.adapters.files.limits import LoadLimits
 from lora_backends.adapters.files.messages import problem
 from lora_backends.common.files import is_from_outside, read_bytes
@@ -21,6 +22,7 @@ def read_safetensors(path: Path, limits: LoadLimits) -> dict[str, Tensor]:
         InvalidInputError: the file cannot be read, is damaged or beyond a limit.
     """
     content = read_bytes(path, limits.file_bytes, limits.file_too_large)
+    check_pointer(path, content)
     _check_size(content, path, limits)
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(content)

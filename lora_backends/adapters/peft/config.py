@@ -127,6 +127,9 @@ _INITS_REFUSED = {
     "save_pretrained with path_initial_model_for_weight_conversion writes one that does",
 }
 
+_OF_MLX = {"fine_tune_type", "lora_parameters"}
+"""Keys by which mlx-lm's own adapter_config.json is known."""
+
 
 def read_config(path: Path, limits: LoadLimits, own_modules: bool = False) -> PeftLoraConfig:
     """Read `adapter_config.json`, or say why its adapter cannot be reproduced exactly.
@@ -150,6 +153,11 @@ def checked_config(values: dict[str, Any], path: Path, own_modules: bool = False
         InvalidInputError: a wrong type, or fields that contradict.
         UnsupportedInputError: features beyond plain LoRA; the message names every one.
     """
+    if "peft_type" not in values and _OF_MLX & values.keys():
+        what = "it is the configuration of an adapter of MLX, not of PEFT"
+        given = f"keys {', '.join(sorted(_OF_MLX & values.keys()))}"
+        to_do = "convert the adapter to PEFT's format"
+        raise UnsupportedInputError(problem(path, what, given, ALLOWED["peft_type"], to_do))
     if values.get("peft_type", "LORA") != "LORA":
         raise UnsupportedInputError(
             problem(
