@@ -91,7 +91,7 @@ def test_a_fifo_that_replaces_the_file_is_not_waited_for(tmp_path):
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from lora_backends import files\n"
+        "from lora_backends.common import files\n"
         "path = Path(sys.argv[1])\n"
         "files.kind_of = lambda _: 'a file'\n"
         "try:\n"

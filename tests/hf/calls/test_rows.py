@@ -361,7 +361,7 @@ def test_entries_per_token_follow_tokens_that_are_cached():
     head = pair.model(adapters=[row[:3] for row in rows], input_ids=ids[:, :3], use_cache=True)
     pair.refuses(
         [row[3:] for row in rows],
-        "adapters differ by token",
+        "lists have no entries for them",
         input_ids=ids[:, 3:],
         past_key_values=head.past_key_values,
     )
