@@ -125,7 +125,7 @@ class Layers:
         Raises:
             InvalidInputError: a mode of torch is active under which new tensors have no memory.
         """
-        if torch._C._len_torch_dispatch_stack():  # looked up here: every call of a layer comes by
+        if torch._C._len_torch_dispatch_stack():  # inlined: every call of a layer runs this
             require_memory()
         addresses = weights.footprint.addresses
         located = self._located.get(weights)

@@ -158,7 +158,7 @@ def _joined(
     if all(_same(part, parts[0]) for part in parts):
         return parts[0]
     if name in ENCODERS:
-        return None  # as `MultiLoRAModel.__call__` says
+        return None  # documented at `MultiLoRAModel.__call__`
     if name in ROW_OUTPUTS and all(_has_rows(part, len(owners)) for part in parts):
         return _chosen(parts, owners)
     counts = images.placeholders(inputs, parts[0]) if name == OF_IMAGES else None

@@ -58,7 +58,7 @@ class RequestWords:
         self._vocabulary = vocabulary_of(base)
         self._ends = _checked_ends(self.config.eos_token_id)
         self._positions = _positions(base)
-        # With an end, which a request may have: some processors are there only with one.
+        # With an end token, as a request may have one: some processors exist only with it.
         any_list = self._processors(self.config, [0], 1, self._ends or [0])
         # If no request changes scores, the manager runs no processor.
         self.change_scores = per_request or bool(any_list)
@@ -68,7 +68,7 @@ class RequestWords:
     def of_request(
         self, ids: list[int], new: int | None, room: int | None, options: dict[str, Any]
     ) -> Asked:
-        """Return what a request asks for.
+        """Return the checked options of a request.
 
         Args:
             ids: of its prompt.
@@ -140,10 +140,10 @@ class RequestWords:
 
     def _processors(self, config: Any, ids: list[int], new: int | None, ends: list[int]) -> Any:
         """Return the processors that `generate` makes for a prompt alone, each tried once."""
-        # It writes the end at the last token, whose place has to be known.
+        # This word forces the last token, so the number of new tokens has to be known.
         if config.forced_eos_token_id is not None and new is None:
             raise InvalidInputError("forced_eos_token_id goes with max_new_tokens\n  given: None")
-        # Lengths are of this prompt: the configuration is shared.
+        # A copy, because lengths depend on the prompt and the configuration is shared.
         alone = copy.copy(config)
         alone.max_length = None if new is None else len(ids) + new
         if alone.min_new_tokens is not None:
