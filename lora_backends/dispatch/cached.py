@@ -54,7 +54,7 @@ def is_accepted(
         weights: the layer.
         plan: of the batch.
         y: base_output, or None.
-        rows: that x and y must have; None: equally many, as the plan allows.
+        rows: of x and of y; None: any number that the plan allows, the same for both.
         detail: other values that the guards depend on.
     """
     if (

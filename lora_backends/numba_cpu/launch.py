@@ -131,7 +131,7 @@ def run(
     """Write h from x (`SHRINK`) or token ids (`GATHER`), if asked, and add its expansion to y.
 
     x and y have two axes, or more where they are contiguous; rows lie along the last. Ids are
-    int64. Without h, one lives for this call.
+    int64. Without h, its memory lives for this call.
     """
     if not job.num_segments:
         return

@@ -96,7 +96,7 @@ def take_replacements(
 
 
 def _original(key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return a copy of a tensor of the base model by its name there; unused LoRA is none."""
+    """Return a tensor that a file copies from the base model by its name there; {} for LoRA."""
     name = key.removeprefix(_PREFIX)
     for mark in _UNUSED:
         name = name.replace(mark, ".")

@@ -71,7 +71,7 @@ def run_split(
 
 
 def accepted(run: Run, count: int, inputs: Mapping[str, Any], images: Images) -> bool:
-    """Return whether `run_split` takes inputs and what the model returns for them.
+    """Return whether `run_split` takes these inputs and the model's outputs for them.
 
     It runs one pass, without adapters. Outputs that only equality would allow count as refused.
 

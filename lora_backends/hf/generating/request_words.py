@@ -180,8 +180,8 @@ class RowProcessors(LogitsProcessor):  # type: ignore[misc]  # has no types
     """Changes the scores of each request by its own processors.
 
     Args:
-        rows: returns processors and tokens of the first rows of the scores, in order; of the rows
-            after them no token is taken.
+        rows: returns processors and tokens of the first rows of the scores, in order; no token is
+            taken from later rows.
     """
 
     supports_continuous_batching = True  # or Transformers would warn
@@ -190,7 +190,7 @@ class RowProcessors(LogitsProcessor):  # type: ignore[misc]  # has no types
         self._rows = rows
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores, [rows, vocabulary]; `input_ids` are last tokens, and not read."""
+        """Return the scores, [rows, vocabulary]; `input_ids`, the last tokens, are not read."""
         rows = list(self._rows())
         shared = {id(processors): processors for processors, _ in rows}
         # One call for all rows where no processor reads tokens.
@@ -224,8 +224,8 @@ def _checked_ends(value: Any) -> list[int]:
 def _positions(base: Any) -> int | None:
     """Return how many positions a request may have, as the model's configuration says.
 
-    Where the frequencies of positions are other ones beyond a length ("longrope"), one request
-    beyond it would change those of all that share its passes.
+    Where the frequencies of positions change beyond a length ("longrope"), a request beyond it
+    would change them for all requests in its passes.
     """
     config = base.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
