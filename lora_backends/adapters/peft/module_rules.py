@@ -212,7 +212,7 @@ class _Rules:
         }
 
     def _is_targeted(self, module: str) -> bool:
-        """Return whether PEFT puts LoRA on a module: never on one that it saves whole, or inside one.
+        """Return whether PEFT puts LoRA on a module: not on one that it saves whole, or in one.
 
         A list matches whole trailing components; `layers_to_transform` narrows such matches, but
         not an entry that is the full path. A string is a regular expression for the full path.
