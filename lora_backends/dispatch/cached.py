@@ -115,7 +115,7 @@ def accept(
     if type(x) is _Tensor and (y is None or type(y) is _Tensor):
         accepted, key = weights.footprint.accepted, (operation.name, engine.handle)
         kind = _accepted_kind(operation, x, y, detail)
-        # entries of engines that no longer exist are removed only here
+        # a bound: entries of engines that no longer exist would stay
         if len(accepted) >= MOST_LAYERS:
             accepted.clear()
         others = [other for other in accepted.get(key, ()) if other != kind]

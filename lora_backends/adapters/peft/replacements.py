@@ -60,7 +60,7 @@ def take_replacements(
             originals |= _original(key, tensor)
             continue
         check_dtype(error, key, tensor)
-        # Flat: the check walks over the first axis, which a scalar has not.
+        # Flat: the check walks over the first axis, which a scalar lacks.
         check_finite(error, key, tensor.flatten())
         if name.endswith(_TOKEN_DELTA):
             module = name.removesuffix(_TOKEN_DELTA)

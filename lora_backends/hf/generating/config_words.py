@@ -45,7 +45,7 @@ WITHOUT_EFFECT = frozenset(
 """Words that change no generated token, if the prompt is given as ids and runs alone."""
 
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    # all but "quantized", whose keys and values are others
+    # all but "quantized", which changes keys and values
     "cache_implementation": tuple(
         """dynamic static offloaded offloaded_static paged hybrid hybrid_chunked sliding_window
         offloaded_hybrid offloaded_hybrid_chunked""".split()
