@@ -14,7 +14,7 @@ from lora_backends.adapters import Checkpoint, ModuleDelta
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PAST = 128  # tokens in the cache in front of a decode step
-STEPS = 8  # consecutive steps of a sample, and room in the cache behind the prompt
+STEPS = 8  # consecutive steps of a sample, and room in the cache after the prompt
 SIZES = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -103,7 +103,7 @@ class Pass:
                 raise RuntimeError("this version of transformers has no cache to wind back")
 
     def wind_back(self) -> None:
-        """Forget all tokens behind the prompt, in place."""
+        """Forget all tokens after the prompt, in place."""
         for layer in [] if self.cache is None else self.cache.layers:
             if isinstance(layer.cumulative_length, torch.Tensor):
                 layer.cumulative_length.fill_(PAST)
@@ -120,7 +120,7 @@ class Pass:
         return logits
 
     def logits(self) -> torch.Tensor:
-        """Return the logits of the last token, the first behind the prompt of a decode step."""
+        """Return the logits of the last token, the first after the prompt of a decode step."""
         self.wind_back()
         return self().clone()
 

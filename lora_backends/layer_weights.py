@@ -65,8 +65,8 @@ class _LayerArguments:
 class LayerWeights(_LayerArguments, Handled):
     """Stacks of A and B with their ranks and scalings, and all that is computed once from them.
 
-    Values may change in place at any time. Shapes, dtypes and devices stay; `changed` finds where
-    someone has exchanged a tensor's memory for another kind.
+    Values may change in place at any time. Shapes, dtypes and devices must stay; `changed` finds
+    tensors whose memory was exchanged for another kind.
     """
 
     _transient: ClassVar[tuple[str, ...]] = ("handle", "_footprint", "_derived")
@@ -106,8 +106,8 @@ class LayerWeights(_LayerArguments, Handled):
     def derived(self, make: Callable[[Self], _Derived]) -> _Derived:
         """Return ``make(self)``, computed again only after a tensor has moved.
 
-        `make` is a function of a module, which depends on shapes, strides, dtypes and addresses,
-        never on values.
+        `make` is defined at the top level of a module. Its result depends on shapes, strides,
+        dtypes and addresses, never on values.
         """
         footprint = self._footprint
         if footprint is None or footprint.addresses != tuple(map(_data_ptr, self.tensors.values())):

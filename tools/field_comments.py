@@ -13,7 +13,7 @@ import griffe
 
 
 class FieldComments(griffe.Extension):
-    """Gives fields without a docstring the comment that stands beside them."""
+    """Gives fields without a docstring the comment beside them."""
 
     def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         """Look at every field of a dataclass."""

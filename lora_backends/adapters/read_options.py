@@ -11,7 +11,7 @@ from lora_backends.adapters.specs import ExpertSpec, ModuleSpec
 
 @dataclass(frozen=True, eq=False)
 class ReadOptions:
-    """The arguments of `read_checkpoint` other than the folder, in its words."""
+    """The arguments of `read_checkpoint` other than the folder, by the same names."""
 
     modules: Mapping[str, ModuleSpec] | None
     max_rank: int | None

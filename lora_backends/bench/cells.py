@@ -179,7 +179,7 @@ def deal(tokens: int, adapters: int, skewed: bool) -> list[int]:
     if not skewed:
         return [token % adapters for token in range(tokens)]
     popularity = torch.arange(1, adapters + 1, device="cpu").double() ** -ZIPF
-    # equal cells deal equally, in every run
+    # a fixed seed: equal cells get equal slots in every run
     generator = torch.Generator().manual_seed(0)
     drawn = torch.multinomial(popularity, tokens, True, generator=generator)
     # tokens of one sequence are neighbours in a batch

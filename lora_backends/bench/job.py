@@ -95,7 +95,7 @@ def make_job(
         _operations(operations),
     )
     kind = default_dtype if dtype is None else _dtype(dtype)
-    # now, not after minutes of measuring the cells before
+    # before anything is measured, which takes minutes
     check_memory(cells, where, kind)
     names = None if backends is None else _words(backends)
     if names == []:

@@ -82,7 +82,7 @@ def make_workload(cell: Cell, layers: list[LoRAWeights]) -> Workload:
     else:
         shape = (first.num_slices, cell.tokens, first.max_rank)
         x = torch.randn(shape, device=first.device, dtype=torch.float32)
-        # h is zero beyond the rank where a shrink has made it
+        # as in an h of a shrink: zero beyond the rank
         x[..., cell.rank :] = 0
     batch = LoRABatch(cell.token_slots, first.num_slots)
     y = torch.zeros(cell.tokens, cell.out_features, **like)

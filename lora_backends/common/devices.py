@@ -20,7 +20,7 @@ def as_device(device: torch.device | str) -> torch.device:
         ) from error
     if parsed.type == "cpu":
         return torch.device("cpu")  # tensors on "cpu:0" say "cpu"
-    # the current device is a state of the process, which a backend must not follow
+    # by number: the current device may change later, and a backend must not follow it
     if parsed.type == "cuda" and parsed.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return parsed

@@ -86,7 +86,7 @@ class CsgmvBackend(SgmvBackend):
 
 
 def segment_and_group(segment_size: int | Literal["auto"], tile_tokens: int) -> tuple[int, int]:
-    """Return the tokens per segment and the segments per group for tiles of so many tokens.
+    """Return the tokens per segment and the segments per group for tiles of `tile_tokens`.
 
     "auto" makes a segment a whole tile; shorter segments of a fixed size are grouped.
 

@@ -54,7 +54,7 @@ def is_accepted(
         weights: the layer.
         plan: of the batch.
         y: base_output, or None.
-        rows: that x and y must have; None: equally many, as the plan allows.
+        rows: of x and of y; None: any number that the plan allows, the same for both.
         detail: other values that the guards depend on.
     """
     if (
@@ -115,7 +115,7 @@ def accept(
     if type(x) is _Tensor and (y is None or type(y) is _Tensor):
         accepted, key = weights.footprint.accepted, (operation.name, engine.handle)
         kind = _accepted_kind(operation, x, y, detail)
-        # engines come and go, and their entries would stay
+        # a bound: entries of engines that no longer exist would stay
         if len(accepted) >= MOST_LAYERS:
             accepted.clear()
         others = [other for other in accepted.get(key, ()) if other != kind]

@@ -357,7 +357,7 @@ def check_tensor(problems: Problems, name: str, value: Any) -> bool:
 
 
 def check_memory(problems: Problems, name: str, tensor: torch.Tensor) -> bool:
-    """Check that an problems.engine can read a tensor by its address; False if it has none.
+    """Check that the engine can read a tensor by its address; False if it has none.
 
     A differentiable backend computes with torch's operators, which need no address.
     """

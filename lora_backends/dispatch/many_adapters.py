@@ -60,7 +60,7 @@ def add_each(
     Raises:
         UnsupportedInputError: the layer has output_scales; a token can have only one.
     """
-    # a column would be scaled once for each adapter
+    # else a column would be scaled once for each adapter
     if OUTPUT_SCALES in weights.needs:
         raise UnsupportedInputError(
             f"{operation} cannot apply output_scales to several adapters per token\n"

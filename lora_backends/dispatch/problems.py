@@ -28,7 +28,7 @@ class Problems:
         self.unsupported.append(text)
 
     def need(self, feature: str, who: str) -> None:
-        """Note a feature that the engine does not have; `who` has it."""
+        """Note a feature that the engine lacks; `who` begins the line, e.g. "the batch has"."""
         features = self.engine.features
         if feature not in features:
             supported = ", ".join(sorted(features)) or "the plain interface alone"

@@ -50,8 +50,8 @@ class Dispatched(Engine):
                 call = functools.update_wrapper(wrap(method), method)
                 call.wrapped = _Wrapper(call, method)  # type: ignore[attr-defined]
                 setattr(cls, name, call)
-        # a claim that the override cannot keep
-        if not _takes(cls, "prepare_batch", "capacity"):  # overridden without it
+        # an override without `capacity` cannot keep the claim
+        if not _takes(cls, "prepare_batch", "capacity"):
             cls.features = cls.features - {CAPACITY}
         cls.storing = frozenset(op.name for op in OPERATIONS if _stores(cls, op))
 

@@ -304,7 +304,7 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
                 output = self.base(**inputs)
                 return with_labels(output, counts, logits_as_list, len(request.rows))
         except UnknownRowsError as error:
-            # as the only adapter, too, one with an invocation would differ by row
+            # an adapter with an invocation differs by row even where it is the only one
             if logits_as_list or request.per_token or request.has_invocations:
                 raise
             cure = self._how_to_split(len(chosen), inputs)

@@ -176,7 +176,7 @@ def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:
             f"  to do: for code that calls a model without them, e.g. a pipeline, pass "
             f"model.as_adapter(name)"
         )
-    # PEFT's name for the base model is understood under both names.
+    # PEFT's name for the base model is allowed in both arguments.
     chosen = adapters if adapter_names is None else adapter_names
     if isinstance(chosen, str) or not isinstance(chosen, Sequence):
         return chosen  # refused with the entries

@@ -115,7 +115,7 @@ class WrappedModel:
         """Refuse a model that was detached, or lacks modules that it had.
 
         Raises:
-            InvalidInputError: it is one.
+            InvalidInputError: it is such a model.
         """
         self.hooked.check()
         self.structure.check_modules()

@@ -25,7 +25,7 @@ from lora_backends.numba_cpu.routines import MARKERS, Table, eight_bit_table, ta
 NO_FUNCTIONS = (0, 0, 0)
 _CPU = torch.device("cpu")
 _LINE = 64  # bytes of a cache line
-_BOUND = struct.Struct("12q")  # the fields of a `arguments.Call` before those of a `Work`
+_BOUND = struct.Struct("12q")  # the fields of a `KernelCall` before those of a `Work`
 _WORK_BYTES = 8 * len(Work._fields)
 _PACK_CALL = struct.Struct(f"{_BOUND.size}s{_WORK_BYTES}s6q").pack  # those, a `Work`, and the rest
 _PACK_REDUCTION = struct.Struct(f"{len(experts.Reduction._fields)}q").pack
@@ -112,7 +112,7 @@ class Bound:
     """
 
     kernel: Kernel
-    fields: bytes  # the fields of a `arguments.Call` before those of a `Work`
+    fields: bytes  # the fields of a `KernelCall` before those of a `Work`
     h_row: int  # bytes of a row of an h that lives for one call
     num_slices: int
     bytes_read: int
@@ -131,7 +131,7 @@ def run(
     """Write h from x (`SHRINK`) or token ids (`GATHER`), if asked, and add its expansion to y.
 
     x and y have two axes, or more where they are contiguous; rows lie along the last. Ids are
-    int64. Without h, one lives for this call.
+    int64. Without h, its memory lives for this call.
     """
     if not job.num_segments:
         return

@@ -99,7 +99,7 @@ class LocatedLayer:
     needs: int  # the flags of `needs` that weights have
     bytes_read: int  # of A and B, per active slot, if every rank were max_rank
     shares_a: bool = False  # whether experts share A
-    a_span: int = 1  # ranks that a shared A has, one after the other
+    a_span: int = 1  # entries of ranks, one after the other, that a segment's A serves
     shares_b: bool = False  # whether experts share B, rank and scaling
     column_blocks: int = 1  # into which interleaved columns of y are sorted for kernels
 
@@ -125,7 +125,7 @@ class Layers:
         Raises:
             InvalidInputError: a mode of torch is active under which new tensors have no memory.
         """
-        if torch._C._len_torch_dispatch_stack():  # looked up here: every call of a layer comes by
+        if torch._C._len_torch_dispatch_stack():  # inlined: every call of a layer runs this
             require_memory()
         addresses = weights.footprint.addresses
         located = self._located.get(weights)

@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
     a_count: int  # segments of the first half
     a_segments: int  # [count, 3] int64: key, first and last + 1 of the positions
-    a_span: int  # experts, from the one of a segment on, for all of which its A is shrunk
+    a_span: int  # experts, from a segment's on, whose A the segment shrinks: several share one
     b_count: int  # segments of the second half
     b_segments: int
     x_order: int  # [positions of the first half] int64

@@ -193,7 +193,7 @@ def _entries_one_by_one() -> Iterator[tuple[EntryPoint | None, str]]:
     """
     seen = set()
     for distribution in distributions():
-        # names of distributions compare like this on every index
+        # normalised, as indexes of packages compare names
         name = re.sub(r"[-_.]+", "-", _name_of(distribution)).lower()
         if name in seen:
             continue

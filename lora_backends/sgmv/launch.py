@@ -146,7 +146,7 @@ def kernels_of(
 
     `dtype` is that of x, or of the result where x has none.
     """
-    # a captured graph serves every batch of so many rows, an eager call the batch as it is
+    # a captured graph serves every batch of `rows` rows, an eager call the batch as it is
     tokens = rows if plan.is_captured else plan.num_tokens
     shape = INVARIANT_BATCH if options.batch_invariant else (tokens, plan.active_slots)
     stacks = weights.derived(_stacks)

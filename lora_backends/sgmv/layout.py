@@ -104,7 +104,7 @@ class SgmvPlan(CachingPlan):
         raise NotImplementedError
 
     def token_slots(self) -> torch.Tensor:
-        """Return the slot of every token or -1: [capacity] int32, -1 behind the batch."""
+        """Return the slot of every token or -1: [capacity] int32, -1 after the batch."""
         return self.packed[aligned(self.capacity) :][: self.capacity]
 
     def tables_at(self) -> int:

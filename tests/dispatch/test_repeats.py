@@ -1,4 +1,4 @@
-"""What a module repeats behind torch's product: calls that would pass every check, and no other."""
+"""The calls that a module repeats after torch's product: those that would pass every check."""
 
 import pytest
 import torch

@@ -83,7 +83,7 @@ class Call:
     def __init__(self, backend: Any, draw: random.Random, small: bool) -> None:
         self.backend, self.draw, self.steps = backend, draw, []
         self.case = draw_case(draw, backend, small)
-        self.planned: LoRABatch | None = None  # where x has rows behind the batch
+        self.planned: LoRABatch | None = None  # where x has rows after the batch
         self.capacity: Any = None
         behind = draw.randint(0, 4) if CAPACITY in backend.features else 0
         if behind and draw.random() < 0.2:
@@ -135,6 +135,13 @@ class Call:
             found += self.weights.tensors.values()
         found += [] if self.guard is None else [self.guard._buffer]
         return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor whose elements can be copied and compared."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    return not (value.is_meta or value.is_nested or value.is_quantized)
 
 
 def odd_tensor(draw: random.Random, like: Any) -> Any:
@@ -198,7 +205,7 @@ def reshaped(draw: random.Random, value: Any) -> Any:
 
 
 def shifted(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy that starts one element behind the start of its storage."""
+    """Return a copy that starts one element after the start of its storage."""
     flat = torch.empty(value.numel() + 1, dtype=value.dtype)
     return flat[1:].view(value.shape).copy_(value)
 

@@ -22,7 +22,7 @@ from lora_backends.operations import Input
 from lora_backends.testing import LoRACase, oracles
 from lora_backends.testing.cases.inputs import bits
 
-from .call_cases import COUNTS, FLOATS, LENGTHS, SLOT_VALUES, Call
+from .call_cases import COUNTS, FLOATS, LENGTHS, SLOT_VALUES, Call, is_plain
 from .expert_calls import check_close, run_experts
 from .running import Ran, RunCase, ending_hangs, fault_of_message, main, untyped
 
@@ -69,7 +69,7 @@ def _run(backend: Any, draw: random.Random) -> Ran:
 def run_dense(call: Call) -> Ran:
     """Make one call of an operation of a dense layer, and judge it."""
     steps = [call.operation.name, *call.steps, repr(call.case)]
-    written_to = {t.untyped_storage().data_ptr() for t in [call.base] if _is_dense(t)}
+    written_to = {t.untyped_storage().data_ptr() for t in [call.base] if is_plain(t)}
     memory = Memory(call.tensors())
     try:
         with ending_hangs(), torch.set_grad_enabled(call.grad):
@@ -103,7 +103,7 @@ class Memory:
     """The values of tensors before a call, and of the memory that they are views of."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._values = [(t, t.detach().clone()) for t in tensors if _is_dense(t)]
+        self._values = [(t, t.detach().clone()) for t in tensors if is_plain(t)]
         owners = {t.untyped_storage().data_ptr(): t for t, _ in self._values}
         self._bytes = [(t, _memory(t), _memory(t).clone()) for t in owners.values()]
 
@@ -122,12 +122,6 @@ class Memory:
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-
-
-def _is_dense(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return False
-    return not (value.is_meta or value.is_nested or value.is_quantized)
 
 
 def _check(call: Call, y: torch.Tensor, memory: Memory) -> None:
@@ -163,7 +157,7 @@ def _check(call: Call, y: torch.Tensor, memory: Memory) -> None:
 
 
 def _with_rows_behind(batch: LoRABatch, rows: int) -> LoRABatch:
-    """Return a batch whose last tokens, up to so many rows, have no adapter."""
+    """Return a batch whose last tokens, up to `rows`, have no adapter."""
     behind = rows - batch.num_tokens
     if behind <= 0:
         return batch

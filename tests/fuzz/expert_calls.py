@@ -11,7 +11,7 @@ from lora_backends.testing.cases.experts import ExpertCase
 from lora_backends.testing.expert_oracle import expected_experts
 from lora_backends.testing.oracles import Expected
 
-from .call_cases import SCALINGS, odd_tensor, reshaped
+from .call_cases import SCALINGS, is_plain, odd_tensor, reshaped
 from .running import Ran, ending_hangs, fault_of_message, untyped
 
 
@@ -68,7 +68,7 @@ def run_experts(backend: Any, draw: random.Random, small: bool) -> Ran:
     for _ in range(draw.choice([0, 0, 1, 1, 2])):
         steps.append(_spoil(draw, given, options))
     named = ["run_experts", *steps, repr(case)]
-    kept = {name: value.detach().clone() for name, value in given.items() if _is_plain(value)}
+    kept = {name: value.detach().clone() for name, value in given.items() if is_plain(value)}
     try:
         with ending_hangs(), torch.no_grad():
             plan = backend.prepare_batch(inputs.batch)
@@ -111,7 +111,7 @@ def _spoil(draw: random.Random, given: dict[str, Any], options: dict[str, Any]) 
         except InvalidInputError:
             return f"{field} refused"
     elif value is not None:
-        if name == "factors" and _is_plain(value):  # NaN stands only where no pair reads it
+        if name == "factors" and is_plain(value):  # NaN only where no pair reads it
             value = value.nan_to_num(0.5)
         try:
             given[name] = (reshaped if draw.random() < 0.7 else odd_tensor)(draw, value)
@@ -158,12 +158,6 @@ def check_close(y: torch.Tensor, expected: Expected) -> None:
         index = tuple((~near).nonzero()[0].tolist())
         values = (result[index].item(), expected.value[index].item(), expected.bound[index].item())
         raise AssertionError("at {}: {:.9g}, expected {:.9g} within {:.3g}".format(index, *values))
-
-
-def _is_plain(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return False
-    return not (value.is_meta or value.is_nested or value.is_quantized)
 
 
 def _written(given, kept, except_for: str = "") -> str | None:

@@ -211,7 +211,7 @@ def check_waits_first(ptx):
 
 
 def check_waits(name, ptx):
-    """Check that a kernel that starts early writes behind a wait, and also waits where it ends."""
+    """Check that a kernel that starts early writes after a wait, and also waits where it ends."""
     seen = re.findall(r"griddepcontrol\.\w+|st\.global", ptx)
     wait, launch = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     assert seen.index(wait) < seen.index("st.global"), f"{name} writes before it waits"

@@ -388,16 +388,8 @@ def test_copies_of_weights_and_routing_live_on_their_own(job, how):
 ON_THE_CPU = [name for name in backend_names() if not unavailable_reasons(name, "cpu")]
 
 
-@pytest.fixture
-def _fresh_programs():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("name", ON_THE_CPU)
-@pytest.mark.usefixtures("_fresh_programs")
+@pytest.mark.usefixtures("fresh_programs")
 def test_experts_are_part_of_one_graph_and_follow_a_refilled_routing(name):
     backend, generator = get_backend(name, device="cpu"), torch.Generator().manual_seed(1)
     weights = ExpertWeights(
@@ -430,7 +422,7 @@ def test_experts_are_part_of_one_graph_and_follow_a_refilled_routing(name):
         assert torch.equal(compiled(x, routing), layer(x, routing))
 
 
-@pytest.mark.usefixtures("_fresh_programs")
+@pytest.mark.usefixtures("fresh_programs")
 def test_a_routing_is_made_between_the_graphs_of_a_compiled_program():
     backend, weights = TorchRefBackend(), small_experts()
     plan, x = backend.prepare_batch(small_batch()), torch.randn(7, 5)

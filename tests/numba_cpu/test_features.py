@@ -92,7 +92,7 @@ def assert_close(actual, expected):
 def test_every_feature_alone_and_together(dtype, features, tokens):
     weights, batch = layer(dtype, features), batch_of(tokens, features)
     make = torch.Generator().manual_seed(3)
-    rows = tokens + 2  # behind the batch, without an adapter
+    rows = tokens + 2  # after the batch, without an adapter
     x = torch.randn(rows, INPUTS, generator=make).to(dtype)
     base = torch.randn(rows, sum(WIDTHS), generator=make).to(dtype)
     untouched = torch.cat([batch.token_slots == -1, torch.tensor([True, True])])

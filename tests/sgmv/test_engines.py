@@ -1,4 +1,4 @@
-"""The two engines have one arithmetic, and each stands without the other."""
+"""The two engines have one arithmetic, and each works without the other."""
 
 import ast
 import copy

@@ -63,7 +63,7 @@ def _compiled_on_one_device(monkeypatch):
 
 
 def floats(count, offset=0):
-    """Return values that begin at a multiple of 16 bytes, or `offset` values behind it."""
+    """Return values that begin at a multiple of 16 bytes, or `offset` values after it."""
     return torch.zeros(count + 20)[offset:][:count]
 
 

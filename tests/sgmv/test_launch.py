@@ -312,7 +312,7 @@ def prefetching(**sizes):
 def test_a_shrink_of_triton_prefetches_lines_of_its_own_rows_alone(
     monkeypatch, dtype, split_k, columns, slot
 ):
-    """RANK_PAD, 32, is above max_rank, 20: the rows behind those of a slice are another's."""
+    """RANK_PAD, 32, is above max_rank, 20: the rows after those of a slice are another's."""
     noted = noted_lines(monkeypatch)
     a = torch.zeros(3, 2, 20, 300, dtype=dtype)
     ranks = torch.tensor([[20, 3], [0, 17], [1, 20]], dtype=torch.int32)

@@ -160,7 +160,7 @@ def test_prompts_that_are_embedded_already_share_a_batch_with_adapters(
         )
         return [list(each.outputs[0].token_ids) for each in out]
 
-    # "ends" has LoRA on the embedding, of the tokens behind those that are embedded
+    # "ends" has LoRA on the embedding, of the tokens after those that are embedded
     for name in ("small", None, "ends"):
         assert tokens(name) == [peft_tokens(PROMPTS[0], "all", 3), peft_tokens(PROMPTS[1], name, 3)]
 

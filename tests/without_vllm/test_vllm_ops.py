@@ -20,7 +20,7 @@ def backend():
 
 
 def metadata(slots, num_slots=SLOTS, room=0, active=None):
-    """Return what vLLM's LoRAKernelMeta.meta_args does; `room` rows behind the batch are stale."""
+    """Return what vLLM's LoRAKernelMeta.meta_args does; `room` rows after the batch are stale."""
     slots = torch.tensor(slots, dtype=torch.int32)
     ids, counts = slots.unique(return_counts=True)
     padded = [torch.full((num_slots + 1,), fill, dtype=torch.int32) for fill in (-1, 0)]

@@ -94,7 +94,7 @@ def moe_lora_align_block_size(
     counts.index_add_(0, key, torch.ones_like(key))
     padded = (counts[:-1] + block_size - 1).div(block_size, rounding_mode="floor") * block_size
     ends = padded.view(max_loras, num_experts).cumsum(1)
-    # group l * num_experts + e, and one of all that is left out, which lands behind the last row
+    # group l * num_experts + e, and one of the pairs left out, which lands after the last row
     row_starts = slots[:, None] * max_num_tokens_padded
     starts = (row_starts + ends).view(-1) - padded
     starts = torch.cat([starts, starts.new_full((1,), max_loras * max_num_tokens_padded)])

@@ -195,7 +195,7 @@ class _Mode:
         return cls("channel", (1, None)) if per_channel else cls("tensor", (None, None))
 
     def _groups(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Return the axes of a weight scale behind the slots."""
+        """Return the axes of a weight scale after the slots."""
         (n, k) = self.block
         if self.name == "block":
             return math.ceil(rows / (n or 1)), math.ceil(columns / (k or 1))

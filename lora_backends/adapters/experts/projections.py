@@ -103,7 +103,7 @@ def _joined(source: ExpertSource, name: str, entries: Sequence[_ProjectionLora])
     for entry in entries:
         # The widest dtype of the parts, so that no value is rounded.
         dtype = torch.promote_types(dtype, torch.promote_types(entry.a.dtype, entry.b.dtype))
-    # Before the allocation.
+    # Checked before the allocation.
     _check_size(source, name, (math.prod(shape_a) + math.prod(shape_b)) * dtype.itemsize)
     # Zeros: an expert without LoRA, and columns above an expert's rank, add nothing.
     a, b = (

@@ -34,7 +34,7 @@ def assigned(
 
     PEFT wraps the module once per parameter, in their order in the module: the first is the inner.
     """
-    # Of two parameters, the inner one lies below base_layer.
+    # With two parameters, PEFT puts the inner one below base_layer.
     by_place = {group.projection: group for group in groups}
     if len(by_place) < len(groups):
         given = [f"LoRA for {group.path!r}" for group in groups]

@@ -83,7 +83,7 @@ def dora_terms(
 def _row_norms(weight: Tensor, delta: ModuleDelta, scaling: float) -> Tensor:
     """Return the norm of each row of W + scaling B A, in blocks of rows."""
     high, wide = weight.shape
-    # At least float32: a norm of bfloat16 rows has two digits.
+    # At least float32: a norm in bfloat16 would have two digits.
     dtype = torch.promote_types(weight.dtype, torch.float32)
     a, b = (tensor.to(weight.device, dtype) for tensor in (delta.lora_a, delta.lora_b))
     norms = torch.empty(high, dtype=dtype, device=weight.device)

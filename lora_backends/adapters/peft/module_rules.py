@@ -212,7 +212,7 @@ class _Rules:
         }
 
     def _is_targeted(self, module: str) -> bool:
-        """Return whether PEFT puts LoRA on a module; on none that is saved whole, or in one.
+        """Return whether PEFT puts LoRA on a module: not on one that it saves whole, or in one.
 
         A list matches whole trailing components; `layers_to_transform` narrows such matches, but
         not an entry that is the full path. A string is a regular expression for the full path.
@@ -221,7 +221,6 @@ class _Rules:
         targets, excluded = self._config.target_modules, self._config.exclude_modules
         if targets is None or (excluded and self._names(excluded, module)):
             return False
-        # PEFT puts no LoRA inside a module that it saves whole.
         if any(name in f".{module}." for name in self._saved):
             return False
         if isinstance(targets, str):

@@ -28,7 +28,7 @@ part that PiSSA takes off is not determined where they are equal."""
 
 
 def without_start(delta: ModuleDelta, base_layers: BaseLayers | None, max_rank: int) -> ModuleDelta:
-    """Return the LoRA of twice the rank that adds the trained matrices and takes off their start.
+    """Return the LoRA of twice the rank that adds the trained matrices and subtracts their start.
 
     Raises:
         UnsupportedInputError: there are no base weights, or they do not determine the start.

@@ -48,7 +48,7 @@ def check_tokens(path: Path, own: OwnModules, promises: Promises) -> None:
 
 
 def check_untrained(path: Path, config: PeftLoraConfig, untrained: Collection[str]) -> None:
-    """Say which targeted modules have no LoRA in the file; refuse them where PEFT's is random.
+    """Warn of targeted modules without LoRA in the file; refuse them where PEFT's is random.
 
     Raises:
         InvalidInputError: matrices that are not in the file start from random numbers.

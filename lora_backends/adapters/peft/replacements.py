@@ -60,7 +60,7 @@ def take_replacements(
             originals |= _original(key, tensor)
             continue
         check_dtype(error, key, tensor)
-        # Flat: the check walks over the first axis, which a scalar has not.
+        # Flat: the check walks over the first axis, which a scalar lacks.
         check_finite(error, key, tensor.flatten())
         if name.endswith(_TOKEN_DELTA):
             module = name.removesuffix(_TOKEN_DELTA)
@@ -96,7 +96,7 @@ def take_replacements(
 
 
 def _original(key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return a copy of a tensor of the base model by its name there; unused LoRA is none."""
+    """Return a tensor that a file copies from the base model by its name there; {} for LoRA."""
     name = key.removeprefix(_PREFIX)
     for mark in _UNUSED:
         name = name.replace(mark, ".")

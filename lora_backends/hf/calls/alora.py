@@ -42,7 +42,7 @@ def invoked(
             the cache.
     """
     invocations = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
-    # Most calls have no aLoRA: they must not wait for the token ids of the device.
+    # Most calls have no aLoRA, and must not wait for token ids on a device.
     if not any(isinstance(invocation, Invocation) for invocation in invocations.values()):
         return adapters
     rows: list[RowAdapters] = []

@@ -77,7 +77,7 @@ def carried(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def states_of(output: Any, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """Return what the output of a pass hands to the next one, by the name of the argument.
+    """Return the states that a pass hands to the next one, by the name of the argument.
 
     Args:
         output: of the pass, which was asked for a cache if the model takes `use_cache`.
@@ -144,7 +144,7 @@ def _named(output: Any) -> Mapping[str, Any]:
 def _tokens_in(name: str, value: Any) -> int:
     try:
         return int(value.get_seq_length())
-    except Exception as error:  # there is no such method, or a cache of any author cannot say it
+    except Exception as error:  # there is no such method, or it fails
         raise UnsupportedInputError(
             f"{name} does not tell how many tokens of earlier passes it holds, and adapters differ "
             f"by token\n  given: {name} of type {type(value).__name__}\n"

@@ -83,7 +83,7 @@ class Request(RowsCall):
         self._may_repeat: Repeats | None = None  # in this pass
         self._rows = self._length = self._past = 0
         self._row_slots: list[int] = []
-        self._continues = False  # a cache, by entries that hold for the tokens of this pass alone
+        self._continues = False  # whether there is a cache, and entries only for tokens after it
         self._inputs: Mapping[str, Any] = {}
         self._forget()
 
@@ -148,11 +148,11 @@ class Request(RowsCall):
         size = self._rows, self._length
         if self.per_token or self._untried is not None:
             return NO_REPEATS
-        # A size that occurs once, as a prompt's, costs nothing: its calls are not stored.
+        # Calls are stored from the second pass of a size on: a prompt's size rarely comes again.
         if size not in self._repeats:
             if len(self._repeats) >= MOST_PLANS:  # they keep plans alive
                 self._repeats.clear()
-            self._repeats[size] = None  # most sizes are met once: it takes time to keep calls
+            self._repeats[size] = None
             return NO_REPEATS
         repeats = self._repeats[size]
         if repeats is None:

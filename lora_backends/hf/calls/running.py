@@ -54,8 +54,7 @@ class ModelCall:
         self.joined: Mapping[str, Joined] = {}
         self.is_traced = False  # whether a compiled program uses those
         self.multiplies_bases = False  # graphs of its programs leave base products to the backend
-        # the same in this pass: a graph captures it, or kernels are yet to compile
-        # Defaults suit calls by name: their plans are neither captured nor compiled.
+        # The same for this pass alone: a graph captures it, or its kernels are not compiled yet.
         self.asks_backend = False
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:

@@ -71,7 +71,7 @@ def run_split(
 
 
 def accepted(run: Run, count: int, inputs: Mapping[str, Any], images: Images) -> bool:
-    """Return whether `run_split` takes inputs and what the model returns for them.
+    """Return whether `run_split` takes these inputs and the model's outputs for them.
 
     It runs one pass, without adapters. Outputs that only equality would allow count as refused.
 
@@ -158,7 +158,7 @@ def _joined(
     if all(_same(part, parts[0]) for part in parts):
         return parts[0]
     if name in ENCODERS:
-        return None  # as `MultiLoRAModel.__call__` says
+        return None  # documented at `MultiLoRAModel.__call__`
     if name in ROW_OUTPUTS and all(_has_rows(part, len(owners)) for part in parts):
         return _chosen(parts, owners)
     counts = images.placeholders(inputs, parts[0]) if name == OF_IMAGES else None

@@ -1,4 +1,4 @@
-"""The words of a GenerationConfig: what `generate` reads, and what is followed here.
+"""The words of a GenerationConfig: those that `generate` reads, and those that are followed here.
 
 The words are read from the configuration itself: a word that no list here names is refused if its
 value differs from Transformers' default.
@@ -45,7 +45,7 @@ WITHOUT_EFFECT = frozenset(
 """Words that change no generated token, if the prompt is given as ids and runs alone."""
 
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    # all but "quantized", whose keys and values are others
+    # all but "quantized", which changes keys and values
     "cache_implementation": tuple(
         """dynamic static offloaded offloaded_static paged hybrid hybrid_chunked sliding_window
         offloaded_hybrid offloaded_hybrid_chunked""".split()
@@ -85,7 +85,7 @@ def read_as_generate(base: Any, asked: Any | None) -> Any:
     try:
         # Private, but the only place where Transformers orders the sources of a word.
         config, _ = base._prepare_generation_config(asked)
-    except Exception as error:  # values of a wrong type raise what they will
+    except Exception as error:  # values of a wrong type raise any error
         raise InvalidInputError(
             f"generate refuses this generation_config: {told(error)}"
         ) from error

@@ -15,7 +15,7 @@ from lora_backends.hf.wrapped import WrappedModel
 
 
 class PagedModel:
-    """Stands for the base model in the manager: its forward passes belong to the requests.
+    """Takes the place of the base model in the manager, and runs the adapters of the requests.
 
     Args:
         wrapped: the model.

@@ -58,7 +58,7 @@ class RequestWords:
         self._vocabulary = vocabulary_of(base)
         self._ends = _checked_ends(self.config.eos_token_id)
         self._positions = _positions(base)
-        # With an end, which a request may have: some processors are there only with one.
+        # With an end token, as a request may have one: some processors exist only with it.
         any_list = self._processors(self.config, [0], 1, self._ends or [0])
         # If no request changes scores, the manager runs no processor.
         self.change_scores = per_request or bool(any_list)
@@ -68,7 +68,7 @@ class RequestWords:
     def of_request(
         self, ids: list[int], new: int | None, room: int | None, options: dict[str, Any]
     ) -> Asked:
-        """Return what a request asks for.
+        """Return the checked options of a request.
 
         Args:
             ids: of its prompt.
@@ -140,10 +140,10 @@ class RequestWords:
 
     def _processors(self, config: Any, ids: list[int], new: int | None, ends: list[int]) -> Any:
         """Return the processors that `generate` makes for a prompt alone, each tried once."""
-        # It writes the end at the last token, whose place has to be known.
+        # This word forces the last token, so the number of new tokens has to be known.
         if config.forced_eos_token_id is not None and new is None:
             raise InvalidInputError("forced_eos_token_id goes with max_new_tokens\n  given: None")
-        # Lengths are of this prompt: the configuration is shared.
+        # A copy, because lengths depend on the prompt and the configuration is shared.
         alone = copy.copy(config)
         alone.max_length = None if new is None else len(ids) + new
         if alone.min_new_tokens is not None:
@@ -180,8 +180,8 @@ class RowProcessors(LogitsProcessor):  # type: ignore[misc]  # has no types
     """Changes the scores of each request by its own processors.
 
     Args:
-        rows: returns processors and tokens of the first rows of the scores, in order; of the rows
-            after them no token is taken.
+        rows: returns processors and tokens of the first rows of the scores, in order; no token is
+            taken from later rows.
     """
 
     supports_continuous_batching = True  # or Transformers would warn
@@ -190,7 +190,7 @@ class RowProcessors(LogitsProcessor):  # type: ignore[misc]  # has no types
         self._rows = rows
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores, [rows, vocabulary]; `input_ids` are last tokens, and not read."""
+        """Return the scores, [rows, vocabulary]; `input_ids`, the last tokens, are not read."""
         rows = list(self._rows())
         shared = {id(processors): processors for processors, _ in rows}
         # One call for all rows where no processor reads tokens.
@@ -224,8 +224,8 @@ def _checked_ends(value: Any) -> list[int]:
 def _positions(base: Any) -> int | None:
     """Return how many positions a request may have, as the model's configuration says.
 
-    Where the frequencies of positions are other ones beyond a length ("longrope"), one request
-    beyond it would change those of all that share its passes.
+    Where the frequencies of positions change beyond a length ("longrope"), a request beyond it
+    would change them for all requests in its passes.
     """
     config = base.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}

@@ -120,7 +120,7 @@ def _by_pairs(
     additions: Additions,
     product: Callable[[str, torch.Tensor, int], torch.Tensor],
 ) -> torch.Tensor:
-    """Return what a forward does around its two products.
+    """Run the forward of experts with `product` for its two matrix products.
 
     `product` takes a parameter's name, rows, and the pairs of each row. It returns a row per pair.
     """

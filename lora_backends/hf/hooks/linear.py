@@ -86,7 +86,7 @@ def first_input(forward: Callable[..., Any], main_input: str) -> str:
 
 
 def _positional(forward: Callable[..., Any], main_input: str) -> list[str]:
-    """Return names of arguments by position, more than there are: none may go unseen."""
+    """Return 64 names or more of arguments by position, so that an extra argument has one, too."""
     try:
         parameters = [*inspect.signature(forward).parameters.values()]
     except (TypeError, ValueError):  # no Python function

@@ -109,7 +109,7 @@ def _overlapped(
         y = backend.run_with_base(as_rows(x), weight, bias, weights, plan)
         return in_turn() if y is None else y.view(*x.shape[:-1], y.shape[-1])
     y = in_turn()
-    # Noted at the plan, so that it is forgotten with it.
+    # Kept on the plan, so that it is freed with it.
     compiled = vars(plan).setdefault(_COMPILED, set())
     key = weights.handle, x.shape, getattr(plan, "active_slots", 0)  # the kernels depend on these
     if key not in compiled:

@@ -93,7 +93,7 @@ def find_routers(
         parent, dot, _ = path.rpartition(".")
         block = base.get_submodule(parent)
         for name, module in block.named_children():
-            # Not by attribute: a module without a weight may raise what it likes.
+            # Not by attribute: a module without a weight may raise any error.
             weight = module._parameters.get("weight")
             is_layer = isinstance(module, (Conv1D, nn.Embedding)) or packed_size(module) is not None
             if isinstance(module, nn.Linear):  # or a quantised layer in the place of one

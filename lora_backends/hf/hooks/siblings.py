@@ -117,7 +117,7 @@ def find_siblings(sites: Mapping[str, ModuleSite]) -> list[Siblings]:
         parent, dot, name = path.rpartition(".")
         for names, operation in GROUPS:
             paths = tuple(f"{parent}{dot}{other}" for other in names)
-            # Found from the leader, so each group is found once.
+            # Only from the leader, so that each group comes once.
             if name == names[0] and all(other in sites for other in paths):
                 modules = tuple(sites[other].module for other in paths)
                 if all(sites[other].refusal is None for other in paths) and are_plain(modules):

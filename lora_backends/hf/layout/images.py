@@ -142,7 +142,7 @@ class Images:
             ]
         if not is_known or size not in sizes or not total:
             return None
-        # A remainder shows that elements are no equal shares of placeholders.
+        # A remainder: elements are not shared out equally over placeholders.
         shares = [divmod(size * count, total) for count in placeholders]
         return None if any(rest for _, rest in shares) else [share for share, _ in shares]
 

@@ -62,9 +62,8 @@ def probe(base: nn.Module, sites: Mapping[str, ModuleSite]) -> dict[str, Layout]
     """
     failure, passes = "", _Passes()
     try:
-        # Models of any author may fail on plain text: then nothing is known of their inputs.
         passes.run(base, sites)
-    except Exception as error:  # whatever a model of any author raises
+    except Exception as error:  # a model may fail on plain text with any error
         text = getattr(base, "main_input_name", "input_ids") == "input_ids"
         failure = _failure("plain text" if text else "a trial input", error)
     kinds: dict[tuple[Any, ...], Layout] = {}

@@ -89,8 +89,8 @@ class Structure:
     def _refuse_converted(self, form: tuple[torch.dtype, torch.device]) -> None:
         assert self._form is not None  # there was such a parameter
         is_offloaded = any("_hf_hook" in attributes for attributes in self._attributes)
-        # The device changes within a pass there; the dtype does not.
-        if is_offloaded and form[0] == self._form[0]:  # Accelerate moves weights within the pass
+        # Accelerate moves offloaded weights within a pass: the device changes, the dtype does not.
+        if is_offloaded and form[0] == self._form[0]:
             return
         raise InvalidInputError(
             f"{type(self._base).__name__} was converted after it was wrapped: to {form[0]} on "

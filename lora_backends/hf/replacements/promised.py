@@ -1,7 +1,7 @@
 """Refuses files that hold less, or more, than their `adapter_config.json` says of this base model.
 
 Otherwise the base model's values would silently replace what a file lacks, e.g. a trained head.
-What a file holds besides is refused if PEFT ignores it, or loads it into other modules.
+Other tensors of a file are refused if PEFT ignores them, or loads them into other modules.
 """
 
 from __future__ import annotations

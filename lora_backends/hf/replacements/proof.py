@@ -38,7 +38,7 @@ def reason_against(
     Args:
         base: the model; it is not changed.
         parameters: by path of a module, the values of its parameters.
-        replacements: by path, what is put in the place of the module's output.
+        replacements: by path, the replacement of the module's output.
     """
     try:
         trial = trial_of(base)

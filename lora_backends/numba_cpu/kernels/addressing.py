@@ -54,7 +54,7 @@ def columns_of(layer, item, key, within):
 
 @part
 def following(columns, count):
-    """Return the columns `count` on."""
+    """Return the columns that begin `count` columns later."""
     bias = columns.bias + count * columns.bias_size if columns.bias != 0 else 0
     scale = columns.output_scale + 4 * count if columns.output_scale != 0 else 0
     b, column = columns.b + count * columns.b_row, columns.column + count

@@ -62,7 +62,7 @@ class RowPointers(NamedTuple):
 
 
 class ColumnPointers(NamedTuple):
-    """Columns of y, and what goes with them: rows of b, bias and output_scales."""
+    """Columns of y, with their rows of b, bias and output_scales."""
 
     b: int  # address of the first row
     b_row: int
@@ -74,7 +74,7 @@ class ColumnPointers(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The rank of a slot's slice, and what its sums are multiplied by."""
+    """The rank of a slot's slice, and the factors of its sums."""
 
     rank: int
     scaling: int  # address of the slot's

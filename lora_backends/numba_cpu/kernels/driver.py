@@ -44,13 +44,13 @@ def run_call(
     """Run a `KernelCall` by functions: numba would compile closures anew in each process.
 
     `segment` is a `Segment`, s the number of a slice, `item` a `Slice`; `first` to `last` are
-    columns of h or groups of 16 columns of y; `scratch` is an array. `copied` says whether that has
-    a copy of the rows of x of the segment.
+    columns of h or groups of 16 columns of y; `scratch` is an array, and `copied` says whether it
+    holds a copy of the segment's rows of x.
 
     Args:
         address: of the call.
         block_ranks: rows of A that one part takes at least.
-        shrink_scratch: (layer, longest) -> scratch, for segments of at most so many tokens.
+        shrink_scratch: (layer, longest) -> scratch, for segments of at most `longest` tokens.
         shrink_columns: (call, layer, segment, s, first, last, scratch, copied) -> copied.
         gather_columns: (call, layer, segment, s); writes all columns of h.
         expand_scratch: (layer, longest) -> scratch.

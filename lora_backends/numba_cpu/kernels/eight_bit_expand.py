@@ -181,7 +181,7 @@ def int8_rows(kind_y, place, rank, steps, y_rows, packed_h):
 
 @function
 def rows_of_scales(scales, row, count, spare):
-    """Return where the scales of so many rows lie, one after the other: in the stack or `spare`."""
+    """Return the address of the scales of `count` rows without gaps, in the stack or in `spare`."""
     if one_after_the_other(scales):
         return scales.start + 4 * row
     for i in range(count):

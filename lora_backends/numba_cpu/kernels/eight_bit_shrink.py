@@ -50,7 +50,7 @@ X_ROW = 4 * LONG_CHUNK  # bytes of a row of the copy of x
 
 @function
 def scratch_bytes(longest, in_features):
-    """Return the bytes that the routines need for segments of so many tokens."""
+    """Return the bytes that the routines need for segments of at most `longest` tokens."""
     whole_x = min(longest, LONG_SEGMENT) * (4 * in_features + LINE)
     panel = longest * X_ROW + A_BYTES + sums_bytes(longest)
     return ORDER_BYTES + max(panel, whole_x, DOT_BYTES)

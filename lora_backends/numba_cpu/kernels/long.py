@@ -48,7 +48,7 @@ SUMS_BYTES = LINE * LONG_RANKS * TOKENS  # of a group of tokens
 
 @function
 def shrink_scratch(longest):
-    """Return how many float32 `shrink_long` needs for segments of so many tokens."""
+    """Return how many float32 `shrink_long` needs for segments of at most `longest` tokens."""
     if longest < LONG_SEGMENT:
         return 0
     return (A_BYTES + sums_bytes(longest) + LINE) // 4
@@ -62,7 +62,7 @@ def sums_bytes(tokens):
 
 @function
 def expand_scratch(longest, rank):
-    """Return how many float32 `expand_long` needs for segments of so many tokens."""
+    """Return how many float32 `expand_long` needs for segments of at most `longest` tokens."""
     if longest < LONG_SEGMENT:
         return 0
     return LANES * LONG_TILES * (rank + 1) + LINE // 4

@@ -1,1 +1,1 @@
-"""What kernels are written in: vector operations, how they compile, the CPU and its threads."""
+"""The language of the kernels: vector operations, their compilation, the CPU and its threads."""

@@ -13,7 +13,7 @@ _NEEDED = {
     "f16c": _AVX,
     "avx512bf16": ("avx512bf16", "avx512bw", "avx512f", "avx2", "fma", *_AVX),
 }
-"""What a feature needs, itself included."""
+"""The features that a feature needs, itself included."""
 
 
 def missing_features() -> list[str]:

@@ -39,7 +39,7 @@ class BaseTiles(NamedTuple):
 
 
 def base_tiles(rows: int, out_features: int, gpu: Gpu) -> BaseTiles | None:
-    """Return the sizes for x of so many rows, or None if torch has to multiply.
+    """Return the sizes for x of `rows` rows, or None if torch has to multiply.
 
     None: cuBLAS is faster, or the device has too little shared memory.
 

@@ -289,7 +289,7 @@ def _shrink_kernel(tiles: SiteTiles, tile: int, site: Site, options: Options) ->
             site.storage,
             PRECISION=options.precision,
             PROGRAMMATIC=options.programmatic,
-            EVEN_R=8,  # beyond the rank, anything is written
+            EVEN_R=8,  # wide stores, which may write anything beyond the rank
         ),
     )
 

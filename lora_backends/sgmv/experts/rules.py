@@ -27,7 +27,7 @@ _STAGE_BYTES = 32 * 1024  # of one step of the shrink: fits on every device
 _SHARED_BYTES = 96 * 1024  # for the loads of a shrink in flight
 _SHARED_BYTES_OF_8 = 75 * 1024  # the same for 8-bit stacks in tiles of 16: three programs fit
 _FEW_TILES = 16  # so few that programs wait for loads that follow each other, not for bytes
-_MANY_TILES = 200  # so many that the shrink of each needs no split
+_MANY_TILES = 200  # from this number of blocks on, a shrink needs no split
 # Pairs per key below which the expand runs pair by pair, without a matrix product, by padded rank.
 # Pairs of one key then read its B once each, the first from memory and the others from L2.
 _ALONE = 1.13  # for other ranks, and for the shrink: nearly every pair has its key to itself
@@ -248,7 +248,7 @@ def _shrink(tiles: int, pairs: PairShape, site: SiteShape, rows: int) -> ShrinkT
 
 
 def _shrink_single(tiles: int, site: SiteShape, block_n: int, programs: int) -> ShrinkTiles:
-    """Take wide blocks of A that make at least so many programs; each loads all of its own."""
+    """Take the widest blocks of A for at least `programs` programs; each loads its block whole."""
     blocks = -(-site.stacked // block_n) * tiles
     for block_k in (1024, 512):
         split_k = parts(site.in_features, block_k, _MOST_PLANES)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device functions that load what an expand reads, block by block, and store y.
+"""Device functions that load the operands of an expand, block by block, and store y.
 
 Axes: T (rows of the tile), R (rank), C (columns of y). Offsets that a stride multiplies are int64.
 """

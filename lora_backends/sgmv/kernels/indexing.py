@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device functions that find what a program works on, and where it lies.
+"""Device functions that find the work of a program, and the addresses of its operands.
 
 Offsets that a stride multiplies are int64: slot times stride exceeds int32 in large stacks.
 """

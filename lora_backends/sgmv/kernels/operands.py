@@ -1,12 +1,12 @@
-"""What device functions take whole: pointers and strides that belong together, and constants.
+"""Bundles for device functions: pointers and strides that belong together, and constants.
 
 An entry kernel bundles its arguments. It does so by keyword: Triton's cache on disk knows the
 source of device functions, but not the order of the fields here.
 
-Constants come from the host in one bundle: of a bundle that a kernel makes, the fields would be no
+Constants come from the host in one bundle: the fields of a bundle that a kernel makes would be no
 constants in the functions that it calls. In Triton 3.6 a field is a plain value. So device code
-names it as a `tl.constexpr` first where Triton takes nothing else, in the shape of a new block and
-as the end of a `tl.static_range`, and passes no string on by itself.
+first assigns it to a `tl.constexpr` where Triton takes nothing else: in the shape of a new block
+and as the end of a `tl.static_range`. It passes no string on by itself.
 
 Axes: T (rows of the tile), N (rows of A, all slices stacked), R (rank), C (columns of y).
 """
@@ -70,7 +70,7 @@ class BStack(NamedTuple):
 
 
 class Output(NamedTuple):
-    """y: [rows, out_features], and what multiplies the product or is added to it."""
+    """y: [rows, out_features], and the factors and terms of the product."""
 
     ptr: Any
     stride_t: Any
@@ -83,7 +83,7 @@ class Output(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of one tile: what an engine finds for a row of the grid."""
+    """The rows of one tile, which an engine finds for a row of the grid."""
 
     slot: Any  # -1: the tile is empty
     tokens: Any  # rows of x and y [T], -1 where there is none
@@ -108,7 +108,7 @@ class RowsOfY(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What one program of an expand multiplies, and where it adds the product.
+    """The operands of one program of an expand, and the part of y that it adds to.
 
     For a pair alone, h and y have no axis T.
     """
@@ -133,7 +133,7 @@ class Tile(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What is loaded for one block of columns, besides y."""
+    """The values that are loaded for one block of columns, besides y."""
 
     c: Any  # columns of y [C]
     b: Any  # [R, C]; row by row [C, R], as it lies in memory

@@ -50,12 +50,12 @@ class Memory(NamedTuple):
 class Scratch:
     """Memory for h on one device, kept between calls on the default stream.
 
-    A call takes it away until both of its kernels are launched. So whoever takes it next, in any
-    thread, launches behind them.
+    A call takes it away until both of its kernels are launched. So the next call that takes it, in
+    any thread, launches after them.
 
     Calls on other streams allocate memory of their own, because torch may allocate from the pool of
     a CUDA graph there: while it captures one, and while `torch.compile` warms a program up to
-    capture it. torch refuses that program if memory of the pool stays in use behind it.
+    capture it. torch refuses that program if memory of the pool stays in use after it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Scratch:
         self._spare: list[Memory] = []
 
     def take(self, values: int) -> Memory:
-        """Return memory for so many float32 values or more, for kernels on the default stream."""
+        """Return memory for `values` float32 or more, for kernels on the default stream."""
         try:
             kept = self._spare.pop()  # one step: no other thread gets it, too
             if kept.values >= values:
@@ -73,7 +73,7 @@ class Scratch:
         return self.new(values)
 
     def new(self, values: int) -> Memory:
-        """Return new memory for so many float32 values, for kernels on the current stream."""
+        """Return new memory for `values` float32, for kernels on the current stream."""
         tensor = self._none.new_empty(values)  # takes half the time of `torch.empty`
         return Memory(tensor, tensor.data_ptr(), values)
 

@@ -267,7 +267,7 @@ def _shrink_of_8_bits(
 def _long_shrink_of_8_bits(
     shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape, gpu: Gpu
 ) -> ShrinkTiles:
-    """Return blocks of up to 64 rows of A, in so many programs that they hide their widening.
+    """Return blocks of up to 64 rows of A, in enough programs to hide their widening.
 
     That takes two programs per multiprocessor, or one at rank 16. The split of 16 bits is doubled
     where there are fewer, and halved where there are twice as many and a wide expand would read all

@@ -236,4 +236,4 @@ def graph_replay_follows_a_plan_with_room(backend: LoRABackend, case: LoRACase) 
         torch.cuda.synchronize(backend.device)
         assert_right(y[:count], expected(backend, part), part, case.is_integer)
         if not same_bits(y[count:], inputs.base[count:]):
-            raise AssertionError(f"a replay of {count} tokens changed the rows behind them")
+            raise AssertionError(f"a replay of {count} tokens changed the rows after them")

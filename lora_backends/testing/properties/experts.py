@@ -122,7 +122,7 @@ def run_experts_is_within_the_bound(backend: LoRABackend, case: ExpertCase) -> N
 
 @expert_prop("Dead pairs keep the bits of base_output.", base=True, every_slot=True, examples=25)
 def dead_pairs_keep_their_bits(backend: LoRABackend, case: ExpertCase) -> None:
-    """Any value does, -0.0 included; on a device ids may also be too high."""
+    """Rows hold -0.0, NaN and infinities; on a device ids may also be too high."""
     inputs = case.build(backend.device)
     assert inputs.base is not None
     kept = ~touched_by_experts(inputs)
@@ -272,7 +272,7 @@ def experts_do_not_depend_on_the_batch(backend: LoRABackend, case: ExpertCase) -
 
 
 @expert_prop(
-    "Experts on a plan with room follow batches of any size, and leave the rows behind alone.",
+    "Experts on a plan with room follow batches of any size, and leave later rows alone.",
     agreement=BY_CLAIM,
     examples=15,
     values="either",
@@ -304,7 +304,7 @@ def experts_follow_a_plan_with_room(backend: LoRABackend, case: ExpertCase) -> N
                 routing_of(backend, inputs, plan, out=routing)
             y = experts(backend, replace(inputs, x=x), routing)
             if not same_bits(y[count:], inputs.base[count:]):
-                raise AssertionError(f"rows behind a batch of {count} tokens were changed")
+                raise AssertionError(f"rows after a batch of {count} tokens were changed")
             assert_right(y, wanted, inputs, case.is_integer)
 
 

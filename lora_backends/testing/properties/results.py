@@ -66,7 +66,7 @@ def only_the_view_is_written(backend: LoRABackend, case: LoRACase) -> None:
     features=ANY_LAYER,
 )
 def untouched_elements_keep_their_bits(backend: LoRABackend, case: LoRACase) -> None:
-    """They hold any NaN, infinities, -0.0 and denormals."""
+    """They hold NaNs with any payload, infinities, -0.0 and denormals."""
     inputs = case.build(backend.device)
     plan, h = backend.prepare_batch(inputs.batch), strided_h(case, inputs)
     assert inputs.base is not None

@@ -64,7 +64,7 @@ class Roomy:
         if y.shape != wanted.shape or not same_bits(y[tokens:], wanted[tokens:]):
             raise AssertionError(
                 f"{operation.name} of {self.rows} rows on a plan of {tokens} tokens changed or "
-                f"left out rows behind the batch\n  given: {inputs!r}"
+                f"left out rows after the batch\n  given: {inputs!r}"
             )
         return y[:tokens]
 
@@ -126,7 +126,7 @@ def _check_h(backend: LoRABackend, case: LoRACase, roomy: Roomy, plan: Any) -> N
     if h.shape[1] != roomy.rows or bool((h[:, tokens:] != 0).any()):
         raise AssertionError(
             f"run_lora_a of {roomy.rows} rows on a plan of {tokens} tokens returned other than "
-            f"zeros behind the batch\n  given: {part!r}"
+            f"zeros after the batch\n  given: {part!r}"
         )
     wanted = oracles.expected_shrink(part.x, part.weights, part.batch)
     assert_right(h[:, :tokens], wanted, part, case.is_integer)

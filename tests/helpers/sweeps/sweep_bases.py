@@ -38,7 +38,7 @@ ALL = {
 }
 DORA = {**ALL, "use_dora": True}
 LAST = {"target_modules": ["down_proj"], "layers_to_transform": [1], "use_dora": True}
-"""DoRA behind the last product that rounds its input.
+"""DoRA after the last product that rounds its input.
 
 Two ways to compute DoRA differ in the last bits; where such a product follows, one of them may move
 a step of its rounding, 1/127 of the largest input of a token.

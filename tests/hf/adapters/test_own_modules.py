@@ -399,7 +399,7 @@ def test_loads_of_several_threads_hook_a_module_once(tmp_path, monkeypatch):
         list(pool.map(model.load_adapter, folders, folders.values()))
     assert sorted(model.adapters) == ["a", "bb"]
     norm = model.base.bert.embeddings.LayerNorm
-    assert len(norm._forward_hooks) == 2  # before LoRA, and behind it
+    assert len(norm._forward_hooks) == 2  # before LoRA, and after it
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

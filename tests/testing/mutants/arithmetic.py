@@ -48,7 +48,7 @@ class SlotOfEightBits(TwoSteps):
 
 @caught_by("large_batches_are_right")
 class TokenOfFifteenBits(Dropping):
-    """Tokens behind the first 2^15 are forgotten."""
+    """Tokens after the first 2^15 are forgotten."""
 
     def keep(self, slots):
         return torch.arange(len(slots)) < 2**15
@@ -231,7 +231,7 @@ class RankCutAt128(Seeing):
 
 @caught_by("large_layers_are_right")
 class InputsOfOneTile(Seeing):
-    """Inputs behind the first tile of 1024 are forgotten."""
+    """Inputs after the first tile of 1024 are forgotten."""
 
     def seen_x(self, x):
         kept = x.clone()

@@ -76,7 +76,7 @@ class PaddingsScaleRead(Quantised):
 
 @caught_by("run_linear_is_within_the_bound")
 class BlockScaleOffByOne(Quantised):
-    """The scale of a block of inputs is that of the block behind it."""
+    """The scale of a block of inputs is that of the next block."""
 
     def of(self, weights):
         return replace(weights, a_scales=weights.a_scales.roll(-1, 3).contiguous())

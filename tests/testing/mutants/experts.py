@@ -107,7 +107,7 @@ class ReduceForgetsTheLast(SeeingExperts):
 
 @caught_by("many_experts_are_right")
 class FourExpertsAToken(SeeingExperts):
-    """Pairs behind the fourth of a token are dropped."""
+    """Pairs after the fourth of a token are dropped."""
 
     def seen_ids(self, ids, weights):
         return torch.where(torch.arange(ids.shape[1]) < 4, ids, -1)

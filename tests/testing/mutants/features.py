@@ -174,7 +174,7 @@ class OutputScalesAsIncrement(Featured):
 
 @caught_by("a_plan_with_room_takes_batches_of_any_size")
 class RowsBehindWritten(Featured):
-    """Zero is added to the rows behind the batch."""
+    """Zero is added to the rows after the batch."""
 
     def run_lora_b(self, h, weights, plan, base_output=None):
         y = super().run_lora_b(h, weights, plan, base_output)
@@ -184,7 +184,7 @@ class RowsBehindWritten(Featured):
 
 @caught_by("a_plan_with_room_takes_batches_of_any_size")
 class LongerBatchStays(Featured):
-    """A refill with fewer tokens leaves the adapters of the former ones behind them."""
+    """A refill with fewer tokens leaves the adapters of the former ones after them."""
 
     def prepare_batch(self, batch, out=None, capacity=None):
         former = [] if out is None else out.segments
