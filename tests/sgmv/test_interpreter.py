@@ -33,6 +33,7 @@ SELECTED = "triton or csgmv and not (csgmv-64 or csgmv-auto or through_tma or of
 def test_the_launch_tests_pass_in_the_interpreter():
     here = Path(__file__).parent
     files = [here / f"test_{name}.py" for name in ("launch", "features", "base_product")]
+    files += [here.parent / "interface" / "test_foreign_tensors.py"]
     files.append(here.parent / "hf" / "test_beside.py")
     files += [here.parent / engine / "test_launch.py" for engine in ENGINES]
     given = [str(file) for file in files if file.exists()]
