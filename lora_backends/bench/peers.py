@@ -19,7 +19,9 @@ from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError, UnsupportedInputError
 from lora_backends.weights import LoRAWeights
 
-_OPS = "vllm.lora.ops.triton_ops"
+_HOMES = {"vllm": "vllm.lora.ops.triton_ops", "sglang": "sglang.srt.lora.triton_ops"}
+"""The modules of the operators that are timed."""
+
 _POINTERS = ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT")
 
 
@@ -28,7 +30,7 @@ def peer(name: str, device: torch.device, dtype: torch.dtype) -> Callable[[Workl
 
     Raises:
         BackendUnavailableError: the engine is not installed, or does not run on the device.
-        UnsupportedInputError: the dtype, or operators with other signatures than expected.
+        UnsupportedInputError: the dtype, or operators that are elsewhere or have other signatures.
     """
     if importlib.util.find_spec(name) is None:
         raise BackendUnavailableError(f"{name} is not installed.")
@@ -36,18 +38,29 @@ def peer(name: str, device: torch.device, dtype: torch.dtype) -> Callable[[Workl
         raise BackendUnavailableError(f"{name}'s operators run on cuda, not on {device.type}.")
     if dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedInputError(f"{name} takes bfloat16, float16, not {dtype_name(dtype)}.")
+    installed = f"{name} {versions(name)[name] or 'of unknown version'} is installed"
     try:
         return PEERS[name]()
+    except ModuleNotFoundError as error:
+        missing = error.name or str(error)
+        # a module of the engine itself has moved; any other is one that it needs
+        if missing.partition(".")[0] == name:
+            raise UnsupportedInputError(
+                f"{installed}, but without {missing}: only releases whose LoRA operators are in "
+                f"{_HOMES[name]} are timed"
+            ) from error
+        raise UnsupportedInputError(
+            f"{installed}, but its LoRA operators cannot be imported: {missing} is not installed"
+        ) from error
     except Exception as error:  # whatever another engine's import raises
         raise UnsupportedInputError(
-            f"{name} {versions(name)[name] or 'of unknown version'} is installed, but its LoRA "
-            f"operators have changed: {type(error).__name__}: {error}"
+            f"{installed}, but its LoRA operators have changed: {type(error).__name__}: {error}"
         ) from error
 
 
 def _vllm() -> Callable[[Workload], Call]:
     """lora_shrink and lora_expand, from vllm/lora/ops/triton_ops of vllm-project/vllm."""
-    ops: Any = importlib.import_module(_OPS)
+    ops: Any = importlib.import_module(_HOMES["vllm"])
     shrink, expand, meta_type = ops.lora_shrink, ops.lora_expand, ops.LoRAKernelMeta
     parameters = list(inspect.signature(meta_type.meta_args).parameters)[1:]
     make, prepare = meta_type.make, meta_type.prepare_tensors
@@ -79,7 +92,7 @@ def _vllm() -> Callable[[Workload], Call]:
 
 def _sglang() -> Callable[[Workload], Call]:
     """The chunked SGMV, in chunks of 16 tokens, from sgl-project/sglang's lora/triton_ops."""
-    ops: Any = importlib.import_module("sglang.srt.lora.triton_ops")
+    ops: Any = importlib.import_module(_HOMES["sglang"])
     shrink, expand = ops.chunked_sgmv_lora_shrink_forward, ops.chunked_sgmv_lora_expand_forward
     info_type = importlib.import_module("sglang.srt.lora.utils").LoRABatchInfo
     inspect.signature(shrink).bind(*range(4))
@@ -170,6 +183,6 @@ def _per_slice(weights: LoRAWeights) -> tuple[list[torch.Tensor], list[torch.Ten
 
 def _forget_addresses() -> None:
     """Empty vLLM's caches keyed by address: later cells reuse the memory of earlier ones."""
-    utils = importlib.import_module(f"{_OPS}.utils")
+    utils = importlib.import_module(f"{_HOMES['vllm']}.utils")
     for name in _POINTERS:
         getattr(utils, name, {}).clear()

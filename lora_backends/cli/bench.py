@@ -15,7 +15,7 @@ from lora_backends.bench import Cell, read_result, summarize
 from lora_backends.bench.job import BenchRun, make_job
 from lora_backends.bench.results import check_writable, layer_name, result_text, writable_file
 from lora_backends.bench.schema import check_cells
-from lora_backends.cli.console import INTERRUPTED, note, output, table
+from lora_backends.cli.console import INTERRUPTED, note, output, output_of_plugins_aside, table
 from lora_backends.cli.options import (
     ConfigJson,
     Device,
@@ -92,7 +92,8 @@ def bench(
         # the file may come from anybody, and the tables index into it
         check_cells(result, from_json)
     else:
-        result, interrupted = _run(make_job(**asked, options=option or []), file)
+        with output_of_plugins_aside(as_json):
+            result, interrupted = _run(make_job(**asked, options=option or []), file)
     if as_json:
         typer.echo(result_text(result), nl=False)
     else:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 
 from rich import box
 from rich.console import Console
@@ -25,6 +28,30 @@ def output() -> Console:
 def note(text: str) -> None:
     """Print a line to standard error as it is."""
     Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def output_of_plugins_aside(wanted: bool = True) -> Iterator[None]:
+    """Send to standard error all that is printed, by Python, C or a write to descriptor 1."""
+    if not wanted:
+        yield
+        return
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # one of both is closed: nothing written there can be seen
+        kept = None
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept is not None:
+            with suppress(OSError, TypeError, AttributeError):  # a system without a shared libc
+                ctypes.CDLL(None).fflush(None)  # printf keeps its text until then
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 @contextmanager

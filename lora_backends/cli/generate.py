@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lora_backends.cli.console import output, step, table
+from lora_backends.cli.console import output, output_of_plugins_aside, step, table
 from lora_backends.cli.generate_config import GenerateConfig
 from lora_backends.cli.generate_entries import Entry, described
 from lora_backends.cli.generate_model import encoded, load, naming_faults
@@ -66,7 +66,8 @@ def generate(
         adapter_dtype=adapter_dtype,
         max_new_tokens=max_new_tokens,
     )
-    report = _run(settings, check, compare)
+    with output_of_plugins_aside(as_json):
+        report = _run(settings, check, compare)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
-from contextlib import redirect_stdout
 from typing import Annotated, Any
 
 import torch
 import typer
 
 from lora_backends.backend import LoRABackend
-from lora_backends.cli.console import table
+from lora_backends.cli.console import output_of_plugins_aside, table
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError
 from lora_backends.selection.registry import (
     auto_priority,
     backend_class,
     backend_names,
+    faulty_entries,
     plugin_code,
     resolve_device,
     unavailable_reasons,
-    unreadable_distributions,
 )
 
 CAPABILITIES = ("deterministic", "batch_invariant", "differentiable", "cuda_graphs")
@@ -32,9 +30,9 @@ def list_backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List every registered backend: whether it runs here, or why not, and what it supports."""
-    with redirect_stdout(sys.stderr):  # a plugin may print while it is imported
+    with output_of_plugins_aside():
         backends = [_describe(name, resolve_device(device)) for name in backend_names()]
-    for fault in unreadable_distributions():
+    for fault in faulty_entries():
         typer.echo(f"warning: {fault}", err=True)
     if as_json:
         typer.echo(json.dumps(backends, indent=2))

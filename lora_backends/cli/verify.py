@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lora_backends.cli.console import output
+from lora_backends.cli.console import output, output_of_plugins_aside
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.selection.choice import get_backend
 from lora_backends.selection.option_text import read_options
@@ -56,15 +56,15 @@ def verify(
             f"--case runs one given case\n  given: {', '.join(f for f in flags if flags[f])}\n"
             f"  allowed beside it: --property, --device, --option, --json"
         )
-    backend = get_backend(name, device=device, **read_options(option or ()))
-    if case is not None:
-        report = _one_case(backend, properties or [], case)
-        # standard output holds the JSON alone
-        show = None if as_json else _Progress(1)
-        if show:
-            show.finished(report.results[0])
-    else:
-        report = _all_cases(backend, thorough, seed or 0, properties, fail_fast, as_json)
+    with output_of_plugins_aside(as_json):
+        backend = get_backend(name, device=device, **read_options(option or ()))
+        if case is not None:
+            report = _one_case(backend, properties or [], case)
+            show = None if as_json else _Progress(1)
+            if show:
+                show.finished(report.results[0])
+        else:
+            report = _all_cases(backend, thorough, seed or 0, properties, fail_fast, as_json)
     if as_json:
         typer.echo(report.to_json())
     else:

@@ -15,9 +15,21 @@ def unusable(tensor: torch.Tensor) -> str | None:
         return f"is quantized, {tensor.dtype}; pass .dequantize() or .int_repr()"
     if tensor.is_meta:
         return "is on meta, where tensors have no values; pass it on the device of the backend"
+    if is_distributed(tensor):
+        return "is a DTensor, spread over processes; pass .full_tensor() or .to_local()"
     if tensor.is_neg():
         return "is a lazy negation: its memory holds the negated values; pass .resolve_neg()"
     return None
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor, which holds only the part of one process."""
+    return hasattr(tensor, "to_local")  # its class may not be importable: a build without it
+
+
+def of_left_inference_mode(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was made in inference mode, and that mode is off now."""
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

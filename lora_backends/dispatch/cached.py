@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from lora_backends.common.tensors import extent_of
+from lora_backends.common.tensors import extent_of, of_left_inference_mode
 from lora_backends.dispatch.engine import Engine
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Input, Operation
@@ -91,6 +91,8 @@ def is_accepted(
     if y is not None:
         if y.shape[0] != y_wanted or not y_first or y.is_neg():
             return False
+        if engine.differentiable and of_left_inference_mode(y):
+            return False  # torch's operators do not write to it
         y_end = y_first + (y.nbytes if y.is_contiguous() else extent_of(y))
         x_end = x_first + (x.nbytes if x.is_contiguous() else extent_of(x))
         # conservative: interleaved columns go to the guards, which look closer

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from lora_backends.batch import MOST, LoRABatch
-from lora_backends.common.tensors import extent_of, has_memory
+from lora_backends.common.tensors import (
+    extent_of,
+    has_memory,
+    is_distributed,
+    of_left_inference_mode,
+)
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
@@ -172,6 +177,7 @@ def _check_out(
         )
     elif not out.is_contiguous():
         problems.refuse(f"out is not contiguous (strides {tuple(out.stride())})")
+    check_mode(problems, "out", out)
     # a copy into out would cut the graph without a word
     if out.requires_grad or (
         torch.is_grad_enabled() and any(t.requires_grad for t in read.values())
@@ -361,6 +367,12 @@ def check_memory(problems: Problems, name: str, tensor: torch.Tensor) -> bool:
 
     A differentiable backend computes with torch's operators, which need no address.
     """
+    if is_distributed(tensor):
+        problems.refuse(
+            f"{name} is a DTensor, spread over processes; pass {name}.full_tensor() or "
+            f"{name}.to_local()"
+        )
+        return False
     if (
         problems.engine.differentiable
         or tensor.device != problems.engine.device
@@ -380,6 +392,15 @@ def check_device(problems: Problems, name: str, value: torch.Tensor | LayerWeigh
         problems.refuse(
             f"{name} is on {value.device}, the backend on {problems.engine.device}; "
             f"move one of them"
+        )
+
+
+def check_mode(problems: Problems, name: str, written: torch.Tensor) -> None:
+    """Refuse to write, with torch's operators, to a tensor of inference mode outside of it."""
+    if problems.engine.differentiable and of_left_inference_mode(written):
+        problems.refuse(
+            f"{name} was made in inference mode, outside of which torch does not write to it; "
+            f"pass {name}.clone(), or call under torch.inference_mode()"
         )
 
 
@@ -413,6 +434,7 @@ def _check_base(problems: Problems, base_output: Any, shape: tuple[int, ...]) ->
         problems.lack(
             f"base_output.dtype is {dtype_name(base_output.dtype)}; supported: {problems.dtypes}"
         )
+    check_mode(problems, "base_output", base_output)
     if not last_axis_is_contiguous(base_output):
         problems.refuse(
             f"the last axis of base_output is not contiguous (strides {base_output.stride()})"

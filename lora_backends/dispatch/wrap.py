@@ -47,7 +47,7 @@ class Dispatched(Engine):
         for name, wrap in PREPARATIONS.items():
             method = getattr(cls, name, None)
             if method is not None and _wrapped(method) is None:
-                call = functools.update_wrapper(wrap(method), method)
+                call = functools.update_wrapper(wrap(_outside_inference(method)), method)
                 call.wrapped = _Wrapper(call, method)  # type: ignore[attr-defined]
                 setattr(cls, name, call)
         # an override without `capacity` cannot keep the claim
@@ -265,6 +265,19 @@ def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
         if is_many:
             return prepare_each(MethodType(method, self), batch, out, **options)
         return method(self, batch, out=out, **options)
+
+    return call
+
+
+def _outside_inference(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a preparation whose tensors can be refilled in inference mode and outside of it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return prepare(*args, **kwargs)
+        # leaving inference mode turns gradients on
+        with torch.inference_mode(False), torch.no_grad():
+            return prepare(*args, **kwargs)
 
     return call
 

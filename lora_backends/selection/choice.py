@@ -22,11 +22,11 @@ from lora_backends.selection.registry import (
     auto_priority,
     backend_class,
     backend_names,
+    faulty_entries,
     plugin_code,
     reasons_of,
     resolve_device,
     unavailable_reasons,
-    unreadable_distributions,
 )
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _create_best(device: torch.device, options: dict[str, Any]) -> LoRABackend:
             return _create(name, engine, device, options)
         except (BackendUnavailableError, UnsupportedInputError) as error:
             passed_over.append(f"{name}: {error}")
-    lines = "".join(f"\n  - {each}" for each in passed_over + unreadable_distributions())
+    lines = "".join(f"\n  - {each}" for each in passed_over + faulty_entries())
     raise BackendUnavailableError(
         f"no backend runs on {device}\n"
         f"  registered: {', '.join(backend_names()) or 'none; is lora-backends installed?'}{lines}"

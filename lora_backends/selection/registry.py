@@ -7,8 +7,9 @@ nothing. A plugin is foreign code that may fail in any way; whatever it does bec
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from typing import Any, cast
@@ -26,8 +27,27 @@ from lora_backends.errors import (
     told,
 )
 from lora_backends.features import FEATURES
+from lora_backends.operations import OPERATIONS
 
 GROUP = "lora_backends"
+
+PACKAGE = __name__.partition(".")[0]
+"""The package of the built-ins, whose names nobody else's entry point takes over."""
+
+
+def _set_device(device: torch.device) -> None:
+    """Set the default device; None leaves out the mode that torch needs for another."""
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, _set_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+)
+"""Settings of torch that a plugin may not change for the rest of the process."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that a backend may declare; stacks of 8 bits are a feature."""
@@ -49,7 +69,7 @@ def backend_class(name: str) -> type[LoRABackend]:
 
     Raises:
         BackendUnavailableError: no such name, two different objects under it, a failing import,
-            something that is no `LoRABackend`, or a backend with a wrong declaration.
+            something that is no `LoRABackend`, or a backend with a wrong declaration or method.
     """
     entry = _entry_point(name)
     with plugin_code(f"backend {name!r} does not import", _origin(entry)):
@@ -123,20 +143,27 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     return as_device(device)
 
 
-def unreadable_distributions() -> list[str]:
-    """Return the installed packages whose entry points cannot be read, and why, a sentence each."""
+def faulty_entries() -> list[str]:
+    """Return why entry points of installed packages are not used, a sentence each."""
+    faults = []
     try:
         entry_points(group=GROUP)
     except Exception:  # one bad file makes it raise; look at each package alone
-        return [fault for _, fault in _entries_one_by_one() if fault]
-    return []
+        faults = [fault for _, fault in _entries_one_by_one() if fault]
+    entries = _entries()
+    built_in = {entry.name for entry in entries if _is_built_in(entry)}
+    return faults + [
+        f"{_origin(entry)} is ignored: {entry.name!r} is the name of a built-in backend"
+        for entry in entries
+        if entry.name in built_in and not _is_built_in(entry)
+    ]
 
 
 @contextmanager
 def plugin_code(
     failure: str, origin: str = "", passes: type[Exception] | tuple[()] = ()
 ) -> Iterator[None]:
-    """Turn whatever a plugin raises into an error that names it.
+    """Turn whatever a plugin raises into an error that names it; undo its changes to torch.
 
     KeyboardInterrupt passes: it comes from the user.
 
@@ -148,6 +175,7 @@ def plugin_code(
     Raises:
         BackendUnavailableError: the plugin raised anything else, SystemExit included.
     """
+    before = [get() for get, _ in _SETTINGS]
     try:
         yield
     except KeyboardInterrupt:
@@ -157,6 +185,10 @@ def plugin_code(
     except BaseException as error:
         by = f"\n  registered by: {origin}" if origin else ""
         raise BackendUnavailableError(f"{failure}: {told(error)}{by}") from error
+    finally:
+        for (get, restore), value in zip(_SETTINGS, before, strict=True):
+            if get() != value:
+                restore(value)
 
 
 def _declaration_faults(engine: type[LoRABackend]) -> list[str]:
@@ -176,6 +208,29 @@ def _declaration_faults(engine: type[LoRABackend]) -> list[str]:
         faults.append("dtypes is empty; allowed: one dtype or more")
     if not isinstance(engine.plan_type, type):
         faults.append(f"plan_type is {shown(engine.plan_type)}; allowed: a class")
+    return faults + _signature_faults(engine)
+
+
+def _signature_faults(engine: type[LoRABackend]) -> list[str]:
+    """Return the methods of the interface that cannot be called as the interface calls them."""
+    calls: dict[str, tuple[int, list[str]]] = {
+        "prepare_batch": (1, ["out"]),
+        "prepare_experts": (5, ["out"]),
+    }
+    for operation in OPERATIONS:
+        positional = 3 if operation.result == "h" else 4
+        calls[operation.name] = positional, [option.name for option in operation.options]
+    faults = []
+    for name, (positional, named) in calls.items():
+        # of the method itself, which its wrapper names; a class lends it without self
+        signature = inspect.signature(getattr(engine, name))
+        try:
+            signature.bind(*range(1 + positional), **dict.fromkeys(named))
+        except TypeError as error:
+            faults.append(
+                f"{name}{signature} does not take what the interface passes: {error}; allowed: "
+                f"{name}{inspect.signature(getattr(LoRABackend, name))}"
+            )
     return faults
 
 
@@ -225,12 +280,13 @@ def _label_of(distribution: Distribution) -> str:
 
 def _entry_point(name: str) -> EntryPoint:
     entries = [entry for entry in _entries() if entry.name == name]
+    entries = [entry for entry in entries if _is_built_in(entry)] or entries
     if not entries:
         names = backend_names()
-        unreadable = "".join(f"\n  {fault}" for fault in unreadable_distributions())
+        faulty = "".join(f"\n  {fault}" for fault in faulty_entries())
         raise UnknownBackendError(
             f"no LoRA backend named {name!r}{did_you_mean(str(name), names) or ';'} "
-            f"registered: {', '.join(names) or 'none; is lora-backends installed?'}{unreadable}"
+            f"registered: {', '.join(names) or 'none; is lora-backends installed?'}{faulty}"
         )
     if len({entry.value for entry in entries}) > 1:
         origins = "".join(f"\n  - {_origin(entry)}" for entry in entries)
@@ -239,6 +295,10 @@ def _entry_point(name: str) -> EntryPoint:
             f"  to do: uninstall all but one, or rename it"
         )
     return entries[0]
+
+
+def _is_built_in(entry: EntryPoint) -> bool:
+    return entry.module.partition(".")[0] == PACKAGE
 
 
 def _origin(entry: EntryPoint) -> str:

@@ -244,3 +244,32 @@ def test_another_sglang_is_refused_by_what_differs(install_sglang):
     install_sglang(expand=narrow)
     with pytest.raises(UnsupportedInputError, match="too many positional arguments"):
         peer("sglang", CUDA, torch.bfloat16)
+
+
+HOMES = {"vllm": "vllm.lora.ops.triton_ops", "sglang": "sglang.srt.lora.triton_ops"}
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_a_release_without_the_operators_is_refused_by_the_module_that_is_missing(
+    monkeypatch, name
+):
+    add_modules(monkeypatch, HOMES[name].rpartition(".")[0])
+    told = f"is installed, but without {HOMES[name]}: only releases whose .* in {HOMES[name]}"
+    with pytest.raises(UnsupportedInputError, match=told):
+        peer(name, CUDA, torch.bfloat16)
+    if name == "sglang":  # of its operators' modules, this one has not moved
+        add_modules(monkeypatch, HOMES[name])
+        for each in ("chunked_sgmv_lora_shrink_forward", "chunked_sgmv_lora_expand_forward"):
+            setattr(sys.modules[HOMES[name]], each, chunked_shrink)
+        with pytest.raises(UnsupportedInputError, match=r"without sglang\.srt\.lora\.utils"):
+            peer(name, CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_a_package_that_an_engine_lacks_is_named(monkeypatch, tmp_path, name):
+    add_modules(monkeypatch, HOMES[name].rpartition(".")[0])
+    parent = sys.modules[HOMES[name].rpartition(".")[0]]
+    parent.__path__ = [str(tmp_path)]
+    (tmp_path / "triton_ops.py").write_text("import no_such_module_here\n")
+    with pytest.raises(UnsupportedInputError, match="no_such_module_here is not installed"):
+        peer(name, CUDA, torch.bfloat16)

@@ -1,6 +1,7 @@
 """Backends by name, with distributions made for the test in a temporary folder."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from lora_backends import (
     unavailable_reasons,
 )
 from lora_backends.cli import app
+from lora_backends.torch_ref import TorchRefBackend
 
 PLUGIN = """
     from lora_backends.torch_ref import TorchRefBackend
@@ -290,6 +292,130 @@ def test_two_backends_of_one_name_are_an_error_that_prints_both(install):
     with pytest.raises(BackendUnavailableError, match="more than once") as raised:
         get_backend("plugin", device="cpu")
     assert "lb_plugin_f:Plugin" in str(raised.value) and "lb_plugin_g:Plugin" in str(raised.value)
+
+
+@pytest.mark.parametrize("value", ["lb_plugin_i:Plugin", "no_such_module_here:Plugin"])
+def test_a_name_of_a_built_in_stays_the_built_ins(install, value, capsys):
+    install("lb_plugin_i", EAGER, "torch_ref", value)
+    assert type(get_backend("torch_ref", device="cpu")) is TorchRefBackend
+    assert unavailable_reasons("torch_ref", "cpu") == []
+    app(["list", "--device", "cpu"], standalone_mode=False)
+    told = f"{value} of lb_plugin_i 1.0 is ignored: 'torch_ref' is the name of a built-in"
+    assert told in capsys.readouterr().err
+
+
+SHORT = {
+    "prepare_batch": "self, batch",
+    "prepare_experts": "self, plan, topk_ids, topk_weights, num_experts, expert_map=None",
+    "run_lora_a": "self, x, weights",
+    "run_linear": "self, x, weights, plan",
+    "run_embedding": "token_ids, weights, plan, base_output=None",
+    "run_experts": "self, x, weights, routing, base_output=None, *, rows='tokens'",
+}
+
+
+@pytest.mark.parametrize("method", SHORT)
+def test_a_method_that_does_not_take_the_interfaces_arguments_is_refused(install, method):
+    code = (
+        EAGER
+        + f"""
+        def {method}({SHORT[method]}):
+            raise AssertionError
+"""
+    )
+    install("lb_plugin_j", code, "plugin", "lb_plugin_j:Plugin")
+    assert get_backend("auto", device="cpu").name != "plugin"
+    with pytest.raises(BackendUnavailableError, match=f"{method}.* does not take"):
+        get_backend("plugin", device="cpu")
+
+
+@pytest.mark.parametrize("place", ["import", "reasons", "constructor"])
+def test_a_plugin_changes_no_setting_of_torch(install, place):
+    changes = [
+        "import torch",
+        "torch.set_default_dtype(torch.float64)",
+        "torch.set_default_device('meta')",
+        f"torch.set_num_threads({torch.get_num_threads() + 1})",
+        "torch.set_grad_enabled(False)",
+        "torch.use_deterministic_algorithms(True)",
+    ]
+    change = "; ".join(changes)
+    code = {
+        "import": f"    {change}\n" + EAGER,
+        "reasons": EAGER + REASONS.format(change + "; return []"),
+        "constructor": EAGER.replace("self.tile = tile", change),
+    }[place]
+    install("lb_plugin_k", code, "plugin", "lb_plugin_k:Plugin")
+
+    def settings():
+        return (
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_device(),
+        )
+
+    before = settings()
+    try:
+        assert get_backend("auto", device="cpu").name == "plugin"
+        assert settings() == before
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.set_num_threads(before[1])
+        torch.set_grad_enabled(before[2])
+        torch.use_deterministic_algorithms(before[3])
+        torch.set_default_device(None if before[4].type == "cpu" else before[4])
+
+
+def run_json(tmp_path, *arguments):
+    """Return the JSON that a command prints in a process with the plugins, and its errors."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from lora_backends.cli import main; main()", *arguments, "--json"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout), done.stderr
+
+
+WAYS_TO_PRINT = [
+    "import os; os.write(1, b'hello')",
+    "import os; os.system('echo hello')",
+    "import ctypes; ctypes.CDLL(None).printf(b'hello')",
+    "import sys; sys.stdout.write('hello')",
+]
+
+
+@pytest.mark.parametrize("how", WAYS_TO_PRINT)
+def test_list_prints_json_alone_whatever_a_plugin_writes_to(install, tmp_path, how):
+    install("lb_plugin_l", f"    {how}\n" + EAGER, "plugin", "lb_plugin_l:Plugin")
+    backends, errors = run_json(tmp_path, "list", "--device", "cpu")
+    assert "plugin" in {backend["name"] for backend in backends}
+    assert "hello" in errors
+
+
+COMMANDS = {
+    "verify": "verify plugin --device cpu --property untouched_elements_keep_their_bits",
+    "bench": "bench --backends plugin --device cpu --in-features 8 --output-slices 8 --tokens 1",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_print_json_alone_whatever_a_plugin_writes_to(install, tmp_path, command):
+    code = (
+        EAGER
+        + """
+        def prepare_batch(self, batch, out=None, capacity=None):
+            import os
+            os.write(1, b"hello")
+            return super().prepare_batch(batch, out, capacity)
+"""
+    )
+    install("lb_plugin_l", code, "plugin", "lb_plugin_l:Plugin")
+    result, errors = run_json(tmp_path, *COMMANDS[command].split())
+    assert isinstance(result, dict) and "hello" in errors
 
 
 def test_an_unknown_name_gets_a_suggestion_and_the_list():

@@ -33,7 +33,8 @@ SELECTED = "triton or csgmv and not (csgmv-64 or csgmv-auto or through_tma or of
 def test_the_launch_tests_pass_in_the_interpreter():
     here = Path(__file__).parent
     files = [here / f"test_{name}.py" for name in ("launch", "features", "base_product")]
-    files.append(here.parent / "hf" / "test_beside.py")
+    files += [here.parent / "interface" / "test_foreign_tensors.py"]
+    files.append(here.parent / "hf" / "layers" / "test_beside.py")
     files += [here.parent / engine / "test_launch.py" for engine in ENGINES]
     given = [str(file) for file in files if file.exists()]
     printed = run_interpreted("-m", "pytest", "-q", "-k", SELECTED, *given)
