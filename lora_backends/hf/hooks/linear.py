@@ -122,7 +122,8 @@ def lora_hook(served: Served, site: ModuleSite, add: Callable[..., torch.Tensor]
         weights = call.stacks.get(path)
         if weights is None:
             return None
-        x = first_argument(args, f"module {path}")
+        # without a call of its own: every adapted module comes by here in every step
+        x = args[0] if args else first_argument(args, f"module {path}")
         if not is_embedding:
             return add(x, weights, call.plan(x.shape[:-1], layout, paths), output)
         plan, output = call.plan(x.shape, layout, paths), output.contiguous()
