@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.common.devices import as_device, device_reasons
+from lora_backends.defaults import gradients
 from lora_backends.defaults.embedding import columns_of_tokens
 from lora_backends.defaults.experts import add_experts, token_slots
 from lora_backends.dispatch.output import new_output
@@ -61,11 +62,13 @@ class LoRABackend(Dispatched, ABC):
     """Dtypes of x, the weights and base_output."""
     features: ClassVar[frozenset[str]] = frozenset()
     """Names of `lora_backends.features` that it supports; calls that need another are refused."""
-    differentiable: ClassVar[bool] = False
-    """Whether gradients flow to x, lora_a, lora_b and base_output.
-
-    Any other backend reads tensors by address, and refuses those without one, as inside vmap.
-    """
+    differentiable: ClassVar[bool] = True
+    """Whether gradients flow to x or h, lora_a, lora_b, bias, output_scales, topk_weights and
+    base_output. The defaults of the backward methods are right for any backend."""
+    plain_torch: ClassVar[bool] = False
+    """Whether it computes with torch's operators alone, so that transforms and traces of torch see
+    through its calls. Any other backend reads tensors by address, and refuses those without one, as
+    inside vmap."""
     cuda_graphs: ClassVar[bool] = False
     """Whether a CUDA graph may capture its calls, and follows the plan when that is refilled."""
     narrow_intermediate: ClassVar[bool] = False
@@ -322,18 +325,163 @@ class LoRABackend(Dispatched, ABC):
         y = base_output
         if y is None:
             y = new_output(BY_NAME["run_experts"], x, weights, routing, options)
-        slots = token_slots(
-            unchecked(self, "run_lora_a"),
-            torch.float32 if torch.float32 in self.dtypes else self.dtypes[0],
-            self.device,
-            routing.plan,
-            weights.num_slots,
-            routing.num_tokens,
-        )
+        slots = self.token_slots(routing.plan, routing.num_tokens)
         scales = getattr(routing.plan, "token_scales", None)
         options |= {"slots": slots, "token_scales": scales}
         add_experts(y, x, weights, routing, **options)
         return y
+
+    def token_slots(self, plan: Any, num_rows: int) -> torch.Tensor:
+        """Return the slot of each row of x, [num_rows] int64 on the device, -1 for none.
+
+        This default lets `run_lora_a` answer, since it cannot look into a plan. It waits for the
+        device once for each number of slots; a backend whose plan has the slots overrides it.
+        """
+        dtype = torch.float32 if torch.float32 in self.dtypes else self.dtypes[0]
+        shrink = unchecked(self, "run_lora_a")
+        return token_slots(shrink, dtype, self.device, plan, plan.num_slots, num_rows)
+
+    def slot_rows(self, plan: Any, num_rows: int) -> gradients.Segments:
+        """Return each slot that has tokens, ascending, and their rows of x, a slice or indices.
+
+        The defaults of the backward methods loop over it. It waits for the device.
+        """
+        return gradients.segments_of(self.token_slots(plan, num_rows))
+
+    def forward_with_h(
+        self,
+        operation: str,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run an operation on a dense layer, and return h too, where the backward can use it.
+
+        The result has the bits of the operation itself. A backend whose `run_linear` has h in
+        memory overrides it: without h, the backward of lora_b shrinks again.
+
+        Args:
+            operation: name of the method.
+            x: its first argument, checked as all others.
+            weights: the layer.
+            plan: of the batch.
+            base_output: as in the operation; None for `run_lora_a`.
+
+        Returns:
+            The result, and h in a form that `run_lora_b_backward` of this backend takes, or None.
+        """
+        run = unchecked(self, operation)
+        if operation == "run_lora_a":
+            return run(x, weights, plan), None
+        return run(x, weights, plan, base_output), None
+
+    def run_lora_b_backward(
+        self,
+        grad: torch.Tensor,
+        h: torch.Tensor | None,
+        weights: LoRAWeights,
+        plan: Any,
+        *,
+        needs_h: bool = True,
+        lora_b: torch.Tensor | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> torch.Tensor | None:
+        """Return dh and write dlora_b: the backward of the expand.
+
+        With grad = dL/dy and c = scalings[l, s] * token_scales[t]:
+
+            dh[s, t, :r]       = c * grad[t, o:o'] @ lora_b[l, o:o', :r]
+            dlora_b[l, o:o', :r] = sum over t of slot l of c * grad[t, o:o'].T h[s, t, :r]
+
+        Both are zero beyond a rank and where no token of the batch takes part. bias and
+        output_scales play no role: the caller multiplies grad by output_scales.
+
+        Args:
+            grad: [rows, out_features], any row stride, the last axis contiguous.
+            h: [num_slices, rows, max_rank], or what `forward_with_h` returned; may be None without
+                `lora_b`. Values beyond a rank and without adapter may be anything.
+            weights: the layer.
+            plan: from `prepare_batch`.
+            needs_h: whether dh is wanted.
+            lora_b: [len(slots), out_features, max_rank], overwritten with dlora_b. Its dtype may be
+                wider than the stack's.
+            slots: whose dlora_b are wanted, ascending; None: all.
+
+        Returns:
+            dh [num_slices, rows, max_rank] float32 (float64 for float64), or None.
+        """
+        scales, segments = getattr(plan, "token_scales", None), self.slot_rows(plan, grad.shape[0])
+        options: dict[str, Any] = {"needs_h": needs_h, "lora_b": lora_b, "slots": slots}
+        return gradients.b_backward(grad, h, weights, segments, scales, **options)
+
+    def run_lora_a_backward(
+        self,
+        dh: torch.Tensor,
+        x: torch.Tensor | None,
+        weights: LoRAWeights,
+        plan: Any,
+        *,
+        dx: torch.Tensor | None = None,
+        adds: bool = False,
+        lora_a: torch.Tensor | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        """Write dx and dlora_a: the backward of the shrink.
+
+            dx[t]             = sum over s of dh[s, t, :r] @ lora_a[l, s, :r]
+            dlora_a[l, s, :r] = sum over t of slot l of dh[s, t, :r].T x[t]
+
+        Args:
+            dh: [num_slices, rows, max_rank] float32; values beyond a rank may be anything.
+            x: [rows, in_features], as in `run_lora_a`; may be None without `lora_a`.
+            weights: the layer.
+            plan: from `prepare_batch`.
+            dx: [rows, in_features], rows without adapter become zero; None: not wanted.
+            adds: add to dx, whose rows without adapter keep their bits, instead of overwriting it.
+            lora_a: [len(slots), num_slices, max_rank, in_features], overwritten with dlora_a. Its
+                dtype may be wider than the stack's.
+            slots: whose dlora_a are wanted, ascending; None: all.
+        """
+        if dx is not None and not adds:
+            dx.zero_()
+        segments = self.slot_rows(plan, dh.shape[1])
+        gradients.a_backward(dh, x, weights, segments, dx=dx, lora_a=lora_a, slots=slots)
+
+    def run_embedding_backward(
+        self,
+        dh: torch.Tensor,
+        token_ids: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        *,
+        lora_a: torch.Tensor,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        """`run_lora_a_backward` of lora_a for ``x = one_hot(token_ids)``.
+
+        Column v of dlora_a is the sum of the dh of the tokens with id v.
+        """
+        segments = self.slot_rows(plan, dh.shape[1])
+        gradients.add_columns(dh, token_ids, weights, segments, lora_a=lora_a, slots=slots)
+
+    def embedding_h(self, token_ids: torch.Tensor, weights: LoRAWeights, plan: Any) -> torch.Tensor:
+        """Return h of ``x = one_hot(token_ids)``, [num_slices, rows, max_rank] float32."""
+        segments = self.slot_rows(plan, token_ids.shape[0])
+        return gradients.one_hot_h(token_ids, weights, segments)
+
+    def sum_tokens(
+        self,
+        values: torch.Tensor,
+        plan: Any,
+        out: torch.Tensor,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        """Write the sum of each slot's rows of `values` [rows, n] to `out` [len(slots), n].
+
+        It makes dbias and doutput_scales. Slots without tokens get zeros.
+        """
+        gradients.sum_rows(values, self.slot_rows(plan, values.shape[0]), out, slots)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {self.device}>"

@@ -121,6 +121,7 @@ class ExpertRouting(Handled):
     num_experts: int  # that ids stay below
     topk_ids: torch.Tensor  # [num_tokens, top_k] int64, -1 <= id < num_experts, on the device
     topk_weights: torch.Tensor  # [num_tokens, top_k] float32, on the device
+    refills: int = field(default=0, init=False)  # how often another choice took this one's place
 
     @property
     def num_tokens(self) -> int:

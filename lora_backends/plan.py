@@ -19,6 +19,7 @@ class LoRAPlan(Handled):
     # tokens that a refill may have, at least num_tokens; num_tokens if not given
     token_scales: torch.Tensor | None = field(default=None, kw_only=True, repr=False)
     # [capacity] float32 on the device, 1 beyond num_tokens; None if the batch has no scales
+    refills: int = field(default=0, kw_only=True)  # how often another batch took this one's place
 
     def __post_init__(self) -> None:
         self.capacity = max(self.capacity, self.num_tokens)

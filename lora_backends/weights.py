@@ -94,7 +94,7 @@ class LoRAWeights(LayerWeights):
         first = next(iter(stacks.values()))
         self._keep(dtype=first.dtype, device=first.device)
         _check_bias(self.bias, first)
-        for name in ("scalings", "output_scales", "a_scales", "b_scales"):
+        for name in ("scalings", "a_scales", "b_scales"):
             if getattr(getattr(self, name), "requires_grad", False):
                 raise InvalidInputError(
                     f"{name} requires a gradient, which no backend computes\n"

@@ -91,18 +91,17 @@ def is_accepted(
     if y is not None:
         if y.shape[0] != y_wanted or not y_first or y.is_neg():
             return False
-        if engine.differentiable and of_left_inference_mode(y):
+        if engine.plain_torch and of_left_inference_mode(y):
             return False  # torch's operators do not write to it
         y_end = y_first + (y.nbytes if y.is_contiguous() else extent_of(y))
         x_end = x_first + (x.nbytes if x.is_contiguous() else extent_of(x))
         # conservative: interleaved columns go to the guards, which look closer
         if (x_first < y_end and y_first < x_end) or footprint.meets(y_first, y_end):
             return False
-    if not _is_grad_enabled():
-        return True
-    if y is not None and y.requires_grad and (y.is_leaf or not engine.differentiable):
-        return False
-    return engine.differentiable or not weights.requires_gradient(x)
+    # a call that autograd records is checked as it runs, without a graph
+    return not _is_grad_enabled() or not (
+        (y is not None and y.requires_grad) or weights.requires_gradient(x)
+    )
 
 
 def accept(

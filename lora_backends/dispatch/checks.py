@@ -365,7 +365,7 @@ def check_tensor(problems: Problems, name: str, value: Any) -> bool:
 def check_memory(problems: Problems, name: str, tensor: torch.Tensor) -> bool:
     """Check that the engine can read a tensor by its address; False if it has none.
 
-    A differentiable backend computes with torch's operators, which need no address.
+    A `plain_torch` backend computes with torch's operators, which need no address.
     """
     if is_distributed(tensor):
         problems.refuse(
@@ -373,11 +373,7 @@ def check_memory(problems: Problems, name: str, tensor: torch.Tensor) -> bool:
             f"{name}.to_local()"
         )
         return False
-    if (
-        problems.engine.differentiable
-        or tensor.device != problems.engine.device
-        or has_memory(tensor)
-    ):
+    if problems.engine.plain_torch or tensor.device != problems.engine.device or has_memory(tensor):
         return True  # another device is refused by its name
     problems.refuse(
         f"{name} has no address: its memory was freed, or it is a {type(tensor).__name__} that a "
@@ -397,7 +393,7 @@ def check_device(problems: Problems, name: str, value: torch.Tensor | LayerWeigh
 
 def check_mode(problems: Problems, name: str, written: torch.Tensor) -> None:
     """Refuse to write, with torch's operators, to a tensor of inference mode outside of it."""
-    if problems.engine.differentiable and of_left_inference_mode(written):
+    if problems.engine.plain_torch and of_left_inference_mode(written):
         problems.refuse(
             f"{name} was made in inference mode, outside of which torch does not write to it; "
             f"pass {name}.clone(), or call under torch.inference_mode()"

@@ -16,6 +16,7 @@ class Engine(Handled):
     device: torch.device
     dtypes: ClassVar[tuple[torch.dtype, ...]]
     differentiable: ClassVar[bool]
+    plain_torch: ClassVar[bool]
     cuda_graphs: ClassVar[bool]
     plan_type: ClassVar[type]
     routing_type: ClassVar[type]

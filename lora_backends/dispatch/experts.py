@@ -87,7 +87,7 @@ def wrap_routed(
         options = {**defaults, **options}
         if _is_compiling() and is_traced():
             return trace_add(operation, call, self, x, weights, routing, base_output, options)
-        if is_jit_traced() and not self.differentiable:
+        if is_jit_traced() and not self.plain_torch:
             refuse_jit_trace(operation.name, self)
         if isinstance(routing, ManyAdaptersRouting):
             y: torch.Tensor | None = base_output

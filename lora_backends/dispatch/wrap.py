@@ -17,11 +17,13 @@ import torch
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.cached import CachingPlan, accept, is_accepted, marked_to_store_calls
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
+from lora_backends.dispatch.differentiate import record, requires_graph
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.experts import wrap_prepare_experts, wrap_routed
 from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan, add_each, prepare_each, refuse
 from lora_backends.dispatch.output import new_output
+from lora_backends.dispatch.recorded import count_refill
 from lora_backends.dispatch.tracing import is_jit_traced, is_traced, refuse_jit_trace
 from lora_backends.errors import LoRABackendError
 from lora_backends.features import CAPACITY
@@ -122,12 +124,14 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
             if out is not None:  # a copy of the traced result would convert and broadcast
                 return call_outside(call, self, x, weights, plan, out)  # type: ignore[no-any-return]
             return trace_shrink(call, self, x, weights, plan)
-        if is_jit_traced() and not self.differentiable:
+        if is_jit_traced() and not self.plain_torch:
             refuse_jit_trace(operation.name, self)
         if isinstance(plan, ManyAdaptersPlan):
             refuse(operation.name, plan)
         if out is None:
             if not is_accepted(self, operation, x, weights, plan):
+                if requires_graph(self, x, weights):
+                    return record(self, operation, x, weights, plan)
                 guard(self, operation, x, weights, plan)
             return method(self, x, weights, plan)
         check_operation(self, operation, x, weights, plan, out=out)
@@ -149,13 +153,15 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
     ) -> torch.Tensor:
         if _is_compiling() and is_traced():
             return trace_add(operation, call, self, x, weights, plan, base_output)
-        if is_jit_traced() and not self.differentiable:
+        if is_jit_traced() and not self.plain_torch:
             refuse_jit_trace(name, self)
         y: torch.Tensor | None = base_output
         if not isinstance(plan, CachingPlan) or not (stores or name in self.storing):
             if isinstance(plan, ManyAdaptersPlan):
                 return _add_each(operation, call, self, x, weights, plan, y)
             if not is_accepted(self, operation, x, weights, plan, y):
+                if requires_graph(self, x, weights, y):
+                    return record(self, operation, x, weights, plan, y)
                 guard(self, operation, x, weights, plan, y)
             return method(self, x, weights, plan, y)
         # no earlier call vouches for token ids, whose values are checked
@@ -163,8 +169,12 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
             y is None and not _has_rows(x, weights, plan)
         )
         if checked and not is_accepted(self, operation, x, weights, plan, y):
+            if requires_graph(self, x, weights, y):
+                return record(self, operation, x, weights, plan, y)
             guard(self, operation, x, weights, plan, y)
         if y is None:
+            if requires_graph(self, x, weights):
+                return record(self, operation, x, weights, plan)
             y = new_output(operation, x, weights, plan)
         # a stored call has passed all checks, so a hit needs none
         cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
@@ -172,6 +182,8 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
             if cached.run(x, weights, plan, y):
                 return y
         if not (checked or is_accepted(self, operation, x, weights, plan, base_output)):
+            if requires_graph(self, x, weights, y):
+                return record(self, operation, x, weights, plan, y)
             guard(self, operation, x, weights, plan, base_output)
         return method(self, x, weights, plan, y)
 
@@ -257,6 +269,8 @@ def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
         if _is_compiling() and is_traced():
             return call_outside(call, self, batch, out, capacity)
         check_prepare_batch(self, batch, out, capacity)
+        if out is not None:
+            count_refill(out)
         is_many = batch.token_slots.ndim > 1 or type(out) is ManyAdaptersPlan
         if capacity is None and not is_many:
             return method(self, batch, out=out)

@@ -9,7 +9,8 @@ import torch
 from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
-from lora_backends.batch import LoRABatch
+from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.defaults.gradients import Segments
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to
 from lora_backends.eight_bit import is_eight_bit
@@ -101,6 +102,17 @@ class NumbaCPUBackend(LoRABackend):
         out.num_tokens = batch.num_tokens
         out.refill(order, segments, None if scales is None else padded(scales, out.capacity))
         return out
+
+    @override
+    def slot_rows(self, plan: NumbaPlan, num_rows: int) -> Segments:
+        return plan.rows_by_slot()
+
+    @override
+    def token_slots(self, plan: NumbaPlan, num_rows: int) -> torch.Tensor:
+        slots = torch.full((num_rows,), NO_ADAPTER, dtype=torch.int64, device="cpu")
+        for slot, rows in plan.rows_by_slot():
+            slots[rows] = slot
+        return slots
 
     @override
     def run_lora_a(

@@ -95,6 +95,22 @@ class NumbaPlan(CachingPlan):
         scales = NO_SCALES if token_scales is None else (token_scales.data_ptr(), 4)
         self.work = Work(*halves, 1, *halves, at, at, at, at, *scales, at)
         self.packed_work, self.halves_match = PACK_WORK(*self.work), True
+        self._rows: list[tuple[int, slice | torch.Tensor]] | None = None
+
+    def rows_by_slot(self) -> list[tuple[int, slice | torch.Tensor]]:
+        """Return each active slot and its tokens, as a slice where they are neighbours."""
+        if self._rows is None:  # once per batch: the backward of every layer asks
+            rows: dict[int, list[Ints]] = {}
+            for slot, first, end in self.segments.tolist():
+                rows.setdefault(slot, []).append(self.order[first:end])
+            self._rows = [(slot, _as_rows(np.concatenate(parts))) for slot, parts in rows.items()]
+        return self._rows
+
+
+def _as_rows(tokens: Ints) -> slice | torch.Tensor:
+    """Return ascending tokens as rows: a slice is a view, indices copy."""
+    first, last = int(tokens[0]), int(tokens[-1])
+    return slice(first, last + 1) if last - first + 1 == len(tokens) else torch.from_numpy(tokens)
 
 
 def needs_of(segments: Ints) -> int:

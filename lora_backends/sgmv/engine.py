@@ -295,7 +295,7 @@ class SgmvBackend(LoRABackend):
             return y
         plan, options = routing.plan, self._options
         self._note_capture(plan)
-        if routing.refills != plan.refills:  # its tokens have other slots now
+        if routing.plan_refills != plan.refills:  # its tokens have other slots now
             choice = (routing.topk_ids, routing.topk_weights)
             sort_pairs(routing, plan, *choice, None, options.programmatic)
         if plan.token_scales is not None:  # they multiply deltas as the router's weights do

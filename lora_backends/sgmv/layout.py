@@ -50,7 +50,6 @@ class SgmvPlan(CachingPlan):
     has_room: bool = field(default=False, kw_only=True)  # whether it was made with `capacity`
     is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the plan
     cut: tuple[int, ...] = field(default=(), kw_only=True)  # sizes that the kernels follow from
-    refills: int = field(default=0, kw_only=True)  # how often the tables were written
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,7 +142,6 @@ class SgmvPlan(CachingPlan):
 
     def _send(self, staged: torch.Tensor) -> None:
         """Copy staged memory to the device, asynchronously; calls stored so far fit this cut."""
-        self.refills += 1
         key = (*self.cut, self.token_scales is not None)
         if key != self.call_cache.key:  # else the same object: `Repeat` compares it by identity
             self.call_cache.key = key

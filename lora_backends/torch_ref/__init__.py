@@ -11,6 +11,7 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend, LoRAPlan
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.common.devices import as_device
+from lora_backends.defaults.gradients import Segments
 from lora_backends.dispatch.output import added_to
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.features import FEATURES
@@ -39,7 +40,7 @@ class TorchRefBackend(LoRABackend):
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "xpu", "mps")
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     features = frozenset(FEATURES)
-    differentiable = True
+    plain_torch = True
     auto_priority = {"cpu": 10, "cuda": 10, "xpu": 10, "mps": 10}
     plan_type = TorchRefPlan
     deterministic = True
@@ -73,6 +74,17 @@ class TorchRefBackend(LoRABackend):
         # an operation indexes them with rows of x, up to the capacity
         out.token_scales = None if scales is None else padded(scales, out.capacity).to(self.device)
         return out
+
+    @override
+    def slot_rows(self, plan: TorchRefPlan, num_rows: int) -> Segments:
+        return plan.segments
+
+    @override
+    def token_slots(self, plan: TorchRefPlan, num_rows: int) -> torch.Tensor:
+        slots = torch.full((num_rows,), NO_ADAPTER, dtype=torch.int64, device=self.device)
+        for slot, rows in plan.segments:
+            slots[rows] = slot
+        return slots
 
     @override
     def run_lora_a(

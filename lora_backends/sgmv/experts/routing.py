@@ -49,7 +49,7 @@ class SgmvRouting(ExpertRouting):
     count: torch.Tensor  # [2] int32, tiles in use, and live pairs where there are singles
     scratch: tuple[torch.Tensor, ...]  # counters and keys that the sort keeps between launches
     tokens: SgmvRouting | None  # the tokens sorted by slot, for an A that all experts share
-    refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
+    plan_refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
 
     @property
     def num_pairs(self) -> int:
@@ -140,7 +140,7 @@ def sort_pairs(
             f"  given: a plan of {plan.num_slots} slots, a routing for {routing.num_slots}\n"
             f"  to do: make a new routing"
         )
-    routing.plan, routing.refills = plan, plan.refills
+    routing.plan, routing.plan_refills = plan, plan.refills
     pairs = routing.num_pairs
     if pairs == 0:
         return

@@ -1,0 +1,163 @@
+"""The backward of dense operations in plain torch: the definition, and every backend's default.
+
+For token t of slot l, with g = output_scales * dL/dy and c = scalings[l, s] * token_scales[t]:
+
+    dh[s, t, :r]        = c * g[t, o:o'] @ lora_b[l, o:o', :r]
+    dlora_b[l, o:o', :r] = sum over t of slot l of c * g[t, o:o'].T h[s, t, :r]
+    dx[t]               = sum over s of dh[s, t, :r] @ lora_a[l, s, :r]
+    dlora_a[l, s, :r]   = sum over t of slot l of dh[s, t, :r].T x[t]
+
+One product per slot and slice, over the slot's own tokens alone, so nothing of another adapter or
+of padding can reach a gradient. Sums are kept in float32, or float64 for float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+
+from lora_backends.dtypes import accumulator_dtype
+from lora_backends.weights import LoRAWeights
+
+Rows: TypeAlias = slice | torch.Tensor
+Segments: TypeAlias = Sequence[tuple[int, Rows]]
+"""Each slot that has tokens, and their rows."""
+
+
+def segments_of(token_slots: torch.Tensor) -> list[tuple[int, Rows]]:
+    """Return the rows of each active slot, slots ascending; waits for the device.
+
+    Args:
+        token_slots: [rows] integers, negative for none.
+    """
+    slots = torch.unique(token_slots).tolist()
+    return [(slot, (token_slots == slot).nonzero().flatten()) for slot in slots if slot >= 0]
+
+
+def b_backward(
+    grad: torch.Tensor,
+    h: torch.Tensor | None,
+    weights: LoRAWeights,
+    segments: Segments,
+    token_scales: torch.Tensor | None,
+    *,
+    needs_h: bool,
+    lora_b: torch.Tensor | None,
+    slots: Sequence[int] | None,
+) -> torch.Tensor | None:
+    """Return dh, or None; arguments as in `LoRABackend.run_lora_b_backward`."""
+    sums, dh = accumulator_dtype(grad.dtype), None
+    if needs_h:
+        shape = weights.num_slices, grad.shape[0], weights.max_rank
+        dh = torch.zeros(shape, dtype=sums, device=grad.device)
+    if lora_b is not None:
+        lora_b.zero_()
+    places = _places(slots, weights.num_slots)
+    for slot, rows, ranks, scalings in _active(weights, segments):
+        g = grad[rows].to(sums)
+        if token_scales is not None:
+            g = token_scales[rows, None] * g
+        for s, (rank, scaling) in enumerate(zip(ranks, scalings, strict=True)):
+            columns = slice(*weights.slice_offsets[s : s + 2])
+            if rank and dh is not None:
+                dh[s, rows, :rank] = scaling * (
+                    g[:, columns] @ weights.b_values(slot, s, rank, sums)
+                )
+            if rank and lora_b is not None and slot in places:
+                assert h is not None
+                product = g[:, columns].T @ h[s][rows, :rank].to(sums)
+                lora_b[places[slot], columns, :rank] = scaling * product
+    return dh
+
+
+def a_backward(
+    dh: torch.Tensor,
+    x: torch.Tensor | None,
+    weights: LoRAWeights,
+    segments: Segments,
+    *,
+    dx: torch.Tensor | None,
+    lora_a: torch.Tensor | None,
+    slots: Sequence[int] | None,
+) -> None:
+    """Add to dx, and write lora_a; arguments as in `LoRABackend.run_lora_a_backward`."""
+    sums = accumulator_dtype(dh.dtype)
+    if lora_a is not None:
+        lora_a.zero_()
+    places = _places(slots, weights.num_slots)
+    for slot, rows, ranks, _ in _active(weights, segments):
+        wanted = lora_a is not None and slot in places
+        x_slot = x[rows].to(sums) if wanted and x is not None and any(ranks) else None
+        total = None if dx is None or not any(ranks) else dx[rows].to(sums)
+        for s, rank in enumerate(ranks):
+            part = dh[s][rows, :rank]
+            if rank and total is not None:
+                total = total + part @ weights.a_values(slot, s, rank, sums)
+            if rank and x_slot is not None and lora_a is not None:
+                lora_a[places[slot], s, :rank] = part.T @ x_slot
+        if dx is not None and total is not None:
+            dx[rows] = total.to(dx.dtype)
+
+
+def add_columns(
+    dh: torch.Tensor,
+    token_ids: torch.Tensor,
+    weights: LoRAWeights,
+    segments: Segments,
+    *,
+    lora_a: torch.Tensor,
+    slots: Sequence[int] | None,
+) -> None:
+    """Write dlora_a of an embedding: a token adds its dh to the column of its id.
+
+    Arguments as in `LoRABackend.run_embedding_backward`.
+    """
+    lora_a.zero_()
+    places = _places(slots, weights.num_slots)
+    for slot, rows, ranks, _ in _active(weights, segments):
+        if slot not in places:
+            continue
+        for s, rank in enumerate(ranks):
+            if rank:
+                # sorted, so that equal ids are summed in one order
+                columns = dh.new_zeros(weights.in_features, rank)
+                columns.index_put_((token_ids[rows].long(),), dh[s][rows, :rank], accumulate=True)
+                lora_a[places[slot], s, :rank] = columns.T
+
+
+def sum_rows(
+    values: torch.Tensor, segments: Segments, out: torch.Tensor, slots: Sequence[int] | None
+) -> None:
+    """Write the sum of each slot's rows; arguments as in `LoRABackend.sum_tokens`."""
+    out.zero_()
+    places = _places(slots, out.shape[0])
+    for slot, rows in segments:
+        if slot in places:
+            out[places[slot]] = values[rows].to(accumulator_dtype(values.dtype)).sum(0)
+
+
+def one_hot_h(token_ids: torch.Tensor, weights: LoRAWeights, segments: Segments) -> torch.Tensor:
+    """Return h [num_slices, rows, max_rank] of an embedding: a column of lora_a per token."""
+    sums = accumulator_dtype(weights.input_dtypes[0])
+    shape = weights.num_slices, token_ids.shape[0], weights.max_rank
+    h = torch.zeros(shape, dtype=sums, device=weights.device)
+    for slot, rows, ranks, _ in _active(weights, segments):
+        for s, rank in enumerate(ranks):
+            h[s, rows, :rank] = weights.a_values(slot, s, rank, sums)[:, token_ids[rows].long()].T
+    return h
+
+
+def _active(
+    weights: LoRAWeights, segments: Segments
+) -> Iterator[tuple[int, Rows, list[int], list[float]]]:
+    """Yield slot, rows, ranks and scalings of each segment; waits for the device once."""
+    ranks, scalings = weights.ranks.tolist(), weights.scalings.tolist()
+    for slot, rows in segments:
+        yield slot, rows, ranks[slot], scalings[slot]
+
+
+def _places(slots: Sequence[int] | None, num_slots: int) -> dict[int, int]:
+    """Return where the gradient of each slot goes."""
+    return {slot: at for at, slot in enumerate(range(num_slots) if slots is None else slots)}

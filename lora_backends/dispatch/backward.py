@@ -1,0 +1,211 @@
+"""The forward and the backward of recorded calls on dense layers: which tensors each step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lora_backends.dispatch.recorded import Recorded, Wanted
+from lora_backends.operations import Input
+from lora_backends.weights import LoRAWeights
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def run_forward(
+    recorded: Recorded, x: torch.Tensor, y: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a checked call without a graph; return its result, and h if the engine keeps it."""
+    arguments = recorded.operation.name, x, recorded.weights, recorded.plan, y
+    with torch.autocast(x.device.type, enabled=False):  # engines choose the dtype of products
+        result: tuple[torch.Tensor, torch.Tensor | None]
+        result = recorded.engine.forward_with_h(*arguments)
+        return result
+
+
+def tensors_to_keep(
+    recorded: Recorded,
+    wanted: Wanted,
+    needs_x: bool,
+    x: torch.Tensor,
+    h: torch.Tensor | None,
+    base: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return x, h and base_output where the backward reads them, then tensors of the layer.
+
+    The layer's are kept for autograd's check that nobody changed them before the backward.
+    """
+    weights: LoRAWeights = recorded.weights
+    reads, given = recorded.operation.input, wanted.keys()
+    needs_scales, needs_b = "output_scales" in given, "lora_b" in given
+    needs_h = needs_b and h is None and reads is not Input.H
+    if recorded.operation.result == "h":
+        keeps_x, layer = "lora_a" in given, ["lora_a"] if needs_x else []
+    else:
+        keeps_x = needs_scales or "lora_a" in given or (needs_b and (needs_h or reads is Input.H))
+        needs_dh = needs_x or "lora_a" in given
+        layer = ["lora_a"] if needs_scales or needs_h or (needs_x and reads is Input.ROWS) else []
+        layer += ["lora_b"] if needs_scales or needs_dh else []
+    names = ("ranks", "scalings", "output_scales", *(("bias",) if needs_scales else ()))
+    of_layer = [
+        tensor
+        for name, tensor in weights.tensors.items()
+        if name in names or name.partition("[")[0] in layer
+    ]
+    return (
+        x if keeps_x else None,
+        h if needs_b else None,
+        base if needs_scales else None,
+        *of_layer,
+    )
+
+
+@torch.no_grad()
+def run_backward(
+    recorded: Recorded,
+    needed: Sequence[bool],
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    h: torch.Tensor | None,
+    base: torch.Tensor | None,
+    like: tuple[torch.Size, torch.dtype],
+) -> Gradients:
+    """Return the gradients of x, base_output and the recorded tensors, None where not needed.
+
+    Args:
+        recorded: the call.
+        needed: of x, base_output and each recorded tensor.
+        grad: of the result.
+        x: that the forward was given, where it was kept; h and base likewise.
+        h: from `LoRABackend.forward_with_h`.
+        base: base_output before the call.
+        like: shape and dtype of x.
+    """
+    with torch.autocast(grad.device.type, enabled=False):
+        return _Backward(recorded, needed[2:], like).run(needed[0], needed[1], grad, x, h, base)
+
+
+class _Backward:
+    """One backward; methods return None for what nobody needs."""
+
+    def __init__(
+        self, recorded: Recorded, needed: Sequence[bool], like: tuple[torch.Size, torch.dtype]
+    ) -> None:
+        self.recorded, self.like = recorded, like
+        self.engine, self.plan = recorded.engine, recorded.plan
+        self.weights: LoRAWeights = recorded.weights
+        self.wanted = recorded.wants(needed)
+        self.slots = recorded.slots_of(self.wanted)
+
+    def run(
+        self,
+        needs_x: bool,
+        needs_base: bool,
+        grad: torch.Tensor,
+        x: torch.Tensor | None,
+        h: torch.Tensor | None,
+        base: torch.Tensor | None,
+    ) -> Gradients:
+        operation = self.recorded.operation
+        if grad.stride(-1) != 1 and grad.shape[-1] > 1:
+            grad = grad.contiguous()  # kernels read neighbours along the last axis
+        if operation.result == "h":
+            through, a = self._through_a(grad, x, needs_x)
+            return through, None, *self._share({"lora_a": a})
+        scaled = self._scaled(grad)
+        outs: dict[str, torch.Tensor | None] = {}
+        needs_dh = "lora_a" in self.wanted or (needs_x and operation.input is not Input.TOKEN_IDS)
+        if needs_dh or "lora_b" in self.wanted:
+            outs["lora_b"] = b = self._new("lora_b", (self.weights.out_features, self._rank))
+            if b is not None and h is None:
+                assert x is not None
+                h = x if operation.input is Input.H else self._shrunk(x)
+            dh = self.engine.run_lora_b_backward(
+                scaled, h, self.weights, self.plan, needs_h=needs_dh, lora_b=b, slots=self.slots
+            )
+        dx = None
+        if operation.input is Input.H:
+            dx = dh.to(self.like[1]) if needs_x else None
+        elif needs_dh:
+            dx, outs["lora_a"] = self._through_a(dh, x, needs_x)
+        if (bias := self._new("bias", (self.weights.out_features,), torch.float32)) is not None:
+            self.engine.sum_tokens(grad, self.plan, bias, self.slots)
+            outs["bias"] = bias
+        if (scales := self._new("output_scales", (self.weights.out_features,))) is not None:
+            terms = grad.float() * self._unscaled(x, base, grad)
+            self.engine.sum_tokens(terms, self.plan, scales, self.slots)
+            outs["output_scales"] = scales
+        return dx, scaled if needs_base else None, *self._share(outs)
+
+    @property
+    def _rank(self) -> int:
+        return self.weights.max_rank
+
+    def _through_a(
+        self, dh: torch.Tensor, x: torch.Tensor | None, needs_x: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return dx and dlora_a from dh."""
+        weights = self.weights
+        a = self._new("lora_a", (weights.num_slices, self._rank, weights.in_features))
+        if self.recorded.operation.input is Input.TOKEN_IDS:
+            if a is not None:
+                self.engine.run_embedding_backward(
+                    dh, x, weights, self.plan, lora_a=a, slots=self.slots
+                )
+            return None, a
+        shape, dtype = self.like
+        dx = dh.new_empty(shape, dtype=dtype) if needs_x else None
+        if dx is not None or a is not None:
+            self.engine.run_lora_a_backward(
+                dh, x, weights, self.plan, dx=dx, adds=False, lora_a=a, slots=self.slots
+            )
+        return dx, a
+
+    def _shrunk(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor
+        if self.recorded.operation.input is Input.TOKEN_IDS:
+            h = self.engine.embedding_h(x, self.weights, self.plan)
+        else:
+            h, _ = self.engine.forward_with_h("run_lora_a", x, self.weights, self.plan, None)
+        return h
+
+    def _scaled(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return dL/dbase_output: grad times the output_scales of each token's slot."""
+        scales = self.weights.output_scales
+        if scales is None:
+            return grad
+        slots = self.engine.token_slots(self.plan, grad.shape[0])[:, None]
+        product = scales[slots[:, 0].clamp(min=0)] * grad
+        return torch.where(slots >= 0, product.to(grad.dtype), grad)
+
+    def _unscaled(
+        self, x: torch.Tensor | None, base: torch.Tensor | None, grad: torch.Tensor
+    ) -> torch.Tensor:
+        """Return y before output_scales and bias, in float32 or wider."""
+        sums = torch.promote_types(grad.dtype, torch.float32)
+        start = torch.zeros_like(grad, dtype=sums) if base is None else base.to(sums, copy=True)
+        plain = self.recorded.without_factors()
+        name = self.recorded.operation.name
+        y, _ = self.engine.forward_with_h(name, x, plain, self.plan, start)
+        return y  # type: ignore[no-any-return]
+
+    def _new(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> torch.Tensor | None:
+        """Return memory for the gradients of a stack's wanted slots; None if nobody wants them."""
+        if name not in self.wanted:
+            return None
+        count = self.weights.num_slots if self.slots is None else len(self.slots)
+        kind = dtype or self.recorded.dtype_of(name)
+        return torch.empty(count, *shape, dtype=kind, device=self.weights.device)
+
+    def _share(self, outs: dict[str, torch.Tensor | None]) -> Gradients:
+        """Return the part of each recorded tensor."""
+        parts: list[torch.Tensor | None] = [None] * len(self.recorded.targets)
+        for name, places in self.wanted.items():
+            for at in places:
+                out = outs[name]
+                assert out is not None
+                parts[at] = self.recorded.part_of(out, at, self.slots)
+        return tuple(parts)

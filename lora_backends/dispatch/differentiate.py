@@ -1,0 +1,164 @@
+"""Gradients: calls that autograd records, and their backward, the same for every engine.
+
+A call whose arguments require a gradient runs as one node of autograd's graph. Its forward is the
+same call without a graph, so results and launches are those of inference. It keeps x, what the
+engine gives as h, and the layer's tensors, none of them copied. The backward asks the engine for
+what is needed: `run_lora_b_backward` from dL/dy to dh and dlora_b, then `run_lora_a_backward` from
+dh to dx and dlora_a.
+
+The gradients of a layer go to its whole stacks, or with `run_with_parameters` to tensors that hold
+single slots, so that only those slots' gradients are computed and written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lora_backends.common.tensors import has_memory
+from lora_backends.dispatch import checks
+from lora_backends.dispatch.backward import run_backward, run_forward, tensors_to_keep
+from lora_backends.dispatch.cached import accept, is_accepted
+from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.problems import Problems
+from lora_backends.dispatch.recorded import Recorded, SlotParameter, Target
+from lora_backends.dispatch.tracing import is_jit_traced
+from lora_backends.dtypes import dtype_name
+from lora_backends.eight_bit import is_eight_bit
+from lora_backends.layer_weights import LayerWeights
+from lora_backends.operations import Operation
+from lora_backends.weights import LoRAWeights
+
+_CONSTANTS = ("ranks", "scalings", "a_scales", "b_scales")
+"""Tensors of a layer without a gradient."""
+
+
+def requires_graph(engine: Engine, x: Any, weights: Any, y: Any = None) -> bool:
+    """Return whether a call has to be recorded for autograd; arguments are unchecked.
+
+    Transforms and traces of torch see through the calls of a `plain_torch` engine, and record them
+    themselves.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    tensors = [t for t in (x, y) if isinstance(t, torch.Tensor)]
+    if isinstance(weights, LayerWeights):
+        tensors += weights.tensors.values()
+    if not any(tensor.requires_grad for tensor in tensors):
+        return False
+    return not (engine.plain_torch and (is_jit_traced() or not all(map(has_memory, tensors))))
+
+
+def record(
+    engine: Any,
+    operation: Operation,
+    x: torch.Tensor,
+    weights: LayerWeights,
+    plan: Any,
+    y: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run an operation as a node of autograd's graph; arguments are unchecked.
+
+    Args:
+        engine: that runs it.
+        operation: of the interface, on a dense layer.
+        x: the first argument.
+        weights: the layer.
+        plan: of the batch.
+        y: base_output, or None.
+    """
+    _check(engine, operation, x, weights, plan, y)
+    names = [name for name, tensor in weights.tensors.items() if tensor.requires_grad]
+    leaves = [weights.tensors[name] for name in names]
+    kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    recorded = Recorded(engine, operation, weights, plan, tuple(map(_target_of, names)), kinds)
+    result: torch.Tensor = _Node.apply(recorded, x, y, *leaves)  # type: ignore[no-untyped-call]
+    return result
+
+
+def run_with_parameters(
+    engine: Any,
+    operation: Operation,
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    plan: Any,
+    y: torch.Tensor,
+    parameters: Sequence[SlotParameter],
+) -> torch.Tensor:
+    """Run an operation whose gradients go to tensors that stand for single slots.
+
+    Arguments as in `record`; the stacks of `weights` require no gradient.
+    """
+    _check(engine, operation, x, weights, plan, y)
+    leaves = [tensor for tensor, _ in parameters]
+    kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    targets = tuple(target for _, target in parameters)
+    recorded = Recorded(engine, operation, weights, plan, targets, kinds)
+    result: torch.Tensor = _Node.apply(recorded, x, y, *leaves)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _target_of(name: str) -> Target:
+    """Return the target of a tensor by its name in `LayerWeights.tensors`."""
+    stack, bracket, index = name.partition("[")
+    return Target(stack, None, int(index[:-1]) if bracket else None)
+
+
+def _check(engine: Engine, operation: Operation, x: Any, weights: Any, plan: Any, y: Any) -> None:
+    """Guard a call as without a graph, then refuse tensors that can have no gradient, by name.
+
+    Raises:
+        InvalidInputError: base_output is a leaf, which autograd does not let change in place.
+        UnsupportedInputError: a stored 8-bit tensor, or the engine computes no gradients.
+    """
+    with torch.no_grad():
+        if not is_accepted(engine, operation, x, weights, plan, y):
+            checks.check_operation(engine, operation, x, weights, plan, y)
+            accept(engine, operation, x, weights, y)
+    problems = Problems(engine)
+    checks.check_gradients(problems, [x, *weights.tensors.values()], y)
+    for name, tensor in weights.tensors.items():
+        if tensor.requires_grad and (is_eight_bit(weights.dtype) and name.startswith("lora_")):
+            problems.lack(
+                f"{name} of {dtype_name(weights.dtype)} requires a gradient; 8-bit stacks have "
+                f"none, x and base_output do; pass {name}.detach()"
+            )
+        elif tensor.requires_grad and name in _CONSTANTS:
+            problems.lack(f"{name} requires a gradient, but is a constant; pass {name}.detach()")
+    problems.raise_if_any(operation.name, weights=weights, base_output=y)
+
+
+class _Node(torch.autograd.Function):
+    """A recorded call in autograd's graph. base_output is changed in place, as without a graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        recorded: Recorded,
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        *leaves: torch.Tensor,
+    ) -> torch.Tensor:
+        wanted = recorded.wants(ctx.needs_input_grad[3:])
+        kept = y
+        if "output_scales" in wanted and y is not None:
+            kept = y.clone()  # its gradient needs base_output, which is about to be overwritten
+        result, h = run_forward(recorded, x, y)
+        if y is not None:
+            ctx.mark_dirty(y)
+        ctx.recorded, ctx.like = recorded, (x.shape, x.dtype)
+        keep = tensors_to_keep(recorded, wanted, ctx.needs_input_grad[1], x, h, kept)
+        ctx.save_for_backward(*keep)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        recorded: Recorded = ctx.recorded
+        x, h, base, *_ = ctx.saved_tensors  # raises where one was changed in place
+        recorded.check_plan()
+        needed = ctx.needs_input_grad[1:]
+        return None, *run_backward(recorded, needed, grad, x, h, base, ctx.like)
