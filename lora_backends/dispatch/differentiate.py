@@ -35,6 +35,10 @@ from lora_backends.weights import LoRAWeights
 _CONSTANTS = ("ranks", "scalings", "a_scales", "b_scales")
 """Tensors of a layer without a gradient."""
 
+_ALL = frozenset({"lora_a", "lora_b", "bias", "output_scales"})
+_READ = {"run_lora_a": frozenset({"lora_a"}), "run_lora_b": _ALL - {"lora_a"}}
+"""Tensors that an operation differentiates, where they are not all."""
+
 
 def requires_graph(engine: Engine, x: Any, weights: Any, y: Any = None) -> bool:
     """Return whether a call has to be recorded for autograd; arguments are unchecked.
@@ -71,7 +75,12 @@ def record(
         y: base_output, or None.
     """
     _check(engine, operation, x, weights, plan, y)
-    names = [name for name, tensor in weights.tensors.items() if tensor.requires_grad]
+    read = _READ.get(operation.name, _ALL)
+    names = [
+        name
+        for name, tensor in weights.tensors.items()
+        if tensor.requires_grad and name.partition("[")[0] in read
+    ]
     leaves = [weights.tensors[name] for name in names]
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     recorded = Recorded(engine, operation, weights, plan, tuple(map(_target_of, names)), kinds)
