@@ -294,6 +294,17 @@ class Outer(NamedTuple):
     tiles: rules.OuterTiles
     programs: int
 
+    def kernel(self, pieces: PieceSizes) -> SpecializedKernel:
+        """Return the kernel that sums pieces."""
+        return specialized(
+            outer.outer_kernel,
+            self.programs,
+            num_warps=self.tiles.num_warps,
+            num_stages=self.tiles.num_stages,
+            PIECES=pieces,
+            SIZES=self.sizes,
+        )
+
 
 @lru_cache(maxsize=4096)
 def _outer_kernel(
@@ -347,16 +358,9 @@ def _launch_outer(
 ) -> None:
     if not out.numel():
         return
-    stacks, tiles = stacks_of(weights), found.tiles
-    pieces = wanted.pieces(plan, right.shape[0], tiles.piece, by_place)
-    kernel = specialized(
-        outer.outer_kernel,
-        found.programs,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        PIECES=pieces,
-        SIZES=found.sizes,
-    )
+    stacks = stacks_of(weights)
+    pieces = wanted.pieces(plan, right.shape[0], found.tiles.piece, by_place)
+    kernel = found.kernel(pieces)
     target = (
         out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     )
@@ -387,10 +391,9 @@ def sum_rows(values: torch.Tensor, plan: SgmvPlan, wanted: Wanted, out: torch.Te
     if not out.numel():
         return
     columns = values.shape[1]
-    sizes = SumSizes(columns, BLOCK_T=32, BLOCK_C=128, INTERPRETED=INTERPRETED)
-    programs = -(-columns // sizes.BLOCK_C)
-    pieces = wanted.pieces(plan, values.shape[0], rules.piece_tokens(1, programs))
-    kernel = specialized(sums.sum_kernel, programs, num_stages=3, PIECES=pieces, SIZES=sizes)
+    piece_tokens = rules.piece_tokens(1, -(-columns // rules.SUM_COLUMNS))
+    pieces = wanted.pieces(plan, values.shape[0], piece_tokens)
+    kernel = _sum_kernel(columns, pieces)
     target = (
         out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     )
@@ -402,6 +405,18 @@ def sum_rows(values: torch.Tensor, plan: SgmvPlan, wanted: Wanted, out: torch.Te
     _add_pieces(parts, plan, wanted, pieces, target)
     if target is not out:
         out.copy_(target)
+
+
+def _sum_kernel(columns: int, pieces: PieceSizes) -> SpecializedKernel:
+    sizes = SumSizes(columns, BLOCK_T=32, BLOCK_C=rules.SUM_COLUMNS, INTERPRETED=INTERPRETED)
+    programs = -(-columns // sizes.BLOCK_C)
+    return specialized(sums.sum_kernel, programs, num_stages=3, PIECES=pieces, SIZES=sizes)
+
+
+def _pieces_kernel(values: int, pieces: PieceSizes) -> SpecializedKernel:
+    sizes = PlaneSizes(PLANE_BLOCK, INTERPRETED)
+    programs = -(-values // PLANE_BLOCK)
+    return specialized(sums.add_pieces_kernel, programs, PIECES=pieces, SIZES=sizes)
 
 
 def _parts(out: torch.Tensor, wanted: Wanted, pieces: PieceSizes) -> torch.Tensor:
@@ -416,12 +431,7 @@ def _add_pieces(
     if not pieces.RUNS:
         return
     values = out[0].numel()
-    kernel = specialized(
-        sums.add_pieces_kernel,
-        -(-values // PLANE_BLOCK),
-        PIECES=pieces._replace(BY_PLACE=False),
-        SIZES=PlaneSizes(PLANE_BLOCK, INTERPRETED),
-    )
+    kernel = _pieces_kernel(values, pieces._replace(BY_PLACE=False))
     slots = plan.slot_table if wanted.slots is None else wanted.slots
     tensors = (parts, slots, plan.slot_table, out)
     kernel.launch(wanted.number, Arguments(tensors, (), (wanted.number, wanted.runs, values)))
@@ -435,14 +445,25 @@ def sum_planes(planes: torch.Tensor, plan: SgmvPlan | None = None) -> torch.Tens
     out = torch.empty_like(planes[:1])
     values = out.numel()
     if values:
-        sizes = PlaneSizes(
-            PLANE_BLOCK, INTERPRETED, planes.shape[0], planes.shape[3], plan is not None
-        )
-        kernel = specialized(sums.add_planes_kernel, 1, SIZES=sizes)
+        kernel = _planes_kernel(planes.shape[0], planes.shape[3], plan is not None)
         slots = planes if plan is None else plan.token_slots()
         arguments = Arguments((planes, slots, out), (), (values, planes.shape[2]))
         kernel.launch(-(-values // PLANE_BLOCK), arguments)
     return out
+
+
+def _planes_kernel(planes: int, max_rank: int, clears: bool) -> SpecializedKernel:
+    sizes = PlaneSizes(PLANE_BLOCK, INTERPRETED, planes, max_rank, clears)
+    return specialized(sums.add_planes_kernel, 1, SIZES=sizes)
+
+
+def _ids_kernel(num_slices: int, max_rank: int, is_all: bool) -> SpecializedKernel:
+    rank_pad = padded_rank(max_rank)
+    block_r = min(64, rank_pad)
+    sizes = EmbeddingSizes(max_rank, block_r, rank_pad // block_r, 32, INTERPRETED)
+    pieces = PieceSizes(0, 0, is_all, False)
+    programs = num_slices * sizes.N_BLOCKS
+    return specialized(sums.add_columns_kernel, programs, PIECES=pieces, SIZES=sizes)
 
 
 def sum_ids(
@@ -463,15 +484,7 @@ def sum_ids(
     )
     keys = torch.where(slots_of_tokens < 0, -1, slots_of_tokens * vocabulary + token_ids)
     keys, order = torch.sort(keys, stable=True)  # equal ids of a slot keep the order of tokens
-    rank_pad = padded_rank(weights.max_rank)
-    block_r = min(64, rank_pad)
-    sizes = EmbeddingSizes(weights.max_rank, block_r, rank_pad // block_r, 32, INTERPRETED)
-    kernel = specialized(
-        sums.add_columns_kernel,
-        weights.num_slices * sizes.N_BLOCKS,
-        PIECES=PieceSizes(0, 0, wanted.slots is None, False),
-        SIZES=sizes,
-    )
+    kernel = _ids_kernel(weights.num_slices, weights.max_rank, wanted.slots is None)
     ranks = stacks_of(weights).ranks
     tensors = (dh, keys, order, ranks if wanted.slots is None else wanted.slots, ranks, target)
     numbers = (tokens, wanted.number, weights.num_slices, vocabulary, *dh.stride()[:2])

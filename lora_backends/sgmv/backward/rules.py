@@ -20,6 +20,9 @@ MOST_PARTS = 8
 CLEARED_TOKENS = 64
 """Tokens whose rows of dx a program clears if they have no adapter."""
 
+SUM_COLUMNS = 128
+"""Columns of a program that sums rows."""
+
 
 @dataclass(frozen=True)
 class DhTiles:
