@@ -282,7 +282,7 @@ class SgmvBackend(LoRABackend):
         return gather, launch.expand(h, stacks, plan, y, rows, kernels.expand)
 
     @override
-    def token_slots(self, plan: SgmvPlan, num_rows: int) -> torch.Tensor:
+    def token_slots(self, plan: SgmvPlan, num_rows: int, num_slots: int) -> torch.Tensor:
         return plan.token_slots()[:num_rows].long()
 
     @override
@@ -384,6 +384,7 @@ class SgmvBackend(LoRABackend):
     def sum_tokens(
         self,
         values: torch.Tensor,
+        weights: LoRAWeights,
         plan: SgmvPlan,
         out: torch.Tensor,
         slots: Sequence[int] | None = None,
