@@ -330,12 +330,13 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         *,
         needs_h: bool = True,
+        narrow: bool = False,
         lora_b: torch.Tensor | None = None,
         slots: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
         dh, rows = None, self._rows(plan, grad.shape[0])
         if needs_h:
-            dh = backward.run_dh(grad, weights, plan, rows, self._options)
+            dh = backward.run_dh(grad, weights, plan, rows, narrow, self._options)
         if lora_b is not None:
             assert h is not None
             by_place = h.ndim == 4 and plan.has_places  # from `forward_with_h`
@@ -357,7 +358,7 @@ class SgmvBackend(LoRABackend):
         lora_a: torch.Tensor | None = None,
         slots: Sequence[int] | None = None,
     ) -> None:
-        dh, rows = backward.readable(dh), self._rows(plan, dh.shape[1])
+        dh, rows = backward.readable(dh, weights.dtype), self._rows(plan, dh.shape[1])
         if dx is not None:
             backward.run_dx(dh, dx, weights, plan, rows, adds, self._options)
         if lora_a is not None:
@@ -377,7 +378,7 @@ class SgmvBackend(LoRABackend):
         slots: Sequence[int] | None = None,
     ) -> None:
         tokens = token_ids.shape[0]
-        wanted, of_tokens = self._wanted(plan, tokens, slots), self.token_slots(plan, tokens)
+        wanted, of_tokens = self._wanted(plan, tokens, slots), self.token_slots(plan, tokens, weights.num_slots)
         backward.sum_ids(backward.readable(dh), token_ids, of_tokens, weights, wanted, lora_a)
 
     @override

@@ -65,9 +65,18 @@ class Wanted(NamedTuple):
 
 
 def run_dh(
-    grad: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, programs: int, options: Options
+    grad: torch.Tensor,
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    programs: int,
+    narrow: bool,
+    options: Options,
 ) -> torch.Tensor:
-    """Return dh [num_slices, rows, max_rank] float32, zero beyond ranks and without adapter."""
+    """Return dh [num_slices, rows, max_rank], zero beyond ranks and without adapter.
+
+    It is float32, or with `narrow` in the dtype of 16-bit stacks, to which products round it
+    anyway: dx and dlora_a of several slices read dh more often than x.
+    """
     tokens, stacks = grad.shape[0], stacks_of(weights)
     shape = (weights.num_slices, tokens, weights.max_rank)
     if not programs:
@@ -87,7 +96,8 @@ def run_dh(
     )
     parts = kernel.sizes.PARTS
     if parts == 1:
-        planes = grad.new_zeros((1, *shape), dtype=torch.float32)
+        dtype = weights.dtype if narrow and weights.dtype.itemsize == 2 else torch.float32
+        planes = grad.new_zeros((1, *shape), dtype=dtype)
     else:
         planes = grad.new_empty((parts, *shape), dtype=torch.float32)
     kernel.launch(programs, _dh_arguments(grad, stacks, plan, planes))
@@ -236,6 +246,7 @@ def _dx_kernel(
         RANK_PAD=padded_rank(layer.max_rank),
         BLOCK_R=tiles.block_r,
         BLOCK_C=tiles.block_c,
+        BLOCKS=tiles.blocks,
         BLOCK_T=rules.CLEARED_TOKENS,
         EVEN_C=_even((layer.in_features,), tiles.block_c),
         EVEN_H=_even((layer.max_rank,), 8),
@@ -245,7 +256,7 @@ def _dx_kernel(
     )
     return specialized(
         rows.dx_kernel,
-        -(-layer.in_features // tiles.block_c),
+        -(-layer.in_features // (tiles.block_c * tiles.blocks)),
         num_warps=tiles.num_warps,
         FIND=options.engine.entry_kernels.find_rows,
         ROW=row,
@@ -523,9 +534,9 @@ def _sent(device: torch.device, slots: tuple[int, ...]) -> torch.Tensor:
     return staged.to(device, non_blocking=True)
 
 
-def readable(values: torch.Tensor) -> torch.Tensor:
-    """Return h or dh as kernels read it: float32, the last axis contiguous."""
-    values = values.float()
+def readable(values: torch.Tensor, narrow: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return h or dh as kernels read it: float32 or `narrow`, the last axis contiguous."""
+    values = values if values.dtype == narrow else values.float()
     return values if values.stride(-1) == 1 or values.shape[-1] == 1 else values.contiguous()
 
 

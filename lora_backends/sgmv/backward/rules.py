@@ -39,9 +39,10 @@ class DhTiles:
 class DxTiles:
     """Sizes of dx = dh @ A."""
 
-    block_c: int  # columns of dx per program; a power of two >= 16
+    block_c: int  # columns of dx per step; a power of two >= 16
     block_r: int  # ranks per product; a power of two >= 16
     num_warps: int = 4
+    blocks: int = 1  # steps of a program
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class DxSizes(NamedTuple):
     RANK_PAD: int
     BLOCK_R: int
     BLOCK_C: int
+    BLOCKS: int  # of columns per program
     BLOCK_T: int  # tokens whose rows a program clears if they have no adapter
     EVEN_C: int  # as in `DhSizes`
     EVEN_H: int  # ranks of a wide load of dh

@@ -132,6 +132,7 @@ def dh_kernel(
     dh = tl.where((r < rank)[None, :], acc * factor, 0.0)
     plane = (part * SLICES + s).to(tl.int64) * dh_rows
     dh_at = dh_ptr + ((plane + rows.tokens) * SIZES.MAX_RANK)[:, None] + r[None, :]
+    dh = rounded(dh, dh_ptr.dtype.element_ty, SIZES.INTERPRETED)
     tl.store(dh_at, dh, mask=has_token[:, None] & (r < SIZES.MAX_RANK)[None, :])
 
 
@@ -170,15 +171,17 @@ def dx_kernel(
     without adapter.
     """
     row, program = row_and_program(PROGRAMS)
-    c = program * SIZES.BLOCK_C + tl.arange(0, SIZES.BLOCK_C)  # [C]
-    in_row = inside(c, in_features, SIZES.EVEN_C)
+    first = program * SIZES.BLOCK_C * SIZES.BLOCKS
     if not SIZES.ADDS:
         if row >= tiles:
             t = (row - tiles) * SIZES.BLOCK_T + tl.arange(0, SIZES.BLOCK_T)  # [T]
             slots = tl.load(token_slots_ptr + t, mask=t < num_tokens, other=0)
-            at = dx_ptr + (t * dx_stride_t)[:, None] + c[None, :]
-            zeros = tl.zeros(at.shape, dtype=dx_ptr.dtype.element_ty)
-            tl.store(at, zeros, mask=(slots < 0)[:, None] & in_row[None, :])
+            for done in tl.range(0, SIZES.BLOCK_C * SIZES.BLOCKS, SIZES.BLOCK_C):
+                c = first + done + tl.arange(0, SIZES.BLOCK_C)  # [C]
+                at = dx_ptr + (t * dx_stride_t)[:, None] + c[None, :]
+                zeros = tl.zeros(at.shape, dtype=dx_ptr.dtype.element_ty)
+                in_row = inside(c, in_features, SIZES.EVEN_C)
+                tl.store(at, zeros, mask=(slots < 0)[:, None] & in_row[None, :])
             return
     rows = FIND(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW)
     if rows.slot < 0:
@@ -197,30 +200,37 @@ def dx_kernel(
         scales_stride_s=a_scales_stride_s, scales_stride_r=a_scales_stride_r,
     )  # fmt: skip
     has_token = rows.tokens >= 0  # [T]
-    mask = has_token[:, None] & in_row[None, :]
-    dx_at = dx_ptr + (rows.tokens * dx_stride_t)[:, None] + c[None, :]
+    dx_rows = dx_ptr + rows.tokens * dx_stride_t  # [T]
     dh_rows = dh_ptr + rows.tokens * dh_stride_t  # [T]
     T: tl.constexpr = rows.tokens.shape[0]
     C: tl.constexpr = SIZES.BLOCK_C
-    if SIZES.ADDS:
-        before = tl.load(dx_at, mask=mask, other=0.0)
-    acc = tl.zeros((T, C), dtype=tl.float32)
-    for i in tl.static_range(SLICES):
-        s = program * 0 + i  # a tensor, also in the interpreter
-        rank = tl.load(ranks + s)
-        dh_slice = dh_rows + s.to(tl.int64) * dh_stride_s
-        if SIZES.RANK_PAD == SIZES.BLOCK_R:
-            acc = _add_ranks(acc, dh_slice, has_token, a, rows.slot, s, 0, rank, c, in_row, SIZES)
-        else:
-            # one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose left operand is in
-            # registers
-            for done in tl.range(0, rank, SIZES.BLOCK_R, num_stages=1):
+    # the blocks of a program read the same dh, from the second on out of the first cache
+    for done in tl.range(0, C * SIZES.BLOCKS, C, num_stages=1):
+        c = first + done + tl.arange(0, C)  # [C]
+        in_row = inside(c, in_features, SIZES.EVEN_C)
+        mask = has_token[:, None] & in_row[None, :]
+        dx_at = dx_rows[:, None] + c[None, :]
+        if SIZES.ADDS:
+            before = tl.load(dx_at, mask=mask, other=0.0)
+        acc = tl.zeros((T, C), dtype=tl.float32)
+        for i in tl.static_range(SLICES):
+            s = program * 0 + i  # a tensor, also in the interpreter
+            rank = tl.load(ranks + s)
+            dh_slice = dh_rows + s.to(tl.int64) * dh_stride_s
+            if SIZES.RANK_PAD == SIZES.BLOCK_R:
                 acc = _add_ranks(
-                    acc, dh_slice, has_token, a, rows.slot, s, done, rank, c, in_row, SIZES
+                    acc, dh_slice, has_token, a, rows.slot, s, 0, rank, c, in_row, SIZES
                 )
-    if SIZES.ADDS:
-        acc += before.to(tl.float32)
-    tl.store(dx_at, rounded(acc, dx_ptr.dtype.element_ty, SIZES.INTERPRETED), mask=mask)
+            else:
+                # one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose left operand is
+                # in registers
+                for r in tl.range(0, rank, SIZES.BLOCK_R, num_stages=1):
+                    acc = _add_ranks(
+                        acc, dh_slice, has_token, a, rows.slot, s, r, rank, c, in_row, SIZES
+                    )
+        if SIZES.ADDS:
+            acc += before.to(tl.float32)
+        tl.store(dx_at, rounded(acc, dx_ptr.dtype.element_ty, SIZES.INTERPRETED), mask=mask)
 
 
 @triton.jit
