@@ -190,8 +190,8 @@ def dx_kernel(
     ranks = ranks_ptr + rows.slot * SLICES
     if SIZES.ADDS:  # rows without any rank keep their bits, the sign of zero included
         highest = tl.load(ranks)
-        for s in tl.static_range(1, SLICES):
-            highest = tl.maximum(highest, tl.load(ranks + s))
+        for k in tl.static_range(1, SLICES):
+            highest = tl.maximum(highest, tl.load(ranks + k))
         if highest == 0:
             return
     a = AStack(
