@@ -157,15 +157,13 @@ class SgmvBackend(LoRABackend):
         y = added_to(None, weights, tokens) if base_output is None else base_output
         rows = self._rows(plan, tokens)
         if rows:
-            shrink, expand = self._shrink_and_expand(x, weights, plan, y, rows)
-            if not INTERPRETED and launch.stacks_of(weights).in_place:
-                self._cache("run_linear", plan, x, weights, y, shrink, expand)
+            self._shrink_and_expand(x, weights, plan, y, rows)
         return y
 
     def _shrink_and_expand(
         self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, y: torch.Tensor, rows: int
-    ) -> tuple[Launched, Launched]:
-        """Launch both kernels of `run_linear`; the planes of h are the first tensor of the last."""
+    ) -> torch.Tensor:
+        """Launch both kernels of `run_linear`, and return the planes of h."""
         tokens = x.shape[0]
         kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options)
         h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
@@ -174,7 +172,10 @@ class SgmvBackend(LoRABackend):
         kernels.shrink.launch(rows, first)
         second = launch.expand_arguments(h, stacks, plan, y, kernels.expand)
         kernels.expand.launch(rows, second)
-        return Launched(kernels.shrink, first), Launched(kernels.expand, second)
+        if not INTERPRETED and stacks.in_place:
+            shrink, expand = Launched(kernels.shrink, first), Launched(kernels.expand, second)
+            self._cache("run_linear", plan, x, weights, y, shrink, expand)
+        return h
 
     @property
     def multiplies_bases(self) -> bool:
@@ -259,9 +260,7 @@ class SgmvBackend(LoRABackend):
         tokens = token_ids.shape[0]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            gather, expand = self._gather_and_expand(token_ids, weights, plan, y, rows)
-            if not INTERPRETED and launch.stacks_of(weights).in_place:
-                self._cache("run_embedding", plan, token_ids, weights, y, gather, expand)
+            self._gather_and_expand(token_ids, weights, plan, y, rows)
         return y
 
     def _gather_and_expand(
@@ -271,15 +270,18 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         y: torch.Tensor,
         rows: int,
-    ) -> tuple[Launched, Launched]:
-        """Launch both kernels of `run_embedding`, as `_shrink_and_expand`."""
+    ) -> torch.Tensor:
+        """Launch both kernels of `run_embedding`, and return the plane of h."""
         tokens, dtype = token_ids.shape[0], weights.compute_dtype
         kernel = launch.gather_kernel_of(weights, plan, self._options)
         kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "embedding")
         h = self._planes(weights, 1, plan.h_rows(tokens))
         stacks = launch.stacks_of(weights)
         gather = launch.gather(token_ids, stacks, plan, h, rows, kernel)
-        return gather, launch.expand(h, stacks, plan, y, rows, kernels.expand)
+        expand = launch.expand(h, stacks, plan, y, rows, kernels.expand)
+        if not INTERPRETED and stacks.in_place:
+            self._cache("run_embedding", plan, token_ids, weights, y, gather, expand)
+        return h
 
     @override
     def token_slots(self, plan: SgmvPlan, num_rows: int, num_slots: int) -> torch.Tensor:
@@ -294,20 +296,21 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         base_output: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # h has an axis of planes, which tells it from that of `run_lora_a`
-        fuses = operation in _LINEAR or operation == "run_embedding"
-        asked = {operation, "run_linear"} if operation in _LINEAR else {operation}
-        if not fuses or not self._stands_for("forward_with_h", asked):
+        called = "run_linear" if operation in _LINEAR else operation
+        fuses = called in ("run_linear", "run_embedding")
+        if not fuses or not self._stands_for("forward_with_h", {operation, called}):
             return super().forward_with_h(operation, x, weights, plan, base_output)
         tokens = x.shape[0]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if not rows:
             return y, self._planes(weights, 1, plan.h_rows(tokens))
-        if operation == "run_embedding":
-            _, expand = self._gather_and_expand(x, weights, plan, y, rows)
-        else:
-            _, expand = self._shrink_and_expand(x, weights, plan, y, rows)
-        h: torch.Tensor = expand.arguments.tensors[0]
+        # as dispatch does for a call that is not recorded
+        cached = plan.call_cache.find(called, self, x, weights, y, plan.num_tokens)
+        h = cached.run_with_h(x, y, rows) if isinstance(cached, CachedLaunches) else None
+        if h is None:
+            run = self._shrink_and_expand if called == "run_linear" else self._gather_and_expand
+            h = run(x, weights, plan, y, rows)
+        # the axis of planes tells it from the h of `run_lora_a`
         return y, h if h.shape[0] == 1 else backward.sum_planes(h)
 
     @override

@@ -24,24 +24,23 @@ CASES = {  # layer, rows, tile, segment size of csgmv, dtypes that differ from t
     ("triton", "bf16"): [
         (QKV, 8192, 64, None, {}),
         (UP, 32768, 64, None, {"out_ptr": "*fp32"}),
-        (DOWN, 16, 16, None, {}),
+        (DOWN, 16, 16, None, {}),  # columns are shared out
         (ODD, 300, 32, None, MIXED),
         (WIDE, 8192, 64, None, {}),
         (WIDE, 8192, 64, None, MIXED),
     ],
-    ("triton", "fp16"): [(DOWN, 4096, 64, None, {})],
     ("triton", "fp32"): [(QKV, 4096, 64, None, {}), (WIDE, 4096, 64, None, {})],
     ("triton", "i8"): [
         (QKV, 8192, 64, None, {}),
         (WIDE, 512, 64, None, {}),
         (ODD, 300, 16, None, {}),
     ],
-    ("csgmv", "bf16"): [(QKV, 8192, 64, 16, {}), (DOWN, 8192, 128, 128, {})],
+    ("csgmv", "bf16"): [(QKV, 8192, 64, 16, {})],
 }
 STORED = {  # of 8 bits, and the block of a scale
-    QKV: [("int8", (1, None)), ("float8_e4m3fn", (None, None))],
-    WIDE: [("int8", (None, None)), ("float8_e5m2", (4, 16))],
-    ODD: [("float8_e5m2", (4, 16)), ("int8", (None, None))],
+    QKV: ("int8", (1, None)),
+    WIDE: ("float8_e4m3fn", (None, None)),
+    ODD: ("float8_e5m2", (4, 16)),
 }
 
 
@@ -67,21 +66,18 @@ def kernels(engine, dtype, programmatic, gpu, precision):
         own = of_names.get(dtype, torch.int8)
         grad = torch.float32 if "grad_ptr" in pointers else of_names.get(dtype, torch.bfloat16)
         shape = LayerShape(len(slices), rank, inputs, sum(slices), own.itemsize)
-        storages = [PLAIN]
+        storage = PLAIN
         if dtype == "i8":
-            storages = [
-                Storage(storage_kind(getattr(torch, name), programmatic), block, grad)
-                for name, block in STORED[layer]
-            ]
+            name, block = STORED[layer]
+            storage = Storage(storage_kind(getattr(torch, name), programmatic), block, grad)
         row, aligns = constants(True), 16 if layer == UP else 0
-        for storage in storages:
-            found = launch._dh_kernel(
-                shape, slices, aligns, storage, grad, own, aligns > 0, 8 + rows // tile, tile,
-                row, options,
-            )  # fmt: skip
-            yield found, pointers
-            for adds in (False, True):
-                yield launch._dx_kernel(shape, aligns, storage, adds, row, options), {}
+        found = launch._dh_kernel(
+            shape, slices, aligns, storage, grad, own, aligns > 0, 8 + rows // tile, tile, row,
+            options,
+        )  # fmt: skip
+        yield found, pointers
+        for adds in {False, layer == QKV}:
+            yield launch._dx_kernel(shape, aligns, storage, adds, row, options), {}
         if dtype == "i8":
             continue  # only x and y have gradients
         size = segment or tile
@@ -89,9 +85,8 @@ def kernels(engine, dtype, programmatic, gpu, precision):
             right = grad if of_b else own
             found = launch._outer_kernel(shape, widths, of_b, right, own, of_b, options)
             changed = pointers if of_b else {k: v for k, v in pointers.items() if k == "out_ptr"}
-            for is_all in (True, False):
-                runs = max(1, found.tiles.piece // size) if rows > found.tiles.piece else 0
-                yield found.kernel(PieceSizes(size, runs, is_all, of_b)), changed
+            runs = max(1, found.tiles.piece // size) if rows > found.tiles.piece else 0
+            yield found.kernel(PieceSizes(size, runs, layer != UP, of_b)), changed
         if (layer, dtype) == (QKV, "bf16"):
             pieces = PieceSizes(size, 2048 // size, False, False)
             yield launch._sum_kernel(6144, pieces), {"values_ptr": "*fp32"}

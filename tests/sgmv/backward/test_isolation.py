@@ -56,7 +56,7 @@ def test_two_runs_have_the_same_bits(backend, dtype):
     assert_same(first, second)
 
 
-def test_the_sum_of_a_slot_does_not_depend_on_the_engine_or_its_tiles(device):
+def test_triton_and_csgmv_have_the_same_sums_with_any_tiles(device):
     from helpers.engines import VARIANTS, make_engine
 
     made = case(layer(torch.bfloat16, (20, 7), 12, 40), tokens=150)
