@@ -89,14 +89,17 @@ def dh_tiles(
     wanted = gpu.multiprocessors // programs
     steps = -(-width // block_c)
     parts = max(1, min(MOST_PARTS, wanted, steps // 4))
-    warps = 8 if tile * block_r >= 1024 else 4
+    warps = 8 if tile * block_r > 4096 else 4
     return DhTiles(block_r, block_c, parts, warps, stages)
 
 
 def dx_tiles(layer: LayerShape) -> DxTiles:
     """Return the sizes of dx."""
-    wide = layer.item_bytes > 2
-    return DxTiles(64 if wide else 128, min(32 if wide else 64, padded_rank(layer.max_rank)))
+    wide, rank_pad = layer.item_bytes > 2, padded_rank(layer.max_rank)
+    # several slices read more of dh and A than of dx: programs of four steps read dh once
+    blocks = 4 if layer.num_slices > 1 else 1
+    warps = 8 if layer.num_slices == 1 and rank_pad == MIN_DOT else 4
+    return DxTiles(64 if wide else 128, min(32 if wide else 64, rank_pad), warps, blocks)
 
 
 def outer_tiles(
@@ -113,28 +116,26 @@ def outer_tiles(
         gpu: figures of the device.
     """
     wide = layer.item_bytes > 2
-    block_n = max(MIN_DOT, min(64 if wide else 256, power_of_two(stacked)))
+    # wider blocks leave one program a multiprocessor, which waits for its loads
+    block_n = max(MIN_DOT, min(64, power_of_two(stacked)))
     block_c = 64 if wide else 128
-    h_left = block_n < 64
+    h_left = block_n < 64 and (casts or wide)
     # one stage: as in `dh_tiles`, where the right side is the left operand
     in_registers = not h_left and (casts or wide)
-    block_t, stages = 64, 1 if in_registers else 4
+    block_t, stages = 128, 1 if in_registers else 3
     while block_t * stages * (4 * block_n + right_bytes * block_c) > min(
-        gpu.shared_bytes, 144 << 10
+        gpu.shared_bytes, 200 << 10
     ):
-        if stages > 2:
-            stages -= 1
-        elif block_t > 16:
+        if block_t > 16:
             block_t //= 2
         else:
-            break
+            stages -= 1
     return OuterTiles(
         block_t,
         block_n,
         block_c,
         h_left,
         piece_tokens(stacked, -(-columns // block_c)),
-        num_warps=8 if block_n * block_c >= 64 * 128 else 4,
         num_stages=stages,
     )
 
