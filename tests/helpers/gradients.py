@@ -256,7 +256,7 @@ class Run:
 
     def sums(self):
         out = self._new(self.made.weights.out_features, dtype=torch.float32)
-        self.engine.sum_tokens(self.made.grad, self.plan, out, self.slots)
+        self.engine.sum_tokens(self.made.grad, self.made.weights, self.plan, out, self.slots)
         return out
 
     def all(self):

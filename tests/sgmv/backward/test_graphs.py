@@ -125,7 +125,7 @@ def test_no_step_waits_for_the_device(backend):
         _, h = backend.forward_with_h("run_linear", moved.x, moved.weights, run.plan, None)
         run.lora_b(h)
         backend.embedding_h(moved.token_ids, moved.weights, run.plan)
-        backend.token_slots(run.plan, made.rows)
+        backend.token_slots(run.plan, made.rows, made.weights.num_slots)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -230,7 +230,7 @@ def test_an_override_of_the_forward_is_called(make):
 
 def test_slots_of_tokens(backend):
     plan = backend.prepare_batch(LoRABatch([2, -1, 0], NUM_SLOTS), capacity=7)
-    slots = backend.token_slots(plan, 5)
+    slots = backend.token_slots(plan, 5, NUM_SLOTS)
     assert slots.dtype == torch.int64
     assert slots.tolist() == [2, -1, 0, -1, -1]
 
