@@ -122,7 +122,14 @@ class _Backward:
                 assert x is not None
                 h = x if operation.input is Input.H else self._shrunk(x)
             dh = self.engine.run_lora_b_backward(
-                scaled, h, self.weights, self.plan, needs_h=needs_dh, lora_b=b, slots=self.slots
+                scaled,
+                h,
+                self.weights,
+                self.plan,
+                needs_h=needs_dh,
+                narrow=operation.input is Input.ROWS,
+                lora_b=b,
+                slots=self.slots,
             )
         dx = None
         if operation.input is Input.H:
