@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
-from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
+from lora_backends.errors import InvalidInputError
 from lora_backends.operations import Operation
 
 Wanted: TypeAlias = Mapping[str, Sequence[int]]
@@ -46,25 +48,52 @@ class Recorded:
     targets: tuple[Target, ...]  # of the tensors after x and base_output
     leaves: tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each of them
     options: Mapping[str, Any] = field(default_factory=dict)
-    refills: tuple[int, ...] = field(init=False)
+    counters: tuple[Any, ...] = field(init=False)  # that have `refills`, of plan and routing
+    refills: tuple[int, ...] = field(init=False)  # of the counters at the forward
+    versions: Mapping[str, int] = field(init=False)  # of the layer's tensors at the forward
 
     def __post_init__(self) -> None:
-        if not hasattr(self.plan, "refills"):
-            count_refill(self.plan)
-        self.refills = refills_of(self.plan)
+        routed = getattr(self.plan, "plan", None)  # of a routing
+        plans = (self.plan,) if routed is None else (self.plan, routed)
+        self.counters = tuple(map(_counter_of, plans))
+        self.refills = tuple(counter.refills for counter in self.counters)
+        self.versions = self._versions()
 
-    def check_plan(self) -> None:
-        """Refuse a backward by tables of another batch.
+    def check_unchanged(self, read: Sequence[str]) -> None:
+        """Refuse a backward by tables of another batch, or with other weights than the forward had.
+
+        torch makes the second check for tensors that a node saves. But hooks on saved tensors
+        would copy whole stacks, and their copies are not checked.
+
+        Args:
+            read: names of stacks and tables that the backward reads.
 
         Raises:
-            InvalidInputError: the plan, or the routing, was refilled after the forward.
+            InvalidInputError: the plan or the routing was refilled after the forward, or a tensor
+                of the layer was changed in place.
         """
-        if self.refills != refills_of(self.plan):
+        if self.refills != tuple(counter.refills for counter in self.counters):
             raise InvalidInputError(
                 f"the plan of {self.operation.name} was refilled between forward and backward\n"
                 f"  given: a plan that holds another batch now\n"
                 f"  to do: run the backward first, or prepare a plan for each forward"
             )
+        versions = self._versions()
+        for name, version in self.versions.items():
+            if name.partition("[")[0] in read and versions[name] != version:
+                raise InvalidInputError(
+                    f"{name} of {self.operation.name} was changed in place between forward and "
+                    f"backward\n"
+                    f"  given: version {versions[name]} of the tensor, the forward read {version}\n"
+                    f"  to do: run the backward first, or change a copy"
+                )
+
+    def _versions(self) -> dict[str, int]:
+        """Return how often each tensor was changed in place; torch counts none of inference mode."""
+        return {
+            name: 0 if tensor.is_inference() else tensor._version
+            for name, tensor in self.weights.tensors.items()
+        }
 
     def wants(self, needed: Sequence[bool]) -> Wanted:
         """Return the targets that need a gradient."""
@@ -116,25 +145,42 @@ class Recorded:
         return out.to(dtype)
 
 
-def refills_of(plan: Any) -> tuple[int, ...]:
-    """Return the counts of refills of a plan, or of a routing and its plan."""
-    inner = getattr(plan, "plan", None)
-    own = getattr(plan, "refills", 0)
-    return (own,) if inner is None else (own, *refills_of(inner))
+class _Counter:
+    """Counts the refills of a plan that takes no attribute, as one with ``__slots__``."""
+
+    __slots__ = ("__weakref__", "plan", "refills")
+
+    def __init__(self, plan: Any) -> None:
+        self.plan, self.refills = plan, 0  # the plan lives as long, so nothing else has its id
+
+
+_COUNTERS: WeakValueDictionary[int, _Counter] = WeakValueDictionary()
+"""By the id of the plan; they live as long as a recorded call of the plan."""
+
+
+def _counter_of(plan: Any) -> Any:
+    """Return the object whose attribute `refills` counts those of a plan: itself where it can."""
+    refills = getattr(plan, "refills", 0)
+    if type(refills) is int:  # else the plan means something of its own by the name
+        try:
+            plan.refills = refills
+        except (AttributeError, TypeError):
+            pass
+        else:
+            return plan
+    return _COUNTERS.setdefault(id(plan), _Counter(plan))
 
 
 def count_refill(plan: Any) -> None:
-    """Note that a plan or routing holds another batch, so that a backward of the last is refused.
-
-    Raises:
-        UnsupportedInputError: the plan has no place for the count.
-    """
-    for part in getattr(plan, "plans", ()):  # of several adapters per token
-        count_refill(part)
-    try:
-        plan.refills = getattr(plan, "refills", 0) + 1
-    except AttributeError:
-        raise UnsupportedInputError(
-            f"a plan of type {type(plan).__name__} cannot count its refills\n"
-            f"  to do: derive it from LoRAPlan, or give it an attribute `refills`"
-        ) from None
+    """Note that a plan or routing holds another batch, so that a backward of the last is refused."""
+    if isinstance(plan, ManyAdaptersPlan):
+        for part in plan.plans:
+            count_refill(part)
+    if type(refills := getattr(plan, "refills", None)) is int:
+        try:
+            plan.refills = refills + 1
+            return
+        except (AttributeError, TypeError):
+            pass
+    if (counter := _COUNTERS.get(id(plan))) is not None:  # else no call of it is recorded
+        counter.refills += 1
