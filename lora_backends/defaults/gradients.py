@@ -157,8 +157,7 @@ def one_hot_h(token_ids: torch.Tensor, weights: LoRAWeights, segments: Segments)
 
 def _sums(values: torch.Tensor, weights: LoRAWeights) -> torch.dtype:
     """Return the dtype of sums of products of values with a layer's."""
-    dtype = weights.input_dtypes[0] if weights.compute_dtype is None else weights.compute_dtype
-    return accumulator_dtype(torch.promote_types(values.dtype, dtype))
+    return accumulator_dtype(torch.promote_types(values.dtype, weights.input_dtypes[0]))
 
 
 def _own(

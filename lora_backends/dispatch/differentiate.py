@@ -35,8 +35,9 @@ from lora_backends.weights import LoRAWeights
 _CONSTANTS = ("ranks", "scalings", "a_scales", "b_scales")
 """Tensors of a layer without a gradient."""
 
-_UNREAD = {"run_lora_a": ("lora_b", "bias", "output_scales"), "run_lora_b": ("lora_a",)}
-"""Tensors of a layer that an operation does not read, so that they get no gradient of it."""
+_ALL = frozenset({"lora_a", "lora_b", "bias", "output_scales"})
+_READ = {"run_lora_a": frozenset({"lora_a"}), "run_lora_b": _ALL - {"lora_a"}}
+"""Tensors that an operation differentiates, where they are not all."""
 
 
 def requires_graph(engine: Engine, x: Any, weights: Any, y: Any = None) -> bool:
@@ -74,11 +75,11 @@ def record(
         y: base_output, or None.
     """
     _check(engine, operation, x, weights, plan, y)
-    unread = _UNREAD.get(operation.name, ())
+    read = _READ.get(operation.name, _ALL)
     names = [
         name
         for name, tensor in weights.tensors.items()
-        if tensor.requires_grad and name.partition("[")[0] not in unread
+        if tensor.requires_grad and name.partition("[")[0] in read
     ]
     leaves = [weights.tensors[name] for name in names]
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)

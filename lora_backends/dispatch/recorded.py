@@ -41,7 +41,7 @@ class SlotParameter(NamedTuple):
 class Recorded:
     """A call that autograd records."""
 
-    engine: Any
+    engine: Any  # the backend
     operation: Operation
     weights: Any
     plan: Any  # or a routing
