@@ -84,7 +84,7 @@ def record(
     leaves = [weights.tensors[name] for name in names]
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     recorded = Recorded(engine, operation, weights, plan, tuple(map(_target_of, names)), kinds)
-    result: torch.Tensor = _Node.apply(recorded, x, y, *leaves)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -106,7 +106,7 @@ def run_with_parameters(
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     targets = tuple(target for _, target in parameters)
     recorded = Recorded(engine, operation, weights, plan, targets, kinds)
-    result: torch.Tensor = _Node.apply(recorded, x, y, *leaves)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -141,14 +141,18 @@ def _check(engine: Engine, operation: Operation, x: Any, weights: Any, plan: Any
 
 
 class _Node(torch.autograd.Function):
-    """A recorded call in autograd's graph. base_output is changed in place, as without a graph."""
+    """A recorded call in autograd's graph. base_output is changed in place, as without a graph.
+
+    base_output is the first tensor: where it is a view, autograd takes the gradient of a node's
+    first tensor for that of the view.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         recorded: Recorded,
-        x: torch.Tensor,
         y: torch.Tensor | None,
+        x: torch.Tensor,
         *leaves: torch.Tensor,
     ) -> torch.Tensor:
         wanted = recorded.wants(ctx.needs_input_grad[3:])
@@ -158,7 +162,7 @@ class _Node(torch.autograd.Function):
         result, h = run_forward(recorded, x, y)
         if y is not None:
             ctx.mark_dirty(y)
-        kept = kept_for(recorded, wanted, ctx.needs_input_grad[1], h is not None)
+        kept = kept_for(recorded, wanted, ctx.needs_input_grad[2], h is not None)
         ctx.recorded, ctx.like, ctx.read = recorded, (x.shape, x.dtype), kept.layer
         ctx.save_for_backward(
             x if kept.x else None, h if kept.h else None, start if kept.base else None
@@ -170,11 +174,13 @@ class _Node(torch.autograd.Function):
         recorded: Recorded = ctx.recorded
         x, h, base = ctx.saved_tensors  # raises where one was changed in place
         recorded.check_unchanged(ctx.read)
-        needed = ctx.needs_input_grad[1:]
-        gradients = run_backward(recorded, needed, grad, x, h, base, ctx.like)
+        needs_base, needs_x, *needed = ctx.needs_input_grad[1:]
+        needs = (needs_x, needs_base, *needed)
+        gradients = run_backward(recorded, needs, grad, x, h, base, ctx.like)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = _refusing_second(recorded.operation.name, gradients)
-        return None, *gradients
+        dx, dbase, *others = gradients
+        return None, dbase, dx, *others
 
 
 class _Once(torch.autograd.Function):
