@@ -9,6 +9,7 @@ import torch
 
 from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch.recorded import Recorded, Wanted
+from lora_backends.dtypes import accumulator_dtype
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.operations import Input
 from lora_backends.weights import LoRAWeights
@@ -139,7 +140,8 @@ class _Backward:
             dx = dh.to(self.like[1]) if needs_x else None
         elif needs_dh:
             dx, outs["lora_a"] = self._through_a(dh, x, needs_x)
-        if (bias := self._new("bias", (self.weights.out_features,), torch.float32)) is not None:
+        sums = accumulator_dtype(grad.dtype)
+        if (bias := self._new("bias", (self.weights.out_features,), sums)) is not None:
             self.engine.sum_tokens(grad, self.weights, self.plan, bias, self.slots)
             outs["bias"] = bias
         if (scales := self._new("output_scales", (self.weights.out_features,))) is not None:
