@@ -492,8 +492,8 @@ def check_gradients(
         whole = base_output if base_output._base is None else base_output._base
         if base_output.requires_grad and (base_output.is_leaf or whole.is_leaf):
             problems.refuse(
-                "base_output is a leaf, or a view of one, that requires a gradient, so it cannot be added to in "
-                "place; pass base_output.clone(), or call under torch.no_grad()"
+                "base_output is a leaf that requires a gradient, or a view of one, so it cannot be "
+                "added to in place; pass base_output.clone(), or call under torch.no_grad()"
             )
     if not problems.engine.differentiable and any(tensor.requires_grad for tensor in tensors):
         problems.lack(

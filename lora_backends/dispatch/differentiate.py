@@ -2,9 +2,9 @@
 
 A call whose arguments require a gradient runs as one node of autograd's graph. Its forward is the
 same call without a graph, so results and launches are those of inference. It keeps x and what the
-engine gives as h, and reads the layer's tensors where they are; none is copied. The backward asks the engine for
-what is needed: `run_lora_b_backward` from dL/dy to dh and dlora_b, then `run_lora_a_backward` from
-dh to dx and dlora_a.
+engine gives as h, and reads the layer's tensors where they are; none is copied. The backward asks
+the engine for what is needed: `run_lora_b_backward` from dL/dy to dh and dlora_b, then
+`run_lora_a_backward` from dh to dx and dlora_a.
 
 The gradients of a layer go to its whole stacks, or with `run_with_parameters` to tensors that hold
 single slots, so that only those slots' gradients are computed and written.

@@ -89,7 +89,7 @@ class Recorded:
                 )
 
     def _versions(self) -> dict[str, int]:
-        """Return how often each tensor was changed in place; torch counts none of inference mode."""
+        """Return how often each tensor was changed; torch does not count in inference mode."""
         return {
             name: 0 if tensor.is_inference() else tensor._version
             for name, tensor in self.weights.tensors.items()
@@ -172,7 +172,7 @@ def _counter_of(plan: Any) -> Any:
 
 
 def count_refill(plan: Any) -> None:
-    """Note that a plan or routing holds another batch, so that a backward of the last is refused."""
+    """Note that a plan or routing takes another batch: a backward of the last is refused."""
     if isinstance(plan, ManyAdaptersPlan):
         for part in plan.plans:
             count_refill(part)

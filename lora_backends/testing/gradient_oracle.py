@@ -27,7 +27,6 @@ from lora_backends.testing.oracles import (
     sum_bound,
     sum_unit,
 )
-from lora_backends.weights import LoRAWeights
 
 ExpectedGradients: TypeAlias = Mapping[str, Expected]
 """By the name of a tensor: x, h, lora_a, lora_b, bias, output_scales, base_output."""
@@ -190,7 +189,7 @@ class _Part:
         return _rounded(db, self.kind, where=db.bound > 0)
 
     def _through_a(self, dh: Expected) -> dict[str, tuple[Expected, torch.dtype]]:
-        """Return dx[t] = sum over s of dh @ lora_a, and dlora_a[l, s, :r] = sum over t of dh.T x."""
+        """Return dx = sum over s of dh @ lora_a, and dlora_a[l, s, :r] = sum over t of dh.T x."""
         dx, most = self._zeros(*self.x.shape), self._zeros(*self.x.shape).value
         da = self._zeros(*self.a.shape)
         terms = self.weights.num_slices * self.weights.max_rank + scale_operations(self.weights)

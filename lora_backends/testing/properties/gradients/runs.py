@@ -79,7 +79,9 @@ class Call:
             if returns_y:
                 changes[name] = leaf(name, getattr(weights, name))
         x = leaf("x", inputs.x) if operation.input is Input.ROWS else inputs.x
-        if operation.input is Input.H:
+        if operation.input is not Input.H:
+            h = None
+        else:
             h = leaf("h", strided_h(case, inputs) if h is None else h)
         base = leaf("base_output", inputs.base) if returns_y else inputs.base
         used = replace(inputs, x=x, base=base, weights=replace(weights, **changes))
@@ -102,10 +104,16 @@ class Call:
         self, backend: LoRABackend, plan: Any, make_grad: Callable[[torch.Tensor], torch.Tensor]
     ) -> Gradients:
         """Return the gradient of each leaf; `make_grad` gives that of the result."""
-        y = self.run(backend, plan)
         if not self.leaves:
             return {}
-        return self.named(torch.autograd.grad(y, list(self.leaves.values()), make_grad(y)))
+        y = self.run(backend, plan)
+        return self.gradients_of(y, make_grad(y))
+
+    def gradients_of(self, y: Any, grad: Any, retain_graph: bool = False) -> Gradients:
+        """Return the gradient of each leaf from that of a result, or of several."""
+        leaves = list(self.leaves.values())
+        options: dict[str, Any] = {"retain_graph": retain_graph, "allow_unused": True}
+        return self.named(torch.autograd.grad(y, leaves, grad, **options)) if leaves else {}
 
     def named(self, gradients: tuple[torch.Tensor | None, ...]) -> Gradients:
         """Return gradients by name, and check their shapes and dtypes."""

@@ -96,9 +96,7 @@ def gradients_are_zero_where_nothing_is_read(backend: LoRABackend, case: LoRACas
         grad = upstream(case, inputs, y)
         # of dL/dh and of dL/dy, whose token axes differ
         grad[..., :: 1 + case.seed % 3, :].zero_()
-        if not call.leaves:
-            continue
-        found = call.named(torch.autograd.grad(y, list(call.leaves.values()), grad))
+        found = call.gradients_of(y, grad)
         for name, gradient in found.items():
             dead = _dead(inputs, name)
             if dead is not None:
@@ -112,7 +110,7 @@ def _dead(inputs: LoRAInputs, name: str) -> torch.Tensor | None:
     ranks = weights.ranks.cpu()
     rank = torch.arange(weights.max_rank, device="cpu")
     has_tokens = torch.zeros(weights.num_slots, dtype=torch.bool, device="cpu")
-    has_tokens[slots[slots >= 0].unique()] = True
+    has_tokens[slots[slots >= 0]] = True
     beyond = (rank >= ranks[..., None]) | ~has_tokens[:, None, None]  # [slots, slices, ranks]
     if name == "lora_a":
         return beyond
@@ -162,9 +160,7 @@ def rows_after_the_batch_reach_no_gradient(backend: LoRABackend, case: LoRACase)
         axis = y.ndim - 2
         whole = upstream(case, inputs, y.narrow(axis, 0, tokens))
         grad = laid_out(roomy.longer(whole, axis), case.seed)
-        if not call.leaves:
-            continue
-        found = dict(call.named(torch.autograd.grad(y, list(call.leaves.values()), grad)))
+        found = dict(call.gradients_of(y, grad))
         for name in {"x", "h", "base_output"} & found.keys():
             token_axis = 1 if name == "h" else 0
             gradient = found[name]
