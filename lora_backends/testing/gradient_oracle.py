@@ -13,7 +13,7 @@ import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.dtypes import accumulator_dtype
-from lora_backends.operations import Input, Operation
+from lora_backends.operations import BY_NAME, Input, Operation
 from lora_backends.testing.cases.inputs import LoRAInputs, stack_of_a, stack_of_b
 from lora_backends.testing.oracles import (
     SMALLEST,
@@ -33,7 +33,7 @@ ExpectedGradients: TypeAlias = Mapping[str, Expected]
 
 
 def expected_gradients(
-    operation: Operation,
+    operation: str,
     inputs: LoRAInputs,
     grad: torch.Tensor,
     h: torch.Tensor | None = None,
@@ -47,7 +47,7 @@ def expected_gradients(
     ranks, for slots without tokens, and in rows without an adapter.
 
     Args:
-        operation: a dense one.
+        operation: name of one on dense layers.
         inputs: of the call. Where a token has several adapters, the gradients of each are rounded,
             and their sum is rounded again.
         grad: of the result, in its dtype.
@@ -56,7 +56,7 @@ def expected_gradients(
     """
     total: dict[str, Expected] = {}
     for part in inputs.batch.per_adapter(inputs.batch.adapters_per_token):
-        found = _Part(operation, inputs, part, grad, h, narrow).gradients()
+        found = _Part(BY_NAME[operation], inputs, part, grad, h, narrow).gradients()
         for name, (gradient, dtype) in found.items():
             if name == "base_output" and name in total:
                 continue  # the gradient that one adapter passes on to the next: no term of a sum

@@ -60,7 +60,7 @@ def gradients_of_an_adapter_ignore_the_others(backend: LoRABackend, case: LoRACa
         narrow = backend.narrow_intermediate
         wanted = {}
         if not backend.batch_invariant:
-            expected = expected_gradients(operation, call.inputs, grad, call.h, narrow=narrow)
+            expected = expected_gradients(operation.name, call.inputs, grad, call.h, narrow=narrow)
             wanted = {name: _own(each, name, slot, own) for name, each in expected.items()}
         for how, rows in (
             ("where the others are NaN", everywhere),
