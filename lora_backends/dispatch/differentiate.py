@@ -23,7 +23,7 @@ from lora_backends.dispatch.backward import Gradients, kept_for, run_backward, r
 from lora_backends.dispatch.cached import accept, is_accepted
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.problems import Problems
-from lora_backends.dispatch.recorded import Recorded, SlotParameter, Target
+from lora_backends.dispatch.recorded import Recorded, SlotParameter, differentiates, target_of
 from lora_backends.dispatch.tracing import is_jit_traced
 from lora_backends.dtypes import dtype_name
 from lora_backends.eight_bit import is_eight_bit
@@ -34,10 +34,6 @@ from lora_backends.weights import LoRAWeights
 
 _CONSTANTS = ("ranks", "scalings", "a_scales", "b_scales")
 """Tensors of a layer without a gradient."""
-
-_ALL = frozenset({"lora_a", "lora_b", "bias", "output_scales"})
-_READ = {"run_lora_a": frozenset({"lora_a"}), "run_lora_b": _ALL - {"lora_a"}}
-"""Tensors that an operation differentiates, where they are not all."""
 
 
 def requires_graph(engine: Engine, x: Any, weights: Any, y: Any = None) -> bool:
@@ -75,15 +71,14 @@ def record(
         y: base_output, or None.
     """
     _check(engine, operation, x, weights, plan, y)
-    read = _READ.get(operation.name, _ALL)
     names = [
         name
         for name, tensor in weights.tensors.items()
-        if tensor.requires_grad and name.partition("[")[0] in read
+        if tensor.requires_grad and differentiates(operation, name)
     ]
     leaves = [weights.tensors[name] for name in names]
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    recorded = Recorded(engine, operation, weights, plan, tuple(map(_target_of, names)), kinds)
+    recorded = Recorded(engine, operation, weights, plan, tuple(map(target_of, names)), kinds)
     result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
 
@@ -108,12 +103,6 @@ def run_with_parameters(
     recorded = Recorded(engine, operation, weights, plan, targets, kinds)
     result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
-
-
-def _target_of(name: str) -> Target:
-    """Return the target of a tensor by its name in `LayerWeights.tensors`."""
-    stack, bracket, index = name.partition("[")
-    return Target(stack, None, int(index[:-1]) if bracket else None)
 
 
 def _check(engine: Engine, operation: Operation, x: Any, weights: Any, plan: Any, y: Any) -> None:
@@ -173,7 +162,8 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         recorded: Recorded = ctx.recorded
         x, h, base = ctx.saved_tensors  # raises where one was changed in place
-        recorded.check_unchanged(ctx.read)
+        recorded.check_plan()
+        recorded.check_layer(ctx.read)
         needs_base, needs_x, *needed = ctx.needs_input_grad[1:]
         needs = (needs_x, needs_base, *needed)
         gradients = run_backward(recorded, needs, grad, x, h, base, ctx.like)

@@ -48,36 +48,40 @@ class Recorded:
     targets: tuple[Target, ...]  # of the tensors after x and base_output
     leaves: tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each of them
     options: Mapping[str, Any] = field(default_factory=dict)
-    counters: tuple[Any, ...] = field(init=False)  # that have `refills`, of plan and routing
-    refills: tuple[int, ...] = field(init=False)  # of the counters at the forward
+    counters: tuple[Any, ...] = field(init=False)  # of the plan's refills: they live as long
+    refills: tuple[int, ...] = field(init=False)  # at the forward
     versions: Mapping[str, int] = field(init=False)  # of the layer's tensors at the forward
 
     def __post_init__(self) -> None:
-        routed = getattr(self.plan, "plan", None)  # of a routing
-        plans = (self.plan,) if routed is None else (self.plan, routed)
-        self.counters = tuple(map(_counter_of, plans))
-        self.refills = tuple(counter.refills for counter in self.counters)
+        self.counters = _counters_of(self.plan)
+        self.refills = refills_of(self.plan)
         self.versions = self._versions()
 
-    def check_unchanged(self, read: Sequence[str]) -> None:
-        """Refuse a backward by tables of another batch, or with other weights than the forward had.
-
-        torch makes the second check for tensors that a node saves. But hooks on saved tensors
-        would copy whole stacks, and their copies are not checked.
-
-        Args:
-            read: names of stacks and tables that the backward reads.
+    def check_plan(self) -> None:
+        """Refuse a backward by tables of another batch.
 
         Raises:
-            InvalidInputError: the plan or the routing was refilled after the forward, or a tensor
-                of the layer was changed in place.
+            InvalidInputError: the plan or the routing was refilled after the forward.
         """
-        if self.refills != tuple(counter.refills for counter in self.counters):
+        if self.refills != refills_of(self.plan):
             raise InvalidInputError(
                 f"the plan of {self.operation.name} was refilled between forward and backward\n"
                 f"  given: a plan that holds another batch now\n"
                 f"  to do: run the backward first, or prepare a plan for each forward"
             )
+
+    def check_layer(self, read: Sequence[str]) -> None:
+        """Refuse a backward with other weights than the forward had.
+
+        torch makes this check for tensors that a node saves. But hooks on saved tensors would copy
+        whole stacks, and torch does not check the copies.
+
+        Args:
+            read: names of stacks and tables that the backward reads.
+
+        Raises:
+            InvalidInputError: one of them was changed in place after the forward.
+        """
         versions = self._versions()
         for name, version in self.versions.items():
             if name.partition("[")[0] in read and versions[name] != version:
@@ -143,6 +147,33 @@ class Recorded:
         elif name == "lora_b":
             out = out[..., : shape[-1]]
         return out.to(dtype)
+
+
+_ALL = frozenset({"lora_a", "lora_b", "bias", "output_scales"})
+_SOME = {"run_lora_a": frozenset({"lora_a"}), "run_lora_b": _ALL - {"lora_a"}}
+"""Stacks that an operation differentiates, where they are not all."""
+
+
+def differentiates(operation: Operation, name: str) -> bool:
+    """Return whether an operation on a dense layer has a gradient for a tensor of the layer."""
+    return target_of(name).name in _SOME.get(operation.name, _ALL)
+
+
+def target_of(name: str) -> Target:
+    """Return the target of a tensor by its name in `LayerWeights.tensors`."""
+    stack, bracket, part = name.partition("[")
+    return Target(stack, None, int(part[:-1]) if bracket else None)
+
+
+def refills_of(plan: Any) -> tuple[int, ...]:
+    """Return the counts of refills of a plan, or of a routing and its plan."""
+    return tuple(counter.refills for counter in _counters_of(plan))
+
+
+def _counters_of(plan: Any) -> tuple[Any, ...]:
+    """Return the objects that count the refills of a plan, or of a routing and its plan."""
+    inner = getattr(plan, "plan", None)
+    return (_counter_of(plan),) if inner is None else (_counter_of(plan), _counter_of(inner))
 
 
 class _Counter:
