@@ -28,7 +28,7 @@ from lora_backends.testing.properties.gradients.runs import (
     assert_gradient,
     assert_same_gradients,
     differentiated,
-    two_of,
+    one_of,
     upstream,
 )
 from lora_backends.testing.properties.runs import strided_h
@@ -40,7 +40,7 @@ STACKS = ("lora_a", "lora_b", "bias", "output_scales")
     "An adapter's gradients depend on its own tokens alone.",
     agreement=BY_CLAIM,
     values="real",
-    examples=8,
+    examples=6,
     requires=(differentiable,),
     every_slot=True,
 )
@@ -55,26 +55,26 @@ def gradients_of_an_adapter_ignore_the_others(backend: LoRABackend, case: LoRACa
     others = [token for token in range(case.num_tokens) if token not in own]
     _spoil_others(spoiled := case.build(backend.device), slot, others)
     everywhere = list(range(case.num_tokens))
-    for operation in two_of(differentiated(inputs), case.seed):
-        call, first, grad = _of_adapter(backend, operation, case, inputs, slot, everywhere)
-        narrow = backend.narrow_intermediate
-        wanted = {}
-        if not backend.batch_invariant:
-            expected = expected_gradients(operation.name, call.inputs, grad, call.h, narrow=narrow)
-            wanted = {name: _own(each, name, slot, own) for name, each in expected.items()}
-        for how, rows in (
-            ("where the others are NaN", everywhere),
-            ("where the others lie elsewhere", _scattered(own, others, case.seed)),
-            ("where the others have left the batch", own),
-        ):
-            _, found, _ = _of_adapter(backend, operation, case, spoiled, slot, rows)
-            for name, gradient in found.items():
-                if not backend.batch_invariant:
-                    assert_gradient(call, name, gradient, wanted[name], exact=False)
-                elif not same_bits(gradient, first[name]):
-                    raise AssertionError(
-                        f"the gradient of {name} of {operation.name} of one adapter differs {how}"
-                    )
+    operation = one_of(differentiated(inputs), case.seed)
+    call, first, grad = _of_adapter(backend, operation, case, inputs, slot, everywhere)
+    narrow = backend.narrow_intermediate
+    wanted = {}
+    if not backend.batch_invariant:
+        expected = expected_gradients(operation.name, call.inputs, grad, call.h, narrow=narrow)
+        wanted = {name: _own(each, name, slot, own) for name, each in expected.items()}
+    for how, rows in (
+        ("where the others are NaN", everywhere),
+        ("where the others lie elsewhere", _scattered(own, others, case.seed)),
+        ("where the others have left the batch", own),
+    ):
+        _, found, _ = _of_adapter(backend, operation, case, spoiled, slot, rows)
+        for name, gradient in found.items():
+            if not backend.batch_invariant:
+                assert_gradient(call, name, gradient, wanted[name], exact=False)
+            elif not same_bits(gradient, first[name]):
+                raise AssertionError(
+                    f"the gradient of {name} of {operation.name} of one adapter differs {how}"
+                )
 
 
 def _of_adapter(
@@ -138,7 +138,7 @@ def _spoil_others(inputs: LoRAInputs, slot: int, others: list[int]) -> None:
 
 @prop(
     "Two backward runs on equal inputs are equal.",
-    examples=8,
+    examples=6,
     requires=(differentiable, deterministic),
     features=ANY_LAYER,
 )
@@ -146,11 +146,11 @@ def two_backward_runs_are_equal(backend: LoRABackend, case: LoRACase) -> None:
     """Bit for bit, on one plan and on another of the same batch."""
     inputs = case.build(backend.device)
     plan = backend.prepare_batch(inputs.batch)
-    for operation in two_of(differentiated(inputs), case.seed):
-        first = _gradients(backend, operation, case, inputs, plan)
-        for again in (plan, backend.prepare_batch(inputs.batch)):
-            found = _gradients(backend, operation, case, case.build(backend.device), again)
-            assert_same_gradients(found, first, "from run to run", bitwise=True)
+    operation = one_of(differentiated(inputs), case.seed)
+    first = _gradients(backend, operation, case, inputs, plan)
+    for again in (plan, backend.prepare_batch(inputs.batch)):
+        found = _gradients(backend, operation, case, case.build(backend.device), again)
+        assert_same_gradients(found, first, "from run to run", bitwise=True)
 
 
 def _gradients(
@@ -168,7 +168,7 @@ def _gradients(
 @prop(
     "Gradients of several uses and of several backward calls add up.",
     values="integer",
-    examples=8,
+    examples=6,
     requires=(differentiable,),
     min_tokens=1,
 )
@@ -181,26 +181,26 @@ def gradients_add_up(backend: LoRABackend, case: LoRACase) -> None:
     inputs.x.nan_to_num_(nan=1.0)  # in the other batch, tokens without an adapter have one
     batches = (inputs, inputs.replace(slots=_turned(case)))
     plans = [backend.prepare_batch(each.batch) for each in batches]
-    for operation in two_of(differentiated(inputs), case.seed):
-        call = Call.of(operation, case, inputs, h=_any_h(case, inputs))
-        apart = [
-            call.gradients(backend, plan, partial(upstream, case, at))
-            for at, plan in zip(batches, plans, strict=True)
-        ]
-        ys = [call.run(backend, plan) for plan in plans]  # both before a backward
-        grads = [upstream(case, at, y) for at, y in zip(batches, ys, strict=True)]
-        sums = {name: gradient + apart[1][name] for name, gradient in apart[0].items()}
-        joined = call.gradients_of(ys, grads, retain_graph=True)
-        assert_same_gradients(joined, sums, "where a layer is used twice", bitwise=False)
-        for y, grad in zip(ys, grads, strict=True):
-            torch.autograd.backward(y, grad, retain_graph=True)
-        kept = call.named(tuple(leaf.grad for leaf in call.leaves.values()))
-        assert_same_gradients(kept, sums, "after two backward calls", bitwise=False)
-        for axes in ((-2,), (-2, -1)):
-            total = ys[0].sum(axes)
-            one_row = call.gradients_of(total, torch.ones_like(total), retain_graph=True)
-            dense = call.gradients_of(ys[0], torch.ones_like(ys[0]), retain_graph=True)
-            assert_same_gradients(one_row, dense, "where dL/dy is a sum's", bitwise=False)
+    operation = one_of(differentiated(inputs), case.seed)
+    call = Call.of(operation, case, inputs, h=_any_h(case, inputs))
+    apart = [
+        call.gradients(backend, plan, partial(upstream, case, at))
+        for at, plan in zip(batches, plans, strict=True)
+    ]
+    ys = [call.run(backend, plan) for plan in plans]  # both before a backward
+    grads = [upstream(case, at, y) for at, y in zip(batches, ys, strict=True)]
+    sums = {name: gradient + apart[1][name] for name, gradient in apart[0].items()}
+    joined = call.gradients_of(ys, grads, retain_graph=True)
+    assert_same_gradients(joined, sums, "where a layer is used twice", bitwise=False)
+    for y, grad in zip(ys, grads, strict=True):
+        torch.autograd.backward(y, grad, retain_graph=True)
+    kept = call.named(tuple(leaf.grad for leaf in call.leaves.values()))
+    assert_same_gradients(kept, sums, "after two backward calls", bitwise=False)
+    dense = call.gradients_of(ys[0], torch.ones_like(ys[0]), retain_graph=True)
+    for axes in ((-2,), (-2, -1)):
+        total = ys[0].sum(axes)
+        one_row = call.gradients_of(total, torch.ones_like(total), retain_graph=True)
+        assert_same_gradients(one_row, dense, "where dL/dy is a sum's", bitwise=False)
 
 
 def _turned(case: LoRACase) -> list[int]:

@@ -36,6 +36,11 @@ def two_of(operations: list[Operation], seed: int) -> tuple[Operation, ...]:
     return BY_NAME["run_linear"], others[seed % len(others)]
 
 
+def one_of(operations: list[Operation], seed: int) -> Operation:
+    """Return run_linear for every second seed, else another operation."""
+    return two_of(operations, seed // 2)[seed % 2]
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """An operation on tensors of their own that require gradients, each where it lay before."""
