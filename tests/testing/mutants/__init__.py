@@ -3,7 +3,16 @@
 Each is `torch_ref` with one fault of a kind that kernels have.
 """
 
-from mutants import arithmetic, edges, eight_bit, experts, features, outputs, state
+from mutants import (
+    arithmetic,
+    edges,
+    eight_bit,
+    experts,
+    features,
+    gradients,
+    outputs,
+    state,
+)
 from mutants.base import MUTANTS, Mutant, TwoSteps
 
 __all__ = [
@@ -15,6 +24,7 @@ __all__ = [
     "eight_bit",
     "experts",
     "features",
+    "gradients",
     "outputs",
     "state",
 ]
