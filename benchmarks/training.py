@@ -27,6 +27,7 @@ LAYERS = {
 }
 TINY = {"qkv": (32, (32, 16, 16)), "down": (48, (32,))}
 SCALING = 0.5
+REPEATS = 8  # of a kernel between two events
 
 
 class Cell(NamedTuple):
@@ -161,6 +162,16 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
     return lambda call: between_events(call) / 1e3
 
 
+def repeated(call: Callable[[], object]) -> Callable[[], None]:
+    """Return a call several times over, so that launches go on while kernels run."""
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            call()
+
+    return run
+
+
 def slots_of(cell: Cell, rows: int, tokens: int) -> list[int]:
     """Return the slot of each token."""
     count = len(cell.ranks)
@@ -192,14 +203,17 @@ def measure(arguments: Options, result: Result) -> Iterator[Row]:
             calls["forward"] = lambda layer=layer: torch.no_grad()(layer.ours)()
             calls["base forward"] = lambda layer=layer: torch.no_grad()(layer.base)()
             kernels = layer.kernels()
-            calls |= {key: call for key, (call, _) in kernels.items()}
+            calls |= {key: repeated(call) for key, (call, _) in kernels.items()}
             times: dict[str, list[float]] = {key: [] for key in calls}
             for turn in range(arguments.samples + 2):
                 for key, call in calls.items():
                     taken = time(call)
                     if turn >= 2:
                         times[key].append(taken)
-            ms = {key: statistics.median(series) for key, series in times.items()}
+            ms = {
+                key: statistics.median(series) / (REPEATS if key in kernels else 1)
+                for key, series in times.items()
+            }
             shares = {key: round(moved / copy / ms[key], 3) for key, (_, moved) in kernels.items()}
             check = error_of(layer) if arguments.loop else {}
             yield {

@@ -8,8 +8,8 @@ from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.defaults import gradients
 from lora_backends.testing.cases.inputs import on_each
 from lora_backends.testing.oracles import (
-    _SMALLEST,
     _UNIT_ROUNDOFF,
+    SMALLEST,
     Expected,
     gamma,
     rounding_bound,
@@ -169,7 +169,7 @@ def expected(made, name, out_dtype, slots=None, start=None):
     magnitude = compute(magnitudes(made), name, slots, None if start is None else start.abs())
     relative = (1 + unit) ** narrowed * (1 + gamma(2 * terms + 3, sum_unit(dtype))) - 1
     # a narrowed factor may underflow: its error multiplies at most two other factors
-    lost = narrowed * terms * _SMALLEST[dtype] * _largest(made) ** 2
+    lost = narrowed * terms * SMALLEST[dtype] * _largest(made) ** 2
     bound = relative * magnitude + lost
     bound = bound + rounding_bound(value, bound, out_dtype)
     return Expected(value, torch.where(magnitude == 0, 0.0, bound))

@@ -74,7 +74,8 @@ def dh_tiles(
     """
     block_r = min(256, padded_rank(layer.max_rank))
     # one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose left operand is in registers
-    block_c, stages = 128, 1 if casts else 3
+    # and shorter steps: wider ones spill registers where values are widened in them
+    block_c, stages = (128, 3) if not casts else (64 if block_r > 64 else 128, 1)
     least = 2 if stages > 1 else 1
 
     def taken() -> int:
@@ -122,7 +123,7 @@ def outer_tiles(
     h_left = block_n < 64 and (casts or wide)
     # one stage: as in `dh_tiles`, where the right side is the left operand
     in_registers = not h_left and (casts or wide)
-    block_t, stages = 128, 1 if in_registers else 3
+    block_t, stages = (32, 1) if in_registers else (128, 3)
     while block_t * stages * (4 * block_n + right_bytes * block_c) > min(
         gpu.shared_bytes, 200 << 10
     ):
