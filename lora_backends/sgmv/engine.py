@@ -20,6 +20,7 @@ from lora_backends.features import FEATURES
 from lora_backends.operations import BY_NAME, OPERATIONS
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.backward import launch as backward
+from lora_backends.sgmv.backward.slots import slots_on
 from lora_backends.sgmv.base.product import MOST_ROWS, base_arguments, base_kernel_of
 from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
@@ -404,7 +405,7 @@ class SgmvBackend(LoRABackend):
         """Return the slots whose gradients are wanted, and the runs to look through."""
         capturing = self._is_cuda and self._note_capture(plan)
         count = plan.num_slots if slots is None else len(slots)
-        listed = backward.slots_on(self.device, slots)
+        listed = None if slots is None else slots_on(self.device, slots)
         return backward.Wanted(listed, count, plan.runs(capturing, rows))
 
     @override

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from lora_backends.common.devices import is_capturing
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.sgmv.backward import rules
 from lora_backends.sgmv.backward.kernels import outer, rows, sums
@@ -29,7 +27,6 @@ from lora_backends.sgmv.launching.kernel import (
     INTERPRETED,
     Arguments,
     SpecializedKernel,
-    current_stream,
     specialized,
 )
 from lora_backends.sgmv.layout import SgmvPlan
@@ -502,36 +499,6 @@ def sum_ids(
     kernel.launch(tokens, Arguments(tensors, (), numbers))
     if target is not out:
         out.copy_(target)
-
-
-def slots_on(device: torch.device, slots: Sequence[int] | None) -> torch.Tensor | None:
-    """Return wanted slots on the device, without waiting for it.
-
-    A list is kept for later calls on the default stream. Another stream may belong to a graph, from
-    whose memory torch allocates there, and does not wait for the copy.
-    """
-    if slots is None:
-        return None
-    slots = tuple(slots)
-    if device.type != "cuda" or current_stream(device.index) == 0:
-        return _kept_slots(device, slots)
-    if is_capturing(device):  # a replay must not read memory of the host
-        sent = torch.empty(len(slots), dtype=torch.int32, device=device)
-        for at, slot in enumerate(slots):
-            sent[at].fill_(slot)
-        return sent
-    return _sent(device, slots)
-
-
-@lru_cache(maxsize=4096)
-def _kept_slots(device: torch.device, slots: tuple[int, ...]) -> torch.Tensor:
-    return _sent(device, slots)
-
-
-def _sent(device: torch.device, slots: tuple[int, ...]) -> torch.Tensor:
-    pinned = device.type == "cuda"
-    staged = torch.tensor(slots, dtype=torch.int32, device="cpu", pin_memory=pinned)
-    return staged.to(device, non_blocking=True)
 
 
 def readable(values: torch.Tensor, narrow: torch.dtype = torch.float32) -> torch.Tensor:

@@ -20,6 +20,9 @@ MOST_PARTS = 8
 CLEARED_TOKENS = 64
 """Tokens whose rows of dx a program clears if they have no adapter."""
 
+MOST_LOADED = 144 << 10
+"""Bytes of shared memory for loads in flight."""
+
 SUM_COLUMNS = 128
 """Columns of a program that sums rows."""
 
@@ -81,7 +84,7 @@ def dh_tiles(
     def taken() -> int:
         return stages * block_c * (tile * grad_bytes + block_r * layer.item_bytes)
 
-    while taken() > min(gpu.shared_bytes, 144 << 10) and (stages > least or block_c > 32):
+    while taken() > min(gpu.shared_bytes, MOST_LOADED) and (stages > least or block_c > MIN_DOT):
         if stages > least:
             stages -= 1
         else:
@@ -120,17 +123,22 @@ def outer_tiles(
     # wider blocks leave one program a multiprocessor, which waits for its loads
     block_n = max(MIN_DOT, min(64, power_of_two(stacked)))
     block_c = 64 if wide else 128
+    while block_n * block_c * 4 > gpu.shared_bytes:  # the result passes through it to the store
+        block_n //= 2
     h_left = block_n < 64 and (casts or wide)
     # one stage: as in `dh_tiles`, where the right side is the left operand
     in_registers = not h_left and (casts or wide)
     block_t, stages = (32, 1) if in_registers else (128, 3)
-    while block_t * stages * (4 * block_n + right_bytes * block_c) > min(
-        gpu.shared_bytes, 200 << 10
-    ):
-        if block_t > 16:
+    token_bytes = 4 * block_n + right_bytes * block_c
+    while stages * block_t * token_bytes > min(gpu.shared_bytes, 200 << 10):
+        if block_t > 32:
+            block_t //= 2
+        elif stages > 1:
+            stages -= 1
+        elif block_t > 16:
             block_t //= 2
         else:
-            stages -= 1
+            break
     return OuterTiles(
         block_t,
         block_n,

@@ -9,7 +9,7 @@ from helpers.engines import ON_GPU, VARIANTS, make_engine
 from helpers.gradients import NUM_SLOTS, Run, case, layer
 
 from lora_backends import LoRABatch
-from lora_backends.sgmv.backward import launch, rules
+from lora_backends.sgmv.backward import launch, rules, slots
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,14 +47,14 @@ def finite(made):
     return made
 
 
-@pytest.mark.parametrize("slots", [None, (0, 3)])
+@pytest.mark.parametrize("wanted", [None, (0, 3)])
 @pytest.mark.parametrize("pieces", [False, True])
-def test_a_captured_backward_follows_refills(backend, monkeypatch, slots, pieces):
+def test_a_captured_backward_follows_refills(backend, monkeypatch, wanted, pieces):
     if pieces:
         monkeypatch.setattr(rules, "piece_tokens", lambda *sizes: 32)
     launch._outer_kernel.cache_clear()
     made = finite(case(layer(torch.bfloat16, (48, 16), 8, 64), slots=[0] * 96, scales=True))
-    run = Run(backend, made, torch.float32, slots)
+    run = Run(backend, made, torch.float32, wanted)
     run.all()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -128,6 +128,37 @@ def test_no_step_waits_for_the_device(backend):
         backend.token_slots(run.plan, made.rows, made.weights.num_slots)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_stored_launches_return_h(backend):
+    made = case(layer(torch.bfloat16, (48, 16), 8, 64), room=3)
+    run = Run(backend, made, torch.float32)
+    moved = run.made
+    for operation, first in (("run_linear", moved.x), ("run_embedding", moved.token_ids)):
+        results = [
+            backend.forward_with_h(operation, first, moved.weights, run.plan, None)
+            for _ in range(3)
+        ]
+        gradients = [run.lora_b(h) for _, h in results]
+        for (y, _), lora_b in zip(results[1:], gradients[1:], strict=True):
+            assert torch.equal(y, results[0][0])
+            assert torch.equal(lora_b, gradients[0])
+
+
+def test_a_graph_reads_a_list_that_was_sent_before(backend):
+    made = finite(case(layer(torch.bfloat16, (48, 16), 8, 64), slots=[0, 2, 3] * 32))
+    run = Run(backend, made, torch.float32, (0, 3))
+    with side_stream():
+        run.all()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run.all()
+    slots._sent.clear()
+    torch.full((1 << 20,), 7, device="cuda")  # would take memory that was freed
+    graph.replay()
+    for name, eager in run.all().items():
+        assert torch.equal(captured[name], eager), name
 
 
 def test_lists_of_slots_are_sent_on_any_stream(backend):
