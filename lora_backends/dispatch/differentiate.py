@@ -36,15 +36,17 @@ _CONSTANTS = ("ranks", "scalings", "a_scales", "b_scales")
 """Tensors of a layer without a gradient."""
 
 
-def requires_graph(engine: Engine, x: Any, weights: Any, y: Any = None) -> bool:
+def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
     """Return whether a call has to be recorded for autograd; arguments are unchecked.
+
+    `others` are base_output and the router's weights, where there are any.
 
     Transforms and traces of torch see through the calls of a `plain_torch` engine, and record them
     themselves.
     """
     if not torch.is_grad_enabled():
         return False
-    tensors = [t for t in (x, y) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in (x, *others) if isinstance(t, torch.Tensor)]
     if isinstance(weights, LayerWeights):
         tensors += weights.tensors.values()
     if not any(tensor.requires_grad for tensor in tensors):
@@ -71,12 +73,7 @@ def record(
         y: base_output, or None.
     """
     _check(engine, operation, x, weights, plan, y)
-    names = [name for name, tensor in weights.tensors.items() if tensor.requires_grad]
-    leaves = [weights.tensors[name] for name in names]
-    kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    recorded = Recorded(engine, operation, weights, plan, tuple(map(_target_of, names)), kinds)
-    result: torch.Tensor = _Node.apply(recorded, x, y, *leaves)  # type: ignore[no-untyped-call]
-    return result
+    return _apply(engine, operation, x, weights, plan, y, leaves_of(weights))
 
 
 def run_with_parameters(
@@ -93,6 +90,19 @@ def run_with_parameters(
     Arguments as in `record`; the stacks of `weights` require no gradient.
     """
     _check(engine, operation, x, weights, plan, y)
+    return _apply(engine, operation, x, weights, plan, y, parameters)
+
+
+def _apply(
+    engine: Any,
+    operation: Operation,
+    x: torch.Tensor,
+    weights: LayerWeights,
+    plan: Any,
+    y: torch.Tensor | None,
+    parameters: Sequence[SlotParameter],
+) -> torch.Tensor:
+    """Run a checked call as a node of autograd's graph, whose leaves are `parameters`."""
     leaves = [tensor for tensor, _ in parameters]
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     targets = tuple(target for _, target in parameters)
@@ -101,23 +111,35 @@ def run_with_parameters(
     return result
 
 
-def _target_of(name: str) -> Target:
-    """Return the target of a tensor by its name in `LayerWeights.tensors`."""
-    stack, bracket, index = name.partition("[")
-    return Target(stack, None, int(index[:-1]) if bracket else None)
+def leaves_of(weights: LayerWeights) -> list[SlotParameter]:
+    """Return the tensors of a layer that require a gradient, each with its target."""
+    leaves = []
+    for name, tensor in weights.tensors.items():
+        if tensor.requires_grad:
+            stack, bracket, index = name.partition("[")
+            target = Target(stack, None, int(index[:-1]) if bracket else None)
+            leaves.append(SlotParameter(tensor, target))
+    return leaves
 
 
 def _check(engine: Engine, operation: Operation, x: Any, weights: Any, plan: Any, y: Any) -> None:
-    """Guard a call as without a graph, then refuse tensors that can have no gradient, by name.
+    """Guard a call as without a graph, then its gradients; errors as in `check_differentiable`."""
+    with torch.no_grad():
+        if not is_accepted(engine, operation, x, weights, plan, y):
+            checks.check_operation(engine, operation, x, weights, plan, y)
+            accept(engine, operation, x, weights, y)
+    check_differentiable(engine, operation, x, weights, y)
+
+
+def check_differentiable(
+    engine: Engine, operation: Operation, x: torch.Tensor, weights: LayerWeights, y: Any
+) -> None:
+    """Refuse tensors that can have no gradient, by name; the call has passed its guards.
 
     Raises:
         InvalidInputError: base_output is a leaf, which autograd does not let change in place.
         UnsupportedInputError: a stored 8-bit tensor, or the engine computes no gradients.
     """
-    with torch.no_grad():
-        if not is_accepted(engine, operation, x, weights, plan, y):
-            checks.check_operation(engine, operation, x, weights, plan, y)
-            accept(engine, operation, x, weights, y)
     problems = Problems(engine)
     checks.check_gradients(problems, [x, *weights.tensors.values()], y)
     for name, tensor in weights.tensors.items():

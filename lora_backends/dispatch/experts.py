@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 
+from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch import checks
 from lora_backends.dispatch.cached import accept, is_accepted
+from lora_backends.dispatch.differentiate import requires_graph
 from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.expert_backward import record_experts
 from lora_backends.dispatch.library import call_outside, trace_add
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
+from lora_backends.dispatch.recorded import count_refill
 from lora_backends.dispatch.tracing import is_jit_traced, is_traced, refuse_jit_trace
 from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertRouting, ExpertWeights
@@ -62,9 +67,27 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
             made = tuple([call(self, part, *choice, refilled) for part, refilled in pairs])
             return ManyAdaptersRouting(made) if out is None else out
         _check_prepare(self, plan, *choice, out)
-        return method(self, plan, *choice, out=out)
+        if out is not None:
+            count_refill(out)
+        kept = None
+        if torch.is_grad_enabled() and _is_recorded(self, topk_weights):
+            # the copy holds values alone, or refills would add to autograd's graph without end
+            kept, topk_weights = topk_weights, topk_weights.detach()
+        routing = method(self, plan, topk_ids, topk_weights, num_experts, expert_map, out=out)
+        routing.differentiable_weights = kept
+        return routing
 
     return call
+
+
+def _is_recorded(engine: Engine, topk_weights: torch.Tensor) -> bool:
+    """Return whether recorded calls give the router's weights their gradient.
+
+    Transforms and traces of torch see through the copy that a `plain_torch` engine makes.
+    """
+    if not topk_weights.requires_grad:
+        return False
+    return not (engine.plain_torch and (is_jit_traced() or not has_memory(topk_weights)))
 
 
 def wrap_routed(
@@ -95,10 +118,24 @@ def wrap_routed(
                 y = call(self, x, weights, part, y, **options)
             assert y is not None  # a token has an adapter or more
             return y
+        if torch.is_grad_enabled() and requires_graph(
+            self, x, weights, base_output, *_router_weights(routing, options)
+        ):
+            with torch.no_grad():
+                _check(self, operation, x, weights, routing, base_output, options)
+            run = MethodType(method, self)
+            return record_experts(self, operation, run, x, weights, routing, base_output, options)
         _check(self, operation, x, weights, routing, base_output, options)
         return method(self, x, weights, routing, base_output, **options)
 
     return call
+
+
+def _router_weights(routing: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors of the router's weights that a call reads; arguments are unchecked."""
+    if not isinstance(routing, ExpertRouting) or not options["weighted"]:
+        return ()
+    return routing.topk_weights, routing.differentiable_weights
 
 
 def _routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
