@@ -325,13 +325,13 @@ class LoRABackend(Dispatched, ABC):
         y = base_output
         if y is None:
             y = new_output(BY_NAME["run_experts"], x, weights, routing, options)
-        slots = self.token_slots(routing.plan, routing.num_tokens)
+        slots = self.token_slots(routing.plan, routing.num_tokens, weights.num_slots)
         scales = getattr(routing.plan, "token_scales", None)
         options |= {"slots": slots, "token_scales": scales}
         add_experts(y, x, weights, routing, **options)
         return y
 
-    def token_slots(self, plan: Any, num_rows: int) -> torch.Tensor:
+    def token_slots(self, plan: Any, num_rows: int, num_slots: int) -> torch.Tensor:
         """Return the slot of each row of x, [num_rows] int64 on the device, -1 for none.
 
         This default lets `run_lora_a` answer, since it cannot look into a plan. It waits for the
@@ -339,14 +339,14 @@ class LoRABackend(Dispatched, ABC):
         """
         dtype = torch.float32 if torch.float32 in self.dtypes else self.dtypes[0]
         shrink = unchecked(self, "run_lora_a")
-        return token_slots(shrink, dtype, self.device, plan, plan.num_slots, num_rows)
+        return token_slots(shrink, dtype, self.device, plan, num_slots, num_rows)
 
-    def slot_rows(self, plan: Any, num_rows: int) -> gradients.Segments:
+    def slot_rows(self, plan: Any, num_rows: int, num_slots: int) -> gradients.Segments:
         """Return each slot that has tokens, ascending, and their rows of x, a slice or indices.
 
         The defaults of the backward methods loop over it. It waits for the device.
         """
-        return gradients.segments_of(self.token_slots(plan, num_rows))
+        return gradients.segments_of(self.token_slots(plan, num_rows, num_slots))
 
     def forward_with_h(
         self,
@@ -411,7 +411,8 @@ class LoRABackend(Dispatched, ABC):
         Returns:
             dh [num_slices, rows, max_rank] float32 (float64 for float64), or None.
         """
-        scales, segments = getattr(plan, "token_scales", None), self.slot_rows(plan, grad.shape[0])
+        segments = self.slot_rows(plan, grad.shape[0], weights.num_slots)
+        scales = getattr(plan, "token_scales", None)
         options: dict[str, Any] = {"needs_h": needs_h, "lora_b": lora_b, "slots": slots}
         return gradients.b_backward(grad, h, weights, segments, scales, **options)
 
@@ -445,7 +446,7 @@ class LoRABackend(Dispatched, ABC):
         """
         if dx is not None and not adds:
             dx.zero_()
-        segments = self.slot_rows(plan, dh.shape[1])
+        segments = self.slot_rows(plan, dh.shape[1], weights.num_slots)
         gradients.a_backward(dh, x, weights, segments, dx=dx, lora_a=lora_a, slots=slots)
 
     def run_embedding_backward(
@@ -462,21 +463,21 @@ class LoRABackend(Dispatched, ABC):
 
         Column v of dlora_a is the sum of the dh of the tokens with id v.
         """
-        segments = self.slot_rows(plan, dh.shape[1])
+        segments = self.slot_rows(plan, dh.shape[1], weights.num_slots)
         gradients.add_columns(dh, token_ids, weights, segments, lora_a=lora_a, slots=slots)
 
     def embedding_h(self, token_ids: torch.Tensor, weights: LoRAWeights, plan: Any) -> torch.Tensor:
         """Return h of ``x = one_hot(token_ids)``, [num_slices, rows, max_rank] float32."""
-        segments = self.slot_rows(plan, token_ids.shape[0])
+        segments = self.slot_rows(plan, token_ids.shape[0], weights.num_slots)
         return gradients.one_hot_h(token_ids, weights, segments)
 
-    def routed_pairs(self, routing: Any) -> expert_gradients.Groups:
+    def routed_pairs(self, routing: Any, num_slots: int) -> expert_gradients.Groups:
         """Return each slot and expert that has pairs, ascending, and its pairs [n] int64.
 
         Pair (t, j) is t * k + j; pairs ascend, and dead ones are left out. The default of
         `run_experts_backward` loops over it. It waits for the device.
         """
-        slots = self.token_slots(routing.plan, routing.num_tokens)
+        slots = self.token_slots(routing.plan, routing.num_tokens, num_slots)
         return expert_gradients.groups_of(slots, routing.topk_ids, routing.num_experts)
 
     def run_experts_backward(
@@ -520,11 +521,13 @@ class LoRABackend(Dispatched, ABC):
         """
         scales = getattr(routing.plan, "token_scales", None)
         call = expert_gradients.Call(x, weights, routing, scales, rows, weighted, reduce)
-        expert_gradients.backward(grad, call, self.routed_pairs(routing), out, slots)
+        groups = self.routed_pairs(routing, weights.num_slots)
+        expert_gradients.backward(grad, call, groups, out, slots)
 
     def sum_tokens(
         self,
         values: torch.Tensor,
+        weights: LoRAWeights,
         plan: Any,
         out: torch.Tensor,
         slots: Sequence[int] | None = None,
@@ -533,7 +536,8 @@ class LoRABackend(Dispatched, ABC):
 
         It makes dbias and doutput_scales. Slots without tokens get zeros.
         """
-        gradients.sum_rows(values, self.slot_rows(plan, values.shape[0]), out, slots)
+        segments = self.slot_rows(plan, values.shape[0], weights.num_slots)
+        gradients.sum_rows(values, segments, out, slots)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {self.device}>"

@@ -130,11 +130,11 @@ class _Backward:
         elif needs_dh:
             dx, outs["lora_a"] = self._through_a(dh, x, needs_x)
         if (bias := self._new("bias", (self.weights.out_features,), torch.float32)) is not None:
-            self.engine.sum_tokens(grad, self.plan, bias, self.slots)
+            self.engine.sum_tokens(grad, self.weights, self.plan, bias, self.slots)
             outs["bias"] = bias
         if (scales := self._new("output_scales", (self.weights.out_features,))) is not None:
             terms = grad.float() * self._unscaled(x, base, grad)
-            self.engine.sum_tokens(terms, self.plan, scales, self.slots)
+            self.engine.sum_tokens(terms, self.weights, self.plan, scales, self.slots)
             outs["output_scales"] = scales
         return dx, scaled if needs_base else None, *self._share(outs)
 
@@ -175,7 +175,7 @@ class _Backward:
         scales = self.weights.output_scales
         if scales is None:
             return grad
-        slots = self.engine.token_slots(self.plan, grad.shape[0])[:, None]
+        slots = self.engine.token_slots(self.plan, grad.shape[0], self.weights.num_slots)[:, None]
         product = scales[slots[:, 0].clamp(min=0)] * grad
         return torch.where(slots >= 0, product.to(grad.dtype), grad)
 

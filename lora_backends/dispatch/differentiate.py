@@ -35,6 +35,10 @@ from lora_backends.weights import LoRAWeights
 _CONSTANTS = ("ranks", "scalings", "a_scales", "b_scales")
 """Tensors of a layer without a gradient."""
 
+_ALL = frozenset({"lora_a", "lora_b", "bias", "output_scales"})
+_READ = {"run_lora_a": frozenset({"lora_a"}), "run_lora_b": _ALL - {"lora_a"}}
+"""Tensors that an operation differentiates, where they are not all."""
+
 
 def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
     """Return whether a call has to be recorded for autograd; arguments are unchecked.
@@ -73,7 +77,7 @@ def record(
         y: base_output, or None.
     """
     _check(engine, operation, x, weights, plan, y)
-    return _apply(engine, operation, x, weights, plan, y, leaves_of(weights))
+    return _apply(engine, operation, x, weights, plan, y, leaves_of(operation, weights))
 
 
 def run_with_parameters(
@@ -111,12 +115,12 @@ def _apply(
     return result
 
 
-def leaves_of(weights: LayerWeights) -> list[SlotParameter]:
-    """Return the tensors of a layer that require a gradient, each with its target."""
-    leaves = []
+def leaves_of(operation: Operation, weights: LayerWeights) -> list[SlotParameter]:
+    """Return the tensors of a layer that an operation differentiates, each with its target."""
+    read, leaves = _READ.get(operation.name, _ALL), []
     for name, tensor in weights.tensors.items():
-        if tensor.requires_grad:
-            stack, bracket, index = name.partition("[")
+        stack, bracket, index = name.partition("[")
+        if tensor.requires_grad and stack in read:
             target = Target(stack, None, int(index[:-1]) if bracket else None)
             leaves.append(SlotParameter(tensor, target))
     return leaves

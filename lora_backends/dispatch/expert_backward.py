@@ -50,7 +50,7 @@ def record_experts(
     """
     check_differentiable(engine, operation, x, weights, y)
     if parameters is None:
-        parameters = leaves_of(weights)
+        parameters = leaves_of(operation, weights)
     leaves, targets = [leaf for leaf, _ in parameters], [target for _, target in parameters]
     if options["weighted"] and routing.differentiable_weights is not None:
         leaves.append(routing.differentiable_weights)

@@ -68,7 +68,7 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
             return ManyAdaptersRouting(made) if out is None else out
         _check_prepare(self, plan, *choice, out)
         if out is not None:
-            count_refill(out)
+            count_refill(self, out)
         kept = None
         if torch.is_grad_enabled() and _is_recorded(self, topk_weights):
             # the copy holds values alone, or refills would add to autograd's graph without end

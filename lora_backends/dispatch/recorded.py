@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.dispatch.engine import Engine
+from lora_backends.errors import InvalidInputError
 from lora_backends.operations import Operation
 
 Wanted: TypeAlias = Mapping[str, Sequence[int]]
@@ -39,7 +40,7 @@ class SlotParameter(NamedTuple):
 class Recorded:
     """A call that autograd records."""
 
-    engine: Any
+    engine: Any  # the backend
     operation: Operation
     weights: Any
     plan: Any  # or a routing
@@ -49,9 +50,7 @@ class Recorded:
     refills: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        if not hasattr(self.plan, "refills"):
-            count_refill(self.plan)
-        self.refills = refills_of(self.plan)
+        self.refills = refills_of(self.engine, self.plan)
 
     def check_plan(self) -> None:
         """Refuse a backward by tables of another batch.
@@ -59,7 +58,7 @@ class Recorded:
         Raises:
             InvalidInputError: the plan, or the routing, was refilled after the forward.
         """
-        if self.refills != refills_of(self.plan):
+        if self.refills != refills_of(self.engine, self.plan):
             raise InvalidInputError(
                 f"the plan of {self.operation.name} was refilled between forward and backward\n"
                 f"  given: a plan that holds another batch now\n"
@@ -116,25 +115,21 @@ class Recorded:
         return out.to(dtype)
 
 
-def refills_of(plan: Any) -> tuple[int, ...]:
+def refills_of(engine: Engine, plan: Any) -> tuple[int, ...]:
     """Return the counts of refills of a plan, or of a routing and its plan."""
     inner = getattr(plan, "plan", None)
-    own = getattr(plan, "refills", 0)
-    return (own,) if inner is None else (own, *refills_of(inner))
+    own: int = getattr(plan, "refills", engine.refills)
+    return (own,) if inner is None else (own, *refills_of(engine, inner))
 
 
-def count_refill(plan: Any) -> None:
+def count_refill(engine: Engine, plan: Any) -> None:
     """Note that a plan or routing holds another batch, so that a backward of the last is refused.
 
-    Raises:
-        UnsupportedInputError: the plan has no place for the count.
+    The engine counts the refills of all plans that cannot, dicts for instance.
     """
     for part in getattr(plan, "plans", ()):  # of several adapters per token
-        count_refill(part)
+        count_refill(engine, part)
     try:
         plan.refills = getattr(plan, "refills", 0) + 1
     except AttributeError:
-        raise UnsupportedInputError(
-            f"a plan of type {type(plan).__name__} cannot count its refills\n"
-            f"  to do: derive it from LoRAPlan, or give it an attribute `refills`"
-        ) from None
+        engine.refills += 1

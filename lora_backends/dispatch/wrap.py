@@ -270,7 +270,7 @@ def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
             return call_outside(call, self, batch, out, capacity)
         check_prepare_batch(self, batch, out, capacity)
         if out is not None:
-            count_refill(out)
+            count_refill(self, out)
         is_many = batch.token_slots.ndim > 1 or type(out) is ManyAdaptersPlan
         if capacity is None and not is_many:
             return method(self, batch, out=out)

@@ -104,11 +104,11 @@ class NumbaCPUBackend(LoRABackend):
         return out
 
     @override
-    def slot_rows(self, plan: NumbaPlan, num_rows: int) -> Segments:
+    def slot_rows(self, plan: NumbaPlan, num_rows: int, num_slots: int) -> Segments:
         return plan.rows_by_slot()
 
     @override
-    def token_slots(self, plan: NumbaPlan, num_rows: int) -> torch.Tensor:
+    def token_slots(self, plan: NumbaPlan, num_rows: int, num_slots: int) -> torch.Tensor:
         slots = torch.full((num_rows,), NO_ADAPTER, dtype=torch.int64, device="cpu")
         for slot, rows in plan.rows_by_slot():
             slots[rows] = slot

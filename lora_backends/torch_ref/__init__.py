@@ -76,11 +76,11 @@ class TorchRefBackend(LoRABackend):
         return out
 
     @override
-    def slot_rows(self, plan: TorchRefPlan, num_rows: int) -> Segments:
+    def slot_rows(self, plan: TorchRefPlan, num_rows: int, num_slots: int) -> Segments:
         return plan.segments
 
     @override
-    def token_slots(self, plan: TorchRefPlan, num_rows: int) -> torch.Tensor:
+    def token_slots(self, plan: TorchRefPlan, num_rows: int, num_slots: int) -> torch.Tensor:
         slots = torch.full((num_rows,), NO_ADAPTER, dtype=torch.int64, device=self.device)
         for slot, rows in plan.segments:
             slots[rows] = slot

@@ -7,9 +7,10 @@ from lora_backends.torch_ref import TorchRefBackend
 
 
 class ByAddress(TorchRefBackend):
-    """torch_ref as a backend that would read tensors by their addresses."""
+    """torch_ref as a backend that would read tensors by their addresses, without a backward."""
 
     differentiable = False
+    plain_torch = False
 
 
 def small_weights(dtype=torch.float32, bias=False, slices=(6, 3, 5), seed=0):

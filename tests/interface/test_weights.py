@@ -168,7 +168,7 @@ def test_a_half_may_be_missing(half, inputs, given):
         ({"lora_a": (torch.zeros(4, 2), *PARTS["lora_a"][1:])}, "number of axes"),
         ({"lora_a": None, "lora_b": torch.zeros(4, 12)}, "number of axes"),
         ({"output_scales": torch.ones(4, 11)}, "output_scales has the wrong shape"),
-        ({"output_scales": torch.ones(4, 12, requires_grad=True)}, "requires a gradient"),
+        ({"a_scales": torch.ones(4, 12, requires_grad=True)}, "requires a gradient"),
         ({"output_scales": torch.ones(4, 12, dtype=torch.bool)}, "wrong dtype"),
         ({"output_scales": torch.ones(4, 12, device="meta")}, "is on meta"),
         ({"output_scales": torch.ones(12, 4).T}, "last axis of output_scales"),
