@@ -158,10 +158,10 @@ class Backward:
         widths = weights.output_slices
         if weights.num_a == 1 and not apart:
             return Columns((0,), (weights.out_features,))
-        groups = _starts(b_row_groups(widths, weights.scale_block))
+        groups = starts_of(b_row_groups(widths, weights.scale_block))
         if weights.interleaved:
             return Columns(tuple(range(len(widths))), widths, len(widths), groups)
-        return Columns(_starts(widths), widths, 1, groups)
+        return Columns(starts_of(widths), widths, 1, groups)
 
     def _products(
         self,
@@ -366,6 +366,6 @@ def _on_device(slots: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(slots, dtype=torch.int32, device=device)
 
 
-def _starts(counts: Sequence[int]) -> tuple[int, ...]:
+def starts_of(counts: Sequence[int]) -> tuple[int, ...]:
     """Return where each part begins."""
     return tuple(sum(counts[:i]) for i in range(len(counts)))
