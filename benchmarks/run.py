@@ -31,6 +31,10 @@ TABLE = {
     "h200_moe": ("h200_moe:EXPERTS", "experts beside peers, and the routing alone"),
     "h200_sweep": ("h200:SWEEP", "curves along tokens and along adapters"),
     "prefetch_h200": ("prefetch_h200:PREFETCH", "a step whose adapter is prefetched, or in memory"),
+    "training": (
+        "training:TRAINING",
+        "a training step of one block: base, this library, PEFT's loop",
+    ),
     "vllm_step": ("vllm_step:STEP", "vLLM: LoRA off, its operators, this library"),
     "whole_model": ("whole_model:WHOLE_MODEL", "a Llama of 8B shape, eager, graph, compiled"),
 }

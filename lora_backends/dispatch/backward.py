@@ -1,4 +1,4 @@
-"""The forward and the backward of recorded calls on dense layers: which tensors each step needs."""
+"""The forward and the backward of recorded calls: which tensors each step needs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lora_backends.dispatch import expert_backward
 from lora_backends.dispatch.recorded import Recorded, Wanted
 from lora_backends.operations import Input
 from lora_backends.weights import LoRAWeights
@@ -17,6 +18,8 @@ def run_forward(
     recorded: Recorded, x: torch.Tensor, y: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a checked call without a graph; return its result, and h if the engine keeps it."""
+    if not recorded.operation.is_dense:
+        return expert_backward.run_forward(recorded, x, y), None
     arguments = recorded.operation.name, x, recorded.weights, recorded.plan, y
     with torch.autocast(x.device.type, enabled=False):  # engines choose the dtype of products
         result: tuple[torch.Tensor, torch.Tensor | None]
@@ -36,6 +39,8 @@ def tensors_to_keep(
 
     The layer's are kept for autograd's check that nobody changed them before the backward.
     """
+    if not recorded.operation.is_dense:
+        return expert_backward.tensors_to_keep(recorded, wanted, needs_x, x)
     weights: LoRAWeights = recorded.weights
     reads, given = recorded.operation.input, wanted.keys()
     needs_scales, needs_b = "output_scales" in given, "lora_b" in given
@@ -83,6 +88,8 @@ def run_backward(
         like: shape and dtype of x.
     """
     with torch.autocast(grad.device.type, enabled=False):
+        if not recorded.operation.is_dense:
+            return expert_backward.run_backward(recorded, needed, grad, x, like)
         return _Backward(recorded, needed[2:], like).run(needed[0], needed[1], grad, x, h, base)
 
 

@@ -12,7 +12,7 @@ single slots, so that only those slots' gradients are computed and written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,20 +24,23 @@ from lora_backends.dispatch.backward import run_backward, run_forward, tensors_t
 from lora_backends.dispatch.cached import accept, is_accepted
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.problems import Problems
-from lora_backends.dispatch.recorded import Recorded, SlotParameter, Target
+from lora_backends.dispatch.recorded import (
+    Recorded,
+    SlotParameter,
+    Target,
+    differentiates,
+    target_of,
+)
 from lora_backends.dispatch.tracing import is_jit_traced
 from lora_backends.dtypes import dtype_name
 from lora_backends.eight_bit import is_eight_bit
+from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Operation
 from lora_backends.weights import LoRAWeights
 
 _CONSTANTS = ("ranks", "scalings", "a_scales", "b_scales")
 """Tensors of a layer without a gradient."""
-
-_ALL = frozenset({"lora_a", "lora_b", "bias", "output_scales"})
-_READ = {"run_lora_a": frozenset({"lora_a"}), "run_lora_b": _ALL - {"lora_a"}}
-"""Tensors that an operation differentiates, where they are not all."""
 
 
 def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
@@ -77,7 +80,16 @@ def record(
         y: base_output, or None.
     """
     _check(engine, operation, x, weights, plan, y)
-    return _apply(engine, operation, x, weights, plan, y, leaves_of(operation, weights))
+    names = [
+        name
+        for name, tensor in weights.tensors.items()
+        if tensor.requires_grad and differentiates(operation, name)
+    ]
+    leaves = [weights.tensors[name] for name in names]
+    kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    recorded = Recorded(engine, operation, weights, plan, tuple(map(target_of, names)), kinds)
+    result: torch.Tensor = _Node.apply(recorded, x, y, *leaves)  # type: ignore[no-untyped-call]
+    return result
 
 
 def run_with_parameters(
@@ -94,19 +106,6 @@ def run_with_parameters(
     Arguments as in `record`; the stacks of `weights` require no gradient.
     """
     _check(engine, operation, x, weights, plan, y)
-    return _apply(engine, operation, x, weights, plan, y, parameters)
-
-
-def _apply(
-    engine: Any,
-    operation: Operation,
-    x: torch.Tensor,
-    weights: LayerWeights,
-    plan: Any,
-    y: torch.Tensor | None,
-    parameters: Sequence[SlotParameter],
-) -> torch.Tensor:
-    """Run a checked call as a node of autograd's graph, whose leaves are `parameters`."""
     leaves = [tensor for tensor, _ in parameters]
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     targets = tuple(target for _, target in parameters)
@@ -115,35 +114,64 @@ def _apply(
     return result
 
 
-def leaves_of(operation: Operation, weights: LayerWeights) -> list[SlotParameter]:
-    """Return the tensors of a layer that an operation differentiates, each with its target."""
-    read, leaves = _READ.get(operation.name, _ALL), []
-    for name, tensor in weights.tensors.items():
-        stack, bracket, index = name.partition("[")
-        if tensor.requires_grad and stack in read:
-            target = Target(stack, None, int(index[:-1]) if bracket else None)
-            leaves.append(SlotParameter(tensor, target))
-    return leaves
+def record_routed(
+    engine: Any,
+    operation: Operation,
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routing: ExpertRouting,
+    y: torch.Tensor | None,
+    options: Mapping[str, Any],
+    parameters: Sequence[SlotParameter] | None = None,
+) -> torch.Tensor:
+    """Run an operation on routed rows as a node of autograd's graph; it has passed the guards.
+
+    Args:
+        engine: that runs it.
+        operation: of the interface, on experts.
+        x: the first argument.
+        weights: the experts.
+        routing: of the batch.
+        y: base_output, or None.
+        options: keyword arguments of the operation.
+        parameters: tensors that stand for single slots, in place of the stacks themselves:
+            [experts or 1, num_a, rank, in_features] of lora_a, [experts or 1, out_features, rank]
+            of lora_b.
+    """
+    _check_gradients(engine, operation, x, weights, y)
+    if parameters is None:
+        parameters = [
+            SlotParameter(tensor, target_of(name))
+            for name, tensor in weights.tensors.items()
+            if tensor.requires_grad
+        ]
+    leaves, targets = [leaf for leaf, _ in parameters], [target for _, target in parameters]
+    factors = routing.differentiable_weights
+    if options["weighted"] and factors is not None:
+        leaves.append(factors)
+        targets.append(Target("topk_weights"))
+    kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    recorded = Recorded(engine, operation, weights, routing, tuple(targets), kinds, options)
+    result: torch.Tensor = _Node.apply(recorded, x, y, *leaves)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _check(engine: Engine, operation: Operation, x: Any, weights: Any, plan: Any, y: Any) -> None:
-    """Guard a call as without a graph, then its gradients; errors as in `check_differentiable`."""
-    with torch.no_grad():
-        if not is_accepted(engine, operation, x, weights, plan, y):
-            checks.check_operation(engine, operation, x, weights, plan, y)
-            accept(engine, operation, x, weights, y)
-    check_differentiable(engine, operation, x, weights, y)
-
-
-def check_differentiable(
-    engine: Engine, operation: Operation, x: torch.Tensor, weights: LayerWeights, y: Any
-) -> None:
-    """Refuse tensors that can have no gradient, by name; the call has passed its guards.
+    """Guard a call as without a graph, then refuse tensors that can have no gradient, by name.
 
     Raises:
         InvalidInputError: base_output is a leaf, which autograd does not let change in place.
         UnsupportedInputError: a stored 8-bit tensor, or the engine computes no gradients.
     """
+    with torch.no_grad():
+        if not is_accepted(engine, operation, x, weights, plan, y):
+            checks.check_operation(engine, operation, x, weights, plan, y)
+            accept(engine, operation, x, weights, y)
+    _check_gradients(engine, operation, x, weights, y)
+
+
+def _check_gradients(engine: Engine, operation: Operation, x: Any, weights: Any, y: Any) -> None:
+    """Refuse tensors that can have no gradient; errors as in `_check`."""
     problems = Problems(engine)
     checks.check_gradients(problems, [x, *weights.tensors.values()], y)
     for name, tensor in weights.tensors.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ import torch
 from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch import checks
 from lora_backends.dispatch.cached import accept, is_accepted
-from lora_backends.dispatch.differentiate import requires_graph
+from lora_backends.dispatch.differentiate import record_routed, requires_graph
 from lora_backends.dispatch.engine import Engine
-from lora_backends.dispatch.expert_backward import record_experts
 from lora_backends.dispatch.library import call_outside, trace_add
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
@@ -109,6 +107,10 @@ def wrap_routed(
             raise TypeError(f"{operation.name}() got unexpected keyword arguments {unknown}")
         options = {**defaults, **options}
         if _is_compiling() and is_traced():
+            if torch.is_grad_enabled() and _differentiates_router(routing, options):
+                return call_outside(  # type: ignore[no-any-return]
+                    call, self, x, weights, routing, base_output, **options
+                )
             return trace_add(operation, call, self, x, weights, routing, base_output, options)
         if is_jit_traced() and not self.plain_torch:
             refuse_jit_trace(operation.name, self)
@@ -118,13 +120,11 @@ def wrap_routed(
                 y = call(self, x, weights, part, y, **options)
             assert y is not None  # a token has an adapter or more
             return y
-        if torch.is_grad_enabled() and requires_graph(
-            self, x, weights, base_output, *_router_weights(routing, options)
-        ):
+        router = _router_weights(routing, options)
+        if requires_graph(self, x, weights, base_output, *router):
             with torch.no_grad():
                 _check(self, operation, x, weights, routing, base_output, options)
-            run = MethodType(method, self)
-            return record_experts(self, operation, run, x, weights, routing, base_output, options)
+            return record_routed(self, operation, x, weights, routing, base_output, options)
         _check(self, operation, x, weights, routing, base_output, options)
         return method(self, x, weights, routing, base_output, **options)
 
@@ -133,9 +133,15 @@ def wrap_routed(
 
 def _router_weights(routing: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
     """Return the tensors of the router's weights that a call reads; arguments are unchecked."""
-    if not isinstance(routing, ExpertRouting) or not options["weighted"]:
+    if not options["weighted"] or not isinstance(routing, ExpertRouting):
         return ()
     return routing.topk_weights, routing.differentiable_weights
+
+
+def _differentiates_router(routing: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether the router's weights get a gradient; arguments are unchecked."""
+    tensors = _router_weights(routing, options)
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:

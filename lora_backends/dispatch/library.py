@@ -8,8 +8,9 @@ weights and plan instead of their tensors:
   is rewritten in place.
 - A plan is refilled in place, ``prepare_batch(batch, out=plan)``, as under a CUDA graph.
 
-An operation runs the public method, which checks its arguments. Calls that need a gradient, or
-whose plan is no `LoRAPlan`, run outside of the traced program.
+An operation runs the public method, which checks its arguments. A call of a dense layer that needs
+a gradient becomes an operation of `library_gradients`. Calls whose plan is no `LoRAPlan` run
+outside of the traced program.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.handles import Handled, lookup
+from lora_backends.dispatch.library_gradients import trace_recorded
 from lora_backends.dispatch.output import new_output
 from lora_backends.dtypes import accumulator_dtype
+from lora_backends.eight_bit import is_eight_bit
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import BY_NAME, NO_OPTIONS, Operation
 from lora_backends.weights import LoRAWeights
@@ -88,8 +91,11 @@ def trace_shrink(
     plan: Any,
 ) -> torch.Tensor:
     """Return h of a traced call of `run_lora_a`; `call` is the method, which checks."""
-    if _needs_python(x, weights, plan, None):
+    needs_gradient = _needs_gradient(x, weights, None)
+    if not isinstance(plan, Handled) or (needs_gradient and not _can_record(engine, weights)):
         return call_outside(call, engine, x, weights, plan)  # type: ignore[no-any-return]
+    if needs_gradient:
+        return trace_recorded(BY_NAME["run_lora_a"], engine, x, weights, plan)
     # torch.compile may put captured operations into a CUDA graph of its own
     run, _ = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
     sizes = weights.num_slices, weights.max_rank
@@ -111,8 +117,13 @@ def trace_add(
 
     Options reach torch's library as the places of their values in the operation's lists.
     """
-    if _needs_python(x, weights, plan, base_output):
+    needs_gradient = _needs_gradient(x, weights, base_output)
+    if not isinstance(plan, Handled) or (
+        needs_gradient and not (operation.is_dense and _can_record(engine, weights))
+    ):
         return call_outside(call, engine, x, weights, plan, base_output, **options)  # type: ignore[no-any-return]
+    if needs_gradient:
+        return trace_recorded(operation, engine, x, weights, plan, base_output)  # type: ignore[arg-type]
     _, run = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
     y = base_output
     if y is None:
@@ -123,12 +134,17 @@ def trace_add(
     return y
 
 
-def _needs_python(
-    x: torch.Tensor, weights: LayerWeights, plan: Any, base_output: torch.Tensor | None
+def _can_record(engine: Engine, weights: LayerWeights) -> bool:
+    """Return whether all gradients can be computed; else the call itself refuses, by name."""
+    if not is_eight_bit(weights.dtype):
+        return engine.differentiable
+    return engine.differentiable and not weights.requires_gradient()
+
+
+def _needs_gradient(
+    x: torch.Tensor, weights: LayerWeights, base_output: torch.Tensor | None
 ) -> bool:
-    """Return whether a call cannot be an operation: a foreign plan, or a gradient is wanted."""
-    if not isinstance(plan, Handled):
-        return True
+    """Return whether a traced call has to be part of autograd's graph."""
     if not torch.is_grad_enabled():  # asked first: looking at weights makes them guarded inputs
         return False
     tensors = (x, *weights.tensors.values(), base_output)

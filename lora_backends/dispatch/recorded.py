@@ -115,6 +115,22 @@ class Recorded:
         return out.to(dtype)
 
 
+_ALL = frozenset({"lora_a", "lora_b", "bias", "output_scales"})
+_SOME = {"run_lora_a": frozenset({"lora_a"}), "run_lora_b": _ALL - {"lora_a"}}
+"""Stacks that an operation differentiates, where they are not all."""
+
+
+def differentiates(operation: Operation, name: str) -> bool:
+    """Return whether an operation on a dense layer has a gradient for a tensor of the layer."""
+    return target_of(name).name in _SOME.get(operation.name, _ALL)
+
+
+def target_of(name: str) -> Target:
+    """Return the target of a tensor by its name in `LayerWeights.tensors`."""
+    stack, bracket, part = name.partition("[")
+    return Target(stack, None, int(part[:-1]) if bracket else None)
+
+
 def refills_of(engine: Engine, plan: Any) -> tuple[int, ...]:
     """Return the counts of refills of a plan, or of a routing and its plan."""
     inner = getattr(plan, "plan", None)

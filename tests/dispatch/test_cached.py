@@ -203,9 +203,8 @@ def test_a_stored_call_of_fewer_rows_than_a_refill_has_tokens_is_refused():
 
 def test_a_call_that_needs_a_gradient_does_not_repeat_a_stored_one(stored):
     backend, x, weights, plan, y = stored
-    backend.run_linear(x.requires_grad_(), weights, plan, y).sum().backward()
+    assert backend.run_linear(x.requires_grad_(), weights, plan, y).grad_fn is not None
     assert (backend.ran, backend.call.repeated) == (2, 0)
-    assert x.grad is not None
 
 
 def test_a_layer_whose_tensor_has_moved_runs(stored):

@@ -1,0 +1,267 @@
+"""Times a training step of one block's linear layers: base model alone, this library, PEFT's loop.
+
+Forward and backward of q, k and v as one layer, o, gate and up as one, and down, of 8B shape. The
+base weights are frozen. The kernels of the backward are timed apart, beside the time that their
+bytes take at the rate of a copy.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from measuring import Measurement, Options, Result, Row, flag
+from torch.nn import functional
+
+from lora_backends import LoRABatch, LoRAWeights, get_backend
+from lora_backends.backend import LoRABackend
+from lora_backends.bench.timing import between_events, measure_limits
+
+LAYERS = {
+    "qkv": (4096, (4096, 1024, 1024)),
+    "o": (4096, (4096,)),
+    "gate_up": (4096, (14336, 14336)),
+    "down": (14336, (4096,)),
+}
+TINY = {"qkv": (32, (32, 16, 16)), "down": (48, (32,))}
+SCALING = 0.5
+
+
+class Cell(NamedTuple):
+    """The adapters of a batch, whose rows take them in turn."""
+
+    name: str
+    ranks: tuple[int, ...]  # of each adapter
+    half: bool = False  # whether the first adapter has half of the rows
+
+
+def cells(arguments: Options) -> list[Cell]:
+    """Return equal ranks, mixed ones, many adapters, and unequal groups."""
+    found = [Cell(f"8 adapters of rank {rank}", (rank,) * 8) for rank in arguments.ranks]
+    mixed = (8, 16, 32, 64, 8, 16, 32, 64)
+    return [
+        *found,
+        Cell("8 adapters of ranks 8 to 64", mixed),
+        Cell("64 adapters of rank 16", (16,) * 64),
+        Cell("8 adapters of rank 16, one has half of the rows", (16,) * 8, half=True),
+    ]
+
+
+class Layer:
+    """One fused layer with its adapters, the same values for every contender."""
+
+    def __init__(
+        self, engine: LoRABackend, cell: Cell, sizes: tuple[int, tuple[int, ...]], slots: list[int]
+    ) -> None:
+        device, dtype = engine.device, torch.bfloat16 if engine.device.type == "cuda" else None
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int, by: float = 1.0) -> torch.Tensor:
+            return torch.randn(*shape, device=device, dtype=dtype, generator=generator) * by
+
+        inputs, self.widths = sizes
+        outputs, count, rank = sum(self.widths), len(cell.ranks), max(cell.ranks)
+        self.engine, self.slots = engine, slots
+        self.weight = random(outputs, inputs, by=inputs**-0.5)
+        self.x = random(len(slots), inputs).requires_grad_()
+        self.grad = random(len(slots), outputs)
+        self.lora_a = random(count, len(self.widths), rank, inputs, by=inputs**-0.5)
+        self.lora_b = random(count, outputs, rank, by=rank**-0.5)
+        self.leaves = [self.x, self.lora_a.requires_grad_(), self.lora_b.requires_grad_()]
+        ranks = torch.tensor([[r] * len(self.widths) for r in cell.ranks], dtype=torch.int32)
+        scalings = torch.full(ranks.shape, SCALING)
+        tables = ranks.to(device), scalings.to(device)
+        self.weights = LoRAWeights(self.lora_a, self.lora_b, *tables, self.widths)
+        self.plan = engine.prepare_batch(LoRABatch(slots, num_slots=count))
+        self.cell = cell
+
+    def step(self, forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        """Return forward and backward of a contender."""
+
+        def run() -> None:
+            for leaf in self.leaves:
+                leaf.grad = None
+            with torch.enable_grad():
+                forward().backward(self.grad)
+
+        return run
+
+    def base(self) -> torch.Tensor:
+        """Return the frozen base layer's output."""
+        return functional.linear(self.x, self.weight)
+
+    def ours(self) -> torch.Tensor:
+        """Return the same with the LoRA of each row."""
+        return self.engine.run_linear(self.x, self.weights, self.plan, base_output=self.base())
+
+    def loop(self) -> torch.Tensor:
+        """Return the same as PEFT's mixed batch: adapter by adapter, slice by slice."""
+        y = self.base()
+        slots = torch.tensor(self.slots, device=y.device)
+        parts = list(torch.split(y, self.widths, -1))
+        offsets = [sum(self.widths[:s]) for s in range(len(self.widths))]
+        for slot, rank in enumerate(self.cell.ranks):
+            rows = (slots == slot).nonzero().flatten()
+            for s, (first, width) in enumerate(zip(offsets, self.widths, strict=True)):
+                h = functional.linear(self.x[rows], self.lora_a[slot, s, :rank])
+                b = self.lora_b[slot, first : first + width, :rank]
+                parts[s] = parts[s].index_add(0, rows, functional.linear(h, b) * SCALING)
+        return torch.cat(parts, -1)
+
+    def kernels(self) -> dict[str, tuple[Callable[[], object], int]]:
+        """Return each kernel of the backward, and the bytes that it has to move."""
+        engine, weights, plan = self.engine, self.weights, self.plan
+        x, grad = self.x.detach(), self.grad
+        count, slices, rank, inputs = self.lora_a.shape
+        tokens, outputs, size = len(self.slots), grad.shape[1], grad.element_size()
+        a, b = torch.empty_like(self.lora_a), torch.empty_like(self.lora_b)
+        dx = torch.zeros_like(x)
+        _, h = engine.forward_with_h("run_linear", x, weights, plan, grad.clone())
+        if h is None:
+            h = engine.run_lora_a(x, weights, plan)
+        dh = engine.run_lora_b_backward(grad, None, weights, plan)
+        assert dh is not None
+        narrow = 4 * tokens * slices * rank
+        stack_a, stack_b = a.nbytes, b.nbytes
+
+        def of_b(needs_h: bool, out: torch.Tensor | None) -> Callable[[], object]:
+            return lambda: engine.run_lora_b_backward(
+                grad, h, weights, plan, needs_h=needs_h, lora_b=out
+            )
+
+        def of_a(into: torch.Tensor | None, out: torch.Tensor | None) -> Callable[[], object]:
+            return lambda: engine.run_lora_a_backward(
+                dh, x, weights, plan, dx=into, adds=True, lora_a=out
+            )
+
+        g_bytes, x_bytes = tokens * outputs * size, tokens * inputs * size
+        return {
+            "dh": (of_b(True, None), g_bytes + stack_b + narrow),
+            "dB": (of_b(False, b), g_bytes + stack_b + narrow),
+            "dh and dB": (of_b(True, b), g_bytes + 2 * stack_b + 2 * narrow),
+            "dx": (of_a(dx, None), 2 * x_bytes + stack_a + narrow),
+            "dA": (of_a(None, a), x_bytes + stack_a + narrow),
+            "dx and dA": (of_a(dx, a), 3 * x_bytes + 2 * stack_a + narrow),
+        }
+
+
+def device_of() -> torch.device:
+    """Return where layers are."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """Return a function that times a call, in milliseconds."""
+    if device.type == "cpu":
+        from measuring import seconds
+
+        return lambda call: 1e3 * seconds(call)
+    return lambda call: between_events(call) / 1e3
+
+
+def slots_of(cell: Cell, rows: int, tokens: int) -> list[int]:
+    """Return the slot of each token."""
+    count = len(cell.ranks)
+    per_row = [row % count for row in range(rows)]
+    if cell.half:
+        per_row = [0] * (rows // 2) + [1 + row % (count - 1) for row in range(rows - rows // 2)]
+    return [slot for slot in per_row for _ in range(tokens)]
+
+
+def measure(arguments: Options, result: Result) -> Iterator[Row]:
+    """Yield a row per cell and layer, with the milliseconds of each contender and kernel."""
+    device = device_of()
+    if device.type == "cpu" and not arguments.tiny:
+        raise SystemExit("needs a GPU; --tiny runs small layers on the CPU")
+    limits = measure_limits(device, torch.bfloat16)
+    result["limits"] = limits.describe()
+    copy = result["limits"]["copy_gb_per_s"] * 1e6  # bytes a millisecond
+    engine, time = get_backend(arguments.backend, device=device), clock(device)
+    for cell in cells(arguments):
+        slots = slots_of(cell, arguments.rows, arguments.tokens)
+        for name, sizes in (TINY if arguments.tiny else LAYERS).items():
+            layer = Layer(engine, cell, sizes, slots)
+            contenders = {"base": layer.base, "ours": layer.ours}
+            if arguments.loop:
+                contenders["loop"] = layer.loop
+            calls: dict[str, Callable[[], object]] = {
+                key: layer.step(forward) for key, forward in contenders.items()
+            }
+            calls["forward"] = lambda layer=layer: torch.no_grad()(layer.ours)()
+            calls["base forward"] = lambda layer=layer: torch.no_grad()(layer.base)()
+            kernels = layer.kernels()
+            calls |= {key: call for key, (call, _) in kernels.items()}
+            times: dict[str, list[float]] = {key: [] for key in calls}
+            for turn in range(arguments.samples + 2):
+                for key, call in calls.items():
+                    taken = time(call)
+                    if turn >= 2:
+                        times[key].append(taken)
+            ms = {key: statistics.median(series) for key, series in times.items()}
+            shares = {key: round(moved / copy / ms[key], 3) for key, (_, moved) in kernels.items()}
+            check = error_of(layer) if arguments.loop else {}
+            yield {
+                "cell": cell.name,
+                "layer": name,
+                "ms": {key: round(value, 4) for key, value in ms.items()},
+                "share_of_copy": shares,
+                **check,
+            }
+            del layer, kernels, calls
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def error_of(layer: Layer) -> dict[str, float]:
+    """Return the relative errors of our gradients beside the loop's in the same dtype."""
+    found = []
+    for forward in (layer.ours, layer.loop):
+        layer.step(forward)()
+        found.append([leaf.grad.float() for leaf in layer.leaves if leaf.grad is not None])
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
+    return {"relative_error": round(max(errors), 5)}
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """Return, for each cell, the steps beside the base's, and the kernels' shares of a copy."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(row["cell"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["cell"] == name]
+        total = {key: sum(row["ms"][key] for row in rows) for key in rows[0]["ms"]}
+        ratios = {
+            key: round(total[key] / total["base"], 3) for key in ("ours", "loop") if key in total
+        }
+        shares = {
+            key: [min(s), max(s)]
+            for key in rows[0]["share_of_copy"]
+            if (s := [row["share_of_copy"][key] for row in rows])
+        }
+        found[name] = {"ratio_to_base": ratios, "least_and_largest_share": shares}
+    return found
+
+
+TRAINING = Measurement(
+    rows=measure,
+    file="h100_training.json",
+    method=(
+        "Forward and backward of the linear layers of one block of 8B shape, frozen base weights, "
+        "bfloat16; rows take the adapters in turn. Milliseconds between CUDA events, medians; "
+        "contenders take turns. ours: F.linear, then run_linear on its output, by autograd. loop: "
+        "PEFT's mixed batch. share_of_copy: bytes that a kernel has to move, at the rate of a "
+        "copy, over its time."
+    ),
+    settings=lambda o: {"device": device_of(), "backend": o.backend, "limits": {}},
+    summary=summary,
+    partial=True,
+    options={
+        "--backend": flag("triton"),
+        "--ranks": flag([16, 64]),
+        "--rows": flag(64),
+        "--tokens": flag(512, "per row"),
+        "--samples": flag(7),
+        "--loop": flag(False, "time PEFT's loop too, and compare gradients with it"),
+        "--tiny": flag(False, "small layers, on the CPU"),
+    },
+)
