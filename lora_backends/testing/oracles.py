@@ -21,7 +21,7 @@ _UNIT_ROUNDOFF = {
     torch.float32: 2.0**-24,
     torch.float64: 2.0**-53,
 }
-_SMALLEST = {  # most that an underflow loses; except in float16, denormals count as lost
+SMALLEST = {  # most that an underflow loses; except in float16, denormals count as lost
     torch.float16: 2.0**-24,
     torch.bfloat16: 2.0**-126,
     torch.float32: 2.0**-126,
@@ -74,7 +74,9 @@ def expected_shrink(
         x_rows = _masked(x_all[rows], (batch.token_slots[rows] != NO_ADAPTER)[:, None])
         value[:, rows] = torch.einsum("ti,tsri->str", x_rows, a)
         magnitude[:, rows] = torch.einsum("ti,tsri->str", x_rows.abs(), a.abs())
-    bound = _sum_bound(magnitude, weights.in_features + _scaled(weights), weights.compute_dtype)
+    bound = sum_bound(
+        magnitude, weights.in_features + scale_operations(weights), weights.compute_dtype
+    )
     if intermediate in (torch.float16, torch.bfloat16):
         bound += rounding_bound(value, bound, intermediate)
     within = rank_mask(weights, batch.token_slots).permute(1, 0, 2)
@@ -113,7 +115,7 @@ def _add(
     base, value, bound = start.value, start.value.clone(), start.bound.clone()
     b_all = stack_of_b(weights)
     scalings = _masked(weights.scalings.detach().cpu(), weights.ranks.detach().cpu() > 0)
-    terms = weights.max_rank + (2 if batch.token_scales is None else 3) + _scaled(weights)
+    terms = weights.max_rank + (2 if batch.token_scales is None else 3) + scale_operations(weights)
     for rows in _chunks(tokens, max(1, out_features * weights.max_rank)):
         slots = batch.token_slots[rows]
         safe, mask = slots.clamp(min=0), rank_mask(weights, slots)  # [T], [T, S, R]
@@ -127,7 +129,7 @@ def _add(
             delta = scaling * torch.einsum("tr,tnr->tn", h_rows, b)
             from_h = torch.einsum("tr,tnr->tn", h_error, b.abs())
             magnitude = torch.einsum("tr,tnr->tn", h_rows.abs() + h_error, b.abs())
-            sums = _sum_bound(magnitude, terms, weights.compute_dtype)
+            sums = sum_bound(magnitude, terms, weights.compute_dtype)
             value[rows, first:end] += delta
             bound[rows, first:end] += scaling.abs() * (from_h + sums)
     value, bound = _finish(value, bound, weights, batch, base)
@@ -151,7 +153,7 @@ def _finish(
         scales = _masked(weights.output_scales.detach().cpu()[slots], has_adapter)
         value, bound, magnitude = scales * value, scales.abs() * bound, scales.abs() * magnitude
         # a small scale may make denormals, which a device may flush
-        operations, lost = 6, 2 * _SMALLEST[torch.float32]
+        operations, lost = 6, 2 * SMALLEST[torch.float32]
     if weights.bias is not None:
         bias = _masked(weights.bias.detach().cpu()[slots], has_adapter)
     bound = bound + gamma(operations, unit) * (magnitude + bias.abs()) + lost
@@ -160,7 +162,7 @@ def _finish(
 
 def rounding_bound(value: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the error that one rounding to `dtype` adds to the bound of a value."""
-    return _UNIT_ROUNDOFF[dtype] * (value.abs() + bound) + _SMALLEST[dtype]
+    return _UNIT_ROUNDOFF[dtype] * (value.abs() + bound) + SMALLEST[dtype]
 
 
 def expected_linear(
@@ -225,14 +227,14 @@ def touched(weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
     return adapted.repeat_interleave(torch.tensor(weights.output_slices, device="cpu"), dim=1)
 
 
-def _scaled(weights: LoRAWeights) -> int:
+def scale_operations(weights: LoRAWeights) -> int:
     """Return the operations that scales of 8-bit stacks add to a sum of products."""
     return 0 if weights.a_scales is None and weights.b_scales is None else 1
 
 
-def _sum_bound(magnitude: torch.Tensor, terms: int, dtype: torch.dtype | None) -> torch.Tensor:
+def sum_bound(magnitude: torch.Tensor, terms: int, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the error of a sum of products whose absolute values sum to `magnitude`."""
-    lost = 2 * terms * _SMALLEST[torch.float64 if dtype == torch.float64 else torch.float32]
+    lost = 2 * terms * SMALLEST[torch.float64 if dtype == torch.float64 else torch.float32]
     return gamma(2 * terms, sum_unit(dtype)) * magnitude + lost
 
 

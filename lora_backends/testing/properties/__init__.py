@@ -11,6 +11,7 @@ from lora_backends.testing.properties import (  # noqa: I001  the order of the r
     factors,
     errors,
     experts,
+    experts_gradients,
     sizes,
     device,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "device",
     "errors",
     "experts",
+    "experts_gradients",
     "factors",
     "layers",
     "plans",

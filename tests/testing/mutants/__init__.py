@@ -3,7 +3,16 @@
 Each is `torch_ref` with one fault of a kind that kernels have.
 """
 
-from mutants import arithmetic, edges, eight_bit, experts, features, outputs, state
+from mutants import (
+    arithmetic,
+    edges,
+    eight_bit,
+    experts,
+    experts_gradients,
+    features,
+    outputs,
+    state,
+)
 from mutants.base import MUTANTS, Mutant, TwoSteps
 
 __all__ = [
@@ -14,6 +23,7 @@ __all__ = [
     "edges",
     "eight_bit",
     "experts",
+    "experts_gradients",
     "features",
     "outputs",
     "state",
