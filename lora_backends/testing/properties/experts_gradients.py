@@ -24,6 +24,7 @@ from lora_backends.testing.properties.core import (
     cuda_graphs,
     deterministic,
     differentiable,
+    no_interpreter,
     prop,
 )
 from lora_backends.testing.properties.experts import routing_of, tokens_of
@@ -275,7 +276,8 @@ def expert_gradients_are_deterministic(backend: LoRABackend, case: ExpertCase) -
     if torch.float32 in backend.dtypes:
         case = replace(case, dtype=torch.float32, base=torch.float32)
     few = case.build(backend.device)
-    count = -(-MANY_PAIRS // (case.num_tokens * case.top_k))
+    # the interpreter runs programs in one order, slowly
+    count = 1 if no_interpreter(backend) else -(-MANY_PAIRS // (case.num_tokens * case.top_k))
     many = tokens_of(few, list(range(case.num_tokens)) * count)
     grad = upstream(case, few)
     generator = torch.Generator().manual_seed(case.seed)
