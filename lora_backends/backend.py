@@ -384,6 +384,7 @@ class LoRABackend(Dispatched, ABC):
         plan: Any,
         *,
         needs_h: bool = True,
+        narrow: bool = False,
         lora_b: torch.Tensor | None = None,
         slots: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
@@ -404,12 +405,15 @@ class LoRABackend(Dispatched, ABC):
             weights: the layer.
             plan: from `prepare_batch`.
             needs_h: whether dh is wanted.
+            narrow: whether dh goes to `run_lora_a_backward` of this backend alone, so that it may
+                have the dtype in which that multiplies.
             lora_b: [len(slots), out_features, max_rank], overwritten with dlora_b. Its dtype may be
                 wider than the stack's.
             slots: whose dlora_b are wanted, ascending; None: all.
 
         Returns:
-            dh [num_slices, rows, max_rank] float32 (float64 for float64), or None.
+            dh [num_slices, rows, max_rank] float32 (float64 for float64; narrower if `narrow`), or
+            None.
         """
         segments = self.slot_rows(plan, grad.shape[0], weights.num_slots)
         scales = getattr(plan, "token_scales", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ class CsgmvPlan(SgmvPlan):
     No composition of 7 tokens over 3 slots needs more than 5 segments or 4 groups.
     """
 
+    has_places: ClassVar[bool] = True
+
     segment_size: int  # tokens per segment, a power of two >= 16
     group_size: int  # most segments per group, a power of two
     num_segments: int  # segments in use now, <= max_segments
@@ -54,6 +56,17 @@ class CsgmvPlan(SgmvPlan):
         if capturing:
             return layout.max_runs(rows, self.num_slots, self.segment_size * self.group_size)
         return self.num_groups
+
+    @property
+    @override
+    def run_tokens(self) -> int:
+        return self.segment_size
+
+    @override
+    def runs(self, capturing: bool, rows: int) -> int:
+        if capturing:
+            return layout.max_runs(rows, self.num_slots, self.segment_size)
+        return self.num_segments
 
     @override
     def h_rows(self, rows: int) -> int:

@@ -7,8 +7,10 @@ For token t of slot l, with g = output_scales * dL/dy and c = scalings[l, s] * t
     dx[t]               = sum over s of dh[s, t, :r] @ lora_a[l, s, :r]
     dlora_a[l, s, :r]   = sum over t of slot l of dh[s, t, :r].T x[t]
 
-One product per slot and slice, over the slot's own tokens alone, so nothing of another adapter or
-of padding can reach a gradient. Sums are kept in float32, or float64 for float64.
+One product per slot and slice, over a copy of the slot's own rows, so nothing of another adapter or
+of padding can reach a gradient, and its bits do not depend on where in the batch the rows lie: a
+matrix library chooses its order of sums by shapes, strides and alignment. Sums are kept in float32,
+or float64 for float64.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def b_backward(
     slots: Sequence[int] | None,
 ) -> torch.Tensor | None:
     """Return dh, or None; arguments as in `LoRABackend.run_lora_b_backward`."""
-    sums, dh = accumulator_dtype(grad.dtype), None
+    sums, dh = _sums(grad, weights), None
     if needs_h:
         shape = weights.num_slices, grad.shape[0], weights.max_rank
         dh = torch.zeros(shape, dtype=sums, device=grad.device)
@@ -56,7 +58,7 @@ def b_backward(
         lora_b.zero_()
     places = _places(slots, weights.num_slots)
     for slot, rows, ranks, scalings in _active(weights, segments):
-        g = grad[rows].to(sums)
+        g = _own(grad, rows, sums)
         if token_scales is not None:
             g = token_scales[rows, None] * g
         for s, (rank, scaling) in enumerate(zip(ranks, scalings, strict=True)):
@@ -67,7 +69,7 @@ def b_backward(
                 )
             if rank and lora_b is not None and slot in places:
                 assert h is not None
-                product = g[:, columns].T @ h[s][rows, :rank].to(sums)
+                product = g[:, columns].T @ _own(h[s], rows, sums, rank)
                 lora_b[places[slot], columns, :rank] = scaling * product
     return dh
 
@@ -83,16 +85,16 @@ def a_backward(
     slots: Sequence[int] | None,
 ) -> None:
     """Add to dx, and write lora_a; arguments as in `LoRABackend.run_lora_a_backward`."""
-    sums = accumulator_dtype(dh.dtype)
+    sums = _sums(dh, weights)
     if lora_a is not None:
         lora_a.zero_()
     places = _places(slots, weights.num_slots)
     for slot, rows, ranks, _ in _active(weights, segments):
         wanted = lora_a is not None and slot in places
-        x_slot = x[rows].to(sums) if wanted and x is not None and any(ranks) else None
+        x_slot = _own(x, rows, sums) if wanted and x is not None and any(ranks) else None
         total = None if dx is None or not any(ranks) else dx[rows].to(sums)
         for s, rank in enumerate(ranks):
-            part = dh[s][rows, :rank]
+            part = _own(dh[s], rows, sums, rank)
             if rank and total is not None:
                 total = total + part @ weights.a_values(slot, s, rank, sums)
             if rank and x_slot is not None and lora_a is not None:
@@ -121,9 +123,13 @@ def add_columns(
             continue
         for s, rank in enumerate(ranks):
             if rank:
-                # sorted, so that equal ids are summed in one order
                 columns = dh.new_zeros(weights.in_features, rank)
-                columns.index_put_((token_ids[rows].long(),), dh[s][rows, :rank], accumulate=True)
+                ids, own = token_ids[rows].long(), _own(dh[s], rows, dh.dtype, rank)
+                # equal ids are summed in one order: each of the two has atomics on the other device
+                if own.is_cpu:
+                    columns.index_add_(0, ids, own)
+                else:
+                    columns.index_put_((ids,), own, accumulate=True)
                 lora_a[places[slot], s, :rank] = columns.T
 
 
@@ -135,7 +141,7 @@ def sum_rows(
     places = _places(slots, out.shape[0])
     for slot, rows in segments:
         if slot in places:
-            out[places[slot]] = values[rows].to(accumulator_dtype(values.dtype)).sum(0)
+            out[places[slot]] = _own(values, rows, accumulator_dtype(values.dtype)).sum(0)
 
 
 def one_hot_h(token_ids: torch.Tensor, weights: LoRAWeights, segments: Segments) -> torch.Tensor:
@@ -147,6 +153,19 @@ def one_hot_h(token_ids: torch.Tensor, weights: LoRAWeights, segments: Segments)
         for s, rank in enumerate(ranks):
             h[s, rows, :rank] = weights.a_values(slot, s, rank, sums)[:, token_ids[rows].long()].T
     return h
+
+
+def _sums(values: torch.Tensor, weights: LoRAWeights) -> torch.dtype:
+    """Return the dtype of sums of products of values with a layer's."""
+    return accumulator_dtype(torch.promote_types(values.dtype, weights.input_dtypes[0]))
+
+
+def _own(
+    values: torch.Tensor, rows: Rows, dtype: torch.dtype, width: int | None = None
+) -> torch.Tensor:
+    """Return some rows of a matrix, cut to a width, as a contiguous copy."""
+    own = values[rows][:, :width]
+    return torch.empty(own.shape, dtype=dtype, device=own.device).copy_(own)
 
 
 def _active(

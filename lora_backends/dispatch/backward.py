@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch import expert_backward
 from lora_backends.dispatch.recorded import Recorded, Wanted
+from lora_backends.dtypes import accumulator_dtype
+from lora_backends.errors import UnsupportedInputError
 from lora_backends.operations import Input
 from lora_backends.weights import LoRAWeights
 
@@ -27,43 +31,32 @@ def run_forward(
         return result
 
 
-def tensors_to_keep(
-    recorded: Recorded,
-    wanted: Wanted,
-    needs_x: bool,
-    x: torch.Tensor,
-    h: torch.Tensor | None,
-    base: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """Return x, h and base_output where the backward reads them, then tensors of the layer.
+class Kept(NamedTuple):
+    """What a backward needs of the forward."""
 
-    The layer's are kept for autograd's check that nobody changed them before the backward.
-    """
+    x: bool
+    h: bool
+    base: bool  # base_output before the call
+    layer: tuple[str, ...]  # tensors of the layer that are read, by name; they are not kept
+
+
+def kept_for(recorded: Recorded, wanted: Wanted, needs_x: bool, has_h: bool) -> Kept:
+    """Return what the backward of a call reads; `has_h`: the engine gives h."""
     if not recorded.operation.is_dense:
-        return expert_backward.tensors_to_keep(recorded, wanted, needs_x, x)
-    weights: LoRAWeights = recorded.weights
-    reads, given = recorded.operation.input, wanted.keys()
-    needs_scales, needs_b = "output_scales" in given, "lora_b" in given
-    needs_h = needs_b and h is None and reads is not Input.H
+        return Kept(bool(wanted), False, False, expert_backward.tensors_read(wanted, needs_x))
+    reads = recorded.operation.input
+    needs_scales, needs_b = "output_scales" in wanted, "lora_b" in wanted
+    shrinks = needs_scales or (needs_b and not has_h and reads is not Input.H)
     if recorded.operation.result == "h":
-        keeps_x, layer = "lora_a" in given, ["lora_a"] if needs_x else []
+        keeps_x, layer = "lora_a" in wanted, ["lora_a"] if needs_x else []
     else:
-        keeps_x = needs_scales or "lora_a" in given or (needs_b and (needs_h or reads is Input.H))
-        needs_dh = needs_x or "lora_a" in given
-        layer = ["lora_a"] if needs_scales or needs_h or (needs_x and reads is Input.ROWS) else []
-        layer += ["lora_b"] if needs_scales or needs_dh else []
-    names = ("ranks", "scalings", "output_scales", *(("bias",) if needs_scales else ()))
-    of_layer = [
-        tensor
-        for name, tensor in weights.tensors.items()
-        if name in names or name.partition("[")[0] in layer
-    ]
-    return (
-        x if keeps_x else None,
-        h if needs_b else None,
-        base if needs_scales else None,
-        *of_layer,
-    )
+        keeps_x = shrinks or "lora_a" in wanted or (needs_b and reads is Input.H)
+        needs_dh = needs_x or "lora_a" in wanted
+        reads_a = shrinks or (needs_x and reads is Input.ROWS)
+        layer = ["lora_a", "a_scales"] if reads_a else []
+        layer += ["lora_b", "b_scales"] if needs_scales or needs_dh else []
+    layer += ["ranks", "scalings", "output_scales"]
+    return Kept(keeps_x, needs_b and has_h, needs_scales, tuple(layer))
 
 
 @torch.no_grad()
@@ -89,8 +82,28 @@ def run_backward(
     """
     with torch.autocast(grad.device.type, enabled=False):
         if not recorded.operation.is_dense:
+            grad = _readable(grad, rows=True)
             return expert_backward.run_backward(recorded, needed, grad, x, like)
         return _Backward(recorded, needed[2:], like).run(needed[0], needed[1], grad, x, h, base)
+
+
+def _readable(grad: torch.Tensor, rows: bool) -> torch.Tensor:
+    """Return a gradient in memory as kernels read it; one of h is contiguous.
+
+    Raises:
+        UnsupportedInputError: a transform of torch holds it, as vmap does with is_grads_batched.
+    """
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    if not has_memory(grad):
+        raise UnsupportedInputError(
+            "a backward of the interface cannot run inside a transform of torch\n"
+            f"  given: a gradient that is a {type(grad).__name__} without an address\n"
+            "  to do: call backward once per gradient, without is_grads_batched or vmap"
+        )
+    grad = grad.resolve_neg()
+    neighbours = grad.stride(-1) == 1 or grad.shape[-1] <= 1  # along the last axis
+    return grad if rows and neighbours else grad.contiguous()
 
 
 class _Backward:
@@ -115,8 +128,7 @@ class _Backward:
         base: torch.Tensor | None,
     ) -> Gradients:
         operation = self.recorded.operation
-        if grad.stride(-1) != 1 and grad.shape[-1] > 1:
-            grad = grad.contiguous()  # kernels read neighbours along the last axis
+        grad = _readable(grad, rows=operation.result == "y")
         if operation.result == "h":
             through, a = self._through_a(grad, x, needs_x)
             return through, None, *self._share({"lora_a": a})
@@ -129,18 +141,26 @@ class _Backward:
                 assert x is not None
                 h = x if operation.input is Input.H else self._shrunk(x)
             dh = self.engine.run_lora_b_backward(
-                scaled, h, self.weights, self.plan, needs_h=needs_dh, lora_b=b, slots=self.slots
+                scaled,
+                h,
+                self.weights,
+                self.plan,
+                needs_h=needs_dh,
+                narrow=operation.input is Input.ROWS,
+                lora_b=b,
+                slots=self.slots,
             )
         dx = None
         if operation.input is Input.H:
             dx = dh.to(self.like[1]) if needs_x else None
         elif needs_dh:
             dx, outs["lora_a"] = self._through_a(dh, x, needs_x)
-        if (bias := self._new("bias", (self.weights.out_features,), torch.float32)) is not None:
+        sums = accumulator_dtype(grad.dtype)
+        if (bias := self._new("bias", (self.weights.out_features,), sums)) is not None:
             self.engine.sum_tokens(grad, self.weights, self.plan, bias, self.slots)
             outs["bias"] = bias
         if (scales := self._new("output_scales", (self.weights.out_features,))) is not None:
-            terms = grad.float() * self._unscaled(x, base, grad)
+            terms = grad * self._unscaled(x, base, grad)
             self.engine.sum_tokens(terms, self.weights, self.plan, scales, self.slots)
             outs["output_scales"] = scales
         return dx, scaled if needs_base else None, *self._share(outs)

@@ -218,13 +218,7 @@ def check_matrix(
         problems.refuse(
             f"{name}.dtype is {dtype_name(x.dtype)}, the weights are {dtype_name(weights.dtype)}; "
             f"allowed: {dtype_names(weights.input_dtypes)}"
-            + "; torch.autocast is on, and changes dtypes: call it outside of autocast"
-            * _is_autocast(x.device.type)
         )
-
-
-def _is_autocast(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _check_h(
@@ -494,11 +488,12 @@ def check_gradients(
         return
     if base_output is not None:
         tensors = [*tensors, base_output]
-        # autograd forbids in-place operations on leaves
-        if base_output.requires_grad and base_output.is_leaf:
+        # autograd forbids in-place operations on leaves and on views of them
+        whole = base_output if base_output._base is None else base_output._base
+        if base_output.requires_grad and (base_output.is_leaf or whole.is_leaf):
             problems.refuse(
-                "base_output is a leaf that requires a gradient, so it cannot be added to in "
-                "place; pass base_output.clone(), or call under torch.no_grad()"
+                "base_output is a leaf that requires a gradient, or a view of one, so it cannot be "
+                "added to in place; pass base_output.clone(), or call under torch.no_grad()"
             )
     if not problems.engine.differentiable and any(tensor.requires_grad for tensor in tensors):
         problems.lack(

@@ -1,10 +1,10 @@
 """Gradients: calls that autograd records, and their backward, the same for every engine.
 
 A call whose arguments require a gradient runs as one node of autograd's graph. Its forward is the
-same call without a graph, so results and launches are those of inference. It keeps x, what the
-engine gives as h, and the layer's tensors, none of them copied. The backward asks the engine for
-what is needed: `run_lora_b_backward` from dL/dy to dh and dlora_b, then `run_lora_a_backward` from
-dh to dx and dlora_a.
+same call without a graph, so results and launches are those of inference. It keeps x and what the
+engine gives as h, and reads the layer's tensors where they are; none is copied. The backward asks
+the engine for what is needed: `run_lora_b_backward` from dL/dy to dh and dlora_b, then
+`run_lora_a_backward` from dh to dx and dlora_a.
 
 The gradients of a layer go to its whole stacks, or with `run_with_parameters` to tensors that hold
 single slots, so that only those slots' gradients are computed and written.
@@ -13,14 +13,13 @@ single slots, so that only those slots' gradients are computed and written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch import checks
-from lora_backends.dispatch.backward import run_backward, run_forward, tensors_to_keep
+from lora_backends.dispatch.backward import Gradients, kept_for, run_backward, run_forward
 from lora_backends.dispatch.cached import accept, is_accepted
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.problems import Problems
@@ -34,6 +33,7 @@ from lora_backends.dispatch.recorded import (
 from lora_backends.dispatch.tracing import is_jit_traced
 from lora_backends.dtypes import dtype_name
 from lora_backends.eight_bit import is_eight_bit
+from lora_backends.errors import UnsupportedInputError
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Operation
@@ -88,7 +88,7 @@ def record(
     leaves = [weights.tensors[name] for name in names]
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     recorded = Recorded(engine, operation, weights, plan, tuple(map(target_of, names)), kinds)
-    result: torch.Tensor = _Node.apply(recorded, x, y, *leaves)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -110,7 +110,7 @@ def run_with_parameters(
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     targets = tuple(target for _, target in parameters)
     recorded = Recorded(engine, operation, weights, plan, targets, kinds)
-    result: torch.Tensor = _Node.apply(recorded, x, y, *leaves)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -152,7 +152,7 @@ def record_routed(
         targets.append(Target("topk_weights"))
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     recorded = Recorded(engine, operation, weights, routing, tuple(targets), kinds, options)
-    result: torch.Tensor = _Node.apply(recorded, x, y, *leaves)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -186,33 +186,75 @@ def _check_gradients(engine: Engine, operation: Operation, x: Any, weights: Any,
 
 
 class _Node(torch.autograd.Function):
-    """A recorded call in autograd's graph. base_output is changed in place, as without a graph."""
+    """A recorded call in autograd's graph. base_output is changed in place, as without a graph.
+
+    base_output is the first tensor: where it is a view, autograd takes the gradient of a node's
+    first tensor for that of the view.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         recorded: Recorded,
-        x: torch.Tensor,
         y: torch.Tensor | None,
+        x: torch.Tensor,
         *leaves: torch.Tensor,
     ) -> torch.Tensor:
         wanted = recorded.wants(ctx.needs_input_grad[3:])
-        kept = y
+        start = y
         if "output_scales" in wanted and y is not None:
-            kept = y.clone()  # its gradient needs base_output, which is about to be overwritten
+            start = y.clone()  # its gradient needs base_output, which is about to be overwritten
         result, h = run_forward(recorded, x, y)
         if y is not None:
             ctx.mark_dirty(y)
-        ctx.recorded, ctx.like = recorded, (x.shape, x.dtype)
-        keep = tensors_to_keep(recorded, wanted, ctx.needs_input_grad[1], x, h, kept)
-        ctx.save_for_backward(*keep)
+        kept = kept_for(recorded, wanted, ctx.needs_input_grad[2], h is not None)
+        ctx.recorded, ctx.like, ctx.read = recorded, (x.shape, x.dtype), kept.layer
+        ctx.save_for_backward(
+            x if kept.x else None, h if kept.h else None, start if kept.base else None
+        )
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         recorded: Recorded = ctx.recorded
-        x, h, base, *_ = ctx.saved_tensors  # raises where one was changed in place
+        x, h, base = ctx.saved_tensors  # raises where one was changed in place
         recorded.check_plan()
-        needed = ctx.needs_input_grad[1:]
-        return None, *run_backward(recorded, needed, grad, x, h, base, ctx.like)
+        recorded.check_layer(ctx.read)
+        needs_base, needs_x, *needed = ctx.needs_input_grad[1:]
+        needs = (needs_x, needs_base, *needed)
+        gradients = run_backward(recorded, needs, grad, x, h, base, ctx.like)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _refusing_second(recorded.operation.name, gradients)
+        dx, dbase, *others = gradients
+        return None, dbase, dx, *others
+
+
+class _Once(torch.autograd.Function):
+    """Passes gradients on, and refuses to be differentiated.
+
+    `once_differentiable` of torch lets a second derivative pass as zero where the gradient of the
+    result is a constant.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, anchor: torch.Tensor, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.name = name
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+        raise UnsupportedInputError(
+            f"{ctx.name} has no second derivatives\n"
+            f"  given: a gradient of it, made with create_graph=True, that is differentiated\n"
+            f"  to do: detach the gradient"
+        )
+
+
+def _refusing_second(name: str, gradients: Gradients) -> Gradients:
+    """Return gradients that refuse to be differentiated; None stays."""
+    anchor = torch.zeros((), requires_grad=True)  # so that autograd records the node
+    given = [gradient for gradient in gradients if gradient is not None]
+    marked = iter(_Once.apply(name, anchor, *given))  # type: ignore[no-untyped-call]
+    return tuple(None if gradient is None else next(marked) for gradient in gradients)

@@ -23,7 +23,5 @@ class Engine(Handled):
 
     features: ClassVar[frozenset[str]] = frozenset()
     """Supported features beyond the plain interface: names of `lora_backends.features`."""
-    refills: int = 0
-    """Refills of plans that have no place for a count."""
     storing: ClassVar[frozenset[str]] = frozenset()
     """Operations whose calls the class stores on its plans."""

@@ -22,22 +22,16 @@ def run_forward(recorded: Recorded, x: torch.Tensor, y: torch.Tensor | None) -> 
         return result
 
 
-def tensors_to_keep(
-    recorded: Recorded, wanted: Wanted, needs_x: bool, x: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    """Return x where the backward reads it, h and base_output, which it never does, then a layer's.
-
-    The layer's are kept for autograd's check that nobody changed them before the backward.
-    """
-    read = []
-    if needs_x or wanted:  # else base_output alone needs a gradient
-        read += ["ranks", "scalings"]
+def tensors_read(wanted: Wanted, needs_x: bool) -> tuple[str, ...]:
+    """Return the names of the layer's tensors that a backward reads."""
+    if not (needs_x or wanted):  # base_output alone needs a gradient
+        return ()
+    read = ["ranks", "scalings"]
     if needs_x or "lora_b" in wanted or ROUTER in wanted:  # for dx, or for h
         read += ["lora_a", "a_scales"]
     if needs_x or "lora_a" in wanted or ROUTER in wanted:
         read += ["lora_b", "b_scales"]
-    of_layer = [tensor for name, tensor in recorded.weights.tensors.items() if name in read]
-    return x if wanted else None, None, None, *of_layer
+    return tuple(read)
 
 
 def run_backward(
@@ -47,7 +41,10 @@ def run_backward(
     x: torch.Tensor | None,
     like: tuple[torch.Size, torch.dtype],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return gradients; arguments and result as of `backward.run_backward`."""
+    """Return gradients; arguments and result as of `backward.run_backward`.
+
+    `grad` is as kernels read it, the last axis contiguous.
+    """
     needs_x, needs_base, *of_leaves = needed
     wanted = recorded.wants(of_leaves)
     parts: list[torch.Tensor | None] = [None] * len(of_leaves)
@@ -55,8 +52,6 @@ def run_backward(
     if needs_x or wanted:
         slots = recorded.slots_of(wanted)
         made = {name: _new(recorded, name, slots) for name in wanted}
-        if grad.stride(-1) != 1 and grad.shape[-1] > 1:
-            grad = grad.contiguous()  # kernels read neighbours along the last axis
         out = ExpertGradients(dx, *map(made.get, (*STACKS, ROUTER)))
         recorded.engine.run_experts_backward(
             grad, x, recorded.weights, recorded.plan, out, **recorded.options, slots=slots

@@ -10,6 +10,7 @@ import torch
 
 from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch import checks
+from lora_backends.dispatch.autocast import for_autocast, is_any_autocast, run_outside
 from lora_backends.dispatch.cached import accept, is_accepted
 from lora_backends.dispatch.differentiate import record_routed, requires_graph
 from lora_backends.dispatch.engine import Engine
@@ -66,7 +67,7 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
             return ManyAdaptersRouting(made) if out is None else out
         _check_prepare(self, plan, *choice, out)
         if out is not None:
-            count_refill(self, out)
+            count_refill(out)
         kept = None
         if torch.is_grad_enabled() and _is_recorded(self, topk_weights):
             # the copy holds values alone, or refills would add to autograd's graph without end
@@ -120,12 +121,16 @@ def wrap_routed(
                 y = call(self, x, weights, part, y, **options)
             assert y is not None  # a token has an adapter or more
             return y
+        if is_any_autocast():
+            x = for_autocast(operation, x, weights)
         router = _router_weights(routing, options)
         if requires_graph(self, x, weights, base_output, *router):
             with torch.no_grad():
                 _check(self, operation, x, weights, routing, base_output, options)
             return record_routed(self, operation, x, weights, routing, base_output, options)
         _check(self, operation, x, weights, routing, base_output, options)
+        if is_any_autocast():
+            return run_outside(method, self, x, weights, routing, base_output, **options)
         return method(self, x, weights, routing, base_output, **options)
 
     return call

@@ -61,7 +61,7 @@ def _run(
         arguments.append(base_output.clone())
     with torch.no_grad():
         result = getattr(engine, operation)(*arguments)
-    return result, torch.tensor(refills_of(engine, of_batch), device="cpu")
+    return result, torch.tensor(refills_of(of_batch), device="cpu")
 
 
 @_run.register_fake
@@ -75,7 +75,7 @@ def _(
     plan: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layer, kind = lookup(weights), BY_NAME[operation]
-    refills = torch.empty(len(refills_of(lookup(backend), lookup(plan))), dtype=torch.int64)
+    refills = torch.empty(len(refills_of(lookup(plan))), dtype=torch.int64)
     if kind.result == "h":
         shape = (layer.num_slices, x.shape[0], layer.max_rank)
         return x.new_empty(shape, dtype=accumulator_dtype(x.dtype)), refills

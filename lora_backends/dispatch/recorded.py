@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
-from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.errors import InvalidInputError
 from lora_backends.operations import Operation
 
@@ -47,23 +48,56 @@ class Recorded:
     targets: tuple[Target, ...]  # of the tensors after x and base_output
     leaves: tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each of them
     options: Mapping[str, Any] = field(default_factory=dict)
-    refills: tuple[int, ...] = field(init=False)
+    counters: tuple[Any, ...] = field(init=False)  # of the plan's refills: they live as long
+    refills: tuple[int, ...] = field(init=False)  # at the forward
+    versions: Mapping[str, int] = field(init=False)  # of the layer's tensors at the forward
 
     def __post_init__(self) -> None:
-        self.refills = refills_of(self.engine, self.plan)
+        self.counters = _counters_of(self.plan)
+        self.refills = refills_of(self.plan)
+        self.versions = self._versions()
 
     def check_plan(self) -> None:
         """Refuse a backward by tables of another batch.
 
         Raises:
-            InvalidInputError: the plan, or the routing, was refilled after the forward.
+            InvalidInputError: the plan or the routing was refilled after the forward.
         """
-        if self.refills != refills_of(self.engine, self.plan):
+        if self.refills != refills_of(self.plan):
             raise InvalidInputError(
                 f"the plan of {self.operation.name} was refilled between forward and backward\n"
                 f"  given: a plan that holds another batch now\n"
                 f"  to do: run the backward first, or prepare a plan for each forward"
             )
+
+    def check_layer(self, read: Sequence[str]) -> None:
+        """Refuse a backward with other weights than the forward had.
+
+        torch makes this check for tensors that a node saves. But hooks on saved tensors would copy
+        whole stacks, and torch does not check the copies.
+
+        Args:
+            read: names of stacks and tables that the backward reads.
+
+        Raises:
+            InvalidInputError: one of them was changed in place after the forward.
+        """
+        versions = self._versions()
+        for name, version in self.versions.items():
+            if name.partition("[")[0] in read and versions[name] != version:
+                raise InvalidInputError(
+                    f"{name} of {self.operation.name} was changed in place between forward and "
+                    f"backward\n"
+                    f"  given: version {versions[name]} of the tensor, the forward read {version}\n"
+                    f"  to do: run the backward first, or change a copy"
+                )
+
+    def _versions(self) -> dict[str, int]:
+        """Return how often each tensor was changed; torch does not count in inference mode."""
+        return {
+            name: 0 if tensor.is_inference() else tensor._version
+            for name, tensor in self.weights.tensors.items()
+        }
 
     def wants(self, needed: Sequence[bool]) -> Wanted:
         """Return the targets that need a gradient."""
@@ -131,21 +165,53 @@ def target_of(name: str) -> Target:
     return Target(stack, None, int(part[:-1]) if bracket else None)
 
 
-def refills_of(engine: Engine, plan: Any) -> tuple[int, ...]:
+def refills_of(plan: Any) -> tuple[int, ...]:
     """Return the counts of refills of a plan, or of a routing and its plan."""
+    return tuple(counter.refills for counter in _counters_of(plan))
+
+
+def _counters_of(plan: Any) -> tuple[Any, ...]:
+    """Return the objects that count the refills of a plan, or of a routing and its plan."""
     inner = getattr(plan, "plan", None)
-    own: int = getattr(plan, "refills", engine.refills)
-    return (own,) if inner is None else (own, *refills_of(engine, inner))
+    return (_counter_of(plan),) if inner is None else (_counter_of(plan), _counter_of(inner))
 
 
-def count_refill(engine: Engine, plan: Any) -> None:
-    """Note that a plan or routing holds another batch, so that a backward of the last is refused.
+class _Counter:
+    """Counts the refills of a plan that takes no attribute, as one with ``__slots__``."""
 
-    The engine counts the refills of all plans that cannot, dicts for instance.
-    """
-    for part in getattr(plan, "plans", ()):  # of several adapters per token
-        count_refill(engine, part)
-    try:
-        plan.refills = getattr(plan, "refills", 0) + 1
-    except AttributeError:
-        engine.refills += 1
+    __slots__ = ("__weakref__", "plan", "refills")
+
+    def __init__(self, plan: Any) -> None:
+        self.plan, self.refills = plan, 0  # the plan lives as long, so nothing else has its id
+
+
+_COUNTERS: WeakValueDictionary[int, _Counter] = WeakValueDictionary()
+"""By the id of the plan; they live as long as a recorded call of the plan."""
+
+
+def _counter_of(plan: Any) -> Any:
+    """Return the object whose attribute `refills` counts those of a plan: itself where it can."""
+    refills = getattr(plan, "refills", 0)
+    if type(refills) is int:  # else the plan means something of its own by the name
+        try:
+            plan.refills = refills
+        except (AttributeError, TypeError):
+            pass
+        else:
+            return plan
+    return _COUNTERS.setdefault(id(plan), _Counter(plan))
+
+
+def count_refill(plan: Any) -> None:
+    """Note that a plan or routing takes another batch: a backward of the last is refused."""
+    if isinstance(plan, ManyAdaptersPlan):
+        for part in plan.plans:
+            count_refill(part)
+    if type(refills := getattr(plan, "refills", None)) is int:
+        try:
+            plan.refills = refills + 1
+            return
+        except (AttributeError, TypeError):
+            pass
+    if (counter := _COUNTERS.get(id(plan))) is not None:  # else no call of it is recorded
+        counter.refills += 1

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from lora_backends.batch import LoRABatch
+from lora_backends.dispatch.autocast import for_autocast, is_any_autocast, run_outside
 from lora_backends.dispatch.cached import CachingPlan, accept, is_accepted, marked_to_store_calls
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
 from lora_backends.dispatch.differentiate import record, requires_graph
@@ -130,15 +131,22 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
             refuse(operation.name, plan)
         if out is None:
             if not is_accepted(self, operation, x, weights, plan):
+                x = for_autocast(operation, x, weights)
                 if requires_graph(self, x, weights):
                     return record(self, operation, x, weights, plan)
                 guard(self, operation, x, weights, plan)
+            if is_any_autocast():
+                return run_outside(method, self, x, weights, plan)
             return method(self, x, weights, plan)
+        x = for_autocast(operation, x, weights)
         check_operation(self, operation, x, weights, plan, out=out)
-        if takes_out:
-            return method(self, x, weights, plan, out=out)
-        # the engine does not write into out, so the interface copies
-        written: torch.Tensor = out.copy_(method(self, x, weights, plan))
+        options = {"out": out} if takes_out else {}
+        if is_any_autocast():
+            h = run_outside(method, self, x, weights, plan, **options)
+        else:
+            h = method(self, x, weights, plan, **options)
+        # an engine that does not take out returns another tensor, which the interface copies
+        written: torch.Tensor = h if takes_out else out.copy_(h)
         return written
 
     return call
@@ -160,20 +168,25 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
             if isinstance(plan, ManyAdaptersPlan):
                 return _add_each(operation, call, self, x, weights, plan, y)
             if not is_accepted(self, operation, x, weights, plan, y):
+                x = for_autocast(operation, x, weights)
                 if requires_graph(self, x, weights, y):
                     return record(self, operation, x, weights, plan, y)
                 guard(self, operation, x, weights, plan, y)
+            if is_any_autocast():
+                return run_outside(method, self, x, weights, plan, y)
             return method(self, x, weights, plan, y)
         # no earlier call vouches for token ids, whose values are checked
         checked = operation.input is Input.TOKEN_IDS or (
             y is None and not _has_rows(x, weights, plan)
         )
         if checked and not is_accepted(self, operation, x, weights, plan, y):
+            x = for_autocast(operation, x, weights)
             if requires_graph(self, x, weights, y):
                 return record(self, operation, x, weights, plan, y)
             guard(self, operation, x, weights, plan, y)
         if y is None:
             if requires_graph(self, x, weights):
+                x = for_autocast(operation, x, weights)
                 return record(self, operation, x, weights, plan)
             y = new_output(operation, x, weights, plan)
         # a stored call has passed all checks, so a hit needs none
@@ -182,9 +195,12 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
             if cached.run(x, weights, plan, y):
                 return y
         if not (checked or is_accepted(self, operation, x, weights, plan, base_output)):
+            x = for_autocast(operation, x, weights)
             if requires_graph(self, x, weights, y):
                 return record(self, operation, x, weights, plan, y)
             guard(self, operation, x, weights, plan, base_output)
+        if is_any_autocast():
+            return run_outside(method, self, x, weights, plan, y)
         return method(self, x, weights, plan, y)
 
     return call
@@ -212,6 +228,7 @@ def _add_each(
     if operation.input is Input.H:
         refuse(operation.name, plan)
     y = base_output
+    first = for_autocast(operation, first, weights)
     # before the first adapter is added: a later refusal would leave y half done
     check_operation(engine, operation, first, weights, plan.plans[0], y)
     if y is None:
@@ -270,7 +287,7 @@ def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
             return call_outside(call, self, batch, out, capacity)
         check_prepare_batch(self, batch, out, capacity)
         if out is not None:
-            count_refill(self, out)
+            count_refill(out)
         is_many = batch.token_slots.ndim > 1 or type(out) is ManyAdaptersPlan
         if capacity is None and not is_many:
             return method(self, batch, out=out)

@@ -20,6 +20,7 @@ from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.operations import BY_NAME, OPERATIONS
 from lora_backends.sgmv import launch
+from lora_backends.sgmv.backward import launch as backward
 from lora_backends.sgmv.base.product import MOST_ROWS, base_arguments, base_kernel_of
 from lora_backends.sgmv.experts.backward import Backward
 from lora_backends.sgmv.experts.launch import add_experts
@@ -158,32 +159,42 @@ class SgmvBackend(LoRABackend):
         y = added_to(None, weights, tokens) if base_output is None else base_output
         rows = self._rows(plan, tokens)
         if rows:
-            kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options)
-            h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
-            stacks = launch.stacks_of(weights)
-            first = launch.shrink_arguments(x, stacks, plan, h)
-            kernels.shrink.launch(rows, first)
-            second = launch.expand_arguments(h, stacks, plan, y, kernels.expand)
-            kernels.expand.launch(rows, second)
-            if not INTERPRETED and stacks.in_place:
-                shrink, expand = Launched(kernels.shrink, first), Launched(kernels.expand, second)
-                self._cache("run_linear", plan, x, weights, y, shrink, expand)
+            self._shrink_and_expand(x, weights, plan, y, rows)
         return y
+
+    def _shrink_and_expand(
+        self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, y: torch.Tensor, rows: int
+    ) -> torch.Tensor:
+        """Launch both kernels of `run_linear`, and return the planes of h."""
+        tokens = x.shape[0]
+        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options)
+        h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
+        stacks = launch.stacks_of(weights)
+        first = launch.shrink_arguments(x, stacks, plan, h)
+        kernels.shrink.launch(rows, first)
+        second = launch.expand_arguments(h, stacks, plan, y, kernels.expand)
+        kernels.expand.launch(rows, second)
+        if not INTERPRETED and stacks.in_place:
+            shrink, expand = Launched(kernels.shrink, first), Launched(kernels.expand, second)
+            self._cache("run_linear", plan, x, weights, y, shrink, expand)
+        return h
 
     @property
     def multiplies_bases(self) -> bool:
         """Whether `run_with_base` can multiply on the device, and adds what `run_linear` adds."""
         # the sizes of the product's kernel depend on the rows of the batch
-        return self._options.tma and not self.batch_invariant and self._adds_its_own_lora()
+        if not self._options.tma or self.batch_invariant:
+            return False
+        return self._stands_for("run_with_base", _LINEAR)
 
-    def _adds_its_own_lora(self) -> bool:
-        """Return whether nothing below the class of `run_with_base` overrides one of `_LINEAR`."""
-        if vars(self).keys() & _LINEAR:
+    def _stands_for(self, name: str, operations: set[str]) -> bool:
+        """Return whether nothing below the class of method `name` overrides one of `operations`."""
+        if vars(self).keys() & operations:
             return False
         classes = type(self).__mro__
-        own = next(cls for cls in classes if "run_with_base" in vars(cls))
+        own = next(cls for cls in classes if name in vars(cls))
         below = classes[: classes.index(own)]
-        return not any(name in vars(cls) for cls in below for name in _LINEAR)
+        return not any(operation in vars(cls) for cls in below for operation in operations)
 
     def run_with_base(
         self,
@@ -251,16 +262,152 @@ class SgmvBackend(LoRABackend):
         tokens = token_ids.shape[0]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            kernel = launch.gather_kernel_of(weights, plan, self._options)
-            dtype = weights.compute_dtype
-            kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "embedding")
-            h = self._planes(weights, 1, plan.h_rows(tokens))
-            stacks = launch.stacks_of(weights)
-            gather = launch.gather(token_ids, stacks, plan, h, rows, kernel)
-            expand = launch.expand(h, stacks, plan, y, rows, kernels.expand)
-            if not INTERPRETED and stacks.in_place:
-                self._cache("run_embedding", plan, token_ids, weights, y, gather, expand)
+            self._gather_and_expand(token_ids, weights, plan, y, rows)
         return y
+
+    def _gather_and_expand(
+        self,
+        token_ids: torch.Tensor,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        y: torch.Tensor,
+        rows: int,
+    ) -> torch.Tensor:
+        """Launch both kernels of `run_embedding`, and return the plane of h."""
+        tokens, dtype = token_ids.shape[0], weights.compute_dtype
+        kernel = launch.gather_kernel_of(weights, plan, self._options)
+        kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "embedding")
+        h = self._planes(weights, 1, plan.h_rows(tokens))
+        stacks = launch.stacks_of(weights)
+        gather = launch.gather(token_ids, stacks, plan, h, rows, kernel)
+        expand = launch.expand(h, stacks, plan, y, rows, kernels.expand)
+        if not INTERPRETED and stacks.in_place:
+            self._cache("run_embedding", plan, token_ids, weights, y, gather, expand)
+        return h
+
+    @override
+    def token_slots(self, plan: SgmvPlan, num_rows: int, num_slots: int) -> torch.Tensor:
+        return plan.token_slots()[:num_rows].long()
+
+    @override
+    def forward_with_h(
+        self,
+        operation: str,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        base_output: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        called = "run_linear" if operation in _LINEAR else operation
+        fuses = called in ("run_linear", "run_embedding")
+        if not fuses or not self._stands_for("forward_with_h", {operation, called}):
+            return super().forward_with_h(operation, x, weights, plan, base_output)
+        tokens = x.shape[0]
+        y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
+        if not rows:
+            return y, self._planes(weights, 1, plan.h_rows(tokens))
+        # as dispatch does for a call that is not recorded
+        cached = plan.call_cache.find(called, self, x, weights, y, plan.num_tokens)
+        h = cached.run_with_h(x, y, rows) if isinstance(cached, CachedLaunches) else None
+        if h is None:
+            run = self._shrink_and_expand if called == "run_linear" else self._gather_and_expand
+            h = run(x, weights, plan, y, rows)
+        # the axis of planes tells it from the h of `run_lora_a`
+        return y, h if h.shape[0] == 1 else backward.sum_planes(h)
+
+    @override
+    def embedding_h(
+        self, token_ids: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan
+    ) -> torch.Tensor:
+        tokens = token_ids.shape[0]
+        h = self._planes(weights, 1, tokens).zero_()
+        if rows := self._rows(plan, tokens):
+            kernel = launch.gather_kernel_of(weights, plan, self._options, by_token=True)
+            launch.gather(token_ids, launch.stacks_of(weights), plan, h, rows, kernel)
+        return h[0]
+
+    @override
+    def run_lora_b_backward(
+        self,
+        grad: torch.Tensor,
+        h: torch.Tensor | None,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        *,
+        needs_h: bool = True,
+        narrow: bool = False,
+        lora_b: torch.Tensor | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> torch.Tensor | None:
+        dh, rows = None, self._rows(plan, grad.shape[0])
+        if needs_h:
+            dh = backward.run_dh(grad, weights, plan, rows, narrow, self._options)
+        if lora_b is not None:
+            assert h is not None
+            by_place = h.ndim == 4 and plan.has_places  # from `forward_with_h`
+            h = backward.readable(h[0] if h.ndim == 4 else h)
+            wanted = self._wanted(plan, grad.shape[0], slots)
+            backward.sum_outer_b(h, by_place, grad, weights, plan, wanted, lora_b, self._options)
+        return dh
+
+    @override
+    def run_lora_a_backward(
+        self,
+        dh: torch.Tensor,
+        x: torch.Tensor | None,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        *,
+        dx: torch.Tensor | None = None,
+        adds: bool = False,
+        lora_a: torch.Tensor | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        dh, rows = backward.readable(dh, weights.dtype), self._rows(plan, dh.shape[1])
+        if dx is not None:
+            backward.run_dx(dh, dx, weights, plan, rows, adds, self._options)
+        if lora_a is not None:
+            assert x is not None
+            wanted = self._wanted(plan, dh.shape[1], slots)
+            backward.sum_outer_a(dh, x, weights, plan, wanted, lora_a, self._options)
+
+    @override
+    def run_embedding_backward(
+        self,
+        dh: torch.Tensor,
+        token_ids: torch.Tensor,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        *,
+        lora_a: torch.Tensor,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        tokens = token_ids.shape[0]
+        wanted, of_tokens = (
+            self._wanted(plan, tokens, slots),
+            self.token_slots(plan, tokens, weights.num_slots),
+        )
+        backward.sum_ids(backward.readable(dh), token_ids, of_tokens, weights, wanted, lora_a)
+
+    @override
+    def sum_tokens(
+        self,
+        values: torch.Tensor,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        out: torch.Tensor,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        if values.stride(-1) != 1 and values.shape[-1] > 1:
+            values = values.contiguous()
+        backward.sum_rows(values, plan, self._wanted(plan, values.shape[0], slots), out)
+
+    def _wanted(self, plan: SgmvPlan, rows: int, slots: Sequence[int] | None) -> backward.Wanted:
+        """Return the slots whose gradients are wanted, and the runs to look through."""
+        capturing = self._is_cuda and self._note_capture(plan)
+        count = plan.num_slots if slots is None else len(slots)
+        listed = backward.slots_on(self.device, slots)
+        return backward.Wanted(listed, count, plan.runs(capturing, rows))
 
     @override
     def prepare_experts(

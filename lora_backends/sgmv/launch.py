@@ -311,8 +311,10 @@ def _expand_kernel(
     )
 
 
-def gather_kernel_of(weights: LoRAWeights, plan: SgmvPlan, options: Options) -> SpecializedKernel:
-    """Return the kernel that shrinks one-hot rows for a layer and a plan."""
+def gather_kernel_of(
+    weights: LoRAWeights, plan: SgmvPlan, options: Options, by_token: bool = False
+) -> SpecializedKernel:
+    """Return the kernel that shrinks one-hot rows for a layer and a plan, as `row_constants`."""
     kind = storage_kind(weights.dtype)
     return gather_kernel(
         options.engine,
@@ -320,7 +322,7 @@ def gather_kernel_of(weights: LoRAWeights, plan: SgmvPlan, options: Options) -> 
         weights.max_rank,
         weights.derived(_stacks).aligns[0],
         Storage(kind, weights.scale_block) if kind else PLAIN,
-        plan.row_constants(False),
+        plan.row_constants(by_token),
     )
 
 
@@ -375,7 +377,7 @@ def shrink_arguments(
     scales = a.base if weights.a_scales is None else weights.a_scales  # the base is not read
     scale_strides = (0, 0, 0) if weights.a_scales is None else scales.stride()[:3]
     stored = a.base if weights.is_plain else stored_bytes(a.base)
-    tensors = (x, stored, weights.ranks, a.table, scales, *_tables(plan), h)
+    tensors = (x, stored, weights.ranks, a.table, scales, *tables_of(plan), h)
     in_features, layout = weights.in_features, (h.shape[2], *h.stride()[1:3])
     numbers = (in_features, x.stride(0), *a.strides, *scale_strides, *layout)
     return Arguments(tensors, (), numbers)
@@ -444,7 +446,7 @@ def expand_arguments(
         b if of_tokens is None else of_tokens,
         located.table,
         b if weights.b_scales is None else weights.b_scales,
-        *_tables(plan),
+        *tables_of(plan),
     )
     numbers = (
         h.shape[2],
@@ -458,7 +460,7 @@ def expand_arguments(
     return Arguments(tensors, (tma,), numbers)
 
 
-def _tables(plan: SgmvPlan) -> tuple[Any, ...]:
+def tables_of(plan: SgmvPlan) -> tuple[Any, ...]:
     """Return the three tables that entry kernels take."""
     tables = plan.tables()
     return tables if len(tables) == 3 else (*tables, ABSENT)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,9 @@ class SgmvPlan(CachingPlan):
     yet to be compiled.
     """
 
+    has_places: ClassVar[bool] = False
+    """Whether h has a row for every place of the tables, unless a call is by token."""
+
     tile_tokens: int  # tokens per row of the grid; tile sizes follow from it
     active_slots: int  # slots with tokens; tile sizes follow from it
     packed: torch.Tensor  # [size] int32, on the device; the tables are views of it
@@ -69,6 +72,15 @@ class SgmvPlan(CachingPlan):
 
         They are those in use, or while capturing all that a refill of as many tokens can use.
         """
+        raise NotImplementedError
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens of a run, a power of two."""
+        raise NotImplementedError
+
+    def runs(self, capturing: bool, rows: int) -> int:
+        """Return the runs for x of `rows` rows, in use or at most, as `grid_rows`."""
         raise NotImplementedError
 
     def h_rows(self, rows: int) -> int:

@@ -40,6 +40,15 @@ class TritonPlan(SgmvPlan):
             return layout.max_runs(rows, self.num_slots, self.tile_tokens)
         return self.num_tiles
 
+    @property
+    @override
+    def run_tokens(self) -> int:
+        return self.tile_tokens
+
+    @override
+    def runs(self, capturing: bool, rows: int) -> int:
+        return self.grid_rows(capturing, rows)
+
     @override
     def h_rows(self, rows: int) -> int:
         return rows

@@ -104,8 +104,9 @@ BASES = [  # rows, columns, and whether there is a bias
 
 def compiled_by_a_process(target, cache):
     """Return the output of a process of its own: one that runs the interpreter cannot compile."""
-    imports = "from helpers import ahead_of_time, experts_ahead_of_time"
-    code = f"{imports}; ahead_of_time.main(); experts_ahead_of_time.main()"
+    names = ("ahead_of_time", "experts_ahead_of_time", "backward_ahead_of_time")
+    imports = f"from helpers import {', '.join(names)}"
+    code = "; ".join([imports, *(f"{name}.main()" for name in names)])
     tests = Path(__file__).parents[1]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "GLIBC_TUNABLES": KEEP_FREED_MEMORY}

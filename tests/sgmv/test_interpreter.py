@@ -35,6 +35,7 @@ def test_the_launch_tests_pass_in_the_interpreter():
     files = [here / f"test_{name}.py" for name in ("launch", "features", "base_product")]
     files += [here.parent / "interface" / "test_foreign_tensors.py"]
     files.append(here.parent / "hf" / "layers" / "test_beside.py")
+    files += [here / "backward" / f"test_{name}.py" for name in ("values", "isolation")]
     files += [here.parent / engine / "test_launch.py" for engine in ENGINES]
     given = [str(file) for file in files if file.exists()]
     printed = run_interpreted("-m", "pytest", "-q", "-k", SELECTED, *given)

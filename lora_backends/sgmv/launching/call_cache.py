@@ -101,6 +101,7 @@ class CachedLaunches:
     stream_of: Callable[[int], int]  # from a device's index to the address of its current stream
     scratch: Scratch  # for h
     h_values: int  # of h, all planes
+    h_shape: tuple[int, ...]  # planes, slices, rows, ranks
     tokens: int  # rows of x, which a model passes with more axes
     shrink: BoundKernel  # x and h change from call to call
     expand: BoundKernel  # h and y change from call to call
@@ -116,6 +117,7 @@ class CachedLaunches:
             stream_of(),
             scratch_of(h.device),
             math.prod(h.shape),
+            tuple(h.shape),
             shrink.arguments.tensors[0].shape[0],
             shrink.kernel.bind(shrink.arguments, len(shrink.arguments.tensors) - 1),
             expand.kernel.bind(expand.arguments._replace(descriptors=descriptors), 2),
@@ -139,3 +141,15 @@ class CachedLaunches:
             if not stream:
                 scratch.give_back(h)
         return True
+
+    def run_with_h(self, x: torch.Tensor, y: torch.Tensor, rows: int) -> torch.Tensor | None:
+        """Launch both kernels on `rows` rows of the grid; return h, or None as `run` does False."""
+        device = self.device
+        if self.several and not is_current(device):
+            return None
+        stream, hooks = self.stream_of(device.index), has_launch_hooks()
+        h = torch.empty(self.h_shape, dtype=torch.float32, device=device)
+        at_h = h.data_ptr()
+        self.shrink.launch(rows, stream, x.data_ptr(), at_h, hooks)
+        self.expand.launch(rows, stream, at_h, y.data_ptr(), hooks)
+        return h

@@ -16,13 +16,7 @@ from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.inputs import LoRAInputs, guarded
 from lora_backends.testing.oracles import Expected
-from lora_backends.testing.properties.core import (
-    ANY_LAYER,
-    BOUNDED,
-    differentiable,
-    either_prop,
-    prop,
-)
+from lora_backends.testing.properties.core import ANY_LAYER, BOUNDED, either_prop, prop
 from lora_backends.testing.properties.runs import assert_agree, columns, expected, linear
 from lora_backends.weights import LoRAWeights
 
@@ -221,84 +215,3 @@ def row_shards_recombine(backend: LoRABackend, case: LoRACase) -> None:
         assert_same_values(y, oracles.rounded_exactly(wanted, y.dtype), inputs)
     else:
         assert_close(y, replace(wanted, bound=2 * wanted.bound), inputs)
-
-
-@prop(
-    "Gradients are those of the formula.", values="integer", examples=6, requires=(differentiable,)
-)
-def gradients_are_those_of_the_formula(backend: LoRABackend, case: LoRACase) -> None:
-    """Of x, lora_a, lora_b and base_output, on integers: run_linear, two steps, run_embedding."""
-    dtype = torch.float32 if torch.float32 in backend.dtypes else backend.dtypes[0]
-    base = None if case.base is None else dtype
-    inputs = replace(case, dtype=dtype, base=base).build(backend.device)
-    plan = backend.prepare_batch(inputs.batch)
-    one_hot = torch.nn.functional.one_hot(inputs.token_ids, case.in_features).to(dtype)
-
-    def two_steps(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return backend.run_lora_b(backend.run_lora_a(x, *rest[:2]), *rest)
-
-    def embedding(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return backend.run_embedding(inputs.token_ids, *rest)
-
-    calls = {"run_linear": backend.run_linear, "two steps": two_steps, "run_embedding": embedding}
-    for name, call in calls.items():
-        x = one_hot if name == "run_embedding" else inputs.x
-        leaves = [_leaf(t) for t in (x, inputs.weights.lora_a, inputs.weights.lora_b)]
-        start = None if inputs.base is None else _leaf(inputs.base)
-        layer = replace(inputs.weights, lora_a=leaves[1], lora_b=leaves[2])
-        y = call(leaves[0], layer, plan, None if start is None else start + 0)
-        # integers, so that gradients in float32 are exact and can be compared by value
-        exact = [_leaf(t.detach().double()) for t in leaves]
-        zeros = torch.zeros(y.shape, dtype=torch.float64, device=y.device)
-        exact_start = _leaf(zeros if start is None else start.detach().double())
-        right = _formula(inputs, exact, exact_start)
-        generator = torch.Generator().manual_seed(case.seed)
-        upstream = torch.randint(-1, 2, y.shape, generator=generator, device="cpu")
-        for result in (y, right):
-            if result.requires_grad:
-                result.backward(upstream.to(result))  # type: ignore[no-untyped-call]
-        if start is not None:
-            _assert_gradient(f"{name}: base_output", start.grad, exact_start.grad)
-        names = ("x", "lora_a", "lora_b")
-        for leaf, leaf_tensor, wanted in zip(names, leaves, exact, strict=True):
-            # token ids have no gradient
-            if name != "run_embedding" or leaf != "x":
-                _assert_gradient(f"{name}: {leaf}", leaf_tensor.grad, wanted.grad)
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_()
-
-
-def _assert_gradient(what: str, gradient: torch.Tensor | None, wanted: torch.Tensor | None) -> None:
-    """Check a gradient against that of the formula; None means zeros."""
-    if wanted is None or not bool(wanted.any()):
-        right = gradient is None or not bool(gradient.any())
-    else:
-        right = gradient is not None and torch.equal(gradient.double(), wanted)
-    if not right:
-        raise AssertionError(f"{what} has another gradient than in the formula")
-
-
-def _formula(
-    inputs: LoRAInputs, leaves: Sequence[torch.Tensor], start: torch.Tensor
-) -> torch.Tensor:
-    """Return y in float64 from (x, lora_a, lora_b) and base_output, by torch's own operators."""
-    (x, a, b), weights, slots = leaves, inputs.weights, inputs.batch.token_slots
-    device, has = x.device, (slots != NO_ADAPTER)[:, None].to(x.device)
-    picked = slots.clamp(min=0).to(device)
-    within = oracles.rank_mask(weights, slots).to(device)  # [T, S, R]
-    h = torch.einsum(
-        "ti,tsri->tsr", torch.where(has, x, 0), torch.where(within[..., None], a[picked], 0)
-    )
-    factors = torch.where(weights.ranks > 0, weights.scalings, 0).double()[picked]
-    if inputs.batch.token_scales is not None:
-        factors = factors * inputs.batch.token_scales.to(device)[:, None]
-    deltas = []
-    for s in range(weights.num_slices):
-        b_rows = torch.where(within[:, s, None], b[picked][:, columns(weights, s)], 0)
-        deltas.append(factors[:, s, None] * torch.einsum("tr,tnr->tn", h[:, s], b_rows))
-    y = start + torch.cat(deltas, 1)
-    if weights.output_scales is not None:
-        y = torch.where(has, weights.output_scales[picked].double(), 1) * y
-    return y

@@ -229,8 +229,7 @@ def test_autocast_within_a_pass_gives_what_it_gives_without_repeats(make, repeat
             RUNNING.repeats = step.repeats()  # as in a pass
             with torch.autocast("cpu", torch.bfloat16):
                 for module in (attention(model).o_proj, attention(model).q_proj):
-                    with pytest.raises(LoRABackendError):  # float32 stacks, bfloat16 outputs
-                        module(x.bfloat16())
+                    assert module(x.bfloat16()).dtype == torch.bfloat16
                     assert RUNNING.kept is None
             found.append(attention(model).o_proj(x))
     assert True in repeated and torch.equal(*found)

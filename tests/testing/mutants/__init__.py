@@ -10,6 +10,7 @@ from mutants import (
     experts,
     experts_gradients,
     features,
+    gradients,
     outputs,
     state,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "experts",
     "experts_gradients",
     "features",
+    "gradients",
     "outputs",
     "state",
 ]

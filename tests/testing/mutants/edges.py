@@ -243,17 +243,6 @@ class GradientsLeftOff(TwoSteps):
             torch.set_grad_enabled(before and len(x) == 0)
 
 
-@caught_by("gradients_are_those_of_the_formula")
-class GradientOfBLost(TorchRefBackend):
-    """run_linear claims gradients, and passes none to lora_b."""
-
-    features = frozenset()
-
-    def run_linear(self, x, weights, plan, base_output=None):
-        constant = replace(weights, lora_b=weights.lora_b.detach())
-        return super().run_linear(x, constant, plan, base_output)
-
-
 @caught_by("a_plan_with_room_takes_batches_of_any_size")
 class RowsBehindTheBatchLeftOut(Featured):
     """Without base_output, y has a row for each token of the batch, not for each row of x."""

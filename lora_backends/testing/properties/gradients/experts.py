@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -28,9 +28,7 @@ from lora_backends.testing.properties.core import (
     prop,
 )
 from lora_backends.testing.properties.experts import routing_of, tokens_of
-
-Gradients: TypeAlias = Mapping[str, torch.Tensor]
-"""By the name of a tensor: x, lora_a, lora_b, topk_weights, base_output."""
+from lora_backends.testing.properties.gradients.runs import Gradients, laid_out
 
 MOST_IN_A_ROW = 5
 """Elements of a row of an integer dL/dy that are not 0. So |u| times the router's weight stays
@@ -118,12 +116,7 @@ def upstream(case: ExpertCase, inputs: ExpertInputs) -> torch.Tensor:
     values = values.to(
         inputs.x.device, inputs.x.dtype if inputs.base is None else inputs.base.dtype
     )
-    if case.seed % 3 == 0:
-        return values
-    if case.seed % 3 == 1:
-        return values.mT.contiguous().mT
-    wide = values.new_full((*shape[:-1], shape[-1] + 3), torch.nan)
-    return wide[..., 1:-2].copy_(values)
+    return laid_out(values, case.seed)
 
 
 def assert_right(

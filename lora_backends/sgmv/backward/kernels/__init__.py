@@ -1,0 +1,1 @@
+"""Device code of the backward of dense layers."""

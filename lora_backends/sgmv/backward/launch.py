@@ -1,0 +1,568 @@
+"""The launches of the backward: kernels of a layer and a plan, and their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from lora_backends.common.devices import is_capturing
+from lora_backends.eight_bit import b_row_groups
+from lora_backends.sgmv.backward import rules
+from lora_backends.sgmv.backward.kernels import outer, rows, sums
+from lora_backends.sgmv.backward.kernels.operands import (
+    DhSizes,
+    DxSizes,
+    EmbeddingSizes,
+    OuterSizes,
+    PieceSizes,
+    PlaneSizes,
+    SumSizes,
+)
+from lora_backends.sgmv.launch import Options, Stacks, stacks_of, tables_of
+from lora_backends.sgmv.launching.kernel import (
+    INTERPRETED,
+    Arguments,
+    SpecializedKernel,
+    current_stream,
+    specialized,
+)
+from lora_backends.sgmv.layout import SgmvPlan
+from lora_backends.sgmv.storage import PLAIN, WIDE, Storage, storage_kind, stored_bytes
+from lora_backends.sgmv.tiles.sizes import LayerShape, padded_rank
+from lora_backends.weights import LoRAWeights
+
+PLANE_BLOCK = 1024
+"""Values that a program sums over planes or pieces."""
+
+
+class Wanted(NamedTuple):
+    """The slots whose gradients are wanted, and the runs of the plan in which to look for them."""
+
+    slots: torch.Tensor | None  # [number] int32 on the device; None: all
+    number: int
+    runs: int
+
+    def pieces(
+        self, plan: SgmvPlan, rows: int, piece_tokens: int, by_place: bool = False
+    ) -> PieceSizes:
+        """Return how a kernel finds its piece of the slots' tokens, of which x has `rows`.
+
+        It does not follow from the runs in use: a graph keeps the kernel.
+        """
+        size = plan.run_tokens
+        runs = max(1, piece_tokens // size) if rows > piece_tokens else 0
+        return PieceSizes(size, runs, self.slots is None, by_place)
+
+    def windows(self, pieces: PieceSizes) -> int:
+        """Return the windows that all runs are divided into; 0: no slot has several pieces."""
+        return -(-self.runs // pieces.RUNS) if pieces.RUNS else 0
+
+
+def run_dh(
+    grad: torch.Tensor,
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    programs: int,
+    narrow: bool,
+    options: Options,
+) -> torch.Tensor:
+    """Return dh [num_slices, rows, max_rank], zero beyond ranks and without adapter.
+
+    It is float32, or with `narrow` in the dtype of 16-bit stacks, to which products round it
+    anyway: dx and dlora_a of several slices read dh more often than x.
+    """
+    tokens, stacks = grad.shape[0], stacks_of(weights)
+    shape = (weights.num_slices, tokens, weights.max_rank)
+    if not programs:
+        return grad.new_zeros(shape, dtype=torch.float32)
+    kernel = _dh_kernel(
+        _layer_of(weights),
+        weights.output_slices,
+        stacks.aligns[1],
+        _storage(weights, grad.dtype, options),
+        grad.dtype,
+        weights.dtype,
+        plan.token_scales is not None,
+        rules.INVARIANT_ROWS if options.batch_invariant else plan.grid_rows(True, tokens),
+        plan.tile_tokens,
+        plan.row_constants(True),
+        options,
+    )
+    parts = kernel.sizes.PARTS
+    if parts == 1:
+        dtype = weights.dtype if narrow and weights.dtype.itemsize == 2 else torch.float32
+        planes = grad.new_zeros((1, *shape), dtype=dtype)
+    else:
+        planes = grad.new_empty((parts, *shape), dtype=torch.float32)
+    kernel.launch(programs, _dh_arguments(grad, stacks, plan, planes))
+    return planes[0] if parts == 1 else sum_planes(planes, plan)[0]
+
+
+def _dh_arguments(
+    grad: torch.Tensor, stacks: Stacks, plan: SgmvPlan, planes: torch.Tensor
+) -> Arguments:
+    assert stacks.b is not None
+    b = stacks.b
+    scales = b.base if stacks.b_scales is None else stacks.b_scales  # the base is not read
+    of_tokens = plan.token_scales
+    tensors = (
+        grad,
+        b.base if stacks.is_plain else stored_bytes(b.base),
+        stacks.ranks,
+        stacks.scalings,
+        stacks.scalings if of_tokens is None else of_tokens,
+        b.table,
+        scales,
+        *tables_of(plan),
+        planes,
+    )
+    scale_strides = (0, 0) if stacks.b_scales is None else scales.stride()[:2]
+    return Arguments(tensors, (), (grad.shape[0], grad.stride(0), *b.strides, *scale_strides))
+
+
+@lru_cache(maxsize=4096)
+def _dh_kernel(
+    layer: LayerShape,
+    output_slices: tuple[int, ...],
+    slice_align: int,
+    storage: Storage,
+    grad_dtype: torch.dtype,
+    dtype: torch.dtype,
+    token_scales: bool,
+    programs: int,
+    tile: int,
+    row: tuple[Any, ...],
+    options: Options,
+) -> SpecializedKernel:
+    casts = not storage.kind and grad_dtype != dtype
+    widens = storage.kind > 0 and storage.block[0] is not None  # to float32
+    shape = replace(layer, item_bytes=_product_bytes(layer, storage, widens))
+    tiles = rules.dh_tiles(
+        shape, tile, programs, max(output_slices), grad_dtype.itemsize, casts or widens, options.gpu
+    )
+    sizes = DhSizes(
+        STARTS=tuple(accumulate(output_slices, initial=0)),
+        FIRST_GROUPS=tuple(accumulate(b_row_groups(output_slices, storage.block), initial=0)),
+        NUM_SLICES=layer.num_slices,
+        MAX_RANK=layer.max_rank,
+        SLICE_ALIGN=slice_align,
+        STORAGE=storage.kind,
+        GROUP_C=storage.block[0] or 0,
+        GROUP_R=storage.block[1] or 0,
+        WIDE=WIDE[storage.wide] or tl.float32,
+        BLOCK_C=tiles.block_c,
+        BLOCK_R=tiles.block_r,
+        RANK_BLOCKS=-(-layer.max_rank // tiles.block_r),
+        PARTS=tiles.parts,
+        EVEN_C=_even(output_slices, tiles.block_c),
+        EVEN_R=_even((layer.max_rank,), 16 if storage.kind else 8),
+        HAS_TOKEN_SCALES=token_scales,
+        PRECISION=options.precision,
+        INTERPRETED=INTERPRETED,
+    )
+    return specialized(
+        rows.dh_kernel,
+        layer.num_slices * sizes.RANK_BLOCKS * sizes.PARTS,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        FIND=options.engine.entry_kernels.find_rows,
+        ROW=row,
+        SIZES=sizes,
+    )
+
+
+def run_dx(
+    dh: torch.Tensor,
+    dx: torch.Tensor,
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    programs: int,
+    adds: bool,
+    options: Options,
+) -> None:
+    """Add to dx, or overwrite it, rows without adapter with zeros."""
+    tokens, stacks = dx.shape[0], stacks_of(weights)
+    clearing = 0 if adds else -(-tokens // rules.CLEARED_TOKENS)
+    if not programs + clearing or not dx.numel():
+        return
+    assert stacks.a is not None
+    kernel = _dx_kernel(
+        _layer_of(weights),
+        stacks.aligns[0],
+        _storage(weights, dx.dtype, options),
+        adds,
+        plan.row_constants(True),
+        options,
+    )
+    a = stacks.a
+    scales = a.base if stacks.a_scales is None else stacks.a_scales  # the base is not read
+    tensors = (
+        dh,
+        a.base if stacks.is_plain else stored_bytes(a.base),
+        dx,
+        stacks.ranks,
+        plan.token_slots(),
+        a.table,
+        scales,
+        *tables_of(plan),
+    )
+    numbers = (
+        tokens,
+        programs,
+        stacks.in_features,
+        *a.strides,
+        *((0, 0, 0) if stacks.a_scales is None else scales.stride()[:3]),
+        *dh.stride()[:2],
+        dx.stride(0),
+    )
+    kernel.launch(programs + clearing, Arguments(tensors, (), numbers))
+
+
+@lru_cache(maxsize=4096)
+def _dx_kernel(
+    layer: LayerShape,
+    slice_align: int,
+    storage: Storage,
+    adds: bool,
+    row: tuple[Any, ...],
+    options: Options,
+) -> SpecializedKernel:
+    widens = storage.kind > 0 and storage.block[1] is not None  # to float32
+    item_bytes = _product_bytes(layer, storage, widens)
+    tiles = rules.dx_tiles(replace(layer, item_bytes=item_bytes))
+    sizes = DxSizes(
+        NUM_SLICES=layer.num_slices,
+        SLICE_ALIGN=slice_align,
+        STORAGE=storage.kind,
+        GROUP_R=storage.block[0] or 0,
+        GROUP_K=storage.block[1] or 0,
+        WIDE=WIDE[storage.wide] or tl.float32,
+        RANK_PAD=padded_rank(layer.max_rank),
+        BLOCK_R=tiles.block_r,
+        BLOCK_C=tiles.block_c,
+        BLOCKS=tiles.blocks,
+        BLOCK_T=rules.CLEARED_TOKENS,
+        EVEN_C=_even((layer.in_features,), tiles.block_c),
+        EVEN_H=_even((layer.max_rank,), 8),
+        ADDS=adds,
+        PRECISION=options.precision,
+        INTERPRETED=INTERPRETED,
+    )
+    return specialized(
+        rows.dx_kernel,
+        -(-layer.in_features // (tiles.block_c * tiles.blocks)),
+        num_warps=tiles.num_warps,
+        FIND=options.engine.entry_kernels.find_rows,
+        ROW=row,
+        SIZES=sizes,
+    )
+
+
+def sum_outer_a(
+    dh: torch.Tensor,
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    wanted: Wanted,
+    out: torch.Tensor,
+    options: Options,
+) -> None:
+    """Write dlora_a [wanted slots, num_slices, max_rank, in_features]."""
+    kernel = _outer_kernel(
+        _layer_of(weights), (weights.in_features,), False, x.dtype, weights.dtype, False, options
+    )
+    _launch_outer(kernel, dh, False, x, weights, plan, wanted, out)
+
+
+def sum_outer_b(
+    h: torch.Tensor,
+    by_place: bool,
+    grad: torch.Tensor,
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    wanted: Wanted,
+    out: torch.Tensor,
+    options: Options,
+) -> None:
+    """Write dlora_b [wanted slots, out_features, max_rank]."""
+    scales, slices = plan.token_scales is not None, weights.output_slices
+    kernel = _outer_kernel(
+        _layer_of(weights), slices, True, grad.dtype, weights.dtype, scales, options
+    )
+    _launch_outer(kernel, h, by_place, grad, weights, plan, wanted, out)
+
+
+class Outer(NamedTuple):
+    """A sum of outer products, but for how the plan lists its tokens."""
+
+    sizes: OuterSizes
+    tiles: rules.OuterTiles
+    programs: int
+
+    def kernel(self, pieces: PieceSizes) -> SpecializedKernel:
+        """Return the kernel that sums pieces."""
+        return specialized(
+            outer.outer_kernel,
+            self.programs,
+            num_warps=self.tiles.num_warps,
+            num_stages=self.tiles.num_stages,
+            PIECES=pieces,
+            SIZES=self.sizes,
+        )
+
+
+@lru_cache(maxsize=4096)
+def _outer_kernel(
+    layer: LayerShape,
+    widths: tuple[int, ...],
+    of_b: bool,
+    right: torch.dtype,
+    dtype: torch.dtype,
+    token_scales: bool,
+    options: Options,
+) -> Outer:
+    rank_pad = padded_rank(layer.max_rank)
+    stacked = rank_pad if of_b else layer.stacked
+    tiles = rules.outer_tiles(
+        layer, stacked, sum(widths), right.itemsize, right != dtype, options.gpu
+    )
+    *firsts, programs = accumulate((-(-width // tiles.block_c) for width in widths), initial=0)
+    n_blocks = -(-stacked // tiles.block_n)
+    sizes = OuterSizes(
+        STARTS=tuple(accumulate(widths, initial=0)),
+        FIRST_PROGRAMS=tuple(firsts),
+        NUM_SLICES=layer.num_slices,
+        MAX_RANK=layer.max_rank,
+        RANK_PAD=rank_pad,
+        BLOCK_T=tiles.block_t,
+        BLOCK_N=tiles.block_n,
+        BLOCK_C=tiles.block_c,
+        N_BLOCKS=n_blocks,
+        H_LEFT=tiles.h_left,
+        BY_COLUMN=of_b,
+        SCALED=of_b,
+        HAS_TOKEN_SCALES=token_scales,
+        EVEN_C=_even(widths, tiles.block_c),
+        EVEN_H=_even((layer.max_rank,), 8),
+        WIDE=WIDE[dtype],
+        PRECISION=options.precision,
+        INTERPRETED=INTERPRETED,
+    )
+    return Outer(sizes, tiles, programs * n_blocks)
+
+
+def _launch_outer(
+    found: Outer,
+    h: torch.Tensor,
+    by_place: bool,
+    right: torch.Tensor,
+    weights: LoRAWeights,
+    plan: SgmvPlan,
+    wanted: Wanted,
+    out: torch.Tensor,
+) -> None:
+    if not out.numel():
+        return
+    stacks = stacks_of(weights)
+    pieces = wanted.pieces(plan, right.shape[0], found.tiles.piece, by_place)
+    kernel = found.kernel(pieces)
+    target = (
+        out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    )
+    parts = _parts(target, wanted, pieces)
+    slots = plan.slot_table if wanted.slots is None else wanted.slots
+    scales = plan.token_scales
+    tensors = (
+        h,
+        right,
+        stacks.ranks,
+        stacks.scalings,
+        stacks.scalings if scales is None else scales,
+        slots,
+        plan.slot_table,
+        plan.token_table,
+        target,
+        parts,
+    )
+    numbers = (wanted.number, wanted.runs, *h.stride()[:2], right.stride(0))
+    kernel.launch(wanted.number + wanted.windows(pieces), Arguments(tensors, (), numbers))
+    _add_pieces(parts, plan, wanted, pieces, target)
+    if target is not out:
+        out.copy_(target)
+
+
+def sum_rows(values: torch.Tensor, plan: SgmvPlan, wanted: Wanted, out: torch.Tensor) -> None:
+    """Write the sums of each wanted slot's rows, [wanted slots, n]."""
+    if not out.numel():
+        return
+    columns = values.shape[1]
+    piece_tokens = rules.piece_tokens(1, -(-columns // rules.SUM_COLUMNS))
+    pieces = wanted.pieces(plan, values.shape[0], piece_tokens)
+    kernel = _sum_kernel(columns, pieces)
+    target = (
+        out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    )
+    parts = _parts(target, wanted, pieces)
+    slots = plan.slot_table if wanted.slots is None else wanted.slots
+    tensors = (values, slots, plan.slot_table, plan.token_table, target, parts)
+    numbers = (wanted.number, wanted.runs, values.stride(0))
+    kernel.launch(wanted.number + wanted.windows(pieces), Arguments(tensors, (), numbers))
+    _add_pieces(parts, plan, wanted, pieces, target)
+    if target is not out:
+        out.copy_(target)
+
+
+def _sum_kernel(columns: int, pieces: PieceSizes) -> SpecializedKernel:
+    sizes = SumSizes(columns, BLOCK_T=32, BLOCK_C=rules.SUM_COLUMNS, INTERPRETED=INTERPRETED)
+    programs = -(-columns // sizes.BLOCK_C)
+    return specialized(sums.sum_kernel, programs, num_stages=3, PIECES=pieces, SIZES=sizes)
+
+
+def _pieces_kernel(values: int, pieces: PieceSizes) -> SpecializedKernel:
+    sizes = PlaneSizes(PLANE_BLOCK, INTERPRETED)
+    programs = -(-values // PLANE_BLOCK)
+    return specialized(sums.add_pieces_kernel, programs, PIECES=pieces, SIZES=sizes)
+
+
+def _parts(out: torch.Tensor, wanted: Wanted, pieces: PieceSizes) -> torch.Tensor:
+    """Return memory for partial sums, two for each window; without pieces none."""
+    shape = (2 * wanted.windows(pieces), *out.shape[1:])
+    return torch.empty(shape, dtype=torch.float32, device=out.device)
+
+
+def _add_pieces(
+    parts: torch.Tensor, plan: SgmvPlan, wanted: Wanted, pieces: PieceSizes, out: torch.Tensor
+) -> None:
+    if not pieces.RUNS:
+        return
+    values = out[0].numel()
+    kernel = _pieces_kernel(values, pieces._replace(BY_PLACE=False))
+    slots = plan.slot_table if wanted.slots is None else wanted.slots
+    tensors = (parts, slots, plan.slot_table, out)
+    kernel.launch(wanted.number, Arguments(tensors, (), (wanted.number, wanted.runs, values)))
+
+
+def sum_planes(planes: torch.Tensor, plan: SgmvPlan | None = None) -> torch.Tensor:
+    """Return the sum of planes [planes, num_slices, rows, max_rank] as one plane, in order.
+
+    With a plan, rows are tokens, and those without an adapter become zero.
+    """
+    out = torch.empty_like(planes[:1])
+    values = out.numel()
+    if values:
+        kernel = _planes_kernel(planes.shape[0], planes.shape[3], plan is not None)
+        slots = planes if plan is None else plan.token_slots()
+        arguments = Arguments((planes, slots, out), (), (values, planes.shape[2]))
+        kernel.launch(-(-values // PLANE_BLOCK), arguments)
+    return out
+
+
+def _planes_kernel(planes: int, max_rank: int, clears: bool) -> SpecializedKernel:
+    sizes = PlaneSizes(PLANE_BLOCK, INTERPRETED, planes, max_rank, clears)
+    return specialized(sums.add_planes_kernel, 1, SIZES=sizes)
+
+
+def _ids_kernel(num_slices: int, max_rank: int, is_all: bool) -> SpecializedKernel:
+    rank_pad = padded_rank(max_rank)
+    block_r = min(64, rank_pad)
+    sizes = EmbeddingSizes(max_rank, block_r, rank_pad // block_r, 32, INTERPRETED)
+    pieces = PieceSizes(0, 0, is_all, False)
+    programs = num_slices * sizes.N_BLOCKS
+    return specialized(sums.add_columns_kernel, programs, PIECES=pieces, SIZES=sizes)
+
+
+def sum_ids(
+    dh: torch.Tensor,
+    token_ids: torch.Tensor,
+    slots_of_tokens: torch.Tensor,
+    weights: LoRAWeights,
+    wanted: Wanted,
+    out: torch.Tensor,
+) -> None:
+    """Write dlora_a of an embedding, [wanted slots, num_slices, max_rank, vocabulary]."""
+    out.zero_()
+    tokens, vocabulary = token_ids.shape[0], weights.in_features
+    if not tokens or not out.numel():
+        return
+    target = (
+        out if out.is_contiguous() else torch.zeros_like(out, memory_format=torch.contiguous_format)
+    )
+    keys = torch.where(slots_of_tokens < 0, -1, slots_of_tokens * vocabulary + token_ids)
+    keys, order = torch.sort(keys, stable=True)  # equal ids of a slot keep the order of tokens
+    kernel = _ids_kernel(weights.num_slices, weights.max_rank, wanted.slots is None)
+    ranks = stacks_of(weights).ranks
+    tensors = (dh, keys, order, ranks if wanted.slots is None else wanted.slots, ranks, target)
+    numbers = (tokens, wanted.number, weights.num_slices, vocabulary, *dh.stride()[:2])
+    kernel.launch(tokens, Arguments(tensors, (), numbers))
+    if target is not out:
+        out.copy_(target)
+
+
+def slots_on(device: torch.device, slots: Sequence[int] | None) -> torch.Tensor | None:
+    """Return wanted slots on the device, without waiting for it.
+
+    A list is kept for later calls on the default stream. Another stream may belong to a graph, from
+    whose memory torch allocates there, and does not wait for the copy.
+    """
+    if slots is None:
+        return None
+    slots = tuple(slots)
+    if device.type != "cuda" or current_stream(device.index) == 0:
+        return _kept_slots(device, slots)
+    if is_capturing(device):  # a replay must not read memory of the host
+        sent = torch.empty(len(slots), dtype=torch.int32, device=device)
+        for at, slot in enumerate(slots):
+            sent[at].fill_(slot)
+        return sent
+    return _sent(device, slots)
+
+
+@lru_cache(maxsize=4096)
+def _kept_slots(device: torch.device, slots: tuple[int, ...]) -> torch.Tensor:
+    return _sent(device, slots)
+
+
+def _sent(device: torch.device, slots: tuple[int, ...]) -> torch.Tensor:
+    pinned = device.type == "cuda"
+    staged = torch.tensor(slots, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    return staged.to(device, non_blocking=True)
+
+
+def readable(values: torch.Tensor, narrow: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return h or dh as kernels read it: float32 or `narrow`, the last axis contiguous."""
+    values = values if values.dtype == narrow else values.float()
+    return values if values.stride(-1) == 1 or values.shape[-1] == 1 else values.contiguous()
+
+
+def _layer_of(weights: LoRAWeights) -> LayerShape:
+    return LayerShape(
+        weights.num_slices,
+        weights.max_rank,
+        weights.in_features,
+        weights.out_features,
+        weights.dtype.itemsize,
+    )
+
+
+def _product_bytes(layer: LayerShape, storage: Storage, widens: bool) -> int:
+    """Return the bytes of a value of A or B as it is multiplied."""
+    if not storage.kind:
+        return layer.item_bytes
+    assert storage.wide is not None
+    return torch.float32.itemsize if widens else storage.wide.itemsize
+
+
+def _storage(weights: LoRAWeights, wide: torch.dtype, options: Options) -> Storage:
+    kind = storage_kind(weights.dtype, options.programmatic)
+    return Storage(kind, weights.scale_block, wide) if kind else PLAIN
+
+
+def _even(widths: tuple[int, ...], block: int) -> int:
+    """Return the block, 16 or 8 if it divides all widths, else 0."""
+    return next((size for size in (block, 16, 8) if all(w % size == 0 for w in widths)), 0)

@@ -1,0 +1,152 @@
+"""Tile sizes of the backward's kernels.
+
+Those of sums over a slot's tokens follow from the layer alone, so that a gradient has the same bits
+in any batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lora_backends.sgmv.tiles.gpu import Gpu
+from lora_backends.sgmv.tiles.sizes import MIN_DOT, LayerShape, padded_rank, power_of_two
+
+INVARIANT_ROWS = 32
+"""A batch-invariant backend cuts the columns of grad as for this many tiles, always."""
+
+MOST_PARTS = 8
+"""The most planes of dh."""
+
+CLEARED_TOKENS = 64
+"""Tokens whose rows of dx a program clears if they have no adapter."""
+
+SUM_COLUMNS = 128
+"""Columns of a program that sums rows."""
+
+
+@dataclass(frozen=True)
+class DhTiles:
+    """Sizes of dh = grad @ B."""
+
+    block_r: int  # ranks per program; a power of two >= 16
+    block_c: int  # columns of grad per loop step; a power of two >= 16
+    parts: int  # of the columns; each part writes its own plane of dh
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class DxTiles:
+    """Sizes of dx = dh @ A."""
+
+    block_c: int  # columns of dx per step; a power of two >= 16
+    block_r: int  # ranks per product; a power of two >= 16
+    num_warps: int = 4
+    blocks: int = 1  # steps of a program
+
+
+@dataclass(frozen=True)
+class OuterTiles:
+    """Sizes of a sum of outer products."""
+
+    block_t: int  # tokens per loop step; a power of two >= 16
+    block_n: int  # rows of h per program, all slices stacked; a power of two >= 16
+    block_c: int  # columns per program; a power of two >= 16
+    h_left: bool  # whether h is the left operand
+    piece: int  # tokens of a piece; a power of two
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+def dh_tiles(
+    layer: LayerShape, tile: int, rows: int, width: int, grad_bytes: int, casts: bool, gpu: Gpu
+) -> DhTiles:
+    """Return the sizes of dh.
+
+    Args:
+        layer: its sizes.
+        tile: rows of grad per program.
+        rows: of the grid.
+        width: of the widest slice.
+        grad_bytes: of a value of grad.
+        casts: whether values of grad change their dtype before the product.
+        gpu: figures of the device.
+    """
+    block_r = min(256, padded_rank(layer.max_rank))
+    # one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose left operand is in registers
+    block_c, stages = 128, 1 if casts else 3
+    least = 2 if stages > 1 else 1
+
+    def taken() -> int:
+        return stages * block_c * (tile * grad_bytes + block_r * layer.item_bytes)
+
+    while taken() > min(gpu.shared_bytes, 144 << 10) and (stages > least or block_c > 32):
+        if stages > least:
+            stages -= 1
+        else:
+            block_c //= 2
+    programs = rows * layer.num_slices * -(-padded_rank(layer.max_rank) // block_r)
+    wanted = gpu.multiprocessors // programs
+    steps = -(-width // block_c)
+    parts = max(1, min(MOST_PARTS, wanted, steps // 4))
+    warps = 8 if tile * block_r > 4096 else 4
+    return DhTiles(block_r, block_c, parts, warps, stages)
+
+
+def dx_tiles(layer: LayerShape) -> DxTiles:
+    """Return the sizes of dx."""
+    wide, rank_pad = layer.item_bytes > 2, padded_rank(layer.max_rank)
+    # several slices read more of dh and A than of dx: programs of four steps read dh once
+    blocks = 4 if layer.num_slices > 1 else 1
+    warps = 8 if layer.num_slices == 1 and rank_pad == MIN_DOT else 4
+    return DxTiles(64 if wide else 128, min(32 if wide else 64, rank_pad), warps, blocks)
+
+
+def outer_tiles(
+    layer: LayerShape, stacked: int, columns: int, right_bytes: int, casts: bool, gpu: Gpu
+) -> OuterTiles:
+    """Return the sizes of dlora_a or dlora_b.
+
+    Args:
+        layer: its sizes.
+        stacked: rows of h, all slices that a program sums stacked.
+        columns: of the right side.
+        right_bytes: of a value of the right side.
+        casts: whether values of the right side change their dtype before the product.
+        gpu: figures of the device.
+    """
+    wide = layer.item_bytes > 2
+    # wider blocks leave one program a multiprocessor, which waits for its loads
+    block_n = max(MIN_DOT, min(64, power_of_two(stacked)))
+    block_c = 64 if wide else 128
+    h_left = block_n < 64 and (casts or wide)
+    # one stage: as in `dh_tiles`, where the right side is the left operand
+    in_registers = not h_left and (casts or wide)
+    block_t, stages = 128, 1 if in_registers else 3
+    while block_t * stages * (4 * block_n + right_bytes * block_c) > min(
+        gpu.shared_bytes, 200 << 10
+    ):
+        if block_t > 16:
+            block_t //= 2
+        else:
+            stages -= 1
+    return OuterTiles(
+        block_t,
+        block_n,
+        block_c,
+        h_left,
+        piece_tokens(stacked, -(-columns // block_c)),
+        num_stages=stages,
+    )
+
+
+def piece_tokens(values: int, programs: int) -> int:
+    """Return how many tokens of a slot a program sums.
+
+    Fewer would let one long slot fill more of a GPU. But each piece but a lone one writes and reads
+    float32 sums of `values` rows, which should cost little beside its tokens.
+
+    >>> piece_tokens(16, 32), piece_tokens(192, 32), piece_tokens(16, 112)
+    (2048, 8192, 8192)
+    """
+    return max(2048, power_of_two(32 * values), min(8192, power_of_two(64 * programs)))
