@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.small_experts import FACTORS, IDS, small_experts
 from helpers.small_layers import small_batch
+from torch.utils.checkpoint import checkpoint
 
 from lora_backends import (
     InvalidInputError,
@@ -223,6 +224,55 @@ def test_weights_changed_before_the_backward_are_noticed(backend):
         weights.lora_a.add_(1)
     with pytest.raises((RuntimeError, InvalidInputError), match="lora_a|inplace operation"):
         y.sum().backward()
+
+
+def test_autocast_casts_x_and_changes_nothing_else(backend):
+    weights, x = small_experts(), leaf(torch.randn(7, 5).bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        y = backend.run_experts(x, weights, routed(backend), weighted=True)
+        y.sum().backward()
+    wide = leaf(x.detach().float())
+    right = backend.run_experts(wide, weights, routed(backend), weighted=True)
+    right.sum().backward()
+    assert y.dtype == torch.float32 and torch.equal(y, right)
+    assert torch.equal(x.grad, wide.grad.bfloat16())
+
+
+def test_a_second_derivative_is_refused(backend):
+    x = leaf(torch.randn(7, 5))
+    y = backend.run_experts(x, small_experts(), routed(backend))
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedInputError, match="run_experts has no second derivatives"):
+        dx.sum().backward()
+
+
+def test_many_gradients_at_once_are_refused(backend):
+    x = leaf(torch.randn(7, 5))
+    y = backend.run_experts(x, small_experts(), routed(backend))
+    with pytest.raises(UnsupportedInputError, match="inside a transform of torch"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
+
+
+def test_base_output_may_be_a_view_of_a_wider_tensor(backend):
+    wide = leaf(torch.randn(7, 2, 8))
+    copied = wide * 1.0
+    backend.run_experts(torch.randn(7, 5), small_experts(), routed(backend), copied[..., 1:7])
+    grad = torch.randn(7, 2, 8)
+    copied.backward(grad)
+    assert torch.equal(wide.grad, grad)
+
+
+def test_checkpoints_recompute_the_call(backend):
+    weights, x, factors = trainable(), leaf(torch.randn(7, 5)), leaf(FACTORS)
+
+    def layer(x, factors):
+        routing = routed(backend, factors * 1.0)
+        return backend.run_experts(x, weights, routing, weighted=True)
+
+    leaves, found = (x, factors, weights.lora_a, weights.lora_b), []
+    for run in (layer, lambda *args: checkpoint(layer, *args, use_reentrant=False)):
+        found.append(torch.autograd.grad(run(x, factors).square().sum(), leaves))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_a_routing_without_tokens_or_pairs_gives_zeros(backend):
