@@ -10,7 +10,7 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.common.devices import as_device, device_reasons
-from lora_backends.defaults import gradients
+from lora_backends.defaults import expert_gradients, gradients
 from lora_backends.defaults.embedding import columns_of_tokens
 from lora_backends.defaults.experts import add_experts, token_slots
 from lora_backends.dispatch.output import new_output
@@ -475,6 +475,59 @@ class LoRABackend(Dispatched, ABC):
         """Return h of ``x = one_hot(token_ids)``, [num_slices, rows, max_rank] float32."""
         segments = self.slot_rows(plan, token_ids.shape[0], weights.num_slots)
         return gradients.one_hot_h(token_ids, weights, segments)
+
+    def routed_pairs(self, routing: Any, num_slots: int) -> expert_gradients.Groups:
+        """Return each slot and expert that has pairs, ascending, and its pairs [n] int64.
+
+        Pair (t, j) is t * k + j; pairs ascend, and dead ones are left out. The default of
+        `run_experts_backward` loops over it. It waits for the device.
+        """
+        slots = self.token_slots(routing.plan, routing.num_tokens, num_slots)
+        return expert_gradients.groups_of(slots, routing.topk_ids, routing.num_experts)
+
+    def run_experts_backward(
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor | None,
+        weights: ExpertWeights,
+        routing: Any,
+        out: expert_gradients.ExpertGradients,
+        *,
+        rows: str = "tokens",
+        weighted: bool = False,
+        reduce: bool = False,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        """Write the gradients of `run_experts` that are wanted: its backward.
+
+        With gy = dL/dy[t, j] (dL/dy[t] with `reduce`), f = topk_weights[t, j] if `weighted` else 1,
+        c = scalings[l, e, a] * token_scales[t], and sums over the slices s of a:
+
+            u                    = sum of c * gy[o of s] @ lora_b[l, e, o of s, :r]
+            dx_row               = sum over a of f * u @ lora_a[l, e, a, :r]
+            dlora_a[l, e, a, :r] = sum over the pairs of (l, e) of (f * u).T x_row
+            dlora_b[l, e, o, :r] = sum over the pairs of (l, e) of f * c * gy[o] * h
+            dtopk_weights[t, j]  = sum over a of u . h
+
+        With rows="tokens" a row of dx is the sum over the pairs of its token. Where an expert axis
+        is 1, a gradient is the sum over all experts. All are zero beyond a rank, for dead pairs,
+        and where no pair of the batch takes part.
+
+        Args:
+            grad: of the result, any strides, the last axis contiguous.
+            x: as in `run_experts`; may be None where only `out.x` is wanted.
+            weights: the experts.
+            routing: from `prepare_experts`.
+            out: the gradients, overwritten. dtypes of the stacks' may be wider than the stacks'.
+            rows: as in `run_experts`.
+            weighted: as in `run_experts`.
+            reduce: as in `run_experts`.
+            slots: whose gradients of stacks are wanted, ascending; None: all.
+        """
+        scales = getattr(routing.plan, "token_scales", None)
+        call = expert_gradients.Call(x, weights, routing, scales, rows, weighted, reduce)
+        groups = self.routed_pairs(routing, weights.num_slots)
+        expert_gradients.backward(grad, call, groups, out, slots)
 
     def sum_tokens(
         self,

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from lora_backends.dispatch.handles import Handled
-from lora_backends.eight_bit import ScaleBlock, b_row_groups, groups_of, quantized
+from lora_backends.eight_bit import ScaleBlock, b_row_groups, groups_of, quantized, spread
 from lora_backends.errors import InvalidInputError
 from lora_backends.layer_weights import LayerWeights, check_last_axis, check_stacks
 
@@ -74,6 +74,28 @@ class ExpertWeights(LayerWeights):
         offsets = list(accumulate(self.output_slices, initial=0))
         return slice(offsets[slice_index], offsets[slice_index + 1])
 
+    def a_values(
+        self, slot: int, expert: int, a: int, rank: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return an A of a slot and expert, [rank, in_features], scales applied in `dtype`."""
+        values = _of_expert(self.lora_a, slot, expert)[a, :rank].to(dtype)
+        if self.a_scales is None:
+            return values
+        scales = _of_expert(self.a_scales, slot, expert)[a]
+        return values * spread(scales, rank, self.in_features, self.scale_block)
+
+    def b_values(
+        self, slot: int, expert: int, s: int, rank: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return B of slice s, [width of the slice, rank], scales applied in `dtype`."""
+        values = _of_expert(self.lora_b, slot, expert)[self.columns(s), :rank].to(dtype)
+        if self.b_scales is None:
+            return values
+        groups = b_row_groups(self.output_slices, self.scale_block)
+        first = sum(groups[:s])
+        scales = _of_expert(self.b_scales, slot, expert)[first : first + groups[s]]
+        return values * spread(scales, values.shape[0], rank, self.scale_block)
+
     def _quantized(self, dtype: torch.dtype, block: ScaleBlock) -> dict[str, Any]:
         """Return the fields that `quantize_weights` replaces."""
         ranks = self.ranks  # [L, E or 1, num_a]
@@ -122,6 +144,8 @@ class ExpertRouting(Handled):
     topk_ids: torch.Tensor  # [num_tokens, top_k] int64, -1 <= id < num_experts, on the device
     topk_weights: torch.Tensor  # [num_tokens, top_k] float32, on the device
     refills: int = field(default=0, init=False)  # how often another choice took this one's place
+    differentiable_weights: torch.Tensor | None = field(default=None, init=False, repr=False)
+    # the tensor that topk_weights was copied from, where it requires a gradient
 
     @property
     def num_tokens(self) -> int:
@@ -157,6 +181,11 @@ class ExpertRouting(Handled):
         self.plan = plan
         self.topk_ids.copy_(local_ids(topk_ids, self.num_experts, expert_map))
         self.topk_weights.copy_(topk_weights)
+
+
+def _of_expert(stack: torch.Tensor, slot: int, expert: int) -> torch.Tensor:
+    """Return the part of [num_slots, num_experts or 1, ...] that is an expert's, a view."""
+    return stack[slot, expert if stack.shape[1] > 1 else 0]
 
 
 def local_ids(

@@ -1,4 +1,4 @@
-"""The forward and the backward of recorded calls on dense layers: which tensors each step needs."""
+"""The forward and the backward of recorded calls: which tensors each step needs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from lora_backends.common.tensors import has_memory
+from lora_backends.dispatch import expert_backward
 from lora_backends.dispatch.recorded import Recorded, Wanted
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.errors import UnsupportedInputError
@@ -21,6 +22,8 @@ def run_forward(
     recorded: Recorded, x: torch.Tensor, y: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a checked call without a graph; return its result, and h if the engine keeps it."""
+    if not recorded.operation.is_dense:
+        return expert_backward.run_forward(recorded, x, y), None
     arguments = recorded.operation.name, x, recorded.weights, recorded.plan, y
     with torch.autocast(x.device.type, enabled=False):  # engines choose the dtype of products
         result: tuple[torch.Tensor, torch.Tensor | None]
@@ -39,6 +42,8 @@ class Kept(NamedTuple):
 
 def kept_for(recorded: Recorded, wanted: Wanted, needs_x: bool, has_h: bool) -> Kept:
     """Return what the backward of a call reads; `has_h`: the engine gives h."""
+    if not recorded.operation.is_dense:
+        return Kept(bool(wanted), False, False, expert_backward.tensors_read(wanted, needs_x))
     reads = recorded.operation.input
     needs_scales, needs_b = "output_scales" in wanted, "lora_b" in wanted
     shrinks = needs_scales or (needs_b and not has_h and reads is not Input.H)
@@ -76,6 +81,9 @@ def run_backward(
         like: shape and dtype of x.
     """
     with torch.autocast(grad.device.type, enabled=False):
+        if not recorded.operation.is_dense:
+            grad = _readable(grad, rows=True)
+            return expert_backward.run_backward(recorded, needed, grad, x, like)
         return _Backward(recorded, needed[2:], like).run(needed[0], needed[1], grad, x, h, base)
 
 

@@ -12,7 +12,7 @@ single slots, so that only those slots' gradients are computed and written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,11 +23,18 @@ from lora_backends.dispatch.backward import Gradients, kept_for, run_backward, r
 from lora_backends.dispatch.cached import accept, is_accepted
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.problems import Problems
-from lora_backends.dispatch.recorded import Recorded, SlotParameter, differentiates, target_of
+from lora_backends.dispatch.recorded import (
+    Recorded,
+    SlotParameter,
+    Target,
+    differentiates,
+    target_of,
+)
 from lora_backends.dispatch.tracing import is_jit_traced
 from lora_backends.dtypes import dtype_name
 from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import UnsupportedInputError
+from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Operation
 from lora_backends.weights import LoRAWeights
@@ -36,15 +43,17 @@ _CONSTANTS = ("ranks", "scalings", "a_scales", "b_scales")
 """Tensors of a layer without a gradient."""
 
 
-def requires_graph(engine: Engine, x: Any, weights: Any, y: Any = None) -> bool:
+def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
     """Return whether a call has to be recorded for autograd; arguments are unchecked.
+
+    `others` are base_output and the router's weights, where there are any.
 
     Transforms and traces of torch see through the calls of a `plain_torch` engine, and record them
     themselves.
     """
     if not torch.is_grad_enabled():
         return False
-    tensors = [t for t in (x, y) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in (x, *others) if isinstance(t, torch.Tensor)]
     if isinstance(weights, LayerWeights):
         tensors += weights.tensors.values()
     if not any(tensor.requires_grad for tensor in tensors):
@@ -105,6 +114,48 @@ def run_with_parameters(
     return result
 
 
+def record_routed(
+    engine: Any,
+    operation: Operation,
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routing: ExpertRouting,
+    y: torch.Tensor | None,
+    options: Mapping[str, Any],
+    parameters: Sequence[SlotParameter] | None = None,
+) -> torch.Tensor:
+    """Run an operation on routed rows as a node of autograd's graph; it has passed the guards.
+
+    Args:
+        engine: that runs it.
+        operation: of the interface, on experts.
+        x: the first argument.
+        weights: the experts.
+        routing: of the batch.
+        y: base_output, or None.
+        options: keyword arguments of the operation.
+        parameters: tensors that stand for single slots, in place of the stacks themselves:
+            [experts or 1, num_a, rank, in_features] of lora_a, [experts or 1, out_features, rank]
+            of lora_b.
+    """
+    _check_gradients(engine, operation, x, weights, y)
+    if parameters is None:
+        parameters = [
+            SlotParameter(tensor, target_of(name))
+            for name, tensor in weights.tensors.items()
+            if tensor.requires_grad
+        ]
+    leaves, targets = [leaf for leaf, _ in parameters], [target for _, target in parameters]
+    factors = routing.differentiable_weights
+    if options["weighted"] and factors is not None:
+        leaves.append(factors)
+        targets.append(Target("topk_weights"))
+    kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    recorded = Recorded(engine, operation, weights, routing, tuple(targets), kinds, options)
+    result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
+    return result
+
+
 def _check(engine: Engine, operation: Operation, x: Any, weights: Any, plan: Any, y: Any) -> None:
     """Guard a call as without a graph, then refuse tensors that can have no gradient, by name.
 
@@ -116,6 +167,11 @@ def _check(engine: Engine, operation: Operation, x: Any, weights: Any, plan: Any
         if not is_accepted(engine, operation, x, weights, plan, y):
             checks.check_operation(engine, operation, x, weights, plan, y)
             accept(engine, operation, x, weights, y)
+    _check_gradients(engine, operation, x, weights, y)
+
+
+def _check_gradients(engine: Engine, operation: Operation, x: Any, weights: Any, y: Any) -> None:
+    """Refuse tensors that can have no gradient; errors as in `_check`."""
     problems = Problems(engine)
     checks.check_gradients(problems, [x, *weights.tensors.values()], y)
     for name, tensor in weights.tensors.items():

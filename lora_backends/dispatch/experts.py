@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
+from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch import checks
+from lora_backends.dispatch.autocast import for_autocast, is_any_autocast, run_outside
 from lora_backends.dispatch.cached import accept, is_accepted
+from lora_backends.dispatch.differentiate import record_routed, requires_graph
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.library import call_outside, trace_add
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
+from lora_backends.dispatch.recorded import count_refill
 from lora_backends.dispatch.tracing import is_jit_traced, is_traced, refuse_jit_trace
 from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertRouting, ExpertWeights
@@ -62,9 +66,27 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
             made = tuple([call(self, part, *choice, refilled) for part, refilled in pairs])
             return ManyAdaptersRouting(made) if out is None else out
         _check_prepare(self, plan, *choice, out)
-        return method(self, plan, *choice, out=out)
+        if out is not None:
+            count_refill(out)
+        kept = None
+        if torch.is_grad_enabled() and _is_recorded(self, topk_weights):
+            # the copy holds values alone, or refills would add to autograd's graph without end
+            kept, topk_weights = topk_weights, topk_weights.detach()
+        routing = method(self, plan, topk_ids, topk_weights, num_experts, expert_map, out=out)
+        routing.differentiable_weights = kept
+        return routing
 
     return call
+
+
+def _is_recorded(engine: Engine, topk_weights: torch.Tensor) -> bool:
+    """Return whether recorded calls give the router's weights their gradient.
+
+    Transforms and traces of torch see through the copy that a `plain_torch` engine makes.
+    """
+    if not topk_weights.requires_grad:
+        return False
+    return not (engine.plain_torch and (is_jit_traced() or not has_memory(topk_weights)))
 
 
 def wrap_routed(
@@ -86,6 +108,10 @@ def wrap_routed(
             raise TypeError(f"{operation.name}() got unexpected keyword arguments {unknown}")
         options = {**defaults, **options}
         if _is_compiling() and is_traced():
+            if torch.is_grad_enabled() and _differentiates_router(routing, options):
+                return call_outside(  # type: ignore[no-any-return]
+                    call, self, x, weights, routing, base_output, **options
+                )
             return trace_add(operation, call, self, x, weights, routing, base_output, options)
         if is_jit_traced() and not self.plain_torch:
             refuse_jit_trace(operation.name, self)
@@ -95,10 +121,32 @@ def wrap_routed(
                 y = call(self, x, weights, part, y, **options)
             assert y is not None  # a token has an adapter or more
             return y
+        if is_any_autocast():
+            x = for_autocast(operation, x, weights)
+        router = _router_weights(routing, options)
+        if requires_graph(self, x, weights, base_output, *router):
+            with torch.no_grad():
+                _check(self, operation, x, weights, routing, base_output, options)
+            return record_routed(self, operation, x, weights, routing, base_output, options)
         _check(self, operation, x, weights, routing, base_output, options)
+        if is_any_autocast():
+            return run_outside(method, self, x, weights, routing, base_output, **options)
         return method(self, x, weights, routing, base_output, **options)
 
     return call
+
+
+def _router_weights(routing: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors of the router's weights that a call reads; arguments are unchecked."""
+    if not options["weighted"] or not isinstance(routing, ExpertRouting):
+        return ()
+    return routing.topk_weights, routing.differentiable_weights
+
+
+def _differentiates_router(routing: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether the router's weights get a gradient; arguments are unchecked."""
+    tensors = _router_weights(routing, options)
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:

@@ -142,7 +142,7 @@ class Recorded:
             out = out[:, first:end]
         if slot is not None:
             out = out[0]
-        if name == "lora_a" and part is not None:
+        if name == "lora_a":
             out = out[..., : shape[-2], :]
         elif name == "lora_b":
             out = out[..., : shape[-1]]

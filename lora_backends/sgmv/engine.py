@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
 from lora_backends.common.devices import as_device, is_capturing
+from lora_backends.defaults.expert_gradients import ExpertGradients
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to, new_output
 from lora_backends.dispatch.wrap import runs
@@ -22,6 +23,7 @@ from lora_backends.sgmv import launch
 from lora_backends.sgmv.backward import launch as backward
 from lora_backends.sgmv.backward.slots import slots_on
 from lora_backends.sgmv.base.product import MOST_ROWS, base_arguments, base_kernel_of
+from lora_backends.sgmv.experts.backward import Backward
 from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
 from lora_backends.sgmv.experts.rules import PairShape
@@ -454,6 +456,24 @@ class SgmvBackend(LoRABackend):
             routing.topk_weights = factors
         add_experts(y, x, weights, routing, options, rows=rows, weighted=weighted, reduce=reduce)
         return y
+
+    @override
+    def run_experts_backward(
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor | None,
+        weights: ExpertWeights,
+        routing: SgmvRouting,
+        out: ExpertGradients,
+        *,
+        rows: str = "tokens",
+        weighted: bool = False,
+        reduce: bool = False,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        self._note_capture(routing.plan)
+        call = grad, x, weights, routing, self._options, rows == "pairs", weighted, reduce
+        Backward(*call).write(out, slots)
 
     def _rows(self, plan: SgmvPlan, tokens: int) -> int:
         """Return the rows of the grid; a plan that a graph captures keeps its tile sizes."""

@@ -24,6 +24,11 @@ TABLES = {
     "counts_ptr": "*i32",
     "turn_ptr": "*i32",
     "deltas_ptr": "*fp32",
+    "u_ptr": "*fp32",
+    "left_ptr": "*fp32",
+    "pairs_ptr": "*fp32",
+    "w_scales_ptr": "*fp32",
+    "starts_ptr": "*i32",
 }
 GATE_UP, GPT = (2, 16, 2048, (768, 768), False), (2, 16, 2880, (2880, 2880), True)
 ODD = (3, 130, 77, (33, 7, 1), False)
@@ -93,12 +98,63 @@ def site_kernels(dtype, programmatic, gpu):
             yield launch._sum_kernel(site, programmatic), {}
 
 
+BACKWARDS = {  # num_a, rank, slices, interleaved, experts' tile; dtypes of grad and of the stacks
+    "bf16": [
+        ((2, 16, (768, 768), False, 64), "bf16"),
+        ((2, 16, (2880, 2880), True, 16), "bf16"),
+        ((1, 64, (2048,), False, 128), "bf16"),
+        ((3, 130, (33, 7, 1), False, 32), "fp32"),
+    ],
+    "fp32": [((2, 64, (768, 768), False, 64), "fp32")],
+    "i8": [((1, 20, (33, 33), True, 16), "bf16"), ((2, 64, (768, 768), False, 64), "bf16")],
+}
+
+
+def backward_kernels(dtype, programmatic):
+    import torch
+
+    from lora_backends.sgmv.experts import backward
+    from lora_backends.sgmv.experts import backward_kernels as kernels
+    from lora_backends.sgmv.storage import storage_kind
+
+    stored = torch.float8_e5m2 if dtype == "i8" else torch.float32
+    kind, sizes = storage_kind(stored, programmatic), {"bf16": 2, "fp32": 4}
+    for (num_a, rank, widths, interleaved, tile), grad in BACKWARDS[dtype]:
+        site = backward.Site(num_a, rank, 8, 128, kind, (4, 16), tile)
+        starts = tuple(range(num_a)) if interleaved else backward.starts_of(widths)
+        columns = backward.Columns(starts, widths, num_a if interleaved else 1, starts)
+        if num_a == 1 and not kind:
+            columns = backward.Columns((0,), (sum(widths),))
+        inputs = backward.Columns((0,), (2048,), 1, (0,))
+        own = "bf16" if dtype == "i8" else dtype
+        rows = {"rows_ptr": f"*{grad}", "w_ptr": f"*{dtype}", "out_ptr": "*fp32"}
+        find = backward.kernel_of
+
+        def made(kernel, columns, dtype, mixed=False, find=find, site=site, **constants):
+            return find(kernel, site, columns, sizes[dtype], mixed, "ieee", **constants)
+
+        yield made(kernels.product_kernel, columns, grad, grad != dtype, scaled=True), rows
+        yield made(kernels.product_kernel, inputs, own), rows | {"rows_ptr": f"*{own}"}
+        to = {"dx_ptr": "*fp32"}
+        yield made(kernels.dx_kernel, inputs, own, has_factors=True), to
+        yield made(kernels.sum_pairs_kernel, inputs, own), {}
+        if dtype == "i8":
+            continue
+        for of_b in (False, True):
+            right = grad if of_b else own
+            pointers = {"right_ptr": f"*{right}", "out_ptr": f"*{own}", "order_ptr": "*i64"}
+            given = (columns if of_b else inputs), right
+            constants = {"scaled": of_b, "has_factors": of_b, "every": of_b}
+            yield made(kernels.outer_kernel, *given, **constants, shared=of_b), pointers
+
+
 def main():
     target = ahead_of_time.target_of(sys.argv[1])
     programmatic = target.backend == "cuda" and target.arch >= 90
     common = dict(ahead_of_time.POINTERS)
     for dtype in CASES:
         found = list(site_kernels(dtype, programmatic, ahead_of_time.gpu_of(target)))
+        found += backward_kernels(dtype, programmatic)
         if dtype == "bf16":
             found += [(kernel, {}) for kernel in routing_kernels(programmatic)]
         for kernel, pointers in found:

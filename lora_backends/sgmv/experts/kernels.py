@@ -22,7 +22,7 @@ from lora_backends.sgmv.kernels.shrink import partial_sums, row_sums, scale_of_r
 
 
 @triton.jit
-def _pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE: tl.constexpr):
+def pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE: tl.constexpr):
     """Return the slot, expert, first place and number of pairs of a row, and its pairs [T].
 
     A tile has PARTS rows of the grid, of at most ROWS pairs each. With ROWS 1 the tiles are
@@ -86,7 +86,7 @@ def shrink_kernel(
     if SIZES.PROGRAMMATIC:
         gdc_wait()  # before reading the routing, x, A and ranks, which an earlier kernel may write
         gdc_launch_dependents()
-    slot, expert, place, count, pair = _pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE)
+    slot, expert, place, count, pair = pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE)
     if count <= 0:
         return
     t = tl.arange(0, SITE.ROWS)  # [T]
@@ -164,7 +164,7 @@ def expand_kernel(
     """
     row = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
-    slot, expert, place, count, pair = _pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE)
+    slot, expert, place, count, pair = pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE)
     if count <= 0:
         if SIZES.PROGRAMMATIC:
             gdc_wait()  # so that this grid ends after the shrink, on which later kernels rely

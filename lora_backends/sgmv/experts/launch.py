@@ -122,7 +122,7 @@ def launch_shrink(call: SiteCall, found: SiteKernels, h: torch.Tensor) -> None:
     )
     tables, rows = _tiles_of(shrunk, found.shrink)
     tensors = (x, stored_bytes(a), scales, ranks, *tables, h)
-    strides = (x.stride(0), *_strides(a, 4), *_strides(scales, 4), *_strides(ranks, 2))
+    strides = (x.stride(0), *strides_of(a, 4), *strides_of(scales, 4), *strides_of(ranks, 2))
     arguments = Arguments(tensors, (), (a.shape[4], *strides, h.shape[1]))
     found.shrink.launch(rows, arguments)
 
@@ -133,8 +133,8 @@ def launch_expand(call: SiteCall, found: SiteKernels, h: torch.Tensor, to: torch
     b, sizes, tma = call.weights.lora_b, found.expand.sizes, None
     if sizes.STAGES > 1:
         tma = descriptor(_located(b), b.shape[3], sizes.BLOCK_C, sizes.BLOCK_R)
-    strides = (*_strides(b, 3), *_strides(scales, 3), *to.stride()[:2])
-    strides += (*_strides(ranks, 2), *_strides(scalings, 2))
+    strides = (*strides_of(b, 3), *strides_of(scales, 3), *to.stride()[:2])
+    strides += (*strides_of(ranks, 2), *strides_of(scalings, 2))
     tiles, rows = _tiles_of(routing, found.expand)
     tensors = (h, stored_bytes(b), scales, to, ranks, scalings, routing.topk_weights, *tiles)
     arguments = Arguments(tensors, (tma,), (h.shape[1], *strides))
@@ -156,7 +156,7 @@ def _launch_sum(call: SiteCall, deltas: torch.Tensor, kernel: SpecializedKernel)
     """Add the sums of deltas over the pairs of a token to y."""
     weights, routing, y, ranks = call.weights, call.routing, call.y, call.ranks
     tensors = (y, deltas, routing.topk_ids, routing.plan.token_slots(), ranks)
-    numbers = (weights.out_features, y.stride(0), *_strides(ranks, 2))
+    numbers = (weights.out_features, y.stride(0), *strides_of(ranks, 2))
     kernel.launch(routing.num_tokens, Arguments(tensors, (), numbers))
 
 
@@ -170,8 +170,8 @@ def _new_h(call: SiteCall, planes: int) -> torch.Tensor:
     return torch.empty(planes, call.shrunk.num_pairs, width, dtype=dtype, device=call.x.device)
 
 
-def _strides(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
-    """Return the first strides; that of an expert axis of 1 is 0, so every expert reads it."""
+def strides_of(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
+    """Return the first strides of a stack; of an expert axis of 1 it is 0: all experts read it."""
     slot, expert, *rest = tensor.stride()[:count]
     return (slot, expert if tensor.shape[1] > 1 else 0, *rest)
 

@@ -264,7 +264,7 @@ def experts_do_not_depend_on_the_batch(backend: LoRABackend, case: ExpertCase) -
     y = experts(backend, inputs)
     for token in {0, case.num_tokens // 2, case.num_tokens - 1}:
         for count in (1, 70):
-            again = experts(backend, _tokens(inputs, [token] * count))
+            again = experts(backend, tokens_of(inputs, [token] * count))
             if not same_bits(again[-1:], y[token : token + 1]):
                 raise AssertionError(
                     f"token {token}, {count} times alone, has other bits than within the batch"
@@ -351,7 +351,7 @@ def _twice(case: ExpertCase, ids: tuple[int, ...]) -> tuple[int, ...]:
     return (*ids, *((expert + 1) % case.num_experts if expert >= 0 else -1 for expert in ids))
 
 
-def _tokens(inputs: ExpertInputs, tokens: list[int]) -> ExpertInputs:
+def tokens_of(inputs: ExpertInputs, tokens: list[int]) -> ExpertInputs:
     """Return the inputs of some tokens, in the given order."""
     top_k = inputs.ids.shape[1] if inputs.options["rows"] == "pairs" else 1
     scales = inputs.batch.token_scales

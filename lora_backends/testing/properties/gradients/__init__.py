@@ -4,6 +4,7 @@ from lora_backends.testing.properties.gradients import (  # noqa: I001  the orde
     values,
     relations,
     calls,
+    experts,
 )
 
-__all__ = ["calls", "relations", "values"]
+__all__ = ["calls", "experts", "relations", "values"]
