@@ -39,9 +39,9 @@ from lora_backends.hf.replacements.rows import (
     label_counts,
     with_labels,
 )
-from lora_backends.hf.words import ModelWords, OneAdapter, chosen_adapters
 from lora_backends.hf.training.methods import ModelTraining
 from lora_backends.hf.training.request import TrainingCall
+from lora_backends.hf.words import ModelWords, OneAdapter, chosen_adapters
 from lora_backends.hf.wrapped import WrappedModel
 from lora_backends.selection.choice import get_backend
 
@@ -498,7 +498,15 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
     ) -> Request:
         """Return the call of a batch: with gradients or dropout if an adapter of it is trained."""
         wrapped = self._wrapped
-        of_model = wrapped.key, self.pool, wrapped.images, adapters, slots, self.backend, after_cache
+        of_model = (
+            wrapped.key,
+            self.pool,
+            wrapped.images,
+            adapters,
+            slots,
+            self.backend,
+            after_cache,
+        )
         trained = wrapped.training.of(slots)
         drops = self.base.training and any(adapter.dropout for adapter in trained)
         if not trained or not (drops or torch.is_grad_enabled()):

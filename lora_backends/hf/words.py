@@ -193,6 +193,7 @@ def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:
 
 
 def without_base(entry: RowAdapters) -> RowAdapters:
+    """Return an entry with None where PEFT's name for the base model stands."""
     if is_per_token(entry):
         return [None if each == PEFT_BASE else each for each in entry]  # type: ignore[union-attr]
     return None if isinstance(entry, str) and entry == PEFT_BASE else entry

@@ -190,6 +190,11 @@ def checked_config(values: dict[str, Any], path: Path, own_modules: bool = False
 
 
 def read_json_object(path: Path, limits: LoadLimits) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        InvalidInputError: there is none, or none that can be read.
+    """
     to_do = "pass the folder that PEFT's save_pretrained wrote"
     content = read_bytes(path, limits.header_bytes, limits.config_too_large)
     try:

@@ -324,7 +324,9 @@ class SlotTable:
         )
 
     def _trained(self) -> str:
-        names = sorted(n for hold in list(self._holds.values()) if hold.by == "training" for n in hold.names)
+        names = sorted(
+            n for hold in list(self._holds.values()) if hold.by == "training" for n in hold.names
+        )
         return f"  trained: {', '.join(names)}; unload_adapter() ends it\n" if names else ""
 
     def _forget(self, name: str) -> None:

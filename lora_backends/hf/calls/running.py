@@ -16,6 +16,7 @@ from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError
 from lora_backends.experts import ExpertWeights
 from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.replacements.rows import ReplacedRows
 from lora_backends.weights import LoRAWeights
 
@@ -78,8 +79,15 @@ class ModelCall:
         """Return whether an adapter of the batch touches one of the modules."""
         raise AssertionError("this call trains nothing")
 
-    def add(self, site: Any, layout: Layout, module: nn.Module, x: Any, output: Any) -> Any:
-        """Return a module's output with LoRA, as a node of autograd's graph."""
+    def add(
+        self,
+        site: ModuleSite,
+        layout: Layout,
+        module: nn.Module,
+        x: torch.Tensor,
+        output: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Return a module's output with LoRA, as a node of autograd's graph; None: as it is."""
         raise AssertionError("this call trains nothing")
 
     def check_recomputation(self) -> None:

@@ -245,8 +245,8 @@ def refuse_training(call: ModelCall, paths: Sequence[str]) -> None:
     """
     if call.touches(paths):
         raise UnsupportedInputError(
-            f"an adapter of a batch that is trained adapts {' and '.join(paths)}, of which the LoRA "
-            f"has no gradient here\n"
+            f"an adapter of a batch that is trained adapts {' and '.join(paths)}, whose LoRA has "
+            f"no gradient here\n"
             f"  to do: leave its rows out, or run them in a call of their own under torch.no_grad()"
         )
 

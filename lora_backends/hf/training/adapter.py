@@ -83,7 +83,9 @@ class TrainedAdapter:
             self.alone[path] = _targets(a, b, slot, 0)
             self.joined[path] = _targets(a, b, slot, groups.get(path, 0))
         parameters = [place.parameter for place in self._places]
-        self._masters = [place for place in self._places if place.parameter.dtype != place.part.dtype]
+        self._masters = [
+            place for place in self._places if place.parameter.dtype != place.part.dtype
+        ]
         self._all, self._addresses = parameters, list(map(_data_ptr, parameters))
         self._flushed = self._master_versions()
 
@@ -141,7 +143,10 @@ def saved_tensors(pool: AdapterPool, checkpoint: Checkpoint) -> dict[str, torch.
     tensors = {}
     for path, delta in checkpoint.modules.items():
         a, b = _NAMES[pool.modules[path].kind]
-        tensors[f"{_PREFIX}{path}.{a}"], tensors[f"{_PREFIX}{path}.{b}"] = delta.lora_a, delta.lora_b
+        tensors[f"{_PREFIX}{path}.{a}"], tensors[f"{_PREFIX}{path}.{b}"] = (
+            delta.lora_a,
+            delta.lora_b,
+        )
     return tensors
 
 

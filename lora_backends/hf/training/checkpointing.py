@@ -76,7 +76,9 @@ class _Run:
 
 def _with_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return arguments of which one requires a gradient: else reentrant checkpoints have none."""
-    floating = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    floating = [
+        i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()
+    ]
     if not floating or not torch.is_grad_enabled() or any(args[i].requires_grad for i in floating):
         return args
     first = floating[0]

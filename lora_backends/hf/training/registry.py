@@ -46,7 +46,9 @@ class Training:
         if pool.stored_dtype.itemsize == 1:
             problem = f"adapters of {pool.stored_dtype} (adapter_dtype) cannot be trained"
         elif has_store:
-            problem = "a model with keep_adapters() cannot train: its store holds copies of adapters"
+            problem = (
+                "a model with keep_adapters() cannot train: its store holds copies of adapters"
+            )
         elif not backend.differentiable:
             problem = f"backend {backend.name!r} computes no gradients"
         if problem is not None:
@@ -170,4 +172,3 @@ class Training:
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
                 self._frozen.append(parameter)
-

@@ -8,7 +8,7 @@ refills, and the adapters of its rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -100,7 +100,12 @@ class TrainingCall(Request):
         return NO_REPEATS
 
     def add(
-        self, site: ModuleSite, layout: Layout, module: nn.Module, x: torch.Tensor, output: Any
+        self,
+        site: ModuleSite,
+        layout: Layout,
+        module: nn.Module,
+        x: torch.Tensor,
+        output: torch.Tensor,
     ) -> torch.Tensor | None:
         """Return the output of a module with the LoRA of each row, or None where there is none.
 
@@ -124,8 +129,8 @@ class TrainingCall(Request):
         own = x if self._dropout is None else self._dropout.of(x, plan)
         if own is x and is_product(module, x, output):
             # Its graph is dropped: the backward through the weight is a part of the node.
-            y = output.data.contiguous()
-            return self._run("run_linear", x, weights, plan, y, parameters, module.weight)
+            y, weight = output.data.contiguous(), cast(nn.Linear, module).weight
+            return self._run("run_linear", x, weights, plan, y, parameters, weight)
         if torch.is_autocast_enabled(x.device.type):
             own = own.to(weights.compute_dtype)
         return self._added("run_linear", own, weights, plan, output, parameters)

@@ -35,7 +35,9 @@ def new_tensors(base: nn.Module, config: Any, name: str) -> tuple[dict[str, Tens
         InvalidInputError: `config` is no LoraConfig, or PEFT refuses it for this model.
         UnsupportedInputError: the configuration uses a feature that cannot be trained.
     """
-    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(config).__mro__}
+    kinds = {
+        f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(config).__mro__
+    }
     if "peft.LoraConfig" not in kinds:
         raise InvalidInputError(
             f"config is {shown(config)}\n  allowed: a peft.LoraConfig, e.g. "
