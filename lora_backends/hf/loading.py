@@ -144,6 +144,7 @@ class ModelAdapters:
             UnsupportedInputError: as `load_adapter`.
         """
         self._wrapped.check_attached()
+        self._wrapped.training.check_untrained(name)  # at once: it may be trained for long
         checkpoint = self._from_memory(adapter, config, adapter_name)
         (self.store or self.pool).update(name, checkpoint, timeout_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ class Training:
         self.adapters: dict[str, TrainedAdapter] = {}
         """By name."""
         self.checkpointing = Checkpointing(wrapped.base, wrapped.key)
+        weakref.finalize(self, TRAINED.discard, wrapped.key)
         self._frozen: list[nn.Parameter] = []  # of the base, that required a gradient before
 
     def check_possible(self, dtype: torch.dtype | None, has_store: bool) -> None:
@@ -117,6 +119,18 @@ class Training:
                 f"  to do: new_adapter(name, config), or load_adapter(name, folder, trainable=True)"
             )
         return adapter
+
+    def check_untrained(self, name: str) -> None:
+        """Refuse to give an adapter that is trained other weights.
+
+        Raises:
+            InvalidInputError: it is trained.
+        """
+        if name in self.adapters:
+            raise InvalidInputError(
+                f"adapter {name!r} is being trained, so it cannot be updated\n"
+                f"  to do: copy values into its adapter_parameters() under torch.no_grad()"
+            )
 
     def flush(self, names: Iterable[str] | None = None) -> None:
         """Bring changed masters into the slots of adapters; None: of all.
