@@ -247,7 +247,9 @@ class SlotTable:
             self._holds[_training(name)] = _Hold("training", frozenset((name,)), slots)
 
     def end_training(self, name: str) -> None:
-        """Take back `begin_training`."""
+        """Take back `begin_training`; a backward on the current stream may read the slot still."""
+        if self._streams is not None and name in self._slots:
+            self._streams.after_use((self._slots[name],), on_this_stream=True)
         self._holds.pop(_training(name), None)
 
     @contextmanager

@@ -102,8 +102,12 @@ class TrainedAdapter:
             return
         pairs = zip(self._masters, versions, self._flushed, strict=True)
         moved = [place for place, new, old in pairs if new != old]
-        with torch.no_grad():
-            torch._foreach_copy_([p.part for p in moved], [p.parameter for p in moved])
+        # Apart: one strided tensor would let torch copy all of them one by one.
+        for is_dense in (True, False):
+            chosen = [place for place in moved if place.part.is_contiguous() == is_dense]
+            if chosen:
+                with torch.no_grad():
+                    torch._foreach_copy_([p.part for p in chosen], [p.parameter for p in chosen])
         self._flushed = versions
 
     @property

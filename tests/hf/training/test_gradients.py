@@ -1,8 +1,11 @@
 """Each adapter of a batch gets the gradients that PEFT computes for it alone on its own rows."""
 
+from pathlib import Path
+
 import peft
 import pytest
 import torch
+from helpers.engines import ON_GPU, run_interpreted
 from helpers.training import (
     PATTERNS,
     PLAIN,
@@ -61,7 +64,7 @@ def test_gradients_in_float64(kind):
 
 def test_gradients_accumulate_over_batches_in_which_an_adapter_is_absent():
     model = wrapped(tiny(dtype=torch.float64))
-    pairs = [Pair(model, n, tiny(dtype=torch.float64), c) for n, c in zip("ab", [PLAIN, WIDE])]
+    pairs = [Pair(model, n, tiny(dtype=torch.float64), c) for n, c in (("a", PLAIN), ("b", WIDE))]
     for seed, rows in enumerate([["a", "b"], ["a", None], ["a", "a"]]):
         check_gradients(model, pairs, rows, bound=BOUNDS[torch.float64], seed=seed)
     absent = Pair(model, "c", tiny(dtype=torch.float64), PLAIN)
@@ -71,7 +74,7 @@ def test_gradients_accumulate_over_batches_in_which_an_adapter_is_absent():
 
 def test_two_forwards_before_their_backwards():
     model = wrapped(tiny(dtype=torch.float64))
-    pairs = [Pair(model, n, tiny(dtype=torch.float64), c) for n, c in zip("ab", [PLAIN, WIDE])]
+    pairs = [Pair(model, n, tiny(dtype=torch.float64), c) for n, c in (("a", PLAIN), ("b", WIDE))]
     batches = [(["a", "b", None], 1), (["b", "b", "a"], 2)]
     pending = []
     for rows, seed in batches:
@@ -224,6 +227,20 @@ def test_16_bit_parameters_and_their_masters(dtype, fuse):
     assert_as_near_as_peft(pair.ours, pair.theirs, flat_gradients(exact.theirs))
 
 
+def test_masters_beside_parameters_of_16_bits_keep_their_precision():
+    found = []
+    for other in ({}, {"dtype": torch.float32}):
+        model = wrapped(tiny(dtype=torch.bfloat16))
+        base = tiny(dtype=torch.bfloat16)
+        Pair(model, "first", base, PLAIN, **other)
+        b = Pair(model, "b", tiny(dtype=torch.bfloat16), WIDE, dtype=torch.float32)
+        ids, labels = batch(2)
+        train_step(model, ["first", "b"], ids, labels)
+        found.append({key: p.grad for key, p in b.ours.items()})
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert any((g != g.bfloat16()).any() for g in found[0].values())
+
+
 def test_without_grad_mode_or_a_trained_adapter_there_is_no_graph():
     model = wrapped(tiny())
     Pair(model, "a", tiny(), PLAIN)
@@ -253,6 +270,27 @@ def test_blends_split_and_compiled_models_are_refused():
     model.base.model.layers[0].compile()
     with pytest.raises(UnsupportedInputError, match="compiled in place"):
         model(adapters=["a"], input_ids=ids)
+
+
+INTERPRETED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from helpers.training import Pair, batch, tiny, train_step, wrapped
+model = wrapped(tiny(), "triton", max_adapters=2, max_rank=4, fuse=True)
+layers = {"layers_to_transform": [1], "target_modules": ["q_proj", "v_proj", "o_proj"]}
+pairs = [Pair(model, name, tiny(), {"r": r, **layers}) for name, r in (("a", 4), ("b", 2))]
+rows = ["b", None, "a"]
+ids, labels = batch(len(rows), length=3)
+train_step(model, rows, ids, labels)
+for pair in pairs:
+    pair.backward(rows, ids, labels)
+    pair.check(2e-4)
+"""
+
+
+@pytest.mark.skipif(ON_GPU, reason="tests of the GPU run the kernels themselves")
+def test_an_engine_of_triton_in_the_interpreter():
+    run_interpreted("-c", INTERPRETED, str(Path(__file__).parents[2]))
 
 
 def test_shaken_parameters_differ():

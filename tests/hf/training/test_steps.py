@@ -2,7 +2,6 @@
 
 import json
 
-import peft
 import pytest
 import torch
 from helpers.training import (
