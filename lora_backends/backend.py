@@ -72,8 +72,8 @@ class LoRABackend(Dispatched, ABC):
     cuda_graphs: ClassVar[bool] = False
     """Whether a CUDA graph may capture its calls, and follows the plan when that is refilled."""
     narrow_intermediate: ClassVar[bool] = False
-    """Whether `run_linear` rounds h to the weights' dtype; `run_lora_a` returns float32. Its backward
-    may round h, dh and dL/dy so too, before it multiplies them."""
+    """Whether `run_linear` rounds h to the weights' dtype; `run_lora_a` returns float32. The
+    backward may round h, dh and dL/dy so too, before it multiplies them."""
     auto_priority: ClassVar[Mapping[str, int]] = {}
     """Device type to priority for "auto", the highest wins; a type not listed is never chosen."""
     plan_type: ClassVar[type] = object

@@ -68,6 +68,7 @@ def run_backward(
     h: torch.Tensor | None,
     base: torch.Tensor | None,
     like: tuple[torch.Size, torch.dtype],
+    weight: torch.Tensor | None = None,
 ) -> Gradients:
     """Return the gradients of x, base_output and the recorded tensors, None where not needed.
 
@@ -79,12 +80,15 @@ def run_backward(
         h: from `LoRABackend.forward_with_h`.
         base: base_output before the call.
         like: shape and dtype of x.
+        weight: [out_features, in_features] where base_output is a product of x with it that is
+            part of the call: the gradient of x has its part, too.
     """
     with torch.autocast(grad.device.type, enabled=False):
         if not recorded.operation.is_dense:
             grad = _readable(grad, rows=True)
             return expert_backward.run_backward(recorded, needed, grad, x, like)
-        return _Backward(recorded, needed[2:], like).run(needed[0], needed[1], grad, x, h, base)
+        backward = _Backward(recorded, needed[2:], like, weight)
+        return backward.run(needed[0], needed[1], grad, x, h, base)
 
 
 def _readable(grad: torch.Tensor, rows: bool) -> torch.Tensor:
@@ -110,9 +114,13 @@ class _Backward:
     """One backward; methods return None for what nobody needs."""
 
     def __init__(
-        self, recorded: Recorded, needed: Sequence[bool], like: tuple[torch.Size, torch.dtype]
+        self,
+        recorded: Recorded,
+        needed: Sequence[bool],
+        like: tuple[torch.Size, torch.dtype],
+        weight: torch.Tensor | None,
     ) -> None:
-        self.recorded, self.like = recorded, like
+        self.recorded, self.like, self.weight = recorded, like, weight
         self.engine, self.plan = recorded.engine, recorded.plan
         self.weights: LoRAWeights = recorded.weights
         self.wanted = recorded.wants(needed)
@@ -154,7 +162,8 @@ class _Backward:
         if operation.input is Input.H:
             dx = dh.to(self.like[1]) if needs_x else None
         elif needs_dh:
-            dx, outs["lora_a"] = self._through_a(dh, x, needs_x)
+            through_base = scaled @ self.weight if needs_x and self.weight is not None else None
+            dx, outs["lora_a"] = self._through_a(dh, x, needs_x, through_base)
         sums = accumulator_dtype(grad.dtype)
         if (bias := self._new("bias", (self.weights.out_features,), sums)) is not None:
             self.engine.sum_tokens(grad, self.weights, self.plan, bias, self.slots)
@@ -170,9 +179,13 @@ class _Backward:
         return self.weights.max_rank
 
     def _through_a(
-        self, dh: torch.Tensor, x: torch.Tensor | None, needs_x: bool
+        self,
+        dh: torch.Tensor,
+        x: torch.Tensor | None,
+        needs_x: bool,
+        through_base: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dx and dlora_a from dh."""
+        """Return dx, which `through_base` becomes where it is given, and dlora_a from dh."""
         weights = self.weights
         a = self._new("lora_a", (weights.num_slices, self._rank, weights.in_features))
         if self.recorded.operation.input is Input.TOKEN_IDS:
@@ -182,10 +195,12 @@ class _Backward:
                 )
             return None, a
         shape, dtype = self.like
-        dx = dh.new_empty(shape, dtype=dtype) if needs_x else None
+        dx, adds = through_base, through_base is not None
+        if needs_x and dx is None:
+            dx = dh.new_empty(shape, dtype=dtype)
         if dx is not None or a is not None:
             self.engine.run_lora_a_backward(
-                dh, x, weights, self.plan, dx=dx, adds=False, lora_a=a, slots=self.slots
+                dh, x, weights, self.plan, dx=dx, adds=adds, lora_a=a, slots=self.slots
             )
         return dx, a
 

@@ -12,7 +12,7 @@ single slots, so that only those slots' gradients are computed and written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -100,17 +100,43 @@ def run_with_parameters(
     plan: Any,
     y: torch.Tensor,
     parameters: Sequence[SlotParameter],
+    *,
+    base_weight: torch.Tensor | None = None,
+    check: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Run an operation whose gradients go to tensors that stand for single slots.
 
-    Arguments as in `record`; the stacks of `weights` require no gradient.
+    The backward reads the stacks as they are then. Autograd refuses it if one of `parameters` that
+    the call used was changed in place meanwhile; changes of other slots do not matter.
+
+    Args:
+        engine: that runs it.
+        operation: of the interface, on a dense layer.
+        x: the first argument, or [..., in_features] with y [..., out_features].
+        weights: the layer, whose stacks require no gradient.
+        plan: of the batch.
+        y: base_output, contiguous; it is changed in place and returned.
+        parameters: those of slots in the batch.
+        base_weight: [out_features, in_features] where y is ``x @ base_weight.T`` plus a constant
+            and has no graph: the backward then computes the gradient of x through both, and adds
+            the LoRA's part in place.
+        check: called before the backward; raises where the stacks hold another adapter.
+
+    Returns:
+        y.
+
+    Raises:
+        InvalidInputError: as the operation.
+        UnsupportedInputError: as the operation, or the engine computes no gradients.
     """
-    _check(engine, operation, x, weights, plan, y)
+    _check(engine, operation, _flat(x), weights, plan, y.detach().view(-1, y.shape[-1]))
     leaves = [tensor for tensor, _ in parameters]
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     targets = tuple(target for _, target in parameters)
-    recorded = Recorded(engine, operation, weights, plan, targets, kinds)
-    result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
+    recorded = Recorded(engine, operation, weights, plan, targets, kinds, check=check)
+    result: torch.Tensor = _ParameterNode.apply(  # type: ignore[no-untyped-call]
+        recorded, x, y, base_weight, *leaves
+    )
     return result
 
 
@@ -258,3 +284,49 @@ def _refusing_second(name: str, gradients: Gradients) -> Gradients:
     given = [gradient for gradient in gradients if gradient is not None]
     marked = iter(_Once.apply(name, anchor, *given))  # type: ignore[no-untyped-call]
     return tuple(None if gradient is None else next(marked) for gradient in gradients)
+
+
+class _ParameterNode(torch.autograd.Function):
+    """A call whose gradients go to single slots, with the base product before it or without."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        recorded: Recorded,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        base_weight: torch.Tensor | None,
+        *leaves: torch.Tensor,
+    ) -> torch.Tensor:
+        needed = ctx.needs_input_grad[4:]
+        wanted, rows = recorded.wants(needed), _flat(x)
+        _, h = run_forward(recorded, rows, y.view(-1, y.shape[-1]))
+        ctx.mark_dirty(y)
+        ctx.recorded, ctx.shape, ctx.like = recorded, x.shape, (rows.shape, rows.dtype)
+        kept = kept_for(recorded, wanted, ctx.needs_input_grad[1], h is not None)
+        weight = base_weight if ctx.needs_input_grad[1] else None
+        # Not the stacks: a version counts the changes of all slots.
+        used = (leaf for leaf, is_needed in zip(leaves, needed, strict=True) if is_needed)
+        ctx.save_for_backward(rows if kept.x else None, h if kept.h else None, weight, *used)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        recorded: Recorded = ctx.recorded
+        x, h, weight, *_ = ctx.saved_tensors  # raises where one was changed in place
+        recorded.check_plan()
+        needs_x, needs_y, _, *needed = ctx.needs_input_grad[1:]
+        rows = grad.reshape(-1, grad.shape[-1])
+        needs = (needs_x, needs_y, *needed)
+        gradients = run_backward(recorded, needs, rows, x, h, None, ctx.like, weight)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _refusing_second(recorded.operation.name, gradients)
+        dx, dy, *parts = gradients
+        dx = None if dx is None else dx.view(ctx.shape)
+        return None, dx, None if dy is None else dy.view_as(grad), None, *parts
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., in_features] as rows; token ids have one axis already."""
+    rows = x if x.ndim < 3 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

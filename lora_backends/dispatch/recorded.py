@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -48,6 +49,7 @@ class Recorded:
     targets: tuple[Target, ...]  # of the tensors after x and base_output
     leaves: tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each of them
     options: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[[], None] | None = None  # raises where a backward would compute something else
     counters: tuple[Any, ...] = field(init=False)  # of the plan's refills: they live as long
     refills: tuple[int, ...] = field(init=False)  # at the forward
     versions: Mapping[str, int] = field(init=False)  # of the layer's tensors at the forward
@@ -61,8 +63,11 @@ class Recorded:
         """Refuse a backward by tables of another batch.
 
         Raises:
-            InvalidInputError: the plan or the routing was refilled after the forward.
+            InvalidInputError: the plan, or the routing, was refilled after the forward; or as
+                `check`.
         """
+        if self.check is not None:
+            self.check()
         if self.refills != refills_of(self.plan):
             raise InvalidInputError(
                 f"the plan of {self.operation.name} was refilled between forward and backward\n"
@@ -114,9 +119,13 @@ class Recorded:
         return tuple(sorted(named)) or None
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype of the gradients of a stack."""
-        at = next(at for at, target in enumerate(self.targets) if target.name == name)
-        return self.leaves[at][1]
+        """Return the widest dtype of the gradients of a stack: each is rounded to its own."""
+        dtypes = (
+            leaf[1]
+            for leaf, target in zip(self.leaves, self.targets, strict=True)
+            if target.name == name
+        )
+        return reduce(torch.promote_types, dtypes)
 
     def without_factors(self) -> Any:
         """Return the layer without bias and output_scales."""

@@ -13,7 +13,8 @@ from lora_backends.adapters import AdapterPool, AdapterReport, Checkpoint, Loade
 from lora_backends.adapters.describe import AdaptersReport, report
 from lora_backends.adapters.files.hub import local_folder
 from lora_backends.adapters.pool.tensors import copied
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, shown
+from lora_backends.hf.training.loading import load_trainable
 from lora_backends.hf.wrapped import WrappedModel
 
 if TYPE_CHECKING:
@@ -33,7 +34,14 @@ class ModelAdapters:
         return self.pool.slots.names
 
     def load_adapter(
-        self, name: str, folder: str | Path, *, pin: bool = False, replace_existing: bool = False
+        self,
+        name: str,
+        folder: str | Path,
+        *,
+        pin: bool = False,
+        replace_existing: bool = False,
+        trainable: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Loaded:
         """Load a PEFT checkpoint under a name.
 
@@ -46,6 +54,8 @@ class ModelAdapters:
                 the id of one on the Hugging Face hub, which is looked up in the local cache first.
             pin: keep it from being evicted.
             replace_existing: overwrite a loaded adapter of this name.
+            trainable: train it further, as `new_adapter` does a new one.
+            dtype: of the parameters that are trained, as `new_adapter`.
 
         Returns:
             The slot, and the name of the adapter that was evicted for it.
@@ -53,10 +63,20 @@ class ModelAdapters:
         Raises:
             InvalidInputError: files are missing, broken or do not fit the base model; the name is
                 taken; every slot is pinned. Nothing has changed.
-            UnsupportedInputError: a feature that cannot be reproduced exactly, by its name.
-                Nothing has changed.
+            UnsupportedInputError: a feature that cannot be reproduced exactly, or not trained, by
+                its name. Nothing has changed.
         """
         self._wrapped.check_attached()
+        if trainable:
+            return self._loaded(
+                load_trainable(self._wrapped, name, folder, replace_existing, dtype, self.store),
+                pin,
+            )
+        if dtype is not None:
+            raise InvalidInputError(
+                f"dtype {shown(dtype)} is given for an adapter that is not trained\n"
+                f"  to do: pass trainable=True, or leave dtype out"
+            )
         if self.store is not None:
             return self._loaded(self.store.load(name, local_folder(folder), replace_existing), pin)
         loaded = self.pool.load(
@@ -124,16 +144,22 @@ class ModelAdapters:
             UnsupportedInputError: as `load_adapter`.
         """
         self._wrapped.check_attached()
+        self._wrapped.training.check_untrained(name)  # at once: it may be trained for long
         checkpoint = self._from_memory(adapter, config, adapter_name)
         (self.store or self.pool).update(name, checkpoint, timeout_s)
 
     def unload_adapter(self, name: str) -> None:
         """Free the slot of an adapter.
 
+        The parameters of one that is trained get memory of their own, and keep their values.
+
         Raises:
             InvalidInputError: it is not loaded, pinned, or in use by a running call.
         """
         with self.pool.slots.lock:  # else a batch brings it back from memory in between
+            if name in self._wrapped.training.adapters:
+                self._wrapped.training.unload(name)
+                return
             self.pool.unload(name)
             if self.store is not None:
                 self.store.forget(name)

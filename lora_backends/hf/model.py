@@ -13,7 +13,12 @@ from lora_backends.adapters import LoadLimits
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.hf.calls.alora import invoked
-from lora_backends.hf.calls.entries import Entry, RowAdapters, adapter_names, is_per_token
+from lora_backends.hf.calls.entries import (
+    Entry,
+    RowAdapters,
+    adapter_names,
+    is_per_token,
+)
 from lora_backends.hf.calls.prepared import PreparedAdapters
 from lora_backends.hf.calls.request import Request
 from lora_backends.hf.calls.running import IDLE, open_block, running
@@ -34,6 +39,8 @@ from lora_backends.hf.replacements.rows import (
     label_counts,
     with_labels,
 )
+from lora_backends.hf.training.methods import ModelTraining
+from lora_backends.hf.training.request import TrainingCall
 from lora_backends.hf.words import ModelWords, OneAdapter, chosen_adapters
 from lora_backends.hf.wrapped import WrappedModel
 from lora_backends.selection.choice import get_backend
@@ -44,7 +51,7 @@ if TYPE_CHECKING:
     from lora_backends.selection.config import LoRAConfig
 
 
-class MultiLoRAModel(ModelAdapters, ModelWords):
+class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
     """Every row of a batch uses its own LoRA adapter, or none.
 
     Each row gets the result that PEFT computes with that row's adapter alone, in eval mode. The
@@ -225,13 +232,13 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
                 block, weights were moved in it after a compiled program had read them.
         """
         self._check_prepared(step)
+        self._wrapped.training.flush()
         groups = self._wrapped.hooked.drop_moved()
         with torch.no_grad(), self._wrapped.hooked.in_use(), open_block(step):
             yield
         if step.is_traced:
             self._wrapped.hooked.check_unmoved(groups)
 
-    @torch.no_grad()
     def __call__(
         self,
         *args: Any,
@@ -242,6 +249,9 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
         **inputs: Any,
     ) -> Any:
         """Run the base model's forward pass, every row with its own adapter.
+
+        With grad mode on and an adapter in the batch that is trained, it builds autograd's graph,
+        in which every parameter gets the gradient of its own rows alone. Else it runs without one.
 
         Args:
             args: at most one, the base model's first argument: input_ids for most.
@@ -268,7 +278,8 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
                 replaced.
             UnsupportedInputError: rows differ in a module whose input's rows are not known; a blend
                 of an adapter that uses DoRA with another; a strength of one with a LoRA bias, or
-                that the backend cannot apply.
+                that the backend cannot apply; in a call that trains: blends, `split`, or adapters
+                with modules of their own, or with LoRA of experts or routers.
         """
         if len(args) > 1:
             raise InvalidInputError(
@@ -293,10 +304,23 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
                 "  to do: split the batch by the number of labels"
             )
         if isinstance(adapters, PreparedAdapters) and adapter_names is None:
-            return self._run_prepared(adapters, inputs)
+            with torch.no_grad():
+                return self._run_prepared(adapters, inputs)
         chosen = chosen_adapters(adapters, adapter_names)
-        if split:
-            return run_split(self, chosen, inputs, self._wrapped.images)
+        builds = torch.is_grad_enabled() and self._wrapped.training.any_of(chosen)
+        if builds and split:
+            raise UnsupportedInputError(
+                "split=True builds no graph, and adapters of the batch are trained\n"
+                "  to do: train with batches of one adapter, or call it under torch.no_grad()"
+            )
+        with torch.set_grad_enabled(builds):
+            if split:
+                return run_split(self, chosen, inputs, self._wrapped.images)
+            return self._run(chosen, inputs, logits_as_list)
+
+    def _run(
+        self, chosen: Sequence[RowAdapters], inputs: dict[str, Any], logits_as_list: bool
+    ) -> Any:
         try:
             with self._active(chosen, inputs, after_cache=True) as request:
                 counts = label_counts(request.replacements, self.pool, request.rows)
@@ -307,7 +331,7 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
             # an adapter with an invocation differs by row even where it is the only one
             if logits_as_list or request.per_token or request.has_invocations:
                 raise
-            cure = self._how_to_split(len(chosen), inputs)
+            cure = "" if torch.is_grad_enabled() else self._how_to_split(len(chosen), inputs)
             raise UnsupportedInputError(f"{error}{cure}") from None
 
     @torch.no_grad()
@@ -443,7 +467,7 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
         self, adapters: Sequence[RowAdapters], inputs: Mapping[str, Any], after_cache: bool
     ) -> Iterator[Request]:
         wrapped = self._wrapped
-        wrapped.check()
+        wrapped.check(may_train=True)
         names = adapter_names(adapters)
         rows, length = rows_and_length(inputs, self._wrapped.main_input)
         if len(adapters) != rows:
@@ -459,17 +483,37 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
                 )
         with self.pool.slots.in_use(names) as slots, self._wrapped.hooked.in_use():
             adapters = invoked(adapters, slots, self.pool, inputs, after_cache)
-            request = Request(
-                wrapped.key, self.pool, wrapped.images, adapters, slots, self.backend, after_cache
-            )
+            request = self._request(adapters, slots, after_cache)
             if not after_cache:
                 config = getattr(self.base, "generation_config", None)
                 request.begin_generate(inputs, rows, length, config)
             check_generate(self.base, request, inputs, generates=not after_cache)
             if request.replacements:
-                check_compiled(self.base)
+                check_compiled(self.base, "an adapter has modules of its own")
             with running(IDLE if request.idle else request):
                 yield request
+
+    def _request(
+        self, adapters: Sequence[RowAdapters], slots: Mapping[str, int], after_cache: bool
+    ) -> Request:
+        """Return the call of a batch: with gradients or dropout if an adapter of it is trained."""
+        wrapped = self._wrapped
+        of_model = (
+            wrapped.key,
+            self.pool,
+            wrapped.images,
+            adapters,
+            slots,
+            self.backend,
+            after_cache,
+        )
+        trained = wrapped.training.of(slots)
+        drops = self.base.training and any(adapter.dropout for adapter in trained)
+        if not trained or not (drops or torch.is_grad_enabled()):
+            return Request(*of_model)
+        check_compiled(self.base, "adapters of the batch are trained")
+        wrapped.training.checkpointing.install()
+        return TrainingCall(*of_model, trained, drops)
 
     def _run_prepared(self, step: PreparedAdapters, inputs: dict[str, Any]) -> Any:
         """Run the base model, of which compiled programs may be a part.
@@ -478,6 +522,7 @@ class MultiLoRAModel(ModelAdapters, ModelWords):
         looks before and after the pass.
         """
         self._check_prepared(step)
+        self._wrapped.training.flush()
         hooked = self._wrapped.hooked
         # Only a program reads joined weights without a look.
         groups = hooked.drop_moved() if step.is_traced else len(hooked.joined)

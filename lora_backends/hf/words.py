@@ -48,8 +48,17 @@ class ModelWords:
 
     @property
     def training(self) -> bool:
-        """Whether the base model is in training mode. No call runs in it."""
+        """Whether the base model is in training mode."""
         return self.base.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the base model into training mode, or with False into eval mode.
+
+        In training mode `lora_dropout` of adapters that are trained acts on their own rows, and the
+        base model's own dropout as torch's. Calls run in it only while adapters are trained.
+        """
+        self.base.train(mode)
+        return self
 
     def eval(self) -> Self:
         """Put the base model into eval mode."""
@@ -180,10 +189,11 @@ def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:
     chosen = adapters if adapter_names is None else adapter_names
     if isinstance(chosen, str) or not isinstance(chosen, Sequence):
         return chosen  # refused with the entries
-    return [_without_base(entry) for entry in chosen]
+    return [without_base(entry) for entry in chosen]
 
 
-def _without_base(entry: RowAdapters) -> RowAdapters:
+def without_base(entry: RowAdapters) -> RowAdapters:
+    """Return an entry with None where PEFT's name for the base model stands."""
     if is_per_token(entry):
         return [None if each == PEFT_BASE else each for each in entry]  # type: ignore[union-attr]
     return None if isinstance(entry, str) and entry == PEFT_BASE else entry

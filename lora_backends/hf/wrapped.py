@@ -22,6 +22,7 @@ from lora_backends.hf.layout.sites import base_layer, check_start, find_sites
 from lora_backends.hf.layout.structure import Structure
 from lora_backends.hf.layout.trial import tried_input
 from lora_backends.hf.replacements.modules import Replacements
+from lora_backends.hf.training.registry import Training
 
 _NUMBERS = count()
 
@@ -53,6 +54,7 @@ class WrappedModel:
         routers = find_routers(base, self.experts, dtype, device)
         # Routers are no linear layers for `find_sites`, and take LoRA all the same.
         self.sites = find_sites(base, dtype, device) | routers
+        self.routers = frozenset(routers)
         # Experts see hidden states as a linear layer does, so one probe is enough.
         as_modules = {path: site.as_module for path, site in self.experts.items()}
         self.layouts = probe(base, self.sites | as_modules)
@@ -62,6 +64,7 @@ class WrappedModel:
         self.main_input: str = getattr(base, "main_input_name", "input_ids")
         self.first_input = first_input(base.forward, self.main_input)
         self.images = Images(getattr(base, "config", None), tried_input(base))
+        self.training = Training(self)
 
     def open(
         self,
@@ -101,6 +104,7 @@ class WrappedModel:
 
     def close(self) -> AdapterPool:
         """Take the hooks off, and return a pool without adapters in the place of the pool."""
+        self.training.close()
         self.hooked.remove()
         self.pool = AdapterPool({}, 1, 1, self.dtype, self.pool.device)
         return self.pool
@@ -120,14 +124,17 @@ class WrappedModel:
         self.hooked.check()
         self.structure.check_modules()
 
-    def check(self) -> None:
+    def check(self, may_train: bool = False) -> None:
         """Refuse a model that cannot run with its adapters.
+
+        Args:
+            may_train: whether training mode is allowed where the model has adapters in training.
 
         Raises:
             InvalidInputError: as `check_attached`; or it is in training mode, or was converted.
         """
         self.check_attached()
-        self.structure.check_state()
+        self.structure.check_state(may_train and bool(self.training.adapters))
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Refuse an adapter that deltas of rows cannot reproduce.

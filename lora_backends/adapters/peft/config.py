@@ -143,7 +143,7 @@ def read_config(path: Path, limits: LoadLimits, own_modules: bool = False) -> Pe
         InvalidInputError: no file, no JSON object, a wrong type or fields that contradict.
         UnsupportedInputError: features beyond plain LoRA; the message names every one.
     """
-    return checked_config(_read_json_object(path, limits), path, own_modules)
+    return checked_config(read_json_object(path, limits), path, own_modules)
 
 
 def checked_config(values: dict[str, Any], path: Path, own_modules: bool = False) -> PeftLoraConfig:
@@ -189,7 +189,12 @@ def checked_config(values: dict[str, Any], path: Path, own_modules: bool = False
     return config
 
 
-def _read_json_object(path: Path, limits: LoadLimits) -> dict[str, Any]:
+def read_json_object(path: Path, limits: LoadLimits) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        InvalidInputError: there is none, or none that can be read.
+    """
     to_do = "pass the folder that PEFT's save_pretrained wrote"
     content = read_bytes(path, limits.header_bytes, limits.config_too_large)
     try:

@@ -54,7 +54,7 @@ def checkpoint_from_memory(
         source, tensors = Path("<state_dict in memory>"), adapter
     else:
         raise InvalidInputError(f"no adapter\n  given: {shown(adapter)}\n  allowed: {ALLOWED}")
-    values = _as_json(config)
+    values = config_as_json(config)
     strange = [key for key, value in tensors.items() if not isinstance(value, Tensor)]
     if strange or not all(isinstance(key, str) for key in tensors):
         raise InvalidInputError(
@@ -131,7 +131,7 @@ def _check_scaling(model: Any, name: str) -> None:
             )
 
 
-def _as_json(config: Any) -> dict[str, Any]:
+def config_as_json(config: Any) -> dict[str, Any]:
     """Return a configuration as `adapter_config.json` holds it: sets are lists, words are str."""
     values = config.to_dict() if hasattr(config, "to_dict") else config
     try:

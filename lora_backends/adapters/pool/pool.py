@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -481,6 +481,21 @@ class AdapterPool:
     def active_experts(self) -> Mapping[str, tuple[ExpertWeights, ...]]:
         """The stacks of the experts that a loaded adapter touches, by path of the parameter."""
         return self.active.experts
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the matrices in the stacks."""
+        return self._eight_bit or self.dtype
+
+    def record_of(self, slot: int) -> SlotRecord:
+        """Return the record of a slot: another object once the slot has been written again."""
+        return self._record(slot)
+
+    @contextmanager
+    def writing(self, slot: int) -> Iterator[None]:
+        """Order the writes of a slot in the block with its uses on other CUDA streams."""
+        with self.slots.lock, self._writing(slot):
+            yield
 
     def _note_active(self) -> None:
         records = self._records.values()

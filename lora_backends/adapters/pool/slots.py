@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 REMEMBERED = 1024
 """Names of evicted adapters that are remembered: errors say which name took the slot."""
 
-Holder: TypeAlias = Literal["call", "prepared", "request"]
+Holder: TypeAlias = Literal["call", "prepared", "request", "training"]
 
 Commit: TypeAlias = Callable[[Callable[[], None]], None]
 """Puts names into slots and calls its argument, which holds them there; the slots are locked."""
@@ -54,6 +54,8 @@ class SlotTable:
         self._lost: OrderedDict[str, str] = OrderedDict()  # name -> the name that took its slot
         self.provider: Callable[[Sequence[str]], Commit] | None = None
         """Prepares names that are about to be used, e.g. brings those without a slot."""
+        self.before_use: Callable[[Iterable[str]], None] | None = None
+        """Called with the names that are about to be used, before their slots are read."""
         self.lock = RLock()
         """Held while slots change; a pool holds it from `candidate` to `assign`."""
         self._written_ahead: set[int] = set()  # slots from `reserve` to `settle`
@@ -101,7 +103,7 @@ class SlotTable:
                     return self._slots[oldest], oldest
             raise InvalidInputError(
                 f"no slot for adapter {name!r}: all {self.num_slots} are pinned or in use\n"
-                f"  loaded: {', '.join(self._slots)}\n"
+                f"  loaded: {', '.join(self._slots)}\n{self._trained()}"
                 f"  to do: unpin one, release() prepared adapters, or raise max_adapters"
             )
 
@@ -115,7 +117,7 @@ class SlotTable:
         with self.lock:
             free = self._free()
             spared = self._recent | self._expected
-            kinds = ("coming", "call", "request", "prepared")
+            kinds = ("coming", "call", "request", "prepared", "training")
             unused = (
                 slot
                 for old, slot in self._slots.items()
@@ -212,7 +214,7 @@ class SlotTable:
         """
         with self.lock:
             slot = self.slot(name)
-            if self._holder(name, ("call", "request")) is not None:
+            if self._holder(name, ("call", "request", "training")) is not None:
                 self._check_free(name, "updated")
             return slot
 
@@ -238,6 +240,18 @@ class SlotTable:
                 raise InvalidInputError(f"adapter {name!r} is not pinned")
             self._pins[name] -= 1
 
+    def begin_training(self, name: str) -> None:
+        """Keep `name` from being evicted, replaced, updated or unloaded until `end_training`."""
+        with self.lock:
+            slots = frozenset((self._slots[name],))
+            self._holds[_training(name)] = _Hold("training", frozenset((name,)), slots)
+
+    def end_training(self, name: str) -> None:
+        """Take back `begin_training`; a backward on the current stream may read the slot still."""
+        if self._streams is not None and name in self._slots:
+            self._streams.after_use((self._slots[name],), on_this_stream=True)
+        self._holds.pop(_training(name), None)
+
     @contextmanager
     def in_use(self, names: Iterable[str], by: Holder = "call") -> Iterator[dict[str, int]]:
         """Keep the slots of `names` as they are inside the block; yields name to slot.
@@ -255,6 +269,8 @@ class SlotTable:
         def hold() -> None:
             self._holds[token] = _Hold(by, frozenset(names), frozenset(slots.values()))
 
+        if self.before_use is not None:
+            self.before_use(names)
         provider = self.provider  # read once: another thread may detach the model
         try:
             # Names that are loaded here stay loaded while the provider works, unless another call
@@ -281,7 +297,7 @@ class SlotTable:
                 self._holds.pop(token, None)  # one step: an interrupt cannot leave a part of it
 
     def _holder(
-        self, name: str, kinds: tuple[str, ...] = ("call", "request", "prepared")
+        self, name: str, kinds: tuple[str, ...] = ("call", "request", "prepared", "training")
     ) -> str | None:
         """Return the first of `kinds` that holds `name`, or None."""
         # A copy, since other threads end their calls without the lock.
@@ -300,11 +316,20 @@ class SlotTable:
         elif holder == "request":
             reason = "in use by a request of continuous batching"
             to_do = "wait until the request has ended, or cancel it"
+        elif holder == "training":
+            reason = "being trained"
+            to_do = "change its parameters in place, or unload_adapter(), which ends its training"
         else:
             return
         raise InvalidInputError(
             f"adapter {name!r} is {reason}, so it cannot be {what}\n  to do: {to_do}"
         )
+
+    def _trained(self) -> str:
+        names = sorted(
+            n for hold in list(self._holds.values()) if hold.by == "training" for n in hold.names
+        )
+        return f"  trained: {', '.join(names)}; unload_adapter() ends it\n" if names else ""
 
     def _forget(self, name: str) -> None:
         del self._slots[name]
@@ -329,3 +354,8 @@ class SlotTable:
             f"no adapter named {name!r}{did_you_mean(str(name), self._slots)}\n  {loaded}\n"
             f"  to do: {to_do}"
         )
+
+
+def _training(name: str) -> object:
+    """Return the key under which training holds a name."""
+    return "training", name

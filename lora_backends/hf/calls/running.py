@@ -16,6 +16,7 @@ from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError
 from lora_backends.experts import ExpertWeights
 from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.replacements.rows import ReplacedRows
 from lora_backends.weights import LoRAWeights
 
@@ -43,6 +44,7 @@ class ModelCall:
 
     def __init__(self, model: str = "", pool: AdapterPool | None = None) -> None:
         self.model = model  # a string, because a compiled program always guards strings
+        self.trains = ""  # key of the model of a call that trains, whose `model` is ""
         self.stacks: Mapping[str, LoRAWeights] = {}  # by path, of the modules that are adapted
         self.shared: Mapping[str, LoRAWeights] = {}  # by a leader's path: of it and its siblings
         # by path of a parameter of experts
@@ -72,6 +74,24 @@ class ModelCall:
     def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
         """Return the slot of each position of such an input, on the CPU."""
         raise AssertionError("this call replaces no modules")
+
+    def touches(self, paths: Sequence[str]) -> bool:
+        """Return whether an adapter of the batch touches one of the modules."""
+        raise AssertionError("this call trains nothing")
+
+    def add(
+        self,
+        site: ModuleSite,
+        layout: Layout,
+        module: nn.Module,
+        x: torch.Tensor,
+        output: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Return a module's output with LoRA, as a node of autograd's graph; None: as it is."""
+        raise AssertionError("this call trains nothing")
+
+    def check_recomputation(self) -> None:
+        """Refuse to compute a part of the pass again where that would give something else."""
 
 
 NOTHING = ModelCall()
@@ -157,12 +177,24 @@ def is_open(model: str) -> bool:
     return model in _OPEN
 
 
+TRAINED: set[str] = set()
+"""Keys of the models that have adapters in training."""
+
+
 def check_thread(model: str) -> None:
-    """Refuse to run a model without adapters in a thread that may be expected to use some.
+    """Refuse to run a model without adapters where it may be expected to use some.
 
     Raises:
-        InvalidInputError: no call runs in this thread, while a block of `using` is open in another.
+        InvalidInputError: no call runs in this thread, while a block of `using` is open in another;
+            or a backward computes a part of a forward pass again whose adapters are not known.
     """
+    if TRAINED and RUNNING.call is NOTHING and model in TRAINED and _in_backward():
+        raise InvalidInputError(
+            "a backward runs a part of the base model again, and it is not known with which "
+            "adapters\n  given: activation checkpointing by other code than the model's own\n"
+            "  to do: model.base.gradient_checkpointing_enable(), or checkpoint whole calls of the "
+            "MultiLoRAModel; for the base model's own answers model(adapters=[None] * rows, ...)"
+        )
     if _OPEN and RUNNING.call is NOTHING and model in _OPEN:
         raise InvalidInputError(
             f"thread {threading.current_thread().name!r} runs the base model without adapters "
@@ -171,3 +203,7 @@ def check_thread(model: str) -> None:
             f"  to do: enter `with model.using(step)` in the thread that runs the model; for the "
             f"base model's own answers call model(adapters=[None] * rows, ...)"
         )
+
+
+def _in_backward() -> bool:
+    return not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() != -1

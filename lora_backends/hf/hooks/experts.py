@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ from lora_backends.adapters.specs import ExpertSpec, ModuleSpec
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import UnsupportedInputError, told
 from lora_backends.experts import ExpertWeights
-from lora_backends.hf.calls.running import RUNNING, check_thread
+from lora_backends.hf.calls.running import RUNNING, ModelCall, check_thread
 from lora_backends.hf.hooks.expert_products import eager, forward_of, parameter_names
 from lora_backends.hf.hooks.linear import Served
 from lora_backends.hf.layout.sites import ModuleSite
@@ -212,7 +212,10 @@ def experts_forward(served: Served, site: ExpertSite) -> Callable[..., torch.Ten
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
-            check_thread(model)
+            if call.trains == model:
+                refuse_training(call, paths)
+            else:
+                check_thread(model)
             return plain(self, *args, **kwargs)  # type: ignore[no-any-return]
         up, down = call.experts.get(paths[0], ()), call.experts.get(paths[1], ())
         if not up and not down:
@@ -232,6 +235,20 @@ def experts_forward(served: Served, site: ExpertSite) -> Callable[..., torch.Ten
         return run(self, x, ids, factors, _Deltas(backend, routing, up, down))
 
     return forward
+
+
+def refuse_training(call: ModelCall, paths: Sequence[str]) -> None:
+    """Refuse a call that trains adapters if one of its batch adapts experts or a router.
+
+    Raises:
+        UnsupportedInputError: one does.
+    """
+    if call.touches(paths):
+        raise UnsupportedInputError(
+            f"an adapter of a batch that is trained adapts {' and '.join(paths)}, whose LoRA has "
+            f"no gradient here\n"
+            f"  to do: leave its rows out, or run them in a call of their own under torch.no_grad()"
+        )
 
 
 def _unknown_call(path: str, arguments: str) -> UnsupportedInputError:

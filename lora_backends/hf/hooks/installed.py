@@ -15,9 +15,9 @@ from lora_backends.hf.calls.running import Joined
 from lora_backends.hf.hooks.experts import ExpertSite, experts_forward
 from lora_backends.hf.hooks.linear import Served, adder, end_hook, lora_hook
 from lora_backends.hf.hooks.overlapped import linear_with_lora
+from lora_backends.hf.hooks.overrides import ForwardOverride
 from lora_backends.hf.hooks.routers import router_forward
 from lora_backends.hf.hooks.siblings import (
-    ForwardOverride,
     are_plain,
     find_siblings,
     leader_forward,
@@ -52,6 +52,8 @@ class Hooked:
         self.handles: list[Any] = []
         """Of all hooks; none before `register` and after `remove`."""
         self.groups = find_siblings(sites) if fuse else []
+        self.slices = {path: at for group in self.groups for at, path in enumerate(group.paths)}
+        """Path of a module with siblings to its slice of the stack that they share."""
         self.joined: dict[str, Joined] = {}
         """A leader's path to the weights of its group, while they lie as they were joined."""
         self._lock = Lock()  # guards _users and _closed

@@ -52,8 +52,14 @@ def begin_hook(
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = RUNNING.call
         if call.model != model:
-            check_thread(model)
-            return
+            if call.trains != model:
+                check_thread(model)
+                return
+            if is_traced():
+                raise UnsupportedInputError(
+                    "torch.compile cannot trace a call that trains adapters\n"
+                    "  to do: run it without torch.compile"
+                )
         if not is_traced():
             if (
                 is_jit_traced()
@@ -116,6 +122,9 @@ def lora_hook(served: Served, site: ModuleSite, add: Callable[..., torch.Tensor]
     ) -> torch.Tensor | None:
         call = RUNNING.call
         if call.model != model:
+            if call.trains == model:
+                x = first_argument(args, f"module {path}")
+                return call.add(site, layout, module, x, output)
             check_thread(model)
             return None
         # Often no loaded adapter touches the module.

@@ -21,6 +21,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.errors import told
 from lora_backends.hf.calls.running import RUNNING, check_thread
+from lora_backends.hf.hooks.experts import refuse_training
 from lora_backends.hf.hooks.linear import Served, add_deltas, first_argument
 from lora_backends.hf.layout.quantized_base import is_plain, packed_size
 from lora_backends.hf.layout.sites import ModuleSite
@@ -155,7 +156,10 @@ def router_forward(served: Served, site: ModuleSite) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = RUNNING.call
         if call.model != model:
-            check_thread(model)
+            if call.trains == model:
+                refuse_training(call, (path,))
+            else:
+                check_thread(model)
             return plain(self, *args, **kwargs)
         weights = call.stacks.get(path)
         if weights is None:

@@ -13,7 +13,6 @@ group whose weights were moved leaves `ModelCall.joined`, which the programs gua
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MethodType
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from lora_backends.hf.hooks import trace_guards as traced
 from lora_backends.hf.hooks.addresses import Place
 from lora_backends.hf.hooks.linear import Hook, Served
 from lora_backends.hf.layout.sites import ModuleSite
+from lora_backends.hf.training.joined import run_joined
 
 GROUPS = ((("q_proj", "k_proj", "v_proj"), "run_qkv"), (("gate_proj", "up_proj"), "run_gate_up"))
 """Names of modules under one parent, the leader first, and the operation that runs them."""
@@ -170,6 +170,9 @@ def leader_forward(
     def in_full(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
+            if call.trains == model:
+                y = run_joined(served, group, call, self, input)
+                return _run_alone(self, input, alone) if y is None else keep(input, y)
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         tracing = is_traced()
@@ -204,6 +207,11 @@ def leader_forward(
         outputs = _columns(y, widths)
         version = TRACED if tracing else input._version
         RUNNING.kept = SiblingOutputs(group, input, version, [*outputs], siblings)
+        return outputs[0]
+
+    def keep(input: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        outputs = _columns(y, widths)
+        RUNNING.kept = SiblingOutputs(group, input, input._version, [*outputs], siblings)
         return outputs[0]
 
     place = group.places[0]  # each sibling looks at its own, when it is called
@@ -273,7 +281,8 @@ def sibling_forward(
                 return output
             if not is_traced():
                 group.are_joined()  # notes a sibling that was moved
-        if RUNNING.call.model != model:
+        call = RUNNING.call
+        if call.model != model and call.trains != model:
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         return _run_alone(self, input, alone)
@@ -298,6 +307,8 @@ def linear_forward(
     def in_full(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         call = RUNNING.call
         if call.model != model:
+            if call.trains == model:
+                return _run_alone(self, input, alone)
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)
         weights = call.stacks.get(path)
@@ -335,19 +346,3 @@ def _run_alone(module: nn.Linear, input: torch.Tensor, hook: Hook) -> torch.Tens
     output = nn.Linear.forward(module, input)
     changed = hook(module, (input,), output)
     return output if changed is None else changed
-
-
-class ForwardOverride:
-    """The `forward` of one module, until it is removed.
-
-    A bound method, so that a deep copy of the model computes with its own weights.
-    """
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module, self._forward = module, MethodType(forward, module)
-        module.forward = self._forward
-
-    def remove(self) -> None:
-        """Give the module its own `forward` back, unless other code has replaced this one."""
-        if vars(self._module).get("forward") is self._forward:
-            del self._module.forward

@@ -59,8 +59,8 @@ class Structure:
         if self._holders != self._children:  # modules compare by identity
             self._refuse_replaced()
 
-    def check_state(self) -> None:
-        """Refuse to run a model that was converted, or is in training mode.
+    def check_state(self, may_train: bool = False) -> None:
+        """Refuse to run a model that was converted, or is in training mode unless it may be.
 
         Raises:
             InvalidInputError: the model has another dtype or device than its adapters, or a module
@@ -70,7 +70,7 @@ class Structure:
         form = _form(self._parameters.get(self._name))
         if form != self._form and form is not None:
             self._refuse_converted(form)
-        if any(map(_get, self._attributes, repeat("training"))):
+        if not may_train and any(map(_get, self._attributes, repeat("training"))):
             self._refuse_training()
 
     def _refuse_training(self) -> None:

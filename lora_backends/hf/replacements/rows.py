@@ -235,15 +235,19 @@ def with_labels(output: Any, counts: list[int] | None, as_list: bool, rows: int)
     return output
 
 
-def check_compiled(base: nn.Module) -> None:
+def check_compiled(base: nn.Module, why: str) -> None:
     """Refuse to hook modules that run as a compiled program: it would not notice.
+
+    Args:
+        base: the model.
+        why: its modules are hooked.
 
     Raises:
         UnsupportedInputError: the model, or a part of it, was compiled in place.
     """
     if any(map(_is_compiled, base.modules())):
         raise UnsupportedInputError(
-            "an adapter has modules of its own, and the base model was compiled in place\n"
+            f"{why}, and the base model was compiled in place\n"
             "  to do: use a model without compile() for these adapters"
         )
 

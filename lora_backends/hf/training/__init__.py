@@ -1,0 +1,1 @@
+"""Training of adapters: many of one model in one batch."""

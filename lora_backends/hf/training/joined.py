@@ -1,0 +1,50 @@
+"""Training of modules with one input, which their leader computes together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lora_backends.hf.calls.running import RUNNING
+from lora_backends.hf.training.products import is_frozen
+
+if TYPE_CHECKING:
+    from lora_backends.hf.hooks.linear import Served
+    from lora_backends.hf.hooks.siblings import Siblings
+
+
+def run_joined(
+    served: Served, group: Siblings, call: Any, module: nn.Linear, x: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the outputs of a group with LoRA, side by side, or None where each has to run alone.
+
+    Args:
+        served: the wrapper's.
+        group: of which `module` may be the leader.
+        call: a `TrainingCall`.
+        module: that was called.
+        x: its input.
+    """
+    left, RUNNING.kept = RUNNING.kept, None
+    if left is not None:
+        left.group.apart = True  # its siblings got another input
+    paths = group.paths
+    weights = call.shared.get(paths[0])
+    if (
+        weights is None
+        or group.apart
+        or module is not group.modules[0]
+        or not call.joins
+        or not call.touches(paths)
+        or x.is_inference()
+        or torch.is_autocast_enabled(x.device.type)
+        or not all(is_frozen(p) for m in group.modules for p in m._parameters.values())
+        or not group.are_joined()
+        or group.joined is None
+    ):
+        return None
+    layout = served.layouts[paths[0]]
+    y: torch.Tensor = call.multiply(group.operation, paths, layout, x, weights, *group.joined)
+    return y

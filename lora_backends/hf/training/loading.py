@@ -1,0 +1,69 @@
+"""Loads a PEFT checkpoint to train it further."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from lora_backends.adapters import Checkpoint, Loaded
+from lora_backends.adapters.files.hub import local_folder
+from lora_backends.common.files import as_path
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.training.adapter import saved_tensors
+from lora_backends.hf.training.features import check_config
+
+if TYPE_CHECKING:
+    from lora_backends.adapters import AdapterPool
+    from lora_backends.adapters.pool.store import AdapterStore
+    from lora_backends.hf.wrapped import WrappedModel
+
+
+def load_trainable(
+    wrapped: WrappedModel,
+    name: str,
+    folder: str | Path,
+    replace_existing: bool,
+    dtype: torch.dtype | None,
+    store: AdapterStore | None,
+) -> Loaded:
+    """Read a checkpoint into a slot and make its parameters, as `MultiLoRAModel.load_adapter`."""
+    from lora_backends.adapters.files.formats import CONFIG_FILE
+    from lora_backends.adapters.peft.config import read_json_object
+
+    training, pool = wrapped.training, wrapped.pool
+    training.check_possible(dtype, store is not None)
+    pool.check_new(name, replace_existing)
+    path = as_path(local_folder(folder), "the folder of a checkpoint")
+    checkpoint = pool.read(path)
+    values = read_json_object(path / CONFIG_FILE, pool.limits)
+    check_config(values, checkpoint.folder, is_new=False)
+    _check_names(pool, checkpoint, values)
+    return training.add(name, checkpoint, values, dtype, replace_existing)
+
+
+def _check_names(pool: AdapterPool, checkpoint: Checkpoint, values: dict[str, object]) -> None:
+    """Refuse a configuration that names modules as an older Transformers did.
+
+    The adapter is saved with the base model's names, so that its configuration would miss them.
+
+    Raises:
+        UnsupportedInputError: it is such a one.
+    """
+    from lora_backends.adapters.peft.memory import checkpoint_from_memory
+
+    if checkpoint.own or checkpoint.experts:
+        return  # refused by its feature
+    try:
+        again = checkpoint_from_memory(pool, saved_tensors(pool, checkpoint), values)
+        pairs = ((again.modules[path], delta) for path, delta in checkpoint.modules.items())
+        same = all(new.rank == old.rank and new.scaling == old.scaling for new, old in pairs)
+    except InvalidInputError:
+        same = False
+    if not same:
+        raise UnsupportedInputError(
+            f"{checkpoint.folder} names modules as an older version of Transformers did, so it "
+            f"cannot be trained and saved under the names of today\n"
+            f"  to do: load it with PEFT on this base model, and save it again"
+        )
