@@ -10,14 +10,14 @@ import torch
 
 from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch import checks
-from lora_backends.dispatch.autocast import for_autocast, is_any_autocast, run_outside
 from lora_backends.dispatch.cached import accept, is_accepted
-from lora_backends.dispatch.differentiate import record_routed, requires_graph
 from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.gradients.autocast import for_autocast, is_any_autocast, run_outside
+from lora_backends.dispatch.gradients.differentiate import record_routed, requires_graph
+from lora_backends.dispatch.gradients.recorded import count_refill
 from lora_backends.dispatch.library import call_outside, trace_add
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.problems import Problems, describe
-from lora_backends.dispatch.recorded import count_refill
 from lora_backends.dispatch.tracing import is_jit_traced, is_traced, refuse_jit_trace
 from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertRouting, ExpertWeights

@@ -9,7 +9,7 @@ weights and plan instead of their tensors:
 - A plan is refilled in place, ``prepare_batch(batch, out=plan)``, as under a CUDA graph.
 
 An operation runs the public method, which checks its arguments. A call of a dense layer that needs
-a gradient becomes an operation of `library_gradients`. Calls whose plan is no `LoRAPlan` run
+a gradient becomes an operation of `gradients.traced`. Calls whose plan is no `LoRAPlan` run
 outside of the traced program.
 """
 
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.gradients.traced import trace_recorded
 from lora_backends.dispatch.handles import Handled, lookup
-from lora_backends.dispatch.library_gradients import trace_recorded
 from lora_backends.dispatch.output import new_output
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.eight_bit import is_eight_bit

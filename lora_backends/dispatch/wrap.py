@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from lora_backends.batch import LoRABatch
-from lora_backends.dispatch.autocast import for_autocast, is_any_autocast, run_outside
 from lora_backends.dispatch.cached import CachingPlan, accept, is_accepted, marked_to_store_calls
 from lora_backends.dispatch.checks import check_operation, check_prepare_batch
-from lora_backends.dispatch.differentiate import record, requires_graph
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.experts import wrap_prepare_experts, wrap_routed
+from lora_backends.dispatch.gradients.autocast import for_autocast, is_any_autocast, run_outside
+from lora_backends.dispatch.gradients.differentiate import record, requires_graph
+from lora_backends.dispatch.gradients.recorded import count_refill
 from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
 from lora_backends.dispatch.many_adapters import ManyAdaptersPlan, add_each, prepare_each, refuse
 from lora_backends.dispatch.output import new_output
-from lora_backends.dispatch.recorded import count_refill
 from lora_backends.dispatch.tracing import is_jit_traced, is_traced, refuse_jit_trace
 from lora_backends.errors import LoRABackendError
 from lora_backends.features import CAPACITY

@@ -17,8 +17,8 @@ from lora_backends import (
     unavailable_reasons,
 )
 from lora_backends.defaults.expert_gradients import ExpertGradients
-from lora_backends.dispatch.differentiate import record_routed
-from lora_backends.dispatch.recorded import SlotParameter, Target
+from lora_backends.dispatch.gradients.differentiate import record_routed
+from lora_backends.dispatch.gradients.recorded import SlotParameter, Target
 from lora_backends.operations import BY_NAME
 from lora_backends.torch_ref import TorchRefBackend
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lora_backends.adapters import AdapterPool, Checkpoint
-from lora_backends.dispatch.recorded import SlotParameter, Target
+from lora_backends.dispatch.gradients.recorded import SlotParameter, Target
 from lora_backends.errors import InvalidInputError, shown
 
 _version = operator.attrgetter("_version")

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
-from lora_backends.dispatch.differentiate import run_with_parameters
-from lora_backends.dispatch.recorded import SlotParameter
+from lora_backends.dispatch.gradients.differentiate import run_with_parameters
+from lora_backends.dispatch.gradients.recorded import SlotParameter
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.entries import RowAdapters

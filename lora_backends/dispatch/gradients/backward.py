@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from lora_backends.common.tensors import has_memory
-from lora_backends.dispatch import expert_backward
-from lora_backends.dispatch.recorded import Recorded, Wanted
+from lora_backends.dispatch.gradients import expert_backward
+from lora_backends.dispatch.gradients.recorded import Recorded, Wanted
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.operations import Input

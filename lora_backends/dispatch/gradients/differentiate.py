@@ -19,17 +19,17 @@ import torch
 
 from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch import checks
-from lora_backends.dispatch.backward import Gradients, kept_for, run_backward, run_forward
 from lora_backends.dispatch.cached import accept, is_accepted
 from lora_backends.dispatch.engine import Engine
-from lora_backends.dispatch.problems import Problems
-from lora_backends.dispatch.recorded import (
+from lora_backends.dispatch.gradients.backward import Gradients, kept_for, run_backward, run_forward
+from lora_backends.dispatch.gradients.recorded import (
     Recorded,
     SlotParameter,
     Target,
     differentiates,
     target_of,
 )
+from lora_backends.dispatch.problems import Problems
 from lora_backends.dispatch.tracing import is_jit_traced
 from lora_backends.dtypes import dtype_name
 from lora_backends.eight_bit import is_eight_bit

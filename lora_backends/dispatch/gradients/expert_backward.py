@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lora_backends.defaults.expert_gradients import ExpertGradients
-from lora_backends.dispatch.recorded import Recorded, Wanted
+from lora_backends.dispatch.gradients.recorded import Recorded, Wanted
 
 STACKS = ("lora_a", "lora_b")
 ROUTER = "topk_weights"

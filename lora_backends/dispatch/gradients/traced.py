@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 
-from lora_backends.dispatch.backward import run_backward
 from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.gradients.backward import run_backward
+from lora_backends.dispatch.gradients.recorded import (
+    Recorded,
+    differentiates,
+    refills_of,
+    target_of,
+)
 from lora_backends.dispatch.handles import lookup
-from lora_backends.dispatch.recorded import Recorded, differentiates, refills_of, target_of
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.operations import BY_NAME, Operation
 from lora_backends.weights import LoRAWeights

@@ -1,0 +1,1 @@
+"""Gradients: calls that autograd records, their backward, and both in traced programs."""
