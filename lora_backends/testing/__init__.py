@@ -10,6 +10,7 @@ from lora_backends.testing.cases.experts import EXPERT_EDGES, ExpertCase, Expert
 from lora_backends.testing.cases.inputs import GuardedOutput, LoRAInputs
 from lora_backends.testing.cases.kinds import case_from
 from lora_backends.testing.cases.strategies import lora_cases, token_slots
+from lora_backends.testing.expert_gradient_oracle import expected_expert_gradients
 from lora_backends.testing.expert_oracle import expected_experts
 from lora_backends.testing.gradient_oracle import expected_gradients
 from lora_backends.testing.oracles import (
@@ -50,6 +51,7 @@ __all__ = [
     "conformance_tests",
     "expected_embedding",
     "expected_expand",
+    "expected_expert_gradients",
     "expected_experts",
     "expected_gradients",
     "expected_linear",

@@ -143,7 +143,7 @@ def backward_kernels(dtype, programmatic):
         for of_b in (False, True):
             right = grad if of_b else own
             pointers = {"right_ptr": f"*{right}", "out_ptr": f"*{own}", "order_ptr": "*i64"}
-            given = (columns if of_b else inputs), right
+            given = (columns if of_b else inputs), right, right != own
             constants = {"scaled": of_b, "has_factors": of_b, "every": of_b}
             yield made(kernels.outer_kernel, *given, **constants, shared=of_b), pointers
 

@@ -7,7 +7,7 @@ from helpers.small_experts import FACTORS, IDS, small_experts
 from helpers.small_layers import small_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_backends import LoRABackend, LoRABatch
+from lora_backends import ExpertWeights, LoRABackend, LoRABatch
 from lora_backends.defaults.expert_gradients import ExpertGradients
 from lora_backends.sgmv.experts import backward as way
 
@@ -54,6 +54,33 @@ def test_many_pairs_have_the_gradients_of_the_definition(backend, slots):
     ]
     for own, right in zip(*found, strict=True):
         torch.testing.assert_close(own, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("widths", "rank", "interleaved"), [((33, 7, 1), 130, False), ((20, 20), 80, True)]
+)
+def test_long_ranks_take_several_blocks(backend, widths, rank, interleaved, dtype):
+    device, generator = backend.device, torch.Generator().manual_seed(1)
+    shapes = (4, 3, len(widths), rank, 77), (4, 3, sum(widths), rank)
+    a, b = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    ranks = torch.randint(rank // 2, rank + 1, (4, 3, len(widths)), generator=generator)
+    weights = ExpertWeights(
+        a, b, ranks.to(device), torch.ones_like(ranks), widths, 3, interleaved=interleaved
+    )
+    *_, routing, _ = small_call(backend)
+    x, grad = (
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in ((7, 77), (7, 2, sum(widths)))
+    )
+    found = [
+        gradients(run, backend, grad, x, weights, routing, weighted=True)
+        for run in (type(backend).run_experts_backward, LoRABackend.run_experts_backward)
+    ]
+    unit = 2.0**-18 if dtype == torch.float32 else 2.0**-6
+    for own, right in zip(*found, strict=True):
+        largest = right.abs().max().item()
+        torch.testing.assert_close(own, right, rtol=0, atol=unit * largest)
 
 
 def test_no_sum_follows_the_arrival_of_pairs(backend):

@@ -69,8 +69,10 @@ class Backward:
         if out.topk_weights is not None:
             # the rows of dead pairs are zero
             sums = torch.linalg.vecdot(self.u, self.h).view_as(out.topk_weights)
-            scales = self._token_scales
-            out.topk_weights.copy_(sums if scales is None else sums * scales)
+            if (scales := self._token_scales) is not None:
+                # a sum with zeros, which makes 0.0 of -0.0
+                sums = torch.addcmul(torch.zeros_like(sums), sums, scales)
+            out.topk_weights.copy_(sums)
         if out.x is not None:
             self._write_dx(out.x)
         if out.lora_a is not None:
@@ -238,7 +240,7 @@ class Backward:
             kernels.outer_kernel,
             columns,
             right.dtype,
-            False,
+            right.dtype != weights.dtype,
             scaled=out_strides[2] == 0,  # u is scaled already
             has_factors=factors is not None,
             shared=out.shape[1] == 1,
@@ -342,6 +344,7 @@ def kernel_of(
         SHARED=shared,
         ALL=every,
         NUM_EXPERTS=site.num_experts,
+        MIXED=mixed,
         PRECISION=precision,
         INTERPRETED=INTERPRETED,
     )

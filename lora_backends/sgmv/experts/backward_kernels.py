@@ -41,6 +41,7 @@ class BackwardSizes(NamedTuple):
     SHARED: bool  # all experts share the result
     ALL: bool  # results of all slots
     NUM_EXPERTS: int
+    MIXED: bool  # operands of a product differ in dtype: it is float32
     PRECISION: str
     INTERPRETED: bool
 
@@ -236,7 +237,8 @@ def dx_kernel(
                 a = _scaled_values(a, scales, 0, r[:, None], c[None, :], mask, SIZES)
             acc = _product(u, a, acc, SIZES)
     if SIZES.HAS_FACTORS:
-        acc *= tl.load(factors_ptr + pair, mask=live, other=0.0)[:, None]
+        # the sum makes 0.0 of -0.0
+        acc = acc * tl.load(factors_ptr + pair, mask=live, other=0.0)[:, None] + 0.0
     dx = dx_ptr + pair.to(tl.int64) * dx_stride_p  # [T]
     value = rounded(acc, dx_ptr.dtype.element_ty, SIZES.INTERPRETED)
     tl.store(dx[:, None] + c[None, :], value, mask=live[:, None] & inside[None, :])
@@ -340,7 +342,9 @@ def outer_kernel(
         rows = right_ptr + pair // SITE.TOP_K * right_stride_t + pair % SITE.TOP_K * right_stride_j
         mask = inside[:, None] & used[None, :]
         right = tl.load(rows[None, :] + column[:, None], mask=mask, other=0.0)  # [C, T]
-        acc = _product(right, _narrowed(left, right.dtype, SIZES), acc, SIZES)
+        if not SIZES.MIXED:  # else grad is in another dtype than the weights
+            left = _narrowed(left, right.dtype, SIZES)
+        acc = _product(right, left, acc, SIZES)
     acc = tl.where((r < top)[None, :], acc, 0.0)
     out = out_ptr + place.to(tl.int64) * out_stride_l + expert.to(tl.int64) * out_stride_e
     out += a.to(tl.int64) * out_stride_a
