@@ -122,14 +122,14 @@ class Layer:
         _, h = engine.forward_with_h("run_linear", x, weights, plan, grad.clone())
         if h is None:
             h = engine.run_lora_a(x, weights, plan)
-        dh = engine.run_lora_b_backward(grad, None, weights, plan)
+        dh = engine.run_lora_b_backward(grad, None, weights, plan, narrow=True)
         assert dh is not None
-        narrow = 4 * tokens * slices * rank
+        narrow, wide = tokens * slices * rank * dh.element_size(), 4 * tokens * slices * rank
         stack_a, stack_b = a.nbytes, b.nbytes
 
         def of_b(needs_h: bool, out: torch.Tensor | None) -> Callable[[], object]:
             return lambda: engine.run_lora_b_backward(
-                grad, h, weights, plan, needs_h=needs_h, lora_b=out
+                grad, h, weights, plan, needs_h=needs_h, narrow=True, lora_b=out
             )
 
         def of_a(into: torch.Tensor | None, out: torch.Tensor | None) -> Callable[[], object]:
@@ -140,8 +140,8 @@ class Layer:
         g_bytes, x_bytes = tokens * outputs * size, tokens * inputs * size
         return {
             "dh": (of_b(True, None), g_bytes + stack_b + narrow),
-            "dB": (of_b(False, b), g_bytes + stack_b + narrow),
-            "dh and dB": (of_b(True, b), g_bytes + 2 * stack_b + 2 * narrow),
+            "dB": (of_b(False, b), g_bytes + stack_b + wide),
+            "dh and dB": (of_b(True, b), g_bytes + 2 * stack_b + narrow + wide),
             "dx": (of_a(dx, None), 2 * x_bytes + stack_a + narrow),
             "dA": (of_a(None, a), x_bytes + stack_a + narrow),
             "dx and dA": (of_a(dx, a), 3 * x_bytes + 2 * stack_a + narrow),
