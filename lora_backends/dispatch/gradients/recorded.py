@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -163,11 +163,13 @@ _SOME = {"run_lora_a": frozenset({"lora_a"}), "run_lora_b": _ALL - {"lora_a"}}
 """Stacks that an operation differentiates, where they are not all."""
 
 
+@lru_cache(maxsize=1024)
 def differentiates(operation: Operation, name: str) -> bool:
     """Return whether an operation on a dense layer has a gradient for a tensor of the layer."""
     return target_of(name).name in _SOME.get(operation.name, _ALL)
 
 
+@lru_cache(maxsize=1024)
 def target_of(name: str) -> Target:
     """Return the target of a tensor by its name in `LayerWeights.tensors`."""
     stack, bracket, part = name.partition("[")
