@@ -130,7 +130,7 @@ def _add_group(
     factors = call.routing.topk_weights[tokens, nth, None] if call.weighted else None
     x = None if call.x is None else call.x[tokens if call.rows == "tokens" else pairs].to(sums)
     da, db = (_part(stack, place, expert) for stack in (into.lora_a, into.lora_b))
-    dtopk = into.topk_weights
+    dtopk, of_router = into.topk_weights, g.new_zeros(len(pairs))
     for a, (rank, scaling) in enumerate(zip(ranks, scalings, strict=True)):
         if rank == 0:
             continue
@@ -149,12 +149,14 @@ def _add_group(
         for s, own in zip(slices, columns, strict=True):
             u = u + scaled[:, own] @ weights.b_values(slot, expert, s, rank, sums)
         if dtopk is not None:
-            dtopk.view(-1)[pairs] += (u * h).sum(1).to(dtopk.dtype)
+            of_router = of_router + (u * h).sum(1)
         dh = u if factors is None else factors * u
         if into.x is not None:
             into.x[pairs] += dh @ values
         if da is not None and x is not None:
             da[a, :rank] += dh.T @ x
+    if dtopk is not None:
+        dtopk.view(-1)[pairs] = of_router.to(dtopk.dtype)
 
 
 def _wider_if_shared(stack: torch.Tensor | None, sums: torch.dtype) -> torch.Tensor | None:
