@@ -18,6 +18,9 @@ from torch.nn import functional
 from lora_backends import LoRABatch, LoRAWeights, get_backend
 from lora_backends.backend import LoRABackend
 from lora_backends.bench.timing import between_events, captured, measure_limits
+from lora_backends.dispatch.gradients.differentiate import run_with_parameters
+from lora_backends.dispatch.gradients.recorded import SlotParameter, Target
+from lora_backends.operations import BY_NAME
 
 LAYERS = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -70,19 +73,33 @@ class Layer:
         self.grad = random(len(slots), outputs)
         self.lora_a = random(count, len(self.widths), rank, inputs, by=inputs**-0.5)
         self.lora_b = random(count, outputs, rank, by=rank**-0.5)
+        self.parameters = [
+            SlotParameter(part.detach().clone().requires_grad_(), Target(name, slot, s))
+            for slot, adapter_rank in enumerate(cell.ranks)
+            for s in range(len(self.widths))
+            for name, part in self.parts(slot, s, adapter_rank)
+        ]
         self.leaves = [self.x, self.lora_a.requires_grad_(), self.lora_b.requires_grad_()]
         ranks = torch.tensor([[r] * len(self.widths) for r in cell.ranks], dtype=torch.int32)
         scalings = torch.full(ranks.shape, SCALING)
         tables = ranks.to(device), scalings.to(device)
         self.weights = LoRAWeights(self.lora_a, self.lora_b, *tables, self.widths)
+        stacks = self.lora_a.detach(), self.lora_b.detach()
+        self.frozen = LoRAWeights(*stacks, *tables, self.widths)
         self.plan = engine.prepare_batch(LoRABatch(slots, num_slots=count))
         self.cell = cell
+
+    def parts(self, slot: int, s: int, rank: int) -> list[tuple[str, torch.Tensor]]:
+        """Return A and B of one adapter and slice."""
+        first = sum(self.widths[:s])
+        b = self.lora_b[slot, first : first + self.widths[s], :rank]
+        return [("lora_a", self.lora_a[slot, s, :rank]), ("lora_b", b)]
 
     def step(self, forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
         """Return forward and backward of a contender."""
 
         def run() -> None:
-            for leaf in self.leaves:
+            for leaf in (*self.leaves, *(leaf for leaf, _ in self.parameters)):
                 leaf.grad = None
             with torch.enable_grad():
                 forward().backward(self.grad)
@@ -94,8 +111,23 @@ class Layer:
         return functional.linear(self.x, self.weight)
 
     def ours(self) -> torch.Tensor:
-        """Return the same with the LoRA of each row."""
+        """Return the same with the LoRA of each row, as callers of the interface add it."""
         return self.engine.run_linear(self.x, self.weights, self.plan, base_output=self.base())
+
+    def in_model(self) -> torch.Tensor:
+        """Return the same as `MultiLoRAModel` computes it: one node, one tensor per adapter."""
+        with torch.no_grad():
+            y = self.base()
+        return run_with_parameters(
+            self.engine,
+            BY_NAME["run_linear"],
+            self.x,
+            self.frozen,
+            self.plan,
+            y,
+            self.parameters,
+            base_weight=self.weight,
+        )
 
     def loop(self) -> torch.Tensor:
         """Return the same as PEFT's mixed batch: adapter by adapter, slice by slice."""
@@ -163,7 +195,7 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
 
 def repeated(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return a call several times over: a CUDA graph of them, so that no kernel waits for the host."""
+    """Return a call several times over, as a CUDA graph: no kernel waits for the host."""
 
     def run(_: int = 0) -> None:
         for _ in range(REPEATS):
@@ -194,7 +226,7 @@ def measure(arguments: Options, result: Result) -> Iterator[Row]:
         slots = slots_of(cell, arguments.rows, arguments.tokens)
         for name, sizes in (TINY if arguments.tiny else LAYERS).items():
             layer = Layer(engine, cell, sizes, slots)
-            contenders = {"base": layer.base, "ours": layer.ours}
+            contenders = {"base": layer.base, "ours": layer.ours, "in_model": layer.in_model}
             if arguments.loop:
                 contenders["loop"] = layer.loop
             calls: dict[str, Callable[[], object]] = {
@@ -207,6 +239,7 @@ def measure(arguments: Options, result: Result) -> Iterator[Row]:
             times: dict[str, list[float]] = {key: [] for key in calls}
             for turn in range(arguments.samples + 2):
                 for key, call in calls.items():
+                    call()  # the clock of a GPU follows what ran last
                     taken = time(call)
                     if turn >= 2:
                         times[key].append(taken)
@@ -245,7 +278,9 @@ def summary(result: Result) -> dict[str, Any]:
         rows = [row for row in result["rows"] if row["cell"] == name]
         total = {key: sum(row["ms"][key] for row in rows) for key in rows[0]["ms"]}
         ratios = {
-            key: round(total[key] / total["base"], 3) for key in ("ours", "loop") if key in total
+            key: round(total[key] / total["base"], 3)
+            for key in ("ours", "in_model", "loop")
+            if key in total
         }
         shares = {
             key: [min(s), max(s)]
@@ -262,9 +297,10 @@ TRAINING = Measurement(
     method=(
         "Forward and backward of the linear layers of one block of 8B shape, frozen base weights, "
         "bfloat16; rows take the adapters in turn. Milliseconds between CUDA events, medians; "
-        "contenders take turns; kernels run in CUDA graphs. ours: F.linear, then run_linear on its output, by autograd. loop: "
-        "PEFT's mixed batch. share_of_copy: bytes that a kernel has to move, at the rate of a "
-        "copy, over its time."
+        "contenders take turns, each runs once before it is timed; kernels run in CUDA graphs. "
+        "ours: F.linear, then run_linear on its output, by autograd. in_model: one node of both, "
+        "as MultiLoRAModel has it. loop: PEFT's mixed batch. share_of_copy: bytes that a kernel "
+        "has to move, at the rate of a copy, over its time."
     ),
     settings=lambda o: {"device": device_of(), "backend": o.backend, "limits": {}},
     summary=summary,
