@@ -36,6 +36,9 @@ def run_joined(
         or not call.joins
         or not call.touches(paths)
         or x.is_inference()
+        # columns of one buffer: torch's elementwise kernels take three times as long on them, and
+        # their gradients are copied into one tensor
+        or x.is_cuda
         or torch.is_autocast_enabled(x.device.type)
         or not all(is_frozen(p) for m in group.modules for p in m._parameters.values())
         or not group.are_joined()

@@ -30,23 +30,21 @@ def adapter_losses(
             f"{list(logits.shape)}, labels {list(labels.shape)}, {len(adapters)} adapters\n"
             f"  allowed: [rows, tokens, vocabulary], [rows, tokens], and one adapter per row"
         )
-    targets = labels[:, 1:].to(logits.device)
-    return {name: _loss(logits, targets, at) for name, at in rows.items()}
+    # The labels are shifted, not the logits: a part of the logits would have a gradient of its own,
+    # as large as all of them.
+    targets = functional.pad(labels.to(logits.device)[:, 1:], (0, 1), value=IGNORED)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = functional.cross_entropy(
+        wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view_as(targets)
+    return {name: _mean(losses, targets, at) for name, at in rows.items()}
 
 
-def _loss(logits: torch.Tensor, targets: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return the mean of the losses of rows, 0 where they have no label."""
-    first, last = rows[0], rows[-1] + 1
-    if last - first == len(rows):  # a view; indices would copy the logits
-        logits, targets = logits[first:last, :-1], targets[first:last]
-    else:
-        at = torch.tensor(rows, device=logits.device)
-        logits, targets = logits[at, :-1], targets[at]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-    targets = targets.flatten()
-    total = functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
+def _mean(losses: torch.Tensor, targets: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Return the mean of the losses [rows, tokens] of some rows, 0 where they have no label."""
+    at = torch.tensor(rows, device="cpu").to(losses.device, non_blocking=True)
     # Without a wait for the device: the count of labels stays there.
-    return total / (targets != IGNORED).sum().clamp(min=1)
+    return losses[at].sum() / (targets[at] != IGNORED).sum().clamp(min=1)
 
 
 def _rows_of(adapters: Sequence[Any]) -> dict[str, list[int]]:
