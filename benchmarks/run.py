@@ -35,6 +35,7 @@ TABLE = {
         "training:TRAINING",
         "a training step of one block: base, this library, PEFT's loop",
     ),
+    "training_experts": ("training_experts:EXPERTS", "forward and backward of a mixture's experts"),
     "vllm_step": ("vllm_step:STEP", "vLLM: LoRA off, its operators, this library"),
     "whole_model": ("whole_model:WHOLE_MODEL", "a Llama of 8B shape, eager, graph, compiled"),
 }

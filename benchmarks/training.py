@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from lora_backends import LoRABatch, LoRAWeights, get_backend
 from lora_backends.backend import LoRABackend
-from lora_backends.bench.timing import between_events, measure_limits
+from lora_backends.bench.timing import between_events, captured, measure_limits
 
 LAYERS = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -122,14 +122,14 @@ class Layer:
         _, h = engine.forward_with_h("run_linear", x, weights, plan, grad.clone())
         if h is None:
             h = engine.run_lora_a(x, weights, plan)
-        dh = engine.run_lora_b_backward(grad, None, weights, plan)
+        dh = engine.run_lora_b_backward(grad, None, weights, plan, narrow=True)
         assert dh is not None
-        narrow = 4 * tokens * slices * rank
+        narrow, wide = tokens * slices * rank * dh.element_size(), 4 * tokens * slices * rank
         stack_a, stack_b = a.nbytes, b.nbytes
 
         def of_b(needs_h: bool, out: torch.Tensor | None) -> Callable[[], object]:
             return lambda: engine.run_lora_b_backward(
-                grad, h, weights, plan, needs_h=needs_h, lora_b=out
+                grad, h, weights, plan, needs_h=needs_h, narrow=True, lora_b=out
             )
 
         def of_a(into: torch.Tensor | None, out: torch.Tensor | None) -> Callable[[], object]:
@@ -140,8 +140,8 @@ class Layer:
         g_bytes, x_bytes = tokens * outputs * size, tokens * inputs * size
         return {
             "dh": (of_b(True, None), g_bytes + stack_b + narrow),
-            "dB": (of_b(False, b), g_bytes + stack_b + narrow),
-            "dh and dB": (of_b(True, b), g_bytes + 2 * stack_b + 2 * narrow),
+            "dB": (of_b(False, b), g_bytes + stack_b + wide),
+            "dh and dB": (of_b(True, b), g_bytes + 2 * stack_b + narrow + wide),
             "dx": (of_a(dx, None), 2 * x_bytes + stack_a + narrow),
             "dA": (of_a(None, a), x_bytes + stack_a + narrow),
             "dx and dA": (of_a(dx, a), 3 * x_bytes + 2 * stack_a + narrow),
@@ -162,14 +162,14 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
     return lambda call: between_events(call) / 1e3
 
 
-def repeated(call: Callable[[], object]) -> Callable[[], None]:
-    """Return a call several times over, so that launches go on while kernels run."""
+def repeated(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return a call several times over: a CUDA graph of them, so that no kernel waits for the host."""
 
-    def run() -> None:
+    def run(_: int = 0) -> None:
         for _ in range(REPEATS):
             call()
 
-    return run
+    return run if device.type == "cpu" else captured(run, 1).replay
 
 
 def slots_of(cell: Cell, rows: int, tokens: int) -> list[int]:
@@ -203,7 +203,7 @@ def measure(arguments: Options, result: Result) -> Iterator[Row]:
             calls["forward"] = lambda layer=layer: torch.no_grad()(layer.ours)()
             calls["base forward"] = lambda layer=layer: torch.no_grad()(layer.base)()
             kernels = layer.kernels()
-            calls |= {key: repeated(call) for key, (call, _) in kernels.items()}
+            calls |= {key: repeated(call, device) for key, (call, _) in kernels.items()}
             times: dict[str, list[float]] = {key: [] for key in calls}
             for turn in range(arguments.samples + 2):
                 for key, call in calls.items():
@@ -262,7 +262,7 @@ TRAINING = Measurement(
     method=(
         "Forward and backward of the linear layers of one block of 8B shape, frozen base weights, "
         "bfloat16; rows take the adapters in turn. Milliseconds between CUDA events, medians; "
-        "contenders take turns. ours: F.linear, then run_linear on its output, by autograd. loop: "
+        "contenders take turns; kernels run in CUDA graphs. ours: F.linear, then run_linear on its output, by autograd. loop: "
         "PEFT's mixed batch. share_of_copy: bytes that a kernel has to move, at the rate of a "
         "copy, over its time."
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
 
@@ -108,6 +109,11 @@ class WrappedModel:
         self.hooked.remove()
         self.pool = AdapterPool({}, 1, 1, self.dtype, self.pool.device)
         return self.pool
+
+    @property
+    def slices(self) -> Mapping[str, int]:
+        """Path of a module with siblings to its slice of the stack that they share."""
+        return self.hooked.slices
 
     @property
     def modules(self) -> dict[str, nn.Module]:

@@ -197,7 +197,7 @@ def moved(made, device):
     names = ("x", "grad", "h", "dh", "token_ids")
     tensors = {name: getattr(made, name).to(device) for name in names}
     fields = {}
-    for name in ("lora_a", "lora_b", "ranks", "scalings", "a_scales", "b_scales"):
+    for name in ("lora_a", "lora_b", "ranks", "scalings", "bias", "a_scales", "b_scales"):
         stack = getattr(made.weights, name)
         fields[name] = None if stack is None else on_each(stack, lambda t: t.to(device))
     return replace(made, weights=replace(made.weights, **fields), **tensors)

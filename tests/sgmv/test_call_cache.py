@@ -295,7 +295,6 @@ WRONG = {
     "no weights": lambda x, w, p, y: (x, None, p, y),
     "no plan": lambda x, w, p, y: (x, w, None, y),
     "x without memory": lambda x, w, p, y: (x.to_sparse(), w, p, y),
-    "a gradient": lambda x, w, p, y: (x.requires_grad_(), w, p, y),
     "a plan of other slots": lambda x, w, p, y: (x, w, copy.copy(p), y),
 }
 

@@ -85,13 +85,13 @@ def test_a_right_backend_passes(full_run):
 
 
 def test_the_default_profile_makes_few_launches(full_run):
-    """At most six minutes of them under the Triton interpreter, where one takes about 50 ms."""
+    """At most seven minutes of them under the Triton interpreter, where one takes about 50 ms."""
     interpreted = [
         count
         for name, count in full_run[0].items()
         if no_interpreter not in properties()[name].requires
     ]
-    assert sum(interpreted) * 0.05 < 360
+    assert sum(interpreted) * 0.05 < 420
 
 
 def test_the_default_profile_stands_on_every_edge_many_times(full_run):

@@ -135,7 +135,7 @@ def run_with_parameters(
     targets = tuple(target for _, target in parameters)
     recorded = Recorded(engine, operation, weights, plan, targets, kinds, check=check)
     result: torch.Tensor = _ParameterNode.apply(  # type: ignore[no-untyped-call]
-        recorded, x, y, base_weight, *leaves
+        recorded, y, x, base_weight, *leaves
     )
     return result
 
@@ -287,14 +287,17 @@ def _refusing_second(name: str, gradients: Gradients) -> Gradients:
 
 
 class _ParameterNode(torch.autograd.Function):
-    """A call whose gradients go to single slots, with the base product before it or without."""
+    """A call whose gradients go to single slots, with the base product before it or without.
+
+    base_output is the first tensor, as in `_Node`.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         recorded: Recorded,
-        x: torch.Tensor,
         y: torch.Tensor,
+        x: torch.Tensor,
         base_weight: torch.Tensor | None,
         *leaves: torch.Tensor,
     ) -> torch.Tensor:
@@ -303,8 +306,8 @@ class _ParameterNode(torch.autograd.Function):
         _, h = run_forward(recorded, rows, y.view(-1, y.shape[-1]))
         ctx.mark_dirty(y)
         ctx.recorded, ctx.shape, ctx.like = recorded, x.shape, (rows.shape, rows.dtype)
-        kept = kept_for(recorded, wanted, ctx.needs_input_grad[1], h is not None)
-        weight = base_weight if ctx.needs_input_grad[1] else None
+        kept = kept_for(recorded, wanted, ctx.needs_input_grad[2], h is not None)
+        weight = base_weight if ctx.needs_input_grad[2] else None
         # Not the stacks: a version counts the changes of all slots.
         used = (leaf for leaf, is_needed in zip(leaves, needed, strict=True) if is_needed)
         ctx.save_for_backward(rows if kept.x else None, h if kept.h else None, weight, *used)
@@ -315,7 +318,7 @@ class _ParameterNode(torch.autograd.Function):
         recorded: Recorded = ctx.recorded
         x, h, weight, *_ = ctx.saved_tensors  # raises where one was changed in place
         recorded.check_plan()
-        needs_x, needs_y, _, *needed = ctx.needs_input_grad[1:]
+        needs_y, needs_x, _, *needed = ctx.needs_input_grad[1:]
         rows = grad.reshape(-1, grad.shape[-1])
         needs = (needs_x, needs_y, *needed)
         gradients = run_backward(recorded, needs, rows, x, h, None, ctx.like, weight)
@@ -323,7 +326,7 @@ class _ParameterNode(torch.autograd.Function):
             gradients = _refusing_second(recorded.operation.name, gradients)
         dx, dy, *parts = gradients
         dx = None if dx is None else dx.view(ctx.shape)
-        return None, dx, None if dy is None else dy.view_as(grad), None, *parts
+        return None, None if dy is None else dy.view_as(grad), dx, None, *parts
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

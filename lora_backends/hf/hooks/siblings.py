@@ -171,7 +171,7 @@ def leader_forward(
         call = RUNNING.call
         if call.model != model:
             if call.trains == model:
-                y = run_joined(served, group, call, self, input)
+                y = run_joined(layout, group, call, self, input)
                 return _run_alone(self, input, alone) if y is None else keep(input, y)
             check_thread(model)
             return functional.linear(input, self.weight, self.bias)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lora_backends.hf.calls.running import RUNNING
+from lora_backends.hf.layout.layout import Layout
 from lora_backends.hf.training.products import is_frozen
-
-if TYPE_CHECKING:
-    from lora_backends.hf.hooks.linear import Served
-    from lora_backends.hf.hooks.siblings import Siblings
 
 
 def run_joined(
-    served: Served, group: Siblings, call: Any, module: nn.Linear, x: torch.Tensor
+    layout: Layout, group: Any, call: Any, module: nn.Linear, x: torch.Tensor
 ) -> torch.Tensor | None:
     """Return the outputs of a group with LoRA, side by side, or None where each has to run alone.
 
     Args:
-        served: the wrapper's.
-        group: of which `module` may be the leader.
+        layout: of the input.
+        group: `Siblings` of which `module` may be the leader.
         call: a `TrainingCall`.
         module: that was called.
         x: its input.
@@ -45,6 +42,5 @@ def run_joined(
         or group.joined is None
     ):
         return None
-    layout = served.layouts[paths[0]]
     y: torch.Tensor = call.multiply(group.operation, paths, layout, x, weights, *group.joined)
     return y

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from lora_backends.adapters import Checkpoint, Loaded
+from lora_backends.adapters import AdapterPool, Checkpoint, Loaded
+from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
 from lora_backends.hf.calls.entries import RowAdapters, adapter_names
 from lora_backends.hf.calls.running import TRAINED
@@ -17,8 +18,22 @@ from lora_backends.hf.training.adapter import TrainedAdapter, check_dtype
 from lora_backends.hf.training.checkpointing import Checkpointing
 from lora_backends.hf.training.features import check_checkpoint
 
-if TYPE_CHECKING:
-    from lora_backends.hf.wrapped import WrappedModel
+
+class Trainable(Protocol):
+    """A wrapped model, as training uses it."""
+
+    base: nn.Module
+    backend: LoRABackend
+    key: str
+    pool: AdapterPool
+    routers: frozenset[str]
+
+    @property
+    def slices(self) -> Mapping[str, int]:
+        """Path of a module with siblings to its slice of the stack that they share."""
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Refuse an adapter that deltas of rows cannot reproduce."""
 
 
 class Training:
@@ -28,7 +43,7 @@ class Training:
         wrapped: the model.
     """
 
-    def __init__(self, wrapped: WrappedModel) -> None:
+    def __init__(self, wrapped: Trainable) -> None:
         self._wrapped = wrapped
         self.adapters: dict[str, TrainedAdapter] = {}
         """By name."""
@@ -83,7 +98,7 @@ class Training:
             loaded = pool.put(name, staged)
             slots.begin_training(name)
             self.adapters[name] = TrainedAdapter(
-                name, loaded.slot, pool, checkpoint, values, wrapped.hooked.slices, dtype
+                name, loaded.slot, pool, checkpoint, values, wrapped.slices, dtype
             )
             slots.before_use = self.flush
         TRAINED.add(wrapped.key)

@@ -151,7 +151,8 @@ def product_kernel(
         + a.to(tl.int64) * w_scales_stride_a,
         stride_r=w_scales_stride_r, stride_k=w_scales_stride_k,
     )  # fmt: skip
-    acc = tl.zeros((T, SIZES.BLOCK_R), dtype=tl.float32)
+    R: tl.constexpr = SIZES.BLOCK_R
+    acc = tl.zeros((T, R), dtype=tl.float32)
     for i in tl.static_range(SUMMED):
         first, width, group = _slice(a if SUMMED == 1 and SLICES > 1 else a * 0 + i, SIZES)
         width = tl.where(rank > 0, width, 0)
@@ -216,8 +217,10 @@ def dx_kernel(
     ranks = ranks_ptr + slot * ranks_stride_l + expert * ranks_stride_e
     of_expert = a_ptr + slot * a_stride_l + expert * a_stride_e
     of_scales = a_scales_ptr + slot * a_scales_stride_l + expert * a_scales_stride_e
-    acc = tl.zeros((T, SIZES.BLOCK_K), dtype=tl.float32)
-    for s in tl.static_range(SIZES.NUM_A):
+    K: tl.constexpr = SIZES.BLOCK_K
+    acc = tl.zeros((T, K), dtype=tl.float32)
+    NUM_A: tl.constexpr = SIZES.NUM_A
+    for s in tl.static_range(NUM_A):
         rank = tl.load(ranks + s)
         scales = Scales(
             at=of_scales + s * a_scales_stride_s,
@@ -259,7 +262,8 @@ def sum_pairs_kernel(
     t = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     c = tl.program_id(0) % PROGRAMS * SIZES.BLOCK_K + tl.arange(0, SIZES.BLOCK_K)  # [C]
     has_slot = tl.load(slots_ptr + t) >= 0
-    total = tl.zeros((SIZES.BLOCK_K,), dtype=tl.float32)
+    K: tl.constexpr = SIZES.BLOCK_K
+    total = tl.zeros((K,), dtype=tl.float32)
     for j in range(SIZES.TOP_K):
         pair = t * SIZES.TOP_K + j
         end = tl.where(has_slot & (tl.load(experts_ptr + pair) >= 0), in_features, 0)

@@ -33,8 +33,8 @@ def test_sizes_fit(target):
         assert dx.block_r <= padded_rank(rank)
         for stacked in (layer.stacked, padded_rank(rank)):
             outer = outer_tiles(layer, stacked, 4096, other, casts, gpu)
-            assert is_size(outer.block_t, 64)
-            assert is_size(outer.block_n, 256)
+            assert is_size(outer.block_t, 128)
+            assert is_size(outer.block_n, 64)
             assert 4 * outer.block_n * outer.block_c <= gpu.shared_bytes
             loaded = outer.num_stages * outer.block_t
             loaded *= 4 * outer.block_n + other * outer.block_c

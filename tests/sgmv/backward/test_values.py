@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import gradients
 from helpers.gradients import NUM_SLOTS, Run, assert_within, case, expected, layer
 
 from lora_backends import LoRABatch, LoRAWeights, quantize_weights
@@ -120,7 +119,9 @@ def test_strided_ranks_and_scalings(backend):
 def test_the_forward_returns_its_bits_and_an_h_for_the_backward(make, operation):
     backend = make(tiles="rules")
     weights = layer(BF16, (16, 8, 8), 8, 256)
+    weights = replace(weights, lora_a=weights.lora_a.round())  # so that h is exact
     made = case(weights, tokens=37, room=4, scales=True)
+    made.x.round_()
     run = Run(backend, made, F32)
     moved, base = run.made, torch.randn(made.rows, 32).to(BF16)
     first = moved.token_ids if operation == "run_embedding" else moved.x
@@ -133,11 +134,7 @@ def test_the_forward_returns_its_bits_and_an_h_for_the_backward(make, operation)
         exact = backend.embedding_h(first, moved.weights, run.plan)
     else:
         exact = backend.run_lora_a(first, moved.weights, run.plan)
-    made.h = exact.cpu()
-    wanted = expected(made, "lora_b", F32)
-    # both are sums of in_features products in float32, of numbers below 8
-    from_h = gradients.gamma(4 * 256, 2.0**-23) * made.rows * 256 * 8.0**4
-    assert_within(run.lora_b(h), gradients.Expected(wanted.value, wanted.bound + from_h))
+    assert torch.equal(run.lora_b(h), run.lora_b(exact))
     assert h.ndim == 4
 
 
@@ -178,7 +175,8 @@ def test_many_columns_of_few_tokens_are_shared_out(make):
 
 
 def test_the_sum_of_an_id_spans_blocks_of_tokens(backend):
-    made = case(layer(F32, inputs=3), tokens=150)
+    made = case(layer(F32, inputs=3), slots=[0, 2] * 80)
+    made.token_ids = torch.arange(160) // 140  # 70 of each slot have one id
     check(Run(backend, made, F32), made, ("embedding",))
 
 

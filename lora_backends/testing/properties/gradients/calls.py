@@ -141,7 +141,7 @@ def _refused(
     "Checkpoints, hooks on saved tensors and autocast change no gradient.",
     agreement=BY_CLAIM,
     values="integer",
-    examples=5,
+    examples=4,
     requires=(differentiable,),
     features=ANY_LAYER,
     min_tokens=1,
