@@ -13,7 +13,7 @@ SMALL_WORDS = frozenset(
     "a an and are as at be by for from in is it its no of on or that the to with".split()
 )
 
-AGREEMENTS = {EXACT: "exact", BY_CLAIM: "claimed", BOUNDED: "bound"}
+AGREEMENTS = {EXACT: "exact", BY_CLAIM: "", BOUNDED: "bound"}
 """The agreements of the suite, in the short words that the page explains."""
 
 
