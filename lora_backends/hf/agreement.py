@@ -65,11 +65,17 @@ def compare(
         new_tokens: of the answer, at least one.
 
     Raises:
-        InvalidInputError: no such adapter, or the prompt has another shape.
-        UnsupportedInputError: an encoder-decoder, or a model that generates in other steps than the
-            prompt and then one token at a time.
+        InvalidInputError: no such adapter; the prompt has another shape; or the model is in
+            training mode.
+        UnsupportedInputError: an encoder-decoder; a model that generates in other steps than the
+            prompt and then one token at a time; or an adapted module whose inputs do not show which
+            token each row belongs to.
     """
     model.adapter_parameters(adapter)  # refuses one that is not trained
+    if model.training:
+        raise InvalidInputError(
+            "the model is in training mode, in which dropout acts\n  to do: model.eval()"
+        )
     if prompt.ndim != 1 or not len(prompt) or new_tokens < 1:
         raise InvalidInputError(
             f"a prompt of shape {list(prompt.shape)} and {shown(new_tokens)} new tokens\n"
@@ -230,12 +236,16 @@ def _different_loras(
             (ours, *_), theirs = trained.seen[key], served.seen[key]
             x = ours.x.clone(memory_format=torch.contiguous_format)
             rows = ours.rows(x)  # views
-            for each in theirs:
-                for at, row in each.rows(each.x).items():
+            of_passes = [each.rows(each.x) for each in theirs]
+            if not all(found and found.keys() <= rows.keys() for found in of_passes):
+                continue  # refused below
+            for found in of_passes:
+                for at, row in found.items():
                     rows[at].copy_(row)
             part = hooks.trained(call, key[0], x, torch.zeros_like(ours.y))
             if part is not None:
                 in_training[key] = ours.rows(part)
+    _check_compared(model, adapter, trained, served, {path for path, _ in in_training})
     same = dict.fromkeys(in_training, True)
     prompt = ids[:, : served.passes[0][1]]
     with torch.no_grad(), _call(model, adapter, {main: prompt}, after_cache=False) as call:
@@ -249,6 +259,20 @@ def _different_loras(
                         for at, row in each.rows(part).items():
                             same[key] &= _same(expected[at], row)
     return [(path, found) for (path, _), found in same.items()]
+
+
+def _check_compared(
+    model: MultiLoRAModel, adapter: str, trained: _Record, served: _Record, compared: set[str]
+) -> None:
+    """Refuse a comparison that leaves out a module of the adapter which has run."""
+    touched = model.pool.modules_of(model.pool.slots.slot(adapter))
+    ran = {path for path, _ in [*trained.seen, *served.seen]}
+    left = sorted(ran.intersection(touched) - compared)
+    if left or not compared:
+        raise UnsupportedInputError(
+            f"the LoRA of {', '.join(left[:3]) or 'every module'} cannot be compared\n"
+            f"  allowed: modules that run in both passes, with the tokens of a row in order"
+        )
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers.training import PATTERNS, WIDE, shake, tiny, wrapped
 
-from lora_backends import InvalidInputError, get_backend
+from lora_backends import InvalidInputError, UnsupportedInputError, get_backend
 from lora_backends.hf import agreement
 from lora_backends.hf.agreement import BASE, BEFORE, LORA, compare
 
@@ -99,8 +99,32 @@ def test_a_difference_between_modules_is_told_from_one_in_them():
     assert found.same_lora
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path):
+def test_a_module_whose_rows_are_not_known_is_refused_by_name():
+    """A comparison that leaves it out would say that its LoRA is the same."""
+    base = tiny()
+    mlp = base.model.layers[1].mlp
+
+    def twice(x):
+        hidden = mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+        return mlp.down_proj(torch.cat([hidden, hidden], 1))[:, : x.shape[1]]
+
+    mlp.forward = twice
+    model = trained(base, "numba_cpu")
+    with pytest.raises(UnsupportedInputError, match=r"layers\.1\.mlp\.down_proj cannot"):
+        compare(model, "a", PROMPT, 3)
+
+
+def test_one_new_token_is_compared_too():
+    found = compare(trained(tiny(), "numba_cpu"), "a", PROMPT[:1], 1)
+    assert len(found.differences) == 1 and found.compared_loras == 14 and found.same_lora
+
+
+def test_what_cannot_be_compared_is_refused():
     model = trained(tiny(), "torch_ref")
+    model.train()
+    with pytest.raises(InvalidInputError, match="training mode"):
+        compare(model, "a", PROMPT, 3)
+    model.eval()
     with pytest.raises(InvalidInputError, match="at least one"):
         compare(model, "a", PROMPT[None], 3)
     with pytest.raises(InvalidInputError, match="at least one"):
