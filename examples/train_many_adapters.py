@@ -195,8 +195,8 @@ def plot(learners: dict[str, Learner], file: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Train, save, plot and check; return 1 if PEFT computes another loss."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--rows", type=int, default=2, help="of each adapter in a batch")
+    parser.add_argument("--steps", type=int, default=21)
+    parser.add_argument("--rows", type=int, default=1, help="of each adapter in a batch")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("trained_adapters"))
