@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE := # empty: Python writes bytecode, as many processes of the tests import the same modules
 
-.PHONY: help demo test sweep test-floors test-newest test-blas test-surroundings test-vllm test-quantized lint docs setup benchmark clean
+.PHONY: help demo train-demo test sweep test-floors test-newest test-blas test-surroundings test-vllm test-quantized lint docs setup benchmark clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -29,6 +29,9 @@ setup: $(STAMP)  ## make .venv with everything in it
 
 demo: $(STAMP)  ## one batch of a real model, every row with its own adapter
 	@$(BIN)/lora-backends generate --config examples/quickstart.toml --check --compare
+
+train-demo: $(STAMP)  ## three adapters learn in one batch, with a question between steps
+	@$(BIN)/python examples/train_many_adapters.py
 
 # Proofs take minutes (kernels compile for four GPUs, for every combination of dtypes on the CPU, and
 # run in Triton's interpreter; every mutant has to fail; random batches of many small models are

@@ -39,13 +39,22 @@ PEFT_MODELS = [
         "models/test_smollm2",
         "models/test_sweep",
         "serving/test_serving_benchmarks",
+        "training/test_agreement",
+        "training/test_bases",
+        "training/test_gradients",
+        "training/test_modes",
+        "training/test_program",
+        "training/test_start",
+        "training/test_steps",
     )
 ]
 NEEDS = {
     "peft": ["adapters", "fuzz", *PEFT_MODELS],
     "pydantic": ["adapters", "fuzz", *PEFT_MODELS],
-    "pydantic_settings": [f"command/test_{name}.py" for name in ("cli", "config", "registry")],
-    "typer": ["command/test_cli.py", "command/test_registry.py"],
+    "pydantic_settings": [
+        f"command/test_{name}.py" for name in ("agree", "cli", "config", "registry")
+    ],
+    "typer": ["command/test_agree.py", "command/test_cli.py", "command/test_registry.py"],
 }
 MISSING = [package for package in NEEDS if importlib.util.find_spec(package) is None]
 collect_ignore = [path for package in MISSING for path in NEEDS[package]]

@@ -46,6 +46,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "numba-cpu": summaries.numba_cpu,
     "eight-bit-quality": summaries.eight_bit_quality,
     "prefetch": summaries.prefetch,
+    "training": summaries.training,
     "peft-architectures": sweep_blocks.architectures,
     "peft-variants": sweep_blocks.variants,
     "peft-bases": sweep_blocks.bases,

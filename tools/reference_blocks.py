@@ -32,7 +32,6 @@ def support() -> str:
     """Return the properties of every backend of the library, a column each."""
     found = _own_backends()
     rows = {
-        "how it works": [_first_line(cls) for cls in found.values()],
         "devices": [", ".join(cls.device_types) for cls in found.values()],
         '"auto" priority': [_priorities(cls) for cls in found.values()],
         "dtypes": [", ".join(map(dtype_name, cls.dtypes)) for cls in found.values()],
@@ -51,7 +50,7 @@ def backends() -> str:
     entries = []
     for name, cls in _own_backends().items():
         own = [n for n in vars(cls) if not (n.startswith("_") or hasattr(LoRABackend, n))]
-        options = f"    options:\n      heading_level: 3\n      members: [{', '.join(own)}]"
+        options = f"    options:\n      members: [{', '.join(own)}]"
         entries.append(f"## `{name}`\n\n::: {cls.__module__}.{cls.__name__}\n{options}")
     return "\n\n".join(entries)
 

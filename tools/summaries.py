@@ -22,6 +22,7 @@ FACTORS = {
     "two_adapters": "two adapters per token",
 }
 KEYS = ("mean", "greatest")
+TRAINING = "h100_training"
 CPU_ROWS = {
     "speed over the loop in decode, geometric mean": "decode_times_loop_geometric_mean",
     "the same, slowest cell": "decode_times_loop_least",
@@ -199,6 +200,18 @@ def prefetch() -> str:
     """Return the time of a decode step by where the adapter of one of its rows was."""
     summary = figures.result("h200_prefetch")["summary"]
     return table([f">{place}" for place in summary], [[f"{ms:.1f} ms" for ms in summary.values()]])
+
+
+def training() -> str:
+    """Return the time of a training step of one block over the frozen base's, cell by cell."""
+    if not figures.is_measured(TRAINING):
+        return "Not measured yet."
+    names = {"ours": "one batch", "loop": "PEFT's loop over adapters"}
+    rows = []
+    for cell, found in figures.result(TRAINING)["summary"].items():
+        ratios = found["ratio_to_base"]
+        rows.append([cell, *(f"{ratios[n]:.2f}" if n in ratios else "" for n in names)])
+    return table(["", *(f">{name}" for name in names.values())], rows)
 
 
 def _efficiencies(contender: str | None) -> list[str]:

@@ -18,6 +18,7 @@ COMMANDS = {
     "list": ("list_backends", "List every registered backend, and whether it runs here."),
     "explain": ("explain", "Draw how a backend cuts a batch for a layer."),
     "generate": ("generate", "Answer prompts in one batch, every row with its own adapter."),
+    "agree": ("agree", "Compare a training forward with generate, token by token."),
     "adapters": ("adapters", "List the PEFT adapters in a folder."),
     "tune": ("tune", "Search tile sizes on this GPU, and write them to a table."),
     "verify": ("verify", "Check that a backend computes what the interface says."),

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lora_backends.cli.console import output, output_of_plugins_aside, step, table
-from lora_backends.cli.generate_config import GenerateConfig
+from lora_backends.cli.generate_config import GenerateConfig, adapters_of, job, prompts_of
 from lora_backends.cli.generate_entries import Entry, described
 from lora_backends.cli.generate_model import encoded, load, naming_faults
-from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.errors import UnsupportedInputError
 from lora_backends.selection.registry import backend_names, unavailable_reasons
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Answer prompts in one batch of a Transformers model, each row through its own adapter."""
-    settings = _settings(
+    settings = job(
         config,
-        adapters=_adapters(adapter),
-        prompts=_prompts(prompt, use),
+        adapters=adapters_of(adapter),
+        prompts=prompts_of(prompt, use),
         model=None if model is None else {"path": model},
         backend=backend,
         device=device,
@@ -74,56 +74,6 @@ def generate(
         _print(report)
     if any(row.get("same_alone") is False for row in report["rows"]):
         raise typer.Exit(1)
-
-
-def _settings(config: Path | None, **options: Any) -> GenerateConfig:
-    overrides = {key: value for key, value in options.items() if value is not None}
-    if config is None:
-        settings = GenerateConfig(**overrides)
-    else:
-        settings = GenerateConfig.from_file(config, **overrides)
-    if not settings.prompts:
-        raise InvalidInputError(
-            "no prompts\n  to do: give --prompt TEXT, or [[prompts]] in the configuration"
-        )
-    return settings
-
-
-def _adapters(texts: list[str] | None) -> dict[str, str] | None:
-    if not texts:
-        return None
-    adapters: dict[str, str] = {}
-    for item in texts:
-        name, _, folder = item.partition("=")
-        if not name or not folder:
-            raise InvalidInputError(f"--adapter {item!r}\n  allowed: NAME=FOLDER")
-        if name in adapters:
-            raise InvalidInputError(
-                f"--adapter names {name!r} twice\n  given: {adapters[name]} and {folder}\n"
-                f"  allowed: a name for each"
-            )
-        adapters[name] = folder
-    return adapters
-
-
-def _prompts(texts: list[str] | None, use: list[str] | None) -> list[dict[str, str]] | None:
-    if not texts:
-        if use:
-            raise InvalidInputError("--use goes with --prompt: one adapter per prompt")
-        return None
-    names = use or ["-"]
-    if len(names) == 1:
-        # one --use serves all prompts
-        names = names * len(texts)
-    if len(names) != len(texts):
-        raise InvalidInputError(
-            f"{len(names)} times --use for {len(texts)} times --prompt\n"
-            f"  allowed: one per prompt, or one for all"
-        )
-    return [
-        {"text": text} if name == "-" else {"text": text, "adapter": name}
-        for text, name in zip(texts, names, strict=True)
-    ]
 
 
 def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt
 
@@ -84,3 +85,68 @@ class GenerateConfig(LoRAConfig):
         """
         numbered = enumerate(self.prompts, 1)
         return [entry_of(prompt.adapter, self.adapters, number) for number, prompt in numbered]
+
+
+def job(config: Path | None, **options: Any) -> GenerateConfig:
+    """Return the job of a file, of options that are not None, or of both.
+
+    Raises:
+        InvalidInputError: they are wrong, or there are no prompts.
+    """
+    overrides = {key: value for key, value in options.items() if value is not None}
+    if config is None:
+        settings = GenerateConfig(**overrides)
+    else:
+        settings = GenerateConfig.from_file(config, **overrides)
+    if not settings.prompts:
+        raise InvalidInputError(
+            "no prompts\n  to do: give --prompt TEXT, or [[prompts]] in the configuration"
+        )
+    return settings
+
+
+def adapters_of(texts: list[str] | None) -> dict[str, str] | None:
+    """Return the adapters that --adapter names, or None.
+
+    Raises:
+        InvalidInputError: not NAME=FOLDER, or a name given twice.
+    """
+    if not texts:
+        return None
+    adapters: dict[str, str] = {}
+    for item in texts:
+        name, _, folder = item.partition("=")
+        if not name or not folder:
+            raise InvalidInputError(f"--adapter {item!r}\n  allowed: NAME=FOLDER")
+        if name in adapters:
+            raise InvalidInputError(
+                f"--adapter names {name!r} twice\n  given: {adapters[name]} and {folder}\n"
+                f"  allowed: a name for each"
+            )
+        adapters[name] = folder
+    return adapters
+
+
+def prompts_of(texts: list[str] | None, use: list[str] | None) -> list[dict[str, str]] | None:
+    """Return the prompts that --prompt and --use name, or None.
+
+    Raises:
+        InvalidInputError: their numbers do not go together.
+    """
+    if not texts:
+        if use:
+            raise InvalidInputError("--use goes with --prompt: one adapter per prompt")
+        return None
+    names = use or ["-"]
+    if len(names) == 1:
+        # one --use serves all prompts
+        names = names * len(texts)
+    if len(names) != len(texts):
+        raise InvalidInputError(
+            f"{len(names)} times --use for {len(texts)} times --prompt\n"
+            f"  allowed: one per prompt, or one for all"
+        )
+    return [
+        {"text": text} if name == "-" else {"text": text, "adapter": name}
+        for text, name in zip(texts, names, strict=True)
+    ]

@@ -115,7 +115,7 @@ def _load_base(settings: GenerateConfig, location: str, device: torch.device) ->
 def _check_installed(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise BackendUnavailableError(
-            f"generate needs {package}\n  to do: pip install 'lora-backends[hf]'"
+            f"the model needs {package}\n  to do: pip install 'lora-backends[hf]'"
         )
 
 

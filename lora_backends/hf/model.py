@@ -57,7 +57,8 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
     Each row gets the result that PEFT computes with that row's adapter alone, in eval mode. The
     wrapper adds forward hooks to the modules of the base model that an adapter may touch. It never
     changes the values of weights, and `detach` removes the hooks. A call of the base model itself
-    runs without adapters, except in a block of `using`. Everything runs under `torch.no_grad()`.
+    runs without adapters, except in a block of `using`. Calls run under `torch.no_grad()` unless
+    they train.
 
         model = MultiLoRAModel(base, backend="auto", max_adapters=8, max_rank=64)
         model.load_adapter("pirate", "adapters/pirate")

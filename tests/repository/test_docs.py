@@ -13,6 +13,7 @@ OF_A_MODEL = {
     TRANSFORMERS,
     ROOT / "docs" / "how-to" / "serve-requests.md",
     ROOT / "docs" / "how-to" / "keep-many-adapters.md",
+    ROOT / "docs" / "how-to" / "train-many-adapters.md",
 }
 NEEDS = {
     **dict.fromkeys(OF_A_MODEL, ("transformers", "peft")),
