@@ -31,6 +31,7 @@ LAYERS = {
 TINY = {"qkv": (32, (32, 16, 16)), "down": (48, (32,))}
 SCALING = 0.5
 REPEATS = 8  # of a kernel between two events
+STEPS = 3  # of a contender between two events, as in training
 
 
 class Cell(NamedTuple):
@@ -194,6 +195,16 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
     return lambda call: between_events(call) / 1e3
 
 
+def in_a_row(call: Callable[[], object]) -> Callable[[], None]:
+    """Return a call as often as steps are timed together."""
+
+    def run() -> None:
+        for _ in range(STEPS):
+            call()
+
+    return run
+
+
 def repeated(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """Return a call several times over, as a CUDA graph: no kernel waits for the host."""
 
@@ -240,11 +251,11 @@ def measure(arguments: Options, result: Result) -> Iterator[Row]:
             for turn in range(arguments.samples + 2):
                 for key, call in calls.items():
                     call()  # the clock of a GPU follows what ran last
-                    taken = time(call)
+                    taken = time(call if key in kernels else in_a_row(call)) / STEPS
                     if turn >= 2:
                         times[key].append(taken)
             ms = {
-                key: statistics.median(series) / (REPEATS if key in kernels else 1)
+                key: statistics.median(series) / (REPEATS / STEPS if key in kernels else 1)
                 for key, series in times.items()
             }
             shares = {key: round(moved / copy / ms[key], 3) for key, (_, moved) in kernels.items()}
@@ -297,7 +308,8 @@ TRAINING = Measurement(
     method=(
         "Forward and backward of the linear layers of one block of 8B shape, frozen base weights, "
         "bfloat16; rows take the adapters in turn. Milliseconds between CUDA events, medians; "
-        "contenders take turns, each runs once before it is timed; kernels run in CUDA graphs. "
+        "contenders take turns, each runs once and is then timed over three steps; kernels run in "
+        "CUDA graphs. "
         "ours: F.linear, then run_linear on its output, by autograd. in_model: one node of both, "
         "as MultiLoRAModel has it. loop: PEFT's mixed batch. share_of_copy: bytes that a kernel "
         "has to move, at the rate of a copy, over its time."
