@@ -127,7 +127,7 @@ def train(
 def show_answers(model: MultiLoRAModel, tokenizer: Any, step: int, console: Console) -> None:
     """Print what the adapters answer now, in one batch."""
     model.eval()  # without dropout
-    names = list(model.adapters)
+    names = list(RECIPES)
     prompt = chat_ids(tokenizer, QUESTION)
     ids = torch.tensor([prompt] * len(names))
     tokens = model.generate(
@@ -195,7 +195,7 @@ def plot(learners: dict[str, Learner], file: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Train, save, plot and check; return 1 if PEFT computes another loss."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--rows", type=int, default=1, help="of each adapter in a batch")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--seed", type=int, default=0)
