@@ -69,7 +69,8 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
     all rows always run.
 
     Args:
-        base: a Transformers model, on one device.
+        base: a Transformers model, on one device, or sharded by `fully_shard`: then every process
+            makes its own wrapper, at the same point.
         backend: a backend's name, "auto", a `LoRABackend`, or None for the environment's choice.
         max_adapters: slots; loading more evicts the least recently used adapter that is not pinned.
         max_rank: the largest rank of an adapter.
@@ -89,8 +90,9 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
     Raises:
         InvalidInputError: `base` is no model, sizes are out of range, `adapter_dtype` is another
             dtype or does not go with the model's, or an option has the wrong type.
-        UnsupportedInputError: `base` is compiled, a `PeftModel` or spread over devices; or
-            8 bits are asked of a backend without them.
+        UnsupportedInputError: `base` is compiled, a `PeftModel` or spread over devices, or over
+            processes otherwise than by `fully_shard`; or 8 bits are asked of a backend without
+            them.
         BackendUnavailableError: the backend does not run on the model's device.
     """
 

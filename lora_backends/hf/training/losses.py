@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,25 +17,79 @@ IGNORED = -100
 
 
 def adapter_losses(
-    logits: torch.Tensor, labels: torch.Tensor, adapters: Sequence[Any]
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    adapters: Sequence[Any],
+    counts: Mapping[str, float | torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return each adapter's mean cross-entropy; see `MultiLoRAModel.adapter_losses`."""
-    rows = _rows_of(adapters)
-    if not (isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor)):
-        given = f"{type(logits).__name__} and {type(labels).__name__}"
-        raise InvalidInputError(f"logits and labels are {given}\n  allowed: tensors")
-    if logits.ndim != 3 or labels.shape != logits.shape[:2] or len(adapters) != len(labels):
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
+        given = list(logits.shape) if isinstance(logits, torch.Tensor) else shown(logits)
         raise InvalidInputError(
-            f"logits, labels and adapters do not belong together\n  given: logits "
-            f"{list(logits.shape)}, labels {list(labels.shape)}, {len(adapters)} adapters\n"
+            f"logits is {given}\n  allowed: a tensor [rows, tokens, vocabulary]"
+        )
+    rows, targets = _targets(labels, adapters, logits.shape[:2])
+    if counts is not None and (missing := rows.keys() - counts.keys()):
+        raise InvalidInputError(
+            f"counts lacks {', '.join(sorted(missing))}\n"
+            f"  allowed: a count for every adapter of the batch"
+        )
+    targets = targets.to(logits.device)
+    return {
+        name: _loss(logits, targets, at, None if counts is None else counts[name])
+        for name, at in rows.items()
+    }
+
+
+def label_counts(labels: torch.Tensor, adapters: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return the number of labels that the loss of each adapter is the mean of.
+
+    Args:
+        labels: as of `adapter_losses`.
+        adapters: as of `adapter_losses`.
+
+    Returns:
+        By name, in the order of the rows, an int64 scalar on the labels' device.
+
+    Raises:
+        InvalidInputError: labels are no tensor [rows, tokens], or not one adapter per row.
+        UnsupportedInputError: as `adapter_losses`.
+    """
+    rows, targets = _targets(labels, adapters, None)
+    per_row = (targets != IGNORED).sum(1)
+    return {
+        name: per_row[torch.tensor(at, device=labels.device)].sum() for name, at in rows.items()
+    }
+
+
+def _targets(
+    labels: torch.Tensor, adapters: Sequence[Any], shape: Sequence[int] | None
+) -> tuple[dict[str, list[int]], torch.Tensor]:
+    """Return the rows of each adapter, and the labels that positions predict."""
+    rows = _rows_of(adapters)
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
+        given = list(labels.shape) if isinstance(labels, torch.Tensor) else shown(labels)
+        raise InvalidInputError(f"labels is {given}\n  allowed: a tensor [rows, tokens]")
+    if len(adapters) != len(labels) or (shape is not None and labels.shape != shape):
+        logits = "" if shape is None else f"logits of {list(shape)} positions, "
+        raise InvalidInputError(
+            f"labels, adapters and logits do not belong together\n  given: {logits}labels "
+            f"{list(labels.shape)}, {len(adapters)} adapters\n"
             f"  allowed: [rows, tokens, vocabulary], [rows, tokens], and one adapter per row"
         )
-    targets = labels[:, 1:].to(logits.device)
-    return {name: _loss(logits, targets, at) for name, at in rows.items()}
+    return rows, labels[:, 1:]
 
 
-def _loss(logits: torch.Tensor, targets: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return the mean of the losses of rows, 0 where they have no label."""
+def _loss(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    rows: list[int],
+    count: float | torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the sum of the losses of rows over a count, else over that of their labels.
+
+    It is 0 where they have no label.
+    """
     first, last = rows[0], rows[-1] + 1
     if last - first == len(rows):  # a view; indices would copy the logits
         logits, targets = logits[first:last, :-1], targets[first:last]
@@ -46,7 +100,8 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor, rows: list[int]) -> torch
     targets = targets.flatten()
     total = functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
     # Without a wait for the device: the count of labels stays there.
-    return total / (targets != IGNORED).sum().clamp(min=1)
+    divisor = (targets != IGNORED).sum() if count is None else torch.as_tensor(count).to(total)
+    return total / torch.where(divisor > 0, divisor, 1)
 
 
 def _rows_of(adapters: Sequence[Any]) -> dict[str, list[int]]:
