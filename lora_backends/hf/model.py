@@ -32,6 +32,7 @@ from lora_backends.hf.layout.base_checks import (
     dtype_and_device,
 )
 from lora_backends.hf.layout.layout import UnknownRowsError, commonest
+from lora_backends.hf.layout.sharded import is_sharded
 from lora_backends.hf.loading import ModelAdapters
 from lora_backends.hf.replacements.rows import (
     check_compiled,
@@ -515,7 +516,8 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
             return Request(*of_model)
         check_compiled(self.base, "adapters of the batch are trained")
         wrapped.training.checkpointing.install()
-        return TrainingCall(*of_model, trained, drops)
+        whole = any(map(is_sharded, self.base.modules()))
+        return TrainingCall(*of_model, trained, drops, whole)
 
     def _run_prepared(self, step: PreparedAdapters, inputs: dict[str, Any]) -> Any:
         """Run the base model, of which compiled programs may be a part.

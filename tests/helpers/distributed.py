@@ -105,9 +105,8 @@ def fused_then_sharded(rank):
 
 def other_layers(rank):
     """The processes' adapters touch other layers, and the sharded layers have to run in step."""
-    base = sharded(exact())
-    base.enable_input_require_grads()
-    return together(rank, trainer_of(base, configs=(WIDE, UPPER)), APART)
+    module = trainer_of(sharded(exact()), configs=(WIDE, UPPER))
+    return together(rank, module, APART)
 
 
 def an_adapter_each(rank):
