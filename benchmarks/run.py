@@ -35,6 +35,10 @@ TABLE = {
         "training:TRAINING",
         "a training step of one block: base, this library, PEFT's loop",
     ),
+    "training_model": (
+        "training_model:TRAINING_MODEL",
+        "a training step of a whole model: base, this library, PEFT",
+    ),
     "vllm_step": ("vllm_step:STEP", "vLLM: LoRA off, its operators, this library"),
     "whole_model": ("whole_model:WHOLE_MODEL", "a Llama of 8B shape, eager, graph, compiled"),
 }
