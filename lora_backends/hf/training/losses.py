@@ -23,22 +23,29 @@ def adapter_losses(
     counts: Mapping[str, float | torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return each adapter's mean cross-entropy; see `MultiLoRAModel.adapter_losses`."""
-    if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
-        given = list(logits.shape) if isinstance(logits, torch.Tensor) else shown(logits)
-        raise InvalidInputError(
-            f"logits is {given}\n  allowed: a tensor [rows, tokens, vocabulary]"
-        )
-    rows, targets = _targets(labels, adapters, logits.shape[:2])
+    if not isinstance(logits, torch.Tensor):
+        raise InvalidInputError(f"logits is {shown(logits)}\n  allowed: a tensor")
+    rows, targets = _targets(labels, adapters, logits.shape)
     if counts is not None and (missing := rows.keys() - counts.keys()):
         raise InvalidInputError(
             f"counts lacks {', '.join(sorted(missing))}\n"
             f"  allowed: a count for every adapter of the batch"
         )
+    # One pass over all logits: a part for each adapter would have a gradient of all logits' size.
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     targets = targets.to(logits.device)
-    return {
-        name: _loss(logits, targets, at, None if counts is None else counts[name])
-        for name, at in rows.items()
-    }
+    losses = functional.cross_entropy(
+        wide, targets.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view(targets.shape)
+    # Without a wait for the device: the counts of labels stay there.
+    per_row = (targets != IGNORED).sum(1)
+    found = {}
+    for name, at in rows.items():
+        own = torch.tensor(at, device=logits.device)
+        count = per_row[own].sum() if counts is None else torch.as_tensor(counts[name])
+        count = count.to(losses)
+        found[name] = losses[own].sum() / torch.where(count > 0, count, 1)
+    return found
 
 
 def label_counts(labels: torch.Tensor, adapters: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -63,45 +70,26 @@ def label_counts(labels: torch.Tensor, adapters: Sequence[Any]) -> dict[str, tor
 
 
 def _targets(
-    labels: torch.Tensor, adapters: Sequence[Any], shape: Sequence[int] | None
+    labels: torch.Tensor, adapters: Sequence[Any], logits: Sequence[int] | None
 ) -> tuple[dict[str, list[int]], torch.Tensor]:
-    """Return the rows of each adapter, and the labels that positions predict."""
+    """Return the rows of each adapter, and the label that each of their positions predicts."""
     rows = _rows_of(adapters)
-    if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
-        given = list(labels.shape) if isinstance(labels, torch.Tensor) else shown(labels)
-        raise InvalidInputError(f"labels is {given}\n  allowed: a tensor [rows, tokens]")
-    if len(adapters) != len(labels) or (shape is not None and labels.shape != shape):
-        logits = "" if shape is None else f"logits of {list(shape)} positions, "
+    if not isinstance(labels, torch.Tensor):
+        raise InvalidInputError(f"labels is {shown(labels)}\n  allowed: a tensor")
+    fits = logits is None or (len(logits) == 3 and labels.shape == logits[:2])
+    if labels.ndim != 2 or len(adapters) != len(labels) or not fits:
+        given = "" if logits is None else f"logits {list(logits)}, "
         raise InvalidInputError(
-            f"labels, adapters and logits do not belong together\n  given: {logits}labels "
+            f"labels, adapters and logits do not belong together\n  given: {given}labels "
             f"{list(labels.shape)}, {len(adapters)} adapters\n"
-            f"  allowed: [rows, tokens, vocabulary], [rows, tokens], and one adapter per row"
+            f"  allowed: logits [rows, tokens, vocabulary], labels [rows, tokens], and one adapter "
+            f"per row"
         )
-    return rows, labels[:, 1:]
-
-
-def _loss(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    rows: list[int],
-    count: float | torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the sum of the losses of rows over a count, else over that of their labels.
-
-    It is 0 where they have no label.
-    """
-    first, last = rows[0], rows[-1] + 1
-    if last - first == len(rows):  # a view; indices would copy the logits
-        logits, targets = logits[first:last, :-1], targets[first:last]
-    else:
-        at = torch.tensor(rows, device=logits.device)
-        logits, targets = logits[at, :-1], targets[at]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-    targets = targets.flatten()
-    total = functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
-    # Without a wait for the device: the count of labels stays there.
-    divisor = (targets != IGNORED).sum() if count is None else torch.as_tensor(count).to(total)
-    return total / torch.where(divisor > 0, divisor, 1)
+    # The logits of a position predict the label of the next one; the last predicts none.
+    targets = functional.pad(labels[:, 1:], (0, min(1, labels.shape[1])), value=IGNORED)
+    named = torch.zeros(len(labels), dtype=torch.bool, device="cpu")
+    named[[row for at in rows.values() for row in at]] = True
+    return rows, targets.masked_fill(~named.to(labels.device)[:, None], IGNORED)
 
 
 def _rows_of(adapters: Sequence[Any]) -> dict[str, list[int]]:
