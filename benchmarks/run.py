@@ -36,6 +36,14 @@ TABLE = {
         "a training step of one block: base, this library, PEFT's loop",
     ),
     "training_experts": ("training_experts:EXPERTS", "forward and backward of a mixture's experts"),
+    "training_model": (
+        "training_model:TRAINING_MODEL",
+        "a training step of a whole model: base, this library, PEFT",
+    ),
+    "training_scale": (
+        "training_scale:TRAINING_SCALE",
+        "a training step on one and on two GPUs, the base whole and sharded",
+    ),
     "vllm_step": ("vllm_step:STEP", "vLLM: LoRA off, its operators, this library"),
     "whole_model": ("whole_model:WHOLE_MODEL", "a Llama of 8B shape, eager, graph, compiled"),
 }

@@ -31,6 +31,7 @@ LAYERS = {
 TINY = {"qkv": (32, (32, 16, 16)), "down": (48, (32,))}
 SCALING = 0.5
 REPEATS = 8  # of a kernel between two events
+WARM_UP = 8000  # products, of about 1.5 ms each
 STEPS = 3  # of a contender between two events, as in training
 
 
@@ -181,6 +182,14 @@ class Layer:
         }
 
 
+def warm_up(device: torch.device) -> None:
+    """Multiply for some seconds: a GPU lowers its clock once it is warm."""
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    for _ in range(WARM_UP):
+        a @ a
+    torch.cuda.synchronize()
+
+
 def device_of() -> torch.device:
     """Return where layers are."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -233,6 +242,8 @@ def measure(arguments: Options, result: Result) -> Iterator[Row]:
     result["limits"] = limits.describe()
     copy = result["limits"]["copy_gb_per_s"] * 1e6  # bytes a millisecond
     engine, time = get_backend(arguments.backend, device=device), clock(device)
+    if device.type == "cuda":
+        warm_up(device)
     for cell in cells(arguments):
         slots = slots_of(cell, arguments.rows, arguments.tokens)
         for name, sizes in (TINY if arguments.tiny else LAYERS).items():

@@ -7,15 +7,16 @@ For token t of slot l, with g = output_scales * dL/dy and c = scalings[l, s] * t
     dx[t]               = sum over s of dh[s, t, :r] @ lora_a[l, s, :r]
     dlora_a[l, s, :r]   = sum over t of slot l of dh[s, t, :r].T x[t]
 
-One product per slot and slice, over a copy of the slot's own rows, so nothing of another adapter or
-of padding can reach a gradient, and its bits do not depend on where in the batch the rows lie: a
-matrix library chooses its order of sums by shapes, strides and alignment. Sums are kept in float32,
+One product per slot and slice, over the slot's own rows, so nothing of another adapter or of
+padding can reach a gradient. Its bits do not depend on where in the batch the rows lie: a matrix
+library chooses its order of sums by shapes, strides and alignment, so rows are copied, and results
+too, unless they lie as new memory does. Sums are kept in float32,
 or float64 for float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -23,7 +24,11 @@ import torch
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.weights import LoRAWeights
 
+ALIGNMENT = 64
+"""Bytes to which torch aligns new memory on a CPU."""
+
 Rows: TypeAlias = slice | torch.Tensor
+Active: TypeAlias = list[tuple[int, Rows, list[int], list[float]]]
 Segments: TypeAlias = Sequence[tuple[int, Rows]]
 """Each slot that has tokens, and their rows."""
 
@@ -54,23 +59,22 @@ def b_backward(
     if needs_h:
         shape = weights.num_slices, grad.shape[0], weights.max_rank
         dh = torch.zeros(shape, dtype=sums, device=grad.device)
-    if lora_b is not None:
+    places, active = _places(slots, weights.num_slots), _active(weights, segments)
+    if lora_b is not None and not _fills(active, places, weights.max_rank):
         lora_b.zero_()
-    places = _places(slots, weights.num_slots)
-    for slot, rows, ranks, scalings in _active(weights, segments):
+    for slot, rows, ranks, scalings in active:
         g = _own(grad, rows, sums)
         if token_scales is not None:
             g = token_scales[rows, None] * g
         for s, (rank, scaling) in enumerate(zip(ranks, scalings, strict=True)):
             columns = slice(*weights.slice_offsets[s : s + 2])
             if rank and dh is not None:
-                dh[s, rows, :rank] = scaling * (
-                    g[:, columns] @ weights.b_values(slot, s, rank, sums)
-                )
+                b = weights.b_values(slot, s, rank, sums)
+                _write(dh[s], rows, rank, g[:, columns], b, scaling)
             if rank and lora_b is not None and slot in places:
                 assert h is not None
-                product = g[:, columns].T @ _own(h[s], rows, sums, rank)
-                lora_b[places[slot], columns, :rank] = scaling * product
+                own = _own(h[s], rows, sums, rank)
+                _write(lora_b[places[slot]], columns, rank, g[:, columns].T, own, scaling)
     return dh
 
 
@@ -86,20 +90,20 @@ def a_backward(
 ) -> None:
     """Add to dx, and write lora_a; arguments as in `LoRABackend.run_lora_a_backward`."""
     sums = _sums(dh, weights)
-    if lora_a is not None:
+    places, active = _places(slots, weights.num_slots), _active(weights, segments)
+    if lora_a is not None and not _fills(active, places, weights.max_rank):
         lora_a.zero_()
-    places = _places(slots, weights.num_slots)
-    for slot, rows, ranks, _ in _active(weights, segments):
+    for slot, rows, ranks, _ in active:
         wanted = lora_a is not None and slot in places
         x_slot = _own(x, rows, sums) if wanted and x is not None and any(ranks) else None
-        total = None if dx is None or not any(ranks) else dx[rows].to(sums)
+        total = None if dx is None or not any(ranks) else _own(dx, rows, sums)
         for s, rank in enumerate(ranks):
             part = _own(dh[s], rows, sums, rank)
             if rank and total is not None:
-                total = total + part @ weights.a_values(slot, s, rank, sums)
+                total.addmm_(part, weights.a_values(slot, s, rank, sums))
             if rank and x_slot is not None and lora_a is not None:
-                lora_a[places[slot], s, :rank] = part.T @ x_slot
-        if dx is not None and total is not None:
+                _write(lora_a[places[slot], s], slice(rank), None, part.T, x_slot)
+        if dx is not None and total is not None and not _is_part_of(total, dx):
             dx[rows] = total.to(dx.dtype)
 
 
@@ -163,18 +167,53 @@ def _sums(values: torch.Tensor, weights: LoRAWeights) -> torch.dtype:
 def _own(
     values: torch.Tensor, rows: Rows, dtype: torch.dtype, width: int | None = None
 ) -> torch.Tensor:
-    """Return some rows of a matrix, cut to a width, as a contiguous copy."""
+    """Return some rows of a matrix, cut to a width, contiguous and aligned: a view or a copy."""
     own = values[rows][:, :width]
+    if isinstance(rows, slice) and own.dtype == dtype and _is_as_new(own):
+        return own
     return torch.empty(own.shape, dtype=dtype, device=own.device).copy_(own)
 
 
-def _active(
-    weights: LoRAWeights, segments: Segments
-) -> Iterator[tuple[int, Rows, list[int], list[float]]]:
-    """Yield slot, rows, ranks and scalings of each segment; waits for the device once."""
+def _write(
+    out: torch.Tensor,
+    rows: Rows,
+    width: int | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    factor: float = 1.0,
+) -> None:
+    """Write ``factor * (a @ b)`` into rows of a matrix, from the first column on."""
+    if isinstance(rows, slice):
+        part = out[rows, :width]
+        if part.dtype == a.dtype and _is_as_new(part):
+            torch.addmm(part, a, b, beta=0, alpha=factor, out=part)
+            return
+    if out.is_cpu:
+        new = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+        out[rows, :width] = torch.addmm(new, a, b, beta=0, alpha=factor, out=new).to(out.dtype)
+    else:
+        out[rows, :width] = (factor * (a @ b)).to(out.dtype)
+
+
+def _fills(active: Active, places: Mapping[int, int], max_rank: int) -> bool:
+    """Return whether the gradients of all wanted slots are written, up to the last rank."""
+    full = {slot for slot, _, ranks, _ in active if all(rank == max_rank for rank in ranks)}
+    return places.keys() <= full
+
+
+def _is_as_new(values: torch.Tensor) -> bool:
+    """Return whether a matrix library cannot tell values from a copy: not known of GPUs."""
+    return values.is_cpu and values.is_contiguous() and values.data_ptr() % ALIGNMENT == 0
+
+
+def _is_part_of(values: torch.Tensor, whole: torch.Tensor) -> bool:
+    return values.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def _active(weights: LoRAWeights, segments: Segments) -> Active:
+    """Return slot, rows, ranks and scalings of each segment; waits for the device once."""
     ranks, scalings = weights.ranks.tolist(), weights.scalings.tolist()
-    for slot, rows in segments:
-        yield slot, rows, ranks[slot], scalings[slot]
+    return [(slot, rows, ranks[slot], scalings[slot]) for slot, rows in segments]
 
 
 def _places(slots: Sequence[int] | None, num_slots: int) -> dict[int, int]:

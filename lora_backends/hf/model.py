@@ -32,6 +32,7 @@ from lora_backends.hf.layout.base_checks import (
     dtype_and_device,
 )
 from lora_backends.hf.layout.layout import UnknownRowsError, commonest
+from lora_backends.hf.layout.sharded import is_sharded
 from lora_backends.hf.loading import ModelAdapters
 from lora_backends.hf.replacements.rows import (
     check_compiled,
@@ -70,7 +71,8 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
     all rows always run.
 
     Args:
-        base: a Transformers model, on one device.
+        base: a Transformers model, on one device, or sharded by `fully_shard`: then every process
+            makes its own wrapper, at the same point.
         backend: a backend's name, "auto", a `LoRABackend`, or None for the environment's choice.
         max_adapters: slots; loading more evicts the least recently used adapter that is not pinned.
         max_rank: the largest rank of an adapter.
@@ -90,8 +92,9 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
     Raises:
         InvalidInputError: `base` is no model, sizes are out of range, `adapter_dtype` is another
             dtype or does not go with the model's, or an option has the wrong type.
-        UnsupportedInputError: `base` is compiled, a `PeftModel` or spread over devices; or
-            8 bits are asked of a backend without them.
+        UnsupportedInputError: `base` is compiled, a `PeftModel` or spread over devices, or over
+            processes otherwise than by `fully_shard`; or 8 bits are asked of a backend without
+            them.
         BackendUnavailableError: the backend does not run on the model's device.
     """
 
@@ -514,7 +517,8 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
             return Request(*of_model)
         check_compiled(self.base, "adapters of the batch are trained")
         wrapped.training.checkpointing.install()
-        return TrainingCall(*of_model, trained, drops)
+        whole = any(map(is_sharded, self.base.modules()))
+        return TrainingCall(*of_model, trained, drops, whole)
 
     def _run_prepared(self, step: PreparedAdapters, inputs: dict[str, Any]) -> Any:
         """Run the base model, of which compiled programs may be a part.

@@ -14,6 +14,7 @@ from lora_backends.common.names import PEFT_BASE
 from lora_backends.errors import InvalidInputError
 from lora_backends.hf.calls.entries import RowAdapters, is_per_token
 from lora_backends.hf.hooks.linear import rows_and_length
+from lora_backends.hf.layout.sharded import class_of
 
 
 class ModelWords:
@@ -112,7 +113,7 @@ class OneAdapter(ModelWords):
     def __init__(self, model: Adapted, name: str | None) -> None:
         self.model, self.base, self.name = model, model.base, name
         # A pipeline looks for its task in the name of the class, and warns of others.
-        kind = type(self.base)
+        kind = class_of(self.base)
         self.__class__ = type(kind.__name__, (OneAdapter,), {"forward": _forward_as(kind)})
 
     _modules: Mapping[str, nn.Module] = {}  # Trainer asks whether one of them is compiled
@@ -141,7 +142,7 @@ class OneAdapter(ModelWords):
         raise InvalidInputError(
             f"adapter {self.name!r} of this model cannot be trained\n"
             f"  allowed: forward passes and generate, e.g. Trainer(...).predict\n"
-            f"  to do: train it with PEFT, and load the folder that it saves"
+            f"  to do: new_adapter or load_adapter(trainable=True), then a TrainingModule of it"
         )
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:

@@ -19,6 +19,7 @@ from lora_backends.hf.hooks.linear import Served, begin_hook, first_input
 from lora_backends.hf.hooks.routers import find_routers
 from lora_backends.hf.layout.images import Images
 from lora_backends.hf.layout.probe import UNREACHED, probe
+from lora_backends.hf.layout.sharded import is_sharded
 from lora_backends.hf.layout.sites import base_layer, check_start, find_sites
 from lora_backends.hf.layout.structure import Structure
 from lora_backends.hf.layout.trial import tried_input
@@ -147,7 +148,8 @@ class WrappedModel:
 
         Raises:
             UnsupportedInputError: it adapts a module whose LoRA is refused; needs DoRA of a backend
-                without it; or is a PiSSA or OLoRA whose start cannot be taken off.
+                without it; is a PiSSA or OLoRA whose start cannot be taken off; or needs whole
+                weights of a sharded model.
             InvalidInputError: it holds base weights of modules that the base model lacks.
         """
         refused = [
@@ -164,8 +166,15 @@ class WrappedModel:
         unreached = {
             path for path in self.layouts if self._is_unreached(path) and not self.images.hold(path)
         }
-        check_start(checkpoint, self.sites, unreached)
         scaled = any(delta.magnitude is not None for delta in checkpoint.modules.values())
+        changes = any(delta.init is not None for delta in checkpoint.modules.values())
+        if (scaled or changes or checkpoint.own) and any(map(is_sharded, self.base.modules())):
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} needs whole weights of the base model, which fully_shard has "
+                f"spread over processes: it uses DoRA, PiSSA, OLoRA or modules of its own\n"
+                f"  to do: load it into a model that is not sharded"
+            )
+        check_start(checkpoint, self.sites, unreached)
         if scaled and OUTPUT_SCALES not in self.backend.features:
             raise UnsupportedInputError(
                 f"{checkpoint.folder} uses DoRA (use_dora), which backend {self.backend.name!r} "

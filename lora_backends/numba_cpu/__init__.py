@@ -13,6 +13,7 @@ from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.defaults.gradients import Segments
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to
+from lora_backends.dispatch.wrap import unchecked
 from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import BackendUnavailableError
 from lora_backends.experts import ExpertWeights
@@ -35,6 +36,9 @@ from lora_backends.numba_cpu.plan import NumbaPlan, order_and_segments
 from lora_backends.numba_cpu.routing import NumbaRouting
 from lora_backends.plan import padded
 from lora_backends.weights import LoRAWeights
+
+_FUSED = frozenset({"run_linear", "run_qkv", "run_gate_up", "run_logits"})
+"""Operations that one kernel runs, shrink and expand."""
 
 
 class NumbaCPUBackend(LoRABackend):
@@ -102,6 +106,21 @@ class NumbaCPUBackend(LoRABackend):
         out.num_tokens = batch.num_tokens
         out.refill(order, segments, None if scales is None else padded(scales, out.capacity))
         return out
+
+    @override
+    def forward_with_h(
+        self,
+        operation: str,
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        base_output: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if operation not in _FUSED or base_output is None or is_eight_bit(weights.dtype):
+            return super().forward_with_h(operation, x, weights, plan, base_output)
+        # The fused kernel has h for one segment at a time.
+        h = unchecked(self, "run_lora_a")(x, weights, plan)
+        return unchecked(self, "run_lora_b")(h, weights, plan, base_output), h
 
     @override
     def slot_rows(self, plan: NumbaPlan, num_rows: int, num_slots: int) -> Segments:

@@ -136,7 +136,7 @@ def test_every_measurement_of_the_table_shows_its_options(script, capsys):
     table = importlib.import_module("run").TABLE
     for name, (place, _) in table.items():
         module = place.partition(":")[0]
-        if module in ("smollm2", "eight_bit_quality"):
+        if module in ("smollm2", "eight_bit_quality", "training_model", "training_scale"):
             pytest.importorskip("peft")
         with pytest.raises(SystemExit, match="0"):
             importlib.import_module("run").main([name, "--help"])

@@ -71,6 +71,8 @@ def test_nothing_is_computed_for_what_needs_no_gradient(backend, monkeypatch, le
     for name in ASKED:
         monkeypatch.setattr(backend, name, noting(name, getattr(backend, name)))
     y.sum().backward()
+    if backend.name == "numba_cpu":  # its forward keeps h
+        asked = [name for name in asked if name != "run_lora_a"]
     assert list(noted) == asked
     of_b, of_a = noted.get("run_lora_b_backward", {}), noted.get("run_lora_a_backward", {})
     if of_b:

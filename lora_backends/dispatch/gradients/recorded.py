@@ -143,17 +143,16 @@ class Recorded:
         name, slot, part = self.targets[at]
         shape, dtype = self.leaves[at]
         if slot is not None and slots is not None:
-            out = out[slots.index(slot)][None]
+            out = out[slots.index(slot)]
         if part is not None and name == "lora_a":
-            out = out[:, part]
+            out = out.select(-3, part)
         elif part is not None:
             first, end = self.weights.slice_offsets[part : part + 2]
-            out = out[:, first:end]
-        if slot is not None:
-            out = out[0]
-        if name == "lora_a":
+            out = out.narrow(-2, first, end - first)
+        # As few views as can be: each adapter comes by here at each layer.
+        if name == "lora_a" and out.shape[-2] != shape[-2]:
             out = out[..., : shape[-2], :]
-        elif name == "lora_b":
+        elif name == "lora_b" and out.shape[-1] != shape[-1]:
             out = out[..., : shape[-1]]
         return out.to(dtype)
 

@@ -12,6 +12,7 @@ from lora_backends.adapters.pool.quantized import as_adapter_dtype
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.features import EIGHT_BIT
+from lora_backends.hf.layout.sharded import check_spread
 
 
 def check_base(base: object) -> None:
@@ -21,7 +22,7 @@ def check_base(base: object) -> None:
         InvalidInputError: it is no torch module.
         UnsupportedInputError: a model inside another module: that of torch.compile, of PEFT or
             of a parallel wrapper; one with modules of PEFT; or one whose weights are yet to be
-            decompressed.
+            decompressed; or one that is spread over processes, unless by `fully_shard`.
     """
     name = type(base).__name__
     if not isinstance(base, nn.Module):
@@ -52,6 +53,7 @@ def check_base(base: object) -> None:
             f"the base model {problem}\n  given: {kind}\n  allowed: a Transformers model itself\n"
             f"  to do: {to_do}"
         )
+    check_spread(base)
 
 
 def check_options(backend_options: Any, fuse: Any) -> None:

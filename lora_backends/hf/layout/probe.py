@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lora_backends.errors import UnsupportedInputError
 from lora_backends.hf.calls.running import IDLE, running
 from lora_backends.hf.layout.layout import InputForm, Layout, Order, Spread
+from lora_backends.hf.layout.sharded import gather_for
 from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.trial import LENGTH, SHARED, Trial, trial_of
 from lora_backends.hf.layout.twin import twin_of
@@ -59,10 +61,15 @@ def probe(base: nn.Module, sites: Mapping[str, ModuleSite]) -> dict[str, Layout]
 
     Returns:
         Path to layout. Nothing is known where the model does not run on plain text.
+
+    Raises:
+        UnsupportedInputError: as `gather_for`.
     """
     failure, passes = "", _Passes()
     try:
         passes.run(base, sites)
+    except UnsupportedInputError:  # of weights that are spread over processes
+        raise
     except Exception as error:  # a model may fail on plain text with any error
         text = getattr(base, "main_input_name", "input_ids") == "input_ids"
         failure = _failure("plain text" if text else "a trial input", error)
@@ -114,6 +121,7 @@ class _Passes:
         """Run a model without its hooks, and in eval mode."""
         trial = self._trial = trial_of(base)
         twin, twins = twin_of(base)
+        gather_for(twins)
         with running(IDLE), trial.fixed_random_numbers():
             for rows, note in ((PAIR, self._note_pair), (BATCH, self._note_batch)):
                 handles = [

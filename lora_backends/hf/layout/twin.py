@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from lora_backends.hf.layout.sharded import class_of
+
 _LEFT_OUT = ("_compiled_call_impl", "_output_capturing_hooks_installed")
 """The first runs the original; by the second Transformers takes a twin's hooks for installed."""
 
@@ -35,7 +37,8 @@ def twin_of(base: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
 def without_hooks(module: nn.Module) -> nn.Module:
     """Return a module with the tensors, attributes and children of another, and no hooks."""
     # Through __dict__, as torch's own replicas are made: a constructor would make tensors.
-    copy: nn.Module = module.__class__.__new__(module.__class__)
+    kind = class_of(module)
+    copy: nn.Module = kind.__new__(kind)
     for name, value in vars(module).items():
         if isinstance(value, dict) and name.startswith("_"):
             vars(copy)[name] = value.__class__() if "hooks" in name else value.copy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,34 +17,79 @@ IGNORED = -100
 
 
 def adapter_losses(
-    logits: torch.Tensor, labels: torch.Tensor, adapters: Sequence[Any]
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    adapters: Sequence[Any],
+    counts: Mapping[str, float | torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return each adapter's mean cross-entropy; see `MultiLoRAModel.adapter_losses`."""
-    rows = _rows_of(adapters)
-    if not (isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor)):
-        given = f"{type(logits).__name__} and {type(labels).__name__}"
-        raise InvalidInputError(f"logits and labels are {given}\n  allowed: tensors")
-    if logits.ndim != 3 or labels.shape != logits.shape[:2] or len(adapters) != len(labels):
+    if not isinstance(logits, torch.Tensor):
+        raise InvalidInputError(f"logits is {shown(logits)}\n  allowed: a tensor")
+    rows, targets = _targets(labels, adapters, logits.shape)
+    if counts is not None and (missing := rows.keys() - counts.keys()):
         raise InvalidInputError(
-            f"logits, labels and adapters do not belong together\n  given: logits "
-            f"{list(logits.shape)}, labels {list(labels.shape)}, {len(adapters)} adapters\n"
-            f"  allowed: [rows, tokens, vocabulary], [rows, tokens], and one adapter per row"
+            f"counts lacks {', '.join(sorted(missing))}\n"
+            f"  allowed: a count for every adapter of the batch"
         )
-    # The labels are shifted, not the logits: a part of the logits would have a gradient of its own,
-    # as large as all of them.
-    targets = functional.pad(labels.to(logits.device)[:, 1:], (0, 1), value=IGNORED)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # One pass over all logits: a part for each adapter would have a gradient of all logits' size.
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    targets = targets.to(logits.device)
     losses = functional.cross_entropy(
-        wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
-    ).view_as(targets)
-    return {name: _mean(losses, targets, at) for name, at in rows.items()}
+        wide, targets.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view(targets.shape)
+    # Without a wait for the device: the counts of labels stay there.
+    per_row = (targets != IGNORED).sum(1)
+    found = {}
+    for name, at in rows.items():
+        own = torch.tensor(at, device=logits.device)
+        count = per_row[own].sum() if counts is None else torch.as_tensor(counts[name])
+        count = count.to(losses)
+        found[name] = losses[own].sum() / torch.where(count > 0, count, 1)
+    return found
 
 
-def _mean(losses: torch.Tensor, targets: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return the mean of the losses [rows, tokens] of some rows, 0 where they have no label."""
-    at = torch.tensor(rows, device="cpu").to(losses.device, non_blocking=True)
-    # Without a wait for the device: the count of labels stays there.
-    return losses[at].sum() / (targets[at] != IGNORED).sum().clamp(min=1)
+def label_counts(labels: torch.Tensor, adapters: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return the number of labels that the loss of each adapter is the mean of.
+
+    Args:
+        labels: as of `adapter_losses`.
+        adapters: as of `adapter_losses`.
+
+    Returns:
+        By name, in the order of the rows, an int64 scalar on the labels' device.
+
+    Raises:
+        InvalidInputError: labels are no tensor [rows, tokens], or not one adapter per row.
+        UnsupportedInputError: as `adapter_losses`.
+    """
+    rows, targets = _targets(labels, adapters, None)
+    per_row = (targets != IGNORED).sum(1)
+    return {
+        name: per_row[torch.tensor(at, device=labels.device)].sum() for name, at in rows.items()
+    }
+
+
+def _targets(
+    labels: torch.Tensor, adapters: Sequence[Any], logits: Sequence[int] | None
+) -> tuple[dict[str, list[int]], torch.Tensor]:
+    """Return the rows of each adapter, and the label that each of their positions predicts."""
+    rows = _rows_of(adapters)
+    if not isinstance(labels, torch.Tensor):
+        raise InvalidInputError(f"labels is {shown(labels)}\n  allowed: a tensor")
+    fits = logits is None or (len(logits) == 3 and labels.shape == logits[:2])
+    if labels.ndim != 2 or len(adapters) != len(labels) or not fits:
+        given = "" if logits is None else f"logits {list(logits)}, "
+        raise InvalidInputError(
+            f"labels, adapters and logits do not belong together\n  given: {given}labels "
+            f"{list(labels.shape)}, {len(adapters)} adapters\n"
+            f"  allowed: logits [rows, tokens, vocabulary], labels [rows, tokens], and one adapter "
+            f"per row"
+        )
+    # The logits of a position predict the label of the next one; the last predicts none.
+    targets = functional.pad(labels[:, 1:], (0, min(1, labels.shape[1])), value=IGNORED)
+    named = torch.zeros(len(labels), dtype=torch.bool, device="cpu")
+    named[[row for at in rows.values() for row in at]] = True
+    return rows, targets.masked_fill(~named.to(labels.device)[:, None], IGNORED)
 
 
 def _rows_of(adapters: Sequence[Any]) -> dict[str, list[int]]:

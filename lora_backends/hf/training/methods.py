@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,11 @@ class ModelTraining:
         return dict(self._wrapped.training.get(name).parameters)
 
     def adapter_losses(
-        self, logits: torch.Tensor, labels: torch.Tensor, adapters: Sequence[RowAdapters]
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        adapters: Sequence[RowAdapters],
+        counts: Mapping[str, float | torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return each adapter's mean cross-entropy over the labels of its own rows.
 
@@ -103,6 +107,9 @@ class ModelTraining:
             logits: [rows, tokens, vocabulary].
             labels: [rows, tokens] token ids; -100 has no loss.
             adapters: per row a name or None, as in the call.
+            counts: by name, what the sum of an adapter's losses is divided by, instead of the
+                number of its labels here: for a mean over several batches. See
+                `TrainingModule.counts_of`.
 
         Returns:
             By name, in the order of the rows, a float32 (float64 for float64) scalar. An adapter
@@ -110,10 +117,10 @@ class ModelTraining:
             the device to find out.
 
         Raises:
-            InvalidInputError: shapes that do not belong together.
+            InvalidInputError: shapes that do not belong together, or `counts` lacks an adapter.
             UnsupportedInputError: a row with a blend, or with an entry per token.
         """
-        return adapter_losses(logits, labels, adapters)
+        return adapter_losses(logits, labels, adapters, counts)
 
     def save_adapter(self, name: str, folder: str | Path) -> Path:
         """Write an adapter that is trained as a PEFT checkpoint.

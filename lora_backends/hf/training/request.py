@@ -45,6 +45,8 @@ class TrainingCall(Request):
         after_cache: as `Request`.
         trained: those of the adapters that are trained.
         drops: whether their dropout acts.
+        whole: whether the backward runs through all layers, though no adapter touches the first:
+            processes that share a sharded base gather the same layers in the same order.
 
     Raises:
         InvalidInputError: as `Request`.
@@ -62,6 +64,7 @@ class TrainingCall(Request):
         after_cache: bool,
         trained: Sequence[TrainedAdapter],
         drops: bool,
+        whole: bool,
     ) -> None:
         super().__init__(model, pool, images, adapters, slots, backend, after_cache)
         self.model, self.trains = "", model
@@ -71,7 +74,7 @@ class TrainingCall(Request):
                 "  allowed: one name or None per row or token\n"
                 "  to do: call it under torch.no_grad(), or give each row one adapter"
             )
-        self._trained = trained
+        self._trained, self._whole = trained, whole
         self._versions = [adapter.versions() for adapter in trained]
         self._records = {slot: pool.record_of(slot) for slot in slots.values()}
         self._paths: set[str] = set()  # that an adapter of the batch touches
@@ -117,11 +120,14 @@ class TrainingCall(Request):
             output: that nothing else has used yet.
         """
         path, paths = site.path, (site.path,)
+        is_embedding = site.spec.kind == "embedding"
+        if is_embedding and self._whole and not output.requires_grad and torch.is_grad_enabled():
+            output.requires_grad_()
         if not self.touches(paths):
             return None
         weights = self.stacks[path]
         parameters = [p for adapter in self._trained for p in adapter.alone.get(path, ())]
-        if site.spec.kind == "embedding":
+        if is_embedding:
             plan = self.plan(x.shape, layout, paths)
             ids = x.flatten().contiguous()
             return self._added("run_embedding", ids, weights, plan, output, parameters)

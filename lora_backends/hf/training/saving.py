@@ -16,6 +16,7 @@ from torch import nn
 from lora_backends.adapters.files.formats import CONFIG_FILE, SAFETENSORS_FILE
 from lora_backends.common.files import as_path, kind_of
 from lora_backends.errors import InvalidInputError
+from lora_backends.hf.layout.sharded import class_of
 
 
 def save_checkpoint(
@@ -45,7 +46,7 @@ def save_checkpoint(
     values = {**values, "inference_mode": True}
     if values.get("task_type") is None and values.get("auto_mapping") is None:
         # PEFT notes the class so that its AutoPeftModel finds it.
-        kind_of_base = type(base)
+        kind_of_base = class_of(base)
         values["auto_mapping"] = {
             "base_model_class": kind_of_base.__name__,
             "parent_library": kind_of_base.__module__,

@@ -1,4 +1,4 @@
-"""The scripts that measure serving run, on small models."""
+"""The scripts that measure serving and training run, on small models."""
 
 import json
 
@@ -30,6 +30,19 @@ def test_swaps_serve_no_wrong_row(summary_of):
     summary = summary_of("adapter_swaps", "--swaps", "60")
     assert summary["wrong_rows"] == 0 and summary["swaps"] >= 60
     assert summary["rows"] > summary["swaps"] / 2
+
+
+def test_a_training_step_is_measured_beside_the_base_and_peft(summary_of):
+    arguments = ("--tiny", "--rounds", "1", "--tokens", "4", "--backend", "torch_ref")
+    summary = summary_of("training_model", *arguments)
+    assert summary["base"] == 1 and min(summary.values()) > 0 and len(summary) == 5
+
+
+def test_a_training_step_is_measured_on_two_processes(summary_of):
+    arguments = ("--tiny", "--samples", "1", "--rows", "8", "--tokens", "4", "--processes", "2")
+    summary = summary_of("training_scale", *arguments, "--backend", "torch_ref")
+    assert list(summary) == ["2 processes, whole base", "2 processes, sharded base"]
+    assert min(summary.values()) > 0
 
 
 def test_the_cost_of_a_swap_is_measured(summary_of):
