@@ -68,13 +68,14 @@ def b_backward(
             g = token_scales[rows, None] * g
         for s, (rank, scaling) in enumerate(zip(ranks, scalings, strict=True)):
             columns = slice(*weights.slice_offsets[s : s + 2])
+            of_slice = g if weights.num_slices == 1 else g[:, columns]
             if rank and dh is not None:
                 b = weights.b_values(slot, s, rank, sums)
-                _write(dh[s], rows, rank, g[:, columns], b, scaling)
+                _write(dh[s], rows, rank, of_slice, b, scaling)
             if rank and lora_b is not None and slot in places:
                 assert h is not None
                 own = _own(h[s], rows, sums, rank)
-                _write(lora_b[places[slot]], columns, rank, g[:, columns].T, own, scaling)
+                _write(lora_b[places[slot]], columns, rank, of_slice.T, own, scaling)
     return dh
 
 
@@ -168,7 +169,7 @@ def _own(
     values: torch.Tensor, rows: Rows, dtype: torch.dtype, width: int | None = None
 ) -> torch.Tensor:
     """Return some rows of a matrix, cut to a width, contiguous and aligned: a view or a copy."""
-    own = values[rows][:, :width]
+    own = _cut(values, rows, width)
     if isinstance(rows, slice) and own.dtype == dtype and _is_as_new(own):
         return own
     return torch.empty(own.shape, dtype=dtype, device=own.device).copy_(own)
@@ -184,7 +185,7 @@ def _write(
 ) -> None:
     """Write ``factor * (a @ b)`` into rows of a matrix, from the first column on."""
     if isinstance(rows, slice):
-        part = out[rows, :width]
+        part = _cut(out, rows, width)
         if part.dtype == a.dtype and _is_as_new(part):
             torch.addmm(part, a, b, beta=0, alpha=factor, out=part)
             return
@@ -195,6 +196,12 @@ def _write(
         out[rows, :width] = (factor * (a @ b)).to(out.dtype)
 
 
+def _cut(values: torch.Tensor, rows: Rows, width: int | None) -> torch.Tensor:
+    """Return rows of a matrix, cut to a width, by as few views as can be: they take time."""
+    part = values[rows]
+    return part if width is None or width == part.shape[1] else part[:, :width]
+
+
 def _fills(active: Active, places: Mapping[int, int], max_rank: int) -> bool:
     """Return whether the gradients of all wanted slots are written, up to the last rank."""
     full = {slot for slot, _, ranks, _ in active if all(rank == max_rank for rank in ranks)}
@@ -203,7 +210,10 @@ def _fills(active: Active, places: Mapping[int, int], max_rank: int) -> bool:
 
 def _is_as_new(values: torch.Tensor) -> bool:
     """Return whether a matrix library cannot tell values from a copy: not known of GPUs."""
-    return values.is_cpu and values.is_contiguous() and values.data_ptr() % ALIGNMENT == 0
+    if not values.is_cpu or values.data_ptr() % ALIGNMENT:
+        return False
+    # By strides: one row alone is contiguous with any, and a library may look at them.
+    return values.stride() == (values.shape[1], 1)
 
 
 def _is_part_of(values: torch.Tensor, whole: torch.Tensor) -> bool:

@@ -154,7 +154,7 @@ class Recorded:
             out = out[..., : shape[-2], :]
         elif name == "lora_b" and out.shape[-1] != shape[-1]:
             out = out[..., : shape[-1]]
-        return out.to(dtype)
+        return out if out.dtype == dtype else out.to(dtype)
 
 
 _ALL = frozenset({"lora_a", "lora_b", "bias", "output_scales"})
