@@ -17,29 +17,17 @@ TABLES = {
     "keys_ptr": "*i64",
     "order_ptr": "*i64",
 }
-WIDE = ((4096, 4096, 4096), 4096, 512)  # ranks are cut into blocks
 UP = ((14336, 14336), 4096, 16)
-MIXED = {"grad_ptr": "*fp32", "right_ptr": "*fp32", "out_ptr": "*fp32"}
 CASES = {  # layer, rows, tile, segment size of csgmv, dtypes that differ from the stacks'
     ("triton", "bf16"): [
         (QKV, 8192, 64, None, {}),
         (UP, 32768, 64, None, {"out_ptr": "*fp32"}),
-        (DOWN, 16, 16, None, {}),  # columns are shared out
-        (ODD, 300, 32, None, MIXED),
-        (WIDE, 8192, 64, None, {}),
-        (WIDE, 8192, 64, None, MIXED),
     ],
-    ("triton", "fp32"): [(QKV, 4096, 64, None, {}), (WIDE, 4096, 64, None, {})],
-    ("triton", "i8"): [
-        (QKV, 8192, 64, None, {}),
-        (WIDE, 512, 64, None, {}),
-        (ODD, 300, 16, None, {}),
-    ],
+    ("triton", "fp32"): [(DOWN, 16, 16, None, {})],
+    ("triton", "i8"): [(ODD, 300, 16, None, {})],
     ("csgmv", "bf16"): [(QKV, 8192, 64, 16, {})],
 }
 STORED = {  # of 8 bits, and the block of a scale
-    QKV: ("int8", (1, None)),
-    WIDE: ("float8_e4m3fn", (None, None)),
     ODD: ("float8_e5m2", (4, 16)),
 }
 
@@ -100,16 +88,15 @@ def main():
     programmatic = target.backend == "cuda" and target.arch >= 90
     common, gpu = dict(ahead_of_time.POINTERS), ahead_of_time.gpu_of(target)
     for engine, dtype in CASES:
-        for precision in ("ieee", "tf32") if dtype == "fp32" else ("ieee",):
-            for kernel, pointers in kernels(engine, dtype, programmatic, gpu, precision):
-                key = (dtype, str(kernel.constants), str(kernel.options), str(pointers))
-                if (kernel.kernel, key) in done:
-                    continue
-                done.add((kernel.kernel, key))
-                ahead_of_time.POINTERS = common | TABLES | pointers
-                compiled = ahead_of_time.compile_kernel(kernel, dtype, target)
-                name = kernel.kernel.__name__
-                print("compiled backward", dtype, name, compiled.metadata.shared, flush=True)
+        for kernel, pointers in kernels(engine, dtype, programmatic, gpu, "ieee"):
+            key = (dtype, str(kernel.constants), str(kernel.options), str(pointers))
+            if (kernel.kernel, key) in done:
+                continue
+            done.add((kernel.kernel, key))
+            ahead_of_time.POINTERS = common | TABLES | pointers
+            compiled = ahead_of_time.compile_kernel(kernel, dtype, target)
+            name = kernel.kernel.__name__
+            print("compiled backward", dtype, name, compiled.metadata.shared, flush=True)
 
 
 if __name__ == "__main__":
