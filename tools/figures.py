@@ -68,11 +68,6 @@ def mean_efficiency(phase: str, contender: str | None = "triton") -> float:
     return geometric_mean(efficiency(of_phase(phase), contender))
 
 
-def is_measured(name: str) -> bool:
-    """Return whether there is a file of benchmarks/results."""
-    return (BENCHMARKS / "results" / f"{name}.json").exists()
-
-
 def result(name: str) -> dict[str, Any]:
     """Return a file of benchmarks/results."""
     found: dict[str, Any] = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())

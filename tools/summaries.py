@@ -203,15 +203,20 @@ def prefetch() -> str:
 
 
 def training() -> str:
-    """Return the time of a training step of one block over the frozen base's, cell by cell."""
-    if not figures.is_measured(TRAINING):
-        return "Not measured yet."
-    names = {"ours": "one batch", "loop": "PEFT's loop over adapters"}
+    """Return the time of training steps over the frozen base's, and of two GPUs over one."""
+    names = {"in_model": "a model", "ours": "`run_linear`", "loop": "PEFT's loop"}
     rows = []
     for cell, found in figures.result(TRAINING)["summary"].items():
         ratios = found["ratio_to_base"]
         rows.append([cell, *(f"{ratios[n]:.2f}" if n in ratios else "" for n in names)])
-    return table(["", *(f">{name}" for name in names.values())], rows)
+    whole = figures.result("training_model_h100")["summary"]
+    rows.append(["a whole model, 8 of rank 16, checkpointing", f"{whole['ours']:.2f}", "", ""])
+    scale = figures.result("training_scale_h100")["summary"]
+    found = scale["2 processes, whole base"], scale["2 processes, sharded base"]
+    text = "Tokens a second of two H100 over one: {:.2f} times with DDP, {:.2f} with `fully_shard`."
+    return "\n\n".join(
+        [table(["", *(f">{name}" for name in names.values())], rows), text.format(*found)]
+    )
 
 
 def _efficiencies(contender: str | None) -> list[str]:
