@@ -99,10 +99,7 @@ def site_kernels(dtype, programmatic, gpu):
 
 
 BACKWARDS = {  # num_a, rank, slices, interleaved, experts' tile; dtypes of grad and of the stacks
-    "bf16": [
-        ((2, 16, (2880, 2880), True, 16), "bf16"),
-        ((1, 64, (2048,), False, 128), "bf16"),
-    ],
+    "bf16": [((2, 16, (2880, 2880), True, 16), "bf16")],
     "fp32": [((2, 64, (768, 768), False, 64), "fp32")],
     "i8": [((1, 20, (33, 33), True, 16), "bf16")],
 }
