@@ -5,6 +5,7 @@ import datetime
 import peft
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,9 +35,11 @@ def exact():
 
 def sharded(base):
     """Shard a model as its users do: each layer, then the rest."""
+    # on the CPU, also where a GPU would be taken by default
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in base.model.layers:
-        fully_shard(layer)
-    return fully_shard(base)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(base, mesh=mesh)
 
 
 def part_of(rows, rank=None):

@@ -108,7 +108,7 @@ def test_weights_that_are_spread_in_another_way_are_refused(mesh):
     with pytest.raises(UnsupportedInputError, match="tensor parallelism"):
         wrapped(base)
     base = tiny()
-    fully_shard(base, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(base, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with pytest.raises(UnsupportedInputError, match="MixedPrecisionPolicy"):
         wrapped(base)
     assert not any(module._forward_hooks for module in base.model.layers.modules())
