@@ -7,6 +7,7 @@ same number of rows, so with perfect scaling the milliseconds stay those of one.
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import statistics
 import tempfile
@@ -27,6 +28,7 @@ from training_model import ADAPTERS, Batch, config_of
 from lora_backends.hf import MultiLoRAModel, TrainingModule
 
 TIMEOUT = datetime.timedelta(minutes=5)
+BASES = ("whole", "sharded")
 
 
 def device_of(rank: int) -> torch.device:
@@ -85,8 +87,8 @@ class Worker:
         return 1e3 * (time.perf_counter() - start)
 
 
-def work(rank: int, size: int, kind: str, options: Options, folder: str) -> None:
-    """Be one of the processes; the first writes what it measured."""
+def work(rank: int, size: int, options: Options, folder: str) -> None:
+    """Be one of the processes; the first writes what it measured of each kind of base."""
     device = device_of(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -97,18 +99,26 @@ def work(rank: int, size: int, kind: str, options: Options, folder: str) -> None
         world_size=size,
         timeout=TIMEOUT,
     )
-    worker = Worker(rank, size, kind, options)
-    for _ in range(2):
-        worker.step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    found: dict[str, Any] = {"ms": [worker.time() for _ in range(options.samples)]}
-    if device.type == "cuda":
-        found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+    found = {kind: measured(Worker(rank, size, kind, options), options.samples) for kind in BASES}
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measured(worker: Worker, samples: int) -> dict[str, Any]:
+    """Return the milliseconds of a worker's steps, and its most memory on a GPU."""
+    on_gpu = worker.device.type == "cuda"
+    for _ in range(2):
+        worker.step()
+    if on_gpu:
+        gc.collect()  # the model before this one
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    found: dict[str, Any] = {"ms": [worker.time() for _ in range(samples)]}
+    if on_gpu:
+        found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+    return found
 
 
 def measure(options: Options, result: Result) -> Iterator[Row]:
@@ -116,11 +126,10 @@ def measure(options: Options, result: Result) -> Iterator[Row]:
     if not torch.cuda.is_available() and not options.tiny:
         raise SystemExit("needs a GPU; --tiny runs a small model on the CPU")
     for size in options.processes:
-        for kind in ("whole", "sharded"):
-            with tempfile.TemporaryDirectory() as folder:
-                arguments = (size, kind, options, folder)
-                torch.multiprocessing.spawn(work, arguments, nprocs=size)
-                found = json.loads(Path(folder, "found.json").read_text())
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(work, (size, options, folder), nprocs=size)
+            every = json.loads(Path(folder, "found.json").read_text())
+        for kind, found in every.items():
             ms = statistics.median(found.pop("ms"))
             tokens = size * options.rows * options.tokens
             yield {

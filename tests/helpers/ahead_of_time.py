@@ -109,7 +109,11 @@ def compiled_by_a_process(target, cache):
     code = "; ".join([imports, *(f"{name}.main()" for name in names)])
     tests = Path(__file__).parents[1]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "GLIBC_TUNABLES": KEEP_FREED_MEMORY}
+    environment |= {
+        "TRITON_CACHE_DIR": str(cache),
+        "TRITON_DISABLE_LINE_INFO": "1",  # lines of the source in debug sections: the code stays
+        "GLIBC_TUNABLES": KEEP_FREED_MEMORY,
+    }
     paths = [str(tests.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(

@@ -3,6 +3,8 @@
 import importlib
 from pathlib import Path
 
+import torch
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -12,4 +14,6 @@ def run_script(monkeypatch, name, *arguments):
 
     monkeypatch.setitem(timing.COPIED_VALUES, "cpu", 2**12)
     monkeypatch.syspath_prepend(FOLDER)
+    # two processes of tests share the cores: threads of one spin while they wait for another's
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     importlib.import_module("run").main([name, *map(str, arguments)])

@@ -11,23 +11,25 @@ pytestmark = [
 ]
 
 RUNS = [
-    ("triton", {}, 0.05),
-    ("csgmv", {"segment_size": 16}, 0.03),
-    ("csgmv", {"segment_size": 64}, 0.02),
-    ("csgmv", {"segment_size": "auto"}, 0.02),
+    ("triton", {}, 0.05, ()),
+    ("csgmv", {"segment_size": 16}, 0.03, ("large_layers_are_right", "many_experts_are_right")),
+    ("csgmv", {"segment_size": "auto"}, 0.02, ("large_layers_are_right", "many_experts_are_right")),
 ]
 CONFORMANCE = f"""
 from dataclasses import replace
 from lora_backends import get_backend
-from lora_backends.testing import verify
+from lora_backends.testing import properties, verify
 from lora_backends.testing.profiles import DEFAULT
 
-for engine, options, effort in {RUNS}:
+for engine, options, effort, left_out in {RUNS}:
     backend = get_backend(engine, device="cpu", **options)
-    print(verify(backend, profile=replace(DEFAULT, effort=effort)).to_text())
+    only = [name for name in properties() if name not in left_out]
+    print(verify(backend, profile=replace(DEFAULT, effort=effort), only=only).to_text())
 """
-SELECTED = "triton or csgmv and not (csgmv-64 or csgmv-auto or through_tma or of_a_table or 8_bit)"
-"""The engines share their arithmetic: what csgmv repeats is how a row of tokens is found."""
+REPEATED = "csgmv-64 or csgmv-auto or through_tma or of_a_table or 8_bit or backward"
+SELECTED = f"triton or csgmv and not ({REPEATED})"
+"""The engines share their arithmetic: what csgmv repeats is how a row of tokens is found. That its
+gradients have the bits of triton's is a test of all engines together."""
 
 
 def test_the_launch_tests_pass_in_the_interpreter():
