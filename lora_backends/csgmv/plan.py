@@ -49,7 +49,8 @@ class CsgmvPlan(SgmvPlan):
     @property
     def group_starts(self) -> torch.Tensor:
         """The first segment of every group: [max_groups + 1] int32, ascending."""
-        return self.tables()[2]
+        starts: torch.Tensor = self.tables()[2]
+        return starts
 
     @override
     def grid_rows(self, capturing: bool, rows: int) -> int:

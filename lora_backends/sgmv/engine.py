@@ -119,13 +119,16 @@ class SgmvBackend(LoRABackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
-        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options, "separate")
+        stacks = launch.stacks_of(weights)
+        kernels = launch.kernels_of(
+            weights, stacks, plan, tokens, x.dtype, self._options, "separate"
+        )
         if out is not None and kernels.split_k == 1:
             h = out[None].zero_()
         else:
             h = self._planes(weights, kernels.split_k, tokens).zero_()
         if rows:
-            launch.shrink(x, launch.stacks_of(weights), plan, h, rows, kernels.shrink)
+            launch.shrink(x, stacks, plan, h, rows, kernels.shrink)
         if kernels.split_k == 1:
             return h[0] if out is None else out
         return torch.sum(h, 0, out=out)
@@ -141,9 +144,10 @@ class SgmvBackend(LoRABackend):
         tokens = h.shape[1]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
-            dtype = weights.compute_dtype
-            kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "separate")
-            stacks = launch.stacks_of(weights)
+            dtype, stacks = weights.compute_dtype, launch.stacks_of(weights)
+            kernels = launch.kernels_of(
+                weights, stacks, plan, tokens, dtype, self._options, "separate"
+            )
             launch.expand(h.float()[None], stacks, plan, y, rows, kernels.expand)
         return y
 
@@ -167,10 +171,9 @@ class SgmvBackend(LoRABackend):
         self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, y: torch.Tensor, rows: int
     ) -> torch.Tensor:
         """Launch both kernels of `run_linear`, and return the planes of h."""
-        tokens = x.shape[0]
-        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, self._options)
+        tokens, stacks = x.shape[0], launch.stacks_of(weights)
+        kernels = launch.kernels_of(weights, stacks, plan, tokens, x.dtype, self._options)
         h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
-        stacks = launch.stacks_of(weights)
         first = launch.shrink_arguments(x, stacks, plan, h)
         kernels.shrink.launch(rows, first)
         second = launch.expand_arguments(h, stacks, plan, y, kernels.expand)
@@ -236,7 +239,7 @@ class SgmvBackend(LoRABackend):
         if base is None or not stacks.in_place:
             return None  # no copy of a table may come between the kernels
         tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
-        kernels = launch.kernels_of(weights, plan, tokens, x.dtype, options, "beside")
+        kernels = launch.kernels_of(weights, stacks, plan, tokens, x.dtype, options, "beside")
         h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
         launches = (
             (rows, kernels.shrink, launch.shrink_arguments(x, stacks, plan, h)),
@@ -276,10 +279,12 @@ class SgmvBackend(LoRABackend):
     ) -> torch.Tensor:
         """Launch both kernels of `run_embedding`, and return the plane of h."""
         tokens, dtype = token_ids.shape[0], weights.compute_dtype
-        kernel = launch.gather_kernel_of(weights, plan, self._options)
-        kernels = launch.kernels_of(weights, plan, tokens, dtype, self._options, "embedding")
-        h = self._planes(weights, 1, plan.h_rows(tokens))
         stacks = launch.stacks_of(weights)
+        kernel = launch.gather_kernel_of(weights, plan, self._options)
+        kernels = launch.kernels_of(
+            weights, stacks, plan, tokens, dtype, self._options, "embedding"
+        )
+        h = self._planes(weights, 1, plan.h_rows(tokens))
         gather = launch.gather(token_ids, stacks, plan, h, rows, kernel)
         expand = launch.expand(h, stacks, plan, y, rows, kernels.expand)
         if not INTERPRETED and stacks.in_place:

@@ -12,7 +12,7 @@ import torch
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.sgmv.kernels.operands import ExpandSizes, GatherSizes, ShrinkSizes
 from lora_backends.sgmv.launching.call_cache import Launched
-from lora_backends.sgmv.launching.kernel import ABSENT, Arguments, SpecializedKernel, specialized
+from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel, specialized
 from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
 from lora_backends.sgmv.launching.slice_tables import Located, located_a, located_b
 from lora_backends.sgmv.launching.tma import MAX_GRID_ROWS, allows_tma, descriptor
@@ -136,6 +136,7 @@ def _stacks(weights: LoRAWeights) -> Stacks:
 
 def kernels_of(
     weights: LoRAWeights,
+    stacks: Stacks,
     plan: SgmvPlan,
     rows: int,
     dtype: torch.dtype | None,
@@ -144,12 +145,11 @@ def kernels_of(
 ) -> Kernels:
     """Return both kernels for a layer, a plan and x of `rows` rows: one cached lookup.
 
-    `dtype` is that of x, or of the result where x has none.
+    `stacks` are the layer's. `dtype` is that of x, or of the result where x has none.
     """
     # a captured graph serves every batch of `rows` rows, an eager call the batch as it is
     tokens = rows if plan.is_captured else plan.num_tokens
     shape = INVARIANT_BATCH if options.batch_invariant else (tokens, plan.active_slots)
-    stacks = weights.derived(_stacks)
     layer = LayerShape(
         weights.num_slices,
         weights.max_rank,
@@ -377,7 +377,7 @@ def shrink_arguments(
     scales = a.base if weights.a_scales is None else weights.a_scales  # the base is not read
     scale_strides = (0, 0, 0) if weights.a_scales is None else scales.stride()[:3]
     stored = a.base if weights.is_plain else stored_bytes(a.base)
-    tensors = (x, stored, weights.ranks, a.table, scales, *tables_of(plan), h)
+    tensors = (x, stored, weights.ranks, a.table, scales, *plan.tables(), h)
     in_features, layout = weights.in_features, (h.shape[2], *h.stride()[1:3])
     numbers = (in_features, x.stride(0), *a.strides, *scale_strides, *layout)
     return Arguments(tensors, (), numbers)
@@ -446,7 +446,7 @@ def expand_arguments(
         b if of_tokens is None else of_tokens,
         located.table,
         b if weights.b_scales is None else weights.b_scales,
-        *tables_of(plan),
+        *plan.tables(),
     )
     numbers = (
         h.shape[2],
@@ -458,9 +458,3 @@ def expand_arguments(
         *((0, 0) if weights.b_scales is None else weights.b_scales.stride()[:2]),
     )
     return Arguments(tensors, (tma,), numbers)
-
-
-def tables_of(plan: SgmvPlan) -> tuple[Any, ...]:
-    """Return the three tables that entry kernels take."""
-    tables = plan.tables()
-    return tables if len(tables) == 3 else (*tables, ABSENT)

@@ -29,7 +29,8 @@ ALIGNMENT = 32
 Ints = npt.NDArray[Any]
 """int64"""
 
-Tables: TypeAlias = tuple[torch.Tensor, ...]
+Tables: TypeAlias = tuple[torch.Tensor, torch.Tensor, Any]
+"""Slots and tokens of the runs, and a third that `ABSENT` stands for if an engine has two."""
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv import layout
+from lora_backends.sgmv.launching.kernel import ABSENT
 from lora_backends.sgmv.layout import Counted, SgmvPlan, Tables
 
 
@@ -60,7 +61,7 @@ class TritonPlan(SgmvPlan):
     @override
     def _view_tables(self) -> Tables:
         first = self.tables_at()
-        return layout.run_tables(self.packed, first, self.tile_tokens, self.max_tiles)
+        return *layout.run_tables(self.packed, first, self.tile_tokens, self.max_tiles), ABSENT
 
     def fill(self, batch: LoRABatch, counted: Counted, tile_tokens: int) -> None:
         """Cut a batch into tiles; the copy of the tables to the device is under way.

@@ -19,7 +19,9 @@ def test_rows_of_h_follow_the_permutation(device):
     plan = new_plan(batch, batch.num_tokens, (16,), device)
     plan.fill(batch, count_tokens(batch), 16, 1)
     options = backend._options._replace(programmatic=False)
-    kernels = launch.kernels_of(weights, plan, plan.num_tokens, None, options)
+    kernels = launch.kernels_of(
+        weights, launch.stacks_of(weights), plan, plan.num_tokens, None, options
+    )
     x = torch.randn(7, 10, device=device)
     rows, places = plan.grid_rows(False, plan.num_tokens), plan.h_rows(plan.num_tokens)
     assert (rows, places) == (4, 64)

@@ -5,12 +5,13 @@ import sys
 
 import pytest
 import torch
-from helpers.engines import ENGINES, INTERPRETED
+from helpers.engines import ENGINES
 from helpers.small_layers import small_batch, small_weights
 from numba import config
 
 import lora_backends
 from lora_backends import get_backend
+from lora_backends.sgmv import engine
 from lora_backends.sgmv.launching.kernel import SpecializedKernel
 
 ROOT = os.path.dirname(lora_backends.__file__)
@@ -51,10 +52,12 @@ def test_numba_cpu_runs_a_known_layer_in_few_calls():
     assert len(calls) <= MOST_CALLS and len({file for file, _ in calls}) <= MOST_FILES, calls
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the launch is replaced in the interpreter alone")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_triton_engines_run_a_known_layer_in_few_calls(engine, monkeypatch):
+@pytest.mark.parametrize("has_grad_mode", [True, False])
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_triton_engines_run_a_known_layer_in_few_calls(name, has_grad_mode, monkeypatch):
     monkeypatch.setattr(SpecializedKernel, "launch", lambda *_: None)
-    calls = calls_of_linear(ENGINES[engine]("cpu"))
+    monkeypatch.setattr(engine, "INTERPRETED", True)  # no call is stored: nothing was compiled
+    with torch.set_grad_enabled(has_grad_mode):
+        calls = calls_of_linear(ENGINES[name]("cpu"))
     files = {file for file, _ in calls} | {sys.modules[SpecializedKernel.__module__].__file__}
     assert len(calls) + LAUNCHES <= MOST_CALLS and len(files) <= MOST_FILES, calls

@@ -76,7 +76,9 @@ def test_constants_of_both_engines_agree_but_for_how_a_row_is_found(segment_size
             kernels, plans = [], []
             for engine in (triton, csgmv):
                 plan, options = engine.prepare_batch(batch), engine._options._replace(**on_hopper)
-                found = launch.kernels_of(weights, plan, plan.num_tokens, None, options, form)
+                found = launch.kernels_of(
+                    weights, launch.stacks_of(weights), plan, plan.num_tokens, None, options, form
+                )
                 row = plan.row_constants(form == "separate")
                 sizes = weights.num_slices, weights.max_rank
                 gather = launch.gather_kernel(type(engine), *sizes, 0, launch.PLAIN, row)
@@ -106,7 +108,9 @@ def test_a_copied_engine_launches_the_same_kernels(name, how):
     kernels = []
     for engine in (original, how(original)):
         plan = engine.prepare_batch(batch)
-        found = launch.kernels_of(weights, plan, plan.num_tokens, None, engine._options)
+        found = launch.kernels_of(
+            weights, launch.stacks_of(weights), plan, plan.num_tokens, None, engine._options
+        )
         kernels.append([found.split_k, *map(split, (found.shrink, found.expand))])
     assert kernels[0] == kernels[1]
 
@@ -117,7 +121,9 @@ def test_an_entry_kernel_refuses_constants_that_it_does_not_take_and_misses_thos
     weights = random_layer(generator)
     plan = engine.prepare_batch(random_batch(generator, weights.num_slots))
     found, row = (
-        launch.kernels_of(weights, plan, plan.num_tokens, None, engine._options),
+        launch.kernels_of(
+            weights, launch.stacks_of(weights), plan, plan.num_tokens, None, engine._options
+        ),
         plan.row_constants(False),
     )
     gather = launch.gather_kernel(type(engine), 1, 16, 0, launch.PLAIN, row)

@@ -171,7 +171,9 @@ def test_a_wide_product_of_8_bits_is_right(device):
     plan, reference_plan = backend.prepare_batch(batch), reference_of.prepare_batch(batch)
     weights = quantize_weights(full, torch.int8)
     x = rows(tokens, inputs, device, torch.bfloat16)
-    kernels = launch.kernels_of(weights, plan, tokens, x.dtype, backend._options)
+    kernels = launch.kernels_of(
+        weights, launch.stacks_of(weights), plan, tokens, x.dtype, backend._options
+    )
     sizes, row = kernels.shrink.sizes, kernels.shrink.constants["ROW"]
     assert min(sizes.BLOCK_N, row.TILE) >= 64 and sizes.WARPS_K == 1
     wanted = reference_of.run_linear(x, weights, reference_plan)

@@ -263,7 +263,9 @@ def test_programs_beyond_the_ranks_end_early_only_in_a_grid_of_many_rows(device,
     batch = LoRABatch(torch.arange(slots).repeat(2), slots)
     x, y = torch.randn(2 * slots, 64, generator=generator), torch.full((2 * slots, 32), -0.0)
     moved, plan, found = on(device, weights), backend.prepare_batch(batch), y.clone().to(device)
-    kernels = launch.kernels_of(moved, plan, 2 * slots, torch.float32, backend._options)
+    kernels = launch.kernels_of(
+        moved, launch.stacks_of(moved), plan, 2 * slots, torch.float32, backend._options
+    )
     assert kernels.shrink.sizes.EXITS == (slots == 40)
     backend.run_linear(x.to(device), moved, plan, found)
     reference = get_backend("torch_ref", device="cpu")
@@ -371,7 +373,12 @@ def test_an_expand_behind_tma_prefetches_lines_of_its_rows_of_y(monkeypatch, eng
         for module in (blocks, entry):
             monkeypatch.setattr(module, name, lambda: None)
     kernels = launch.kernels_of(
-        weights, plan, 3, torch.bfloat16, options._replace(programmatic=True)
+        weights,
+        launch.stacks_of(weights),
+        plan,
+        3,
+        torch.bfloat16,
+        options._replace(programmatic=True),
     )
     assert kernels.shrink.sizes.PREFETCH and kernels.expand.sizes.PREFETCH
     h = torch.zeros(kernels.split_k, 2, plan.h_rows(3), 16)
@@ -410,7 +417,7 @@ def test_a_prefill_that_prefetches_rows_computes_the_formula(device, engine, dty
     moved, backend = on(device, weights), ENGINES[engine](device, tiles="rules")
     backend._options = backend._options._replace(gpu=H200)
     plan, found = backend.prepare_batch(batch), y.clone().to(device)
-    kernels = launch.kernels_of(moved, plan, 7000, dtype, backend._options)
+    kernels = launch.kernels_of(moved, launch.stacks_of(moved), plan, 7000, dtype, backend._options)
     assert bool(kernels.shrink.sizes.PREFETCH) == backend._options.programmatic
     backend.run_linear(x.to(device), moved, plan, found)
     reference = get_backend("torch_ref", device="cpu")
@@ -438,7 +445,9 @@ def test_an_expand_of_triton_waits_for_what_kernels_in_front_write(monkeypatch, 
     tiles = fixed_source(16, TileConfig(ShrinkTiles(16, 16, 2), tiles))
     backend = ENGINES["triton"]("cpu", tiles=tiles)
     plan, options = backend.prepare_batch(batch), backend._options._replace(programmatic=True)
-    kernels = launch.kernels_of(weights, plan, 3, torch.bfloat16, options, form)
+    kernels = launch.kernels_of(
+        weights, launch.stacks_of(weights), plan, 3, torch.bfloat16, options, form
+    )
     h = torch.full((kernels.split_k, 1, 3, 24), torch.nan)
     y = torch.full((3, 32), torch.nan if form == "beside" else 1.0, dtype=torch.bfloat16)
     untouched = y.clone()

@@ -22,7 +22,7 @@ from lora_backends.sgmv.backward.kernels.operands import (
     PlaneSizes,
     SumSizes,
 )
-from lora_backends.sgmv.launch import Options, Stacks, stacks_of, tables_of
+from lora_backends.sgmv.launch import Options, Stacks, stacks_of
 from lora_backends.sgmv.launching.kernel import (
     INTERPRETED,
     Arguments,
@@ -116,7 +116,7 @@ def _dh_arguments(
         stacks.scalings if of_tokens is None else of_tokens,
         b.table,
         scales,
-        *tables_of(plan),
+        *plan.tables(),
         planes,
     )
     scale_strides = (0, 0) if stacks.b_scales is None else scales.stride()[:2]
@@ -207,7 +207,7 @@ def run_dx(
         plan.token_slots(),
         a.table,
         scales,
-        *tables_of(plan),
+        *plan.tables(),
     )
     numbers = (
         tokens,
