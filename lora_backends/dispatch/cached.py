@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 from lora_backends.common.tensors import extent_of, of_left_inference_mode
 from lora_backends.dispatch.engine import Engine
@@ -64,6 +65,7 @@ def is_accepted(
         or not isinstance(plan, LoRAPlan)
         or not isinstance(plan, engine.plan_type)
         or plan.num_slots != weights.num_slots
+        or forward_ad._current_level >= 0  # the guards look for tangents
     ):
         return False
     if operation.input is Input.TOKEN_IDS and x.is_cpu:
@@ -235,6 +237,7 @@ class CallCache:
             type(x) is not _Tensor
             or type(y) is not _Tensor
             or not isinstance(weights, LayerWeights)
+            or forward_ad._current_level >= 0
         ):
             return None
         entries = self._calls.get((operation, backend.handle, weights.handle))

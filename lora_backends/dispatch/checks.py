@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from lora_backends.batch import MOST, LoRABatch
 from lora_backends.common.tensors import (
@@ -336,6 +337,7 @@ def check_tensor(problems: Problems, name: str, value: Any) -> bool:
             and value.layout is torch.strided
             and not (value.is_nested or value.is_neg())
             and value.data_ptr()
+            and forward_ad._current_level < 0
         ):
             return True
     except RuntimeError:  # it has no address; `check_memory` says so
@@ -367,13 +369,25 @@ def check_memory(problems: Problems, name: str, tensor: torch.Tensor) -> bool:
             f"{name}.to_local()"
         )
         return False
-    if problems.engine.plain_torch or tensor.device != problems.engine.device or has_memory(tensor):
+    if problems.engine.plain_torch or tensor.device != problems.engine.device:
         return True  # another device is refused by its name
+    if forward_ad._current_level >= 0 and _has_tangent(tensor):
+        problems.refuse(
+            f"{name} has a tangent, which this backend would lose; call it outside of "
+            f"torch.autograd.forward_ad, or use torch_ref"
+        )
+        return False
+    if has_memory(tensor):
+        return True
     problems.refuse(
         f"{name} has no address: its memory was freed, or it is a {type(tensor).__name__} that a "
         f"transform or mode of torch made; call the backend outside of that, or use torch_ref"
     )
     return False
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def check_device(problems: Problems, name: str, value: torch.Tensor | LayerWeights) -> None:
@@ -480,23 +494,43 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     return apart < x_width or apart + y_width > x_row
 
 
+def _may_change(view: torch.Tensor) -> bool:
+    """Return whether autograd lets a view change in place."""
+    made = torch._C._autograd._get_creation_meta(view)
+    return bool(made == torch._C._autograd.CreationMeta.DEFAULT)
+
+
 def check_gradients(
     problems: Problems, tensors: list[torch.Tensor], base_output: torch.Tensor | None
 ) -> None:
-    """Refuse to lose a gradient silently, and to write to a leaf of the graph."""
+    """Refuse to lose a gradient silently, and to write where autograd does not let a call write."""
     if not torch.is_grad_enabled():
         return
     if base_output is not None:
         tensors = [*tensors, base_output]
-        # autograd forbids in-place operations on leaves and on views of them
-        whole = base_output if base_output._base is None else base_output._base
-        if base_output.requires_grad and (base_output.is_leaf or whole.is_leaf):
-            problems.refuse(
-                "base_output is a leaf that requires a gradient, or a view of one, so it cannot be "
-                "added to in place; pass base_output.clone(), or call under torch.no_grad()"
-            )
-    if not problems.engine.differentiable and any(tensor.requires_grad for tensor in tensors):
+    if not any(tensor.requires_grad for tensor in tensors):
+        return
+    if not problems.engine.differentiable:
         problems.lack(
             "a tensor requires a gradient, which this backend does not compute; "
             "call under torch.no_grad(), or use torch_ref"
+        )
+    if base_output is None:
+        return
+    whole = base_output if base_output._base is None else base_output._base
+    if base_output.is_inference():
+        problems.refuse(
+            "base_output was made in inference mode, and autograd does not record a change of it; "
+            "pass base_output.clone(), or call under torch.no_grad()"
+        )
+    elif base_output.requires_grad and (base_output.is_leaf or whole.is_leaf):
+        problems.refuse(
+            "base_output is a leaf that requires a gradient, or a view of one, so it cannot be "
+            "added to in place; pass base_output.clone(), or call under torch.no_grad()"
+        )
+    elif base_output._is_view() and not _may_change(base_output):
+        problems.refuse(
+            "base_output is a view that autograd does not let change in place: one of several that "
+            "chunk, split or unbind returned, or one made under torch.no_grad(), in inference mode "
+            "or by a torch.autograd.Function; pass base_output.clone()"
         )

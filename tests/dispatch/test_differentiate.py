@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from lora_backends import (
     InvalidInputError,
@@ -107,6 +108,89 @@ def test_a_view_of_a_leaf_is_refused_before_anything_is_written(backend):
     assert torch.equal(leaf, before)
 
 
+def without_grad(view, *shape):
+    tensor = rows(*shape)
+    with torch.no_grad():
+        return view(tensor)
+
+
+class Viewed(torch.autograd.Function):
+    """Returns a view that its own forward made."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view(4, 8)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.view(2, 2, 8)
+
+
+@torch.inference_mode()
+def inferred(view, *shape):
+    return view(rows(*shape))
+
+
+FIXED = {
+    "chunk": lambda: (rows(4, 16).requires_grad_() * 1).chunk(2, -1)[0],
+    "chunk without graph": lambda: rows(4, 16).chunk(2, -1)[0],
+    "unbind": lambda: rows(3, 4, 8).unbind()[1],
+    "slice of a split": lambda: rows(4, 32).split(16, -1)[1][:, :8],
+    "no_grad": lambda: without_grad(lambda tensor: tensor[:, :8], 4, 16),
+    "autograd.Function": lambda: Viewed.apply(rows(2, 2, 8).requires_grad_() * 1),
+    "inference view": lambda: without_grad(torch.inference_mode()(lambda t: t[:, :8]), 4, 16),
+    "inference mode": lambda: inferred(torch.clone, 4, 8),
+}
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_what_autograd_cannot_change_in_place_is_refused_before_it_is_written(backend, kind):
+    y, plan = FIXED[kind](), backend.prepare_batch(LoRABatch(SLOTS, 2))
+    before = y.detach().clone()
+    for x in (rows(4, 8).requires_grad_(), rows(4, 8)):
+        weights = layer(bias=rows(2, 8).requires_grad_())
+        with pytest.raises(InvalidInputError, match=r"base_output was made|base_output is a view"):
+            backend.run_linear(x, weights, plan, y)
+    assert torch.equal(y, before)
+    with torch.inference_mode():  # nothing is recorded
+        backend.run_linear(x, weights, plan, y)
+
+
+def test_an_input_of_inference_mode_is_refused_where_a_backward_reads_it(backend):
+    x, y, plan = inferred(torch.clone, 4, 8), rows(4, 8), backend.prepare_batch(LoRABatch(SLOTS, 2))
+    weights = layer(bias=rows(2, 8).requires_grad_())
+    backend.run_linear(x, weights, plan).sum().backward()
+    weights.lora_b.requires_grad_()
+    with pytest.raises(InvalidInputError, match=r"x of run_linear .* inference mode.*\n.*x\.clone"):
+        backend.run_linear(x, weights, plan, y)
+    assert torch.equal(y, rows(4, 8))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("dual", ["x", "base_output", "lora_b"])
+def test_forward_mode_is_followed_or_refused(backend, dual, recorded):
+    tangent = rows(4, 8)[:2, :, None].expand(2, 8, 4) if dual == "lora_b" else rows(4, 8)
+    given = {"x": rows(4, 8), "base_output": rows(4, 8), "lora_b": layer().lora_b}
+    plan = backend.prepare_batch(LoRABatch(SLOTS, 2))
+
+    def run(x, base_output, lora_b):
+        weights = replace(layer(), lora_b=lora_b)
+        weights.lora_a.requires_grad_(recorded)
+        return backend.run_linear(x, weights, plan, base_output.clone())
+
+    run(**given)  # a kind that has passed
+    with forward_ad.dual_level():
+        run(**given)
+        duals = given | {dual: forward_ad.make_dual(given[dual], tangent)}
+        if backend.plain_torch:
+            moved = run(**given | {dual: given[dual] + tangent})
+            found = forward_ad.unpack_dual(run(**duals)).tangent
+            torch.testing.assert_close(found, moved - run(**given))  # linear in each
+        else:
+            with pytest.raises(InvalidInputError, match=f"{dual} has a tangent"):
+                run(**duals)
+
+
 def test_second_derivatives_are_refused_where_the_gradient_of_y_is_a_constant(backend):
     """It has no gradient itself, so torch's `once_differentiable` lets a zero pass."""
     weights, x = layer(), rows(4, 8).requires_grad_()
@@ -142,6 +226,14 @@ def test_gradients_of_any_form_are_read(backend):
     picked = torch.nn.functional.embedding(torch.tensor([0, 3]), y, sparse=True)
     dense = torch.zeros(4, 8).index_fill_(0, torch.tensor([0, 3]), 1.0)
     assert torch.equal(torch.autograd.grad(picked.sum(), x)[0], dx(dense))
+
+
+def test_weights_in_other_memory_are_refused_in_the_backward(backend):
+    weights, x = layer(), rows(4, 8).requires_grad_()
+    y = backend.run_linear(x, weights, backend.prepare_batch(LoRABatch(SLOTS, 2)))
+    weights.lora_b.data = torch.zeros(2, 8, 4)
+    with pytest.raises(InvalidInputError, match="other memory than the forward read"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("hooks", [False, True])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.small_layers import small_batch, small_weights
 from helpers.storing import Storing
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from lora_backends import LoRABatch
@@ -118,6 +119,15 @@ def test_nothing_is_added_to_the_products_of_many_weights(kept):
         WEIGHT.expand(3, *WEIGHT.shape)
     )
     assert found == [None] and backend.call.repeated == 0
+
+
+@torch.no_grad()
+def test_a_product_with_a_tangent_is_left_to_the_checks(kept):
+    repeats, x, _, _, backend = kept
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        assert repeats["module"].run(dual, WEIGHT, None) is None
+    assert backend.call.repeated == 0
 
 
 @torch.no_grad()

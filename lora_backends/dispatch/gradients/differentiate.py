@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch import checks
@@ -33,7 +34,7 @@ from lora_backends.dispatch.problems import Problems
 from lora_backends.dispatch.tracing import is_jit_traced
 from lora_backends.dtypes import dtype_name
 from lora_backends.eight_bit import is_eight_bit
-from lora_backends.errors import UnsupportedInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Operation
@@ -48,8 +49,8 @@ def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
 
     `others` are base_output and the router's weights, where there are any.
 
-    Transforms and traces of torch see through the calls of a `plain_torch` engine, and record them
-    themselves.
+    Transforms and traces of torch, and its forward mode, see through the calls of a `plain_torch`
+    engine, and record them themselves.
     """
     if not torch.is_grad_enabled():
         return False
@@ -58,7 +59,10 @@ def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
         tensors += weights.tensors.values()
     if not any(tensor.requires_grad for tensor in tensors):
         return False
-    return not (engine.plain_torch and (is_jit_traced() or not all(map(has_memory, tensors))))
+    if not engine.plain_torch:
+        return True
+    is_transformed = forward_ad._current_level >= 0 or not all(map(has_memory, tensors))
+    return not (is_transformed or is_jit_traced())
 
 
 def record(
@@ -88,8 +92,7 @@ def record(
     leaves = [weights.tensors[name] for name in names]
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     recorded = Recorded(engine, operation, weights, plan, tuple(map(target_of, names)), kinds)
-    result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
-    return result
+    return _apply(recorded, y, x, leaves)
 
 
 def run_with_parameters(
@@ -178,6 +181,19 @@ def record_routed(
         targets.append(Target("topk_weights"))
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     recorded = Recorded(engine, operation, weights, routing, tuple(targets), kinds, options)
+    return _apply(recorded, y, x, leaves)
+
+
+def _apply(
+    recorded: Recorded, y: torch.Tensor | None, x: torch.Tensor, leaves: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    if x.is_inference() and any(target.name != "bias" for target in recorded.targets):
+        operation = recorded.operation
+        raise InvalidInputError(
+            f"{operation.argument} of {operation.name} was made in inference mode, and autograd "
+            f"does not keep such a tensor for the backward\n"
+            f"  to do: pass {operation.argument}.clone()"
+        )
     result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
 
@@ -235,6 +251,7 @@ class _Node(torch.autograd.Function):
             ctx.mark_dirty(y)
         kept = kept_for(recorded, wanted, ctx.needs_input_grad[2], h is not None)
         ctx.recorded, ctx.like, ctx.read = recorded, (x.shape, x.dtype), kept.layer
+        ctx.states = recorded.states(kept.layer)
         ctx.save_for_backward(
             x if kept.x else None, h if kept.h else None, start if kept.base else None
         )
@@ -245,7 +262,7 @@ class _Node(torch.autograd.Function):
         recorded: Recorded = ctx.recorded
         x, h, base = ctx.saved_tensors  # raises where one was changed in place
         recorded.check_plan()
-        recorded.check_layer(ctx.read)
+        recorded.check_layer(ctx.read, ctx.states)
         needs_base, needs_x, *needed = ctx.needs_input_grad[1:]
         needs = (needs_x, needs_base, *needed)
         gradients = run_backward(recorded, needs, grad, x, h, base, ctx.like)

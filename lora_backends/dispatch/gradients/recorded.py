@@ -52,12 +52,10 @@ class Recorded:
     check: Callable[[], None] | None = None  # raises where a backward would compute something else
     counters: tuple[Any, ...] = field(init=False)  # of the plan's refills: they live as long
     refills: tuple[int, ...] = field(init=False)  # at the forward
-    versions: Mapping[str, int] = field(init=False)  # of the layer's tensors at the forward
 
     def __post_init__(self) -> None:
         self.counters = _counters_of(self.plan)
         self.refills = refills_of(self.plan)
-        self.versions = self._versions()
 
     def check_plan(self) -> None:
         """Refuse a backward by tables of another batch.
@@ -75,7 +73,19 @@ class Recorded:
                 f"  to do: run the backward first, or prepare a plan for each forward"
             )
 
-    def check_layer(self, read: Sequence[str]) -> None:
+    def states(self, read: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Return how often each tensor was changed, 0 in inference mode, and its address.
+
+        Args:
+            read: names of the stacks and tables that count.
+        """
+        return {
+            name: (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
+            for name, tensor in self.weights.tensors.items()
+            if name.partition("[")[0] in read
+        }
+
+    def check_layer(self, read: Sequence[str], before: Mapping[str, tuple[int, int]]) -> None:
         """Refuse a backward with other weights than the forward had.
 
         torch makes this check for tensors that a node saves. But hooks on saved tensors would copy
@@ -83,26 +93,22 @@ class Recorded:
 
         Args:
             read: names of stacks and tables that the backward reads.
+            before: their `states` at the forward.
 
         Raises:
-            InvalidInputError: one of them was changed in place after the forward.
+            InvalidInputError: one of them was changed in place, or moved, after the forward.
         """
-        versions = self._versions()
-        for name, version in self.versions.items():
-            if name.partition("[")[0] in read and versions[name] != version:
+        for name, (version, address) in self.states(read).items():
+            if (version, address) != before[name]:
+                given = f"version {version} of the tensor, the forward read {before[name][0]}"
+                if address != before[name][1]:
+                    given = "other memory than the forward read"
                 raise InvalidInputError(
                     f"{name} of {self.operation.name} was changed in place between forward and "
                     f"backward\n"
-                    f"  given: version {versions[name]} of the tensor, the forward read {version}\n"
+                    f"  given: {given}\n"
                     f"  to do: run the backward first, or change a copy"
                 )
-
-    def _versions(self) -> dict[str, int]:
-        """Return how often each tensor was changed; torch does not count in inference mode."""
-        return {
-            name: 0 if tensor.is_inference() else tensor._version
-            for name, tensor in self.weights.tensors.items()
-        }
 
     def wants(self, needed: Sequence[bool]) -> Wanted:
         """Return the targets that need a gradient."""
@@ -162,10 +168,9 @@ _SOME = {"run_lora_a": frozenset({"lora_a"}), "run_lora_b": _ALL - {"lora_a"}}
 """Stacks that an operation differentiates, where they are not all."""
 
 
-@lru_cache(maxsize=1024)
 def differentiates(operation: Operation, name: str) -> bool:
     """Return whether an operation on a dense layer has a gradient for a tensor of the layer."""
-    return target_of(name).name in _SOME.get(operation.name, _ALL)
+    return name.partition("[")[0] in _SOME.get(operation.name, _ALL)
 
 
 @lru_cache(maxsize=1024)
