@@ -110,6 +110,10 @@ class TrainedAdapter:
                     torch._foreach_copy_([p.part for p in chosen], [p.parameter for p in chosen])
         self._flushed = versions
 
+    def expect_step(self) -> None:
+        """Let the next `flush` copy all masters: a step through `.data` leaves no version."""
+        self._flushed = [-1] * len(self._masters)
+
     @property
     def has_masters(self) -> bool:
         """Whether the parameters are wider than the stacks."""

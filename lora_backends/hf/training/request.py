@@ -75,6 +75,8 @@ class TrainingCall(Request):
                 "  to do: call it under torch.no_grad(), or give each row one adapter"
             )
         self._trained, self._whole = trained, whole
+        for adapter in trained:
+            adapter.expect_step()
         self._versions = [adapter.versions() for adapter in trained]
         self._records = {slot: pool.record_of(slot) for slot in slots.values()}
         self._paths: set[str] = set()  # that an adapter of the batch touches

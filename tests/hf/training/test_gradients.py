@@ -241,6 +241,25 @@ def test_masters_beside_parameters_of_16_bits_keep_their_precision():
     assert any((g != g.bfloat16()).any() for g in found[0].values())
 
 
+@torch.no_grad()
+def test_steps_through_data_reach_the_stacks_of_masters():
+    """Such a step changes no version of the parameter."""
+    model = wrapped(tiny(dtype=torch.bfloat16))
+    pair, (ids, labels) = Pair(model, "a", tiny(), PLAIN, dtype=torch.float32), batch(1)
+    with torch.enable_grad():
+        train_step(model, ["a"], ids, labels)
+    before = model(adapters=["a"], input_ids=ids).logits
+    with torch.enable_grad():
+        train_step(model, ["a"], ids, labels)
+    for parameter in pair.ours.values():
+        parameter.data.mul_(3)
+    after = model(adapters=["a"], input_ids=ids).logits
+    for parameter in pair.ours.values():
+        parameter.add_(0)  # of another version
+    assert not torch.equal(after, before)
+    assert torch.equal(after, model(adapters=["a"], input_ids=ids).logits)
+
+
 def test_without_grad_mode_or_a_trained_adapter_there_is_no_graph():
     model = wrapped(tiny())
     Pair(model, "a", tiny(), PLAIN)
