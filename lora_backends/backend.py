@@ -118,7 +118,9 @@ class LoRABackend(Dispatched, ABC):
             batch: the slots of the tokens.
             out: a plan of this backend for equal num_slots, with room for the batch. It is refilled
                 in place and returned. Where the backend claims `cuda_graphs`, its device tensors
-                keep their addresses, so that a captured graph follows the new composition.
+                keep their addresses, so that a captured graph follows the new composition. A
+                backward of a call with the batch before is refused; only a reentrant
+                `torch.utils.checkpoint`, which repeats the call, does not notice.
             capacity: tokens that refills may have, at least those of the batch; None: as many as
                 the batch. A refill keeps the capacity of `out`.
 
@@ -408,8 +410,8 @@ class LoRABackend(Dispatched, ABC):
             needs_h: whether dh is wanted.
             narrow: whether dh goes to `run_lora_a_backward` of this backend alone, so that it may
                 have the dtype in which that multiplies.
-            lora_b: [len(slots), out_features, max_rank], overwritten with dlora_b. Its dtype may be
-                wider than the stack's.
+            lora_b: [len(slots), out_features, max_rank], contiguous, overwritten with dlora_b. Its
+                dtype may be wider than the stack's.
             slots: whose dlora_b are wanted, ascending; None: all.
 
         Returns:
@@ -445,8 +447,8 @@ class LoRABackend(Dispatched, ABC):
             plan: from `prepare_batch`.
             dx: [rows, in_features], rows without adapter become zero; None: not wanted.
             adds: add to dx, whose rows without adapter keep their bits, instead of overwriting it.
-            lora_a: [len(slots), num_slices, max_rank, in_features], overwritten with dlora_a. Its
-                dtype may be wider than the stack's.
+            lora_a: [len(slots), num_slices, max_rank, in_features], contiguous, overwritten with
+                dlora_a. Its dtype may be wider than the stack's.
             slots: whose dlora_a are wanted, ascending; None: all.
         """
         if dx is not None and not adds:
@@ -539,7 +541,7 @@ class LoRABackend(Dispatched, ABC):
     ) -> None:
         """Write the sum of each slot's rows of `values` [rows, n] to `out` [len(slots), n].
 
-        It makes dbias and doutput_scales. Slots without tokens get zeros.
+        It makes dbias and doutput_scales. Slots without tokens get zeros; `out` is contiguous.
         """
         segments = self.slot_rows(plan, values.shape[0], weights.num_slots)
         gradients.sum_rows(values, segments, out, slots)

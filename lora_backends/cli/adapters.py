@@ -14,13 +14,14 @@ from lora_backends.adapters.describe import AdapterInfo, described
 from lora_backends.adapters.files.folders import adapter_folders
 from lora_backends.adapters.files.formats import CONFIG_FILE
 from lora_backends.cli.console import table
+from lora_backends.cli.options import JsonFlag
 from lora_backends.common.files import as_path, kind_of
 from lora_backends.errors import InvalidInputError, LoRABackendError, shown
 
 
 def adapters(
     folder: Annotated[Path, typer.Argument(help="An adapter, or a folder with several.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """List the adapters in a folder: rank, targets, dtype and bytes, or why one is refused.
 

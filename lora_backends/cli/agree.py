@@ -12,7 +12,7 @@ import typer
 from lora_backends.cli.console import output, output_of_plugins_aside, step, table
 from lora_backends.cli.generate_config import GenerateConfig, adapters_of, job, prompts_of
 from lora_backends.cli.generate_model import check_adapters, encoded, load
-from lora_backends.cli.options import JsonFlag
+from lora_backends.cli.options import Adapter, AnyDevice, Backend, JsonFlag, MaxNewTokens, Model
 from lora_backends.errors import InvalidInputError
 from lora_backends.selection.choice import get_backend
 
@@ -26,10 +26,8 @@ def agree(
     config: Annotated[
         Path | None, typer.Option(help="TOML file with the job, as of generate.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of the base model.")] = None,
-    adapter: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A PEFT checkpoint; repeatable.")
-    ] = None,
+    model: Model = None,
+    adapter: Adapter = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; repeatable; replaces the file's.")
     ] = None,
@@ -37,10 +35,10 @@ def agree(
         list[str] | None,
         typer.Option(help="Adapter of each --prompt in order, or one for all; default: the only."),
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Backend, or auto.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... or auto.")] = None,
+    backend: Backend = None,
+    device: AnyDevice = None,
     dtype: Annotated[str | None, typer.Option(help="Of the base model, or auto.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Length of an answer.")] = None,
+    max_new_tokens: MaxNewTokens = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare log-probabilities of a training forward with those of generate, token by token.
@@ -56,7 +54,7 @@ def agree(
         config,
         adapters=adapters_of(adapter),
         prompts=prompts_of(prompt, use),
-        model=None if model is None else {"path": model},
+        model=model,
         backend=backend,
         device=device,
         dtype=dtype,

@@ -14,6 +14,7 @@ from lora_backends.cli.console import output, output_of_plugins_aside, step, tab
 from lora_backends.cli.generate_config import GenerateConfig, adapters_of, job, prompts_of
 from lora_backends.cli.generate_entries import Entry, described
 from lora_backends.cli.generate_model import encoded, load, naming_faults
+from lora_backends.cli.options import Adapter, AnyDevice, Backend, JsonFlag, MaxNewTokens, Model
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.selection.registry import backend_names, unavailable_reasons
 
@@ -27,10 +28,8 @@ TIMED_TOKENS = 16
 
 def generate(
     config: Annotated[Path | None, typer.Option(help="TOML file with the job.")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of the base model.")] = None,
-    adapter: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A PEFT checkpoint; repeatable.")
-    ] = None,
+    model: Model = None,
+    adapter: Adapter = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A row of the batch; repeatable; replaces the file's.")
     ] = None,
@@ -41,26 +40,26 @@ def generate(
             "pirate:0.7+json:0.3 a blend."
         ),
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Backend, or auto.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... or auto.")] = None,
+    backend: Backend = None,
+    device: AnyDevice = None,
     adapter_dtype: Annotated[
         str | None, typer.Option(help="int8, float8_e4m3fn, float8_e5m2, or auto: the model's.")
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Length of an answer.")] = None,
+    max_new_tokens: MaxNewTokens = None,
     check: Annotated[
         bool, typer.Option("--check", help="Run each row alone, too; status 1 if it differs.")
     ] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Time the base model, every backend and PEFT.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Answer prompts in one batch of a Transformers model, each row through its own adapter."""
     settings = job(
         config,
         adapters=adapters_of(adapter),
         prompts=prompts_of(prompt, use),
-        model=None if model is None else {"path": model},
+        model=model,
         backend=backend,
         device=device,
         adapter_dtype=adapter_dtype,

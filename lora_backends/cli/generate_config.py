@@ -87,13 +87,20 @@ class GenerateConfig(LoRAConfig):
         return [entry_of(prompt.adapter, self.adapters, number) for number, prompt in numbered]
 
 
-def job(config: Path | None, **options: Any) -> GenerateConfig:
+def job(config: Path | None, model: str | None, **options: Any) -> GenerateConfig:
     """Return the job of a file, of options that are not None, or of both.
+
+    Args:
+        config: the file.
+        model: folder or hub id of the base model.
+        options: other fields of `GenerateConfig`.
 
     Raises:
         InvalidInputError: they are wrong, or there are no prompts.
     """
     overrides = {key: value for key, value in options.items() if value is not None}
+    if model is not None:
+        overrides["model"] = {"path": model}
     if config is None:
         settings = GenerateConfig(**overrides)
     else:

@@ -10,6 +10,7 @@ import typer
 
 from lora_backends.backend import LoRABackend
 from lora_backends.cli.console import output_of_plugins_aside, table
+from lora_backends.cli.options import JsonFlag
 from lora_backends.dtypes import dtype_name
 from lora_backends.errors import BackendUnavailableError
 from lora_backends.selection.registry import (
@@ -27,7 +28,7 @@ CAPABILITIES = ("deterministic", "batch_invariant", "differentiable", "cuda_grap
 
 def list_backends(
     device: Annotated[str | None, typer.Option(help="Default: the best one here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """List every registered backend: whether it runs here, or why not, and what it supports."""
     with output_of_plugins_aside():

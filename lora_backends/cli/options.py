@@ -9,6 +9,13 @@ import typer
 
 from lora_backends.model_shapes import PRESETS
 
+Model = Annotated[str | None, typer.Option(help="Folder or hub id of the base model.")]
+Adapter = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A PEFT checkpoint; repeatable.")
+]
+Backend = Annotated[str | None, typer.Option(help="Backend, or auto.")]
+AnyDevice = Annotated[str | None, typer.Option(help="cpu, cuda, ... or auto.")]
+MaxNewTokens = Annotated[int | None, typer.Option(help="Length of an answer.")]
 Preset = Annotated[str | None, typer.Option(help=f"Layers of a model: {', '.join(PRESETS)}.")]
 ConfigJson = Annotated[
     Path | None, typer.Option(help="Layers of the model of a Transformers config.json.")

@@ -70,15 +70,8 @@ def _run(
 
 
 @_run.register_fake
-def _(
-    operation: str,
-    x: torch.Tensor,
-    base_output: torch.Tensor | None,
-    tensors: list[torch.Tensor],
-    backend: int,
-    weights: int,
-    plan: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    operation, x, base_output, _, _, weights, plan = inputs
     layer, kind = lookup(weights), BY_NAME[operation]
     refills = torch.empty(len(refills_of(lookup(plan))), dtype=torch.int64)
     if kind.result == "h":
@@ -120,18 +113,8 @@ def _run_backward(
 
 
 @_run_backward.register_fake
-def _(
-    operation: str,
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    base_output: torch.Tensor | None,
-    tensors: list[torch.Tensor],
-    refills: torch.Tensor,
-    needed: list[bool],
-    backend: int,
-    weights: int,
-    plan: int,
-) -> list[torch.Tensor]:
+def _(*inputs: Any) -> list[torch.Tensor]:
+    _, grad, x, _, tensors, _, needed, *_ = inputs
     likes = [x, grad, *tensors]
     wanted = [like for like, is_needed in zip(likes, needed, strict=True) if is_needed]
     return [torch.empty_like(like, memory_format=torch.contiguous_format) for like in wanted]

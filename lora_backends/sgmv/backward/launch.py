@@ -369,10 +369,7 @@ def _launch_outer(
     stacks = stacks_of(weights)
     pieces = wanted.pieces(plan, right.shape[0], found.tiles.piece, by_place)
     kernel = found.kernel(pieces)
-    target = (
-        out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    )
-    parts = _parts(target, wanted, pieces)
+    parts = _parts(out, wanted, pieces)
     slots = plan.slot_table if wanted.slots is None else wanted.slots
     scales = plan.token_scales
     tensors = (
@@ -384,14 +381,12 @@ def _launch_outer(
         slots,
         plan.slot_table,
         plan.token_table,
-        target,
+        out,
         parts,
     )
     numbers = (wanted.number, wanted.runs, *h.stride()[:2], right.stride(0))
     kernel.launch(wanted.number + wanted.windows(pieces), Arguments(tensors, (), numbers))
-    _add_pieces(parts, plan, wanted, pieces, target)
-    if target is not out:
-        out.copy_(target)
+    _add_pieces(parts, plan, wanted, pieces, out)
 
 
 def sum_rows(values: torch.Tensor, plan: SgmvPlan, wanted: Wanted, out: torch.Tensor) -> None:
@@ -402,17 +397,12 @@ def sum_rows(values: torch.Tensor, plan: SgmvPlan, wanted: Wanted, out: torch.Te
     piece_tokens = rules.piece_tokens(1, -(-columns // rules.SUM_COLUMNS))
     pieces = wanted.pieces(plan, values.shape[0], piece_tokens)
     kernel = _sum_kernel(columns, pieces)
-    target = (
-        out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    )
-    parts = _parts(target, wanted, pieces)
+    parts = _parts(out, wanted, pieces)
     slots = plan.slot_table if wanted.slots is None else wanted.slots
-    tensors = (values, slots, plan.slot_table, plan.token_table, target, parts)
+    tensors = (values, slots, plan.slot_table, plan.token_table, out, parts)
     numbers = (wanted.number, wanted.runs, values.stride(0))
     kernel.launch(wanted.number + wanted.windows(pieces), Arguments(tensors, (), numbers))
-    _add_pieces(parts, plan, wanted, pieces, target)
-    if target is not out:
-        out.copy_(target)
+    _add_pieces(parts, plan, wanted, pieces, out)
 
 
 def _sum_kernel(columns: int, pieces: PieceSizes) -> SpecializedKernel:
@@ -487,18 +477,13 @@ def sum_ids(
     tokens, vocabulary = token_ids.shape[0], weights.in_features
     if not tokens or not out.numel():
         return
-    target = (
-        out if out.is_contiguous() else torch.zeros_like(out, memory_format=torch.contiguous_format)
-    )
     keys = torch.where(slots_of_tokens < 0, -1, slots_of_tokens * vocabulary + token_ids)
     keys, order = torch.sort(keys, stable=True)  # equal ids of a slot keep the order of tokens
     kernel = _ids_kernel(weights.num_slices, weights.max_rank, wanted.slots is None)
     ranks = stacks_of(weights).ranks
-    tensors = (dh, keys, order, ranks if wanted.slots is None else wanted.slots, ranks, target)
+    tensors = (dh, keys, order, ranks if wanted.slots is None else wanted.slots, ranks, out)
     numbers = (tokens, wanted.number, weights.num_slices, vocabulary, *dh.stride()[:2])
     kernel.launch(tokens, Arguments(tensors, (), numbers))
-    if target is not out:
-        out.copy_(target)
 
 
 def readable(values: torch.Tensor, narrow: torch.dtype = torch.float32) -> torch.Tensor:

@@ -70,7 +70,7 @@ def gradients_of_an_adapter_ignore_the_others(backend: LoRABackend, case: LoRACa
         _, found, _ = _of_adapter(backend, operation, case, spoiled, slot, rows)
         for name, gradient in found.items():
             if not backend.batch_invariant:
-                assert_gradient(call, name, gradient, wanted[name], exact=False)
+                assert_gradient(operation.name, name, gradient, wanted[name], exact=False)
             elif not same_bits(gradient, first[name]):
                 raise AssertionError(
                     f"the gradient of {name} of {operation.name} of one adapter differs {how}"
@@ -159,9 +159,8 @@ def _gradients(
     case: LoRACase,
     inputs: LoRAInputs,
     plan: Any,
-    only: str | None = None,
 ) -> Gradients:
-    call = Call.of(operation, case, inputs, only)
+    call = Call.of(operation, case, inputs)
     return call.gradients(backend, plan, partial(upstream, case, inputs))
 
 

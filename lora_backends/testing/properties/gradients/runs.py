@@ -124,14 +124,9 @@ class Call:
         """Return gradients by name, and check their shapes and dtypes."""
         found: dict[str, Any] = {}
         for (name, leaf), gradient in zip(self.leaves.items(), gradients, strict=True):
-            where = f"the gradient of {name} of {self.operation.name}"
             if gradient is None:
-                raise AssertionError(f"{where} is missing")
-            if gradient.shape != leaf.shape or gradient.dtype != leaf.dtype:
-                raise AssertionError(
-                    f"{where} is {list(gradient.shape)} {gradient.dtype}, not "
-                    f"{list(leaf.shape)} {leaf.dtype}"
-                )
+                raise AssertionError(f"the gradient of {name} of {self.operation.name} is missing")
+            check_kind(self.operation.name, name, gradient, leaf)
             found.setdefault(name.partition("[")[0], []).append(gradient)
         put = {"lora_a": torch.stack, "lora_b": torch.cat}
         return {
@@ -205,7 +200,7 @@ def check_against_oracle(
         if name == "base_output":
             _check_base(call, gradient, grad, wanted[name], exact)
         else:
-            assert_gradient(call, name, gradient, wanted[name], exact)
+            assert_gradient(call.operation.name, name, gradient, wanted[name], exact)
 
 
 def _check_base(
@@ -222,11 +217,20 @@ def _check_base(
             f"the gradient of base_output of {call.operation.name} is not g in rows without adapter"
         )
     own = Expected(wanted.value[has], wanted.bound[has])
-    assert_gradient(call, "base_output", gradient[has], own, exact)
+    assert_gradient(call.operation.name, "base_output", gradient[has], own, exact)
+
+
+def check_kind(operation: str, name: str, gradient: torch.Tensor, leaf: torch.Tensor) -> None:
+    """Check that a gradient has the shape and dtype of its tensor."""
+    if gradient.shape != leaf.shape or gradient.dtype != leaf.dtype:
+        raise AssertionError(
+            f"the gradient of {name} of {operation} is {list(gradient.shape)} {gradient.dtype}, "
+            f"not {list(leaf.shape)} {leaf.dtype}"
+        )
 
 
 def assert_gradient(
-    call: Call, name: str, gradient: torch.Tensor, wanted: Expected, exact: bool
+    operation: str, name: str, gradient: torch.Tensor, wanted: Expected, exact: bool
 ) -> None:
     """Check a gradient: its one value on integers, else within the bound; NaN never is."""
     result = gradient.detach().cpu().double()
@@ -242,7 +246,7 @@ def assert_gradient(
     place = ", ".join(map(str, index))
     raise AssertionError(
         f"{int(wrong.sum())} of {wrong.numel()} elements of the gradient of {name} of "
-        f"{call.operation.name} are wrong; the worst:\n"
+        f"{operation} are wrong; the worst:\n"
         f"  {name}[{place}]\n"
         f"  actual   {result[index].item():.9g}\n"
         f"  expected {wanted.value[index].item():.9g}\n"
