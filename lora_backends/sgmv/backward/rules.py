@@ -34,8 +34,8 @@ class DhTiles:
     block_r: int  # ranks per program; a power of two >= 16
     block_c: int  # columns of grad per loop step; a power of two >= 16
     parts: int  # of the columns; each part writes its own plane of dh
-    num_warps: int = 8
-    num_stages: int = 3
+    num_warps: int
+    num_stages: int
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class DxTiles:
 
     block_c: int  # columns of dx per step; a power of two >= 16
     block_r: int  # ranks per product; a power of two >= 16
-    num_warps: int = 4
-    blocks: int = 1  # steps of a program
+    num_warps: int
+    blocks: int  # steps of a program
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class OuterTiles:
     block_c: int  # columns per program; a power of two >= 16
     h_left: bool  # whether h is the left operand
     piece: int  # tokens of a piece; a power of two
+    num_stages: int
     num_warps: int = 4
-    num_stages: int = 4
 
 
 def dh_tiles(
@@ -76,8 +76,8 @@ def dh_tiles(
         gpu: figures of the device.
     """
     block_r = min(256, padded_rank(layer.max_rank))
-    # one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose left operand is in registers
-    # and shorter steps: wider ones spill registers where values are widened in them
+    # where values are widened, one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose left
+    # operand is in registers; and shorter steps: longer ones spill registers
     block_c, stages = (128, 3) if not casts else (64 if block_r > 64 else 128, 1)
     least = 2 if stages > 1 else 1
 
@@ -120,11 +120,9 @@ def outer_tiles(
         gpu: figures of the device.
     """
     wide = layer.item_bytes > 2
-    # wider blocks leave one program a multiprocessor, which waits for its loads
+    # more ranks would leave one program a multiprocessor, which waits for its loads
     block_n = max(MIN_DOT, min(64, power_of_two(stacked)))
     block_c = 64 if wide else 128
-    while block_n * block_c * 4 > gpu.shared_bytes:  # the result passes through it to the store
-        block_n //= 2
     h_left = block_n < 64 and (casts or wide)
     # one stage: as in `dh_tiles`, where the right side is the left operand
     in_registers = not h_left and (casts or wide)
@@ -133,20 +131,10 @@ def outer_tiles(
     while stages * block_t * token_bytes > min(gpu.shared_bytes, 200 << 10):
         if block_t > 32:
             block_t //= 2
-        elif stages > 1:
-            stages -= 1
-        elif block_t > 16:
-            block_t //= 2
         else:
-            break
-    return OuterTiles(
-        block_t,
-        block_n,
-        block_c,
-        h_left,
-        piece_tokens(stacked, -(-columns // block_c)),
-        num_stages=stages,
-    )
+            stages -= 1
+    piece = piece_tokens(stacked, -(-columns // block_c))
+    return OuterTiles(block_t, block_n, block_c, h_left, piece, stages)
 
 
 def piece_tokens(values: int, programs: int) -> int:
