@@ -131,10 +131,9 @@ def _wrap_h(operation: Operation, method: Method) -> Method:
             refuse(operation.name, plan)
         if out is None:
             if not is_accepted(self, operation, x, weights, plan):
-                x = for_autocast(operation, x, weights)
-                if requires_graph(self, x, weights):
-                    return record(self, operation, x, weights, plan)
-                guard(self, operation, x, weights, plan)
+                x, recorded = _admit(self, operation, x, weights, plan)
+                if recorded is not None:
+                    return recorded
             if is_any_autocast():
                 return run_outside(method, self, x, weights, plan)
             return method(self, x, weights, plan)
@@ -164,41 +163,34 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
         if is_jit_traced() and not self.plain_torch:
             refuse_jit_trace(name, self)
         y: torch.Tensor | None = base_output
-        if not isinstance(plan, CachingPlan) or not (stores or name in self.storing):
-            if isinstance(plan, ManyAdaptersPlan):
-                return _add_each(operation, call, self, x, weights, plan, y)
-            if not is_accepted(self, operation, x, weights, plan, y):
-                x = for_autocast(operation, x, weights)
-                if requires_graph(self, x, weights, y):
-                    return record(self, operation, x, weights, plan, y)
-                guard(self, operation, x, weights, plan, y)
-            if is_any_autocast():
-                return run_outside(method, self, x, weights, plan, y)
-            return method(self, x, weights, plan, y)
-        # no earlier call vouches for token ids, whose values are checked
-        checked = operation.input is Input.TOKEN_IDS or (
-            y is None and not _has_rows(x, weights, plan)
+        caches = isinstance(plan, CachingPlan) and (stores or name in self.storing)
+        if not caches and isinstance(plan, ManyAdaptersPlan):
+            return _add_each(operation, call, self, x, weights, plan, y)
+        # no stored call vouches for token ids, whose values are checked
+        checks_first = (
+            not caches
+            or operation.input is Input.TOKEN_IDS
+            or (y is None and not _has_rows(x, weights, plan))
         )
-        if checked and not is_accepted(self, operation, x, weights, plan, y):
-            x = for_autocast(operation, x, weights)
-            if requires_graph(self, x, weights, y):
-                return record(self, operation, x, weights, plan, y)
-            guard(self, operation, x, weights, plan, y)
-        if y is None:
-            if requires_graph(self, x, weights):
-                x = for_autocast(operation, x, weights)
-                return record(self, operation, x, weights, plan)
-            y = new_output(operation, x, weights, plan)
-        # a stored call has passed all checks, so a hit needs none
-        cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
-        if cached is not None and (slices is None or slices == weights.num_slices):
-            if cached.run(x, weights, plan, y):
-                return y
-        if not (checked or is_accepted(self, operation, x, weights, plan, base_output)):
-            x = for_autocast(operation, x, weights)
-            if requires_graph(self, x, weights, y):
-                return record(self, operation, x, weights, plan, y)
-            guard(self, operation, x, weights, plan, base_output)
+        if checks_first and not is_accepted(self, operation, x, weights, plan, y):
+            x, recorded = _admit(self, operation, x, weights, plan, y)
+            if recorded is not None:
+                return recorded
+        if caches:
+            if y is None:
+                if requires_graph(self, x, weights):
+                    x = for_autocast(operation, x, weights)
+                    return record(self, operation, x, weights, plan)
+                y = new_output(operation, x, weights, plan)
+            # a stored call has passed all checks, so a hit needs none
+            cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
+            if cached is not None and (slices is None or slices == weights.num_slices):
+                if cached.run(x, weights, plan, y):
+                    return y
+            if not (checks_first or is_accepted(self, operation, x, weights, plan, base_output)):
+                x, recorded = _admit(self, operation, x, weights, plan, base_output)
+                if recorded is not None:
+                    return recorded
         if is_any_autocast():
             return run_outside(method, self, x, weights, plan, y)
         return method(self, x, weights, plan, y)
@@ -246,6 +238,21 @@ def _stores(cls: type, operation: Operation) -> bool:
     # e.g. run_qkv of an engine that stores calls of run_linear
     by_default = wrapper.is_default and operation.same_as is not None
     return wrapper.stores or (by_default and _stores(cls, BY_NAME[operation.same_as or ""]))
+
+
+def _admit(
+    engine: Engine, operation: Operation, x: Any, weights: Any, plan: Any, y: Any = None
+) -> tuple[Any, torch.Tensor | None]:
+    """Check a call of a kind that is not accepted yet.
+
+    Returns:
+        x as the engine takes it, and the result if autograd has recorded the call.
+    """
+    x = for_autocast(operation, x, weights)
+    if requires_graph(engine, x, weights, y):
+        return x, record(engine, operation, x, weights, plan, y)
+    guard(engine, operation, x, weights, plan, y)
+    return x, None
 
 
 def guard(

@@ -21,10 +21,10 @@ from lora_backends.batch import NO_ADAPTER
 from lora_backends.testing.cases.experts import ExpertInputs
 from lora_backends.testing.cases.inputs import stack_of_a, stack_of_b
 from lora_backends.testing.expert_oracle import dense_layer, in_dense_order
+from lora_backends.testing.gradient_oracle import masked, operand, rounded, zeros
 from lora_backends.testing.oracles import (
     Expected,
     gamma,
-    rounding_bound,
     scale_operations,
     sum_bound,
     sum_unit,
@@ -61,15 +61,15 @@ class _Gradients:
         x, self.layer, batch = dense_layer(inputs)
         self.slots = batch.token_slots  # of pairs: slot * experts + expert, or none
         live = (self.slots != NO_ADAPTER)[:, None]
-        self.x = _masked(x, live)
+        self.x = masked(x, live)
         self.kind = self.layer.compute_dtype or torch.float32
         g = self.grad.detach().cpu().double()
         if inputs.options["reduce"]:
             g = g[:, None].expand(-1, inputs.ids.shape[1], -1)
-        self.g = _masked(g.flatten(0, 1)[:, in_dense_order(inputs)], live)
+        self.g = masked(g.flatten(0, 1)[:, in_dense_order(inputs)], live)
         self.factors = torch.ones_like(live, dtype=torch.float64)
         if inputs.options["weighted"]:
-            self.factors = _masked(inputs.topk_weights.flatten()[:, None], live)
+            self.factors = masked(inputs.topk_weights.flatten()[:, None], live)
         self.token_scales = torch.ones_like(self.factors)
         if inputs.batch.token_scales is not None:
             scales = inputs.batch.token_scales.double()
@@ -81,9 +81,9 @@ class _Gradients:
         a, b = stack_of_a(layer).double(), stack_of_b(layer).double()
         pairs = len(self.slots)
         most = pairs * layer.num_slices + 8  # products of a sum over pairs
-        dx, dx_most = _zeros(pairs, layer.in_features), _zeros(pairs, layer.in_features).value
-        dfactor, dfactor_most = _zeros(pairs, 1), _zeros(pairs, 1).value
-        da, db = _zeros(*a.shape), _zeros(*b.shape)
+        dx, dx_most = zeros(pairs, layer.in_features), zeros(pairs, layer.in_features).value
+        dfactor, dfactor_most = zeros(pairs, 1), zeros(pairs, 1).value
+        da, db = zeros(*a.shape), zeros(*b.shape)
         offsets, ranks = layer.slice_offsets, layer.ranks.tolist()
         for key in sorted({*self.slots.tolist()} - {NO_ADAPTER}):
             rows = (self.slots == key).nonzero().flatten()
@@ -137,10 +137,7 @@ class _Gradients:
         return Expected(value, gamma(4, sum_unit(self.kind)) * value.abs())
 
     def _operand(self, expected: Expected) -> Expected:
-        """Return an operand of a product, which a narrow backend rounds to the weights' dtype."""
-        if not self.narrow or self.kind not in (torch.float16, torch.bfloat16):
-            return expected
-        return _rounded(expected, self.kind, expected.value != 0)
+        return operand(expected, self.kind, self.narrow)
 
     def _gathered(
         self,
@@ -163,10 +160,10 @@ class _Gradients:
             touched = touched.view(tokens, top_k, 1).any(1)
         bound = dfactor.bound + sum_bound(dfactor_most, per_row + 4, self.kind)
         used = dfactor_most > 0
-        dfactor = _rounded(Expected(dfactor.value, bound * used), torch.float32, used)
+        dfactor = rounded(Expected(dfactor.value, bound * used), torch.float32, used)
         base = self.grad.detach().cpu().double()
         found = {
-            "x": _rounded(dx, inputs.x.dtype, touched),
+            "x": rounded(dx, inputs.x.dtype, touched),
             "topk_weights": _each(dfactor, lambda part: part.view(inputs.ids.shape)),
             "base_output": Expected(base, torch.zeros_like(base)),
         }
@@ -177,7 +174,7 @@ class _Gradients:
                 da = _each(da, lambda part: part.sum(2, keepdim=True))
             db = self._folded(_each(db, lambda part: part[:, back]), weights.lora_b.shape[1] == 1)
             for name, stack in (("lora_a", da), ("lora_b", db)):
-                found[name] = _rounded(stack, self.kind, stack.bound > 0)
+                found[name] = rounded(stack, self.kind, stack.bound > 0)
         return found
 
     def _folded(self, stack: Expected, shared: bool) -> Expected:
@@ -211,18 +208,3 @@ def _times(factor: torch.Tensor, expected: Expected) -> Expected:
     """Return the product with a factor, which may be multiplied before or after others."""
     value, bound = factor * expected.value, factor.abs() * expected.bound
     return Expected(value, bound + gamma(2, sum_unit(torch.float32)) * (value.abs() + bound))
-
-
-def _rounded(expected: Expected, dtype: torch.dtype, where: torch.Tensor) -> Expected:
-    more = rounding_bound(expected.value, expected.bound, dtype)
-    return Expected(expected.value, expected.bound + more * where)
-
-
-def _zeros(*shape: int) -> Expected:
-    value = torch.zeros(shape, dtype=torch.float64, device="cpu")
-    return Expected(value, value.clone())
-
-
-def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return float64 values on the CPU, zero where `mask` is false, also for NaN."""
-    return torch.where(mask, values.detach().cpu().double(), 0.0)

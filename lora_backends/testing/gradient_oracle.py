@@ -62,17 +62,33 @@ def expected_gradients(
                 continue  # the gradient that one adapter passes on to the next: no term of a sum
             if name in total:
                 added = total[name] + gradient
-                gradient = _rounded(added, dtype, where=added.bound > 0)
+                gradient = rounded(added, dtype, added.bound > 0)
             total[name] = gradient
     return total
 
 
-def _rounded(expected: Expected, dtype: torch.dtype, where: torch.Tensor | None = None) -> Expected:
-    """Return a value that is rounded to a dtype, everywhere or at some places."""
+def rounded(expected: Expected, dtype: torch.dtype, where: torch.Tensor) -> Expected:
+    """Return a value that is rounded to a dtype at some places."""
     more = rounding_bound(expected.value, expected.bound, dtype)
-    if where is not None:
-        more = more * where
-    return Expected(expected.value, expected.bound + more)
+    return Expected(expected.value, expected.bound + more * where)
+
+
+def operand(expected: Expected, dtype: torch.dtype, narrow: bool) -> Expected:
+    """Return an operand of a product, which a narrow backend rounds to the weights' dtype."""
+    if not narrow or dtype not in (torch.float16, torch.bfloat16):
+        return expected
+    return rounded(expected, dtype, expected.value != 0)
+
+
+def zeros(*shape: int) -> Expected:
+    """Return a sum that has no terms yet."""
+    value = torch.zeros(shape, dtype=torch.float64, device="cpu")
+    return Expected(value, value.clone())
+
+
+def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return float64 values on the CPU, zero where `mask` is false, also for NaN."""
+    return torch.where(mask, values.detach().cpu().double(), 0.0)
 
 
 @dataclass(eq=False)
@@ -99,14 +115,14 @@ class _Part:
             x = torch.nn.functional.one_hot(inputs.token_ids.cpu().long(), weights.in_features)
             x = x.to(self.kind)
         self.x = x
-        self.x_values = _masked(x, self.has)
+        self.x_values = masked(x, self.has)
         self.h_dtype = accumulator_dtype(self.kind) if self.h is None else self.h.dtype
 
     def gradients(self) -> dict[str, tuple[Expected, torch.dtype]]:
         """Return each gradient, rounded, and its dtype."""
         if self.operation.result == "h":
             within = rank_mask(self.weights, self.slots).permute(1, 0, 2)
-            value = _masked(self.grad, within)
+            value = masked(self.grad, within)
             return self._through_a(self._operand(Expected(value, torch.zeros_like(value))))
         result = self.grad.dtype
         scaled = self._scaled()
@@ -116,7 +132,7 @@ class _Part:
         found["lora_b"] = (self._db(operand), self.kind)
         if self.operation.input is Input.H:
             # the gradient of an argument, in its own dtype
-            found["h"] = (_rounded(dh, self.h_dtype, dh.bound > 0), self.h_dtype)
+            found["h"] = (rounded(dh, self.h_dtype, dh.bound > 0), self.h_dtype)
         else:
             found |= self._through_a(self._operand(dh))
         if self.weights.bias is not None:
@@ -126,20 +142,17 @@ class _Part:
         return found
 
     def _operand(self, expected: Expected) -> Expected:
-        """Return an operand of a product, which a narrow backend rounds to the weights' dtype."""
-        if not self.narrow or self.kind not in (torch.float16, torch.bfloat16):
-            return expected
-        return _rounded(expected, self.kind, where=expected.value != 0)
+        return operand(expected, self.kind, self.narrow)
 
     def _scaled(self) -> Expected:
         """Return g', dL/dy times output_scales, rounded to the dtype of y."""
-        value = _masked(self.grad, self.has)
+        value = masked(self.grad, self.has)
         scales = self.weights.output_scales
         if scales is None:
             return Expected(value, torch.zeros_like(value))
-        value = value * _masked(scales.detach().cpu()[self.slots.clamp(min=0)], self.has)
+        value = value * masked(scales.detach().cpu()[self.slots.clamp(min=0)], self.has)
         bound = gamma(1, sum_unit(self.grad.dtype)) * value.abs() + SMALLEST[torch.float32]
-        return _rounded(Expected(value, bound * self.has), self.grad.dtype, where=self.has)
+        return rounded(Expected(value, bound * self.has), self.grad.dtype, self.has)
 
     def _factors(self, rows: torch.Tensor, slot: int, s: int) -> torch.Tensor:
         """Return scaling times token_scale of some tokens of a slot, [rows, 1]."""
@@ -158,13 +171,9 @@ class _Part:
             if rank
         ]
 
-    def _zeros(self, *shape: int) -> Expected:
-        value = torch.zeros(shape, dtype=torch.float64, device="cpu")
-        return Expected(value, value.clone())
-
     def _dh(self, g: Expected) -> Expected:
         """Return dh[s, t, :r] = c * g'[t, o:o'] @ lora_b[l, o:o', :r]."""
-        dh = self._zeros(self.weights.num_slices, len(self.slots), self.weights.max_rank)
+        dh = zeros(self.weights.num_slices, len(self.slots), self.weights.max_rank)
         more = 3 + scale_operations(self.weights)  # both factors, and a conversion
         for slot, rows, s, rank, cols in self._own():
             b, c = self.b[slot, cols, :rank], self._factors(rows, slot, s)
@@ -176,7 +185,7 @@ class _Part:
 
     def _db(self, g: Expected) -> Expected:
         """Return dlora_b[l, o:o', :r] = sum over t of c * g'[t, o:o'].T h[s, t, :r]."""
-        h, db = self._h(), self._zeros(*self.b.shape)
+        h, db = self._h(), zeros(*self.b.shape)
         for slot, rows, s, rank, cols in self._own():
             c = self._factors(rows, slot, s)
             value, error = c * g.value[rows, cols], c.abs() * g.bound[rows, cols]
@@ -186,12 +195,12 @@ class _Part:
             db.value[slot, cols, :rank] = value.T @ own
             bound = error.T @ own.abs() + most.T @ wrong + max(1.0, float(c.abs().max())) * sums
             db.bound[slot, cols, :rank] = bound
-        return _rounded(db, self.kind, where=db.bound > 0)
+        return rounded(db, self.kind, db.bound > 0)
 
     def _through_a(self, dh: Expected) -> dict[str, tuple[Expected, torch.dtype]]:
         """Return dx = sum over s of dh @ lora_a, and dlora_a[l, s, :r] = sum over t of dh.T x."""
-        dx, most = self._zeros(*self.x.shape), self._zeros(*self.x.shape).value
-        da = self._zeros(*self.a.shape)
+        dx, most = zeros(*self.x.shape), zeros(*self.x.shape).value
+        da = zeros(*self.a.shape)
         terms = self.weights.num_slices * self.weights.max_rank + scale_operations(self.weights)
         for slot, rows, s, rank, _ in self._own():
             a, x = self.a[slot, s, :rank], self.x_values[rows]
@@ -207,9 +216,9 @@ class _Part:
         for _, rows, *_ in self._own():
             summed[rows] = True
         dx = Expected(dx.value, (dx.bound + sum_bound(most, terms, self.sums)) * summed)
-        found = {"lora_a": (_rounded(da, self.kind, where=da.bound > 0), self.kind)}
+        found = {"lora_a": (rounded(da, self.kind, da.bound > 0), self.kind)}
         if self.operation.input is not Input.TOKEN_IDS:
-            found["x"] = (_rounded(dx, self.x.dtype, where=summed), self.x.dtype)
+            found["x"] = (rounded(dx, self.x.dtype, summed), self.x.dtype)
         return found
 
     def _h(self) -> Expected:
@@ -218,7 +227,7 @@ class _Part:
             kind = self.kind if self.narrow else torch.float32
             return expected_shrink(self.x, self.weights, self.batch, kind)
         within = rank_mask(self.weights, self.slots).permute(1, 0, 2)
-        value = _masked(self.h, within)
+        value = masked(self.h, within)
         return self._operand(Expected(value, torch.zeros_like(value)))
 
     def _exact(self) -> Expected:
@@ -233,8 +242,8 @@ class _Part:
 
     def _over_tokens(self, factor: Expected, dtype: torch.dtype) -> tuple[Expected, torch.dtype]:
         """Return the sum over each slot's tokens of dL/dy times a factor."""
-        total = self._zeros(self.weights.num_slots, self.weights.out_features)
-        g = _masked(self.grad, self.has)
+        total = zeros(self.weights.num_slots, self.weights.out_features)
+        g = masked(self.grad, self.has)
         for slot in sorted({*self.slots.tolist()} - {NO_ADAPTER}):
             rows = (self.slots == slot).nonzero().flatten()
             value, error = factor.value[rows], factor.bound[rows]
@@ -242,9 +251,4 @@ class _Part:
             total.value[slot] = (g[rows] * value).sum(0)
             sums = sum_bound(most, len(rows) + 1, self.grad.dtype)
             total.bound[slot] = (g[rows].abs() * error).sum(0) + sums
-        return _rounded(total, dtype, where=total.bound > 0), dtype
-
-
-def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return float64 values on the CPU, zero where `mask` is false, also for NaN."""
-    return torch.where(mask, values.detach().cpu().double(), 0.0)
+        return rounded(total, dtype, total.bound > 0), dtype

@@ -76,8 +76,8 @@ def dh_tiles(
         gpu: figures of the device.
     """
     block_r = min(256, padded_rank(layer.max_rank))
-    # where values are widened, one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose left
-    # operand is in registers; and shorter steps: longer ones spill registers
+    # where values are widened, one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose
+    # left operand is in registers; and shorter steps: longer ones spill registers
     block_c, stages = (128, 3) if not casts else (64 if block_r > 64 else 128, 1)
     least = 2 if stages > 1 else 1
 
