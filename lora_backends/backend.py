@@ -410,8 +410,8 @@ class LoRABackend(Dispatched, ABC):
             needs_h: whether dh is wanted.
             narrow: whether dh goes to `run_lora_a_backward` of this backend alone, so that it may
                 have the dtype in which that multiplies.
-            lora_b: [len(slots), out_features, max_rank], contiguous, overwritten with dlora_b. Its
-                dtype may be wider than the stack's.
+            lora_b: [len(slots), out_features, max_rank], overwritten with dlora_b. Its dtype may be
+                wider than the stack's.
             slots: whose dlora_b are wanted, ascending; None: all.
 
         Returns:
@@ -447,8 +447,8 @@ class LoRABackend(Dispatched, ABC):
             plan: from `prepare_batch`.
             dx: [rows, in_features], rows without adapter become zero; None: not wanted.
             adds: add to dx, whose rows without adapter keep their bits, instead of overwriting it.
-            lora_a: [len(slots), num_slices, max_rank, in_features], contiguous, overwritten with
-                dlora_a. Its dtype may be wider than the stack's.
+            lora_a: [len(slots), num_slices, max_rank, in_features], overwritten with dlora_a. Its
+                dtype may be wider than the stack's.
             slots: whose dlora_a are wanted, ascending; None: all.
         """
         if dx is not None and not adds:
@@ -541,7 +541,7 @@ class LoRABackend(Dispatched, ABC):
     ) -> None:
         """Write the sum of each slot's rows of `values` [rows, n] to `out` [len(slots), n].
 
-        It makes dbias and doutput_scales. Slots without tokens get zeros; `out` is contiguous.
+        It makes dbias and doutput_scales. Slots without tokens get zeros.
         """
         segments = self.slot_rows(plan, values.shape[0], weights.num_slots)
         gradients.sum_rows(values, segments, out, slots)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lora_backends.dispatch.engine import Engine
+from lora_backends.dispatch.gradients.autocast import for_autocast
 from lora_backends.dispatch.gradients.traced import trace_recorded
 from lora_backends.dispatch.handles import Handled, lookup
 from lora_backends.dispatch.output import new_output
@@ -38,9 +39,7 @@ def _shrink(
     return h
 
 
-def _shrink_fake(
-    x: torch.Tensor, num_slices: int, max_rank: int, backend: int, weights: int, plan: int
-) -> torch.Tensor:
+def _shrink_fake(x: torch.Tensor, num_slices: int, max_rank: int, *_: int) -> torch.Tensor:
     return x.new_empty((num_slices, x.shape[0], max_rank), dtype=accumulator_dtype(x.dtype))
 
 
@@ -94,6 +93,7 @@ def trace_shrink(
     needs_gradient = _needs_gradient(x, weights, None)
     if not isinstance(plan, Handled) or (needs_gradient and not _can_record(engine, weights)):
         return call_outside(call, engine, x, weights, plan)  # type: ignore[no-any-return]
+    x = for_autocast(BY_NAME["run_lora_a"], x, weights)
     if needs_gradient:
         return trace_recorded(BY_NAME["run_lora_a"], engine, x, weights, plan)
     # torch.compile may put captured operations into a CUDA graph of its own
@@ -122,6 +122,7 @@ def trace_add(
         needs_gradient and not (operation.is_dense and _can_record(engine, weights))
     ):
         return call_outside(call, engine, x, weights, plan, base_output, **options)  # type: ignore[no-any-return]
+    x = for_autocast(operation, x, weights)
     if needs_gradient:
         return trace_recorded(operation, engine, x, weights, plan, base_output)  # type: ignore[arg-type]
     _, run = _CAPTURED if engine.cuda_graphs else _UNCAPTURED

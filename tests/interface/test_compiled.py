@@ -302,6 +302,62 @@ def test_a_program_that_changes_a_stack_first_computes_with_the_new_one():
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
+def _assert_steps_agree(compiled, step, tensors, *arguments):
+    """Compare what a compiled step and an eager one return, and the gradients of some tensors."""
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    with torch.enable_grad():
+        found, expected = compiled(*arguments), step(*arguments)
+        assert torch.allclose(found, expected, atol=1e-6)
+        pairs = zip(
+            *(torch.autograd.grad(y.sum(), tensors) for y in (found, expected)), strict=True
+        )
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-5) for one, other in pairs)
+
+
+@pytest.mark.parametrize("operation, dynamic", [("run_linear", None), ("run_lora_a", True)])
+def test_one_compiled_step_trains_layer_after_layer(operation, dynamic):
+    """torch makes symbols of handles that differ from call to call."""
+    backend, (x, _) = TorchRefBackend(), _inputs("run_linear", "cpu")
+    plan = backend.prepare_batch(small_batch())
+
+    def step(x, weights):
+        return getattr(backend, operation)(x, weights, plan).square()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for _ in range(3):
+        weights = small_weights(bias=True)
+        _assert_steps_agree(compiled, step, [x, weights.lora_a], x, weights)
+
+
+def test_a_compiled_step_trains_several_adapters_of_a_token():
+    backend, weights = TorchRefBackend(), small_weights(bias=True)
+    x, base = _inputs("run_linear", "cpu")
+    plan = backend.prepare_batch(LoRABatch([[0, 1]] * 6 + [[2, -1]], 4, [[0.7, 0.3]] * 7))
+
+    def step(x, base):
+        y = backend.run_linear(x, weights, plan, base * 2)
+        return y + backend.run_linear(x, weights, plan)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    leaves = [x, base, weights.lora_a, weights.lora_b, weights.bias]
+    _assert_steps_agree(compiled, step, leaves, x, base)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_autocast_casts_x_in_a_compiled_program(trains):
+    backend, weights = TorchRefBackend(), small_weights(bias=True)
+    plan, x = backend.prepare_batch(small_batch()), _inputs("run_linear", "cpu")[0].bfloat16()
+
+    def step(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return backend.run_linear(x, weights, plan)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert compiled(x).dtype == torch.float32 and torch.equal(compiled(x), step(x))
+    if trains:
+        _assert_steps_agree(compiled, step, [x, weights.lora_b], x)
+
+
 def test_torch_finds_the_recorded_operation_well_formed():
     backend, weights = TorchRefBackend(), small_weights(bias=True)
     plan = backend.prepare_batch(small_batch())
@@ -309,7 +365,7 @@ def test_torch_finds_the_recorded_operation_well_formed():
     tensors = [t.requires_grad_(t.is_floating_point() and t.shape[-1] != 3) for t in tensors]
     x, base = (t.requires_grad_() for t in _inputs("run_linear", "cpu"))
     handles = backend.handle, weights.handle, plan.handle
-    arguments = ("run_linear", x, base, tensors, *handles)
+    arguments = ("run_linear", x, base, tensors, *handles, [7, 14], base.dtype, False)
     torch.library.opcheck(torch.ops.lora_backends.recorded.default, arguments)
 
 

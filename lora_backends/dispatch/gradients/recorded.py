@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -67,11 +67,15 @@ class Recorded:
         if self.check is not None:
             self.check()
         if self.refills != refills_of(self.plan):
-            raise InvalidInputError(
-                f"the plan of {self.operation.name} was refilled between forward and backward\n"
-                f"  given: a plan that holds another batch now\n"
-                f"  to do: run the backward first, or prepare a plan for each forward"
-            )
+            self.refuse_refilled()
+
+    def refuse_refilled(self) -> NoReturn:
+        """Refuse a backward: the plan was refilled after the forward."""
+        raise InvalidInputError(
+            f"the plan of {self.operation.name} was refilled between forward and backward\n"
+            f"  given: a plan that holds another batch now\n"
+            f"  to do: run the backward first, or prepare a plan for each forward"
+        )
 
     def states(self, read: Sequence[str]) -> dict[str, tuple[int, int]]:
         """Return how often each tensor was changed, 0 in inference mode, and its address.

@@ -3,12 +3,14 @@
 torch's library derives only operations that write to none of their arguments. So this one returns
 a new y, which the traced program copies into base_output; torch's compiler removes that copy. Both
 operations are given the layer's tensors besides its handle, so that a program which changes them
-in between is computed in order.
+in between is computed in order. What tracing has to know of the layer is passed, too: torch may
+trace handles as symbols, which stand for no object.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ from lora_backends.dispatch.gradients.recorded import (
     target_of,
 )
 from lora_backends.dispatch.handles import lookup
+from lora_backends.dispatch.many_adapters import ManyAdaptersPlan, add_each, refuse
+from lora_backends.dispatch.output import new_output
 from lora_backends.dtypes import accumulator_dtype
-from lora_backends.operations import BY_NAME, Operation
+from lora_backends.operations import BY_NAME, Input, Operation
 from lora_backends.weights import LoRAWeights
 
 
@@ -36,16 +40,28 @@ def trace_recorded(
     base_output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the result of a traced call of a dense operation that needs a gradient."""
+    if isinstance(plan, ManyAdaptersPlan):
+        if operation.input is Input.H or operation.result == "h":
+            refuse(operation.name, plan)
+        y = new_output(operation, x, weights, plan) if base_output is None else base_output
+        add = partial(trace_recorded, operation, engine, x, weights)
+        return add_each(operation.name, add, weights, plan, y)
     tensors = [
         tensor if differentiates(operation, name) else tensor.detach()
         for name, tensor in weights.tensors.items()
     ]
     handles = engine.handle, weights.handle, plan.handle
     start, scales = base_output, weights.output_scales
+    dtype = weights.compute_dtype if start is None else start.dtype
+    if operation.result == "h":
+        shape = [weights.num_slices, x.shape[0], weights.max_rank]
+        dtype = accumulator_dtype(x.dtype)
+    else:
+        shape = [*operation.output_shape(x, weights, plan)]
     if start is not None and scales is not None and scales.requires_grad:
         start = start.clone()  # the backward reads it, and base_output is written below
     result: torch.Tensor
-    result, _ = _run(operation.name, x, start, tensors, *handles)
+    result, _ = _run(operation.name, x, start, tensors, *handles, shape, dtype, scales is not None)
     return result if base_output is None else base_output.copy_(result)
 
 
@@ -58,29 +74,27 @@ def _run(
     backend: int,
     weights: int,
     plan: int,
+    shape: list[int],
+    dtype: torch.dtype,
+    has_scales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result, and how often the plan was refilled so far."""
+    """Return the result of this shape and dtype, and how often the plan was refilled so far.
+
+    `has_scales`: whether the layer has output_scales.
+    """
     engine, of_batch = lookup(backend), lookup(plan)
     arguments = [x, _layer(weights, tensors), of_batch]
     if base_output is not None:
         arguments.append(base_output.clone())
     with torch.no_grad():
         result = getattr(engine, operation)(*arguments)
-    return result, torch.tensor(refills_of(of_batch), device="cpu")
+    return result, torch.tensor(sum(refills_of(of_batch)), device="cpu")
 
 
 @_run.register_fake
 def _(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    operation, x, base_output, _, _, weights, plan = inputs
-    layer, kind = lookup(weights), BY_NAME[operation]
-    refills = torch.empty(len(refills_of(lookup(plan))), dtype=torch.int64)
-    if kind.result == "h":
-        shape = (layer.num_slices, x.shape[0], layer.max_rank)
-        return x.new_empty(shape, dtype=accumulator_dtype(x.dtype)), refills
-    if base_output is not None:
-        return torch.empty_like(base_output, memory_format=torch.contiguous_format), refills
-    y_shape = kind.output_shape(x, layer, lookup(plan))
-    return x.new_empty(y_shape, dtype=layer.compute_dtype), refills
+    _, x, *_, shape, dtype, _ = inputs
+    return x.new_empty(shape, dtype=dtype), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("lora_backends::recorded_backward", mutates_args=())
@@ -102,8 +116,8 @@ def _run_backward(
     kinds = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
     targets = tuple(map(target_of, names))
     recorded = Recorded(engine, BY_NAME[operation], layer, lookup(plan), targets, kinds)
-    recorded.refills = tuple(refills.tolist())
-    recorded.check_plan()
+    if int(refills) != sum(recorded.refills):  # those of now
+        recorded.refuse_refilled()
     like = x.shape, x.dtype
     results = run_backward(recorded, needed, grad, x, None, base_output, like)
     # an operation returns no argument, nor one tensor twice
@@ -121,8 +135,7 @@ def _(*inputs: Any) -> list[torch.Tensor]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.operation, x, base_output, tensors, *ctx.handles = inputs
-    ctx.has_scales = lookup(ctx.handles[1]).output_scales is not None
+    ctx.operation, x, base_output, tensors, *ctx.handles, _, _, ctx.has_scales = inputs
     ctx.has_base = base_output is not None
     refills = output[1]
     ctx.mark_non_differentiable(refills)
@@ -144,7 +157,7 @@ def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
     dx, dbase, *rest = [next(results) if is_asked else None for is_asked in asked]
     if needs_base and not ctx.has_scales:
         dbase = grad
-    return None, dx, dbase, rest, None, None, None
+    return None, dx, dbase, rest, *[None] * 6
 
 
 _run.register_autograd(_backward, setup_context=_keep)

@@ -56,6 +56,10 @@ class Wanted(NamedTuple):
         runs = max(1, piece_tokens // size) if rows > piece_tokens else 0
         return PieceSizes(size, runs, self.slots is None, by_place)
 
+    def listed(self, plan: SgmvPlan) -> torch.Tensor:
+        """Return the wanted slots as kernels take them, which read no list of all slots."""
+        return plan.slot_table if self.slots is None else self.slots
+
     def windows(self, pieces: PieceSizes) -> int:
         """Return the windows that all runs are divided into; 0: no slot has several pieces."""
         return -(-self.runs // pieces.RUNS) if pieces.RUNS else 0
@@ -369,8 +373,8 @@ def _launch_outer(
     stacks = stacks_of(weights)
     pieces = wanted.pieces(plan, right.shape[0], found.tiles.piece, by_place)
     kernel = found.kernel(pieces)
-    parts = _parts(out, wanted, pieces)
-    slots = plan.slot_table if wanted.slots is None else wanted.slots
+    target = _contiguous(out)
+    parts = _parts(target, wanted, pieces)
     scales = plan.token_scales
     tensors = (
         h,
@@ -378,15 +382,17 @@ def _launch_outer(
         stacks.ranks,
         stacks.scalings,
         stacks.scalings if scales is None else scales,
-        slots,
+        wanted.listed(plan),
         plan.slot_table,
         plan.token_table,
-        out,
+        target,
         parts,
     )
     numbers = (wanted.number, wanted.runs, *h.stride()[:2], right.stride(0))
     kernel.launch(wanted.number + wanted.windows(pieces), Arguments(tensors, (), numbers))
-    _add_pieces(parts, plan, wanted, pieces, out)
+    _add_pieces(parts, plan, wanted, pieces, target)
+    if target is not out:
+        out.copy_(target)
 
 
 def sum_rows(values: torch.Tensor, plan: SgmvPlan, wanted: Wanted, out: torch.Tensor) -> None:
@@ -397,12 +403,14 @@ def sum_rows(values: torch.Tensor, plan: SgmvPlan, wanted: Wanted, out: torch.Te
     piece_tokens = rules.piece_tokens(1, -(-columns // rules.SUM_COLUMNS))
     pieces = wanted.pieces(plan, values.shape[0], piece_tokens)
     kernel = _sum_kernel(columns, pieces)
-    parts = _parts(out, wanted, pieces)
-    slots = plan.slot_table if wanted.slots is None else wanted.slots
-    tensors = (values, slots, plan.slot_table, plan.token_table, out, parts)
+    target = _contiguous(out)
+    parts = _parts(target, wanted, pieces)
+    tensors = (values, wanted.listed(plan), *plan.tables()[:2], target, parts)
     numbers = (wanted.number, wanted.runs, values.stride(0))
     kernel.launch(wanted.number + wanted.windows(pieces), Arguments(tensors, (), numbers))
-    _add_pieces(parts, plan, wanted, pieces, out)
+    _add_pieces(parts, plan, wanted, pieces, target)
+    if target is not out:
+        out.copy_(target)
 
 
 def _sum_kernel(columns: int, pieces: PieceSizes) -> SpecializedKernel:
@@ -415,6 +423,13 @@ def _pieces_kernel(values: int, pieces: PieceSizes) -> SpecializedKernel:
     sizes = PlaneSizes(PLANE_BLOCK, INTERPRETED)
     programs = -(-values // PLANE_BLOCK)
     return specialized(sums.add_pieces_kernel, programs, PIECES=pieces, SIZES=sizes)
+
+
+def _contiguous(out: torch.Tensor) -> torch.Tensor:
+    """Return memory for a result: its own, if kernels can write there."""
+    if out.is_contiguous():
+        return out
+    return torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
 def _parts(out: torch.Tensor, wanted: Wanted, pieces: PieceSizes) -> torch.Tensor:
@@ -430,8 +445,7 @@ def _add_pieces(
         return
     values = out[0].numel()
     kernel = _pieces_kernel(values, pieces._replace(BY_PLACE=False))
-    slots = plan.slot_table if wanted.slots is None else wanted.slots
-    tensors = (parts, slots, plan.slot_table, out)
+    tensors = (parts, wanted.listed(plan), plan.slot_table, out)
     kernel.launch(wanted.number, Arguments(tensors, (), (wanted.number, wanted.runs, values)))
 
 
@@ -477,13 +491,16 @@ def sum_ids(
     tokens, vocabulary = token_ids.shape[0], weights.in_features
     if not tokens or not out.numel():
         return
+    target = out if out.is_contiguous() else _contiguous(out).zero_()
     keys = torch.where(slots_of_tokens < 0, -1, slots_of_tokens * vocabulary + token_ids)
     keys, order = torch.sort(keys, stable=True)  # equal ids of a slot keep the order of tokens
     kernel = _ids_kernel(weights.num_slices, weights.max_rank, wanted.slots is None)
     ranks = stacks_of(weights).ranks
-    tensors = (dh, keys, order, ranks if wanted.slots is None else wanted.slots, ranks, out)
+    tensors = (dh, keys, order, ranks if wanted.slots is None else wanted.slots, ranks, target)
     numbers = (tokens, wanted.number, weights.num_slices, vocabulary, *dh.stride()[:2])
     kernel.launch(tokens, Arguments(tensors, (), numbers))
+    if target is not out:
+        out.copy_(target)
 
 
 def readable(values: torch.Tensor, narrow: torch.dtype = torch.float32) -> torch.Tensor:
