@@ -21,10 +21,11 @@ from lora_backends.batch import NO_ADAPTER
 from lora_backends.testing.cases.experts import ExpertInputs
 from lora_backends.testing.cases.inputs import stack_of_a, stack_of_b
 from lora_backends.testing.expert_oracle import dense_layer, in_dense_order
-from lora_backends.testing.gradient_oracle import masked, operand, rounded, zeros
+from lora_backends.testing.gradient_oracle import operand, rounded, zeros
 from lora_backends.testing.oracles import (
     Expected,
     gamma,
+    masked,
     scale_operations,
     sum_bound,
     sum_unit,

@@ -21,6 +21,7 @@ from lora_backends.testing.oracles import (
     expected_expand,
     expected_shrink,
     gamma,
+    masked,
     rank_mask,
     rounding_bound,
     scale_operations,
@@ -86,11 +87,6 @@ def zeros(*shape: int) -> Expected:
     return Expected(value, value.clone())
 
 
-def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return float64 values on the CPU, zero where `mask` is false, also for NaN."""
-    return torch.where(mask, values.detach().cpu().double(), 0.0)
-
-
 @dataclass(eq=False)
 class _Part:
     """The gradients of a call with one adapter per token."""
@@ -150,7 +146,7 @@ class _Part:
         scales = self.weights.output_scales
         if scales is None:
             return Expected(value, torch.zeros_like(value))
-        value = value * masked(scales.detach().cpu()[self.slots.clamp(min=0)], self.has)
+        value = value * masked(scales.cpu()[self.slots.clamp(min=0)], self.has)
         bound = gamma(1, sum_unit(self.grad.dtype)) * value.abs() + SMALLEST[torch.float32]
         return rounded(Expected(value, bound * self.has), self.grad.dtype, self.has)
 

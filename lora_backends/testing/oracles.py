@@ -70,8 +70,8 @@ def expected_shrink(
     # gathering A for all tokens at once could take gigabytes
     for rows in _chunks(tokens, width):
         mask = rank_mask(weights, batch.token_slots[rows])  # [T, S, R]
-        a = _masked(a_all[batch.token_slots[rows].clamp(min=0)], mask[..., None])  # [T, S, R, I]
-        x_rows = _masked(x_all[rows], (batch.token_slots[rows] != NO_ADAPTER)[:, None])
+        a = masked(a_all[batch.token_slots[rows].clamp(min=0)], mask[..., None])  # [T, S, R, I]
+        x_rows = masked(x_all[rows], (batch.token_slots[rows] != NO_ADAPTER)[:, None])
         value[:, rows] = torch.einsum("ti,tsri->str", x_rows, a)
         magnitude[:, rows] = torch.einsum("ti,tsri->str", x_rows.abs(), a.abs())
     bound = sum_bound(
@@ -114,18 +114,18 @@ def _add(
     tokens, out_features = batch.num_tokens, weights.out_features
     base, value, bound = start.value, start.value.clone(), start.bound.clone()
     b_all = stack_of_b(weights)
-    scalings = _masked(weights.scalings.detach().cpu(), weights.ranks.detach().cpu() > 0)
+    scalings = masked(weights.scalings, weights.ranks.detach().cpu() > 0)
     terms = weights.max_rank + (2 if batch.token_scales is None else 3) + scale_operations(weights)
     for rows in _chunks(tokens, max(1, out_features * weights.max_rank)):
         slots = batch.token_slots[rows]
         safe, mask = slots.clamp(min=0), rank_mask(weights, slots)  # [T], [T, S, R]
         for s, (first, end) in enumerate(_columns(weights)):
-            b = _masked(b_all[safe, first:end], mask[:, s, None])  # [T, N, R]
+            b = masked(b_all[safe, first:end], mask[:, s, None])  # [T, N, R]
             scaling = scalings[safe, s, None]
             if batch.token_scales is not None:
                 scaling = scaling * batch.token_scales[rows, None].double()
-            h_rows = _masked(h.value[s, rows], mask[:, s])
-            h_error = _masked(h.bound[s, rows], mask[:, s])
+            h_rows = masked(h.value[s, rows], mask[:, s])
+            h_error = masked(h.bound[s, rows], mask[:, s])
             delta = scaling * torch.einsum("tr,tnr->tn", h_rows, b)
             from_h = torch.einsum("tr,tnr->tn", h_error, b.abs())
             magnitude = torch.einsum("tr,tnr->tn", h_rows.abs() + h_error, b.abs())
@@ -150,12 +150,12 @@ def _finish(
     magnitude, unit = base.abs() + (value - base).abs() + bound, sum_unit(weights.compute_dtype)
     bias, operations, lost = torch.zeros_like(value), 4, 0.0
     if weights.output_scales is not None:
-        scales = _masked(weights.output_scales.detach().cpu()[slots], has_adapter)
+        scales = masked(weights.output_scales.cpu()[slots], has_adapter)
         value, bound, magnitude = scales * value, scales.abs() * bound, scales.abs() * magnitude
         # a small scale may make denormals, which a device may flush
         operations, lost = 6, 2 * SMALLEST[torch.float32]
     if weights.bias is not None:
-        bias = _masked(weights.bias.detach().cpu()[slots], has_adapter)
+        bias = masked(weights.bias.cpu()[slots], has_adapter)
     bound = bound + gamma(operations, unit) * (magnitude + bias.abs()) + lost
     return value + bias, bound
 
@@ -245,9 +245,9 @@ def rank_mask(weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:
     return within & (slots != NO_ADAPTER)[:, None, None]
 
 
-def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return float64 values, zero where `mask` is false, also for NaN."""
-    return torch.where(mask, values.double(), 0.0)
+def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return float64 values on the CPU, zero where `mask` is false, also for NaN."""
+    return torch.where(mask, values.detach().cpu().double(), 0.0)
 
 
 def _columns(weights: LoRAWeights) -> list[tuple[int, int]]:

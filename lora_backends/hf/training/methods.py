@@ -64,7 +64,9 @@ class ModelTraining:
         tensors, values = new_tensors(self.base, config, name)
         checkpoint = checkpoint_from_memory(self.pool, tensors, values)
         loaded = training.add(name, checkpoint, values, dtype, replace_existing=False)
-        return self._pinned(loaded, pin)
+        if pin:
+            self.pool.slots.pin(name)
+        return loaded
 
     def adapter_parameters(self, name: str) -> dict[str, nn.Parameter]:
         """Return the parameters of an adapter that is trained, for an optimizer of its own.
@@ -139,8 +141,3 @@ class ModelTraining:
         """
         adapter = self._wrapped.training.get(name)
         return save_checkpoint(folder, adapter.parameters, adapter.values, self.base)
-
-    def _pinned(self, loaded: Loaded, pin: bool) -> Loaded:
-        if pin:
-            self.pool.slots.pin(loaded.name)
-        return loaded
