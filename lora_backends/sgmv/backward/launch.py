@@ -372,27 +372,10 @@ def _launch_outer(
         return
     stacks = stacks_of(weights)
     pieces = wanted.pieces(plan, right.shape[0], found.tiles.piece, by_place)
-    kernel = found.kernel(pieces)
-    target = _contiguous(out)
-    parts = _parts(target, wanted, pieces)
-    scales = plan.token_scales
-    tensors = (
-        h,
-        right,
-        stacks.ranks,
-        stacks.scalings,
-        stacks.scalings if scales is None else scales,
-        wanted.listed(plan),
-        plan.slot_table,
-        plan.token_table,
-        target,
-        parts,
-    )
-    numbers = (wanted.number, wanted.runs, *h.stride()[:2], right.stride(0))
-    kernel.launch(wanted.number + wanted.windows(pieces), Arguments(tensors, (), numbers))
-    _add_pieces(parts, plan, wanted, pieces, target)
-    if target is not out:
-        out.copy_(target)
+    scales = stacks.scalings if plan.token_scales is None else plan.token_scales
+    tensors = h, right, stacks.ranks, stacks.scalings, scales
+    strides = *h.stride()[:2], right.stride(0)
+    _launch_pieces(found.kernel(pieces), tensors, strides, plan, wanted, pieces, out)
 
 
 def sum_rows(values: torch.Tensor, plan: SgmvPlan, wanted: Wanted, out: torch.Tensor) -> None:
@@ -403,12 +386,32 @@ def sum_rows(values: torch.Tensor, plan: SgmvPlan, wanted: Wanted, out: torch.Te
     piece_tokens = rules.piece_tokens(1, -(-columns // rules.SUM_COLUMNS))
     pieces = wanted.pieces(plan, values.shape[0], piece_tokens)
     kernel = _sum_kernel(columns, pieces)
+    _launch_pieces(kernel, (values,), (values.stride(0),), plan, wanted, pieces, out)
+
+
+def _launch_pieces(
+    kernel: SpecializedKernel,
+    tensors: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    plan: SgmvPlan,
+    wanted: Wanted,
+    pieces: PieceSizes,
+    out: torch.Tensor,
+) -> None:
+    """Launch a kernel that sums over each wanted slot's tokens, and add up its pieces."""
     target = _contiguous(out)
-    parts = _parts(target, wanted, pieces)
-    tensors = (values, wanted.listed(plan), *plan.tables()[:2], target, parts)
-    numbers = (wanted.number, wanted.runs, values.stride(0))
+    # partial sums, two for each window; without pieces none
+    shape = (2 * wanted.windows(pieces), *out.shape[1:])
+    parts = torch.empty(shape, dtype=torch.float32, device=out.device)
+    slots = wanted.listed(plan)
+    tensors = *tensors, slots, plan.slot_table, plan.token_table, target, parts
+    numbers = wanted.number, wanted.runs, *strides
     kernel.launch(wanted.number + wanted.windows(pieces), Arguments(tensors, (), numbers))
-    _add_pieces(parts, plan, wanted, pieces, target)
+    if pieces.RUNS:
+        values = target[0].numel()
+        tensors, numbers = (parts, slots, plan.slot_table, target), (*numbers[:2], values)
+        adds = _pieces_kernel(values, pieces._replace(BY_PLACE=False))
+        adds.launch(wanted.number, Arguments(tensors, (), numbers))
     if target is not out:
         out.copy_(target)
 
@@ -430,23 +433,6 @@ def _contiguous(out: torch.Tensor) -> torch.Tensor:
     if out.is_contiguous():
         return out
     return torch.empty_like(out, memory_format=torch.contiguous_format)
-
-
-def _parts(out: torch.Tensor, wanted: Wanted, pieces: PieceSizes) -> torch.Tensor:
-    """Return memory for partial sums, two for each window; without pieces none."""
-    shape = (2 * wanted.windows(pieces), *out.shape[1:])
-    return torch.empty(shape, dtype=torch.float32, device=out.device)
-
-
-def _add_pieces(
-    parts: torch.Tensor, plan: SgmvPlan, wanted: Wanted, pieces: PieceSizes, out: torch.Tensor
-) -> None:
-    if not pieces.RUNS:
-        return
-    values = out[0].numel()
-    kernel = _pieces_kernel(values, pieces._replace(BY_PLACE=False))
-    tensors = (parts, wanted.listed(plan), plan.slot_table, out)
-    kernel.launch(wanted.number, Arguments(tensors, (), (wanted.number, wanted.runs, values)))
 
 
 def sum_planes(planes: torch.Tensor, plan: SgmvPlan | None = None) -> torch.Tensor:
