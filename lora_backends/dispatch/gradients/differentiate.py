@@ -250,7 +250,7 @@ class _Node(torch.autograd.Function):
         if y is not None:
             ctx.mark_dirty(y)
         kept = kept_for(recorded, wanted, ctx.needs_input_grad[2], h is not None)
-        ctx.recorded, ctx.like, ctx.read = recorded, (x.shape, x.dtype), kept.layer
+        ctx.recorded, ctx.like = recorded, (x.shape, x.dtype)
         ctx.states = recorded.states(kept.layer)
         ctx.save_for_backward(
             x if kept.x else None, h if kept.h else None, start if kept.base else None
@@ -262,7 +262,7 @@ class _Node(torch.autograd.Function):
         recorded: Recorded = ctx.recorded
         x, h, base = ctx.saved_tensors  # raises where one was changed in place
         recorded.check_plan()
-        recorded.check_layer(ctx.read, ctx.states)
+        recorded.check_layer(ctx.states)
         needs_base, needs_x, *needed = ctx.needs_input_grad[1:]
         needs = (needs_x, needs_base, *needed)
         gradients = run_backward(recorded, needs, grad, x, h, base, ctx.like)

@@ -78,34 +78,31 @@ class Recorded:
         )
 
     def states(self, read: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Return how often each tensor was changed, 0 in inference mode, and its address.
+        """Return the `_state_of` tensors of the layer, by name, for `check_layer`.
 
         Args:
-            read: names of the stacks and tables that count.
+            read: names of stacks and tables that the backward reads.
         """
-        return {
-            name: (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
-            for name, tensor in self.weights.tensors.items()
-            if name.partition("[")[0] in read
-        }
+        tensors = self.weights.tensors.items()
+        return {name: _state_of(t) for name, t in tensors if name.partition("[")[0] in read}
 
-    def check_layer(self, read: Sequence[str], before: Mapping[str, tuple[int, int]]) -> None:
+    def check_layer(self, before: Mapping[str, tuple[int, int]]) -> None:
         """Refuse a backward with other weights than the forward had.
 
         torch makes this check for tensors that a node saves. But hooks on saved tensors would copy
         whole stacks, and torch does not check the copies.
 
         Args:
-            read: names of stacks and tables that the backward reads.
-            before: their `states` at the forward.
+            before: the `states` at the forward.
 
         Raises:
             InvalidInputError: one of them was changed in place, or moved, after the forward.
         """
-        for name, (version, address) in self.states(read).items():
-            if (version, address) != before[name]:
-                given = f"version {version} of the tensor, the forward read {before[name][0]}"
-                if address != before[name][1]:
+        for name, state in before.items():
+            now = _state_of(self.weights.tensors[name])
+            if now != state:
+                given = f"version {now[0]} of the tensor, the forward read {state[0]}"
+                if now[1] != state[1]:
                     given = "other memory than the forward read"
                 raise InvalidInputError(
                     f"{name} of {self.operation.name} was changed in place between forward and "
@@ -165,6 +162,11 @@ class Recorded:
         elif name == "lora_b" and out.shape[-1] != shape[-1]:
             out = out[..., : shape[-1]]
         return out if out.dtype == dtype else out.to(dtype)
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how often a tensor was changed, 0 where torch does not count, and its address."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 _ALL = frozenset({"lora_a", "lora_b", "bias", "output_scales"})
