@@ -389,10 +389,8 @@ class SgmvBackend(LoRABackend):
         slots: Sequence[int] | None = None,
     ) -> None:
         tokens = token_ids.shape[0]
-        wanted, of_tokens = (
-            self._wanted(plan, tokens, slots),
-            self.token_slots(plan, tokens, weights.num_slots),
-        )
+        wanted = self._wanted(plan, tokens, slots)
+        of_tokens = self.token_slots(plan, tokens, weights.num_slots)
         backward.sum_ids(backward.readable(dh), token_ids, of_tokens, weights, wanted, lora_a)
 
     @override

@@ -151,10 +151,8 @@ def saved_tensors(pool: AdapterPool, checkpoint: Checkpoint) -> dict[str, torch.
     tensors = {}
     for path, delta in checkpoint.modules.items():
         a, b = _NAMES[pool.modules[path].kind]
-        tensors[f"{_PREFIX}{path}.{a}"], tensors[f"{_PREFIX}{path}.{b}"] = (
-            delta.lora_a,
-            delta.lora_b,
-        )
+        tensors[f"{_PREFIX}{path}.{a}"] = delta.lora_a
+        tensors[f"{_PREFIX}{path}.{b}"] = delta.lora_b
     return tensors
 
 

@@ -16,6 +16,7 @@ import torch
 from lora_backends.defaults.expert_gradients import ExpertGradients
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.experts import ExpertWeights
+from lora_backends.sgmv.backward.slots import slots_on
 from lora_backends.sgmv.experts import backward_kernels as kernels
 from lora_backends.sgmv.experts.backward_kernels import BackwardSizes
 from lora_backends.sgmv.experts.launch import strides_of
@@ -246,7 +247,7 @@ class Backward:
             shared=out.shape[1] == 1,
             every=slots is None,
         )
-        wanted = starts if slots is None else _on_device(tuple(slots), out.device)
+        wanted = starts if slots is None else slots_on(out.device, slots)
         tables = routing.topk_ids, order, starts, wanted
         given = ranks if factors is None else factors
         tensors = (left, right, given, ranks, scalings, *tables, out)
@@ -362,11 +363,6 @@ def kernel_of(
             WEIGHTED=False,
         )
     return specialized(kernel, programs, num_warps=4, num_stages=stages, **constants)
-
-
-@lru_cache(maxsize=256)
-def _on_device(slots: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(slots, dtype=torch.int32, device=device)
 
 
 def starts_of(counts: Sequence[int]) -> tuple[int, ...]:
