@@ -7,8 +7,6 @@ those with which a server drew the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,7 +226,7 @@ def _different_loras(
     hooks = _Loras(model)
     keys = [key for key in trained.seen if key[0] in wrapped.sites and key in served.seen]
     main = wrapped.main_input
-    with torch.enable_grad(), _call(model, adapter, {main: ids}, after_cache=True) as call:
+    with torch.enable_grad(), model._active([adapter], {main: ids}, after_cache=True) as call:
         assert isinstance(call, TrainingCall)
         call.begin_forward({main: ids}, *ids.shape)
         in_training = {}
@@ -248,7 +246,7 @@ def _different_loras(
     _check_compared(model, adapter, trained, served, {path for path, _ in in_training})
     same = dict.fromkeys(in_training, True)
     prompt = ids[:, : served.passes[0][1]]
-    with torch.no_grad(), _call(model, adapter, {main: prompt}, after_cache=False) as call:
+    with torch.no_grad(), model._active([adapter], {main: prompt}, after_cache=False) as call:
         for start, length in served.passes:
             call.begin_forward({main: ids[:, start : start + length]}, 1, length)
             for key in same:
@@ -273,14 +271,6 @@ def _check_compared(
             f"the LoRA of {', '.join(left[:3]) or 'every module'} cannot be compared\n"
             f"  allowed: modules that run in both passes, with the tokens of a row in order"
         )
-
-
-@contextmanager
-def _call(
-    model: MultiLoRAModel, adapter: str, inputs: dict[str, Any], after_cache: bool
-) -> Iterator[Request]:
-    with model._active([adapter], inputs, after_cache) as request:
-        yield request
 
 
 class _Loras:
