@@ -84,21 +84,21 @@ class Progress:
     def shown(self) -> Iterator[None]:
         """Show it until the block ends, and then how long the step took."""
         if self._status is None:
-            self._log("...")
+            self._log(" ...")
             threading.Thread(target=self._beat, daemon=True).start()
         try:
             with self._status or nullcontext():
                 yield
         finally:
             self._over.set()
-        self._log(f"{time.perf_counter() - self._start:.1f} s")
+        self._log(f": {time.perf_counter() - self._start:.1f} s")
 
     def _beat(self) -> None:
         while not self._over.wait(LOG_SECONDS):
-            self._log(f"{self._text}, {time.perf_counter() - self._start:.0f} s ...")
+            self._log(f": {self._text}, {time.perf_counter() - self._start:.0f} s ...")
 
     def _log(self, text: str) -> None:
-        self._console.print(f"{self._what}: {text}", style="dim", markup=False)
+        self._console.print(f"{self._what}{text}", style="dim", markup=False)
 
 
 @contextmanager

@@ -175,7 +175,7 @@ def test_generate_prints_plain_text_when_piped(tiny_job):
     assert result.exit_code == 0, result.output
     assert "2 of 2 rows give the same tokens as when run alone" in result.stdout
     assert "\x1b" not in result.output and "\r" not in result.output and result.stdout.isascii()
-    assert re.search("answering 2 prompts in one batch with [a-z_]+: ...\n", result.stderr)
+    assert re.search("answering 2 prompts in one batch with [a-z_]+ \\.\\.\\.\n", result.stderr)
 
 
 def test_a_long_step_gives_signs_of_life_in_a_log(monkeypatch, capsys):
