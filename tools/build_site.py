@@ -2,34 +2,48 @@
 
     python tools/build_site.py [mkdocs.yml] [--output site]
 
-mkdocs counts the warnings that it prints, so `--strict` finds nothing beside `--quiet`. Its output
-is kept back here instead, and shown where the build fails.
+The site is built from a copy of the pages, into which long references are written that would fill
+the pages themselves: every option of every command, every property of the conformance suite.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import pages
+
 ROOT = Path(__file__).parents[1]
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def build(config: Path, output: Path) -> int:
-    """Build the site of a configuration; return mkdocs' status, 0 if nothing was wrong."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    command += ["--config-file", str(config), "--site-dir", str(output)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode:
-        print(done.stdout, file=sys.stderr)
+    """Build the site of a configuration; return the builder's status, 0 if nothing was wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copy(config, copy / "mkdocs.yml")
+        shutil.copytree(config.parent / "docs", copy / "docs")
+        for name in ("lora_backends", "tools"):  # read for the reference
+            (copy / name).symlink_to(ROOT / name)
+        for page in (copy / "docs").rglob("*.md"):
+            page.write_text(pages.for_the_site(page.read_text(encoding="utf-8")), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", "mkdocs.yml"],
+            cwd=copy,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            print(COLOURS.sub("", done.stdout), file=sys.stderr)
+        else:
+            shutil.rmtree(output, ignore_errors=True)
+            shutil.copytree(copy / "site", output)
     return done.returncode
 
 

@@ -6,6 +6,10 @@ A generated part lies between two comments; the tests compare it with the output
     <!-- /generated -->
 
     python tools/pages.py
+
+Long references are written into the site alone, where a page has
+
+    <!-- on the site: command-line -->
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import sweep_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+ON_THE_SITE = re.compile(r"<!-- on the site: (\S+) -->")
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "backend-list": reference_blocks.backend_list,
@@ -29,8 +34,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "backends": reference_blocks.backends,
     "configuration": reference_blocks.configuration,
     "generate-configuration": reference_blocks.generate_configuration,
-    "command-line": reference_blocks.command_line,
-    "properties": suite_blocks.properties,
+    "commands": reference_blocks.commands,
+    "property-groups": suite_blocks.property_groups,
     "profiles": suite_blocks.profiles,
     "h200-summary": summaries.h200,
     "h200-phases": figures.phases,
@@ -53,6 +58,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
+SITE_BLOCKS: dict[str, Callable[[], str]] = {
+    "command-line": reference_blocks.command_line,
+    "properties": suite_blocks.properties,
+}
+
+
 def pages() -> list[Path]:
     """Return every page that has a generated part."""
     candidates = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -62,6 +73,11 @@ def pages() -> list[Path]:
 def updated(text: str) -> str:
     """Return a page with its generated parts rewritten."""
     return BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]]().strip()}\n\n{found[3]}", text)
+
+
+def for_the_site(text: str) -> str:
+    """Return a page with the references that only the site has."""
+    return ON_THE_SITE.sub(lambda found: SITE_BLOCKS[found[1]](), text)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typer.cli import app as typer_cli
 from typer.testing import CliRunner
 
 from lora_backends import LoRABackend, backend_names
+from lora_backends.cli import COMMANDS
 from lora_backends.common.names import ENV_PREFIX
 from lora_backends.dtypes import dtype_name
 from lora_backends.selection.registry import backend_class
@@ -74,6 +75,11 @@ def generate_configuration() -> str:
         for name, default, meaning in _fields(module, cls)
     ]
     return table(["key", "default", "meaning"], rows)
+
+
+def commands() -> str:
+    """Return a line per command."""
+    return table(["command", ""], [[f"`{name}`", line] for name, (_, line) in COMMANDS.items()])
 
 
 def command_line() -> str:

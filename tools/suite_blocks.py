@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 from reference_blocks import table
@@ -24,6 +25,18 @@ def properties() -> str:
         for name, found in suite.properties().items()
     ]
     return table(["property", "rule", "agreement"], rows)
+
+
+def property_groups() -> str:
+    """Return how many properties each module of the suite has, and what they are about."""
+    groups: dict[str, int] = {}
+    for found in suite.properties().values():
+        about = (inspect.getdoc(inspect.getmodule(found.check)) or "").partition("\n")[0]
+        if found.check.__module__ == suite.__name__:  # the machine has no module among the others
+            about = found.rule
+        groups[about] = groups.get(about, 0) + 1
+    rows = [[about.rstrip("."), str(count)] for about, count in groups.items()]
+    return table(["what is checked", ">properties"], rows)
 
 
 def profiles() -> str:

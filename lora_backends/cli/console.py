@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 PIPED_WIDTH = 110
+LOG_SECONDS = 10.0
+"""Between two lines of a log about a step that runs."""
 INTERRUPTED = 130
 """Exit status of a command that the user interrupts."""
 
@@ -54,14 +57,56 @@ def output_of_plugins_aside(wanted: bool = True) -> Iterator[None]:
             os.close(kept)
 
 
-@contextmanager
-def step(what: str) -> Iterator[None]:
-    """Show on standard error that `what` is running, then how long it took."""
-    console = Console(stderr=True, highlight=False)
-    start = time.perf_counter()
-    with console.status(f"{what} ..."):
+class Progress:
+    """A step that runs: a line that moves on a terminal, a line now and then in a log."""
+
+    def __init__(self, what: str, console: Console) -> None:
+        self._what, self._console, self._text = what, console, "still running"
+        self._status = console.status(f"{what} ...") if console.is_terminal else None
+        self._start, self._over = time.perf_counter(), threading.Event()
+
+    def note(self, text: str) -> None:
+        """Say how far the step is."""
+        self._text = text
+        if self._status is not None:
+            self._status.update(f"{self._what}: {text} ...")
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Make room for output on the same terminal."""
+        if self._status is not None:
+            self._status.stop()
         yield
-    console.print(f"{what}: {time.perf_counter() - start:.1f} s", style="dim", markup=False)
+        if self._status is not None:
+            self._status.start()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show it until the block ends, and then how long the step took."""
+        if self._status is None:
+            self._log(" ...")
+            threading.Thread(target=self._beat, daemon=True).start()
+        try:
+            with self._status or nullcontext():
+                yield
+        finally:
+            self._over.set()
+        self._log(f": {time.perf_counter() - self._start:.1f} s")
+
+    def _beat(self) -> None:
+        while not self._over.wait(LOG_SECONDS):
+            self._log(f": {self._text}, {time.perf_counter() - self._start:.0f} s ...")
+
+    def _log(self, text: str) -> None:
+        self._console.print(f"{self._what}{text}", style="dim", markup=False)
+
+
+@contextmanager
+def step(what: str) -> Iterator[Progress]:
+    """Show on standard error that `what` is running, then how long it took."""
+    progress = Progress(what, Console(stderr=True, highlight=False))
+    with progress.shown():
+        yield progress
 
 
 def table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,32 +67,25 @@ def generate(
         max_new_tokens=max_new_tokens,
     )
     with output_of_plugins_aside(as_json):
-        report = _run(settings, check, compare)
+        report = _run(settings, check, compare, show=not as_json)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
-    else:
-        _print(report)
     if any(row.get("same_alone") is False for row in report["rows"]):
         raise typer.Exit(1)
 
 
-def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]:
-    """Load the model, answer, check and compare as asked; return the report that is printed."""
+def _run(settings: GenerateConfig, check: bool, compare: bool, show: bool) -> dict[str, Any]:
+    """Load the model, answer, check and compare as asked; return the report.
+
+    With `show` every part is printed as soon as it is known: answers row by row, timings last.
+    """
     model, tokenizer = load(settings)
 
     from lora_backends.hf.generating.greedy import rows_that_differ_alone
 
     adapters = settings.entries()
-    texts = [prompt.text for prompt in settings.prompts]
     prompts = encoded(model, tokenizer, settings)
-    with step(f"answering {len(texts)} prompts in one batch with {model.backend.name}"):
-        with naming_faults("the model cannot answer", "correct its generation_config.json"):
-            sequences = model.generate(adapters=adapters, **prompts.inputs(settings.max_new_tokens))
-    answers = prompts.answers(sequences)
-    rows: list[dict[str, Any]] = [
-        {"prompt": text, "adapter": adapter, "answer": tokenizer.decode(answer).strip()}
-        for text, adapter, answer in zip(texts, adapters, answers, strict=True)
-    ]
+    answers, rows = _answer(model, tokenizer, prompts, settings, show)
     report: dict[str, Any] = {"backend": model.backend.name, "rows": rows}
     if settings.adapter_dtype != "auto":
         reports = map(model.adapter_report, sorted(settings.adapters))
@@ -99,6 +93,8 @@ def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]
             each.name: {"dtype": settings.adapter_dtype, "bytes": each.nbytes, "error": each.error}
             for each in reports
         }
+        if show:
+            _print_adapters(report["adapters"])
     if check:
         with step("running every row alone"):
             different = rows_that_differ_alone(
@@ -106,9 +102,46 @@ def _run(settings: GenerateConfig, check: bool, compare: bool) -> dict[str, Any]
             )
         for index, row in enumerate(rows):
             row["same_alone"] = index not in different
+        if show:
+            _print_check(rows)
     if compare:
         report["tokens_per_second"] = _compare(model, prompts, settings)
+        if show:
+            _print_speeds(report["tokens_per_second"])
     return report
+
+
+def _answer(
+    model: MultiLoRAModel, tokenizer: Any, prompts: Prompts, settings: GenerateConfig, show: bool
+) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Return the new tokens of every row, and the rows of the report; print each as it ends."""
+    from lora_backends.hf.generating.greedy import Watch
+
+    adapters, length = settings.entries(), settings.max_new_tokens
+    rows: list[dict[str, Any]] = [
+        {"prompt": prompt.text, "adapter": adapter}
+        for prompt, adapter in zip(settings.prompts, adapters, strict=True)
+    ]
+
+    def ended(index: int, tokens: list[int]) -> None:
+        row = rows[index]
+        if "answer" not in row:
+            row["answer"] = tokenizer.decode(tokens).strip()
+            if show:
+                with progress.hidden():
+                    _print_answer(row)
+
+    what = f"answering {len(rows)} prompts in one batch with {model.backend.name}"
+    with step(what) as progress:
+        watch = Watch(prompts, lambda count: progress.note(f"{count} of {length} tokens"), ended)
+        with naming_faults("the model cannot answer", "correct its generation_config.json"):
+            sequences = model.generate(
+                adapters=adapters, **prompts.inputs(length), stopping_criteria=[watch]
+            )
+        answers = prompts.answers(sequences)
+        for index, tokens in enumerate(answers):
+            ended(index, tokens)
+    return answers, rows
 
 
 def _compare(
@@ -129,7 +162,7 @@ def _compare(
 
     def timed(name: str, call: Any) -> None:
         with step(f"timing {name}"):
-            speeds[name] = round(tokens_per_second(call, len(adapters), new_tokens), 1)
+            speeds[name] = tokens_per_second(call, len(adapters), new_tokens)
 
     timed("base model, no adapters", lambda: base.generate(**inputs))
     for name in backend_names():
@@ -174,42 +207,43 @@ def _why_not(name: str) -> str:
     return "not installed" if is_missing else "cannot run it"
 
 
-def _print(report: dict[str, Any]) -> None:
-    rows = report["rows"]
-    checked = "same_alone" in rows[0]
-    columns = ["prompt", "adapter", "answer", *(["as when run alone"] if checked else [])]
-    same = {True: "yes", False: "NO"}
+def _print_answer(row: dict[str, Any]) -> None:
+    console = output()
+    console.print(f"\n{row['prompt']}  [{described(row['adapter'])}]", style="bold", markup=False)
+    console.print(row["answer"], markup=False)
+
+
+def _print_check(rows: list[dict[str, Any]]) -> None:
+    wrong = [str(number) for number, row in enumerate(rows, 1) if not row["same_alone"]]
+    same = f"{len(rows) - len(wrong)} of {len(rows)} rows give the same tokens as when run alone"
+    output().print(f"\n{same}{'; not: ' * bool(wrong)}{', '.join(wrong)}")
+
+
+def _print_adapters(adapters: dict[str, Any]) -> None:
     table(
-        f"one batch of {len(rows)} rows, backend {report['backend']}",
-        columns,
+        "adapters",
+        ["adapter", "dtype", ">MB", ">largest error"],
         [
-            [row["prompt"], described(row["adapter"]), row["answer"]]
-            + ([same[row["same_alone"]]] if checked else [])
-            for row in rows
+            [name, kept["dtype"], f"{kept['bytes'] / 1e6:.2f}", f"{kept['error']:.4f}"]
+            for name, kept in adapters.items()
         ],
     )
-    if "adapters" in report:
-        table(
-            "adapters",
-            ["adapter", "dtype", ">MB", ">largest error"],
-            [
-                [name, kept["dtype"], f"{kept['bytes'] / 1e6:.2f}", f"{kept['error']:.4f}"]
-                for name, kept in report["adapters"].items()
-            ],
-        )
-    speeds = report.get("tokens_per_second")
-    if speeds:
-        base = next(iter(speeds.values()))
-        table(
-            "speed of the same batch",
-            ["", ">tokens/s", ">of the base"],
-            [
-                [name, f"{speed:.0f}", f"{speed / base:.2f}"]
-                if speed is not None
-                else [name, _why_not(name), ""]
-                for name, speed in speeds.items()
-            ],
-        )
-    if checked:
-        equal = sum(row["same_alone"] for row in rows)
-        output().print(f"{equal} of {len(rows)} rows give the same tokens as when run alone")
+
+
+def _print_speeds(speeds: dict[str, float | None]) -> None:
+    base = next(iter(speeds.values())) or 1.0
+    table(
+        "speed of the same batch",
+        ["", ">tokens/s", ">of the base"],
+        [
+            [name, three_digits(speed), f"{speed / base:.2f}"]
+            if speed is not None
+            else [name, _why_not(name), ""]
+            for name, speed in speeds.items()
+        ],
+    )
+
+
+def three_digits(value: float) -> str:
+    """Return a positive number with three digits that count, or all before the point."""
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from lora_backends.adapters import read_checkpoint
 from lora_backends.cli.console import step
@@ -95,12 +97,13 @@ def _load_base(settings: GenerateConfig, location: str, device: torch.device) ->
     options: dict[str, Any] = {"trust_remote_code": False}  # do not ask: nobody may be there
     if settings.model.gguf_file is not None:
         _check_installed("gguf")
+        _check_installed("accelerate")
         options["gguf_file"] = settings.model.gguf_file
     # its progress would mix with the answers
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     to_do = "give the folder of a causal language model, or an id of the Hugging Face hub"
-    with naming_faults(f"cannot load the model {location}", to_do):
+    with naming_faults(f"cannot load the model {location}", to_do), _no_bar_of_gguf_files():
         base, info = transformers.AutoModelForCausalLM.from_pretrained(
             location, dtype=dtype, output_loading_info=True, **options
         )
@@ -110,6 +113,18 @@ def _load_base(settings: GenerateConfig, location: str, device: torch.device) ->
     with naming_faults(f"cannot load the tokenizer of {location}", to_do):
         tokenizer = transformers.AutoTokenizer.from_pretrained(location, **options)
     return base, tokenizer
+
+
+@contextmanager
+def _no_bar_of_gguf_files() -> Iterator[None]:
+    """Hide a bar that Transformers' own switch does not reach, and that fills a log."""
+    try:
+        module: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    except ImportError:  # another version: the bar may be elsewhere
+        yield
+        return
+    with patch.object(module, "tqdm", lambda tensors, **_: tensors, create=True):
+        yield
 
 
 def _check_installed(package: str) -> None:

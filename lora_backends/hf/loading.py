@@ -51,7 +51,8 @@ class ModelAdapters:
         Args:
             name: what rows ask for.
             folder: a PEFT checkpoint (adapter_config.json, adapter_model.safetensors or .bin), or
-                the id of one on the Hugging Face hub, which is looked up in the local cache first.
+                the id of one on the Hugging Face hub, which is looked up in the local cache first:
+                "org/name", or with a revision and a folder "org/name@main/folder".
             pin: keep it from being evicted.
             replace_existing: overwrite a loaded adapter of this name.
             trainable: train it further, as `new_adapter` does a new one.

@@ -70,21 +70,34 @@ class ModelWords:
         """Return whether the base model has a `generate`."""
         return bool(cast(Any, self.base).can_generate())
 
-    def to(self, device: Any) -> Self:
-        """Refuse another device; a pipeline asks for the model's own.
+    def to(
+        self, device: Any = None, dtype: torch.dtype | None = None, non_blocking: bool = False
+    ) -> Self:
+        """Return the model if it is there already, and refuse another device or dtype.
+
+        Takes what `torch.nn.Module.to` takes: a device, a dtype, both, or a tensor that has them.
 
         Raises:
-            InvalidInputError: no device, or another than the model's.
+            InvalidInputError: no device, or another device or dtype than the model's.
         """
-        device = "cpu" if device is None else device
-        as_device(device)  # raises if it is no device
-        wanted = torch.device(device)
-        if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
-            raise InvalidInputError(
-                f"the model and its adapters are on {self.device}, and cannot be moved to {wanted}"
-                f"\n  to do: move the base model, then wrap it"
-            )
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        elif isinstance(device, torch.Tensor):
+            device, dtype = device.device, device.dtype
+        if device is not None:
+            as_device(device)  # raises if it is no device
+            wanted = torch.device(device)
+            if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
+                _refuse_to("move", f"on {self.device}, and cannot be moved to {wanted}")
+        if dtype not in (None, self.dtype):
+            _refuse_to("convert", f"of {self.dtype}, and cannot be converted to {dtype}")
         return self
+
+
+def _refuse_to(verb: str, why: str) -> NoReturn:
+    raise InvalidInputError(
+        f"the model and its adapters are {why}\n  to do: {verb} the base model, then wrap it"
+    )
 
 
 class Adapted(Protocol):

@@ -6,9 +6,11 @@ import importlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -168,11 +170,46 @@ def test_generate_answers_checks_and_compares(tiny_job):
     assert "lora_backends, torch_ref" in speeds and all(speed > 0 for speed in speeds.values())
 
 
-def test_generate_prints_a_plain_table_when_piped(tiny_job):
+def test_generate_prints_plain_text_when_piped(tiny_job):
     result = run("generate", "--config", str(tiny_job), "--check")
     assert result.exit_code == 0, result.output
     assert "2 of 2 rows give the same tokens as when run alone" in result.stdout
-    assert "\x1b" not in result.stdout and result.stdout.isascii()
+    assert "\x1b" not in result.output and "\r" not in result.output and result.stdout.isascii()
+    assert re.search("answering 2 prompts in one batch with [a-z_]+ \\.\\.\\.\n", result.stderr)
+
+
+def test_a_long_step_gives_signs_of_life_in_a_log(monkeypatch, capsys):
+    from lora_backends.cli import console
+
+    monkeypatch.setattr(console, "LOG_SECONDS", 0.01)
+    with console.step("loading") as progress:
+        shown, end = "", time.monotonic() + 60
+        for wanted in ("loading: still running, ", "loading: 3 of 4, "):
+            while wanted not in shown and time.monotonic() < end:
+                time.sleep(0.01)
+                shown += capsys.readouterr().err
+            assert wanted in shown
+            progress.note("3 of 4")
+
+
+def test_answers_are_printed_before_the_timings(tiny_job, monkeypatch, capsys):
+    from lora_backends.cli import generate
+
+    printed = []
+    monkeypatch.setattr(generate, "_compare", lambda *_: printed.append(capsys.readouterr().out))
+    monkeypatch.setattr(generate, "_print_speeds", lambda speeds: None)
+    generate.generate(config=tiny_job, check=True, compare=True)
+    assert printed[0].count("  [one]\n") == printed[0].count("  [(base)]\n") == 1
+    assert "2 of 2 rows" in printed[0]
+
+
+@pytest.mark.parametrize(
+    ("speed", "text"), [(0.01234, "0.0123"), (9.876, "9.88"), (45.67, "45.7"), (12345.6, "12,346")]
+)
+def test_speeds_have_three_digits(speed, text):
+    from lora_backends.cli.generate import three_digits
+
+    assert three_digits(speed) == text
 
 
 def test_the_command_line_replaces_the_prompts_of_the_file(tiny_job):

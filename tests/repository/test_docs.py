@@ -1,7 +1,14 @@
 """The pages are true: their code runs, and prints the text under it."""
 
 import importlib.util
+import json
+import os
 import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
 
 import pytest
 from helpers.page_code import BLOCK, README, ROOT, run
@@ -9,8 +16,11 @@ from helpers.page_code import BLOCK, README, ROOT, run
 PAGES = sorted([README, *(ROOT / "docs").rglob("*.md")])
 PAGES_WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 TRANSFORMERS = ROOT / "docs" / "how-to" / "use-with-transformers.md"
+TUTORIAL = ROOT / "docs" / "tutorial" / "train-serve-curl.md"
 OF_A_MODEL = {
     TRANSFORMERS,
+    TUTORIAL,
+    ROOT / "docs" / "index.md",
     ROOT / "docs" / "how-to" / "serve-requests.md",
     ROOT / "docs" / "how-to" / "keep-many-adapters.md",
     ROOT / "docs" / "how-to" / "train-many-adapters.md",
@@ -78,6 +88,31 @@ def test_code_on_a_page_prints_the_text_under_it(page, monkeypatch, request):
     assert printed == expected
 
 
+@pytest.mark.slow
+def test_the_commands_of_the_tutorial_serve_what_it_trained(model_and_adapters, monkeypatch):
+    for name in ("transformers", "peft", "starlette", "uvicorn"):
+        pytest.importorskip(name)
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    monkeypatch.chdir(model_and_adapters)
+    run(TUTORIAL)
+    consoles = re.findall(r"```console\n\$ (.*?)```", TUTORIAL.read_text(), re.DOTALL)
+    serve, ask = (text.replace("\\\n", " ") for text in consoles)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script, *arguments = shlex.split(serve)[1:]
+    server = [sys.executable, str(ROOT / script), *arguments, "--port", port]
+    curl = [*shlex.split(ask.replace("8000", port)), "--silent", "--show-error"]
+    curl += ["--retry", "100", "--retry-delay", "1", "--retry-connrefused", "--max-time", "150"]
+    with subprocess.Popen(server, env=os.environ | {"PYTHONPATH": str(ROOT)}) as process:
+        try:
+            answer = subprocess.run(curl, stdout=subprocess.PIPE, text=True, check=True).stdout
+        finally:
+            process.terminate()
+    assert json.loads(answer)["choices"][0]["text"].strip() == "sky blue"
+
+
 def test_no_python_on_a_page_is_left_unrun():
     fences = [
         f"{name_of(page)}: {line}"
@@ -97,6 +132,8 @@ def test_links_between_pages_lead_somewhere():
     broken = []
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            if not (page.parent / target).exists():
+            aim = (page.parent / target).resolve()
+            on_site = not page.is_relative_to(ROOT / "docs") or aim.is_relative_to(ROOT / "docs")
+            if not (aim.exists() and on_site):
                 broken.append(f"{name_of(page)}: {target}")
     assert not broken

@@ -11,7 +11,10 @@ from lora_backends.adapters.files.messages import problem
 from lora_backends.common.files import as_path, kind_of
 from lora_backends.errors import InvalidInputError, shown
 
-_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_PART = r"[A-Za-z0-9][\w.-]{0,95}"
+_ID = re.compile(
+    rf"(?P<id>{_PART}/{_PART})(@(?P<revision>refs/\w+/\d+|{_PART})(?P<subfolder>(/{_PART})*))?"
+)
 _SAFE = [CONFIG_FILE, SAFETENSORS_FILE, "adapter_model-*-of-*.safetensors", "non_lora_*"]
 """The last are trained weights beside the adapter: `read_checkpoint` refuses them, unread."""
 
@@ -19,31 +22,44 @@ _SAFE = [CONFIG_FILE, SAFETENSORS_FILE, "adapter_model-*-of-*.safetensors", "non
 def local_folder(name: str | Path) -> Path:
     """Return the folder that a user names, or that of an adapter on the hub.
 
-    What exists as a path is taken as one. huggingface_hub decides whether there is a network
-    (HF_HUB_OFFLINE) and where its cache lies (HF_HOME).
+    An adapter on the hub is ORGANISATION/NAME, or ORGANISATION/NAME@REVISION/FOLDER with a branch,
+    tag or commit, as in huggingface_hub's file system. What exists as a path is taken as one.
+    huggingface_hub decides whether there is a network (HF_HUB_OFFLINE) and where its cache lies
+    (HF_HOME).
 
     Raises:
         InvalidInputError: it is neither a path nor on the hub.
     """
     path = as_path(name, "the folder of a checkpoint")
     # Only a str may be an id: a Path names a folder.
-    is_id = isinstance(name, str) and _ID.fullmatch(name)
-    if not is_id or kind_of(path) is not None or not importlib.util.find_spec("huggingface_hub"):
+    is_id = _ID.fullmatch(name) if isinstance(name, str) else None
+    if (
+        is_id is None
+        or kind_of(path) is not None
+        or not importlib.util.find_spec("huggingface_hub")
+    ):
         return path
     from huggingface_hub import snapshot_download
 
+    subfolder = (is_id["subfolder"] or "").removeprefix("/")
+
+    def downloaded(names: list[str]) -> Path:
+        patterns = [f"{subfolder}/{name}" for name in names] if subfolder else names
+        root = snapshot_download(is_id["id"], revision=is_id["revision"], allow_patterns=patterns)
+        return Path(root) / subfolder
+
     try:
-        folder = Path(snapshot_download(str(name), allow_patterns=_SAFE))
+        folder = downloaded(_SAFE)
         weights = [*folder.glob("adapter_model*.safetensors")]
         if not weights:  # a pickle only where there is nothing else
-            folder = Path(snapshot_download(str(name), allow_patterns=[*_SAFE, PICKLE_FILE]))
+            folder = downloaded([*_SAFE, PICKLE_FILE])
     except Exception as error:  # of huggingface_hub, of the network, of the file system
         what = "it is neither a folder nor an adapter on the Hugging Face hub"
         first = (str(error).splitlines() or [""])[0]
         facts = ["no such folder", f"{type(error).__name__}: {shown(first, 300)}"]
         to_do = (
             f"pass the folder that PEFT's save_pretrained wrote; or download it with "
-            f"`hf download {name}` where there is a network"
+            f"`hf download {is_id['id']}` where there is a network"
         )
         raise InvalidInputError(
             problem(path, what, facts, "a folder, or the id of an adapter", to_do)

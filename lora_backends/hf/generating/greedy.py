@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import StoppingCriteria
 
 from lora_backends.common.names import PEFT_BASE
 from lora_backends.hf.calls.entries import RowAdapters
@@ -48,6 +49,39 @@ class Prompts:
         new = sequences[:, self.input_ids.shape[1] :].tolist()
         ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
         return [row[: next((i for i, t in enumerate(row) if t in ends), len(row))] for row in new]
+
+
+class Watch(StoppingCriteria):  # type: ignore[misc]
+    """Tells of each token of a batch, and of each row when its answer ends; stops nothing.
+
+    Args:
+        prompts: of the batch.
+        on_token: gets the number of new tokens per row.
+        on_answer: gets a row, once, and its new tokens. Rows that use all tokens are not told.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        on_token: Callable[[int], None],
+        on_answer: Callable[[int, list[int]], None],
+    ) -> None:
+        self._prompts, self._on_token, self._on_answer = prompts, on_token, on_answer
+        self._ended: set[int] = set()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Look at the tokens so far."""
+        goes_on = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        rows, length = self._prompts.input_ids.shape
+        if len(input_ids) != rows:  # beams
+            return goes_on
+        new_tokens = input_ids.shape[1] - length
+        self._on_token(new_tokens)
+        for row, answer in enumerate(self._prompts.answers(input_ids)):
+            if len(answer) < new_tokens and row not in self._ended:
+                self._ended.add(row)
+                self._on_answer(row, answer)
+        return goes_on
 
 
 def encode(tokenizer: Any, texts: Sequence[str], chat: bool, device: torch.device) -> Prompts:

@@ -107,8 +107,18 @@ def test_attributes_are_those_of_the_base_model(llama):
     assert model.to("cpu") is model
     with pytest.raises(InvalidInputError, match="move the base model, then wrap it"):
         model.to("meta")
+    assert (
+        model.to(torch.float32)
+        is model.to("cpu", torch.float32)
+        is model.to(torch.ones(1))
+        is model
+    )
+    assert model.to(dtype=torch.float32) is model
+    for given in ({"device": torch.bfloat16}, {"dtype": torch.bfloat16}):
+        with pytest.raises(InvalidInputError, match="convert the base model, then wrap it"):
+            model.to(**given)
     with pytest.raises(InvalidInputError, match="no such device"):
-        model.to(torch.float16)
+        model.to("gpu")
 
 
 def test_a_pipeline_generates_with_one_adapter(llama):
@@ -241,6 +251,30 @@ def test_the_id_of_a_hub_is_found_in_the_local_cache(cache):
     given = inputs("llama")
     one, other = (model(adapters=[name] * 4, **given).logits for name in ("hub", "folder"))
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("revision", ["v2", "f" * 40, "refs/pr/3"])
+def test_an_id_may_have_a_revision_and_a_folder(revision, cache):
+    repository = cache / "hub" / "models--someone--an-adapter"
+    adapt(build("llama"), str(repository / "snapshots" / ("f" * 40) / "more" / "second"), 2, **Q_V)
+    for ref in ("v2", "refs/pr/3"):
+        (repository / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / ref).write_text("f" * 40)
+    model = MultiLoRAModel(build("llama"), "torch_ref", max_rank=3)
+    model.load_adapter("hub", f"someone/an-adapter@{revision}/more/second")
+    model.load_adapter("folder", repository / "snapshots" / ("f" * 40) / "more" / "second")
+    model.load_adapter("other", "someone/an-adapter@main")
+    given = inputs("llama")
+    names = ("hub", "folder", "other")
+    one, same, other = (model(adapters=[name] * 4, **given).logits for name in names)
+    assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("place", ["@v3", "@main/nowhere", "@main/../main", "/more"])
+def test_what_an_id_does_not_have_is_refused(place, cache):
+    model = MultiLoRAModel(build("llama"), "torch_ref", max_rank=3)
+    with pytest.raises(InvalidInputError):
+        model.load_adapter("hub", f"someone/an-adapter{place}")
 
 
 def test_a_folder_goes_before_the_id_of_a_hub(cache):
