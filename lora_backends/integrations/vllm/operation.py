@@ -61,6 +61,7 @@ def _run_layer(
     layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, operation: str, offset: int = 0
 ) -> None:
     wrapper = layer.wrapper
+    layer.is_called = wrapper.was_run = True
     plans = wrapper.sampled if operation in (LOGITS, FULL) else wrapper.tokens
     plans = wrapper.prompt if operation == PROMPT else plans
     if not layer.ranked and _is_by_itself(operation, x, plans):

@@ -95,6 +95,11 @@ class Plans:
         return rows in (self._compilation.cudagraph_capture_sizes or ())
 
     @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph replays one of the plans."""
+        return any(room.is_captured for room in self._rooms)
+
+    @property
     def multiplies_bases(self) -> bool:
         """Whether the backend can run a base product together with its LoRA."""
         return getattr(self.backend, "multiplies_bases", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -14,8 +15,11 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
 from lora_backends import features
 from lora_backends.batch import NO_ADAPTER
+from lora_backends.common.names import VLLM_FACTORS_VARIABLE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.integrations.vllm import experts, inputs, layers, operation, plugin, prompts
+from lora_backends.integrations.vllm.adapters import follow as adapters
+from lora_backends.integrations.vllm.adapters import invocations
 from lora_backends.integrations.vllm.operation import run
 from lora_backends.integrations.vllm.plans import Plans
 from lora_backends.selection.choice import get_backend
@@ -53,6 +57,10 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         prompts.follow()
         inputs.follow()
+        adapters.follow()
+        invocations.follow()
+        self.was_run = False  # whether the model has called a layer
+        self.has_factors = os.environ.get(VLLM_FACTORS_VARIABLE, "0") not in ("", "0")
         self._arguments = (max_num_batched_tokens, max_batches, device), kwargs
         self._own: Any = None  # vLLM's own wrapper, for layers that are not taken over
         self._announced: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -75,6 +83,11 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
             backend.name,
             backend.device,
         )
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether a CUDA graph replays layers as they are."""
+        return any(plans.is_captured for plans in (self.tokens, self.sampled, self.prompt))
 
     def update_metadata(
         self,
