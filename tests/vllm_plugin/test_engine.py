@@ -176,7 +176,9 @@ def drafter(tiny, tmp_path_factory):
     generator = torch.Generator().manual_seed(3)
     layer, folder = "layers.0", tmp_path_factory.mktemp("drafter")
     config = json.loads((tiny / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 1, "attention_bias": False})
+    )
     inner, half = config["intermediate_size"], HIDDEN // 2
     shapes = {
         "fc": (HIDDEN, 2 * HIDDEN),

@@ -56,8 +56,10 @@ class AdoptedLayer:
         b = self.b
         if b is None or b.output_scales is not None:
             return
-        scales = torch.ones(b.num_slots, b.out_features, device=b.device)
-        factors = replace(b, output_scales=scales, bias=torch.zeros_like(scales))
+        # vLLM loads adapters in inference mode, and outside of it; only plain tensors take both
+        with torch.inference_mode(False):
+            scales = torch.ones(b.num_slots, b.out_features, device=b.device)
+            factors = replace(b, output_scales=scales, bias=torch.zeros_like(scales))
         self.a = factors if self.a is b else self.a
         self.b = factors
         self.prepared.clear()

@@ -191,6 +191,8 @@ class _Loading:
         names |= {path: self.targets.name_of(path) for path in checkpoint.own.tokens}
         self.targets.check(self.source, names.values())
         for path, delta in checkpoint.modules.items():
+            self._check(delta, names[path])
+        for path, delta in checkpoint.modules.items():
             self._add(delta, names[path])
         for path, weight in checkpoint.base_weights.items():
             self._check_copy(path, weight)
@@ -210,8 +212,12 @@ class _Loading:
 
     def _refuse(self, checkpoint: Checkpoint) -> None:
         own, given = checkpoint.own, []
-        if own.parameters:
-            given.append(f"whole parameters ({', '.join([*own.parameters][:3])}): modules_to_save")
+        if own.promises.saved:
+            given.append(f"modules_to_save ({', '.join(own.promises.saved)})")
+        if own.promises.bias != "none":
+            given.append(f"bias = {own.promises.bias!r}: biases of the base model")
+        elif own.parameters and not own.promises.saved:
+            given.append(f"whole parameters ({', '.join([*own.parameters][:3])})")
         if own.tying is not None and own.tying.what == "LoRA":
             given.append("LoRA that the head shares with the embedding (ensure_weight_tying)")
         if own.tokens and own.invocation:
@@ -230,19 +236,26 @@ class _Loading:
         assert target is not None
         return base_layer_of(self.manager, target)
 
+    def _check(self, delta: ModuleDelta, name: str) -> None:
+        target = self.targets.find(name)
+        if target is None:
+            return
+        self._check_shape(delta, target)
+        if "experts" in name.split("."):
+            if delta.magnitude is not None or delta.bias is not None:
+                raise self._refused(f"use_dora or lora_bias of experts ({name})")
+            if delta.init:
+                raise self._refused(f"init_lora_weights = {delta.init!r} of experts ({name})")
+        if delta.magnitude is not None:
+            self._check_scales(target)
+
     def _add(self, delta: ModuleDelta, name: str) -> None:
         target = self.targets.find(name)
         if target is None:
             return  # of another pipeline stage
-        self._check_shape(delta, target)
-        if "experts" in name.split(".") and (delta.magnitude is not None or delta.bias is not None):
-            raise self._refused(f"DoRA or lora_bias of experts ({name})")
-        if "experts" in name.split(".") and delta.init:
-            raise self._refused(f"init_lora_weights = {delta.init!r} of experts ({name})")
         if delta.init:
             delta = without_start(delta, lambda _: self._base_layer(name), self.max_rank)
         if delta.magnitude is not None:
-            self._check_scales(target)
             spec = ModuleSpec(delta.kind, delta.lora_a.shape[1], delta.lora_b.shape[0])
             scales, bias = dora_terms(delta, spec, lambda _: self._base_layer(name))
             self.factors[target] = Factors(scales.float(), None if bias is None else bias.float())
