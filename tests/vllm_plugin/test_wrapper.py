@@ -19,6 +19,7 @@ from helpers.vllm_layers import (
     make_module,
     mapping,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @pytest.fixture
@@ -221,14 +222,6 @@ def test_fully_sharded_columns_shrink_a_part_and_expand_all(wrapper, x, shards):
     assert y[:, :3].eq(1).all() and y[:, -2:].eq(1).all()
     wrapper.add_expand(y, gathered, module.lora_b_stacked, SLICES, 3, False)
     torch.testing.assert_close(y[:, 3:-2], delta(whole, x, IDS))
-
-
-def test_a_shrink_of_rows_without_adapter_is_zero(wrapper, x):
-    module = make_module(wrapper)
-    wrapper.update_metadata(mapping([0] * len(x)), INDEX_TO_ID, SLOTS + 1, 100)
-    buffer = torch.ones(len(SLICES), len(x), RANK)
-    wrapper.add_shrink(buffer, x, module.lora_a_stacked, 1.0)
-    assert not buffer.any()
 
 
 def test_an_embedding_expands_what_vllm_has_gathered(wrapper):
@@ -789,11 +782,13 @@ def make_experts(wrapper, shared=False, **more):
     return module
 
 
-def expected_pairs(x, a, b, weights=None):
+def expected_pairs(x, a, b, weights=None, ids=TOPK_IDS):
     """Return the delta of every pair of token and expert by plain products."""
     out = torch.zeros(len(IDS), TOP_K, b.shape[2])
     for token, id_ in enumerate(IDS):
-        for j, expert in enumerate(TOPK_IDS[token] if id_ else ()):
+        for j, expert in enumerate(ids[token] if id_ else ()):
+            if expert < 0:
+                continue
             slot, row = INDEX_TO_ID.index(id_), x[token, j]
             own_a = a[slot, min(int(expert), a.shape[1] - 1)]
             own_b = b[slot, min(int(expert), b.shape[1] - 1)]
@@ -835,6 +830,104 @@ def test_experts_add_gate_and_up_and_the_weighted_second_product(wrapper, x, sha
     torch.testing.assert_close(y, 1 + wanted)
 
 
+def test_experts_of_other_processes_are_left_out(wrapper, x):
+    module = make_experts(wrapper, use_ep=True)
+    for slot in range(SLOTS):
+        module.set_lora(slot, [torch.ones(1, RANK, 1), None, torch.ones(1, RANK, 1)], [])
+    # eight experts, of which this process has the odd ones, the last one first
+    expert_map = torch.tensor([-1, 3, -1, 2, -1, 1, -1, 0])
+    given_ids = torch.tensor([[0, 3], [1, 2], [3, 6], [2, 1], [7, 1], [1, 5], [4, 6]])
+    weights = torch.rand(len(IDS), TOP_K)
+    stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
+    y = torch.zeros(len(IDS), TOP_K, 2 * INNER)
+    handed_on = wrapper.add_lora_w13(y, x, *stacks, given_ids, weights, expert_map)
+    here = expert_map[given_ids]
+    pairs = x[:, None].expand(-1, TOP_K, -1)
+    wanted = torch.cat(
+        [expected_pairs(pairs, a, b, ids=here) for a, b in zip(*stacks, strict=True)], -1
+    )
+    torch.testing.assert_close(y, wanted)
+    assert y[here < 0].eq(0).all() and not y[here >= 0].eq(0).all()
+    inner, second = torch.randn(len(IDS), TOP_K, INNER), torch.zeros(len(IDS), TOP_K, HIDDEN)
+    stacks = module.w2_lora_a_stacked, module.w2_lora_b_stacked
+    wrapper.add_lora_w2(second, inner.flatten(0, 1), *stacks, weights, *handed_on)
+    wanted = expected_pairs(inner, stacks[0][0], stacks[1][0], weights, ids=here)
+    torch.testing.assert_close(second, wanted)
+
+
+def test_a_layer_of_experts_is_routed_once(wrapper, x, monkeypatch):
+    module, routings = make_experts(wrapper), []
+    backend = wrapper.tokens.backend
+    prepare = backend.prepare_experts
+    monkeypatch.setattr(
+        type(backend),
+        "prepare_experts",
+        lambda _, *args: routings.append(prepare(*args)) or routings[-1],
+    )
+    y, weights = torch.ones(len(IDS), TOP_K, 2 * INNER), torch.ones(len(IDS), TOP_K)
+    stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
+    handed_on = wrapper.add_lora_w13(y, x, *stacks, TOPK_IDS, weights)
+    second, inner = torch.ones(len(IDS), TOP_K, HIDDEN), torch.ones(len(IDS) * TOP_K, INNER)
+    stacks = module.w2_lora_a_stacked, module.w2_lora_b_stacked
+    wrapper.add_lora_w2(second, inner, *stacks, weights, *handed_on)
+    assert len(routings) == 1
+
+
+class Operations(TorchDispatchMode):
+    """Notes every operation of torch that does more than look at a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view:
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_batch_without_adapters_runs_nothing(wrapper, x):
+    from lora_backends.integrations.vllm import layers, operation
+
+    linear, mixture = make_module(wrapper), make_experts(wrapper)
+    vocabulary = 20
+    embedding = SimpleNamespace(
+        lora_a_stacked=torch.ones(SLOTS, vocabulary, RANK),
+        lora_a_stacked_2d=torch.ones(SLOTS * vocabulary, RANK),
+        lora_b_stacked=torch.ones(SLOTS, 1, WIDTH, RANK),
+        base_layer=torch.nn.Embedding(vocabulary, WIDTH).requires_grad_(False),
+        set_lora=lambda *args: None,
+        reset_lora=lambda index: None,
+    )
+    layers.adopt(embedding, wrapper)
+    operation.embed_by_token(embedding)
+    ids, weights = torch.arange(len(IDS)), torch.ones(len(IDS), TOP_K)
+    y, two = torch.ones(len(IDS), sum(SLICES)), torch.ones(len(IDS), TOP_K, 2 * INNER)
+    second, inner = torch.ones(len(IDS), TOP_K, HIDDEN), torch.ones(len(IDS) * TOP_K, INNER)
+    h = torch.zeros(len(SLICES), len(IDS), RANK)
+
+    def step():
+        stacks = linear.lora_a_stacked, linear.lora_b_stacked
+        wrapper.add_lora_linear(y, x, *stacks, 1.0, SLICES)
+        wrapper.add_shrink(h, x, stacks[0], 1.0)
+        wrapper.add_expand(y, h, stacks[1], SLICES, add_inputs=True)
+        wrapper.add_lora_logits(y, x, stacks[0][0], stacks[1][0], 1.0)
+        embedding.forward(ids)
+        first = mixture.w13_lora_a_stacked, mixture.w13_lora_b_stacked
+        handed_on = wrapper.add_lora_w13(two, x, *first, TOPK_IDS, weights)
+        last = mixture.w2_lora_a_stacked, mixture.w2_lora_b_stacked
+        wrapper.add_lora_w2(second, inner, *last, weights, *handed_on)
+
+    embedding.set_lora(1, torch.ones(RANK, vocabulary), None)
+    with torch.no_grad(), Operations() as busy:
+        step()
+    assert len(busy.names) > 10
+    wrapper.update_metadata(mapping([0] * len(IDS)), INDEX_TO_ID, SLOTS + 1, 100)
+    with torch.no_grad(), Operations() as idle:
+        step()
+    assert idle.names == ["aten.embedding.default"], "the model's own"
+
+
 def test_experts_are_right_after_sleep_has_discarded_all_memory(wrapper):
     module = make_experts(wrapper)
     for site in module.lora_backends_layers:
@@ -865,7 +958,6 @@ def test_experts_without_an_adapter_add_nothing(wrapper, x):
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"use_ep": True}, "enable_expert_parallel"),
         ({"moe_config": DATA_PARALLEL}, "data-parallel"),
         ({"fully_sharded": True, "tp_size": 2}, "fully_sharded_loras"),
     ],

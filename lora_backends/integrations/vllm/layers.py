@@ -29,6 +29,7 @@ class AdoptedLayer:
     a: LoRAWeights | None  # the half that shrinks, or both; None where vLLM shrinks by itself
     b: LoRAWeights | None  # the half that expands, or both; None where there is no B
     wrapper: Any  # the `BackendWrapper` whose batch the layer runs on
+    table: torch.Tensor | None = None  # [slots * vocabulary, max_rank]: an embedding's A
     first_rank: int = 0  # of the adapter's ranks, the first that the A of this process holds
     ranked: set[int] = field(default_factory=set)  # slots whose adapter has a rank above 0 here
     is_called: bool = False  # whether the model has called the layer
@@ -103,6 +104,7 @@ def adopt(module: Any, wrapper: Any) -> None:
         layer = AdoptedLayer(_weights(a, ()) if a else None, _weights((), b), wrapper)
         if a:  # fully sharded: this process holds some ranks of A, and all of B
             layer.first_rank = module.tp_rank * a[0].shape[2]
+    layer.table = getattr(module, "lora_a_stacked_2d", None)
     module.lora_backends_layers = [layer]
     if wrapper.has_factors:
         layer.make_factors()
@@ -202,21 +204,6 @@ def _share(
     return module.slice_lora_b([values if s == piece else None for s in range(module.n_slices)])[
         piece
     ], first
-
-
-def embed_by_token(module: Any) -> None:
-    """Let an embedding find each token's adapter, also where token ids have more than one axis.
-
-    vLLM takes the first axis for the tokens when it gathers A. Transformers' models pass
-    [1, tokens], so that all tokens would take A of the first one's adapter.
-    """
-    forward = module.forward
-
-    def forward_flat(token_ids: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = forward(token_ids.flatten())
-        return embedded.view(*token_ids.shape, embedded.shape[-1])
-
-    module.forward = forward_flat
 
 
 def as_stored(x: torch.Tensor, weights: Any) -> torch.Tensor:

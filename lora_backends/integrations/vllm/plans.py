@@ -46,7 +46,12 @@ class Plans:
         self.backend = backend
         self.num_slots = num_slots
         self._compilation = compilation
+        self.most_rows = capacity
         self._rooms = [_Room(size) for size in _sizes(backend.device.type, capacity)]
+        self.forget()
+
+    def forget(self) -> None:
+        """Take back what was announced, as if there had been no batch."""
         self.set_slots([])
         self._is_announced = False
 

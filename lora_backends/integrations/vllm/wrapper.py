@@ -17,7 +17,15 @@ from lora_backends import features
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.common.names import VLLM_FACTORS_VARIABLE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.integrations.vllm import experts, inputs, layers, operation, plugin, prompts
+from lora_backends.integrations.vllm import (
+    experts,
+    inputs,
+    layers,
+    operation,
+    plugin,
+    prompts,
+    warm_up,
+)
 from lora_backends.integrations.vllm.adapters import follow as adapters
 from lora_backends.integrations.vllm.adapters import invocations
 from lora_backends.integrations.vllm.operation import run
@@ -59,6 +67,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         inputs.follow()
         adapters.follow()
         invocations.follow()
+        warm_up.follow()
         self.was_run = False  # whether the model has called a layer
         self.has_factors = os.environ.get(VLLM_FACTORS_VARIABLE, "0") not in ("", "0")
         self._arguments = (max_num_batched_tokens, max_batches, device), kwargs
@@ -75,6 +84,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         config = get_current_vllm_config_or_none()
         plugin.check_settings(config)
         compilation = None if config is None else config.compilation_config
+        model = None if config is None else config.model_config
+        self.model_dtype = getattr(model, "dtype", None)  # of x and y
         self.tokens = Plans(backend, num_slots, max_num_batched_tokens, compilation)
         self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
         self.prompt = Plans(backend, num_slots, max_num_batched_tokens)
@@ -180,7 +191,10 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         scale: float,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Write h of x into y, [num_slices, tokens, ranks of this process] float32."""
+        """Write h of x into y, [num_slices, tokens, ranks of this process] float32.
+
+        vLLM passes zeros, which stay where no row has an adapter.
+        """
         _check_plain(scale)
         run(y, _rows(x), lora_a_stacked[0], operation.SHRINK)
         return y
@@ -243,6 +257,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
                 f"a classification head does not fit the batch that vLLM has announced\n"
                 f"  given: {y.shape[0]} rows\n  allowed: {slots.shape[0]}"
             )
+        if self.sampled.is_idle:
+            return y
         h = y.new_empty((1, y.shape[0], weight_stacked.shape[-2]), dtype=torch.float32)
         run(h, x, weight_stacked, operation.FULL)
         known = slots.clamp(min=0)
@@ -260,11 +276,11 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         topk_weights: torch.Tensor,
         *args: Any,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> tuple[Any, ...]:
         """Add the LoRA of the experts' first product, gate and up, to y [tokens * k, columns].
 
         Returns:
-            What vLLM hands on to `add_lora_w2`: here the experts of each token.
+            What vLLM hands on to `add_lora_w2`, in place of sorted tokens: here the routing.
 
         Raises:
             UnsupportedInputError: the tokens are not those of the batch.
@@ -272,7 +288,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         site = experts.find(lora_a_stacked[0])
         if site is None:
             arguments = y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights
-            handed_on: tuple[torch.Tensor | None, ...]
+            handed_on: tuple[Any, ...]
             handed_on = self.own().add_lora_w13(*arguments, *args, **kwargs)
             return handed_on
         if kwargs.get("token_lora_mapping") is not None:
@@ -281,8 +297,11 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
                 "  given: token_lora_mapping, the slots of tokens that vLLM has gathered\n"
                 "  allowed: the batch's own tokens"
             )
-        experts.add_first(self.tokens, y, x, lora_a_stacked, topk_ids, topk_weights)
-        return topk_ids, None, None, None
+        expert_map = args[0] if args else kwargs.get("expert_map")
+        routing = experts.add_first(
+            self.tokens, y, x, lora_a_stacked, topk_ids, topk_weights, expert_map
+        )
+        return routing, None, None, None
 
     def add_lora_w2(
         self,
@@ -291,7 +310,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         lora_a_stacked: tuple[torch.Tensor, ...],
         lora_b_stacked: tuple[torch.Tensor, ...],
         topk_weights: torch.Tensor,
-        sorted_token_ids_lora: torch.Tensor | None,
+        sorted_token_ids_lora: Any,
         *args: Any,
         **kwargs: Any,
     ) -> None:
@@ -300,9 +319,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
             arguments = y, x, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids_lora
             self.own().add_lora_w2(*arguments, *args, **kwargs)
         else:
-            topk_ids = sorted_token_ids_lora  # as `add_lora_w13` has returned them
-            assert topk_ids is not None
-            experts.add_second(self.tokens, y, x, lora_a_stacked, topk_ids, topk_weights)
+            routing = sorted_token_ids_lora  # as `add_lora_w13` has returned it
+            experts.add_second(self.tokens, y, x, lora_a_stacked, topk_weights, routing)
 
     def moe_lora_align_block_size(self, *args: Any, **kwargs: Any) -> Any:
         """Sort the pairs of token and expert, for vLLM's own kernels."""
@@ -379,7 +397,7 @@ def _follow_mapping() -> None:
                 layers.adopt(self, punica_wrapper)
                 operation.fuse(self)
                 if isinstance(self, VocabParallelEmbeddingWithLoRA):
-                    layers.embed_by_token(self)
+                    operation.embed_by_token(self)
 
     BaseLayerWithLoRA.set_mapping = set_mapping_and_adopt
 
