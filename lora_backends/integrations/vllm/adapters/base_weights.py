@@ -15,6 +15,9 @@ from lora_backends.errors import UnsupportedInputError
 from lora_backends.integrations.vllm.adapters.targets import Target
 
 UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+CUT = ("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
+"""Layers of vLLM whose way to cut outputs over processes is known here."""
+
 BLOCK = 512
 """Rows of an identity matrix that a packed weight is multiplied by at once."""
 
@@ -38,6 +41,8 @@ def base_layer_of(manager: Any, target: Target) -> BaseLayer:
     weight, bias = _local_weight(base, target.layer), getattr(base, "bias", None)
     if getattr(base, "skip_bias_add", False):
         bias = None  # the model adds it after the layer
+    if any(kind.__name__ == "ReplicatedLinear" for kind in type(base).__mro__):
+        return BaseLayer(weight, bias)  # whole on every process
     if (
         hasattr(base, "input_size_per_partition")
         and base.input_size_per_partition != base.input_size
@@ -50,6 +55,8 @@ def base_layer_of(manager: Any, target: Target) -> BaseLayer:
         and len(widths) != module.n_slices
     ):
         raise _unknown(target, f"output widths {widths} of a weight {list(weight.shape)}")
+    if base.tp_size > 1 and type(base).__name__ not in CUT:
+        raise _unknown(target, f"{type(base).__name__} over {base.tp_size} processes")
     chosen = range(len(widths)) if target.piece is None else [target.piece]
     starts = [sum(widths[:i]) for i in range(len(widths))]
     rows = [slice(starts[i], starts[i] + widths[i]) for i in chosen]

@@ -129,6 +129,7 @@ def check(worker: Any, lora: Any, source: Path) -> None:
         "_validate_moe_lora_format",
         "_validate_modules_to_save",
         "_validate_token_classification_lora",
+        "_validate_classification_head_lora",
     ):
         if hasattr(manager, name):
             getattr(manager, name)(lora)

@@ -37,6 +37,12 @@ class Targets:
             if layer in manager.modules:
                 self._targets |= {name: Target(layer, i) for i, name in enumerate(modules)}
 
+        # from 0.33: a text model's names for the language model inside a multimodal one
+        text_names = getattr(manager, "_get_text_lora_names", lambda name: ())
+        for name, target in list(self._targets.items()):
+            for text_name in text_names(name):
+                self._targets.setdefault(text_name, target)
+
     def name_of(self, path: str) -> str:
         """Return vLLM's name of a module that has a path in the Hugging Face model."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
