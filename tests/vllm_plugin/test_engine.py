@@ -160,6 +160,8 @@ def test_prompts_that_are_embedded_already_share_a_batch_with_adapters(
         )
         return [list(each.outputs[0].token_ids) for each in out]
 
+    with pytest.raises(Exception, match="alora_invocation_tokens with enable_prompt_embeds"):
+        engine.llm.llm_engine.add_lora(engine.request("alora"))  # no tokens to look at
     # "ends" has LoRA on the embedding, of the tokens after those that are embedded
     for name in ("small", None, "ends"):
         assert tokens(name) == [peft_tokens(PROMPTS[0], "all", 3), peft_tokens(PROMPTS[1], name, 3)]

@@ -86,6 +86,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         compilation = None if config is None else config.compilation_config
         model = None if config is None else config.model_config
         self.model_dtype = getattr(model, "dtype", None)  # of x and y
+        self.takes_embeddings = getattr(model, "enable_prompt_embeds", False)
         self.tokens = Plans(backend, num_slots, max_num_batched_tokens, compilation)
         self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
         self.prompt = Plans(backend, num_slots, max_num_batched_tokens)

@@ -40,7 +40,7 @@ class Rows:
 class _Batch(threading.local):
     """The batch whose adapters a thread announces."""
 
-    rows: Sequence[Rows] | None = None
+    rows: Callable[[], list[Rows]] | None = None  # called where an adapter has an invocation
 
 
 _batch = _Batch()
@@ -85,7 +85,7 @@ def _first_runner(
     original: Callable[..., Any], runner: Any, batch: Any, counts: Any, *args: Any, **kwargs: Any
 ) -> Any:
     sampled = args[0] if args else kwargs.get("num_sampled_tokens")
-    _batch.rows = [
+    _batch.rows = lambda: [
         Rows(
             request=batch.req_ids[i],
             prompt=batch.token_ids_cpu[i, : batch.num_prompt_tokens[i]],
@@ -114,7 +114,7 @@ def _second_runner(original: Callable[..., Any], runner: Any, *args: Any, **kwar
     batch = original(runner, *args, **kwargs)
     prompts = runner.__dict__.get("lora_backends_prompts", {})
     firsts, counts = batch.num_computed_tokens_np, batch.num_scheduled_tokens
-    _batch.rows = [
+    _batch.rows = lambda: [
         Rows(name, prompts.get(name, ()), int(firsts[i]), int(counts[i]), sampled=1)
         for i, name in enumerate(batch.req_ids)
     ]
@@ -137,8 +137,8 @@ def _from_invocation(original: Callable[..., Any], manager: Any, mapping: Any, *
     return original(manager, mapping, *args)
 
 
-def _changed(manager: Any, mapping: Any, rows: Sequence[Rows]) -> Any:
-    ids = {id_ for id_ in mapping.prompt_mapping if id_ > 0}
+def _changed(manager: Any, mapping: Any, rows: Callable[[], list[Rows]]) -> Any:
+    ids = {id_ for id_ in mapping.index_mapping if id_ > 0}
     invocations = {id_: _invocation(manager, id_) for id_ in ids}
     if not any(invocations.values()):
         return mapping
@@ -146,8 +146,8 @@ def _changed(manager: Any, mapping: Any, rows: Sequence[Rows]) -> Any:
     before = manager.__dict__.get("lora_backends_starts", {})
     starts: dict[tuple[str, int], int | None] = {}
     token = sample = 0
-    for row in rows:
-        id_ = samples[sample] if row.sampled else 0
+    for row in rows():
+        id_ = tokens[token] if row.count else 0
         invocation = invocations.get(id_)
         if invocation:
             key = row.request, id_

@@ -16,7 +16,7 @@ from lora_backends.adapters.peft.config import checked_config
 from lora_backends.adapters.peft.dora import BaseLayer, dora_terms
 from lora_backends.adapters.peft.pissa import without_start
 from lora_backends.adapters.read_options import ReadOptions
-from lora_backends.adapters.specs import Checkpoint, ExpertDelta, ModuleDelta, ModuleSpec, TokenRows
+from lora_backends.adapters.specs import Checkpoint, ModuleDelta, ModuleSpec, TokenRows
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.integrations.vllm.adapters.base_weights import base_layer_of
 from lora_backends.integrations.vllm.adapters.targets import Target, Targets
@@ -184,7 +184,7 @@ class _Loading:
             own_modules=True,
         )
         peft_config = checked_config(dict(config), self.source, own_modules=True)
-        host = {name: tensors[name].detach().to("cpu") for name in sorted(tensors)}
+        host = {name: tensors[name].detach().to("cpu", copy=True) for name in sorted(tensors)}
         checkpoint = checked_checkpoint(self.source, self.source, peft_config, host, options)
         self._refuse(checkpoint)
         # all names first: a refused adapter gathers nothing
@@ -199,8 +199,6 @@ class _Loading:
             self._check_copy(path, weight)
         for path, rows in checkpoint.own.tokens.items():
             self._add_tokens(names[path], rows)
-        for path, experts in checkpoint.experts.items():
-            self._add_experts(path, experts)
         loras = {
             name: LoRALayerWeights(name, a.shape[0], 1, a.to(self.dtype), b.to(self.dtype), 1.0)
             for name, (a, b) in self.weights.items()
@@ -221,9 +219,12 @@ class _Loading:
             given.append(f"whole parameters ({', '.join([*own.parameters][:3])})")
         if own.tying is not None and own.tying.what == "LoRA":
             given.append("LoRA that the head shares with the embedding (ensure_weight_tying)")
+        if checkpoint.experts:  # without the base model nothing tells how PEFT has laid them out
+            given.append(f"stacked experts ({next(iter(checkpoint.experts))}) beside these")
         if own.tokens and own.invocation:
             given.append("trainable_token_indices beside alora_invocation_tokens")
-        if own.invocation and getattr(self.manager, "lora_backends_embeds", False):
+        wrappers = getattr(self.manager, "punica_wrapper_mapping", {}).values()
+        if own.invocation and any(wrapper.takes_embeddings for wrapper in wrappers):
             given.append("alora_invocation_tokens with enable_prompt_embeds: no tokens to look at")
         if given:
             raise UnsupportedInputError(
@@ -342,19 +343,6 @@ class _Loading:
         one_hot[torch.arange(count, device=table.device), ids] = 1
         a, b = (change, one_hot.T) if is_head else (one_hot, change.T)
         self.weights[name] = a.cpu(), b.cpu().contiguous()
-
-    def _add_experts(self, path: str, delta: ExpertDelta) -> None:
-        """Add stacked experts in PEFT's layout, which vLLM takes apart."""
-        experts, _, parameter = path.rpartition(".")
-        name = self.targets.name_of(experts)
-        name += ".base_layer" if parameter == "gate_up_proj" else ""
-        self.targets.check(self.source, [name])
-        count = delta.scalings.shape[0]
-        if delta.lora_a.shape[:2] != (count, 1) or delta.lora_b.shape[0] != count:
-            raise self._refused(f"experts that share matrices ({path})")
-        b = delta.lora_b.float() * delta.scalings[:, :1, None]
-        a = delta.lora_a[:, 0].flatten(0, 1)  # [experts * rank, in]
-        self.weights[name] = a, b.permute(1, 2, 0).flatten(1)  # [out, rank * experts]
 
 
 def _widths(module: Any, piece: int | None) -> tuple[int | None, int | None]:

@@ -102,11 +102,13 @@ class Targets:
         last = target.layer.rsplit(".", 1)[-1]
         if last == ABSORBED and _is_absorbed(self._manager.model):
             return "multi-head latent attention multiplies by its weight without the layer"
-        layers = getattr(module, "lora_backends_layers", ())
-        wrapper = getattr(module, "punica_wrapper", None)
-        if layers and getattr(wrapper, "was_run", False):
-            linear = hasattr(module, "_apply_lora_to_output") or hasattr(module, "apply")
-            if linear and not any(getattr(layer, "is_called", True) for layer in layers):
+        # vLLM has run the model before it loads adapters. Embeddings and heads may not have run.
+        is_linear = hasattr(module, "_apply_lora_to_output") and not hasattr(
+            module, "full_weight_stacked"
+        )
+        if is_linear and getattr(module.punica_wrapper, "was_run", False):
+            layers = getattr(module, "lora_backends_layers", ())
+            if layers and not any(getattr(layer, "is_called", True) for layer in layers):
                 return "the model holds its weight elsewhere and does not call the layer"
         return ""
 
