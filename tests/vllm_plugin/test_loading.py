@@ -206,3 +206,82 @@ def test_dora_needs_room_in_captured_graphs(wrapper, monkeypatch):
     assert b.bias[1, :width].eq(1).all() and b.bias[0].eq(0).all()
     module.reset_lora(1)
     assert b.output_scales.eq(1).all() and b.bias.eq(0).all()
+
+
+def announced(manager, mapping):
+    """Return the adapters that are announced for a mapping, by token and by sampled row."""
+    from lora_backends.integrations.vllm.adapters import invocations
+
+    seen = []
+    invocations._from_invocation(lambda _, given: seen.append(given), manager, mapping)
+    return list(seen[0].index_mapping), list(seen[0].prompt_mapping)
+
+
+def test_the_second_runner_tells_where_each_request_is():
+    from vllm.lora.layers import LoRAMapping
+
+    from lora_backends.integrations.vllm.adapters import invocations
+    from lora_backends.integrations.vllm.adapters.load import Extras
+
+    lora = SimpleNamespace(lora_backends_extras=Extras(invocation=(7, 8)))
+    registered = {1: lora, 2: SimpleNamespace()}
+    manager = SimpleNamespace(_registered_adapters=SimpleNamespace(cache=registered))
+    prompts = {"a": [1, 7, 8, 2, 7, 8], "b": [7, 8, 1], "c": [1, 2, 3, 4], "d": [7, 8]}
+    runner = SimpleNamespace(req_states=SimpleNamespace(req_id_to_index=dict.fromkeys(prompts, 0)))
+    new = [
+        SimpleNamespace(
+            req_id=name, prompt_token_ids=prompt, lora_request=None if name == "d" else 1
+        )
+        for name, prompt in prompts.items()
+    ]
+    scheduled = SimpleNamespace(scheduled_new_reqs=new)
+    invocations._note_prompts(lambda *_: None, runner, scheduled)
+    # a: its last four prompt tokens; b: a generated one; c: no invocation; d: another adapter
+    counts, firsts, ids = [4, 1, 2, 2], [2, 5, 0, 0], [1, 1, 1, 2]
+    batch = SimpleNamespace(
+        req_ids=list("abcd"), num_computed_tokens_np=firsts, num_scheduled_tokens=counts
+    )
+    tokens = [id_ for id_, count in zip(ids, counts, strict=True) for _ in range(count)]
+    mapping = LoRAMapping(tuple(tokens), tuple(ids), is_prefill=True)
+    invocations._second_runner(lambda *_: batch, runner)
+    assert announced(manager, mapping) == ([0, 0, 1, 1, 1, 0, 0, 2, 2], [1, 1, 0, 2])
+    invocations._done(lambda *_: None, runner)
+    assert announced(manager, mapping) == (tokens, ids), "a dummy batch has no requests"
+    runner.req_states.req_id_to_index.clear()
+    invocations._note_prompts(lambda *_: None, runner, SimpleNamespace(scheduled_new_reqs=[]))
+    assert not runner.lora_backends_prompts
+
+
+def test_new_adapters_load_in_one_order_on_every_process():
+    from lora_backends.integrations.vllm.adapters.follow import _in_order
+
+    requests = [SimpleNamespace(lora_int_id=i) for i in (3, 1, 2)]
+    seen = []
+    _in_order(lambda _, given, __: seen.extend(given), None, [*requests, None], None)
+    assert [request.lora_int_id for request in seen] == [1, 2, 3]
+
+
+def test_blocks_that_start_to_be_the_adapters_in_other_places_have_other_keys(tmp_path):
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core import kv_cache_utils
+
+    from lora_backends.integrations.vllm.adapters import invocations
+
+    invocations.follow_hashes()
+    (tmp_path / "adapter_config.json").write_text('{"alora_invocation_tokens": [7, 8]}')
+    adapter = LoRARequest("alora", 1, str(tmp_path))
+
+    def keys(prompt, first, lora=adapter):
+        request = SimpleNamespace(
+            lora_request=lora, prompt_token_ids=prompt, mm_features=[], cache_salt="salt"
+        )
+        request.prompt_embeds = None
+        return kv_cache_utils.generate_block_hash_extra_keys(request, first, first + 4, 0)[0]
+
+    base = keys([1] * 12, 0, None), keys([1] * 12, 4, None)
+    assert keys([1, 2, 3, 4, 5, 7, 8, 9], 0) == base[0]
+    behind = keys([1, 2, 3, 4, 5, 7, 8, 9], 4)
+    assert behind != base[1] and keys([1, 2, 3, 4, 5, 7, 8, 9, 9], 4) == behind
+    # the tokens behind the first prompt are generated: equal tokens, which begin elsewhere
+    assert keys([7, 8], 0) != keys([7, 8, 7, 8], 0)
+    assert keys([1, 2, 3], 0) == base[0], "without an invocation it is the base model"
