@@ -4,10 +4,12 @@ import gc
 import importlib.util
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.vllm_engines import ADAPTERS, KINDS, Engine, save_adapter, save_tiny
+from helpers.vllm_layers import IDS, INDEX_TO_ID, SLOTS, WIDTH, mapping
 
 ROOT = Path(__file__).parents[2]
 if (
@@ -63,6 +65,23 @@ def peft_tokens(tiny, adapters):
         return answers[key]
 
     return tokens
+
+
+@pytest.fixture
+def wrapper(monkeypatch):
+    """Return a wrapper with a batch of rows of several adapters."""
+    monkeypatch.setenv("LORA_BACKENDS_VLLM", "torch_ref")
+    from lora_backends.integrations.vllm.wrapper import BackendWrapper
+
+    made = BackendWrapper(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+    made.update_metadata(mapping(IDS), INDEX_TO_ID, SLOTS + 1, 100)
+    return made
+
+
+@pytest.fixture
+def x():
+    """Return an input of every row of that batch."""
+    return torch.randn(len(IDS), WIDTH, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture(scope="module")
