@@ -111,6 +111,7 @@ NAMES = {
         "generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)",
     ],
     "v1/spec_decode/llm_base_proposer.py": ["SpecDecodeBaseProposer.load_model()"],
+    "v1/worker/cpu_worker.py": ["CPUWorker.determine_available_memory()"],
     "v1/worker/gpu/input_batch.py": [
         f"InputBatch.{name}"
         for name in ("num_computed_tokens_np", "num_scheduled_tokens", "req_ids")
@@ -135,6 +136,7 @@ NAMES = {
         "GPUModelRunner._preprocess(scheduler_output)",
         "group_and_batch_mm_kwargs",
     ],
+    "v1/worker/gpu_worker.py": ["Worker.determine_available_memory()"],
     "v1/worker/lora_model_runner_mixin.py": [
         "LoRAModelRunnerMixin.set_active_loras(input_batch, num_scheduled_tokens, "
         "num_sampled_tokens)",

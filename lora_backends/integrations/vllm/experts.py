@@ -127,7 +127,7 @@ def trial(
 
     def run_zeros(tokens: int) -> None:
         pairs = torch.arange(tokens * top_k, device=device).view(tokens, top_k)
-        weights = torch.zeros(tokens, top_k, device=device)
+        weights = torch.zeros(tokens, top_k, dtype=torch.float32, device=device)
         ids = (pairs % second.num_experts).to(torch.int32)
         routing = _routing(plans, second, ids, weights, None)
         x = torch.zeros(tokens, first[0].in_features, dtype=given, device=device)

@@ -59,7 +59,8 @@ class AdoptedLayer:
             return
         # vLLM loads adapters in inference mode, and outside of it; only plain tensors take both
         with torch.inference_mode(False):
-            scales = torch.ones(b.num_slots, b.out_features, device=b.device)
+            shape = b.num_slots, b.out_features
+            scales = torch.ones(shape, dtype=torch.float32, device=b.device)
             factors = replace(b, output_scales=scales, bias=torch.zeros_like(scales))
         self.a = factors if self.a is b else self.a
         self.b = factors

@@ -125,17 +125,19 @@ def trial(
     assert half is not None
     given = dtype or half.dtype
 
+    def zeros(*shape: int, dtype: torch.dtype = given) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=half.device)
+
     def run_zeros(rows: int) -> None:
-        if operation == EXPAND:
-            x = torch.zeros(half.num_slices, rows, half.max_rank, device=half.device)
-        else:
-            x = torch.zeros(rows, half.in_features, dtype=given, device=half.device)
+        h = half.num_slices, rows, half.max_rank
         if operation == SHRINK:
-            y = torch.zeros(half.num_slices, rows, half.max_rank, device=half.device)
-            _shrink(layer, y, x, plans)
+            _shrink(layer, zeros(*h, dtype=torch.float32), zeros(rows, half.in_features), plans)
+        elif operation == EXPAND:
+            x = zeros(*h, dtype=torch.float32)
+            _add(layer, zeros(rows, half.out_features), x, plans, operation, 0)
         else:
-            y = torch.zeros(rows, half.out_features, dtype=given, device=half.device)
-            _add(layer, y, x, plans, operation, 0)
+            x = zeros(rows, half.in_features)
+            _add(layer, zeros(rows, half.out_features), x, plans, operation, 0)
 
     return run_zeros
 

@@ -67,19 +67,17 @@ def distinct(most_rows: int, num_slots: int, sizes: Callable[[int, int], Any]) -
 
 
 def follow() -> None:
-    """Let vLLM's manager compile when it has made its layers, before memory is measured.
-
-    Raises:
-        UnsupportedInputError: this version of vLLM lacks the method.
-    """
-    manager = "vllm.lora.model_manager", "LoRAModelManager"
-    replace(*manager, "_create_lora_modules", _make_and_warm_up)
+    """Let vLLM's workers compile before they measure the memory that is left for caches."""
+    for module, owner in (("gpu_worker", "Worker"), ("cpu_worker", "CPUWorker")):
+        place = f"vllm.v1.worker.{module}", owner
+        replace(*place, "determine_available_memory", _warm_up_first, is_optional=True)
 
 
-def _make_and_warm_up(original: Callable[..., Any], manager: Any) -> Any:
-    result = original(manager)
-    warm_up(manager)
-    return result
+def _warm_up_first(original: Callable[..., Any], worker: Any) -> Any:
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    if manager is not None:
+        warm_up(manager._adapter_manager)
+    return original(worker)
 
 
 def warm_up(manager: Any) -> None:
